@@ -1,0 +1,87 @@
+"""The command line: parse, call, render."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from megajax.config import ConfigError, ModelConfig, dump, load, num_parameters, presets
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at configs.')
+app.add_typer(config_app, name='config')
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help='For example train.steps=100 mesh.model=4.')]
+
+
+def main() -> None:
+    """Run the command; a mistake in the config is printed, one line each, and exits with 2."""
+    try:
+        app()
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f'error: {problem}', file=sys.stderr)
+        sys.exit(2)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f'megajax {version("megajax")}')
+        raise typer.Exit
+
+
+@app.callback()
+def megajax(
+    _: Annotated[bool, typer.Option('--version', callback=_print_version, is_eager=True, help='Print the version and exit.')] = False,
+) -> None:
+    """Megatron-LM's tensor parallelism in JAX."""
+
+
+@app.command()
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar='CONFIG | KEY=VALUE', help='A preset or a YAML file (tiny if left out), then overrides.'),
+    ] = None,
+) -> None:
+    """Train the model of a config."""
+    source, *overrides = arguments or ['tiny']
+    if '=' in source:
+        source, overrides = 'tiny', [source, *overrides]
+    config = load(source, overrides)
+    from megajax.train.loop import run  # here, because it imports jax: a wrong config fails before that
+
+    run(config, name=Path(source).name.removesuffix('.yaml'))
+
+
+@config_app.command()
+def show(source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')], overrides: Overrides = None) -> None:
+    """Print the resolved config and the model's parameter count."""
+    config = load(source, overrides or ())
+    print(dump(config), end='')
+    print(f'# {_parameters(config.model)}')
+
+
+@config_app.command('list')
+def list_presets() -> None:
+    """List the presets, smallest first."""
+    configs = {name: load(name).model for name in presets()}
+    sizes = [Column(name, justify='right') for name in ('layers', 'hidden', 'heads', 'parameters')]
+    table = Table('preset', *sizes, box=None, pad_edge=False)
+    for name, model in sorted(configs.items(), key=lambda item: num_parameters(item[1])):
+        table.add_row(name, f'{model.num_layers}', f'{model.hidden_size}', f'{model.num_heads}', _short(num_parameters(model)))
+    Console().print(table)
+
+
+def _parameters(model: ModelConfig) -> str:
+    count, padded = num_parameters(model), num_parameters(model, padded=True)
+    line = f'parameters: {count:,} ({_short(count)})'
+    return line if padded == count else f'{line}; with the vocabulary padded to {model.padded_vocab_size}: {padded:,} ({_short(padded)})'
+
+
+def _short(count: int) -> str:
+    return f'{count / 1e9:.2f}B' if count >= 1e9 else f'{count / 1e6:.1f}M'

@@ -1,0 +1,34 @@
+"""What a run is made of: the schema, presets, files and overrides, and the rules that keys obey together. Imports no jax."""
+
+from megajax.config.check import ConfigError, Problem
+from megajax.config.load import dump, load, presets
+from megajax.config.parameters import num_parameters
+from megajax.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LossConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    'CheckpointConfig',
+    'Config',
+    'ConfigError',
+    'DataConfig',
+    'LossConfig',
+    'MeshConfig',
+    'ModelConfig',
+    'OptimConfig',
+    'Problem',
+    'RunConfig',
+    'TrainConfig',
+    'dump',
+    'load',
+    'num_parameters',
+    'presets',
+]

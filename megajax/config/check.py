@@ -1,0 +1,135 @@
+"""What a config's keys demand of one another, found before jax is imported or anything compiles."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megajax.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One mistake: the key, a message with its value, the limit and what would work, and where it was written."""
+
+    path: str
+    message: str
+    others: tuple[str, ...] = ()  # the further keys that the message rests on
+    place: str = ''  # 'configs/tiny.yaml:12' or 'override mesh.model=3'
+
+    def __str__(self) -> str:
+        return ': '.join(part for part in (self.place, self.path, self.message) if part)
+
+
+class ConfigError(ValueError):
+    """A user's mistakes, all of them, found before anything compiles; the command line prints them and exits with 2."""
+
+    def __init__(self, *problems: 'Problem | str') -> None:
+        self.problems = problems
+        super().__init__(*problems)
+
+    def __str__(self) -> str:
+        return '\n'.join(str(problem) for problem in self.problems)
+
+
+def incompatibilities(config: 'Config') -> list[Problem]:
+    """Every pair of keys that cannot work together."""
+    return [*_heads(config), *_kv_heads(config), *_widths(config), *_batches(config), *_schedule(config), *_split(config)]
+
+
+def _heads(config: 'Config') -> Iterator[Problem]:
+    model, shards = config.model, config.mesh.model
+    if 'head_dim' not in model.model_fields_set and model.hidden_size % model.num_heads:
+        near = _multiples(model.hidden_size, model.num_heads)
+        message = f'{model.hidden_size} is not a multiple of model.num_heads={model.num_heads}; use {near}, or set model.head_dim'
+        yield Problem(path='model.hidden_size', message=message, others=('model.num_heads', 'model.head_dim'))
+    yield from _divides('model.num_heads', model.num_heads, 'model.num_kv_heads', model.num_kv_heads)
+    yield from _divides('model.num_heads', model.num_heads, 'mesh.model', shards)
+    if model.position == 'rope' and model.head_dim % 2:
+        message = f'{model.head_dim} is odd, and model.position=rope rotates pairs; use {_multiples(model.head_dim, 2)}'
+        yield Problem(path='model.head_dim', message=message, others=('model.position',))
+
+
+def _kv_heads(config: 'Config') -> Iterator[Problem]:
+    model, shards = config.model, config.mesh.model
+    if model.num_kv_heads == model.num_heads:  # then num_heads has to divide, which is checked already
+        return
+
+    def fits(n: int) -> bool:
+        return model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0
+
+    if not fits(shards):
+        near = _nearest(fits, shards, limit=2 * model.num_kv_heads)
+        message = f'{model.num_kv_heads} is neither a multiple nor a divisor of mesh.model={shards}; use mesh.model {near}'
+        yield Problem(path='model.num_kv_heads', message=message, others=('mesh.model',))
+    elif shards > model.num_kv_heads and model.head_dim % shards:  # fewer key/value heads than shards: the fused QKV is cut along head_dim
+        near = _multiples(model.head_dim, shards)
+        message = (
+            f'{model.head_dim} is not a multiple of mesh.model={shards}, which has to divide it where it exceeds '
+            f'model.num_kv_heads={model.num_kv_heads}; use {near}, or mesh.model at most {model.num_kv_heads}'
+        )
+        yield Problem(path='model.head_dim', message=message, others=('mesh.model', 'model.num_kv_heads'))
+
+
+def _widths(config: 'Config') -> Iterator[Problem]:
+    model, shards, seq_len = config.model, config.mesh.model, config.train.seq_len
+    yield from _divides('model.ffn_size', model.ffn_size, 'mesh.model', shards)
+    padded = model.padded_vocab_size
+    if padded % shards:
+        near = _nearest(lambda n: padded % n == 0, shards, limit=padded)
+        message = f'{model.vocab_size} is padded to {padded}, which mesh.model={shards} does not divide; use mesh.model {near}'
+        yield Problem(path='model.vocab_size', message=message, others=('mesh.model',))
+    if seq_len > model.max_seq_len:
+        message = f'{seq_len} exceeds model.max_seq_len={model.max_seq_len}; use at most {model.max_seq_len}, or raise model.max_seq_len'
+        yield Problem(path='train.seq_len', message=message, others=('model.max_seq_len',))
+    if config.mesh.sequence_parallel:
+        yield from _divides('train.seq_len', seq_len, 'mesh.model', shards, under='mesh.sequence_parallel')
+
+
+def _batches(config: 'Config') -> Iterator[Problem]:
+    data, microbatches, batch_size = config.mesh.data, config.train.microbatches, config.train.batch_size
+    if batch_size % (data * microbatches):
+        message = (
+            f'{batch_size} is not a multiple of mesh.data={data} x train.microbatches={microbatches} = {data * microbatches}; '
+            f'use {_multiples(batch_size, data * microbatches)}'
+        )
+        yield Problem(path='train.batch_size', message=message, others=('mesh.data', 'train.microbatches'))
+
+
+def _schedule(config: 'Config') -> Iterator[Problem]:
+    optim, steps = config.optim, config.train.steps
+    if optim.min_lr > optim.lr:
+        message = f'{optim.min_lr} exceeds optim.lr={optim.lr}; use at most {optim.lr}, for example {optim.lr / 10:g}'
+        yield Problem(path='optim.min_lr', message=message, others=('optim.lr',))
+    if optim.warmup_steps >= steps:
+        message = f'{optim.warmup_steps} leaves nothing of train.steps={steps}; use at most {steps - 1}, or raise train.steps'
+        yield Problem(path='optim.warmup_steps', message=message, others=('train.steps',))
+
+
+def _split(config: 'Config') -> Iterator[Problem]:
+    try:
+        parts = [float(part) for part in config.data.split.split(',')]
+    except ValueError:
+        parts = []
+    if not (len(parts) == 3 and parts[0] > 0 and all(0 <= part < float('inf') for part in parts)):
+        message = f"{config.data.split!r} is not three numbers, none negative and the first above zero; write for example '95,5,0'"
+        yield Problem(path='data.split', message=message)
+
+
+def _divides(path: str, value: int, by: str, divisor: int, *, under: str | None = None) -> Iterator[Problem]:
+    if value % divisor:
+        fixes = f'{_multiples(value, divisor)}, or {by} {_nearest(lambda n: value % n == 0, divisor, limit=value)}'
+        limit = f'{by}={divisor}' + (f' under {under}' if under else '')
+        yield Problem(path=path, message=f'{value} is not a multiple of {limit}; use {fixes}', others=(by, under) if under else (by,))
+
+
+def _multiples(value: int, divisor: int) -> str:
+    below = value // divisor * divisor
+    return f'{below} or {below + divisor}' if below else str(divisor)
+
+
+def _nearest(works: Callable[[int], bool], value: int, *, limit: int) -> str:
+    """The numbers from 1 to `limit` on either side of `value` that work, looking 1024 upwards."""
+    below = next((n for n in range(min(value - 1, limit), 0, -1) if works(n)), None)
+    above = next((n for n in range(value + 1, min(limit, value + 1024) + 1) if works(n)), None)
+    return ' or '.join(str(n) for n in (below, above) if n)

@@ -1,0 +1,205 @@
+"""From a preset or a YAML file and `section.key=value` overrides to a Config, with every mistake reported at once.
+
+YAML 1.2: `3e-4` is a number, `off` and `2026-01-01` are text. A key written twice is a mistake.
+"""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import MappingNode, Node
+
+from megajax.config.check import ConfigError, Problem, incompatibilities
+from megajax.config.schema import Config, Section
+
+SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
+KEYS = {f'{name}.{key}': key for name, section in SECTIONS.items() for key in section.model_fields}
+PLAIN_WORDS = {'bool_type': 'true or false', 'string_type': 'text (quote what looks like something else)', 'tuple_type': 'a list'}
+
+
+class _Setting(NamedTuple):
+    value: Any
+    place: str
+
+
+class _Constructor(SafeConstructor):
+    """ruamel reads dates, which YAML 1.2 does not have, unless told otherwise."""
+
+
+_Constructor.add_constructor('tag:yaml.org,2002:timestamp', SafeConstructor.construct_yaml_str)
+
+
+def presets() -> list[str]:
+    """The names that `load` knows, in alphabetical order."""
+    return sorted(path.stem for path in _folder().glob('*.yaml'))
+
+
+def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a preset or a YAML file, apply `section.key=value` overrides (of two for one key the last stands) and check it all.
+
+    Raises ConfigError with every mistake in the file, in the overrides and between keys, each with its line or its override.
+    """
+    file = _find(source)
+    problems: list[Problem] = []
+    written = _read_file(file, problems)
+    overridden = _read_overrides(overrides, problems)
+    if written is None:
+        raise ConfigError(*problems)
+    sections, unsettled = _validate(written | overridden, file, problems)
+    for problem in incompatibilities(Config.model_construct(**sections)):
+        keys = (problem.path, *problem.others)
+        if unsettled.isdisjoint(keys):
+            place = next((settings[key].place for settings in (overridden, written) for key in keys if key in settings), str(file))
+            problems.append(replace(problem, place=place))
+    if problems:
+        raise ConfigError(*problems)
+    return Config(**sections)
+
+
+def dump(config: Config) -> str:
+    """Write every key as YAML that `load` reads back to an equal config."""
+    yaml: Any = YAML(typ='safe', pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    stream = io.StringIO()
+    yaml.dump(config.model_dump(mode='json'), stream)
+    return stream.getvalue()
+
+
+def _folder() -> Path:
+    package = Path(__file__).parents[1]
+    installed = package / 'configs'  # in a wheel; in a clone they lie beside the package
+    return installed if installed.is_dir() else package.parent / 'configs'
+
+
+def _find(source: str | Path) -> Path:
+    path = _folder() / f'{source}.yaml' if str(source) in presets() else Path(source)
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _read_file(file: Path, problems: list[Problem]) -> dict[str, _Setting] | None:
+    """The settings by path, or None where there is nothing to read."""
+    try:
+        return _read_text(file.read_text(encoding='utf-8'), str(file), problems)
+    except FileNotFoundError:
+        near = get_close_matches(file.name.removesuffix('.yaml'), presets(), n=1)
+        fix = f'did you mean {near[0]}? ' if near else ''
+        problems.append(Problem(path=str(file), message=f'no such file or preset; {fix}presets: {", ".join(presets())}'))
+    except OSError as error:
+        problems.append(Problem(path=str(file), message=f'cannot be read: {error.strerror}'))
+    except (YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, 'problem_mark', None)
+        problems.append(Problem(path=f'{file}:{mark.line + 1}' if mark else str(file), message=f'not valid YAML: {_reason(error)}'))
+    return None
+
+
+def _read_text(text: str, file: str, problems: list[Problem]) -> dict[str, _Setting]:
+    yaml = _yaml()
+    settings: dict[str, _Setting] = {}
+    for section, group, section_place in _items(yaml.compose(text), '', file, problems):
+        if section not in SECTIONS:
+            problems.append(Problem(path=section, message=_unknown(section), place=section_place))
+            continue
+        for path, value, place in _items(group, section, file, problems):
+            if path not in KEYS:
+                problems.append(Problem(path=path, message=_unknown(path), place=place))
+            else:
+                settings[path] = _Setting(yaml.constructor.construct_document(value), place)
+    return settings
+
+
+def _items(node: Node | None, prefix: str, file: str, problems: list[Problem]) -> Iterator[tuple[str, Node, str]]:
+    """The path, value and place of a mapping's keys, each path once; nothing for an empty document or section."""
+    if node is None or node.tag == 'tag:yaml.org,2002:null':
+        return
+    if not isinstance(node, MappingNode):
+        message = f'must be a group of keys; it has {_members(prefix)}'
+        problems.append(Problem(path=prefix, message=message, place=f'{file}:{node.start_mark.line + 1}'))
+        return
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        path, line = f'{prefix}.{key.value}' if prefix else str(key.value), key.start_mark.line + 1
+        if path in lines:
+            message = f'written twice, first in line {lines[path]}; delete one of the two'
+            problems.append(Problem(path=path, message=message, place=f'{file}:{line}'))
+        else:
+            lines[path] = line
+            yield path, value, f'{file}:{line}'
+
+
+def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[str, _Setting]:
+    settings: dict[str, _Setting] = {}
+    for override in overrides:
+        path, equals, text = override.partition('=')
+        place = f'override {override}'
+        if not equals or path in SECTIONS:
+            problems.append(Problem(path=place, message='not of the form section.key=value, for example train.steps=100'))
+        elif path not in KEYS:
+            problems.append(Problem(path=path, message=_unknown(path), place=place))
+        else:
+            try:
+                settings[path] = _Setting(_yaml().load(text), place)
+            except YAMLError as error:
+                problems.append(Problem(path=place, message=f'not valid YAML: {_reason(error)}; put the value in quotes'))
+    return settings
+
+
+def _validate(settings: Mapping[str, _Setting], file: Path, problems: list[Problem]) -> tuple[dict[str, Any], set[str]]:
+    """The sections, and the paths whose values in them stand in for wrong ones, so that nothing may be concluded from them."""
+    sections: dict[str, Any] = {}
+    unsettled: set[str] = set()
+    for name, section in SECTIONS.items():
+        values = {key: settings[f'{name}.{key}'].value for key in section.model_fields if f'{name}.{key}' in settings}
+        try:
+            sections[name] = section.model_validate(values)
+        except ValidationError as error:
+            details = {str(detail['loc'][0]): detail for detail in error.errors(include_url=False)}
+            for key, detail in details.items():
+                path = f'{name}.{key}'
+                unsettled.add(path)
+                if detail['type'] != 'default_factory_not_called':  # the default of a key whose source is wrong
+                    place = settings[path].place if path in settings else str(file)
+                    problems.append(Problem(path=path, message=_explain(detail), place=place))
+            right = {key: value for key, value in values.items() if key not in details}
+            stand_ins = {key: 1 for key in details if section.model_fields[key].is_required()}  # every key without a default is a size
+            sections[name] = section.model_validate(right | stand_ins)
+    return sections, unsettled
+
+
+def _explain(detail: ErrorDetails) -> str:
+    if detail['type'] == 'missing':
+        return 'required, and has no default; add it'
+    allowed = PLAIN_WORDS.get(detail['type']) or detail['msg'].removeprefix('Input should be ')
+    return f'must be {allowed}, not {"null" if detail["input"] is None else repr(detail["input"])}'
+
+
+def _unknown(path: str) -> str:
+    """The message for a path that names neither a section nor a key, with the nearest that does."""
+    section, _, key = path.partition('.')
+    siblings = SECTIONS[section].model_fields if section in SECTIONS else ()
+    in_section = [f'{section}.{near}' for near in get_close_matches(key, siblings, n=1)]
+    of_that_name = [full for full, name in KEYS.items() if name == (key or section)]
+    near = in_section or of_that_name or get_close_matches(path, [*SECTIONS, *KEYS], n=1, cutoff=0.75)
+    return f'unknown key; did you mean {near[0]}?' if near else f'unknown key; there are {_members(section)}'
+
+
+def _members(section: str) -> str:
+    return ', '.join(SECTIONS[section].model_fields if section in SECTIONS else SECTIONS)
+
+
+def _reason(error: YAMLError | UnicodeDecodeError) -> str:
+    return getattr(error, 'problem', None) or str(error).splitlines()[0]
+
+
+def _yaml() -> YAML:
+    yaml = YAML(typ='safe', pure=True)
+    yaml.Constructor = _Constructor
+    return yaml

@@ -1,0 +1,139 @@
+"""What a run is made of: every key that a config file may set, with its type, default and limits.
+
+Sizes count elements, `seq_len` counts tokens, `batch_size` counts the sequences of one global batch.
+"""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from megajax.config.check import incompatibilities
+
+VOCAB_MULTIPLE = 1024  # as in the Megatron paper, 128 x 8; the same on every mesh, so that a checkpoint fits any of them
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """A frozen group of keys that refuses the ones it does not know, and values of another type (`8.0` or `'8'` for 8)."""
+
+    model_config = ConfigDict(frozen=True, extra='forbid', strict=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The decoder: GPT-2, Megatron's GPT, Llama and Qwen3 are this one with different fields."""
+
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    num_kv_heads: PositiveInt = Field(default_factory=lambda data: data['num_heads'])  # fewer than num_heads: grouped queries
+    head_dim: PositiveInt = Field(default_factory=lambda data: data['hidden_size'] // data['num_heads'])
+    ffn_size: PositiveInt = Field(default_factory=lambda data: 4 * data['hidden_size'])
+    vocab_size: PositiveInt  # of the tokenizer, before padding
+    max_seq_len: PositiveInt  # rows of the learned positions, and the limit of train.seq_len
+    norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
+    activation: Literal['gelu', 'gelu_tanh', 'swiglu'] = 'gelu_tanh'
+    position: Literal['learned', 'rope'] = 'learned'
+    rope_theta: PositiveFloat = 10000.0
+    qk_norm: bool = False  # normalise queries and keys over head_dim, as Qwen3 does
+    bias: bool = True  # in every linear layer but the LM head
+    tie_embeddings: bool = True  # the LM head is the embedding table
+    dropout: Fraction = 0.0  # after the embedding, the attention probabilities and each sublayer
+    norm_eps: PositiveFloat = 1e-5
+    init_std: PositiveFloat = 0.02  # the projections into the residual are scaled by 1/sqrt(2 num_layers) besides
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: `vocab_size` rounded up to a multiple of 1024."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def queries_per_kv(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+class MeshConfig(Section):
+    """How many devices each mesh axis has, and whether the sequence is sharded outside the matrix products."""
+
+    data: PositiveInt = 1
+    model: PositiveInt = 1
+    sequence_parallel: bool = False
+
+
+class TrainConfig(Section):
+    """The training loop; `batch_size` is the global number of sequences per step."""
+
+    steps: PositiveInt = 1000
+    batch_size: PositiveInt = 8
+    microbatches: PositiveInt = 1  # forward and backward passes per step, their gradients accumulated
+    seq_len: PositiveInt = 1024
+    dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # of the computation; parameters are float32
+    recompute: Literal['none', 'selective', 'full'] = 'none'  # in the backward pass: nothing, the attention core, whole layers
+    eval_every: PositiveInt = 500  # steps
+    eval_batches: PositiveInt = 16
+    log_every: PositiveInt = 10  # steps
+    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()  # a YAML list; each is continued at every evaluation
+    seed: NonNegativeInt = 1234
+
+
+class OptimConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: PositiveFloat = 1.5e-4
+    min_lr: NonNegativeFloat = 1e-5
+    warmup_steps: NonNegativeInt = 0
+    schedule: Literal['cosine', 'linear', 'constant', 'wsd'] = 'cosine'  # after the warm-up, from lr to min_lr
+    weight_decay: NonNegativeFloat = 0.01  # decoupled; not for biases and norms
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    eps: PositiveFloat = 1e-8
+    grad_clip: PositiveFloat = 1.0  # of the global norm
+
+
+class LossConfig(Section):
+    """Terms beside the cross entropy."""
+
+    label_smoothing: Fraction = 0.0
+    z_loss: NonNegativeFloat = 0.0  # weight of log(sum(exp(logits)))^2
+
+
+class DataConfig(Section):
+    """The corpus, how it becomes tokens, and how documents are split into training, validation and test."""
+
+    corpus: str = 'stdlib'  # the running interpreter's own sources, which need no download
+    tokenizer: str = 'bpe'
+    split: str = '95,5,0'  # weights of training, validation and test
+
+
+class CheckpointConfig(Section):
+    """When the state is written and how many of the newest checkpoints stay."""
+
+    every: PositiveInt = 1000  # steps
+    keep: PositiveInt = 2
+
+
+class RunConfig(Section):
+    """Where a run lives; without `dir` each run gets a fresh one."""
+
+    dir: str | None = None
+    resume: Literal['auto', 'must', 'never'] = 'auto'  # from the newest checkpoint in `dir`: if there is one, always, never
+
+
+class Config(Section):
+    """A whole run. Raises ValueError with every pair of keys that cannot work together."""
+
+    model: ModelConfig
+    mesh: MeshConfig = MeshConfig()
+    train: TrainConfig = TrainConfig()
+    optim: OptimConfig = OptimConfig()
+    loss: LossConfig = LossConfig()
+    data: DataConfig = DataConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode='after')
+    def _check_combinations(self) -> Self:
+        if problems := incompatibilities(self):
+            raise ValueError('\n'.join(str(problem) for problem in problems))
+        return self

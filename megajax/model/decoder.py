@@ -1,0 +1,79 @@
+"""The decoder: embedding, a stack of blocks, norm, head. B batch, S sequence, D model, V vocabulary (padded), L layers."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from megajax.config import Config
+from megajax.model.block import Block
+from megajax.model.dropout import dropout, fold_in
+from megajax.model.embedding import PositionEmbedding, VocabParallelEmbedding
+from megajax.model.linear import normal
+from megajax.model.loss import Loss
+from megajax.model.norm import make_norm
+from megajax.parallel.layout import Layout
+
+
+class Decoder(nnx.Module):
+    """GPT-2, Llama, Qwen3 and Megatron's GPT, by the fields of `config.model`.
+
+    Parameters are fp32, created in their places on the current mesh (`jax.set_mesh`), the same numbers on every mesh.
+    """
+
+    def __init__(self, config: Config, *, key: jax.Array):
+        model, layout = config.model, Layout.of(config)
+        self.config, self.layout = config, layout
+        embedding_key, position_key, layers_key, head_key = jax.random.split(key, 4)
+        vocab, hidden, std = model.padded_vocab_size, model.hidden_size, model.init_std
+        learned, tied = model.position == 'learned', model.tie_embeddings
+        self.embedding = VocabParallelEmbedding(vocab, hidden, std=std, layout=layout, key=embedding_key)
+        self.position = (
+            PositionEmbedding(model.max_seq_len, hidden, std=std, layout=layout, key=position_key) if learned else None
+        )
+        block = partial(Block, model, layout, recompute_attention=config.train.recompute == 'selective')
+        self.layers = jax.vmap(lambda key: block(key=key))(jax.random.split(layers_key, model.num_layers))
+        self.norm = make_norm(model, hidden)
+        self.head = None if tied else nnx.Param(normal(head_key, (vocab, hidden), std, layout.vocab_VD))
+
+    @property
+    def head_VD(self) -> jax.Array:
+        """The weight that makes logits: the embedding table where it is tied."""
+        return self.embedding.table[...] if self.head is None else self.head[...]
+
+    def hidden(
+        self,
+        token_BS: jax.Array,
+        *,
+        position_BS: jax.Array | None = None,
+        segment_BS: jax.Array | None = None,
+        key_B: jax.Array | None = None,
+    ) -> jax.Array:
+        """x_BSD after the last norm, in the residual placement; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
+        with jax.named_scope('embedding'):
+            x_BSD = self.embedding(token_BS, jnp.dtype(self.config.train.dtype))
+            if self.position is not None:
+                x_BSD = self.position(x_BSD, position_BS)
+            x_BSD = dropout(x_BSD, self.config.model.dropout, fold_in(key_B, self.config.model.num_layers))
+
+        def layer(x_BSD: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
+            block, index = layer
+            return block(x_BSD, position_BS, segment_BS, fold_in(key_B, index)), None
+
+        if self.config.train.recompute == 'full':
+            layer = jax.checkpoint(layer, prevent_cse=False)
+        with jax.named_scope('layers'):
+            x_BSD, _ = lax.scan(layer, x_BSD, (self.layers, jnp.arange(self.config.model.num_layers)))
+        with jax.named_scope('norm'):
+            return self.norm(x_BSD)
+
+    def __call__(
+        self, token_BS: jax.Array, *, position_BS: jax.Array | None = None, segment_BS: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits [B, S, V] in fp32, sharded over the vocabulary; those of padding are the lowest number."""
+        x_BSD = self.hidden(token_BS, position_BS=position_BS, segment_BS=segment_BS)
+        with jax.named_scope('head'):
+            x_BSD = jax.reshard(x_BSD, self.layout.full_BSD(x_BSD))  # f: nothing (SP: all-gather)
+            return Loss.of(self.config).logits(x_BSD, self.head_VD)

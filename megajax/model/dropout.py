@@ -1,0 +1,28 @@
+"""Dropout whose masks are the same on every mesh and for every number of microbatches.
+
+Each sequence of the global batch has a key of its own, so a mask depends on the sequence, the layer and the place in it alone.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from megajax.parallel.layout import one_sequence
+
+
+def sequence_keys(key: jax.Array, row_B: jax.Array) -> jax.Array:
+    """One key per sequence, from its row in the global batch; placed as `row_B`."""
+    return jax.vmap(lambda row: jax.random.fold_in(key, row))(row_B)
+
+
+def fold_in(key_B: jax.Array | None, index: int | jax.Array) -> jax.Array | None:
+    """The keys of one place in the model, from the keys of the whole; None, without dropout, stays None."""
+    return None if key_B is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(key_B)
+
+
+def dropout(x: jax.Array, rate: float, key_B: jax.Array | None) -> jax.Array:
+    """Zero each element of x [B, ...] with probability `rate` and scale the rest; without keys, x as it is."""
+    if key_B is None or rate == 0:
+        return x
+    spec = one_sequence(x)
+    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:], out_sharding=spec))(key_B)
+    return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

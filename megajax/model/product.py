@@ -1,0 +1,59 @@
+"""The matrix product of every layer, and its two gradients.
+
+Operands are in the compute dtype; the gradient of a weight is accumulated and left in fp32, as Megatron's main gradients are.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax
+from jax.typing import DTypeLike
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def product(x: jax.Array, w: jax.Array, contract: int, out_sharding: P, out_dtype: DTypeLike) -> jax.Array:
+    """Contract the last `contract` dims of x with the first ones of w, which is cast to the dtype of x.
+
+    Where the contracted dims are sharded over `model`, XLA reduces the partial sums to `out_sharding`; the same holds in the
+    backward pass for the gradient of x, which gets the placement of x.
+    """
+    return _product(x, w.astype(x.dtype), contract, out_sharding, out_dtype)
+
+
+def _product(x: jax.Array, w: jax.Array, contract: int, out_sharding: P, out_dtype: DTypeLike) -> jax.Array:
+    dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
+    return _dot(x, w, dims, out_sharding, out_dtype)
+
+
+def _forward(
+    x: jax.Array, w: jax.Array, contract: int, out_sharding: P, out_dtype: DTypeLike
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return product(x, w, contract, out_sharding, out_dtype), (x, w)
+
+
+def _backward(
+    contract: int, out_sharding: P, out_dtype: DTypeLike, saved: tuple[jax.Array, jax.Array], dy: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    dy = dy.astype(x.dtype)
+    out_dims = w.ndim - contract
+    dims = tuple(range(dy.ndim - out_dims, dy.ndim)), tuple(range(contract, w.ndim))
+    dx = _dot(dy, w.astype(x.dtype), dims, jax.typeof(x).sharding.spec, x.dtype)
+    batch = tuple(range(x.ndim - contract))
+    dw = _dot(x, dy, (batch, batch), jax.typeof(w).sharding.spec, w.dtype)
+    return dx, dw
+
+
+product.defvjp(_forward, _backward)
+
+
+def _dot(
+    x: jax.Array, w: jax.Array, dims: tuple[tuple[int, ...], tuple[int, ...]], out_sharding: P, out_dtype: DTypeLike
+) -> jax.Array:
+    # XLA's CPU backend multiplies bf16 fast only into an fp32 result; elsewhere the result, and with it the reduction over
+    # `model`, is in the dtype that was asked for.
+    on_cpu = jax.typeof(x).sharding.mesh.abstract_device.platform == 'cpu'
+    preferred = jnp.float32 if on_cpu else out_dtype
+    y = lax.dot_general(x, w, (dims, ((), ())), preferred_element_type=preferred, out_sharding=out_sharding)
+    return y.astype(out_dtype)

@@ -1,0 +1,145 @@
+"""The training step: a pure function of state and batch, the same numbers on every mesh.
+
+B batch, S sequence, M microbatches, D data shards.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+
+from megajax.config import Config
+from megajax.model.decoder import Decoder
+from megajax.model.dropout import sequence_keys
+from megajax.model.loss import Loss
+from megajax.parallel import layout
+from megajax.train.optimizer import make_optimizer, make_schedule
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+Sums = tuple[jax.Array, jax.Array]
+
+
+class TrainState(NamedTuple):
+    """All that a step changes; `step` counts the ones done."""
+
+    step: jax.Array
+    params: nnx.State
+    opt_state: optax.OptState
+
+
+def init_state(config: Config) -> TrainState:
+    """The state before the first step, created in its place on the current mesh; under `jax.eval_shape`, its shapes and places."""
+    optimizer = make_optimizer(config)
+
+    @jax.jit
+    def init() -> TrainState:
+        params = nnx.state(Decoder(config, key=jax.random.key(config.train.seed)))
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+
+    return init()
+
+
+def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """`train_step(state, batch) -> (state, metrics)`, compiled at its first call; the state that goes in is donated.
+
+    A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and may hold `segment_ids` and `positions`.
+    """
+    optimizer, schedule = make_optimizer(config), make_schedule(config.optim, config.train.steps)
+    loss_and_gradients = make_loss_and_gradients(config)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
+        (loss, nll), grads = loss_and_gradients(state.params, batch, key)
+        with jax.named_scope('optimizer'):
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        metrics = {'loss': loss, 'nll': nll, 'grad_norm': optax.global_norm(grads), 'lr': schedule(state.step)}
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def make_loss_and_gradients(config: Config) -> Callable[[nnx.State, Batch, jax.Array], tuple[Sums, nnx.State]]:
+    """A function of (parameters, batch, dropout key): mean loss and mean negative log-likelihood, and the gradient of the loss.
+
+    Every data shard differentiates its own rows with the parameters that all share, so gradients come out one per data shard;
+    their sum, after the last microbatch, is the one reduction over `data` of a step.
+    """
+    num_data, num_microbatches = config.mesh.data, config.train.microbatches
+    shard_loss = _make_shard_loss(config)
+    over_data = jax.vmap(jax.value_and_grad(shard_loss, has_aux=True), in_axes=(None, 0, None), spmd_axis_name='data')
+
+    def loss_and_gradients(params: nnx.State, batch: Batch, key: jax.Array) -> tuple[Sums, nnx.State]:
+        batch = _with_rows_and_weights(batch)
+        microbatches = jax.tree.map(lambda x: _split(x, num_microbatches, num_data), batch)
+
+        def accumulate(total: Any, microbatch: Batch) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, over_data(params, microbatch, key)), None
+
+        if num_microbatches == 1:
+            total = over_data(params, jax.tree.map(lambda x: x[0], microbatches), key)
+        else:
+            zero = jnp.zeros((num_data,), out_sharding=layout.DATA_SHARDS)
+            zeros = jax.tree.map(lambda p: jnp.zeros((num_data, *p.shape), p.dtype, out_sharding=layout.per_data_shard(p)), params)
+            total, _ = lax.scan(accumulate, ((zero, zero), zeros), microbatches)
+        with jax.named_scope('data_parallel'):
+            return jax.tree.map(lambda x: x.sum(0), total)  # all-reduce over data, of each parameter shard once
+
+    return loss_and_gradients
+
+
+def make_eval_step(config: Config) -> Callable[[nnx.State, Batch], jax.Array]:
+    """`eval_step(params, batch)`: the sum of the negative log-likelihood over the batch, in nats, without dropout."""
+    loss = Loss.of(config)
+    graph = _graph(config)
+
+    def shard_nll(params: nnx.State, shard: Batch) -> jax.Array:
+        model = nnx.merge(graph, params)
+        x_BSD = model.hidden(shard['tokens'], position_BS=shard.get('positions'), segment_BS=shard.get('segment_ids'))
+        return loss(x_BSD, model.head_VD, shard['labels'], shard['loss_mask'])[1]
+
+    def eval_step(params: nnx.State, batch: Batch) -> jax.Array:
+        shards = jax.tree.map(lambda x: _split(x, 1, config.mesh.data)[0], batch)
+        return jax.vmap(shard_nll, in_axes=(None, 0), spmd_axis_name='data')(params, shards).sum()
+
+    return jax.jit(eval_step)
+
+
+def _make_shard_loss(config: Config) -> Callable[[nnx.State, Batch, jax.Array], Sums]:
+    loss = Loss.of(config)
+    graph = _graph(config)
+
+    def shard_loss(params: nnx.State, shard: Batch, key: jax.Array) -> Sums:
+        model = nnx.merge(graph, params)
+        key_B = sequence_keys(key, shard['rows']) if config.model.dropout else None
+        x_BSD = model.hidden(
+            shard['tokens'], position_BS=shard.get('positions'), segment_BS=shard.get('segment_ids'), key_B=key_B
+        )
+        with jax.named_scope('loss'):
+            return loss(x_BSD, model.head_VD, shard['labels'], shard['weights'])
+
+    return shard_loss
+
+
+def _graph(config: Config) -> nnx.GraphDef[Decoder]:
+    return nnx.graphdef(jax.eval_shape(lambda: Decoder(config, key=jax.random.key(0))))
+
+
+def _with_rows_and_weights(batch: Batch) -> Batch:
+    # Weights that add up to one over the global batch make the mean exact however the mask is spread over the shards.
+    mask_BS = batch['loss_mask']
+    weights_BS = mask_BS / jnp.maximum(mask_BS.sum(), 1)
+    rows_B = jnp.arange(mask_BS.shape[0], out_sharding=layout.DATA_SHARDS)
+    return {**{name: x for name, x in batch.items() if name != 'loss_mask'}, 'weights': weights_BS, 'rows': rows_B}
+
+
+def _split(x_BS: jax.Array, num_microbatches: int, num_data: int) -> jax.Array:
+    """[M, D, B / (M D), ...]: each data shard cuts its own rows into microbatches, so no row moves."""
+    rows = x_BS.shape[0] // (num_microbatches * num_data)
+    x_DMBS = x_BS.reshape(num_data, num_microbatches, rows, *x_BS.shape[1:], out_sharding=layout.microbatches(x_BS))
+    return jnp.moveaxis(x_DMBS, 1, 0)

@@ -1,0 +1,80 @@
+"""Keys that cannot work together are refused, with values that can."""
+
+import pytest
+
+from megajax.config import ConfigError, Problem, load
+
+BASE = 'gpt2_124m'  # 12 heads of 64, hidden 768, ffn 3072, vocabulary 50257 -> 51200, seq 1024, batch 512 = 8 x 4 x 16
+
+
+def problems(*overrides: str) -> list[Problem]:
+    try:
+        load(BASE, overrides)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'path', 'offer', 'right'),
+    [
+        ('mesh.model=5', 'model.num_heads', 'use 10 or 15, or mesh.model 4 or 6', 'mesh.model=4'),
+        ('mesh.model=5', 'model.ffn_size', 'use 3070 or 3075, or mesh.model 4 or 6', 'model.ffn_size=3070'),
+        (
+            'mesh.model=6',
+            'model.vocab_size',
+            '50257 is padded to 51200, which mesh.model=6 does not divide; use mesh.model 5 or 8',
+            'mesh.model=5',
+        ),
+        ('model.num_heads=10', 'model.hidden_size', 'use 760 or 770, or set model.head_dim', 'model.hidden_size=770'),
+        ('model.num_heads=10', 'model.hidden_size', 'use 760 or 770, or set model.head_dim', 'model.head_dim=64'),
+        ('model.num_kv_heads=5', 'model.num_heads', 'use 10 or 15, or model.num_kv_heads 4 or 6', 'model.num_kv_heads=6'),
+        ('mesh.model=4 model.num_kv_heads=6', 'model.num_kv_heads', 'use mesh.model 3 or 6', 'mesh.model=3'),
+        (
+            'mesh.model=4 model.num_kv_heads=2 model.head_dim=66',
+            'model.head_dim',
+            'use 64 or 68, or mesh.model at most 2',
+            'model.head_dim=68',
+        ),
+        ('model.position=rope model.head_dim=63', 'model.head_dim', 'use 62 or 64', 'model.head_dim=62'),
+        ('train.microbatches=3', 'train.batch_size', 'mesh.data=8 x train.microbatches=3 = 24; use 504 or 528', 'train.batch_size=528'),
+        ('train.seq_len=2048', 'train.seq_len', 'use at most 1024, or raise model.max_seq_len', 'model.max_seq_len=2048'),
+        ('mesh.model=4 train.seq_len=1022 mesh.sequence_parallel=true', 'train.seq_len', 'use 1020 or 1024', 'train.seq_len=1020'),
+        ('optim.lr=1e-6', 'optim.min_lr', 'use at most 1e-06', 'optim.min_lr=1e-6'),
+        ('train.steps=2000', 'optim.warmup_steps', 'use at most 1999, or raise train.steps', 'optim.warmup_steps=1999'),
+        ('data.split=95,5', 'data.split', "write for example '95,5,0'", 'data.split=95,5,0'),
+        ('data.split=0,95,5', 'data.split', "write for example '95,5,0'", 'data.split=1,0,0'),
+    ],
+)
+def test_the_message_offers_what_works(wrong: str, path: str, offer: str, right: str) -> None:
+    (problem,) = [problem for problem in problems(*wrong.split()) if problem.path == path]
+    assert offer in problem.message
+    assert path not in [problem.path for problem in problems(*wrong.split(), right)]
+
+
+@pytest.mark.parametrize(
+    'overrides',
+    [
+        'mesh.sequence_parallel=true',
+        'mesh.model=4 mesh.sequence_parallel=true',
+        'mesh.model=4 model.num_kv_heads=1',
+        'mesh.model=4 model.num_kv_heads=2',
+        'mesh.model=2 model.num_kv_heads=4',
+        'model.position=rope',
+        'optim.min_lr=0 optim.schedule=constant',
+        'data.split=0.9,0.1,0',
+    ],
+)
+def test_what_can_work_is_allowed(overrides: str) -> None:
+    assert problems(*overrides.split()) == []
+
+
+@pytest.mark.parametrize('wrong', ['mesh.model=two', 'mesh.modle=5', 'model.num_heads=0'])
+def test_nothing_is_concluded_from_a_wrong_value(wrong: str) -> None:
+    assert len(problems(wrong)) == 1
+
+
+def test_a_problem_is_placed_at_the_override_that_causes_it() -> None:
+    assert [str(problem) for problem in problems('train.microbatches=3')] == [
+        'override train.microbatches=3: train.batch_size: 512 is not a multiple of mesh.data=8 x train.microbatches=3 = 24; use 504 or 528'
+    ]

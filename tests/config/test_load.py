@@ -1,0 +1,129 @@
+"""One file, or one command line, in; an equal config or every mistake out."""
+
+from pathlib import Path
+
+import pytest
+
+from megajax.config import ConfigError, dump, load, presets
+
+MODEL = 'model: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, max_seq_len: 1024}\n'
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / 'run.yaml'
+    file.write_text(text, encoding='utf-8')
+    return file
+
+
+def mistakes(source: str | Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        load(source, overrides)
+    return str(error.value).splitlines()
+
+
+@pytest.mark.parametrize('preset', presets())
+def test_a_dumped_config_loads_back_equal(preset: str, tmp_path: Path) -> None:
+    config = load(preset)
+    assert load(write(tmp_path, dump(config))) == config
+
+
+@pytest.mark.parametrize('text', ['off', 'null', '3e-4', '2026-01-01', 'a: b', '# x', '', ' y ', 'two\nlines', '"', 'é', 'long ' * 60])
+def test_text_stays_text(text: str, tmp_path: Path) -> None:
+    config = load(write(tmp_path, MODEL))
+    config = config.model_copy(update={'data': config.data.model_copy(update={'corpus': text})})
+    assert load(write(tmp_path, dump(config))) == config
+
+
+@pytest.mark.parametrize(
+    ('override', 'value'),
+    [
+        ('optim.lr=3e-4', 3e-4),
+        ('optim.lr=1', 1.0),
+        ('mesh.sequence_parallel=true', True),
+        ('data.corpus=off', 'off'),
+        ('data.corpus=a=b', 'a=b'),
+        ('data.corpus=2026-01-01', '2026-01-01'),
+        ('data.split=90,5,5', '90,5,5'),
+        ('run.dir=', None),
+        ('train.sample_prompts=[def, "class "]', ('def', 'class ')),
+    ],
+)
+def test_an_override_is_a_yaml_1_2_value(override: str, value: object, tmp_path: Path) -> None:
+    section, key = override.partition('=')[0].split('.')
+    assert getattr(getattr(load(write(tmp_path, MODEL), [override]), section), key) == value
+
+
+def test_overrides_beat_the_file_and_the_last_one_stands(tmp_path: Path) -> None:
+    file = write(tmp_path, MODEL + 'train: {steps: 5}')
+    assert load(file, ['train.steps=6', 'train.steps=7']).train.steps == 7
+
+
+def test_a_section_may_be_empty(tmp_path: Path) -> None:
+    assert load(write(tmp_path, MODEL + 'train:\n')) == load(write(tmp_path, MODEL))
+
+
+def test_every_mistake_is_reported_at_once_with_its_place(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        """\
+model:
+  num_layers: 2
+  num_layers: 3
+  hidden_size: 64
+  num_heads: four
+  num_head: 4
+  vocab_size: 1000
+  norm: batchnorm
+  bias: off
+trian:
+  steps: 3
+optim:
+  lr: 1e-6
+data: stdlib
+""",
+    )
+    assert mistakes(file, 'mesh.model=3', 'lr=3', 'train.steps', 'run.dir=[', 'optim.beta1=1') == [
+        f'{file}:3: model.num_layers: written twice, first in line 2; delete one of the two',
+        f'{file}:6: model.num_head: unknown key; did you mean model.num_heads?',
+        f'{file}:10: trian: unknown key; did you mean train?',
+        f'{file}:14: data: must be a group of keys; it has corpus, tokenizer, split',
+        'override lr=3: lr: unknown key; did you mean optim.lr?',
+        'override train.steps: not of the form section.key=value, for example train.steps=100',
+        "override run.dir=[: not valid YAML: expected the node content, but found '<stream end>'; put the value in quotes",
+        f"{file}:5: model.num_heads: must be a valid integer, not 'four'",
+        f'{file}: model.max_seq_len: required, and has no default; add it',
+        f"{file}:8: model.norm: must be 'layernorm' or 'rmsnorm', not 'batchnorm'",
+        f"{file}:9: model.bias: must be true or false, not 'off'",
+        'override optim.beta1=1: optim.beta1: must be less than 1, not 1',
+        'override mesh.model=3: model.vocab_size: 1000 is padded to 1024, which mesh.model=3 does not divide; use mesh.model 2 or 4',
+        f'{file}:13: optim.min_lr: 1e-05 exceeds optim.lr=1e-06; use at most 1e-06, for example 1e-07',
+    ]
+
+
+@pytest.mark.parametrize(
+    'value', ['8.0', '"8"', 'true', 'null', '[8]', '{a: 8}', '.inf'], ids=['float', 'text', 'bool', 'null', 'list', 'group', 'infinity']
+)
+def test_no_value_is_converted_to_another_type(value: str, tmp_path: Path) -> None:
+    (message,) = mistakes(write(tmp_path, MODEL), f'train.batch_size={value}')
+    assert 'train.batch_size: must be a valid integer, not ' in message
+
+
+@pytest.mark.parametrize(
+    ('text', 'line'),
+    [
+        ('model:\n  bias: a: b\n', 2),
+        ('model:\n\tbias: 1\n', 2),
+        ('model: !!python/name:os.system\n', 1),
+        ('--- {}\n--- {}\n', 2),
+        ('- 1', 1),
+    ],
+    ids=['colon', 'tab', 'python object', 'two documents', 'list'],
+)
+def test_bad_yaml_is_reported_by_line(text: str, line: int, tmp_path: Path) -> None:
+    file = write(tmp_path, text)
+    assert mistakes(file)[0].startswith(f'{file}:{line}: ')
+
+
+def test_a_missing_file_names_the_nearest_preset() -> None:
+    (message,) = mistakes('configs/llama3_8.yaml')
+    assert message.startswith('configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: gpt2_124m, ')
