@@ -7,30 +7,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megajax.config import Config, ConfigError, load
-    from megajax.model.decoder import Decoder
-    from megajax.parallel.mesh import make_mesh
-    from megajax.train.step import TrainState, init_state, make_train_step, place_batch
+    from megajax.config import Config as Config
+    from megajax.config import ConfigError as ConfigError
+    from megajax.config import load as load
+    from megajax.model.decoder import Decoder as Decoder
+    from megajax.parallel.mesh import make_mesh as make_mesh
+    from megajax.train.placements import placements as placements
+    from megajax.train.step import TrainState as TrainState
+    from megajax.train.step import init_state as init_state
+    from megajax.train.step import make_train_step as make_train_step
+    from megajax.train.step import place_batch as place_batch
 
 _HOMES = {
     'Config': 'megajax.config',
     'ConfigError': 'megajax.config',
-    'load': 'megajax.config',
     'Decoder': 'megajax.model.decoder',
-    'make_mesh': 'megajax.parallel.mesh',
     'TrainState': 'megajax.train.step',
     'init_state': 'megajax.train.step',
+    'load': 'megajax.config',
+    'make_mesh': 'megajax.parallel.mesh',
     'make_train_step': 'megajax.train.step',
     'place_batch': 'megajax.train.step',
     'placements': 'megajax.train.placements',
 }
 
-__all__ = list(_HOMES)  # noqa: PLE0604
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f'megajax has no {name!r}; it has {", ".join(sorted(_HOMES))}')
+        raise AttributeError(f'module megajax has no attribute {name!r}')
     return getattr(import_module(_HOMES[name]), name)
 
 

@@ -32,18 +32,14 @@ class Attention(nnx.Module):
         hidden, heads, groups, head_dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
         qkv_key, out_key = jax.random.split(key)
         qkv_shape = (hidden, groups, config.queries_per_kv + 2, head_dim)
-        self.qkv = ColumnParallelLinear(
-            qkv_shape, layout.qkv_DKCH, bias=config.bias, std=config.init_std, layout=layout, key=qkv_key
-        )
+        self.qkv = ColumnParallelLinear(qkv_shape, layout.qkv_DKCH, bias=config.bias, std=config.init_std, layout=layout, key=qkv_key)
         self.out = RowParallelLinear(
             (heads, head_dim, hidden), layout.attention_out_NHD, bias=config.bias, std=out_std, layout=layout, key=out_key
         )
         self.query_norm = make_norm(config, head_dim) if config.qk_norm else None
         self.key_norm = make_norm(config, head_dim) if config.qk_norm else None
 
-    def __call__(
-        self, x_BSD: jax.Array, position_BS: jax.Array | None, segment_BS: jax.Array | None, key_B: jax.Array | None
-    ) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, position_BS: jax.Array | None, segment_BS: jax.Array | None, key_B: jax.Array | None) -> jax.Array:
         """x_BSD whole and normed, to the residual placement; attention stays inside a segment where `segment_BS` is given."""
         q_BSNH, k_BSKH, v_BSKH = self._split_heads(self.qkv(x_BSD))  # column-parallel: no communication
         if self.query_norm is not None and self.key_norm is not None:
@@ -51,9 +47,7 @@ class Attention(nnx.Module):
         if self.config.position == 'rope':
             q_BSNH, k_BSKH = rotate(q_BSNH, k_BSKH, position_BS, theta=self.config.rope_theta)
         with jax.named_scope('core'):
-            o_BSNH = attend(
-                q_BSNH, k_BSKH, v_BSKH, segment_BS=segment_BS, rate=self.config.dropout, key_B=key_B, recompute=self.recompute
-            )
+            o_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, segment_BS=segment_BS, rate=self.config.dropout, key_B=key_B, recompute=self.recompute)
         return self.out(o_BSNH)  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
 
     def _split_heads(self, qkv_BSKCH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -96,9 +90,7 @@ def attend(
     if plain and _cudnn_can(platform, str(q_BSNH.dtype), q_BSNH.shape[-1]):
         return _attend_cudnn(q_BSNH, k_BSKH, v_BSKH)
     core = functools.partial(_attend_xla, rate=rate)
-    if recompute:
-        core = jax.checkpoint(core, prevent_cse=False)
-    return core(q_BSNH, k_BSKH, v_BSKH, segment_BS, key_B)
+    return (jax.checkpoint(core, prevent_cse=False) if recompute else core)(q_BSNH, k_BSKH, v_BSKH, segment_BS, key_B)
 
 
 @functools.cache

@@ -24,9 +24,7 @@ class Block(nnx.Module):
         self.mlp_norm = make_norm(config, config.hidden_size)
         self.mlp = MLP(config, layout, out_std=out_std, key=mlp_key)
 
-    def __call__(
-        self, x_BSD: jax.Array, position_BS: jax.Array | None, segment_BS: jax.Array | None, key_B: jax.Array | None
-    ) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, position_BS: jax.Array | None, segment_BS: jax.Array | None, key_B: jax.Array | None) -> jax.Array:
         full_BSD = self.layout.full_BSD(x_BSD)
         with jax.named_scope('attention'):
             # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)

@@ -30,9 +30,7 @@ class Decoder(nnx.Module):
         vocab, hidden, std = model.padded_vocab_size, model.hidden_size, model.init_std
         learned, tied = model.position == 'learned', model.tie_embeddings
         self.embedding = VocabParallelEmbedding(vocab, hidden, std=std, layout=layout, key=embedding_key)
-        self.position = (
-            PositionEmbedding(model.max_seq_len, hidden, std=std, layout=layout, key=position_key) if learned else None
-        )
+        self.position = PositionEmbedding(model.max_seq_len, hidden, std=std, layout=layout, key=position_key) if learned else None
         block = partial(Block, model, layout, recompute_attention=config.train.recompute == 'selective')
         self.layers = jax.vmap(lambda key: block(key=key))(jax.random.split(layers_key, model.num_layers))
         self.norm = make_norm(model, hidden)
@@ -69,11 +67,14 @@ class Decoder(nnx.Module):
         with jax.named_scope('norm'):
             return self.norm(x_BSD)
 
-    def __call__(
-        self, token_BS: jax.Array, *, position_BS: jax.Array | None = None, segment_BS: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, token_BS: jax.Array, *, position_BS: jax.Array | None = None, segment_BS: jax.Array | None = None) -> jax.Array:
         """Logits [B, S, V] in fp32, sharded over the vocabulary; those of padding are the lowest number."""
         x_BSD = self.hidden(token_BS, position_BS=position_BS, segment_BS=segment_BS)
         with jax.named_scope('head'):
             x_BSD = jax.reshard(x_BSD, self.layout.full_BSD(x_BSD))  # f: nothing (SP: all-gather)
             return Loss.of(self.config).logits(x_BSD, self.head_VD)
+
+
+def model_graph(config: Config) -> nnx.GraphDef[Decoder]:
+    """The model without its parameters: `nnx.merge(model_graph(config), params)` is a Decoder."""
+    return nnx.graphdef(jax.eval_shape(lambda: Decoder(config, key=jax.random.key(0))))

@@ -35,9 +35,7 @@ def _lookup_forward(
     return _lookup(table_VD, token_BS, layout, dtype), (table_VD, token_BS)
 
 
-def _lookup_backward(
-    layout: Layout, dtype: DTypeLike, saved: tuple[jax.Array, jax.Array], dx_BSD: jax.Array
-) -> tuple[jax.Array, None]:
+def _lookup_backward(layout: Layout, dtype: DTypeLike, saved: tuple[jax.Array, jax.Array], dx_BSD: jax.Array) -> tuple[jax.Array, None]:
     table_VD, token_BS = saved
     full = layout.full_BSD(token_BS)
     dx_BSD = jax.reshard(dx_BSD, full)  # SP: all-gather, in the compute dtype

@@ -3,7 +3,6 @@
 B batch, S sequence, D model; a weight is stored [contracted dims, made dims], the transpose of Megatron's.
 """
 
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

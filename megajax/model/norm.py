@@ -36,7 +36,7 @@ class RMSNorm(nnx.Module):
 
 def make_norm(config: ModelConfig, size: int) -> LayerNorm | RMSNorm:
     """The norm that `config.norm` names, over `size` elements."""
-    kind = {'layernorm': LayerNorm, 'rmsnorm': RMSNorm}[config.norm]
+    kind: type[LayerNorm] | type[RMSNorm] = LayerNorm if config.norm == 'layernorm' else RMSNorm
     return kind(size, eps=config.norm_eps)
 
 

@@ -48,9 +48,7 @@ def _backward(
 product.defvjp(_forward, _backward)
 
 
-def _dot(
-    x: jax.Array, w: jax.Array, dims: tuple[tuple[int, ...], tuple[int, ...]], out_sharding: P, out_dtype: DTypeLike
-) -> jax.Array:
+def _dot(x: jax.Array, w: jax.Array, dims: tuple[tuple[int, ...], tuple[int, ...]], out_sharding: P, out_dtype: DTypeLike) -> jax.Array:
     # XLA's CPU backend multiplies bf16 fast only into an fp32 result; elsewhere the result, and with it the reduction over
     # `model`, is in the dtype that was asked for.
     on_cpu = jax.typeof(x).sharding.mesh.abstract_device.platform == 'cpu'

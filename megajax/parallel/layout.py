@@ -99,6 +99,11 @@ BATCH = P('data', None)
 DATA_SHARDS = P('data')
 
 
+def replicated(x: jax.Array) -> P:
+    """The whole array on every device."""
+    return P(*(None,) * x.ndim)
+
+
 def per_data_shard(x: jax.Array) -> P:
     """One array like x for each data shard, stacked: [data, *x.shape]."""
     return P('data', *jax.typeof(x).sharding.spec)

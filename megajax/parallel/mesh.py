@@ -1,12 +1,15 @@
 """From devices to a mesh: GPUs where there are some, simulated devices on a CPU."""
 
+import contextlib
 import os
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from megajax.config import ConfigError
+from megajax.parallel.layout import SCALAR
 
 AXES = ('data', 'model')
 
@@ -35,18 +38,28 @@ def is_simulated(mesh: Mesh) -> bool:
     return mesh.size > 1 and all(device.platform == 'cpu' for device in mesh.devices.flat) and jax.process_count() == 1
 
 
+def concrete(abstract: Any) -> Any:
+    """The shapes and places of an abstract tree (`jax.eval_shape`), with the places on the current mesh."""
+    mesh = jax.sharding.get_mesh()
+
+    def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = SCALAR if x.sharding is None else x.sharding.spec
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(on_mesh, abstract)
+
+
 def _simulate_cpu_devices(count: int) -> None:
-    if jax.distributed.is_initialized() or count <= jax.config.jax_num_cpu_devices:
+    simulated: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    if jax.distributed.is_initialized() or count <= simulated:
         return
     # Simulated devices meet at each collective; on a busy machine one may be late, and XLA's default ends the process then.
     patience = '--xla_cpu_collective_call_terminate_timeout_seconds'
     flags = os.environ.get('XLA_FLAGS', '')
     if patience not in flags:
         os.environ['XLA_FLAGS'] = f'{flags} {patience}=600'.strip()
-    try:
+    with contextlib.suppress(RuntimeError):  # jax has its devices already: make_mesh counts them
         jax.config.update('jax_num_cpu_devices', count)
-    except RuntimeError:
-        pass  # jax has its devices already: make_mesh counts them
 
 
 def _too_few(data: int, model: int, devices: list[jax.Device]) -> str:

@@ -3,17 +3,20 @@
 B batch, S sequence, M microbatches, D data shards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.stages import Wrapped
 
 from megajax.config import Config
-from megajax.model.decoder import Decoder
+from megajax.model.decoder import Decoder, model_graph
 from megajax.model.dropout import sequence_keys
 from megajax.model.loss import Loss
 from megajax.parallel import layout
@@ -44,7 +47,7 @@ def init_state(config: Config) -> TrainState:
     return init()
 
 
-def make_train_step(config: Config) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+def make_train_step(config: Config) -> Wrapped:
     """`train_step(state, batch) -> (state, metrics)`, compiled at its first call; the state that goes in is donated.
 
     A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and may hold `segment_ids` and `positions`.
@@ -93,10 +96,16 @@ def make_loss_and_gradients(config: Config) -> Callable[[nnx.State, Batch, jax.A
     return loss_and_gradients
 
 
-def make_eval_step(config: Config) -> Callable[[nnx.State, Batch], jax.Array]:
+def place_batch(batch: Mapping[str, np.ndarray]) -> Batch:
+    """Host arrays of a whole global batch, the rows of each data shard on its devices."""
+    sharding = NamedSharding(jax.sharding.get_mesh(), layout.BATCH)
+    return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in batch.items()}
+
+
+def make_eval_step(config: Config) -> Wrapped:
     """`eval_step(params, batch)`: the sum of the negative log-likelihood over the batch, in nats, without dropout."""
     loss = Loss.of(config)
-    graph = _graph(config)
+    graph = model_graph(config)
 
     def shard_nll(params: nnx.State, shard: Batch) -> jax.Array:
         model = nnx.merge(graph, params)
@@ -112,22 +121,16 @@ def make_eval_step(config: Config) -> Callable[[nnx.State, Batch], jax.Array]:
 
 def _make_shard_loss(config: Config) -> Callable[[nnx.State, Batch, jax.Array], Sums]:
     loss = Loss.of(config)
-    graph = _graph(config)
+    graph = model_graph(config)
 
     def shard_loss(params: nnx.State, shard: Batch, key: jax.Array) -> Sums:
         model = nnx.merge(graph, params)
         key_B = sequence_keys(key, shard['rows']) if config.model.dropout else None
-        x_BSD = model.hidden(
-            shard['tokens'], position_BS=shard.get('positions'), segment_BS=shard.get('segment_ids'), key_B=key_B
-        )
+        x_BSD = model.hidden(shard['tokens'], position_BS=shard.get('positions'), segment_BS=shard.get('segment_ids'), key_B=key_B)
         with jax.named_scope('loss'):
             return loss(x_BSD, model.head_VD, shard['labels'], shard['weights'])
 
     return shard_loss
-
-
-def _graph(config: Config) -> nnx.GraphDef[Decoder]:
-    return nnx.graphdef(jax.eval_shape(lambda: Decoder(config, key=jax.random.key(0))))
 
 
 def _with_rows_and_weights(batch: Batch) -> Batch:

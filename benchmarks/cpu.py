@@ -1,0 +1,142 @@
+"""The training step on this CPU beside Hugging Face's GPT-2, in one run: `python benchmarks/cpu.py [--steps N]`.
+
+Both train a GPT-2 of 6 layers, width 384, 6 heads, vocabulary 50304, on 8 sequences of 256 tokens, without dropout, with AdamW and
+clipping at 1.0. The contenders take turns, each in a process of its own, so that a slow minute of the machine hits all of them.
+PyTorch and transformers are optional (`pip install 'megajax[bench]'`); without them only megajax is timed.
+"""
+
+import argparse
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+BATCH, LENGTH, VOCAB, LAYERS, WIDTH, HEADS = 8, 256, 50304, 6, 384, 6
+TOKENS = BATCH * LENGTH
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--rounds', type=int, default=3, help='turns of each contender')
+    parser.add_argument('--steps', type=int, default=5, help='timed steps in a turn')
+    parser.add_argument('--worker', help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(measure(make_worker(json.loads(arguments.worker)), arguments.steps)))
+        return
+    table = {name: [] for name in contenders()}
+    for turn in range(arguments.rounds):
+        for name, worker in contenders().items():
+            table[name] += run_worker(worker, arguments.steps)
+            print(f'round {turn + 1}: {name:32s} {TOKENS / min(table[name]):6.0f} tokens/s', flush=True)
+    report({name: TOKENS / statistics.median(seconds) for name, seconds in table.items()})
+
+
+def contenders() -> dict[str, dict[str, Any]]:
+    """Each worker's settings, by the name in the table."""
+    workers: dict[str, dict[str, Any]] = {}
+    for dtype in ('float32', 'bfloat16'):
+        for data, model in ((1, 1), (1, 2), (2, 1)):
+            workers[f'megajax {data}x{model} {dtype}'] = {'kind': 'megajax', 'dtype': dtype, 'data': data, 'model': model}
+        if importlib.util.find_spec('torch') and importlib.util.find_spec('transformers'):
+            for compiled in (False, True):
+                name = f'transformers {"compile" if compiled else "eager"} {dtype}'
+                workers[name] = {'kind': 'transformers', 'dtype': dtype, 'compiled': compiled}
+    return workers
+
+
+def run_worker(worker: dict[str, Any], steps: int) -> list[float]:
+    command = [sys.executable, __file__, '--worker', json.dumps(worker), '--steps', str(steps)]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    seconds: list[float] = json.loads(output.strip().splitlines()[-1])
+    return seconds
+
+
+def measure(step: Callable[[], None], steps: int) -> list[float]:
+    for _ in range(2):
+        step()
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def make_worker(worker: dict[str, Any]) -> Callable[[], None]:
+    kind = worker.pop('kind')
+    return megajax_step(**worker) if kind == 'megajax' else transformers_step(**worker)
+
+
+def megajax_step(*, dtype: str, data: int, model: int) -> Callable[[], None]:
+    import jax
+    import numpy as np
+
+    import megajax
+
+    config = megajax.Config(
+        model=dict(num_layers=LAYERS, hidden_size=WIDTH, num_heads=HEADS, vocab_size=VOCAB, max_seq_len=LENGTH),
+        mesh=dict(data=data, model=model),
+        train=dict(batch_size=BATCH, seq_len=LENGTH, dtype=dtype),
+        optim=dict(weight_decay=0.1),
+    )
+    jax.set_mesh(megajax.make_mesh(data, model))
+    state = megajax.init_state(config)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32)
+    batch = megajax.place_batch(
+        {'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': np.ones((BATCH, LENGTH), np.float32)}
+    )
+    train_step = megajax.make_train_step(config)
+
+    def step() -> None:
+        nonlocal state
+        state, metrics = train_step(state, batch)
+        jax.block_until_ready((state, metrics))
+
+    return step
+
+
+def transformers_step(*, dtype: str, compiled: bool) -> Callable[[], None]:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+    )
+    model = GPT2LMHeadModel(config).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
+    tokens = torch.randint(0, VOCAB, (BATCH, LENGTH))
+    forward = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with torch.autocast('cpu', torch.bfloat16, enabled=dtype == 'bfloat16'):
+            loss = forward(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+
+    return step
+
+
+def report(speeds: dict[str, float]) -> None:
+    print(f'\n{"":32s} tokens/s')
+    for name, speed in speeds.items():
+        print(f'{name:32s} {speed:8.0f}')
+    for dtype in ('float32', 'bfloat16'):
+        ours = {name: speed for name, speed in speeds.items() if name.startswith('megajax') and name.endswith(dtype)}
+        theirs = [speed for name, speed in speeds.items() if name.startswith('transformers') and name.endswith(dtype)]
+        one = ours[f'megajax 1x1 {dtype}']
+        print(f'{dtype}: model=2 on the same cores runs at {ours[f"megajax 1x2 {dtype}"] / one:.2f} of one device')
+        if theirs:
+            print(f'{dtype}: one device at {one / max(theirs):.2f}, the best mesh at {max(ours.values()) / max(theirs):.2f} of transformers')
+
+
+if __name__ == '__main__':
+    main()

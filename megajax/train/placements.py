@@ -1,0 +1,49 @@
+"""Who holds what: the placement of every parameter, in bytes per device."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax import P
+from jax.sharding import NamedSharding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One array: its name, global shape, mesh axis per dim, and the bytes that each device holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    spec: P
+    bytes_per_device: int
+
+    def __str__(self) -> str:
+        dims = ', '.join(f'{size}@{axis}' if axis else f'{size}' for size, axis in zip(self.shape, self.axes, strict=True))
+        return f'{self.name} [{dims}] {self.bytes_per_device:,} bytes per device'
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """The mesh axis of each dim, None where it is not sharded."""
+        return (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
+
+
+def placements(tree: Any) -> list[Placement]:
+    """The placement of every array of a model, a parameter tree or a whole state, allocated or abstract."""
+    return list(_placements(tree))
+
+
+def parameter_name(path: tuple[Any, ...]) -> str:
+    """`layers.attention.qkv.weight` for a leaf's path."""
+    keys = (str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key)))) for key in path)
+    return '.'.join(key for key in keys if key != 'value')
+
+
+def _placements(tree: Any) -> Iterator[Placement]:
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        assert isinstance(x.sharding, NamedSharding)
+        shard = x.sharding.shard_shape(x.shape)
+        size = x.dtype.itemsize
+        for dim in shard:
+            size *= dim
+        yield Placement(name=parameter_name(path), shape=x.shape, spec=x.sharding.spec, bytes_per_device=size)
