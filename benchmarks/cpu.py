@@ -135,7 +135,8 @@ def report(speeds: dict[str, float]) -> None:
         one = ours[f'megajax 1x1 {dtype}']
         print(f'{dtype}: model=2 on the same cores runs at {ours[f"megajax 1x2 {dtype}"] / one:.2f} of one device')
         if theirs:
-            print(f'{dtype}: one device at {one / max(theirs):.2f}, the best mesh at {max(ours.values()) / max(theirs):.2f} of transformers')
+            best = max(theirs)
+            print(f'{dtype}: one device at {one / best:.2f}, the best mesh at {max(ours.values()) / best:.2f} of transformers')
 
 
 if __name__ == '__main__':

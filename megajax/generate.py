@@ -56,7 +56,7 @@ def make_sample(config: Config) -> Sample:
             x_BSD = model.hidden(token_BS)
             x_BSD = jax.reshard(x_BSD, model.layout.full_BSD(x_BSD))
             x_B1D = lax.dynamic_slice_in_dim(x_BSD, position - 1, 1, axis=1)
-            logits_B1V = jax.reshard(loss.logits(x_B1D, model.head_VD), layout.replicated(x_B1D))
+            logits_B1V = jax.reshard(loss.logits(x_B1D, model.head_VD.T), layout.replicated(x_B1D))
             token_B1 = jax.random.categorical(jax.random.fold_in(key, position), logits_B1V / temperature)
             return lax.dynamic_update_slice_in_dim(token_BS, token_B1.astype(token_BS.dtype), position, axis=1)
 

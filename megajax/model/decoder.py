@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
         x_BSD = self.hidden(token_BS, position_BS=position_BS, segment_BS=segment_BS)
         with jax.named_scope('head'):
             x_BSD = jax.reshard(x_BSD, self.layout.full_BSD(x_BSD))  # f: nothing (SP: all-gather)
-            return Loss.of(self.config).logits(x_BSD, self.head_VD)
+            return Loss.of(self.config).logits(x_BSD, self.head_VD.T)
 
 
 def model_graph(config: Config) -> nnx.GraphDef[Decoder]:

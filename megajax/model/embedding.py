@@ -26,7 +26,8 @@ class VocabParallelEmbedding(nnx.Module):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _lookup(table_VD: jax.Array, token_BS: jax.Array, layout: Layout, dtype: DTypeLike) -> jax.Array:
-    return table_VD.astype(dtype).at[token_BS].get(out_sharding=layout.residual_BSD(token_BS))
+    x_BSD = table_VD.astype(dtype).at[token_BS].get(out_sharding=layout.full_BSD(token_BS))
+    return jax.reshard(x_BSD, layout.residual_BSD(token_BS))
 
 
 def _lookup_forward(

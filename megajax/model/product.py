@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import P, lax
 from jax.typing import DTypeLike
 
+from megajax.parallel.layout import with_rows_of
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def product(x: jax.Array, w: jax.Array, contract: int, out_sharding: P, out_dtype: DTypeLike) -> jax.Array:
@@ -36,7 +38,8 @@ def _backward(
     contract: int, out_sharding: P, out_dtype: DTypeLike, saved: tuple[jax.Array, jax.Array], dy: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    dy = dy.astype(x.dtype)
+    # Where the result is sharded over the sequence, gathered once for both products (SP).
+    dy = jax.reshard(dy.astype(x.dtype), with_rows_of(x, dy, x.ndim - contract))
     out_dims = w.ndim - contract
     dims = tuple(range(dy.ndim - out_dims, dy.ndim)), tuple(range(contract, w.ndim))
     dx = _dot(dy, w.astype(x.dtype), dims, jax.typeof(x).sharding.spec, x.dtype)

@@ -122,3 +122,26 @@ def batch_axis(x: jax.Array) -> str | None:
 def one_sequence(x: jax.Array) -> P:
     """The placement of x without its batch dim."""
     return P(*jax.typeof(x).sharding.spec[1:])
+
+
+def merged_rows(x: jax.Array) -> P:
+    """[data shard, row, ...] as [rows of all, ...]."""
+    shards, _, *rest = jax.typeof(x).sharding.spec
+    return P(shards, *rest)
+
+
+def split_rows(x: jax.Array) -> P:
+    """[rows of all, ...] as [data shard, row, ...]."""
+    shards, *rest = jax.typeof(x).sharding.spec
+    return P(shards, None, *rest)
+
+
+def by_group(x_BSNH: jax.Array) -> P:
+    """Query heads cut into [key/value head, query of its group]: the former lie where the heads lay."""
+    *rest, head_dim = jax.typeof(x_BSNH).sharding.spec
+    return P(*rest, None, head_dim)
+
+
+def with_rows_of(x: jax.Array, y: jax.Array, num_dims: int) -> P:
+    """The placement of y with its first dims as those of x."""
+    return P(*jax.typeof(x).sharding.spec[:num_dims], *jax.typeof(y).sharding.spec[num_dims:])
