@@ -1,7 +1,8 @@
 """Weights of megatron-core, to megajax and back: a table of names, and for each kind of array how its layout differs.
 
-Megatron's arrays are whole, merged over tensor-parallel ranks (TP=1), and named as in its local layer specification. Its linear
-weights are [out, in] and each layer has names of its own; here they are [*in, *out], and layers are stacked along a first dim.
+Megatron's arrays are whole, merged over tensor-parallel ranks (TP=1), and named as in its local layer specification (that of
+Transformer Engine has the norms under `linear_qkv` and `linear_fc1`). Its linear weights are [out, in] and each layer has names of
+its own; here they are [*in, *out], and layers are stacked along a first dim.
 
 L layers, D model, V vocabulary; `in` and `out` are the dims that a linear layer contracts and makes. Heads and gates come in the
 same order on both sides: `linear_qkv` by key/value head, [queries, key, value] x head dim each, `linear_fc1` of SwiGLU [gate, up].

@@ -1,0 +1,156 @@
+"""megajax computes what Megatron does by hand: outputs, and the gradients of every weight and input, on every mesh."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import P
+from reference import megatron_by_hand as by_hand
+from support import assert_close, make_batch, make_config, on_mesh, relative_error
+
+from megajax.config import Config
+from megajax.interop.megatron import from_megatron, to_megatron
+from megajax.model.decoder import Decoder, model_graph
+from megajax.model.loss import Loss
+from megajax.train.step import Batch, init_state, make_loss_and_gradients, place_batch
+
+LIMIT = 1e-5  # relative, see support.relative_error
+
+Arrays = dict[str, np.ndarray]
+
+on_each_mesh = pytest.mark.parametrize(
+    ('model_size', 'sp'), [(1, False), (2, False), (2, True), (4, False), (4, True)], ids=['1', '2', '2+sp', '4', '4+sp']
+)
+
+
+def gpt(model_size: int, sp: bool) -> Config:
+    """GPT-2 with grouped queries, and a vocabulary that megajax pads and Megatron by hand does not."""
+    model = {'vocab_size': 96, 'num_kv_heads': 4, 'activation': 'gelu_tanh', 'dropout': 0.0}
+    return make_config('gpt', 2, model_size, sequence_parallel=sp, model=model, loss={'label_smoothing': 0.0})
+
+
+@on_each_mesh
+def test_the_embedding(model_size: int, sp: bool) -> None:
+    def ours(model: Decoder, x_BSD: jax.Array, batch: Batch) -> jax.Array:
+        return x_BSD + model.embedding(batch['tokens'], jnp.float32)
+
+    def theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
+        return x_BRD + by_hand.vocab_parallel_embedding(weights['embedding.word_embeddings.weight'], batch['tokens'], sp)
+
+    assert_same(gpt(model_size, sp), ours, theirs, residual(sp))
+
+
+@on_each_mesh
+def test_the_block(model_size: int, sp: bool) -> None:
+    config = gpt(model_size, sp)
+
+    def ours(model: Decoder, x_BSD: jax.Array, batch: Batch) -> jax.Array:
+        return jax.tree.map(lambda x: x[1], model.layers)(x_BSD, None, None, None)
+
+    def theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
+        return by_hand.transformer_layer(x_BRD, by_hand.under('decoder.layers.1', weights), config.model, sp)
+
+    assert_same(config, ours, theirs, residual(sp))
+
+
+@on_each_mesh
+def test_the_loss(model_size: int, sp: bool) -> None:
+    config = gpt(model_size, sp)
+
+    def ours(model: Decoder, x_BSD: jax.Array, batch: Batch) -> jax.Array:
+        weight_BS = batch['loss_mask'] / batch['loss_mask'].sum()
+        return Loss.of(config)(x_BSD, model.head_VD, batch['labels'], weight_BS)[0]
+
+    def theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
+        table_VD = weights['embedding.word_embeddings.weight']
+        return by_hand.language_model_loss(x_BRD, table_VD, batch['labels'], batch['loss_mask'], sp)
+
+    assert_same(config, ours, theirs, P())
+
+
+@pytest.mark.parametrize('sp', [False, True], ids=['4', '4+sp'])
+def test_the_whole_model(sp: bool) -> None:
+    config = gpt(4, sp)
+    weights = random_weights()
+    with on_mesh(config):
+        batch = place_batch(make_batch(config))
+        (loss, _), grads = jax.jit(make_loss_and_gradients(config))(from_megatron(config, weights), batch, jax.random.key(0))
+        gpt_loss = jax.shard_map(
+            functools.partial(by_hand.gpt_loss, config=config.model, sp=sp),
+            in_specs=(specs(weights), P('data'), P('data'), P('data')),
+            out_specs=P(),
+        )
+        expected_loss, expected_grads = jax.jit(jax.value_and_grad(gpt_loss))(
+            place(weights), batch['tokens'], batch['labels'], batch['loss_mask']
+        )
+        assert_close(to_megatron(config, grads), expected_grads, LIMIT)
+    assert relative_error(loss, expected_loss) < LIMIT
+
+
+def assert_same(
+    config: Config,
+    ours: Callable[[Decoder, jax.Array, Batch], jax.Array],
+    theirs: Callable[[by_hand.Weights, jax.Array, Batch], jax.Array],
+    y_spec: P,
+) -> None:
+    """Both make the same y of the same weights, input and batch, and the same gradients of sum(y^2) / 2."""
+    sp = config.mesh.sequence_parallel
+
+    def run_ours(params: nnx.State, x_BSD: jax.Array, batch: Batch) -> jax.Array:
+        return ours(nnx.merge(model_graph(config), params), x_BSD, batch)
+
+    def run_theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
+        return theirs(by_hand.reduce_gradients(weights, sp), x_BRD, batch)
+
+    weights = random_weights()
+    with on_mesh(config):
+        batch = place_batch(make_batch(config))
+        shape = config.train.batch_size, config.train.seq_len, config.model.hidden_size
+        x_BSD = jax.device_put(np.random.default_rng(1).normal(size=shape).astype(np.float32), residual(sp))
+        on_shards = jax.shard_map(run_theirs, in_specs=(specs(weights), residual(sp), P('data')), out_specs=y_spec)
+        y, dparams, dx_BSD = output_and_gradients(run_ours, from_megatron(config, weights), x_BSD, batch)
+        expected_y, expected_dweights, expected_dx_BSD = output_and_gradients(on_shards, place(weights), x_BSD, batch)
+        assert_close(to_megatron(config, dparams), expected_dweights, LIMIT)
+    assert_close({'y': y, 'dx': dx_BSD}, {'y': expected_y, 'dx': expected_dx_BSD}, LIMIT)
+
+
+def output_and_gradients(
+    function: Callable[..., jax.Array], weights: Any, x_BSD: jax.Array, batch: Batch
+) -> tuple[jax.Array, Any, jax.Array]:
+    def objective(weights: Any, x_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = function(weights, x_BSD, batch)
+        return (y * y).sum() / 2, y
+
+    (_, y), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(weights, x_BSD)
+    return y, *grads
+
+
+def residual(sp: bool) -> P:
+    return P('data', 'model' if sp else None, None)
+
+
+def specs(weights: Arrays) -> dict[str, P]:
+    return {name: by_hand.spec(name) for name in weights}
+
+
+def place(weights: Arrays) -> by_hand.Weights:
+    return {name: jax.device_put(x, by_hand.spec(name)) for name, x in weights.items()}
+
+
+@functools.cache
+def random_weights() -> Arrays:
+    """By Megatron's names, the same for every mesh; of a size at which all of them matter, biases and norms too."""
+    config, random = gpt(1, sp=False), np.random.default_rng(0)
+    with on_mesh(config):
+        shapes = {name: x.shape for name, x in to_megatron(config, init_state(config).params).items()}
+
+    def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.3
+        return (random.normal(scale=scale, size=shape) + name.endswith('layernorm.weight')).astype(np.float32)
+
+    return {name: weight(name, shape) for name, shape in shapes.items()}
