@@ -87,9 +87,7 @@ def megajax_step(*, dtype: str, data: int, model: int) -> Callable[[], None]:
     jax.set_mesh(megajax.make_mesh(data, model))
     state = megajax.init_state(config)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32)
-    batch = megajax.place_batch(
-        {'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': np.ones((BATCH, LENGTH), np.float32)}
-    )
+    batch = megajax.place_batch({'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': np.ones((BATCH, LENGTH), np.float32)})
     train_step = megajax.make_train_step(config)
 
     def step() -> None:

@@ -1,5 +1,6 @@
 """The command line: parse, call, render."""
 
+import logging
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -53,6 +54,8 @@ def train(
     if '=' in source:
         source, overrides = 'tiny', [source, *overrides]
     config = load(source, overrides)
+    logging.basicConfig(format='%(message)s')
+    logging.getLogger('megajax').setLevel(logging.INFO)
     from megajax.train.loop import run  # here, because it imports jax: a wrong config fails before that
 
     run(config, name=Path(source).name.removesuffix('.yaml'))

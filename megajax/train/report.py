@@ -37,10 +37,12 @@ class Report:
     def placements(self, parameters: list[Placement], num_parameters: int) -> None:
         """The table of who holds what."""
         table = Table('parameter', 'shape', 'placement', 'bytes per device', box=None, header_style='bold', pad_edge=False)
+        for column in table.columns:
+            column.no_wrap = True
         table.columns[-1].justify = 'right'
         for one in parameters:
-            placement = ', '.join(axis or '-' for axis in one.axes)
-            table.add_row(one.name, ' x '.join(map(str, one.shape)), f'({placement})', f'{one.bytes_per_device:,}')
+            placement = ','.join(axis or '-' for axis in one.axes)
+            table.add_row(one.name, 'x'.join(map(str, one.shape)), placement, f'{one.bytes_per_device:,}')
         total = sum(one.bytes_per_device for one in parameters)
         table.add_row(f'{num_parameters:,} parameters', '', '', f'{total:,}', style='bold')
         self.console.print(table)

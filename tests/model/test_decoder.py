@@ -1,0 +1,153 @@
+"""The decoder looks back and never ahead, stays inside a document, and knows nothing of how it is run."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import assert_close, by_name, gather, make_batch, make_config, on_mesh, random_params, relative_error
+
+from megajax.config import Config, schema
+from megajax.model.decoder import Decoder, model_graph
+from megajax.model.loss import Loss
+from megajax.train.step import make_loss_and_gradients, place_batch
+
+LENGTH = 16
+TOKENS = np.random.default_rng(0).permutation(1000)[:LENGTH].astype(np.int32)[None]  # none twice: each row of the table is one place
+SEGMENTS = np.repeat(np.arange(3), [5, 8, 3]).astype(np.int32)[None]
+POSITIONS = np.concatenate([np.arange(5), np.arange(8), np.arange(3)]).astype(np.int32)[None]
+
+both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
+
+
+def small(name: str, *mesh: int, sequence_parallel: bool = False, **model: object) -> Config:
+    model = {'dropout': 0.0, 'tie_embeddings': False} | model
+    return make_config(name, *mesh, sequence_parallel=sequence_parallel, model=model, train={'seq_len': LENGTH, 'batch_size': 2})
+
+
+def make_decoder(config: Config) -> Decoder:
+    """A decoder with parameters so large that attention is far from uniform."""
+    return nnx.merge(model_graph(config), random_params(config, std=0.3))
+
+
+def logits(model: Decoder, token_BS: np.ndarray = TOKENS, **documents: np.ndarray) -> np.ndarray:
+    """The logits of tokens, without those of padding."""
+    graph, params = nnx.split(model)
+    all_logits = jax.jit(lambda params: nnx.merge(graph, params)(token_BS, **documents))(params)
+    return np.asarray(all_logits)[..., : model.config.model.vocab_size]
+
+
+def influence(config: Config, **documents: np.ndarray) -> np.ndarray:
+    """[t, s]: how much the logits of place t, added up with random weights, change with the embedding of place s."""
+    weight_V = np.random.default_rng(2).normal(size=config.model.padded_vocab_size).astype('f4')
+    weight_V[config.model.vocab_size :] = 0
+    with on_mesh(config):
+        graph, params = nnx.split(make_decoder(config))
+
+        def mixed_logits(params: nnx.State) -> jax.Array:
+            return (nnx.merge(graph, params)(TOKENS, **documents) * weight_V[None, None]).sum((0, 2))
+
+        gradients = jax.jit(lambda params: by_name(jax.jacrev(mixed_logits)(params))['embedding.table'])(params)
+        return np.abs(np.asarray(gradients)[:, TOKENS[0]]).max(-1)
+
+
+@both_models
+def test_no_logit_depends_on_a_later_token_and_each_on_every_earlier_one(name):
+    depends = influence(small(name)) != 0
+    np.testing.assert_array_equal(depends, np.tril(np.ones((LENGTH, LENGTH), bool)))
+
+
+@both_models
+def test_no_logit_depends_on_another_document(name):
+    depends = influence(small(name), segment_BS=SEGMENTS, position_BS=POSITIONS) != 0
+    same = SEGMENTS[0][:, None] == SEGMENTS[0][None, :]
+    np.testing.assert_array_equal(depends, np.tril(same))
+
+
+@both_models
+def test_a_packed_document_has_the_logits_that_it_has_alone(name):
+    config = small(name)
+    with on_mesh(config):
+        model = make_decoder(config)
+        packed, alone = logits(model, segment_BS=SEGMENTS, position_BS=POSITIONS), logits(model, TOKENS[:, 5:13])
+    assert relative_error(packed[:, 5:13], alone) < 1e-5
+
+
+def test_rotary_attention_sees_how_far_apart_places_are_and_not_where():
+    config, place = small('llama'), np.arange(LENGTH, dtype=np.int32)[None]
+    with on_mesh(config):
+        model = make_decoder(config)
+        here, shifted, stretched = (logits(model, position_BS=position_BS) for position_BS in (place, place + 1000, 2 * place))
+    assert relative_error(shifted, here) < 1e-4
+    assert relative_error(stretched, here) > 1e-2
+
+
+@both_models
+def test_scanned_layers_are_the_layers_one_after_another(name):
+    config = small(name)
+    with on_mesh(config):
+        model, loss = make_decoder(config), Loss.of(config)
+        label_BS, weight_BS = jnp.asarray(TOKENS), jnp.ones(TOKENS.shape)
+        graph, params = nnx.split(model)
+        layer_graph = nnx.graphdef(model.layers)
+
+        def scanned(params: nnx.State) -> jax.Array:
+            model = nnx.merge(graph, params)
+            return loss(model.hidden(TOKENS), model.head_VD, label_BS, weight_BS)[0]
+
+        def looped(params: nnx.State) -> jax.Array:
+            model = nnx.merge(graph, params)
+            x_BSD = model.embedding(TOKENS, jnp.float32)
+            x_BSD = x_BSD if model.position is None else model.position(x_BSD, None)
+            for index in range(config.model.num_layers):
+                layer = nnx.merge(layer_graph, jax.tree.map(lambda x, index=index: x[index], params['layers']))
+                x_BSD = layer(x_BSD, None, None, None)
+            return loss(model.norm(x_BSD), model.head_VD, label_BS, weight_BS)[0]
+
+        (expected, gradients), (actual, actual_gradients) = (jax.jit(jax.value_and_grad(f))(params) for f in (looped, scanned))
+        assert relative_error(actual, expected) < 1e-6
+        assert_close(gather(actual_gradients), gather(gradients), 1e-5)
+
+
+@both_models
+def test_jit_changes_nothing(name):
+    config = small(name)
+    with on_mesh(config):
+        model, loss = make_decoder(config), Loss.of(config)
+        label_BS, weight_BS = jnp.asarray(TOKENS), jnp.ones(TOKENS.shape)
+
+        def objective() -> jax.Array:
+            return loss(model.hidden(label_BS), model.head_VD, label_BS, weight_BS)[0]
+
+        assert relative_error(objective(), jax.jit(objective)()) < 1e-6
+
+
+@pytest.mark.parametrize('tied', [True, False])
+def test_padding_of_the_vocabulary_has_no_probability_and_its_rows_no_gradient(tied):
+    config = small('gpt', 1, 4, sequence_parallel=True, tie_embeddings=tied)
+    with on_mesh(config):
+        graph, params = nnx.split(make_decoder(config))
+        probability = jax.jit(lambda params: jax.nn.softmax(nnx.merge(graph, params)(TOKENS)))(params)
+        assert not np.asarray(probability)[..., 1000:].any()
+        step = jax.jit(make_loss_and_gradients(config))
+        gradients = gather(step(params, place_batch(make_batch(config)), jax.random.key(0))[1])
+    for table in ('embedding.table',) if tied else ('embedding.table', 'head'):
+        assert gradients[table][:1000].any()
+        assert not gradients[table][1000:].any()
+
+
+def test_more_padding_changes_no_logit(monkeypatch):
+    config = small('gpt', 1, 2)
+    with on_mesh(config):
+        model = make_decoder(config)
+        expected = logits(model)
+        monkeypatch.setattr(schema, 'VOCAB_MULTIPLE', 2048)
+        wider = make_decoder(config)
+        assert wider.head_VD.shape[0] == 2 * model.head_VD.shape[0] == 2048
+        nnx.update(wider, jax.tree.map(over, nnx.state(model), nnx.state(wider)))
+        assert relative_error(logits(wider), expected) < 1e-6
+
+
+def over(x: jax.Array, wide: jax.Array) -> jax.Array:
+    """`wide` with its first rows as those of x."""
+    return jax.device_put(np.concatenate([np.asarray(x), np.asarray(wide)[len(x) :]]), wide.sharding)

@@ -1,0 +1,69 @@
+"""Every parameter lies where the layout table of the design puts it, and the bytes of a device shrink by that."""
+
+import jax
+import optax
+import pytest
+from support import by_name, make_config, on_mesh
+
+from megajax.config import num_parameters
+from megajax.parallel.mesh import concrete
+from megajax.train.step import init_state
+
+# The mesh axis of each dim; those of a layer come after the dim of the stack, which is not sharded.
+EVERY_MODEL = {
+    'embedding.table': ('model', None),  # vocabulary, D
+    'norm.weight': (None,),
+    'layers.attention_norm.weight': (None,),
+    'layers.attention.qkv.weight': (None, 'model', None, None),  # D, key/value head, its columns, head dim
+    'layers.attention.out.weight': ('model', None, None),  # head, head dim, D
+    'layers.mlp_norm.weight': (None,),
+    'layers.mlp.up.weight': (None, 'model'),
+    'layers.mlp.down.weight': ('model', None),
+}
+GPT = EVERY_MODEL | {
+    'position.table': (None, None),
+    'norm.bias': (None,),
+    'layers.attention_norm.bias': (None,),
+    'layers.attention.qkv.bias': ('model', None, None),
+    'layers.attention.out.bias': (None,),
+    'layers.mlp_norm.bias': (None,),
+    'layers.mlp.up.bias': ('model',),
+    'layers.mlp.down.bias': (None,),
+}
+LLAMA = EVERY_MODEL | {
+    'head': ('model', None),
+    'layers.attention.query_norm.weight': (None,),
+    'layers.attention.key_norm.weight': (None,),
+    'layers.mlp.up.weight': (None, None, 'model'),  # D, gate and up, F
+}
+FEW_KV_HEADS = LLAMA | {'layers.attention.qkv.weight': (None, None, None, 'model')}
+
+CASES = [('gpt', 1, 2, GPT), ('gpt', 2, 4, GPT), ('gpt', 1, 8, GPT), ('llama', 4, 2, LLAMA), ('llama', 2, 4, FEW_KV_HEADS)]
+
+
+@pytest.mark.parametrize('sequence_parallel', [False, True])
+@pytest.mark.parametrize(('name', 'data', 'model', 'table'), CASES)
+def test_every_parameter_and_both_its_moments_lie_where_the_table_says(name, data, model, table, sequence_parallel):
+    config = make_config(name, data, model, sequence_parallel=sequence_parallel)
+    expected = {parameter: (None, *axes) if parameter.startswith('layers.') else axes for parameter, axes in table.items()}
+    with on_mesh(config):
+        state = concrete(jax.eval_shape(lambda: init_state(config)))
+        moments = (optax.tree_utils.tree_get(state.opt_state, moment) for moment in ('mu', 'nu'))
+        for tree in (state.params, *moments):
+            assert {parameter: tuple(x.sharding.spec) for parameter, x in by_name(tree).items()} == expected
+
+
+@pytest.mark.parametrize(('name', 'data', 'model', 'table'), CASES)
+def test_a_device_holds_its_share_of_what_is_sharded_and_all_of_the_rest(name, data, model, table):
+    config = make_config(name, data, model)
+    with on_mesh(config):
+        params = by_name(init_state(config).params)
+    total = 4 * num_parameters(config.model, padded=True)
+    sharded = sum(x.nbytes for parameter, x in params.items() if 'model' in table[parameter])
+    assert sum(x.nbytes for x in params.values()) == total
+    assert sharded > 0.9 * total
+    held = {
+        device: sum(shard.data.nbytes for x in params.values() for shard in x.addressable_shards if shard.device == device)
+        for device in jax.devices()[: data * model]
+    }
+    assert set(held.values()) == {sharded // model + total - sharded}

@@ -1,0 +1,102 @@
+"""What several tests need: small configs and batches, and parameters as numpy arrays."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from megajax.config import Config
+from megajax.parallel.mesh import concrete, make_mesh
+from megajax.train.step import init_state
+
+# Together: tied and untied, learned and rotary positions, both norms, GELU and SwiGLU, MHA and GQA (key/value heads at least and fewer
+# than `model`), qk_norm, biases and none, vocabularies that no mesh divides, dropout, label smoothing and z-loss. Eight heads for model=8.
+MODELS: dict[str, dict[str, Any]] = {
+    'gpt': {
+        'model': {'vocab_size': 1000, 'activation': 'gelu', 'dropout': 0.1},
+        'loss': {'label_smoothing': 0.1},
+    },
+    'llama': {
+        'model': {
+            'vocab_size': 1037,
+            'num_kv_heads': 2,
+            'norm': 'rmsnorm',
+            'activation': 'swiglu',
+            'position': 'rope',
+            'qk_norm': True,
+            'bias': False,
+            'tie_embeddings': False,
+        },
+        'loss': {'label_smoothing': 0.1, 'z_loss': 1e-3},
+    },
+}
+
+SIZES = {'num_layers': 2, 'hidden_size': 64, 'num_heads': 8, 'max_seq_len': 32}
+TRAIN = {'batch_size': 8, 'seq_len': 32, 'dtype': 'float32'}
+
+
+def make_config(
+    name: str = 'gpt', data: int = 1, model: int = 1, /, *, sequence_parallel: bool = False, **sections: dict[str, Any]
+) -> Config:
+    """One of MODELS on a mesh of data x model; `sections` are laid over it."""
+    config = {'mesh': {'data': data, 'model': model, 'sequence_parallel': sequence_parallel}, 'train': TRAIN, **MODELS[name]}
+    config['model'] = SIZES | config['model']
+    return Config(**{key: config.get(key, {}) | sections.get(key, {}) for key in {*config, *sections}})
+
+
+def on_mesh(config: Config) -> AbstractContextManager[Any]:
+    """The mesh that the config asks for, as the current one."""
+    return jax.set_mesh(make_mesh(config.mesh.data, config.mesh.model))
+
+
+def make_batch(config: Config, *, seed: int = 0) -> dict[str, np.ndarray]:
+    """A batch of random tokens; later rows have more tokens that count, so that no two data shards have as many."""
+    random = np.random.default_rng(seed)
+    rows, length = config.train.batch_size, config.train.seq_len
+    token = random.integers(config.model.vocab_size, size=(rows, length + 1), dtype=np.int32)
+    counts = random.random((rows, length)) < np.linspace(0.2, 1, rows)[:, None]
+    return {'tokens': token[:, :-1], 'labels': token[:, 1:], 'loss_mask': counts.astype(np.float32)}
+
+
+def pack(batch: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarray]:
+    """The batch with each row cut into documents of these lengths."""
+    segment = np.repeat(np.arange(len(lengths)), lengths)
+    position = np.concatenate([np.arange(length) for length in lengths])
+    whole = {'segment_ids': segment, 'positions': position}
+    return batch | {name: np.broadcast_to(x, batch['tokens'].shape).astype(np.int32) for name, x in whole.items()}
+
+
+def random_params(config: Config, std: float) -> nnx.State:
+    """Parameters of which none is zero or one, in their places on the current mesh; made in numpy, so without compiling."""
+    random = np.random.default_rng(1)
+    abstract = concrete(jax.eval_shape(lambda: init_state(config)).params)
+    return jax.tree.map(lambda x: jax.device_put(random.normal(0, std, x.shape).astype(x.dtype), x.sharding), abstract)
+
+
+def by_name(params: nnx.State) -> dict[str, Any]:
+    """{'layers.mlp.up.weight': leaf, ...}"""
+    return {'.'.join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(params)}
+
+
+def gather(params: nnx.State) -> dict[str, np.ndarray]:
+    """The parameters by name, as whole numpy arrays."""
+    return {name: np.asarray(x) for name, x in by_name(params).items()}
+
+
+def relative_error(actual: Any, expected: Any) -> float:
+    """max |actual - expected| / max |expected|, over one array; 0 where both are all zeros."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape
+    difference, size = np.abs(actual - expected).max(), np.abs(expected).max()
+    return float(difference / size) if difference else 0.0
+
+
+def assert_close(actual: Mapping[str, Any], expected: Mapping[str, Any], limit: float) -> None:
+    """Each array is within `limit` of its namesake, by `relative_error`."""
+    assert actual.keys() == expected.keys()
+    errors = {name: relative_error(actual[name], expected[name]) for name in actual}
+    wrong = {name: error for name, error in errors.items() if not error <= limit}
+    assert not wrong, f'above {limit}: {wrong}'

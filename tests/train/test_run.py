@@ -1,0 +1,81 @@
+"""Runs as a user starts them: `megajax train` in a process of its own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
+mesh: {data: 2, model: 2}
+train: {steps: 6, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 3, log_every: 1, sample_prompts: ['def ']}
+optim: {lr: 1e-2}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    corpus = tmp_path / 'corpus'
+    corpus.mkdir()
+    for number in range(8):
+        (corpus / f'{number}.txt').write_text(f'def f{number}(x):\n    return x + {number}\n' * 30)
+    (tmp_path / 'small.yaml').write_text(CONFIG + f'data: {{corpus: {corpus}, tokenizer: bytes, split: "6,2,0"}}\n')
+    return tmp_path
+
+
+def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, '-m', 'megajax', 'train', 'small.yaml', *overrides]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+    return {line['step']: line['loss'] for line in lines if 'loss' in line}
+
+
+def test_a_run_says_what_it_does_and_leaves_what_it_says(folder: Path) -> None:
+    result = train(folder, 'run.dir=run')
+    assert result.returncode == 0, result.stderr
+    for said in ('data=2 x model=2', 'simulated', 'layers.mlp.down.weight', 'step 6/6', 'bits per byte', "sample after 'def '"):
+        assert said in result.stdout
+    assert sorted(losses(folder / 'run')) == [1, 2, 3, 4, 5, 6]
+    assert (folder / 'run/checkpoints/6').is_dir()
+    assert {'config.yaml', 'tokenizer.json', 'tensorboard'} <= {path.name for path in (folder / 'run').iterdir()}
+
+
+def test_a_resumed_run_equals_one_that_was_never_interrupted(folder: Path) -> None:
+    straight = train(folder, 'run.dir=straight', 'optim.schedule=constant')
+    assert straight.returncode == 0, straight.stderr
+    assert train(folder, 'run.dir=run', 'optim.schedule=constant', 'train.steps=3').returncode == 0
+    resumed = train(folder, 'run.dir=run', 'optim.schedule=constant', 'run.resume=must')
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(folder / 'run') == losses(folder / 'straight')
+
+
+def test_a_run_resumes_on_another_mesh(folder: Path) -> None:
+    assert train(folder, 'run.dir=run', 'train.steps=3').returncode == 0
+    resumed = train(folder, 'run.dir=run', 'mesh.data=1', 'mesh.sequence_parallel=true')
+    assert resumed.returncode == 0, resumed.stderr
+    assert 'resume' in resumed.stdout
+    assert sorted(losses(folder / 'run')) == [1, 2, 3, 4, 5, 6]
+
+
+def test_resume_is_a_policy(folder: Path) -> None:
+    missing = train(folder, 'run.dir=run', 'run.resume=must')
+    assert missing.returncode == 2
+    assert 'holds no checkpoint' in missing.stderr
+    assert train(folder, 'run.dir=run', 'train.steps=1').returncode == 0
+    never = train(folder, 'run.dir=run', 'run.resume=never')
+    assert never.returncode == 2
+    assert 'run.resume=never' in never.stderr
+    other = train(folder, 'run.dir=run', 'model.hidden_size=64')
+    assert other.returncode == 2
+    assert 'model.hidden_size 32 there, 64 here' in other.stderr
+
+
+def test_a_corpus_that_does_not_fill_a_batch_is_refused(folder: Path) -> None:
+    result = train(folder, 'train.batch_size=4000')
+    assert result.returncode == 2
+    assert 'train.batch_size' in result.stderr
