@@ -61,7 +61,7 @@ def make_train_step(config: Config) -> Wrapped:
         with jax.named_scope('optimizer'):
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-        metrics = {'loss': loss, 'nll': nll, 'grad_norm': optax.global_norm(grads), 'lr': schedule(state.step)}
+        metrics = {'loss': loss, 'nll': nll, 'grad_norm': optax.tree.norm(grads), 'lr': schedule(state.step)}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return jax.jit(train_step, donate_argnums=0)

@@ -8,8 +8,12 @@ from flax import nnx
 from support import assert_close, by_name, gather, make_batch, make_config, on_mesh, random_params, relative_error
 
 from megajax.config import Config, schema
+from megajax.model import attention, block, decoder
 from megajax.model.decoder import Decoder, model_graph
+from megajax.model.dropout import sequence_keys
+from megajax.model.embedding import VocabParallelEmbedding
 from megajax.model.loss import Loss
+from megajax.parallel.layout import Layout
 from megajax.train.step import make_loss_and_gradients, place_batch
 
 LENGTH = 16
@@ -151,3 +155,35 @@ def test_more_padding_changes_no_logit(monkeypatch):
 def over(x: jax.Array, wide: jax.Array) -> jax.Array:
     """`wide` with its first rows as those of x."""
     return jax.device_put(np.concatenate([np.asarray(x), np.asarray(wide)[len(x) :]]), wide.sharding)
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_the_gradient_of_the_table_adds_up_in_fp32_what_each_place_of_a_token_gets(dtype):
+    config, random = small('gpt', 2, 4, sequence_parallel=True), np.random.default_rng(0)
+    token_BS, dx_BSD = random.integers(5, size=(4, 64)), random.normal(size=(4, 64, 16)).astype(dtype)
+    expected = np.zeros((1024, 16))
+    np.add.at(expected, token_BS, dx_BSD.astype(np.float64))
+    with on_mesh(config):
+        embedding = VocabParallelEmbedding(1024, 16, std=1.0, layout=Layout.of(config), key=jax.random.key(0))
+        x_BSD, pullback = jax.vjp(lambda model: model(jax.device_put(token_BS, jax.P('data', None)), dtype), embedding)
+        (gradient,) = pullback(jax.device_put(dx_BSD, jax.typeof(x_BSD).sharding.spec))
+        np.testing.assert_array_equal(np.asarray(x_BSD), np.asarray(embedding.table[...]).astype(dtype)[token_BS])
+    assert gradient.table.dtype == jnp.float32
+    assert relative_error(gradient.table[...], expected) < 1e-6
+
+
+def test_every_place_of_the_model_and_every_row_has_its_own_dropout_key(monkeypatch):
+    keys = []
+
+    def record(x: jax.Array, rate: float, key_B: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda data: keys.extend(map(tuple, np.asarray(data))), jax.random.key_data(key_B))
+        return x
+
+    for module in (decoder, block, attention):
+        monkeypatch.setattr(module, 'dropout', record)
+    config = small('gpt', dropout=0.1)
+    with on_mesh(config):
+        token_BS = np.concatenate([TOKENS, TOKENS])
+        make_decoder(config).hidden(token_BS, key_B=sequence_keys(jax.random.key(0), jnp.arange(2)))
+        jax.effects_barrier()
+    assert len(keys) == len(set(keys)) == 2 * (1 + 3 * config.model.num_layers)  # the embedding; attention and two branches of a layer

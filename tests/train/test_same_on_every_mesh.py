@@ -70,7 +70,7 @@ class Training(NamedTuple):
 def train(name: str, place: tuple[int, int, bool]) -> Training:
     # Adam divides each element of a gradient by its own size, so an element that is nothing but rounding error, as all are of the
     # key bias (softmax is blind to it), would move by lr whichever way it was rounded. An eps above rounding error holds it still.
-    config = make_config(name, *place[:2], sequence_parallel=place[2], optim={'lr': 1e-3, 'eps': 1e-4})
+    config = make_config(name, *place[:2], sequence_parallel=place[2], optim={'lr': 3e-3, 'eps': 1e-3})
     batches = [make_batch(config, seed=seed) for seed in range(STEPS)]
     if name == 'llama':
         batches = [pack(batch, DOCUMENTS) for batch in batches]

@@ -1,0 +1,45 @@
+"""The way around cuDNN's kernel, with XLA's attention in the kernel's place: a CPU has no cuDNN."""
+
+import functools
+
+import jax
+import pytest
+from support import assert_close, gather, make_batch, make_config, on_mesh, random_params, relative_error
+
+from megajax.model import attention, flash
+from megajax.train.step import make_loss_and_gradients, place_batch
+
+
+def loss_and_gradients(data, model, microbatches):
+    config = make_config('llama', data, model, model={'dropout': 0.0}, train={'microbatches': microbatches})
+    with on_mesh(config):
+        params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
+        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(params, batch, jax.random.key(0))
+        return float(loss), gather(gradients)
+
+
+@pytest.mark.parametrize(('data', 'model', 'microbatches'), [(1, 1, 1), (2, 4, 1), (2, 2, 2)])
+def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(data, model, microbatches, monkeypatch):
+    loss, gradients = loss_and_gradients(data, model, microbatches)
+    seen = []
+
+    def kernel(q, k, v):
+        seen.append(q.shape)
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='xla')
+
+    monkeypatch.setattr(flash, '_cudnn', kernel)
+    monkeypatch.setattr(attention, 'can_flash', lambda *_: True)
+    flash_loss, flash_gradients = loss_and_gradients(data, model, microbatches)
+    assert set(seen) == {(8 // data // microbatches, 32, 8 // model, seen[0][-1])}
+    assert relative_error(flash_loss, loss) < 1e-6
+    assert_close(flash_gradients, gradients, 1e-5)
+
+
+def test_flash_is_for_16_bit_on_a_gpu_and_head_dims_that_cudnn_has():
+    can = functools.partial(flash.can_flash, 'gpu')
+    assert can('bfloat16', 64)
+    assert can('float16', 128)
+    assert not can('float32', 64)
+    assert not can('bfloat16', 60)
+    assert not can('bfloat16', 256)
+    assert not flash.can_flash('cpu', 'bfloat16', 64)
