@@ -1,5 +1,7 @@
 """The loss on logits that are split over the vocabulary, against float64 on whole ones."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,7 @@ HEAD = random.normal(size=(PADDED, HIDDEN)).astype('f4')
 LABEL = random.integers(VOCAB, size=(ROWS, LENGTH), dtype=np.int32)
 WEIGHT = ((random.random((ROWS, LENGTH)) < 0.7) * random.random((ROWS, LENGTH))).astype('f4')
 
-PLACES = pytest.mark.parametrize('place', [(1, 1, False), (2, 4, False), (2, 4, True)], ids=['1x1', '2x4', '2x4-sp'])
+every_place = pytest.mark.parametrize('place', [(1, 1, False), (2, 4, False), (2, 4, True)], ids=['1x1', '2x4', '2x4-sp'])
 TERMS = [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.3, 1e-2)]
 
 
@@ -40,6 +42,7 @@ def sums_and_gradients(place, smoothing=0.0, z_loss=0.0, scale=1.0):
         return sums, (np.asarray(dx).reshape(X.shape), np.asarray(dhead).sum(0))
 
 
+@functools.cache
 def in_float64(smoothing, z_loss):
     """The same by optax on whole logits."""
 
@@ -56,7 +59,7 @@ def in_float64(smoothing, z_loss):
         return (float(value), float(nll)), jax.tree.map(np.asarray, gradients)
 
 
-@PLACES
+@every_place
 @pytest.mark.parametrize(('smoothing', 'z_loss'), TERMS)
 def test_loss_and_gradients_are_those_of_optax_in_float64(place, smoothing, z_loss):
     (expected, expected_gradients), (actual, gradients) = in_float64(smoothing, z_loss), sums_and_gradients(place, smoothing, z_loss)
@@ -64,7 +67,7 @@ def test_loss_and_gradients_are_those_of_optax_in_float64(place, smoothing, z_lo
         assert relative_error(x, reference) < 2e-6
 
 
-@PLACES
+@every_place
 def test_chunks_change_nothing(place, monkeypatch):
     whole = sums_and_gradients(place, 0.1, 1e-2)
     chunks = []
@@ -77,7 +80,7 @@ def test_chunks_change_nothing(place, monkeypatch):
         assert relative_error(x, reference) < 2e-6
 
 
-@PLACES
+@every_place
 def test_extreme_logits_stay_finite(place):
     sums, gradients = sums_and_gradients(place, 0.1, 1e-2, scale=1e4)
     assert np.abs(1e4 * X @ HEAD.T).max() > 1e5

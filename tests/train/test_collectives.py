@@ -71,18 +71,21 @@ def axis_of(text: str) -> str:
     """The mesh axis that replica_groups run along, in any of XLA's spellings."""
     if named := re.search(r'replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}', text):
         sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        devices = iota(named[2] or f'[{prod(sizes.values())}]').reshape(tuple(sizes.values()))
-        reduced = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named[3])]
-        groups = np.moveaxis(devices, reduced, range(-len(reduced), 0)).reshape(
-            -1, prod(sizes[n] for n in re.findall(r"'(\w+)'", named[3]))
-        )
+        along = re.findall(r"'(\w+)'", named[3])
+        devices = iota(named[2] or f'[{prod(sizes.values())}]').reshape([*sizes.values()])
+        devices = np.moveaxis(devices, [[*sizes].index(name) for name in along], range(-len(along), 0))
+        groups = devices.reshape(-1, prod(sizes[name] for name in along))
     elif short := re.search(r'replica_groups=\[([\d,]+)\]<=(\S+?),? ', text):
         groups = iota(short[2]).reshape([int(size) for size in short[1].split(',')])
     else:
-        listed = re.search(r'replica_groups=\{(\{.*?\})\}', text)
-        groups = np.array([[int(device) for device in group.split(',')] for group in re.findall(r'\{([\d,]+)\}', listed[1])])
-    same = {axis: {frozenset(group) for group in expected.tolist()} for axis, expected in (('data', DEVICES.T), ('model', DEVICES))}
-    return next((axis for axis, expected in same.items() if {frozenset(group) for group in groups.tolist()} == expected), 'other')
+        listed = re.search(r'replica_groups=\{(\{.*?\})\}', text)[1]
+        groups = np.array([[int(device) for device in group.split(',')] for group in re.findall(r'\{([\d,]+)\}', listed)])
+    is_along = (axis for axis, expected in (('data', DEVICES.T), ('model', DEVICES)) if as_sets(groups) == as_sets(expected))
+    return next(is_along, 'other')
+
+
+def as_sets(groups: np.ndarray) -> set[frozenset[int]]:
+    return {frozenset(group) for group in groups.tolist()}
 
 
 def iota(text: str) -> np.ndarray:
@@ -118,15 +121,17 @@ def check_layers(found: list[Collective], config: Config) -> None:
         assert set(rest) <= {(config.model.hidden_size,)}
 
 
-def check_gathers(found: list[Collective], config: Config) -> None:
-    gathered = [shape for c in found if c.kind == 'all-gather' for shape in c.shapes]
-    if not config.mesh.sequence_parallel:
-        assert not gathered
-    # With it: the head's input, by chunks [row, sequence shard, token, D], and the gradients of the embedding and of its positions.
-    allowed = {activation(config)[-3:], (config.train.seq_len, config.model.hidden_size)}
-    allowed.add((*activation(config)[:-2], MODEL, config.train.seq_len // MODEL, config.model.hidden_size))
-    assert set(gathered) <= allowed
-    assert {c.kind for c in found} <= {'all-reduce', 'all-gather'}
+def check_rest(found: list[Collective], config: Config) -> None:
+    *rows, length, hidden = activation(config)
+    chunked = (*rows, MODEL, length // MODEL, hidden) if config.mesh.sequence_parallel else activation(config)
+    # The embedding's output and the gradient of the head's input; maximum, total, label's logit and mean logit of each token.
+    allowed = Counter({('all-reduce', activation(config)): 1, ('all-reduce', chunked[:-1]): 4}) + Counter([('all-reduce', chunked)])
+    if config.mesh.sequence_parallel:
+        # The head's input and the gradients of the embedding and of its positions; the last norm's weight and bias.
+        allowed += Counter([('all-gather', chunked), ('all-gather', activation(config)), ('all-gather', (length, hidden))])
+        allowed += Counter({('all-reduce', (hidden,)): 2})
+    outside = [c for c in found if c.axis != 'data' and c.loop not in ('forward', 'backward')]
+    assert not Counter((c.kind, shape) for c in outside for shape in c.shapes if shape) - allowed
 
 
 def check_data(found: list[Collective], config: Config) -> None:
@@ -144,7 +149,7 @@ def check_data(found: list[Collective], config: Config) -> None:
 # The tests' own settings (conftest.py) turn these down.
 AS_USERS_DO = {'xla_backend_optimization_level': 3, 'xla_llvm_disable_expensive_passes': False}
 
-CHECKS = check_layers, check_gathers, check_data
+CHECKS = check_layers, check_rest, check_data
 
 
 @pytest.mark.parametrize(
@@ -210,7 +215,7 @@ def reduced_for_each_microbatch(monkeypatch):
     [
         (replicated_mlp, check_layers, small()),
         (unfused_gate_and_up, check_layers, small('llama')),
-        (gathered_table, check_gathers, small()),
+        (gathered_table, check_rest, small()),
         (reduced_for_each_microbatch, check_data, small(microbatches=4)),
     ],
 )
