@@ -15,7 +15,7 @@ from megajax.model.product import product
 from megajax.parallel import layout
 from megajax.parallel.layout import Layout
 
-CHUNK_BYTES = 128 * 2**20  # of fp32 logits; a larger chunk fills a GPU no better, and costs a CPU its page faults
+CHUNK_BYTES = 128 * 2**20  # of fp32 logits on a device; the least CPU time of 32 to 1000 MB in benchmarks/cpu.py
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
