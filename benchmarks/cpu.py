@@ -42,6 +42,7 @@ def contenders() -> dict[str, dict[str, Any]]:
     for dtype in ('float32', 'bfloat16'):
         for data, model in ((1, 1), (1, 2), (2, 1)):
             workers[f'megajax {data}x{model} {dtype}'] = {'kind': 'megajax', 'dtype': dtype, 'data': data, 'model': model}
+        workers[f'the products of a step {dtype}'] = {'kind': 'products', 'dtype': dtype}
         if importlib.util.find_spec('torch') and importlib.util.find_spec('transformers'):
             for compiled in (False, True):
                 name = f'transformers {"compile" if compiled else "eager"} {dtype}'
@@ -68,8 +69,8 @@ def measure(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def make_worker(worker: dict[str, Any]) -> Callable[[], None]:
-    kind = worker.pop('kind')
-    return megajax_step(**worker) if kind == 'megajax' else transformers_step(**worker)
+    make = {'megajax': megajax_step, 'transformers': transformers_step, 'products': products_of_a_step}[worker.pop('kind')]
+    return make(**worker)
 
 
 def megajax_step(*, dtype: str, data: int, model: int) -> Callable[[], None]:
@@ -94,6 +95,30 @@ def megajax_step(*, dtype: str, data: int, model: int) -> Callable[[], None]:
         nonlocal state
         state, metrics = train_step(state, batch)
         jax.block_until_ready((state, metrics))
+
+    return step
+
+
+def products_of_a_step(*, dtype: str) -> Callable[[], None]:
+    """The matrix products of a step and nothing else, each in its fastest form: what no step on XLA's CPU backend can beat."""
+    import jax
+    import jax.numpy as jnp
+
+    padded = -(-VOCAB // 1024) * 1024
+    shapes = [(TOKENS, WIDTH, 3 * WIDTH), (TOKENS, WIDTH, WIDTH), (TOKENS, WIDTH, 4 * WIDTH), (TOKENS, 4 * WIDTH, WIDTH)] * LAYERS
+    shapes += [(TOKENS // 4, padded, WIDTH)] * 4  # the head, in chunks and with the small result
+    heads = BATCH * HEADS, LENGTH, WIDTH // HEADS
+
+    @jax.jit
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.matmul(x, w, preferred_element_type=jnp.float32)
+
+    pairs = [(jnp.ones((m, k), dtype), jnp.ones((k, n), dtype)) for m, k, n in shapes]
+    pairs += [(jnp.ones(heads, dtype), jnp.ones((heads[0], heads[2], LENGTH), dtype))] * 2 * LAYERS
+
+    def step() -> None:
+        for x, w in pairs * 3:  # forward, and the gradients of both operands
+            jax.block_until_ready(product(x, w))
 
     return step
 
@@ -134,6 +159,8 @@ def report(speeds: dict[str, float]) -> None:
         print(f'{dtype}: model=2 on the same cores runs at {ours[f"megajax 1x2 {dtype}"] / one:.2f} of one device')
         if theirs:
             best = max(theirs)
+            products = speeds[f'the products of a step {dtype}']
+            print(f'{dtype}: a step of nothing but its products would be at {products / best:.2f} of transformers')
             print(f'{dtype}: one device at {one / best:.2f}, the best mesh at {max(ours.values()) / best:.2f} of transformers')
 
 

@@ -51,9 +51,8 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """x_BSD after the last norm, in the residual placement; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
         with jax.named_scope('embedding'):
-            x_BSD = self.embedding(token_BS, jnp.dtype(self.config.train.dtype))
-            if self.position is not None:
-                x_BSD = self.position(x_BSD, position_BS)
+            vectors_BSD = None if self.position is None else self.position(token_BS, position_BS)
+            x_BSD = self.embedding(token_BS, jnp.dtype(self.config.train.dtype), vectors_BSD)
             x_BSD = dropout(x_BSD, self.config.model.dropout, fold_in(key_B, self.config.model.num_layers))
 
         def layer(x_BSD: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:

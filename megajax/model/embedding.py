@@ -18,34 +18,10 @@ class VocabParallelEmbedding(nnx.Module):
         self.layout = layout
         self.table = nnx.Param(normal(key, (vocab_size, hidden_size), std, layout.vocab_VD))
 
-    def __call__(self, token_BS: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """x_BSD in `dtype`, in the placement of the residual stream."""
+    def __call__(self, token_BS: jax.Array, dtype: DTypeLike, position_BSD: jax.Array | None = None) -> jax.Array:
+        """x_BSD in `dtype`, in the placement of the residual stream; `position_BSD`, whole on every device, is added to it."""
         # all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
-        return _lookup(self.table[...], token_BS, self.layout, dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _lookup(table_VD: jax.Array, token_BS: jax.Array, layout: Layout, dtype: DTypeLike) -> jax.Array:
-    x_BSD = table_VD.astype(dtype).at[token_BS].get(out_sharding=layout.full_BSD(token_BS))
-    return jax.reshard(x_BSD, layout.residual_BSD(token_BS))
-
-
-def _lookup_forward(
-    table_VD: jax.Array, token_BS: jax.Array, layout: Layout, dtype: DTypeLike
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _lookup(table_VD, token_BS, layout, dtype), (table_VD, token_BS)
-
-
-def _lookup_backward(layout: Layout, dtype: DTypeLike, saved: tuple[jax.Array, jax.Array], dx_BSD: jax.Array) -> tuple[jax.Array, None]:
-    table_VD, token_BS = saved
-    full = layout.full_BSD(token_BS)
-    dx_BSD = jax.reshard(dx_BSD, full)  # SP: all-gather, in the compute dtype
-    # A frequent token is added up thousands of times: in fp32.
-    lookup = jax.linear_transpose(lambda table: table.at[token_BS].get(out_sharding=full), table_VD)
-    return lookup(dx_BSD.astype(table_VD.dtype))[0], None
-
-
-_lookup.defvjp(_lookup_forward, _lookup_backward)
+        return _embed(self.table[...], position_BSD, token_BS, self.layout, dtype)
 
 
 class PositionEmbedding(nnx.Module):
@@ -55,11 +31,44 @@ class PositionEmbedding(nnx.Module):
         self.layout = layout
         self.table = nnx.Param(normal(key, (max_seq_len, hidden_size), std, layout.position_SD))
 
-    def __call__(self, x_BSD: jax.Array, position_BS: jax.Array | None) -> jax.Array:
-        """x plus the vectors of its positions: 0, 1, ... unless given."""
+    def __call__(self, token_BS: jax.Array, position_BS: jax.Array | None) -> jax.Array:
+        """The vectors of the tokens' positions [B or 1, S, D]: of 0, 1, ... unless given."""
         if position_BS is None:
-            position_SD = jax.reshard(self.table[: x_BSD.shape[1]], self.layout.residual_SD)
-            position_BSD = jnp.expand_dims(position_SD, 0)
-        else:
-            position_BSD = self.table.at[position_BS].get(out_sharding=self.layout.residual_BSD(x_BSD))
-        return (x_BSD.astype(jnp.float32) + position_BSD).astype(x_BSD.dtype)
+            return jnp.expand_dims(self.table[: token_BS.shape[1]], 0)
+        return self.table.at[position_BS].get(out_sharding=self.layout.full_BSD(token_BS))
+
+
+# One function of both tables, so that with SP the gradient is gathered once for them.
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _embed(table_VD: jax.Array, position_BSD: jax.Array | None, token_BS: jax.Array, layout: Layout, dtype: DTypeLike) -> jax.Array:
+    x_BSD = jax.reshard(_lookup(table_VD.astype(dtype), token_BS, layout), layout.residual_BSD(token_BS))
+    if position_BSD is None:
+        return x_BSD
+    return (x_BSD.astype(jnp.float32) + jax.reshard(position_BSD, layout.residual_BSD(position_BSD))).astype(dtype)
+
+
+def _lookup(table_VD: jax.Array, token_BS: jax.Array, layout: Layout) -> jax.Array:
+    return table_VD.at[token_BS].get(out_sharding=layout.full_BSD(token_BS))
+
+
+Saved = tuple[jax.Array, jax.Array | None, jax.Array]
+
+
+def _forward(
+    table_VD: jax.Array, position_BSD: jax.Array | None, token_BS: jax.Array, layout: Layout, dtype: DTypeLike
+) -> tuple[jax.Array, Saved]:
+    return _embed(table_VD, position_BSD, token_BS, layout, dtype), (table_VD, position_BSD, token_BS)
+
+
+def _backward(layout: Layout, dtype: DTypeLike, saved: Saved, dx_BSD: jax.Array) -> tuple[jax.Array, jax.Array | None, None]:
+    table_VD, position_BSD, token_BS = saved
+    dx_BSD = jax.reshard(dx_BSD, layout.full_BSD(token_BS))  # SP: all-gather, in the compute dtype
+    # A frequent token is added up thousands of times: in fp32.
+    dx_BSD = dx_BSD.astype(table_VD.dtype)
+    (dtable_VD,) = jax.linear_transpose(lambda table: _lookup(table, token_BS, layout), table_VD)(dx_BSD)
+    if position_BSD is None:
+        return dtable_VD, None, None
+    return dtable_VD, dx_BSD if position_BSD.shape == dx_BSD.shape else dx_BSD.sum(0, keepdims=True), None
+
+
+_embed.defvjp(_forward, _backward)

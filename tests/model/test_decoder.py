@@ -101,8 +101,7 @@ def test_scanned_layers_are_the_layers_one_after_another(name):
 
         def looped(params: nnx.State) -> jax.Array:
             model = nnx.merge(graph, params)
-            x_BSD = model.embedding(TOKENS, jnp.float32)
-            x_BSD = x_BSD if model.position is None else model.position(x_BSD, None)
+            x_BSD = model.embedding(TOKENS, jnp.float32, model.position and model.position(TOKENS, None))
             for index in range(config.model.num_layers):
                 layer = nnx.merge(layer_graph, jax.tree.map(lambda x, index=index: x[index], params['layers']))
                 x_BSD = layer(x_BSD, None, None, None)
