@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megajax.config import Config as Config
     from megajax.config import ConfigError as ConfigError
     from megajax.config import load as load
+    from megajax.inspect import inspect as inspect
     from megajax.model.decoder import Decoder as Decoder
     from megajax.parallel.mesh import make_mesh as make_mesh
     from megajax.train.placements import placements as placements
@@ -33,10 +34,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == 'inspect':  # a package that can be called
+        return import_module('megajax.inspect')
     if name not in _HOMES:
         raise AttributeError(f'module megajax has no attribute {name!r}')
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(_HOMES)
+    return sorted([*_HOMES, 'inspect'])

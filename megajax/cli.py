@@ -61,6 +61,30 @@ def train(
     run(config, name=Path(source).name.removesuffix('.yaml'))
 
 
+@app.command()
+def inspect(
+    source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')],
+    overrides: Overrides = None,
+    target: Annotated[str, typer.Option(help='cpu, or a GPU that need not be there: a100, h100, h200, b200.')] = 'cpu',
+    hosts: Annotated[int | None, typer.Option(help='Over how many hosts the mesh lies; 8 devices each unless given.')] = None,
+    json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
+    hlo: Annotated[Path | None, typer.Option(help='Write the compiled program to this file.')] = None,
+) -> None:
+    """Show the collectives that XLA inserted beside those that Megatron places by hand; exits with 1 where there are more."""
+    config = load(source, overrides or ())
+    from megajax.inspect import inspect_with_text
+    from megajax.inspect.report import tables
+
+    inspection, text = inspect_with_text(config, target=target, hosts=hosts)
+    if json:
+        json.write_text(inspection.model_dump_json(indent=2))
+    if hlo:
+        hlo.write_text(text)
+    console = Console(highlight=False)
+    console.print(tables(inspection) if console.is_terminal else str(inspection), soft_wrap=not console.is_terminal, markup=False)
+    raise typer.Exit(0 if inspection.ok else 1)
+
+
 @config_app.command()
 def show(source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')], overrides: Overrides = None) -> None:
     """Print the resolved config and the model's parameter count."""

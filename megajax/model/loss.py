@@ -117,9 +117,11 @@ _sum_over_tokens.defvjp(_forward, _backward)
 
 
 def _sum_over_chunk(x_BTCD: jax.Array, head_DV: jax.Array, label_BTC: jax.Array, weight_BTC: jax.Array, loss: Loss) -> Sums:
-    # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)
-    x_BTCD = jax.reshard(x_BTCD, loss.layout.full_BSD(x_BTCD))
-    objective_BTC, nll_BTC = loss.per_token(loss.logits(x_BTCD, head_DV), label_BTC)
+    with jax.named_scope('head'):
+        # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)
+        x_BTCD = jax.reshard(x_BTCD, loss.layout.full_BSD(x_BTCD))
+        logits_BTCV = loss.logits(x_BTCD, head_DV)
+    objective_BTC, nll_BTC = loss.per_token(logits_BTCV, label_BTC)
     return (objective_BTC * weight_BTC).sum(), (nll_BTC * weight_BTC).sum()
 
 

@@ -1,0 +1,73 @@
+"""What XLA inserted, beside what Megatron places by hand.
+
+`megajax.inspect(config)` compiles the training step and says what it sends; `megajax.inspect.assert_collectives` holds any jitted
+function to its collectives in a test.
+"""
+
+import sys
+import types
+from typing import Any
+
+from megajax.config import Config, ConfigError
+from megajax.inspect.result import Inspection
+
+__all__ = ['Inspection', 'assert_collectives', 'inspect']
+
+TARGETS = 'cpu', 'a100', 'h100', 'h200', 'b200'
+DEVICES_PER_HOST = 8
+
+
+def inspect(config: Config, *, target: str = 'cpu', hosts: int | None = None) -> Inspection:
+    """Compile the training step of `config` for its mesh of `target` devices and compare it with Megatron's; nothing is allocated.
+
+    `hosts` are as many as the mesh needs with 8 devices each, unless given. Raises ConfigError for a target or hosts that cannot be.
+    """
+    inspection, _ = inspect_with_text(config, target=target, hosts=hosts)
+    return inspection
+
+
+def inspect_with_text(config: Config, *, target: str, hosts: int | None) -> tuple[Inspection, str]:
+    """As `inspect`, with the compiled HLO."""
+    from megajax.inspect.gpu import need_compiler
+
+    if target not in TARGETS:
+        raise ConfigError(f'--target {target}: choose among {", ".join(TARGETS)}')
+    if target != 'cpu':
+        need_compiler(target)
+    hosts = _hosts(config, hosts)
+
+    from megajax.inspect.audit import audit
+    from megajax.inspect.compile import compile_in_child
+
+    compiled = compile_in_child(config, target, hosts)
+    return audit(config, compiled, target), compiled.text
+
+
+def _hosts(config: Config, hosts: int | None) -> int:
+    devices = config.mesh.data * config.mesh.model
+    hosts = max(1, devices // DEVICES_PER_HOST) if hosts is None else hosts
+    if hosts < 1 or devices % hosts:
+        fits = ', '.join(str(n) for n in range(1, devices + 1) if devices % n == 0)
+        raise ConfigError(f'--hosts {hosts} does not divide the {devices} devices of the mesh: choose among {fits}')
+    return hosts
+
+
+def assert_collectives(function: Any, /, *args: Any, **expected: dict[str, int]) -> None:
+    """Raise AssertionError unless the compiled `function(*args)` has these collectives a run and no others.
+
+    `function` is any jitted function and `args` are arrays or `jax.ShapeDtypeStruct`s with shardings. Each keyword is a mesh axis, or
+    several joined by `_and_`, with counts of arrays by kind: `model={'all-reduce': 2}`. Single numbers are not counted.
+    """
+    from megajax.inspect.check import check_collectives
+
+    check_collectives(function, args, expected)
+
+
+class _Inspect(types.ModuleType):
+    """The package, which can be called: `megajax.inspect(config)`."""
+
+    def __call__(self, config: Config, *, target: str = 'cpu', hosts: int | None = None) -> Inspection:
+        return inspect(config, target=target, hosts=hosts)
+
+
+sys.modules[__name__].__class__ = _Inspect

@@ -1,0 +1,45 @@
+"""Collectives of any jitted function, held to what its author expects."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from megajax.inspect.collectives import Collective, collectives
+from megajax.inspect.hlo import Program
+
+
+def check_collectives(function: Any, args: tuple[Any, ...], expected: Mapping[str, Mapping[str, int]]) -> None:
+    """See `megajax.inspect.assert_collectives`."""
+    mesh = _mesh(args)
+    axes = {name.replace('_and_', '+'): Counter(counts) for name, counts in expected.items()}
+    if unknown := {axis for joined in axes for axis in joined.split('+')} - {*mesh}:
+        raise ValueError(f'no mesh axis {", ".join(sorted(unknown))}: the mesh has {", ".join(mesh)}')
+    text = function.lower(*args).compile().as_text()
+    found = [one for one in collectives(Program(text), mesh) if not one.is_scalar]
+    actual: dict[str, Counter[str]] = {axis: Counter() for axis in axes}
+    for one in found:
+        actual.setdefault(one.axis, Counter())[one.kind] += one.times
+    if any(+actual[axis] != +axes.get(axis, Counter()) for axis in actual):
+        raise AssertionError(_message(axes, actual, found))
+
+
+def _mesh(args: tuple[Any, ...]) -> dict[str, int]:
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, 'sharding', None)
+        if isinstance(sharding, NamedSharding):
+            return dict(sharding.mesh.shape)
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError('no mesh: place the arguments on one (jax.device_put, or ShapeDtypeStruct with a sharding) or call jax.set_mesh')
+    return dict(mesh.shape)
+
+
+def _message(expected: Mapping[str, Counter[str]], actual: Mapping[str, Counter[str]], found: list[Collective]) -> str:
+    lines = ['the compiled function has other collectives than expected']
+    for axis in sorted({*expected, *actual}):
+        lines.append(f'  over {axis}: expected {dict(expected.get(axis, {})) or "none"}, found {dict(actual.get(axis, {})) or "none"}')
+    lines += [f'  {one.times:4d} x {one.kind} over {one.axis} of {one.whole} at {one.op_name} ({one.source})' for one in found]
+    return '\n'.join(lines)

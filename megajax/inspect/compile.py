@@ -1,0 +1,107 @@
+"""The training step, compiled with abstract arguments for devices that need not be there."""
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from megajax.config import Config
+from megajax.inspect.gpu import gpu_devices
+from megajax.parallel.layout import BATCH
+from megajax.parallel.mesh import AXES, concrete, make_mesh
+from megajax.train.placements import Placement, placements
+from megajax.train.step import TrainState, init_state, make_train_step
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """What the compiler made of a step: its text, its plan of memory in bytes per device, and where the state lies."""
+
+    text: str
+    mesh: dict[str, int]
+    devices_per_host: int
+    arguments: int
+    temporaries: int
+    outputs: int
+    parameters: list[Placement]
+    optimizer: list[Placement]
+    jax_version: str
+    seconds: float
+
+
+def abstract_arguments(config: Config) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
+    """The state and the batch of a step in shapes and places on the current mesh; nothing is allocated."""
+    state = concrete(jax.eval_shape(lambda: init_state(config)))
+    sharding = NamedSharding(jax.sharding.get_mesh(), BATCH)
+    shape = config.train.batch_size, config.train.seq_len
+    dtypes = {'tokens': jnp.int32, 'labels': jnp.int32, 'loss_mask': jnp.float32}
+    return state, {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
+
+
+def compile_step(config: Config, mesh: Mesh, devices_per_host: int) -> CompiledStep:
+    """Compile in this process, for the devices of `mesh`."""
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):
+        state, batch = abstract_arguments(config)
+        on_cpu = mesh.devices.flat[0].platform == 'cpu'
+        # Autotuning would need a GPU.
+        options: dict[str, str | bool] = {} if on_cpu else {'xla_gpu_autotune_level': '0'}
+        compiled = make_train_step(config).lower(state, batch).compile(options)
+        text, memory = compiled.as_text(), compiled.memory_analysis()
+        assert text is not None
+        assert memory is not None
+        return CompiledStep(
+            text=text,
+            mesh=dict(mesh.shape),
+            devices_per_host=devices_per_host,
+            arguments=memory.argument_size_in_bytes,
+            temporaries=memory.temp_size_in_bytes,
+            outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            parameters=placements(state.params),
+            optimizer=placements(state.opt_state),
+            jax_version=jax.__version__,
+            seconds=time.perf_counter() - start,
+        )
+
+
+def target_mesh(config: Config, target: str, hosts: int) -> Mesh:
+    """The mesh of `config` over `hosts` of the target's devices, simulated where the target is a CPU."""
+    data, model = config.mesh.data, config.mesh.model
+    if target == 'cpu':
+        return make_mesh(data, model)
+    devices = gpu_devices(target, hosts=hosts, per_host=data * model // hosts)
+    return Mesh(np.array(devices).reshape(data, model), AXES, axis_types=(AxisType.Explicit,) * 2)
+
+
+def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
+    """Compile in a process of its own, so that the caller's backend and devices stay as they are."""
+    with tempfile.TemporaryDirectory() as folder:
+        task, result = Path(folder, 'task'), Path(folder, 'result')
+        task.write_bytes(pickle.dumps((config, target, hosts)))
+        environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
+        child = subprocess.run([sys.executable, '-m', __name__, task, result], env=environment, stderr=subprocess.PIPE, text=True)
+        if child.returncode:
+            raise RuntimeError(f'the step did not compile for {target}:\n{child.stderr}')
+        compiled: CompiledStep = pickle.loads(result.read_bytes())
+        return compiled
+
+
+def _main(task: str, result: str) -> None:
+    config, target, hosts = pickle.loads(Path(task).read_bytes())
+    from megajax.inspect import compile as home  # not __main__: the caller unpickles what this pickles
+
+    mesh = home.target_mesh(config, target, hosts)
+    Path(result).write_bytes(pickle.dumps(home.compile_step(config, mesh, mesh.size // hosts)))
+
+
+if __name__ == '__main__':
+    _main(*sys.argv[1:])

@@ -1,0 +1,280 @@
+"""Compiled HLO text as typed records: computations, how often each runs, instructions, shapes, and the source lines behind them.
+
+What the grammar below does not cover raises `HloError` with the line; nothing is skipped.
+"""
+
+import dataclasses
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
+
+DTYPE_BITS = {
+    'pred': 8, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8, 's16': 16, 'u16': 16, 's32': 32, 'u32': 32, 's64': 64, 'u64': 64,
+    'f8e4m3fn': 8, 'f8e5m2': 8, 'f8e4m3': 8, 'f8e3m4': 8, 'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128,
+    'token': 0, 'opaque': 0,
+}  # fmt: skip
+
+_HEADER = re.compile(r'^(ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$')
+_INSTRUCTION = re.compile(r'^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$')
+_ARRAY = re.compile(r'\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]')
+_COMMENT = re.compile(r'/\*.*?\*/')
+_CALLED = re.compile(r'\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)')
+_BRANCHES = re.compile(r'\b(?:branch_computations|called_computations)=\{([^}]*)\}')
+_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+
+
+class HloError(ValueError):
+    """A line of HLO text that is not understood."""
+
+
+class Array(NamedTuple):
+    """The dtype and the per-device shape of one array."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size on a device."""
+        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Its shape without dims of one."""
+        return tuple(size for size in self.shape if size != 1)
+
+    def __str__(self) -> str:
+        return f'{self.dtype}[{",".join(map(str, self.shape))}]'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Instruction:
+    """One line of a computation; `results` has one array, or those of a tuple with its nesting undone."""
+
+    name: str
+    opcode: str
+    results: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+    line: str
+
+    @property
+    def op_name(self) -> str:
+        """The path of jax's transformations and named scopes that made it; empty where XLA made it."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1] if found else ''
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """The computations that it names."""
+        branches = [name.strip(' %') for group in _BRANCHES.findall(self.attributes) for name in group.split(',')]
+        return (*_CALLED.findall(self.attributes), *branches)
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often the body of a while loop runs, None where the compiler does not know."""
+        found = _TRIP_COUNT.search(self.attributes)
+        return int(found[1]) if found else None
+
+    def attribute(self, key: str) -> str | None:
+        """The number or word after `key=`."""
+        found = re.search(rf'\b{key}=([\w.\-]+)', self.attributes)
+        return found[1] if found else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Computation:
+    """Instructions in the order in which they run; `times` a step, at least once where a loop's length is not known."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """Its instructions by name."""
+        return {one.name: one for one in self.instructions}
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Who reads an instruction."""
+        users = defaultdict(list)
+        for one in self.instructions:
+            for operand in dict.fromkeys(one.operands):
+                users[operand].append(one)
+        return users
+
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """Its parameters by number."""
+        return {int(one.line.split('parameter(')[1].split(')')[0]): one for one in self.instructions if one.opcode == 'parameter'}
+
+    @property
+    def root(self) -> Instruction:
+        """What it returns."""
+        return next(one for one in self.instructions if one.is_root)
+
+
+class Program:
+    """A compiled module: its computations by name, and for each how many times a step runs it."""
+
+    def __init__(self, text: str):
+        self.computations = {one.name: one for one in _computations(text)}
+        entries = re.findall(r'^ENTRY %?([\w.\-]+)', text, re.MULTILINE)
+        if len(entries) != 1:
+            raise HloError(f'a compiled module has one ENTRY computation, this text has {len(entries)}')
+        self.entry = self.computations[entries[0]]
+        self._sources = _Sources(text)
+
+    @cached_property
+    def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
+        """Who calls a computation."""
+        callers = defaultdict(list)
+        for computation in self.computations.values():
+            for one in computation.instructions:
+                for name in one.called:
+                    if name not in self.computations:
+                        raise HloError(f'{one.name} calls {name}, which the text does not have: {one.line}')
+                    callers[name].append((computation, one))
+        return callers
+
+    @cached_property
+    def times(self) -> dict[str, int]:
+        """How often each computation runs in one run of the program: trip counts of nested loops multiplied in."""
+        times: dict[str, int] = {}
+
+        def count(name: str) -> int:
+            if name not in times:
+                calls = self.callers.get(name, [])
+                times[name] = sum(count(caller.name) * _runs(one, name) for caller, one in calls) if calls else int(name == self.entry.name)
+            return times[name]
+
+        for name in self.computations:
+            count(name)
+        return times
+
+    @cached_property
+    def unbounded(self) -> set[str]:
+        """Computations in a loop whose length the compiler does not know: `times` counts it as one."""
+        found: set[str] = set()
+        for computation in self.computations.values():
+            for one in computation.instructions:
+                if one.opcode == 'while' and one.trip_count is None:
+                    found |= self._reached(one.called)
+        return found
+
+    def source(self, instruction: Instruction) -> str:
+        """`file:line < file:line < ...` of the Python frames that made it, innermost first; empty where not recorded."""
+        return self._sources.of(instruction)
+
+    def _reached(self, names: tuple[str, ...]) -> set[str]:
+        reached: set[str] = set()
+        ahead = list(names)
+        while ahead:
+            name = ahead.pop()
+            if name not in reached:
+                reached.add(name)
+                ahead += [called for one in self.computations[name].instructions for called in one.called]
+        return reached
+
+
+def _runs(caller: Instruction, name: str) -> int:
+    if caller.opcode != 'while':
+        return 1
+    runs = 1 if caller.trip_count is None else caller.trip_count
+    return runs + 1 if caller.attribute('condition') == name else runs
+
+
+def _computations(text: str) -> Iterator[Computation]:
+    name, instructions = None, list[Instruction]()
+    for raw in text.splitlines():
+        line = _COMMENT.sub('', raw).rstrip()
+        if name is None:
+            if header := _HEADER.match(line):
+                name, instructions = header['name'], []
+        elif line == '}':
+            yield Computation(name=name, instructions=tuple(instructions))
+            name = None
+        elif line:
+            instructions.append(_instruction(line))
+    if name is not None:
+        raise HloError(f'the text ends inside the computation {name}')
+
+
+def _instruction(line: str) -> Instruction:
+    found = _INSTRUCTION.match(line)
+    if not found:
+        raise HloError(f'not an instruction: {line.strip()}')
+    rest = found['rest']
+    end = _closing(rest, 0) + 1 if rest.startswith('(') else rest.find(' ')
+    opcode, bracket, _ = rest[end:].partition('(')
+    if end <= 0 or not bracket or not re.fullmatch(r' [a-z][\w\-]*', opcode):
+        raise HloError(f'no opcode: {line.strip()}')
+    start = end + len(opcode)
+    stop = _closing(rest, start)
+    return Instruction(
+        name=found['name'],
+        opcode=opcode.strip(),
+        results=_arrays(rest[:end], line),
+        operands=tuple(re.findall(r'%([\w.\-]+)', rest[start : stop + 1])) if opcode != ' constant' else (),
+        attributes=rest[stop + 1 :],
+        is_root=bool(found['root']),
+        line=line.strip(),
+    )
+
+
+def _closing(text: str, start: int) -> int:
+    depth, quoted, place = 0, False, start
+    while place < len(text):
+        char = text[place]
+        if char == '"':
+            quoted = not quoted
+        elif char == '\\' and quoted:
+            place += 1
+        elif not quoted:
+            depth += (char in '({[') - (char in ')}]')
+            if depth == 0:
+                return place
+        place += 1
+    raise HloError(f'no closing bracket: {text}')
+
+
+def _arrays(text: str, line: str) -> tuple[Array, ...]:
+    arrays = []
+    for dtype, dims in _ARRAY.findall(text):
+        if dtype not in DTYPE_BITS:
+            raise HloError(f'unknown dtype {dtype}: {line.strip()}')
+        arrays.append(Array(dtype, tuple(int(size.removeprefix('<=')) for size in dims.split(',') if size)))
+    return tuple(arrays)
+
+
+class _Sources:
+    """The tables of stack frames at the head of the text, or the file and line in each instruction's metadata."""
+
+    def __init__(self, text: str):
+        head = text.split('\n\n%', 1)[0]
+        self.files = {int(number): name for number, name in re.findall(r'^(\d+) "(.*)"$', _section(head, 'FileNames'), re.MULTILINE)}
+        places = re.findall(r'^(\d+) \{file_name_id=(\d+).*? line=(\d+)', _section(head, 'FileLocations'), re.MULTILINE)
+        self.places = {int(number): (int(file), int(line)) for number, file, line in places}
+        frames = re.findall(r'^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?', _section(head, 'StackFrames'), re.MULTILINE)
+        self.frames = {int(number): (int(place), int(parent or 0)) for number, place, parent in frames}
+
+    def of(self, instruction: Instruction) -> str:
+        if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
+            return f'{found[1]}:{found[2]}'
+        frame = int(instruction.attribute('stack_frame_id') or 0)
+        chain: list[str] = []
+        while frame in self.frames:
+            place, parent = self.frames[frame]
+            file, line = self.places[place]
+            chain.append(f'{self.files[file]}:{line}')
+            frame = parent if parent != frame else 0
+        return ' < '.join(chain)
+
+
+def _section(head: str, title: str) -> str:
+    _, found, rest = head.partition(f'\n{title}\n')
+    return rest.split('\n\n', 1)[0] if found else ''

@@ -1,0 +1,119 @@
+"""What is wrong with a compiled step, and what its user should know; each finding names the place and the fix."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from megajax.config import Config
+from megajax.inspect.collectives import Collective
+from megajax.inspect.compile import CompiledStep
+from megajax.inspect.megatron import Expected
+from megajax.inspect.result import Finding
+from megajax.inspect.sites import Site, site_of
+from megajax.train.placements import Placement
+
+REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard than to hold
+# What Megatron holds whole on every device: vectors that act on the residual stream, and learned positions.
+WHOLE_IN_MEGATRON = ('norm', 'attention.out.bias', 'mlp.down.bias', 'position.table')
+
+
+def lint(config: Config, compiled: CompiledStep, placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Finding]:
+    """Every finding, errors first."""
+    findings = [
+        *_replicated(config, compiled),
+        *_optimizer_elsewhere(compiled),
+        *_reduced_twice(placed, wanted),
+        *_gathered_weights(config, compiled, placed),
+        *_wide(config, placed),
+        *_unbounded(placed),
+        *_padded(config),
+    ]
+    return sorted(findings, key=lambda finding: finding.level)
+
+
+def replicated_over_model(compiled: CompiledStep) -> list[Placement]:
+    """Parameters that every device of a `model` group holds whole."""
+    return [one for one in compiled.parameters if compiled.mesh['model'] > 1 and 'model' not in one.axes]
+
+
+def _error(rule: str, message: str) -> Finding:
+    return Finding(level='error', rule=rule, message=message)
+
+
+def _replicated(config: Config, compiled: CompiledStep) -> Iterator[Finding]:
+    for one in replicated_over_model(compiled):
+        if one.bytes_per_device > REPLICATED_LIMIT and not any(name in one.name for name in WHOLE_IN_MEGATRON):
+            message = (
+                f'{one} is whole on each of the {config.mesh.model} devices of a model group: give it a spec over `model` in layout.py'
+            )
+            yield _error('replicated parameter', message)
+
+
+def _optimizer_elsewhere(compiled: CompiledStep) -> Iterator[Finding]:
+    for parameter in compiled.parameters:
+        for state in compiled.optimizer:
+            if state.name.endswith(f'.{parameter.name}') and state.shape == parameter.shape and state.axes != parameter.axes:
+                message = f'{state} does not lie where its parameter lies ({parameter}): create it with the sharding of the parameter'
+                yield _error('optimizer state elsewhere', message)
+
+
+def _reduced_twice(placed: Sequence[Collective], wanted: Sequence[Expected]) -> Iterator[Finding]:
+    arrays, sources = defaultdict[tuple[Site, tuple[int, ...]], int](int), dict[Site, str]()
+    for one in placed:
+        if one.kind in ('all-reduce', 'reduce-scatter') and site_of(one).phase == 'backward':
+            arrays[site_of(one), one.whole.dims] += one.times
+            sources[site_of(one)] = one.source
+    for (site, dims), times in arrays.items():
+        allowed = sum(
+            one.times for one in wanted if one.site == site and one.kind in ('all-reduce', 'reduce-scatter') and one.array.dims == dims
+        )
+        if allowed and times > allowed:
+            message = f'the input gradient of {site.name} is reduced {times} times a step, {allowed} in Megatron ({sources[site]}): '
+            yield _error('input gradient reduced again', message + 'fuse the products that share the input, as QKV and gate and up are')
+
+
+def _gathered_weights(config: Config, compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
+    layers = config.model.num_layers
+    weights = {}
+    for parameter in compiled.parameters:
+        if 'model' in parameter.axes and len(parameter.shape) > 1:
+            weights[prod(parameter.shape)] = weights[prod(parameter.shape) // layers] = parameter.name
+    rows = config.train.batch_size // config.mesh.data // config.train.microbatches
+    tokens = rows * config.train.seq_len
+    for one in placed:
+        is_activation = tokens in one.whole.dims or {rows, config.train.seq_len} - {1} <= {*one.whole.dims}
+        if one.kind == 'all-gather' and not is_activation and prod(one.whole.shape) in weights:
+            name = weights[prod(one.whole.shape)]
+            yield _error(
+                'gathered weight', f'{name} is gathered over {one.axis} at {one.op_name} ({one.source}): contract it where it lies'
+            )
+
+
+def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
+    if config.train.dtype == 'float32':
+        return
+    for one in placed:
+        # Of tokens and width: numbers per token, and gradients of vectors, are in fp32 by intent.
+        if (
+            'data' not in one.axes
+            and one.operand.dtype == 'f32'
+            and len(one.whole.dims) > 2
+            and one.whole.dims[-1] >= config.model.hidden_size
+        ):
+            message = f'{one.kind} of {one.whole} over {one.axis} at {one.op_name} ({one.source}): cast to {config.train.dtype} before it'
+            yield _error('fp32 on the wire', message)
+
+
+def _unbounded(placed: Sequence[Collective]) -> Iterator[Finding]:
+    for name in {one.computation for one in placed if one.in_unbounded_loop}:
+        yield _error('loop of unknown length', f'{name} has collectives and XLA does not know how often it runs: it is counted once')
+
+
+def _padded(config: Config) -> Iterator[Finding]:
+    model = config.model
+    if model.padded_vocab_size != model.vocab_size:
+        message = f'model.vocab_size {model.vocab_size} is held as {model.padded_vocab_size} rows, whatever the mesh'
+        yield Finding(level='note', rule='padded', message=message)
+    if model.num_kv_heads < config.mesh.model:
+        message = f'model.num_kv_heads={model.num_kv_heads} is less than mesh.model={config.mesh.model}: keys and values are gathered'
+        yield Finding(level='note', rule='not sharded by head', message=message)

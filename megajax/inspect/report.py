@@ -1,0 +1,121 @@
+"""An inspection as tables: on a terminal, and the same as HTML."""
+
+import io
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megajax.inspect.result import Inspection, Row, Transfer
+
+_STYLES = {'equal': 'green', 'less': 'green', 'MORE': 'bold red', 'error': 'bold red', 'note': 'dim'}
+_SHORT = {'all-reduce': 'AR', 'all-gather': 'AG', 'reduce-scatter': 'RS', 'all-to-all': 'A2A', 'collective-permute': 'permute'}
+
+
+def to_text(inspection: Inspection, *, width: int = 150) -> str:
+    """Plain text."""
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(tables(inspection))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def to_html(inspection: Inspection) -> str:
+    """A fragment for a notebook."""
+    console = Console(file=io.StringIO(), width=150, record=True, highlight=False)
+    console.print(tables(inspection))
+    return console.export_html(inline_styles=True, code_format='<pre style="font-size: 85%; line-height: 1.25">{code}</pre>')
+
+
+def tables(inspection: Inspection) -> RenderableType:
+    """Everything, for a rich console."""
+    axes = ' x '.join(f'{name}={size}' for name, size in inspection.mesh.items())
+    parts: list[RenderableType] = [
+        Text(f'{axes}, target {inspection.target}, jax {inspection.jax_version}, compiled in {inspection.compile_seconds:.0f} s'),
+        Text(),
+        collectives_table(inspection.rows),
+        _totals(inspection),
+    ]
+    if inspection.schedule:
+        parts += [Text(), schedule_table(inspection), _shares(inspection)]
+    parts += [Text(), _memory(inspection), Text(), *_findings(inspection), _conclusion(inspection)]
+    return Group(*parts)
+
+
+def collectives_table(rows: list[Row]) -> Table:
+    """A row per site, phase and axis; in a cell, a line per kind of array."""
+    table = Table(box=None, header_style='bold', pad_edge=False, title='collectives per step and device', title_justify='left')
+    for name in ('site', 'phase', 'axis', 'XLA placed', 'bytes', 'Megatron places', 'bytes', 'ratio', 'verdict'):
+        table.add_column(name, justify='right' if name in ('bytes', 'ratio') else 'left', no_wrap=name != 'site')
+    for row in rows:
+        ratio = f'{row.wire_bytes / row.megatron_wire_bytes:.3f}' if row.megatron_wire_bytes else '-'
+        theirs = si(row.megatron_wire_bytes) if row.megatron else '-'
+        cells = row.site, row.phase, row.axis, _cell(row.placed), si(row.wire_bytes), _cell(row.megatron), theirs, ratio
+        table.add_row(*cells, Text(row.verdict, style=_STYLES[row.verdict]))
+    return table
+
+
+def schedule_table(inspection: Inspection) -> Table:
+    """A row per collective of the GPU program, those that send most first."""
+    table = Table(box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left')
+    for name in ('site', 'phase', 'axis', 'collective', 'bytes', 'overlaps with', 'link', 'source'):
+        table.add_column(name, justify='right' if name == 'bytes' else 'left', no_wrap=name != 'source')
+    for one in sorted(inspection.schedule, key=lambda one: -one.transfer.wire_bytes):
+        matched = (
+            f'{one.overlapped_gflops:,.1f} GFLOP' if one.overlapped_gflops else 'nothing: synchronous' if one.synchronous else 'no product'
+        )
+        link = 'between hosts' if one.crosses_hosts else 'inside a host'
+        source = one.source.split(' < ')[0].rpartition('megajax/')[2]
+        table.add_row(one.site, one.phase, one.axis, _cell([one.transfer]), si(one.transfer.wire_bytes), matched, link, source)
+    return table
+
+
+def si(count: float) -> str:
+    """Bytes in the largest unit that leaves a digit: 25.4 GB."""
+    for unit in ('B', 'kB', 'MB', 'GB'):
+        if count < 1000:
+            return f'{count:.0f} B' if unit == 'B' else f'{count:.1f} {unit}'
+        count /= 1000
+    return f'{count:.1f} TB'
+
+
+def _cell(transfers: list[Transfer], limit: int = 3) -> str:
+    lines = [f'{one.times} {_SHORT.get(one.kind, one.kind)} {one.array}' for one in transfers[:limit]]
+    if len(transfers) > limit:
+        lines.append(f'... {len(transfers) - limit} more arrays')
+    return '\n'.join(lines) or '-'
+
+
+def _totals(inspection: Inspection) -> Text:
+    parts = [f'{axis}: {ratio:.3f} of Megatron' for axis, ratio in inspection.ratios.items() if ratio is not None]
+    return Text(f'bytes on the wire  {", ".join(parts)}' if parts else 'one device: nothing on the wire')
+
+
+def _shares(inspection: Inspection) -> Text:
+    parts = [f'{axis}: {share:.0%}' for axis, share in inspection.overlapped_share.items()]
+    return Text(f'share of bytes that overlap with matrix products  {", ".join(parts)}')
+
+
+def _memory(inspection: Inspection) -> Text:
+    memory = inspection.memory
+    needed = memory.arguments + memory.temporaries + memory.outputs
+    line = (
+        f'memory per device  {si(memory.arguments)} state and batch + {si(memory.temporaries)} temporaries + {si(memory.outputs)} outputs'
+    )
+    line += f' = {si(needed)}'
+    if memory.device:
+        line += f', {needed / memory.device:.0%} of {si(memory.device)}'
+    replicated = ', '.join(f'{name} {si(size)}' for name, size in memory.largest_replicated)
+    return Text(line + (f'\nlargest parameters whole on each device  {replicated}' if replicated else ''))
+
+
+def _findings(inspection: Inspection) -> list[Text]:
+    return [Text(f'{one.level}: {one.rule}: {one.message}', style=_STYLES[one.level]) for one in inspection.findings]
+
+
+def _conclusion(inspection: Inspection) -> Text:
+    if inspection.ok:
+        return Text('ok: no more than Megatron anywhere', style='green')
+    more = [f'{row.site} {row.phase} over {row.axis}' for row in inspection.rows if row.verdict == 'MORE']
+    errors = sum(one.level == 'error' for one in inspection.findings)
+    reasons = ([f'MORE than Megatron: {"; ".join(more)}'] if more else []) + ([f'{errors} lint errors'] if errors else [])
+    return Text(', '.join(reasons), style='bold red')

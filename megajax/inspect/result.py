@@ -1,0 +1,98 @@
+"""What an inspection found: the one model behind the terminal, the notebook and the JSON."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Phase = Literal['forward', 'backward', 'recompute', 'step']
+Verdict = Literal['equal', 'less', 'MORE']
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True, extra='forbid')
+
+
+class Transfer(_Result):
+    """One kind of array that crosses the wire, at one site in one phase."""
+
+    kind: str = Field(description='all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, ...')
+    array: str = Field(description='what is gathered, reduced or scattered: dtype and shape on a device')
+    times: int = Field(description='per step, trip counts of loops multiplied in')
+    wire_bytes: float = Field(description='per step and device, by the ring algorithm')
+
+
+class Row(_Result):
+    """One site in one phase along one mesh axis: what XLA placed and what Megatron places."""
+
+    site: str
+    phase: Phase
+    axis: str
+    placed: list[Transfer]
+    megatron: list[Transfer]
+    wire_bytes: float = Field(description='of what XLA placed, per step and device')
+    megatron_wire_bytes: float
+    verdict: Verdict
+
+
+class Overlap(_Result):
+    """How one collective is scheduled on a GPU."""
+
+    site: str
+    phase: Phase
+    axis: str
+    transfer: Transfer
+    synchronous: bool
+    overlapped_gflops: float = Field(description='of matrix products between its start and its end, on one device, each time')
+    crosses_hosts: bool
+    source: str = Field(description='Python frames, innermost first')
+
+
+class Memory(_Result):
+    """Bytes on one device, as the compiler has planned them."""
+
+    arguments: int
+    temporaries: int
+    outputs: int = Field(description='beside those that reuse the memory of arguments')
+    device: int | None = Field(description='what the device has; None for a CPU')
+    largest_replicated: list[tuple[str, int]] = Field(description='parameters that every device of a model axis holds whole')
+
+
+class Finding(_Result):
+    """One lint: an error makes the exit status 1, a note does not."""
+
+    level: Literal['error', 'note']
+    rule: str
+    message: str
+
+
+class Inspection(_Result):
+    """The collectives, schedule, memory and lint of one compiled training step."""
+
+    schema_version: Literal[1] = 1
+    config: str = Field(description='the resolved config, YAML')
+    target: str
+    mesh: dict[str, int]
+    devices_per_host: int
+    jax_version: str
+    compile_seconds: float
+    rows: list[Row]
+    ratios: dict[str, float | None] = Field(description='bytes on the wire per axis over those of Megatron; None where Megatron sends none')
+    schedule: list[Overlap]
+    overlapped_share: dict[str, float] = Field(description='per axis, the share of bytes whose transfer overlaps with matrix products')
+    memory: Memory
+    findings: list[Finding]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing is MORE than Megatron and no lint is an error."""
+        return all(row.verdict != 'MORE' for row in self.rows) and all(finding.level != 'error' for finding in self.findings)
+
+    def _repr_html_(self) -> str:
+        from megajax.inspect.report import to_html
+
+        return to_html(self)
+
+    def __str__(self) -> str:
+        from megajax.inspect.report import to_text
+
+        return to_text(self)
