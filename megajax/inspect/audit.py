@@ -21,7 +21,7 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     """Everything that `megajax inspect` says of a compiled step."""
     placed = collectives(Program(compiled.text), compiled.mesh)
     wanted = expected(config)
-    rows = _rows(placed, wanted)
+    rows = _rows(config, placed, wanted)
     return Inspection(
         config=dump(config),
         target=target,
@@ -31,17 +31,17 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         compile_seconds=compiled.seconds,
         rows=rows,
         ratios=_ratios(rows, compiled.mesh),
-        schedule=[] if target == 'cpu' else _schedule(placed, compiled.devices_per_host),
+        schedule=[] if target == 'cpu' else _schedule(config, placed, compiled.devices_per_host),
         overlapped_share={} if target == 'cpu' else _overlapped_share(placed, compiled.mesh),
         memory=_memory(compiled, target),
         findings=lint(config, compiled, placed, wanted),
     )
 
 
-def _rows(placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Row]:
+def _rows(config: Config, placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Row]:
     at = defaultdict[Site, tuple[list[Collective], list[Expected]]](lambda: ([], []))
     for one in placed:
-        at[site_of(one)][0].append(one)
+        at[site_of(one, config)][0].append(one)
     for other in wanted:
         at[other.site][1].append(other)
     return [_row(site, *at[site]) for site in sorted(at, key=_place)]
@@ -57,7 +57,7 @@ def _row(site: Site, placed: list[Collective], wanted: list[Expected]) -> Row:
     theirs = sum(one.wire_bytes * one.times for one in wanted)
     # Of single numbers the contract limits no count: they cost a latency, and XLA joins them.
     scalars = all(one.is_scalar for one in placed)
-    verdict: Verdict = 'equal' if scalars and not wanted or abs(ours - theirs) <= 1e-6 * theirs else 'less' if ours < theirs else 'MORE'
+    verdict: Verdict = 'equal' if (scalars and not wanted) or abs(ours - theirs) <= 1e-6 * theirs else 'less' if ours < theirs else 'MORE'
     return Row(
         site=site.name,
         phase=site.phase,
@@ -87,11 +87,11 @@ def _ratios(rows: list[Row], mesh: dict[str, int]) -> dict[str, float | None]:
     return ratios
 
 
-def _schedule(placed: list[Collective], devices_per_host: int) -> list[Overlap]:
+def _schedule(config: Config, placed: list[Collective], devices_per_host: int) -> list[Overlap]:
     return [
         Overlap(
-            site=site_of(one).name,
-            phase=site_of(one).phase,
+            site=site_of(one, config).name,
+            phase=site_of(one, config).phase,
             axis=one.axis,
             transfer=Transfer(kind=one.kind, array=str(one.whole), times=one.times, wire_bytes=one.times * one.wire_bytes),
             synchronous=one.synchronous,

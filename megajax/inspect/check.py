@@ -7,16 +7,16 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from megajax.inspect.collectives import Collective, collectives
+from megajax.inspect.collectives import KINDS, Collective, collectives
 from megajax.inspect.hlo import Program
 
 
 def check_collectives(function: Any, args: tuple[Any, ...], expected: Mapping[str, Mapping[str, int]]) -> None:
     """See `megajax.inspect.assert_collectives`."""
     mesh = _mesh(args)
-    axes = {name.replace('_and_', '+'): Counter(counts) for name, counts in expected.items()}
-    if unknown := {axis for joined in axes for axis in joined.split('+')} - {*mesh}:
-        raise ValueError(f'no mesh axis {", ".join(sorted(unknown))}: the mesh has {", ".join(mesh)}')
+    axes = {_joined(name, mesh): Counter(counts) for name, counts in expected.items()}
+    if unknown := {kind for counts in axes.values() for kind in counts} - {*KINDS}:
+        raise ValueError(f'no kind of collective {", ".join(sorted(unknown))}: choose among {", ".join(KINDS)}')
     text = function.lower(*args).compile().as_text()
     found = [one for one in collectives(Program(text), mesh) if not one.is_scalar]
     actual: dict[str, Counter[str]] = {axis: Counter() for axis in axes}
@@ -24,6 +24,14 @@ def check_collectives(function: Any, args: tuple[Any, ...], expected: Mapping[st
         actual.setdefault(one.axis, Counter())[one.kind] += one.times
     if any(+actual[axis] != +axes.get(axis, Counter()) for axis in actual):
         raise AssertionError(_message(axes, actual, found))
+
+
+def _joined(name: str, mesh: Mapping[str, int]) -> str:
+    """`model_and_data` in the order of the mesh: `data+model`."""
+    axes = {name} if name in mesh else {*name.split('_and_')}
+    if unknown := axes - {*mesh}:
+        raise ValueError(f'no mesh axis {", ".join(sorted(unknown))}: the mesh has {", ".join(mesh)}')
+    return '+'.join(axis for axis in mesh if axis in axes)
 
 
 def _mesh(args: tuple[Any, ...]) -> dict[str, int]:
@@ -41,5 +49,7 @@ def _message(expected: Mapping[str, Counter[str]], actual: Mapping[str, Counter[
     lines = ['the compiled function has other collectives than expected']
     for axis in sorted({*expected, *actual}):
         lines.append(f'  over {axis}: expected {dict(expected.get(axis, {})) or "none"}, found {dict(actual.get(axis, {})) or "none"}')
-    lines += [f'  {one.times:4d} x {one.kind} over {one.axis} of {one.whole} at {one.op_name} ({one.source})' for one in found]
+    for one in found:
+        times = f'{one.times:4d} x' + (' at least' if one.in_unbounded_loop else '')
+        lines.append(f'  {times} {one.kind} over {one.axis} of {one.whole} at {one.op_name} ({one.source})')
     return '\n'.join(lines)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -47,7 +48,9 @@ def abstract_arguments(config: Config) -> tuple[TrainState, dict[str, jax.ShapeD
     return state, {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
 
-def compile_step(config: Config, mesh: Mesh, devices_per_host: int) -> CompiledStep:
+def compile_step(
+    config: Config, mesh: Mesh, devices_per_host: int, compiler_options: Mapping[str, str | bool] | None = None
+) -> CompiledStep:
     """Compile in this process, for the devices of `mesh`."""
     start = time.perf_counter()
     with jax.set_mesh(mesh):
@@ -55,7 +58,7 @@ def compile_step(config: Config, mesh: Mesh, devices_per_host: int) -> CompiledS
         on_cpu = mesh.devices.flat[0].platform == 'cpu'
         # Autotuning would need a GPU.
         options: dict[str, str | bool] = {} if on_cpu else {'xla_gpu_autotune_level': '0'}
-        compiled = make_train_step(config).lower(state, batch).compile(options)
+        compiled = make_train_step(config).lower(state, batch).compile(options | dict(compiler_options or {}))
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None
         assert memory is not None

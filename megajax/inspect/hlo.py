@@ -12,14 +12,16 @@ from math import prod
 from typing import NamedTuple
 
 DTYPE_BITS = {
-    'pred': 8, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8, 's16': 16, 'u16': 16, 's32': 32, 'u32': 32, 's64': 64, 'u64': 64,
-    'f8e4m3fn': 8, 'f8e5m2': 8, 'f8e4m3': 8, 'f8e3m4': 8, 'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128,
-    'token': 0, 'opaque': 0,
+    'pred': 8, 's2': 2, 'u2': 2, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8, 's16': 16, 'u16': 16, 's32': 32, 'u32': 32, 's64': 64, 'u64': 64,
+    'f4e2m1fn': 4, 'f8e4m3fn': 8, 'f8e5m2': 8, 'f8e4m3': 8, 'f8e3m4': 8, 'f8e8m0fnu': 8,
+    'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128, 'token': 0, 'opaque': 0,
 }  # fmt: skip
 
 _HEADER = re.compile(r'^(ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .* \{$')
 _INSTRUCTION = re.compile(r'^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<rest>.*)$')
-_ARRAY = re.compile(r'\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,<=]*)\]')
+_ARRAY = re.compile(r'(\w+)\[([^\]]*)\](?:\{[^}]*\})?')
+_END = re.compile(r'\}(, execution_thread="[^"]*")?')
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _COMMENT = re.compile(r'/\*.*?\*/')
 _CALLED = re.compile(r'\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)')
 _BRANCHES = re.compile(r'\b(?:branch_computations|called_computations)=\{([^}]*)\}')
@@ -71,8 +73,9 @@ class Instruction:
     @property
     def called(self) -> tuple[str, ...]:
         """The computations that it names."""
-        branches = [name.strip(' %') for group in _BRANCHES.findall(self.attributes) for name in group.split(',')]
-        return (*_CALLED.findall(self.attributes), *branches)
+        attributes = _QUOTED.sub('', self.attributes)
+        branches = [name.strip(' %') for group in _BRANCHES.findall(attributes) for name in group.split(',')]
+        return (*_CALLED.findall(attributes), *branches)
 
     @property
     def trip_count(self) -> int | None:
@@ -81,8 +84,8 @@ class Instruction:
         return int(found[1]) if found else None
 
     def attribute(self, key: str) -> str | None:
-        """The number or word after `key=`."""
-        found = re.search(rf'\b{key}=([\w.\-]+)', self.attributes)
+        """The number or name after `key=`."""
+        found = re.search(rf'\b{key}=%?([\w.\-]+)', self.attributes)
         return found[1] if found else None
 
 
@@ -117,9 +120,17 @@ class Computation:
         """What it returns."""
         return next(one for one in self.instructions if one.is_root)
 
+    def check(self) -> None:
+        """Raise HloError unless it returns something and has every operand that it names."""
+        if not any(one.is_root for one in self.instructions):
+            raise HloError(f'the computation {self.name} has no ROOT')
+        for one in self.instructions:
+            if missing := [name for name in one.operands if name not in self.by_name]:
+                raise HloError(f'{one.name} reads {missing[0]}, which {self.name} does not have: {one.line}')
+
 
 class Program:
-    """A compiled module: its computations by name, and for each how many times a step runs it."""
+    """A compiled module: its computations by name, who calls each, and how many times a step runs it."""
 
     def __init__(self, text: str):
         self.computations = {one.name: one for one in _computations(text)}
@@ -127,11 +138,12 @@ class Program:
         if len(entries) != 1:
             raise HloError(f'a compiled module has one ENTRY computation, this text has {len(entries)}')
         self.entry = self.computations[entries[0]]
+        for one in self.computations.values():
+            one.check()
+        self.callers = self._callers()
         self._sources = _Sources(text)
 
-    @cached_property
-    def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """Who calls a computation."""
+    def _callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
         callers = defaultdict(list)
         for computation in self.computations.values():
             for one in computation.instructions:
@@ -143,7 +155,7 @@ class Program:
 
     @cached_property
     def times(self) -> dict[str, int]:
-        """How often each computation runs in one run of the program: trip counts of nested loops multiplied in."""
+        """How often each computation runs in one run of the program: trip counts of nested loops multiplied in, every branch counted."""
         times: dict[str, int] = {}
 
         def count(name: str) -> int:
@@ -182,6 +194,8 @@ class Program:
 
 
 def _runs(caller: Instruction, name: str) -> int:
+    if caller.opcode in ('async-update', 'async-done'):
+        return 0  # older XLAs name again what async-start has started
     if caller.opcode != 'while':
         return 1
     runs = 1 if caller.trip_count is None else caller.trip_count
@@ -195,13 +209,16 @@ def _computations(text: str) -> Iterator[Computation]:
         if name is None:
             if header := _HEADER.match(line):
                 name, instructions = header['name'], []
-        elif line == '}':
+            elif line.startswith(('%', 'ENTRY ')) or _INSTRUCTION.match(line):
+                raise HloError(f'not the head of a computation: {line.strip()}')
+        elif _END.fullmatch(line):
             yield Computation(name=name, instructions=tuple(instructions))
             name = None
         elif line:
             instructions.append(_instruction(line))
     if name is not None:
-        raise HloError(f'the text ends inside the computation {name}')
+        last = instructions[-1].line if instructions else 'its head'
+        raise HloError(f'the text ends inside the computation {name}, after {last}')
 
 
 def _instruction(line: str) -> Instruction:
@@ -209,24 +226,28 @@ def _instruction(line: str) -> Instruction:
     if not found:
         raise HloError(f'not an instruction: {line.strip()}')
     rest = found['rest']
-    end = _closing(rest, 0) + 1 if rest.startswith('(') else rest.find(' ')
+    end = _closing(rest, 0, line) + 1 if rest.startswith('(') else rest.find(' ')
     opcode, bracket, _ = rest[end:].partition('(')
     if end <= 0 or not bracket or not re.fullmatch(r' [a-z][\w\-]*', opcode):
         raise HloError(f'no opcode: {line.strip()}')
     start = end + len(opcode)
-    stop = _closing(rest, start)
+    stop = _closing(rest, start, line)
+    inputs = rest[start + 1 : stop] if opcode not in (' constant', ' parameter') else ''
+    operands = tuple(re.findall(r'%([\w.\-]+)', inputs))
+    if inputs and not operands:
+        raise HloError(f'operands that are not understood: {line.strip()}')
     return Instruction(
         name=found['name'],
         opcode=opcode.strip(),
         results=_arrays(rest[:end], line),
-        operands=tuple(re.findall(r'%([\w.\-]+)', rest[start : stop + 1])) if opcode != ' constant' else (),
+        operands=operands,
         attributes=rest[stop + 1 :],
         is_root=bool(found['root']),
         line=line.strip(),
     )
 
 
-def _closing(text: str, start: int) -> int:
+def _closing(text: str, start: int, line: str) -> int:
     depth, quoted, place = 0, False, start
     while place < len(text):
         char = text[place]
@@ -239,7 +260,7 @@ def _closing(text: str, start: int) -> int:
             if depth == 0:
                 return place
         place += 1
-    raise HloError(f'no closing bracket: {text}')
+    raise HloError(f'no closing bracket: {line.strip()}')
 
 
 def _arrays(text: str, line: str) -> tuple[Array, ...]:
@@ -247,7 +268,11 @@ def _arrays(text: str, line: str) -> tuple[Array, ...]:
     for dtype, dims in _ARRAY.findall(text):
         if dtype not in DTYPE_BITS:
             raise HloError(f'unknown dtype {dtype}: {line.strip()}')
+        if not re.fullmatch(r'(<=)?\d+(,(<=)?\d+)*|', dims):
+            raise HloError(f'a shape that is not understood: {line.strip()}')
         arrays.append(Array(dtype, tuple(int(size.removeprefix('<=')) for size in dims.split(',') if size)))
+    if _ARRAY.sub('', text).strip('(), '):
+        raise HloError(f'a result that is not understood: {line.strip()}')
     return tuple(arrays)
 
 

@@ -22,7 +22,7 @@ def lint(config: Config, compiled: CompiledStep, placed: Sequence[Collective], w
     findings = [
         *_replicated(config, compiled),
         *_optimizer_elsewhere(compiled),
-        *_reduced_twice(placed, wanted),
+        *_reduced_twice(config, placed, wanted),
         *_gathered_weights(config, compiled, placed),
         *_wide(config, placed),
         *_unbounded(placed),
@@ -57,12 +57,12 @@ def _optimizer_elsewhere(compiled: CompiledStep) -> Iterator[Finding]:
                 yield _error('optimizer state elsewhere', message)
 
 
-def _reduced_twice(placed: Sequence[Collective], wanted: Sequence[Expected]) -> Iterator[Finding]:
+def _reduced_twice(config: Config, placed: Sequence[Collective], wanted: Sequence[Expected]) -> Iterator[Finding]:
     arrays, sources = defaultdict[tuple[Site, tuple[int, ...]], int](int), dict[Site, str]()
     for one in placed:
-        if one.kind in ('all-reduce', 'reduce-scatter') and site_of(one).phase == 'backward':
-            arrays[site_of(one), one.whole.dims] += one.times
-            sources[site_of(one)] = one.source
+        if one.kind in ('all-reduce', 'reduce-scatter') and site_of(one, config).phase == 'backward':
+            arrays[site_of(one, config), one.whole.dims] += one.times
+            sources[site_of(one, config)] = one.source
     for (site, dims), times in arrays.items():
         allowed = sum(
             one.times for one in wanted if one.site == site and one.kind in ('all-reduce', 'reduce-scatter') and one.array.dims == dims
@@ -73,20 +73,24 @@ def _reduced_twice(placed: Sequence[Collective], wanted: Sequence[Expected]) -> 
 
 
 def _gathered_weights(config: Config, compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
-    layers = config.model.num_layers
-    weights = {}
+    weights = dict[tuple[int, ...], str]()
     for parameter in compiled.parameters:
-        if 'model' in parameter.axes and len(parameter.shape) > 1:
-            weights[prod(parameter.shape)] = weights[prod(parameter.shape) // layers] = parameter.name
-    rows = config.train.batch_size // config.mesh.data // config.train.microbatches
-    tokens = rows * config.train.seq_len
+        if 'model' in parameter.axes:
+            shapes = [parameter.shape, parameter.shape[1:]] if parameter.name.startswith('layers.') else [parameter.shape]
+            weights |= {dims: parameter.name for shape in shapes for dims in _spellings(shape)}
+    tokens = config.train.batch_size // config.mesh.data // config.train.microbatches * config.train.seq_len
     for one in placed:
-        is_activation = tokens in one.whole.dims or {rows, config.train.seq_len} - {1} <= {*one.whole.dims}
-        if one.kind == 'all-gather' and not is_activation and prod(one.whole.shape) in weights:
-            name = weights[prod(one.whole.shape)]
-            yield _error(
-                'gathered weight', f'{name} is gathered over {one.axis} at {one.op_name} ({one.source}): contract it where it lies'
-            )
+        name = weights.get(tuple(sorted(one.whole.dims)))
+        if one.kind == 'all-gather' and name and prod(one.whole.dims[:-1]) != tokens:
+            message = f'{name} is gathered over {one.axis} at {one.op_name} ({one.source}): contract it where it lies'
+            yield _error('gathered weight', message)
+
+
+def _spellings(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Its dims in order of size, whole and flattened to two as a matrix product has them."""
+    yield tuple(sorted(size for size in shape if size > 1))
+    for cut in range(1, len(shape)):
+        yield tuple(sorted((prod(shape[:cut]), prod(shape[cut:]))))
 
 
 def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:

@@ -1,8 +1,10 @@
-"""Which part of the training step a collective belongs to, by the named scopes in its path."""
+"""Which part of the training step a collective belongs to: by the named scopes in its path, and gradients by their shape."""
 
 import re
+from math import prod
 from typing import NamedTuple
 
+from megajax.config import Config
 from megajax.inspect.collectives import Collective
 from megajax.inspect.result import Phase
 
@@ -20,17 +22,25 @@ _SCOPES = ('optimizer', 'embedding', 'attention', 'mlp', 'head', 'loss', 'norm')
 ORDER = ('embedding', 'attention', 'mlp', 'norm', 'head', 'loss', 'gradients', 'optimizer', 'metrics')
 
 
-def site_of(one: Collective) -> Site:
+def site_of(one: Collective, config: Config) -> Site:
     """The site of a collective; what no scope names is a site of its own, by its path."""
-    words = re.findall(r'[\w.]+', one.op_name)
     if one.is_scalar:
         return Site('metrics', 'step', one.axis)
-    if 'data_parallel' in words or ('data' in one.axes and 'optimizer' not in words):
-        return Site('gradients', 'step', one.axis)
+    words = re.findall(r'[\w.]+', one.op_name)
     found = next((scope for scope in _SCOPES if scope in words), None)
+    if 'data_parallel' in words or (found != 'loss' and _is_gradient_of_vector(one, config)):
+        return Site('gradients', 'step', one.axis)
+    if 'data' in one.axes and one.kind in ('all-reduce', 'reduce-scatter'):
+        return Site('gradients', 'step', one.axis)
+    if found == 'optimizer':
+        return Site('optimizer', 'step', one.axis)
+    if found in ('head', 'loss'):  # what is reduced per token is the loss's
+        tokens = config.train.batch_size // config.mesh.data // config.train.microbatches * config.train.seq_len
+        found = 'loss' if prod(one.whole.shape) <= tokens else 'head'
+        return Site(found, 'forward' if found == 'loss' else phase_of(one.op_name), one.axis)
     if found is None:
         return Site(f'other: {one.op_name or one.instruction}', 'step', one.axis)
-    return Site(found, 'step' if found == 'optimizer' else phase_of(one.op_name), one.axis)
+    return Site(found, phase_of(one.op_name), one.axis)
 
 
 def phase_of(op_name: str) -> Phase:
@@ -38,3 +48,10 @@ def phase_of(op_name: str) -> Phase:
     if 'rematted_computation' in op_name:
         return 'recompute'
     return 'backward' if 'transpose(' in op_name else 'forward'
+
+
+def _is_gradient_of_vector(one: Collective, config: Config) -> bool:
+    # XLA joins these small arrays in one buffer, whose parts have no path of their own.
+    sizes = {config.model.hidden_size, config.model.head_dim}
+    sizes |= {config.model.num_layers * size for size in sizes}
+    return one.kind == 'all-reduce' and one.operand.dtype == 'f32' and prod(one.operand.shape) in sizes

@@ -9,6 +9,7 @@ from flax import nnx
 from jax import P
 
 from megajax.model.product import product
+from megajax.model.vector import along_last
 from megajax.parallel.layout import Layout
 
 
@@ -26,7 +27,7 @@ class ColumnParallelLinear(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         y = product(x_BSD, self.weight[...], 1, self.layout.columns(x_BSD, self.spec), x_BSD.dtype)
-        return y if self.bias is None else add_bias(y, self.bias[...])
+        return y if self.bias is None else add_bias(y, jnp.expand_dims(self.bias[...], (0, 1)))
 
 
 class RowParallelLinear(nnx.Module):
@@ -44,7 +45,7 @@ class RowParallelLinear(nnx.Module):
         weight = self.weight[...]
         # g: all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
         y_BSD = product(x, weight, weight.ndim - 1, self.layout.residual_BSD(x), x.dtype)
-        return y_BSD if self.bias is None else add_bias(y_BSD, self.bias[...])
+        return y_BSD if self.bias is None else add_bias(y_BSD, along_last(self.bias[...], y_BSD))
 
 
 def normal(key: jax.Array, shape: tuple[int, ...], std: float, spec: P) -> jax.Array:
@@ -54,4 +55,4 @@ def normal(key: jax.Array, shape: tuple[int, ...], std: float, spec: P) -> jax.A
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """Add in fp32, so that the gradient of the bias is summed in fp32."""
-    return (y.astype(jnp.float32) + jnp.expand_dims(bias, tuple(range(y.ndim - bias.ndim)))).astype(y.dtype)
+    return (y.astype(jnp.float32) + bias).astype(y.dtype)

@@ -8,6 +8,7 @@ from flax import nnx
 from jax import lax
 
 from megajax.config import ModelConfig
+from megajax.model.vector import along_last
 from megajax.parallel.layout import Layout
 
 
@@ -46,15 +47,11 @@ def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) ->
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
     y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
-    return (y * _along_last(weight, y) + _along_last(bias, y)).astype(x.dtype)
+    return (y * along_last(weight, y) + along_last(bias, y)).astype(x.dtype)
 
 
 @partial(jax.checkpoint, static_argnums=(2,))
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
-    return (y * _along_last(weight, y)).astype(x.dtype)
-
-
-def _along_last(weight: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.expand_dims(weight, tuple(range(x.ndim - 1)))
+    return (y * along_last(weight, y)).astype(x.dtype)

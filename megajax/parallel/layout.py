@@ -42,6 +42,8 @@ class Layout:
     vector_D = P(None)
     vocab_V = P('model')
     position_SD = P(None, None)
+    copies_TD = P('model', None)  # a copy of a vector on each shard, see `model/vector.py`
+    copies_TSD = P('model', None, None)
 
     @property
     def qkv_DKCH(self) -> P:
@@ -117,6 +119,17 @@ def microbatches(x: jax.Array) -> P:
 def batch_axis(x: jax.Array) -> str | None:
     """The mesh axis that the first dim of x lies on; None inside the train step, where each data shard is on its own."""
     return jax.typeof(x).sharding.spec[0]
+
+
+def model_dim(x: jax.Array) -> int:
+    """The dim of x that is sharded over `model`."""
+    return tuple(jax.typeof(x).sharding.spec).index('model')
+
+
+def copies(x: jax.Array) -> P:
+    """Vectors [..., D] with a copy on each shard of `model`: [..., T, D]."""
+    *rest, last = jax.typeof(x).sharding.spec
+    return P(*rest, 'model', last)
 
 
 def one_sequence(x: jax.Array) -> P:

@@ -19,6 +19,7 @@ from megajax.config import Config
 from megajax.model.decoder import Decoder, model_graph
 from megajax.model.dropout import sequence_keys
 from megajax.model.loss import Loss
+from megajax.model.vector import add_copies, one_copy_per_shard
 from megajax.parallel import layout
 from megajax.train.optimizer import make_optimizer, make_schedule
 
@@ -79,19 +80,21 @@ def make_loss_and_gradients(config: Config) -> Callable[[nnx.State, Batch, jax.A
 
     def loss_and_gradients(params: nnx.State, batch: Batch, key: jax.Array) -> tuple[Sums, nnx.State]:
         batch = _with_rows_and_weights(batch)
+        copied = one_copy_per_shard(params, config)
         microbatches = jax.tree.map(lambda x: _split(x, num_microbatches, num_data), batch)
 
         def accumulate(total: Any, microbatch: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, over_data(params, microbatch, key)), None
+            return jax.tree.map(jnp.add, total, over_data(copied, microbatch, key)), None
 
         if num_microbatches == 1:
-            total = over_data(params, jax.tree.map(lambda x: x[0], microbatches), key)
+            total = over_data(copied, jax.tree.map(lambda x: x[0], microbatches), key)
         else:
             zero = jnp.zeros((num_data,), out_sharding=layout.DATA_SHARDS)
-            zeros = jax.tree.map(lambda p: jnp.zeros((num_data, *p.shape), p.dtype, out_sharding=layout.per_data_shard(p)), params)
+            zeros = jax.tree.map(lambda p: jnp.zeros((num_data, *p.shape), p.dtype, out_sharding=layout.per_data_shard(p)), copied)
             total, _ = lax.scan(accumulate, ((zero, zero), zeros), microbatches)
         with jax.named_scope('data_parallel'):
-            return jax.tree.map(lambda x: x.sum(0), total)  # all-reduce over data, of each parameter shard once
+            sums, gradients = jax.tree.map(lambda x: x.sum(0), total)  # all-reduce over data, of each parameter shard once
+            return sums, add_copies(gradients, params)
 
     return loss_and_gradients
 

@@ -1,0 +1,87 @@
+"""Bytes on the wire of every preset's training step on H100s, to those of Megatron: `python benchmarks/collectives.py OUT.csv`.
+
+Meshes 1x2, 2x4, 8x8 and 64x8, sequence parallelism off and on, 1 and 4 microbatches, every recompute, in bf16, 4 rows for each data
+shard. No GPU is needed (`pip install 'megajax[gpu-compile]'`). Lines that OUT.csv has already are not done again, so that the run,
+about an hour on one core, can be interrupted.
+"""
+
+import argparse
+import csv
+import itertools
+import os
+from pathlib import Path
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
+
+import megajax
+from megajax.config import presets
+from megajax.inspect.audit import audit
+from megajax.inspect.compile import compile_step, target_mesh
+
+MESHES = (1, 2), (2, 4), (8, 8), (64, 8)
+SETTINGS = [*itertools.product((False, True), (1, 4), ('none', 'selective', 'full'))]
+KEYS = ['preset', 'data', 'model', 'sequence_parallel', 'microbatches', 'recompute']
+COLUMNS = [*KEYS, 'model_ratio', 'data_ratio', 'more', 'errors', 'model_overlap', 'data_overlap']
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out', type=Path)
+    parser.add_argument('--presets', nargs='*', default=sorted(presets()))
+    arguments = parser.parse_args()
+    done = {tuple(row[key] for key in KEYS) for row in read(arguments.out)} if arguments.out.exists() else set()
+    with arguments.out.open('a', newline='') as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if not done:
+            writer.writeheader()
+        for preset, mesh in itertools.product(arguments.presets, MESHES):
+            for setting in SETTINGS:
+                line = dict(zip(KEYS, map(str, (preset, *mesh, *setting)), strict=True))
+                if tuple(line.values()) not in done and (config := load(**line)):
+                    line |= measure(config)
+                    writer.writerow(line)
+                    file.flush()
+                    print(*line.values(), flush=True)
+    table(read(arguments.out))
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline='') as file:
+        return list(csv.DictReader(file))
+
+
+def load(*, preset: str, data: str, model: str, sequence_parallel: str, microbatches: str, recompute: str) -> megajax.Config | None:
+    """None where the heads do not divide."""
+    if megajax.load(preset).model.num_heads % int(model):
+        return None
+    overrides = [f'mesh.data={data}', f'mesh.model={model}', f'mesh.sequence_parallel={sequence_parallel.lower()}']
+    overrides += [f'train.microbatches={microbatches}', f'train.recompute={recompute}', f'train.batch_size={4 * int(data)}']
+    return megajax.load(preset, [*overrides, 'train.dtype=bfloat16', 'model.dropout=0.0'])
+
+
+def measure(config: megajax.Config) -> dict[str, str]:
+    hosts = max(1, config.mesh.data * config.mesh.model // 8)
+    mesh = target_mesh(config, 'h100', hosts)
+    found = audit(config, compile_step(config, mesh, mesh.size // hosts), 'h100')
+    more = [f'{row.site} {row.phase} {row.axis}' for row in found.rows if row.verdict == 'MORE']
+    errors = [one.rule for one in found.findings if one.level == 'error']
+    ratios = {f'{axis}_ratio': '' if ratio is None else f'{ratio:.6f}' for axis, ratio in found.ratios.items()}
+    overlaps = {f'{axis}_overlap': f'{share:.4f}' for axis, share in found.overlapped_share.items()}
+    return ratios | {'more': '; '.join(more), 'errors': '; '.join(errors)} | overlaps
+
+
+def table(rows: list[dict[str, str]]) -> None:
+    """The largest ratio of each preset."""
+    print('\n| preset | compiled steps | TP: model | TP + SP: model | data | rows with MORE, lint errors |\n|---|---|---|---|---|---|')
+    for preset, group in itertools.groupby(sorted(rows, key=lambda row: row['preset']), key=lambda row: row['preset']):
+        lines = [*group]
+        tp, sp = ([line['model_ratio'] for line in lines if line['sequence_parallel'] == on] for on in ('False', 'True'))
+        data = [line['data_ratio'] for line in lines if line['data_ratio']]
+        largest = [max(map(float, ratios)) for ratios in (tp, sp, data)]
+        bad = sum(bool(line['more'] or line['errors']) for line in lines)
+        print(f'| {preset} | {len(lines)} | {" | ".join(f"{ratio:.3f}" for ratio in largest)} | {bad} |')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,112 @@
+"""What XLA's CPU backend cannot say, read as what it means: it has no reduce-scatter, and reduces and moves in fp32 alone."""
+
+import re
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from megajax.inspect.hlo import Array, Computation, Instruction, Program
+from megajax.inspect.paths import SAME
+
+_NARROW = 'bf16', 'f16'
+
+
+def as_meant(
+    program: Program, computation: Computation, instruction: Instruction, kind: str, index: int, operand: Array, result: Array, count: int
+) -> tuple[str, Array, Array]:
+    """Kind, operand and result; only an XLA for CPUs hides them, and it starts nothing in the background."""
+    if instruction.opcode.endswith('-start'):
+        return kind, operand, result
+    readers = list(_readers(program, computation, instruction, index if len(instruction.results) > 1 and kind != 'all-to-all' else None))
+    dtype = _narrow_dtype(program, computation, instruction, index, readers) if operand.dtype == 'f32' else ''
+    if dtype:
+        operand, result = operand._replace(dtype=dtype), result._replace(dtype=dtype)
+    parts = {reader.instruction.results[0].shape if _is_own_part(program, reader) else () for reader in readers}
+    if kind == 'all-reduce' and len(parts) == 1 and count * prod(part := parts.pop()) == prod(operand.shape):
+        return 'reduce-scatter', operand, result._replace(shape=part)
+    return kind, operand, result
+
+
+def _narrow_dtype(program: Program, computation: Computation, instruction: Instruction, index: int, readers: Sequence['_Reader']) -> str:
+    """The smaller dtype that an array has on its way; empty where it is fp32 itself."""
+    before = _dtype_before(program, computation, computation.by_name[instruction.operands[index]])
+    after = set[str]()
+    for reader in readers:
+        is_part = not reader.dtype and reader.instruction.opcode == 'dynamic-slice'
+        after |= {one.dtype for one in _readers(program, reader.home, reader.instruction)} if is_part else {reader.dtype}
+    reduction = instruction.attribute('to_apply')
+    if reduction is None:  # moved as it is
+        return before if before in _NARROW and after == {before} else ''
+    # Partial sums of a product are in fp32 here and in the product's dtype elsewhere; a sum that the author wrote is as written.
+    is_own = re.search(r'/(psum|reduce_scatter)\w*$', instruction.op_name) and '_promoted' not in reduction
+    return next(iter(after)) if len(after) == 1 and after <= {*_NARROW} and not is_own else ''
+
+
+class _Reader(NamedTuple):
+    """Who reads an array, where, and the first dtype that it was converted to before; what returns it counts as its reader."""
+
+    instruction: Instruction
+    home: Computation
+    dtype: str
+
+
+def _readers(program: Program, computation: Computation, made: Instruction, index: int | None = None, dtype: str = '') -> Iterator[_Reader]:
+    """The readers of an array, or of one in a tuple, whatever hands it on between."""
+    if made is computation.root:
+        yield _Reader(made, computation, dtype)
+    for user in computation.users.get(made.name, ()):
+        if index is not None and (user.opcode != 'get-tuple-element' or user.attribute('index') != str(index)):
+            continue
+        if user.opcode in ('fusion', 'call'):
+            inside = program.computations[user.called[0]]
+            for place in (place for place, name in enumerate(user.operands) if name == made.name):
+                for reader in _readers(program, inside, inside.parameters[place], None, dtype):
+                    if reader.instruction is inside.root and reader.instruction.opcode in {*SAME, 'parameter'}:
+                        yield from _readers(program, computation, user, None, reader.dtype)
+                    else:
+                        yield reader
+        elif user.opcode in SAME:
+            to = user.results[0].dtype if user.opcode == 'convert' and not dtype else dtype
+            yield from _readers(program, computation, user, None, to)
+        else:
+            yield _Reader(user, computation, dtype)
+
+
+def _dtype_before(program: Program, computation: Computation, made: Instruction) -> str:
+    """Of an array before the conversion that made it; empty where none did."""
+    while made.opcode in {*SAME, 'slice', 'dynamic-slice'} - {'get-tuple-element'}:
+        before = computation.by_name[made.operands[0]]
+        if made.opcode == 'convert':
+            return before.results[0].dtype
+        made = before
+    if made.opcode == 'fusion':
+        inside = program.computations[made.called[0]]
+        return _dtype_before(program, inside, inside.root)
+    given = _given(program, computation, made)
+    return _dtype_before(program, *given) if given else ''
+
+
+def _is_own_part(program: Program, reader: _Reader) -> bool:
+    """Whether it takes a slice whose place follows from the device's own."""
+    if reader.instruction.opcode != 'dynamic-slice':
+        return False
+    ahead = [(reader.home, reader.home.by_name[name]) for name in reader.instruction.operands[1:]]
+    for home, one in ahead:
+        if one.opcode in ('partition-id', 'replica-id'):
+            return True
+        given = _given(program, home, one)
+        before = [given] if given else [(home, home.by_name[name]) for name in one.operands]
+        ahead += [pair for pair in before if pair not in ahead]
+    return False
+
+
+def _given(program: Program, computation: Computation, made: Instruction) -> tuple[Computation, Instruction] | None:
+    """What a caller gives for a parameter of a fusion, or a loop for one of what it carries."""
+    is_carried = made.opcode == 'get-tuple-element' and computation.by_name[made.operands[0]].opcode == 'parameter'
+    for caller, one in program.callers.get(computation.name, ()) if is_carried or made.opcode == 'parameter' else ():
+        if made.opcode == 'parameter' and one.opcode in ('fusion', 'call'):
+            place = next(place for place, parameter in computation.parameters.items() if parameter is made)
+            return caller, caller.by_name[one.operands[place]]
+        if is_carried and one.opcode == 'while' and caller.by_name[one.operands[0]].opcode == 'tuple':
+            return caller, caller.by_name[caller.by_name[one.operands[0]].operands[int(made.attribute('index') or 0)]]
+    return None

@@ -1,0 +1,27 @@
+"""Programs whose collectives are known, compiled and read back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from megajax.inspect.collectives import Collective, collectives
+from megajax.inspect.hlo import Program
+
+
+@pytest.fixture
+def read() -> Callable[..., list[Collective]]:
+    """What a function of shards sends, of a device's own array of `shape`, on a mesh of data x model."""
+
+    def read(
+        function: Callable[..., Any], *, mesh: tuple[int, int] = (2, 4), shape: tuple[int, ...] = (8, 16), dtype: Any = jnp.float32
+    ) -> list[Collective]:
+        devices = jax.make_mesh(mesh, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        whole = (shape[0] * mesh[0], shape[1] * mesh[1], *shape[2:])
+        mapped = jax.shard_map(function, mesh=devices, in_specs=jax.P('data', 'model'), out_specs=jax.P(('data', 'model')), check_vma=False)
+        text = jax.jit(mapped).lower(jax.ShapeDtypeStruct(whole, dtype)).compile().as_text()
+        return collectives(Program(text), dict(devices.shape))
+
+    return read

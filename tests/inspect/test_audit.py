@@ -1,0 +1,208 @@
+"""The train step as built sends no more than Megatron, and a step that is built worse is caught by the row or the lint that is for it."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from support import make_config
+
+from megajax.config import Config
+from megajax.inspect.audit import audit
+from megajax.inspect.compile import compile_step
+from megajax.inspect.result import Inspection
+from megajax.model import linear as linear_module
+from megajax.model import norm as norm_module
+from megajax.model.embedding import VocabParallelEmbedding
+from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
+from megajax.model.loss import Loss
+from megajax.model.product import product
+from megajax.model.vector import along_last
+from megajax.parallel.layout import Layout
+from megajax.parallel.mesh import make_mesh
+from megajax.train import step as step_module
+
+DATA, MODEL, LAYERS = 2, 4, 3
+# The tests' own settings (conftest.py) turn these down.
+AS_USERS_DO = {'xla_backend_optimization_level': 3, 'xla_llvm_disable_expensive_passes': False}
+
+
+def small(name: str = 'gpt', *, sequence_parallel: bool = False, **sections: dict) -> Config:
+    model = {'num_layers': LAYERS, 'dropout': 0.0} | sections.pop('model', {})
+    return make_config(name, DATA, MODEL, sequence_parallel=sequence_parallel, model=model, **sections)
+
+
+def inspect_here(config: Config, **compiler_options: object) -> Inspection:
+    return audit(config, compile_step(config, make_mesh(DATA, MODEL), DATA * MODEL, compiler_options), 'cpu')
+
+
+def rows(found: Inspection) -> dict[tuple[str, str, str], dict[str, int]]:
+    """How many collectives of each kind a step has, by site, phase and axis."""
+    counts = {}
+    for row in found.rows:
+        for one in row.placed:
+            kinds = counts.setdefault((row.site, row.phase, row.axis), {})
+            kinds[one.kind] = kinds.get(one.kind, 0) + one.times
+    return counts
+
+
+def caught(found: Inspection) -> set[str]:
+    """Rows with MORE, and rules of lint errors."""
+    more = {f'{row.site} {row.phase} {row.axis}' for row in found.rows if row.verdict == 'MORE'}
+    return more | {one.rule for one in found.findings if one.level == 'error'}
+
+
+@pytest.mark.parametrize('sequence_parallel', [False, True], ids=['tp', 'sp'])
+@pytest.mark.parametrize('recompute', ['none', 'full'])
+@pytest.mark.parametrize('name', ['gpt', 'llama'])
+def test_no_row_has_more_than_megatron(name, recompute, sequence_parallel):
+    config = small(name, sequence_parallel=sequence_parallel, train={'microbatches': 4, 'recompute': recompute})
+    found = inspect_here(config, **AS_USERS_DO)
+    assert not caught(found)
+    assert found.ok
+    assert found.ratios['data'] <= 1
+    assert found.ratios['model'] < 0.9 if sequence_parallel else found.ratios['model'] <= 1
+
+
+def test_a_layer_makes_two_all_reduces_each_way():
+    counts = rows(inspect_here(small(), **AS_USERS_DO))
+    for site in ('attention', 'mlp'):
+        for phase in ('forward', 'backward'):
+            assert counts[site, phase, 'model'] == {'all-reduce': LAYERS}
+    assert counts['embedding', 'forward', 'model'] == {'all-reduce': 1}
+    assert counts['head', 'backward', 'model'] == {'all-reduce': 1}
+    assert counts['gradients', 'step', 'data']['all-reduce'] == 16  # each parameter once
+
+
+def test_with_sequence_parallelism_two_gathers_and_two_scatters_each_way():
+    counts = rows(inspect_here(small(sequence_parallel=True), **AS_USERS_DO))
+    for site in ('attention', 'mlp'):
+        for phase in ('forward', 'backward'):
+            assert counts[site, phase, 'model'] == {'all-gather': LAYERS, 'reduce-scatter': LAYERS}
+    assert counts['embedding', 'forward', 'model'] == {'reduce-scatter': 1}
+    assert counts['embedding', 'backward', 'model'] == {'all-gather': 1}
+    assert counts['head', 'forward', 'model'] == {'all-gather': 1}
+    assert counts['head', 'backward', 'model'] == {'reduce-scatter': 1}
+
+
+def column_parallel_down(patch):
+    def down(self: RowParallelLinear, x: jax.Array) -> jax.Array:
+        weight = self.weight[...]
+        if weight.ndim == 3:
+            return row_parallel(self, x)
+        x, weight = jax.reshard(x, self.layout.full_BSD(x)), jax.reshard(weight, jax.P(None, 'model'))
+        return jax.reshard(product(x, weight, 1, jax.P(None, None, 'model'), x.dtype), jax.P(None, None, None))
+
+    row_parallel = RowParallelLinear.__call__
+    patch(RowParallelLinear, '__call__', down)
+
+
+def unfused(patch):
+    fused = ColumnParallelLinear.__call__
+
+    def apart(self: ColumnParallelLinear, x_BSD: jax.Array) -> jax.Array:
+        weight, dim = self.weight[...], {4: 2, 3: 1}.get(self.weight.ndim)  # [D, K, C, H] and [D, 2, F]
+        if dim is None:
+            return fused(self, x_BSD)
+        parts = (jax.lax.slice_in_dim(weight, i, i + 1, axis=dim) for i in range(weight.shape[dim]))
+        made = [product(x_BSD, w, 1, self.layout.columns(x_BSD, self.spec), x_BSD.dtype) for w in parts]
+        return jnp.concatenate(made, dim + 1)
+
+    patch(ColumnParallelLinear, '__call__', apart)
+
+
+def replicated_embedding(patch):
+    patch(Layout, 'vocab_VD', jax.P(None, None))
+
+
+def gathered_table(patch):
+    def lookup(self: VocabParallelEmbedding, token_BS: jax.Array, dtype: jnp.dtype, position_BSD: jax.Array) -> jax.Array:
+        table_VD = jax.reshard(self.table[...], jax.P(None, None))
+        return position_BSD + table_VD.at[token_BS].get(out_sharding=self.layout.residual_BSD(token_BS))
+
+    patch(VocabParallelEmbedding, '__call__', lookup)
+
+
+def replicated_mlp(patch):
+    patch(Layout, 'mlp_up_DF', jax.P(None, None))
+    patch(Layout, 'mlp_down_FD', jax.P(None, None))
+
+
+def gathered_logits(patch):
+    logits = Loss.logits
+    patch(Loss, 'logits', lambda self, x, head_DV: jax.reshard(logits(self, x, head_DV), jax.P(*(None,) * x.ndim)))
+
+
+def sharded_norm(patch):
+    patch(Layout, 'vector_D', jax.P('model'))
+    for module in (norm_module, linear_module):
+        patch(module, 'along_last', lambda vector, x: along_last(jax.reshard(vector, jax.P(None)), x))
+
+
+def replicated_optimizer_state(patch):
+    make = step_module.make_optimizer
+
+    def make_replicated(config: Config):
+        optimizer = make(config)
+
+        def init(params):
+            return jax.tree.map(lambda x: jax.reshard(x, jax.P(*(None,) * x.ndim)), optimizer.init(params))
+
+        return optimizer._replace(init=init)
+
+    patch(step_module, 'make_optimizer', make_replicated)
+
+
+def reduced_for_each_microbatch(patch):
+    make = step_module.make_loss_and_gradients
+
+    def make_worse(config: Config):
+        count = config.train.microbatches
+        one = make(config.model_copy(update={'train': config.train.model_copy(update={'microbatches': 1})}))
+
+        def split(x: jax.Array) -> jax.Array:
+            x = x.reshape(DATA, count, -1, *x.shape[1:], out_sharding=jax.P('data', None, None, None))
+            return jnp.moveaxis(x, 1, 0).reshape(count, -1, *x.shape[3:], out_sharding=jax.P(None, 'data', None))
+
+        def loss_and_gradients(params, batch, key):
+            def accumulate(total, microbatch):
+                return jax.tree.map(jnp.add, total, one(params, microbatch, key)), None
+
+            zero = jnp.zeros((), out_sharding=jax.P())
+            return jax.lax.scan(accumulate, ((zero, zero), jax.tree.map(jnp.zeros_like, params)), jax.tree.map(split, batch))[0]
+
+        return loss_and_gradients
+
+    patch(step_module, 'make_loss_and_gradients', make_worse)
+
+
+def wide_residual_stream(patch):
+    embed = VocabParallelEmbedding.__call__
+    patch(VocabParallelEmbedding, '__call__', lambda self, token_BS, dtype, position_BSD: embed(self, token_BS, jnp.float32, position_BSD))
+
+
+HALF = {'train': {'dtype': 'bfloat16'}}
+
+
+@pytest.mark.parametrize(
+    ('worsen', 'config', 'expected'),
+    [
+        (column_parallel_down, small(), 'mlp forward model'),
+        (unfused, small(model={'num_kv_heads': 8}), 'attention backward model'),
+        (unfused, small(), 'input gradient reduced again'),
+        (unfused, small('llama', model={'num_kv_heads': 8}), 'mlp backward model'),
+        (replicated_embedding, small(), 'replicated parameter'),
+        (replicated_embedding, small(), 'gradients step data'),
+        (gathered_table, small(), 'gathered weight'),
+        (replicated_mlp, small(), 'gradients step data'),
+        (gathered_logits, small(), 'head backward model'),
+        (sharded_norm, small(), 'mlp forward model'),
+        (replicated_optimizer_state, small(), 'optimizer state elsewhere'),
+        (reduced_for_each_microbatch, small(train={'microbatches': 4}), 'gradients step data'),
+        (wide_residual_stream, small(**HALF), 'fp32 on the wire'),
+    ],
+)
+def test_a_worse_step_is_caught(worsen, config, expected, monkeypatch):
+    assert expected not in caught(inspect_here(config))
+    worsen(monkeypatch.setattr)
+    found = inspect_here(config)
+    assert expected in caught(found)
+    assert not found.ok
