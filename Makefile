@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint inspect bench clean
 
 train: $(VENV)/.installed
 	$(BIN)/megajax train $(ARGS)
@@ -15,6 +15,13 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The step of the default config on simulated CPU devices and, where XLA's GPU compiler installs, that of the 8.3B model on 64 hosts of H100s.
+inspect: $(VENV)/.installed
+	$(BIN)/megajax inspect tiny
+	@if $(MAKE) --quiet $(VENV)-gpu-compile/.installed; then \
+	  $(VENV)-gpu-compile/bin/megajax inspect megatron_8.3b train.dtype=bfloat16 --target h100; \
+	else echo "XLA's GPU compiler does not install here: no audit for H100"; fi
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
@@ -29,5 +36,10 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	@touch $@
 
+$(VENV)-gpu-compile/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-gpu-compile
+	$(VENV)-gpu-compile/bin/pip install --quiet --editable '.[gpu-compile]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-gpu-compile

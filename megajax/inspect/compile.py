@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from megajax.config import Config
+from megajax.config import Config, ConfigError
 from megajax.inspect.gpu import gpu_devices
 from megajax.parallel.layout import BATCH
 from megajax.parallel.mesh import AXES, concrete, make_mesh
@@ -92,6 +92,8 @@ def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
         task.write_bytes(pickle.dumps((config, target, hosts)))
         environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
         child = subprocess.run([sys.executable, '-m', __name__, task, result], env=environment, stderr=subprocess.PIPE, text=True)
+        if 'cuDNN not found' in child.stderr:
+            raise ConfigError(f"--target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'")
         if child.returncode:
             raise RuntimeError(f'the step did not compile for {target}:\n{child.stderr}')
         compiled: CompiledStep = pickle.loads(result.read_bytes())

@@ -51,10 +51,16 @@ def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
     return list(topology.devices)
 
 
+def has_compiler() -> bool:
+    """Whether XLA's GPU compiler is installed; it needs no GPU."""
+    if importlib.util.find_spec('jax_plugins') is None:
+        return False
+    return any(importlib.util.find_spec(f'jax_plugins.xla_cuda{version}') for version in (12, 13))
+
+
 def need_compiler(target: str) -> None:
     """Raise ConfigError unless XLA's GPU compiler is installed."""
-    plugins = importlib.util.find_spec('jax_plugins')
-    if plugins is None or not any(importlib.util.find_spec(f'jax_plugins.xla_cuda{version}') for version in (12, 13)):
+    if not has_compiler():
         raise ConfigError(f"--target {target} needs XLA's GPU compiler (no GPU): pip install 'megajax[gpu-compile]'")
 
 

@@ -1,12 +1,13 @@
 """An inspection as tables: on a terminal, and the same as HTML."""
 
 import io
+from collections import defaultdict
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megajax.inspect.result import Inspection, Row, Transfer
+from megajax.inspect.result import Inspection, Overlap, Row, Transfer
 
 _STYLES = {'equal': 'green', 'less': 'green', 'MORE': 'bold red', 'error': 'bold red', 'note': 'dim'}
 _SHORT = {'all-reduce': 'AR', 'all-gather': 'AG', 'reduce-scatter': 'RS', 'all-to-all': 'A2A', 'collective-permute': 'permute'}
@@ -57,18 +58,28 @@ def collectives_table(rows: list[Row]) -> Table:
 
 
 def schedule_table(inspection: Inspection) -> Table:
-    """A row per collective of the GPU program, those that send most first."""
+    """A row per collective of the GPU program, those that send most first; alike ones share a row."""
     table = Table(box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left')
     for name in ('site', 'phase', 'axis', 'collective', 'bytes', 'overlaps with', 'link', 'source'):
         table.add_column(name, justify='right' if name == 'bytes' else 'left', no_wrap=name != 'source')
+    alike = defaultdict[tuple[str, ...], list[Overlap]](list)
     for one in sorted(inspection.schedule, key=lambda one: -one.transfer.wire_bytes):
-        matched = (
-            f'{one.overlapped_gflops:,.1f} GFLOP' if one.overlapped_gflops else 'nothing: synchronous' if one.synchronous else 'no product'
-        )
-        link = 'between hosts' if one.crosses_hosts else 'inside a host'
-        source = one.source.split(' < ')[0].rpartition('megajax/')[2]
-        table.add_row(one.site, one.phase, one.axis, _cell([one.transfer]), si(one.transfer.wire_bytes), matched, link, source)
+        alike[one.site, one.phase, one.axis, one.transfer.kind, _matched(one), _link(one)].append(one)
+    for (site, phase, axis, _, matched, link), group in alike.items():
+        collective = _cell([group[0].transfer]) + (f' and {len(group) - 1} more' if len(group) > 1 else '')
+        size = si(sum(one.transfer.wire_bytes for one in group))
+        table.add_row(site, phase, axis, collective, size, matched, link, group[0].source.split(' < ')[0].rpartition('megajax/')[2])
     return table
+
+
+def _matched(one: Overlap) -> str:
+    if one.overlapped_gflops:
+        return f'{one.overlapped_gflops:,.1f} GFLOP'
+    return 'nothing: synchronous' if one.synchronous else 'no product'
+
+
+def _link(one: Overlap) -> str:
+    return 'between hosts' if one.crosses_hosts else 'inside a host'
 
 
 def si(count: float) -> str:

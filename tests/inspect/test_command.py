@@ -1,0 +1,82 @@
+"""`megajax inspect` as a user calls it, on a terminal, in a notebook and for GPUs that are not there."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megajax
+from megajax.inspect import Inspection, inspect_with_text
+from megajax.inspect.gpu import has_compiler
+
+SMALL = 'model.num_layers=2', 'model.vocab_size=1000', 'train.batch_size=8'
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, '-m', 'megajax', 'inspect', *map(str, arguments)], capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope='module')
+def inspected(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path, Path]:
+    folder = tmp_path_factory.mktemp('inspected')
+    return command('tiny', *SMALL, '--json', folder / 'it.json', '--hlo', folder / 'it.txt'), folder / 'it.json', folder / 'it.txt'
+
+
+def test_it_prints_the_table_and_exits_0_where_nothing_is_more(inspected):
+    done, _, _ = inspected
+    assert done.returncode == 0, done.stderr
+    assert 'attention  backward  model  2 AR f32[1,4,256,256]' in done.stdout
+    assert 'bytes on the wire  data: 1.000 of Megatron, model: 1.000 of Megatron' in done.stdout
+    assert done.stdout.rstrip().endswith('ok: no more than Megatron anywhere')
+
+
+def test_json_holds_all_of_it_in_the_documented_schema(inspected):
+    _, written, text = inspected
+    inspection = Inspection.model_validate_json(written.read_text())
+    assert inspection.ok
+    assert inspection.mesh == {'data': 2, 'model': 2}
+    assert all(field['description'] for field in Inspection.model_json_schema()['$defs']['Transfer']['properties'].values())
+    assert json.loads(written.read_text())['schema_version'] == 1
+    assert text.read_text().startswith('HloModule jit_train_step')
+
+
+def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
+    inspection = megajax.inspect(megajax.load('tiny', SMALL))
+    assert inspection.ok
+    assert str(inspection).split('compiled in')[0] == inspected[0].stdout.split('compiled in')[0]
+    assert 'attention' in inspection._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['tiny', '--target', 'h1000'], '--target h1000: choose among cpu, a100, h100, h200, b200'),
+        (['tiny', '--hosts', '3'], '--hosts 3 does not divide the 4 devices of the mesh: choose among 1, 2, 4'),
+        (['tiny', 'mesh.model=3'], 'model.num_heads: 4 is not a multiple of mesh.model=3'),
+    ],
+)
+def test_a_wrong_call_exits_2_and_names_the_fix(arguments, message):
+    done = command(*arguments)
+    assert (done.returncode, done.stdout) == (2, '')
+    assert message in done.stderr
+
+
+@pytest.mark.skipif(has_compiler(), reason="XLA's GPU compiler is installed, so nothing is missing")
+def test_a_gpu_target_without_its_compiler_says_what_to_install():
+    done = command('tiny', '--target', 'h100')
+    assert (done.returncode, done.stdout) == (2, '')
+    assert "pip install 'megajax[gpu-compile]'" in done.stderr
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it")
+@pytest.mark.parametrize('target', ['a100', 'h100', 'h200', 'b200'])
+def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
+    config = megajax.load('tiny', [*SMALL, 'mesh.sequence_parallel=true', 'train.dtype=bfloat16', 'train.microbatches=2'])
+    inspection, text = inspect_with_text(config, target=target, hosts=2)
+    assert inspection.ok
+    assert '__cudnn$fmha' in text
+    assert {one.crosses_hosts for one in inspection.schedule if one.axis == 'data'} == {True}
+    assert {one.crosses_hosts for one in inspection.schedule if one.axis == 'model'} == {False}
+    assert inspection.memory.device > 80e9
