@@ -70,6 +70,7 @@ class TrainConfig(Section):
     seq_len: PositiveInt = 1024
     dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # of the computation; parameters are float32
     recompute: Literal['none', 'selective', 'full'] = 'none'  # in the backward pass: nothing, the attention core, whole layers
+    xla: Literal['default', 'overlap'] = 'default'  # overlap: two halves of a microbatch take turns, see `train/overlap.py`
     eval_every: PositiveInt = 500  # steps
     eval_batches: PositiveInt = 16
     log_every: PositiveInt = 10  # steps

@@ -67,7 +67,10 @@ def is_path(op_name: str) -> bool:
 
 
 def destination(program: Program, computation: Computation, made: Instruction, index: int) -> str:
-    """The path of the first matrix product that reads an array, one of several that `made` has, or of the first reader at all."""
+    """The path of the first matrix product that reads an array, one of several that `made` has, or of the first reader at all.
+
+    What only keeps it for later is no reader.
+    """
     first, ahead = '', [made]
     for one in ahead:
         for user in computation.users.get(one.name, ()):
@@ -77,7 +80,8 @@ def destination(program: Program, computation: Computation, made: Instruction, i
                 return user.op_name
             if user.opcode in SAME or user.opcode.endswith('-done') or user.opcode == 'fusion':
                 ahead.append(user)
-            if user.opcode not in SAME and not user.opcode.endswith('-done') and is_path(user.op_name):
+            hands_on = user.opcode in SAME or user.opcode.endswith('-done')
+            if not hands_on and is_path(user.op_name) and not user.op_name.endswith('dynamic_update_slice'):
                 first = first or user.op_name
     return first
 

@@ -48,21 +48,30 @@ class Decoder(nnx.Module):
         position_BS: jax.Array | None = None,
         segment_BS: jax.Array | None = None,
         key_B: jax.Array | None = None,
+        num_parts: int = 1,
     ) -> jax.Array:
-        """x_BSD after the last norm, in the residual placement; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
+        """x_BSD after the last norm, in the residual placement; `key_B` (see `dropout.sequence_keys`) turns dropout on.
+
+        The rows go through each layer in `num_parts` parts that do not depend on one another.
+        """
         with jax.named_scope('embedding'):
             vectors_BSD = None if self.position is None else self.position(token_BS, position_BS)
             x_BSD = self.embedding(token_BS, jnp.dtype(self.config.train.dtype), vectors_BSD)
             x_BSD = dropout(x_BSD, self.config.model.dropout, fold_in(key_B, self.config.model.num_layers))
 
-        def layer(x_BSD: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
+        parts = [jax.tree.map(lambda x, i=i: _part(x, i, num_parts), (position_BS, segment_BS, key_B)) for i in range(num_parts)]
+
+        def layer(xs_BSD: tuple[jax.Array, ...], layer: tuple[Block, jax.Array]) -> tuple[tuple[jax.Array, ...], None]:
             block, index = layer
-            return block(x_BSD, position_BS, segment_BS, fold_in(key_B, index)), None
+            made = (block(x, position, segment, fold_in(key, index)) for x, (position, segment, key) in zip(xs_BSD, parts, strict=True))
+            return tuple(made), None
 
         if self.config.train.recompute == 'full':
             layer = jax.checkpoint(layer, prevent_cse=False)
         with jax.named_scope('layers'):
-            x_BSD, _ = lax.scan(layer, x_BSD, (self.layers, jnp.arange(self.config.model.num_layers)))
+            xs_BSD = tuple(_part(x_BSD, i, num_parts) for i in range(num_parts))
+            xs_BSD, _ = lax.scan(layer, xs_BSD, (self.layers, jnp.arange(self.config.model.num_layers)))
+            x_BSD = xs_BSD[0] if num_parts == 1 else jnp.concatenate(xs_BSD)
         with jax.named_scope('norm'):
             return self.norm(x_BSD)
 
@@ -72,6 +81,11 @@ class Decoder(nnx.Module):
         with jax.named_scope('head'):
             x_BSD = jax.reshard(x_BSD, self.layout.full_BSD(x_BSD))  # f: nothing (SP: all-gather)
             return Loss.of(self.config).logits(x_BSD, self.head_VD.T)
+
+
+def _part(x: jax.Array, index: int, num_parts: int) -> jax.Array:
+    rows = x.shape[0] // num_parts
+    return x if num_parts == 1 else x[index * rows : (index + 1) * rows]
 
 
 def model_graph(config: Config) -> nnx.GraphDef[Decoder]:

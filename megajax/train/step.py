@@ -22,6 +22,7 @@ from megajax.model.loss import Loss
 from megajax.model.vector import add_copies, one_copy_per_shard
 from megajax.parallel import layout
 from megajax.train.optimizer import make_optimizer, make_schedule
+from megajax.train.overlap import compiler_options, num_parts
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -65,7 +66,7 @@ def make_train_step(config: Config) -> Wrapped:
         metrics = {'loss': loss, 'nll': nll, 'grad_norm': optax.tree.norm(grads), 'lr': schedule(state.step)}
         return TrainState(state.step + 1, params, opt_state), metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(config))
 
 
 def make_loss_and_gradients(config: Config) -> Callable[[nnx.State, Batch, jax.Array], tuple[Sums, nnx.State]]:
@@ -129,7 +130,13 @@ def _make_shard_loss(config: Config) -> Callable[[nnx.State, Batch, jax.Array], 
     def shard_loss(params: nnx.State, shard: Batch, key: jax.Array) -> Sums:
         model = nnx.merge(graph, params)
         key_B = sequence_keys(key, shard['rows']) if config.model.dropout else None
-        x_BSD = model.hidden(shard['tokens'], position_BS=shard.get('positions'), segment_BS=shard.get('segment_ids'), key_B=key_B)
+        x_BSD = model.hidden(
+            shard['tokens'],
+            position_BS=shard.get('positions'),
+            segment_BS=shard.get('segment_ids'),
+            key_B=key_B,
+            num_parts=num_parts(config),
+        )
         with jax.named_scope('loss'):
             return loss(x_BSD, model.head_VD, shard['labels'], shard['weights'])
 

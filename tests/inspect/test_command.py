@@ -80,3 +80,16 @@ def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
     assert {one.crosses_hosts for one in inspection.schedule if one.axis == 'data'} == {True}
     assert {one.crosses_hosts for one in inspection.schedule if one.axis == 'model'} == {False}
     assert inspection.memory.device > 80e9
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it")
+def test_halves_that_take_turns_hide_more_of_the_same_bytes():
+    overrides = 'model.num_layers=2', 'mesh.data=1', 'mesh.model=2', 'train.batch_size=4', 'train.recompute=full'
+    plain, overlap = (
+        megajax.inspect(megajax.load('llama3_8b', [*overrides, 'train.microbatches=1', f'train.xla={xla}']), target='h100')
+        for xla in ('default', 'overlap')
+    )
+    assert plain.ok
+    assert overlap.ok
+    assert overlap.ratios == plain.ratios
+    assert overlap.overlapped_share['model'] > plain.overlapped_share['model'] + 0.2

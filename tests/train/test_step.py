@@ -39,6 +39,11 @@ def test_four_microbatches_have_the_loss_and_gradients_of_one_with_dropout_on(me
     assert_same_as_plain(make_config('gpt', *mesh, train={'microbatches': 4}))
 
 
+@pytest.mark.parametrize('sequence_parallel', [False, True], ids=['tp', 'sp'])
+def test_halves_that_take_turns_change_nothing(sequence_parallel):
+    assert_same_as_plain(make_config('gpt', 2, 2, sequence_parallel=sequence_parallel, train={'xla': 'overlap'}))
+
+
 @pytest.mark.parametrize('recompute', ['selective', 'full'])
 def test_recomputation_changes_nothing(recompute):
     assert_same_as_plain(make_config('gpt', 2, 2, sequence_parallel=True, train={'recompute': recompute}))
