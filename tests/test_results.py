@@ -1,0 +1,29 @@
+"""The README's table of ratios is that of the measured file, and the file keeps the promise."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from megajax.config import presets
+
+ROOT = Path(__file__).parents[1]
+ROWS = [*csv.DictReader((ROOT / 'benchmarks/results/2026-11-21_collectives.csv').open(newline=''))]
+
+
+@pytest.mark.parametrize('row', ROWS, ids=lambda row: '-'.join([*row.values()][:6]))
+def test_no_preset_sends_more_than_megatron(row):
+    assert float(row['model_ratio']) <= 1
+    assert not row['data_ratio'] or float(row['data_ratio']) <= 1
+    assert not row['errors']
+
+
+@pytest.mark.parametrize('preset', presets())
+def test_the_readme_has_the_largest_ratios(preset):
+    rows = [row for row in ROWS if row['preset'] == preset]
+
+    def largest(key: str, *layouts: str) -> str:
+        return f'{max(float(row[key]) for row in rows if row["sequence_parallel"] in layouts and row[key]):.3f}'
+
+    columns = largest('model_ratio', 'False'), largest('model_ratio', 'True'), largest('data_ratio', 'False', 'True')
+    assert f'| {preset} | {len(rows)} | {" | ".join(columns)} |' in (ROOT / 'README.md').read_text()
