@@ -69,7 +69,7 @@ def is_path(op_name: str) -> bool:
 def destination(program: Program, computation: Computation, made: Instruction, index: int) -> str:
     """The path of the first matrix product that reads an array, one of several that `made` has, or of the first reader at all.
 
-    What only keeps it for later is no reader.
+    What only keeps it for later or adds it to a sum is no reader.
     """
     first, ahead = '', [made]
     for one in ahead:
@@ -81,7 +81,7 @@ def destination(program: Program, computation: Computation, made: Instruction, i
             if user.opcode in SAME or user.opcode.endswith('-done') or user.opcode == 'fusion':
                 ahead.append(user)
             hands_on = user.opcode in SAME or user.opcode.endswith('-done')
-            if not hands_on and is_path(user.op_name) and not user.op_name.endswith('dynamic_update_slice'):
+            if not hands_on and is_path(user.op_name) and not user.op_name.endswith(('/dynamic_update_slice', '/add')):
                 first = first or user.op_name
     return first
 

@@ -52,9 +52,10 @@ def caught(found: Inspection) -> set[str]:
     return more | {one.rule for one in found.findings if one.level == 'error'}
 
 
-@pytest.mark.parametrize('sequence_parallel', [False, True], ids=['tp', 'sp'])
-@pytest.mark.parametrize('recompute', ['none', 'full'])
-@pytest.mark.parametrize('name', ['gpt', 'llama'])
+@pytest.mark.parametrize(
+    ('name', 'recompute', 'sequence_parallel'),
+    [('gpt', 'none', True), ('gpt', 'full', False), ('llama', 'none', False), ('llama', 'full', True)],
+)
 def test_no_row_has_more_than_megatron(name, recompute, sequence_parallel):
     config = small(name, sequence_parallel=sequence_parallel, train={'microbatches': 4, 'recompute': recompute})
     found = inspect_here(config, **AS_USERS_DO)
@@ -192,24 +193,22 @@ HALF = {'train': {'dtype': 'bfloat16'}}
 @pytest.mark.parametrize(
     ('worsen', 'config', 'expected'),
     [
-        (column_parallel_down, small(), 'mlp forward model'),
-        (unfused, small(model={'num_kv_heads': 8}), 'attention backward model'),
-        (unfused, small(), 'input gradient reduced again'),
-        (unfused, small('llama', model={'num_kv_heads': 8}), 'mlp backward model'),
-        (replicated_embedding, small(), 'replicated parameter'),
-        (replicated_embedding, small(), 'gradients step data'),
-        (gathered_table, small(), 'gathered weight'),
-        (replicated_mlp, small(), 'gradients step data'),
-        (gathered_logits, small(), 'head backward model'),
-        (sharded_norm, small(), 'mlp forward model'),
-        (replicated_optimizer_state, small(), 'optimizer state elsewhere'),
-        (reduced_for_each_microbatch, small(train={'microbatches': 4}), 'gradients step data'),
-        (wide_residual_stream, small(**HALF), 'fp32 on the wire'),
+        (column_parallel_down, small(), {'mlp forward model'}),
+        (unfused, small(), {'attention backward model', 'input gradient reduced again'}),
+        (unfused, small('llama', model={'num_kv_heads': 8}), {'mlp backward model', 'input gradient reduced again'}),
+        (replicated_embedding, small(), {'replicated parameter', 'gradients step data'}),
+        (gathered_table, small(), {'gathered weight'}),
+        (replicated_mlp, small(), {'gradients step data'}),
+        (gathered_logits, small(), {'head backward model'}),
+        (sharded_norm, small(), {'mlp forward model'}),
+        (replicated_optimizer_state, small(), {'optimizer state elsewhere'}),
+        (reduced_for_each_microbatch, small(train={'microbatches': 4}), {'gradients step data'}),
+        (wide_residual_stream, small(**HALF), {'fp32 on the wire'}),
     ],
 )
 def test_a_worse_step_is_caught(worsen, config, expected, monkeypatch):
-    assert expected not in caught_as_built(config)
+    assert not expected & caught_as_built(config)
     worsen(monkeypatch.setattr)
     found = inspect_here(config)
-    assert expected in caught(found)
+    assert expected <= caught(found)
     assert not found.ok
