@@ -2,13 +2,16 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint inspect bench clean
+.PHONY: train test test-slow lint inspect bench clean
 
 train: $(VENV)/.installed
 	$(BIN)/megajax train $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 $(ARGS)
+	$(BIN)/pytest -n 2 -m 'not slow' $(ARGS)
+
+test-slow: $(VENV)/.installed-dev
+	$(BIN)/pytest -n 2 -m slow $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -36,6 +36,7 @@ def test_the_import_is_light() -> None:
     assert imported == 'False'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('notebook', sorted((ROOT / 'notebooks').glob('*.ipynb')), ids=lambda path: path.stem)
 def test_the_notebook_runs_from_top_to_bottom(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')  # as conftest.py does: the kernel is a process of its own
