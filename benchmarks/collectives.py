@@ -17,7 +17,8 @@ os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 import megajax
 from megajax.config import presets
 from megajax.inspect.audit import audit
-from megajax.inspect.compile import compile_step, target_mesh
+from megajax.inspect.compile import compile_for
+from megajax.inspect.gpu import num_hosts
 
 MESHES = (1, 2), (2, 4), (8, 8), (64, 8)
 SETTINGS = [*itertools.product((False, True), (1, 4), ('none', 'selective', 'full'))]
@@ -61,9 +62,8 @@ def load(*, preset: str, data: str, model: str, sequence_parallel: str, microbat
 
 
 def measure(config: megajax.Config) -> dict[str, str]:
-    hosts = max(1, config.mesh.data * config.mesh.model // 8)
-    mesh = target_mesh(config, 'h100', hosts)
-    found = audit(config, compile_step(config, mesh, mesh.size // hosts), 'h100')
+    hosts = num_hosts(config.mesh.data * config.mesh.model)
+    found = audit(config, compile_for(config, 'h100', hosts), 'h100')
     more = [f'{row.site} {row.phase} {row.axis}' for row in found.rows if row.verdict == 'MORE']
     errors = [one.rule for one in found.findings if one.level == 'error']
     ratios = {f'{axis}_ratio': '' if ratio is None else f'{ratio:.6f}' for axis, ratio in found.ratios.items()}

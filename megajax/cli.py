@@ -72,6 +72,8 @@ def inspect(
 ) -> None:
     """Show the collectives that XLA inserted beside those that Megatron places by hand; exits with 1 where there are more."""
     config = load(source, overrides or ())
+    if missing := [path for path in (json, hlo) if path and not path.parent.is_dir()]:
+        raise ConfigError(*(f'{path}: there is no folder {path.parent}: make it first' for path in missing))
     from megajax.inspect import inspect_with_text
     from megajax.inspect.report import tables
 

@@ -94,10 +94,9 @@ def _batches(config: 'Config') -> Iterator[Problem]:
             f'use {_multiples(batch_size, data * microbatches)}'
         )
         yield Problem(path='train.batch_size', message=message, others=('mesh.data', 'train.microbatches'))
-    elif config.train.xla == 'overlap' and batch_size // (data * microbatches) % 2:
-        rows = batch_size // (data * microbatches)
+    elif config.train.xla == 'overlap' and config.microbatch_rows % 2:
         message = (
-            f'{batch_size} gives each data shard {rows} rows of a microbatch, and train.xla=overlap cuts them in half; '
+            f'{batch_size} gives each data shard {config.microbatch_rows} rows of a microbatch, and train.xla=overlap cuts them in half; '
             f'use {_multiples(batch_size, 2 * data * microbatches)}, or train.xla=default'
         )
         yield Problem(path='train.batch_size', message=message, others=('train.xla', 'mesh.data', 'train.microbatches'))

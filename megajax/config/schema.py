@@ -133,6 +133,11 @@ class Config(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     run: RunConfig = RunConfig()
 
+    @property
+    def microbatch_rows(self) -> int:
+        """Sequences that a data shard has in one microbatch."""
+        return self.train.batch_size // (self.mesh.data * self.train.microbatches)
+
     @model_validator(mode='after')
     def _check_combinations(self) -> Self:
         if problems := incompatibilities(self):

@@ -8,19 +8,17 @@ import sys
 import types
 from typing import Any
 
-from megajax.config import Config, ConfigError
+from megajax.config import Config
+from megajax.inspect.gpu import check_target, num_hosts
 from megajax.inspect.result import Inspection
 
 __all__ = ['Inspection', 'assert_collectives', 'inspect']
-
-TARGETS = 'cpu', 'a100', 'h100', 'h200', 'b200'
-DEVICES_PER_HOST = 8
 
 
 def inspect(config: Config, *, target: str = 'cpu', hosts: int | None = None) -> Inspection:
     """Compile the training step of `config` for its mesh of `target` devices and compare it with Megatron's; nothing is allocated.
 
-    `hosts` are as many as the mesh needs with 8 devices each, unless given. Raises ConfigError for a target or hosts that cannot be.
+    `hosts` are as few as the mesh needs with at most 8 devices each, unless given. Raises ConfigError for a target or hosts that cannot be.
     """
     inspection, _ = inspect_with_text(config, target=target, hosts=hosts)
     return inspection
@@ -28,28 +26,13 @@ def inspect(config: Config, *, target: str = 'cpu', hosts: int | None = None) ->
 
 def inspect_with_text(config: Config, *, target: str, hosts: int | None) -> tuple[Inspection, str]:
     """As `inspect`, with the compiled HLO."""
-    from megajax.inspect.gpu import need_compiler
-
-    if target not in TARGETS:
-        raise ConfigError(f'--target {target}: choose among {", ".join(TARGETS)}')
-    if target != 'cpu':
-        need_compiler(target)
-    hosts = _hosts(config, hosts)
-
-    from megajax.inspect.audit import audit
+    check_target(target)
+    hosts = num_hosts(config.mesh.data * config.mesh.model, hosts)
+    from megajax.inspect.audit import audit  # here, because it imports jax
     from megajax.inspect.compile import compile_in_child
 
     compiled = compile_in_child(config, target, hosts)
     return audit(config, compiled, target), compiled.text
-
-
-def _hosts(config: Config, hosts: int | None) -> int:
-    devices = config.mesh.data * config.mesh.model
-    hosts = max(1, devices // DEVICES_PER_HOST) if hosts is None else hosts
-    if hosts < 1 or devices % hosts:
-        fits = ', '.join(str(n) for n in range(1, devices + 1) if devices % n == 0)
-        raise ConfigError(f'--hosts {hosts} does not divide the {devices} devices of the mesh: choose among {fits}')
-    return hosts
 
 
 def assert_collectives(function: Any, /, *args: Any, **expected: dict[str, int]) -> None:

@@ -47,16 +47,8 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends each time, by the ring algorithm."""
-        n = max(len(group) for group in self.groups)
-        factor = {
-            'all-reduce': 2 * (n - 1) / n,
-            'all-gather': n - 1,
-            'reduce-scatter': (n - 1) / n,
-            'all-to-all': (n - 1) / n,
-            'ragged-all-to-all': (n - 1) / n,
-        }.get(self.kind, 1)
-        return factor * self.operand.bytes
+        """Bytes that a device sends each time."""
+        return ring_bytes(self.kind, self.whole, max(len(group) for group in self.groups))
 
     @property
     def whole(self) -> Array:
@@ -67,6 +59,12 @@ class Collective:
     def is_scalar(self) -> bool:
         """Whether it carries one number."""
         return not self.operand.dims
+
+
+def ring_bytes(kind: str, whole: Array, size: int) -> float:
+    """Bytes that each of `size` devices sends by the ring algorithm; `whole` is what is gathered, reduced or scattered."""
+    rounds = {'all-reduce': 2, 'collective-permute': size / (size - 1), 'collective-broadcast': size / (size - 1)}.get(kind, 1)
+    return rounds * (size - 1) / size * whole.bytes
 
 
 def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from megajax.config import Config, ConfigError
 from megajax.inspect.gpu import gpu_devices
 from megajax.parallel.layout import BATCH
-from megajax.parallel.mesh import AXES, concrete, make_mesh
+from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.train.placements import Placement, placements
 from megajax.train.step import TrainState, init_state, make_train_step
 
@@ -76,13 +75,12 @@ def compile_step(
         )
 
 
-def target_mesh(config: Config, target: str, hosts: int) -> Mesh:
-    """The mesh of `config` over `hosts` of the target's devices, simulated where the target is a CPU."""
+def compile_for(config: Config, target: str, hosts: int) -> CompiledStep:
+    """Compile in this process for the mesh of `config` over `hosts` of the target's devices, simulated where the target is a CPU."""
     data, model = config.mesh.data, config.mesh.model
-    if target == 'cpu':
-        return make_mesh(data, model)
-    devices = gpu_devices(target, hosts=hosts, per_host=data * model // hosts)
-    return Mesh(np.array(devices).reshape(data, model), AXES, axis_types=(AxisType.Explicit,) * 2)
+    per_host = data * model // hosts
+    mesh = make_mesh(data, model) if target == 'cpu' else mesh_of(gpu_devices(target, hosts=hosts, per_host=per_host), data, model)
+    return compile_step(config, mesh, per_host)
 
 
 def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
@@ -101,11 +99,9 @@ def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
 
 
 def _main(task: str, result: str) -> None:
-    config, target, hosts = pickle.loads(Path(task).read_bytes())
     from megajax.inspect import compile as home  # not __main__: the caller unpickles what this pickles
 
-    mesh = home.target_mesh(config, target, hosts)
-    Path(result).write_bytes(pickle.dumps(home.compile_step(config, mesh, mesh.size // hosts)))
+    Path(result).write_bytes(pickle.dumps(home.compile_for(*pickle.loads(Path(task).read_bytes()))))
 
 
 if __name__ == '__main__':

@@ -41,6 +41,8 @@ GPUS = {
         l2_cache=132644864, shared_memory_per_block=232448, shared_memory_per_core=233472,
     ),
 }  # fmt: skip
+TARGETS = 'cpu', *GPUS
+DEVICES_PER_HOST = 8
 
 
 def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
@@ -58,10 +60,22 @@ def has_compiler() -> bool:
     return any(importlib.util.find_spec(f'jax_plugins.xla_cuda{version}') for version in (12, 13))
 
 
-def need_compiler(target: str) -> None:
-    """Raise ConfigError unless XLA's GPU compiler is installed."""
-    if not has_compiler():
+def check_target(target: str) -> None:
+    """Raise ConfigError unless the step can be compiled for it here."""
+    if target not in TARGETS:
+        raise ConfigError(f'--target {target}: choose among {", ".join(TARGETS)}')
+    if target != 'cpu' and not has_compiler():
         raise ConfigError(f"--target {target} needs XLA's GPU compiler (no GPU): pip install 'megajax[gpu-compile]'")
+
+
+def num_hosts(devices: int, wanted: int | None = None) -> int:
+    """As many as wanted, or the fewest with equal shares of at most 8 devices. Raises ConfigError if the devices do not divide."""
+    fits = [hosts for hosts in range(1, devices + 1) if devices % hosts == 0]
+    if wanted is None:
+        return next(hosts for hosts in fits if devices <= hosts * DEVICES_PER_HOST)
+    if wanted not in fits:
+        raise ConfigError(f'--hosts {wanted} does not divide the {devices} devices of the mesh: choose among {", ".join(map(str, fits))}')
+    return wanted
 
 
 def _description(gpu: Gpu) -> str:

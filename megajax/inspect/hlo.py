@@ -91,7 +91,7 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Computation:
-    """Instructions in the order in which they run; `times` a step, at least once where a loop's length is not known."""
+    """Instructions in the order in which they run."""
 
     name: str
     instructions: tuple[Instruction, ...]

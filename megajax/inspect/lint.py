@@ -78,7 +78,7 @@ def _gathered_weights(config: Config, compiled: CompiledStep, placed: Sequence[C
         if 'model' in parameter.axes:
             shapes = [parameter.shape, parameter.shape[1:]] if parameter.name.startswith('layers.') else [parameter.shape]
             weights |= {dims: parameter.name for shape in shapes for dims in _spellings(shape)}
-    tokens = config.train.batch_size // config.mesh.data // config.train.microbatches * config.train.seq_len
+    tokens = config.microbatch_rows * config.train.seq_len
     for one in placed:
         name = weights.get(tuple(sorted(one.whole.dims)))
         if one.kind == 'all-gather' and name and prod(one.whole.dims[:-1]) != tokens:

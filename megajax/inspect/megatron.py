@@ -8,8 +8,10 @@ D model, V vocabulary (padded), N query heads, K key/value heads, H head dim, F 
 import dataclasses
 from collections.abc import Iterator
 
-from megajax.config import Config
+from megajax.config import Config, num_parameters
+from megajax.inspect.collectives import ring_bytes
 from megajax.inspect.hlo import Array
+from megajax.inspect.result import Phase
 from megajax.inspect.sites import Site
 
 _DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16'}
@@ -27,8 +29,8 @@ class Expected:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends each time, by the ring algorithm."""
-        return (2 if self.kind == 'all-reduce' else 1) * (self.size - 1) / self.size * self.array.bytes
+        """Bytes that a device sends each time."""
+        return ring_bytes(self.kind, self.array, self.size)
 
 
 def expected(config: Config) -> list[Expected]:
@@ -38,14 +40,13 @@ def expected(config: Config) -> list[Expected]:
 
 
 def _activation(config: Config) -> Array:
-    rows = config.train.batch_size // config.mesh.data // config.train.microbatches
-    return Array(_DTYPES[config.train.dtype], (rows, config.train.seq_len, config.model.hidden_size))
+    return Array(_DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len, config.model.hidden_size))
 
 
-def _over_model(config: Config, name: str, phase: str, kinds: tuple[str, ...], array: Array, times: int = 1) -> Iterator[Expected]:
+def _over_model(config: Config, name: str, phase: Phase, kinds: tuple[str, ...], array: Array, times: int = 1) -> Iterator[Expected]:
+    site, times = Site(name, phase, 'model'), times * config.train.microbatches
     for kind in kinds:
-        site = Site(name, phase, 'model')  # type: ignore[arg-type]
-        yield Expected(site=site, kind=kind, array=array, times=times * config.train.microbatches, size=config.mesh.model)
+        yield Expected(site=site, kind=kind, array=array, times=times, size=config.mesh.model)
 
 
 GATHER, REDUCE, SCATTER = 'all-gather', 'all-reduce', 'reduce-scatter'
@@ -69,7 +70,7 @@ def _layers(config: Config) -> Iterator[Expected]:
     columns = (config.model.num_heads + 2 * config.model.num_kv_heads) * config.model.head_dim
     qkv = Array(_DTYPES[config.train.dtype], (rows, length, columns))
     for name in ('attention', 'mlp'):
-        passes = [('forward', forward), ('backward', backward)]
+        passes: list[tuple[Phase, tuple[str, ...]]] = [('forward', forward), ('backward', backward)]
         passes += [('recompute', forward)] if config.train.recompute == 'full' else []
         for phase, kinds in passes:
             yield from _over_model(config, name, phase, kinds, _activation(config), layers)
@@ -108,21 +109,7 @@ def _gradients(config: Config) -> Iterator[Expected]:
     yield Expected(
         site=Site('gradients', 'step', 'data'),
         kind=REDUCE,
-        array=Array('f32', (parameters_per_device(config),)),
+        array=Array('f32', (num_parameters(config.model, padded=True, shards=config.mesh.model),)),
         times=1,
         size=config.mesh.data,
     )
-
-
-def parameters_per_device(config: Config) -> int:
-    """How many numbers of the parameters, with the vocabulary padded, Megatron keeps on a device."""
-    model, shards = config.model, config.mesh.model
-    D, N, H, F = model.hidden_size, model.num_heads, model.head_dim, model.ffn_size
-    columns = (N + 2 * max(model.num_kv_heads, shards)) * H // shards
-    up = (2 if model.activation == 'swiglu' else 1) * F // shards
-    layer = D * columns + N * H // shards * D + D * up + F // shards * D
-    norm = (2 if model.norm == 'layernorm' else 1) * D
-    layer += 2 * norm + (columns + up + 2 * D if model.bias else 0) + (2 * norm // D * H if model.qk_norm else 0)
-    tables = (1 if model.tie_embeddings else 2) * model.padded_vocab_size // shards * D
-    positions = model.max_seq_len * D if model.position == 'learned' else 0
-    return tables + positions + model.num_layers * layer + norm

@@ -18,8 +18,9 @@ _HTML = '<pre style="font-size: 85%; line-height: 1.25; white-space: pre; overfl
 def to_text(inspection: Inspection, *, width: int = 150) -> str:
     """Plain text."""
     console = Console(file=io.StringIO(), width=width, highlight=False, force_jupyter=False)
-    console.print(tables(inspection))
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    with console.capture() as capture:
+        console.print(tables(inspection))
+    return capture.get()
 
 
 def to_html(inspection: Inspection) -> str:

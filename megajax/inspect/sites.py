@@ -35,7 +35,7 @@ def site_of(one: Collective, config: Config) -> Site:
     if found == 'optimizer':
         return Site('optimizer', 'step', one.axis)
     if found in ('head', 'loss'):  # what is reduced per token is the loss's
-        tokens = config.train.batch_size // config.mesh.data // config.train.microbatches * config.train.seq_len
+        tokens = config.microbatch_rows * config.train.seq_len
         found = 'loss' if prod(one.whole.shape) <= tokens else 'head'
         return Site(found, 'forward' if found == 'loss' else phase_of(one.op_name), one.axis)
     if found is None:

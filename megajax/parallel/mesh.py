@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,7 +31,12 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
             f'mesh.data={data} x mesh.model={model} leaves {len(devices) - needed} of {len(devices)} devices idle, and with '
             f'{jax.process_count()} processes each must have its part: set mesh.data={len(devices) // model}'
         )
-    return Mesh(np.array(devices[:needed]).reshape(data, model), AXES, axis_types=(AxisType.Explicit,) * 2)
+    return mesh_of(devices[:needed], data, model)
+
+
+def mesh_of(devices: Sequence[Any], data: int, model: int) -> Mesh:
+    """These devices as a mesh ('data', 'model') with Explicit axes; they need not be there (`inspect/gpu.py`)."""
+    return Mesh(np.array(devices).reshape(data, model), AXES, axis_types=(AxisType.Explicit,) * 2)
 
 
 def is_simulated(mesh: Mesh) -> bool:

@@ -38,6 +38,7 @@ def problems(*overrides: str) -> list[Problem]:
         ),
         ('model.position=rope model.head_dim=63', 'model.head_dim', 'use 62 or 64', 'model.head_dim=62'),
         ('train.microbatches=3', 'train.batch_size', 'mesh.data=8 x train.microbatches=3 = 24; use 504 or 528', 'train.batch_size=528'),
+        ('train.microbatches=64 train.xla=overlap', 'train.batch_size', 'cuts them in half; use 1024, or train', 'train.microbatches=32'),
         ('train.seq_len=2048', 'train.seq_len', 'use at most 1024, or raise model.max_seq_len', 'model.max_seq_len=2048'),
         ('mesh.model=4 train.seq_len=1022 mesh.sequence_parallel=true', 'train.seq_len', 'use 1020 or 1024', 'train.seq_len=1020'),
         ('optim.lr=1e-6', 'optim.min_lr', 'use at most 1e-06', 'optim.min_lr=1e-6'),

@@ -9,7 +9,7 @@ import pytest
 
 import megajax
 from megajax.inspect import Inspection, inspect_with_text
-from megajax.inspect.gpu import has_compiler
+from megajax.inspect.gpu import has_compiler, num_hosts
 
 SMALL = 'model.num_layers=2', 'model.vocab_size=1000', 'train.batch_size=8'
 
@@ -54,6 +54,7 @@ def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
     [
         (['tiny', '--target', 'h1000'], '--target h1000: choose among cpu, a100, h100, h200, b200'),
         (['tiny', '--hosts', '3'], '--hosts 3 does not divide the 4 devices of the mesh: choose among 1, 2, 4'),
+        (['tiny', '--json', '/nowhere/it.json'], '/nowhere/it.json: there is no folder /nowhere: make it first'),
         (['tiny', 'mesh.model=3'], 'model.num_heads: 4 is not a multiple of mesh.model=3'),
     ],
 )
@@ -61,6 +62,11 @@ def test_a_wrong_call_exits_2_and_names_the_fix(arguments, message):
     done = command(*arguments)
     assert (done.returncode, done.stdout) == (2, '')
     assert message in done.stderr
+
+
+@pytest.mark.parametrize(('devices', 'hosts'), [(1, 1), (8, 1), (12, 2), (16, 2), (20, 4), (512, 64)])
+def test_hosts_are_the_fewest_that_share_the_devices_with_at_most_8_each(devices, hosts):
+    assert num_hosts(devices) == hosts
 
 
 @pytest.mark.skipif(has_compiler(), reason="XLA's GPU compiler is installed, so nothing is missing")

@@ -4,7 +4,7 @@ import pytest
 
 import megajax
 from megajax.config import presets
-from megajax.inspect.megatron import Expected, expected, parameters_per_device
+from megajax.inspect.megatron import Expected, expected
 
 
 def config(name: str = 'megatron_8.3b', *overrides: str) -> megajax.Config:
@@ -62,9 +62,9 @@ def test_a_mesh_of_one_sends_nothing():
 
 
 @pytest.mark.parametrize('name', presets())
-def test_the_parameters_of_one_device_are_those_of_the_config(name):
-    loaded = megajax.load(name, ['mesh.data=1', 'mesh.model=1', 'train.microbatches=1'])
-    assert parameters_per_device(loaded) == megajax.config.num_parameters(loaded.model, padded=True)
+def test_each_number_of_a_device_is_reduced_over_data_once_in_fp32(name):
+    loaded = config(name, 'mesh.data=8', 'mesh.model=1', 'train.microbatches=1')
+    assert wire_bytes(expected(loaded), 'gradients') == 2 * 7 / 8 * 4 * megajax.config.num_parameters(loaded.model, padded=True)
 
 
 def test_few_key_value_heads_are_gathered_with_the_queries():

@@ -4,27 +4,22 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import P
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
-from megajax.config import ConfigError
 from megajax.inspect.collectives import collectives
-from megajax.inspect.gpu import gpu_devices, need_compiler
+from megajax.inspect.gpu import gpu_devices, has_compiler
 from megajax.inspect.hlo import Program
-from megajax.parallel.mesh import AXES, make_mesh
+from megajax.parallel.mesh import make_mesh, mesh_of
 
 B, S, D, N, H = 8, 64, 256, 8, 32
 
 
 @pytest.fixture(params=['cpu', 'h100'])
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param != 'cpu':
-        try:
-            need_compiler(request.param)
-        except ConfigError as error:
-            pytest.skip(str(error))
+    if request.param != 'cpu' and not has_compiler():
+        pytest.skip("needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
     # The pass in question is one of those that conftest.py turns off.
     disabled = jax.config.values['jax_disable_most_optimizations']
     jax.config.update('jax_disable_most_optimizations', False)
@@ -78,8 +73,7 @@ def test_a_cast_keeps_the_compiler_from_adding_them_first(target: str) -> None:
 
 def reduced_backward(function: Callable[..., jax.Array], target: str) -> float:
     """What the backward pass reduces over `model`, in activations in bf16."""
-    devices = np.array(gpu_devices('h100', hosts=1, per_host=8)).reshape(2, 4) if target == 'h100' else make_mesh(2, 4).devices
-    mesh = Mesh(devices, AXES, axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of(gpu_devices('h100', hosts=1, per_host=8), 2, 4) if target == 'h100' else make_mesh(2, 4)
 
     def abstract(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
