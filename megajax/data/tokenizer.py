@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megajax.config.check import ConfigError, Problem
-from megajax.data.corpus import Document
 
 if TYPE_CHECKING:
     import tokenizers
 
+UINT16_BELOW = 65500  # as in megatron-core's `DType.optimal_dtype`
+DOCUMENTS_AT_ONCE = 64  # tokenizers holds some 90 bytes for each token of a call
 END_OF_DOCUMENT = ('<|endoftext|>', '</s>', '<|end_of_text|>')  # GPT-2 and ours, Llama 2, Llama 3
 
 # What BPE may merge: a word with the space before it, punctuation with the blanks, line break and indentation after it, blanks.
@@ -25,7 +26,7 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` and what training asks of it.
 
     `vocab_size` counts the ids, `eod` is the id of the end-of-document token, `token_bytes` (int32 [vocab_size]) counts the UTF-8
-    bytes that each token stands for, 0 for a special one, and `dtype` is uint16 if that holds every id, else int32.
+    bytes that each token stands for, 0 for a special one, and `dtype` is uint16 for small vocabularies, else int32.
     Raises ConfigError, which calls it `spec`, if there is no end-of-document token or tokens do not stand for bytes.
     """
 
@@ -42,7 +43,7 @@ class Tokenizer:
         self.token_bytes = _token_bytes(backend, spec)
         self.token_bytes[self.eod] = 0
         self.vocab_size = len(self.token_bytes)
-        self.dtype = np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.int32)
+        self.dtype = np.dtype(np.uint16 if self.vocab_size < UINT16_BELOW else np.int32)
         self.fingerprint = sha256(backend.to_str().encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -59,22 +60,28 @@ class Tokenizer:
         self._backend.save(str(path))
 
 
-def make_tokenizer(spec: str, vocab_size: int, documents: Sequence[Document]) -> Tokenizer:
-    """The tokenizer that `spec` names: 'bytes', 'bpe' (trained on `documents` to `vocab_size` entries) or a tokenizer.json.
+def make_tokenizer(spec: str, vocab_size: int, texts: Sequence[str] = ()) -> Tokenizer:
+    """The tokenizer that `spec` names: 'bytes', 'bpe' (trained on `texts` to `vocab_size` entries) or a tokenizer.json.
 
-    A BPE has fewer entries where the documents have no more pairs to merge. Raises ConfigError if the file cannot be used, or if
+    A BPE has fewer entries where the texts have no more pairs to merge. Raises ConfigError if the file cannot be used, or if
     there are more entries than `vocab_size`.
     """
-    if spec == 'bytes':
-        tokenizer = byte_tokenizer()
-    elif spec == 'bpe':
-        tokenizer = train_bpe([document.text for document in documents], vocab_size)
-    else:
-        tokenizer = load_tokenizer(spec)
+    tokenizer = train_bpe(texts, vocab_size) if spec == 'bpe' else load_tokenizer(spec)
     if tokenizer.vocab_size > vocab_size:
         message = f'{vocab_size} is below the {tokenizer.vocab_size} entries of data.tokenizer={spec}; use {tokenizer.vocab_size} or more'
         raise ConfigError(Problem(path='model.vocab_size', message=message, others=('data.tokenizer',)))
     return tokenizer
+
+
+def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of all texts in a row, each followed by the end-of-document token, as `tokenizer.dtype`, and their lengths, int32."""
+    eod = np.array([tokenizer.eod], tokenizer.dtype)
+    pieces, lengths = [eod[:0]], np.zeros(len(texts), np.int32)
+    for start in range(0, len(texts), DOCUMENTS_AT_ONCE):
+        for i, ids in enumerate(tokenizer.encode_batch(texts[start : start + DOCUMENTS_AT_ONCE]), start):
+            pieces += [ids, eod]
+            lengths[i] = len(ids) + 1
+    return np.concatenate(pieces), lengths
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -107,7 +114,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a Hugging Face tokenizer.json; raises ConfigError if there is none or it cannot be used."""
+    """'bytes', or the tokenizer of a Hugging Face tokenizer.json; raises ConfigError if there is none or it cannot be used."""
+    if path == 'bytes':
+        return byte_tokenizer()
     import tokenizers
 
     file = Path(path).expanduser()

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megajax.config import ConfigError
-from megajax.data import Document, Tokenizer, make_tokenizer
+from megajax.data import Tokenizer, make_tokenizer
 
 TEXTS = [
     'def f(x):\n    if x:\n        return x + 1\n\n\nclass A:\n\tpass\r\n',
@@ -19,11 +19,11 @@ TEXTS = [
     '\x00\x7f\xa0\xad',
     '',
 ]
-DOCUMENTS = [Document(name=f'{i}.py', text=text * 20) for i, text in enumerate(TEXTS)]
+CORPUS = [text * 20 for text in TEXTS]
 
 
 def bpe_file(path: Path, *, eod: str = '<|endoftext|>') -> str:
-    make_tokenizer('bpe', 300, DOCUMENTS).save(path)
+    make_tokenizer('bpe', 300, CORPUS).save(path)
     path.write_text(path.read_text(encoding='utf-8').replace('<|endoftext|>', eod), encoding='utf-8')
     return str(path)
 
@@ -45,7 +45,7 @@ def sentencepiece(path: Path) -> str:
 @pytest.fixture(params=['bytes', 'bpe', 'file'])
 def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
     spec = bpe_file(tmp_path / 'tokenizer.json') if request.param == 'file' else request.param
-    return make_tokenizer(spec, 300, DOCUMENTS)
+    return make_tokenizer(spec, 300, CORPUS)
 
 
 def test_decoding_undoes_encoding(tokenizer: Tokenizer) -> None:
@@ -69,33 +69,33 @@ def test_the_end_of_a_document_is_seen(tokenizer: Tokenizer) -> None:
 
 
 def test_a_byte_is_its_own_id() -> None:
-    tokenizer = make_tokenizer('bytes', 257, [])
+    tokenizer = make_tokenizer('bytes', 257)
     assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
     for text, ids in zip(TEXTS, tokenizer.encode_batch(TEXTS), strict=True):
         assert ids.tolist() == list(text.encode())
 
 
 def test_bpe_fills_the_vocabulary_and_is_the_same_every_time() -> None:
-    first, second, smaller = (make_tokenizer('bpe', size, DOCUMENTS) for size in (300, 300, 299))
+    first, second, smaller = (make_tokenizer('bpe', size, CORPUS) for size in (300, 300, 299))
     assert (first.vocab_size, first.eod, smaller.vocab_size) == (300, 299, 299)
     assert first.fingerprint == second.fingerprint != smaller.fingerprint
 
 
 def test_bpe_merges_line_breaks_with_indentation_and_what_stands_before() -> None:
-    tokenizer = make_tokenizer('bpe', 300, [Document(name='a', text='f(x):\n        y = g()\n' * 50)])
+    tokenizer = make_tokenizer('bpe', 300, ['f(x):\n        y = g()\n' * 50])
     pieces = [tokenizer.decode([i]) for i in tokenizer.encode_batch(['f(x):\n        y'])[0]]
     assert '):\n        ' in pieces
 
 
 def test_a_saved_tokenizer_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path / 'saved.json')
-    again = make_tokenizer(str(tmp_path / 'saved.json'), 300, [])
+    again = make_tokenizer(str(tmp_path / 'saved.json'), 300)
     assert (again.fingerprint, again.vocab_size, again.eod) == (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
     np.testing.assert_array_equal(again.token_bytes, tokenizer.token_bytes)
 
 
 def test_a_sentencepiece_tokenizer_counts_the_space_it_puts_first(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(sentencepiece(tmp_path / 'tokenizer.json'), 300, [])
+    tokenizer = make_tokenizer(sentencepiece(tmp_path / 'tokenizer.json'), 300)
     text = 'a b aé 日\n'
     (ids,) = tokenizer.encode_batch([text])
     assert tokenizer.decode(ids) == text
@@ -109,7 +109,7 @@ def test_truncation_and_padding_of_a_file_are_turned_off(tmp_path: Path) -> None
     backend.enable_truncation(2)
     backend.enable_padding()
     backend.save(str(tmp_path / 'tokenizer.json'))
-    (long, short) = make_tokenizer(str(tmp_path / 'tokenizer.json'), 300, []).encode_batch([TEXTS[1], 'a'])
+    (long, short) = make_tokenizer(str(tmp_path / 'tokenizer.json'), 300).encode_batch([TEXTS[1], 'a'])
     assert len(long) > 2
     assert len(short) == 1
 
@@ -119,24 +119,24 @@ def test_a_vocabulary_that_is_too_small(spec: str, vocab_size: int, entries: int
     monkeypatch.chdir(tmp_path)
     bpe_file(tmp_path / 'tokenizer.json')
     with pytest.raises(ConfigError, match=f'model.vocab_size: {vocab_size} is below the {entries} .*{spec}; use {entries} or more'):
-        make_tokenizer(spec, vocab_size, DOCUMENTS)
+        make_tokenizer(spec, vocab_size, CORPUS)
 
 
 def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
     path = tmp_path / 'tokenizer.json'
     with pytest.raises(ConfigError, match=f'data.tokenizer: there is no file {path}; give'):
-        make_tokenizer(str(path), 300, [])
+        make_tokenizer(str(path), 300)
     path.write_text('{"model":')
     with pytest.raises(ConfigError, match=r'json is not a tokenizer.json: EOF'):
-        make_tokenizer(str(path), 300, [])
+        make_tokenizer(str(path), 300)
     bpe_file(path, eod='<end>')
     with pytest.raises(ConfigError, match=r'json has no end-of-document token; add one of'):
-        make_tokenizer(str(path), 300, [])
+        make_tokenizer(str(path), 300)
     words = tokenizers.Tokenizer(models.WordLevel({'a': 0, '</s>': 1}, unk_token='a'))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(path))
     with pytest.raises(ConfigError, match=r'json has tokens that do not stand for bytes'):
-        make_tokenizer(str(path), 300, [])
+        make_tokenizer(str(path), 300)
 
 
 def test_what_is_saved_is_a_hugging_face_tokenizer(tmp_path: Path) -> None:
