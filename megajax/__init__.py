@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from megajax.inspect import inspect as inspect
     from megajax.model.decoder import Decoder as Decoder
     from megajax.parallel.mesh import make_mesh as make_mesh
+    from megajax.train.feed import place_batch as place_batch
     from megajax.train.placements import placements as placements
     from megajax.train.step import TrainState as TrainState
     from megajax.train.step import init_state as init_state
     from megajax.train.step import make_train_step as make_train_step
-    from megajax.train.step import place_batch as place_batch
 
 _HOMES = {
     'Config': 'megajax.config',
@@ -28,7 +28,7 @@ _HOMES = {
     'load': 'megajax.config',
     'make_mesh': 'megajax.parallel.mesh',
     'make_train_step': 'megajax.train.step',
-    'place_batch': 'megajax.train.step',
+    'place_batch': 'megajax.train.feed',
     'placements': 'megajax.train.placements',
 }
 

@@ -10,11 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from megajax.cli_data import data_app
 from megajax.config import ConfigError, ModelConfig, dump, load, num_parameters, presets
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at configs.')
 app.add_typer(config_app, name='config')
+app.add_typer(data_app, name='data')
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help='For example train.steps=100 mesh.model=4.')]
 

@@ -34,7 +34,7 @@ class ConfigError(ValueError):
 
 def incompatibilities(config: 'Config') -> list[Problem]:
     """Every pair of keys that cannot work together."""
-    return [*_heads(config), *_kv_heads(config), *_widths(config), *_batches(config), *_schedule(config), *_split(config)]
+    return [*_heads(config), *_kv_heads(config), *_widths(config), *_batches(config), *_schedule(config), *_data(config)]
 
 
 def _heads(config: 'Config') -> Iterator[Problem]:
@@ -112,7 +112,10 @@ def _schedule(config: 'Config') -> Iterator[Problem]:
         yield Problem(path='optim.warmup_steps', message=message, others=('train.steps',))
 
 
-def _split(config: 'Config') -> Iterator[Problem]:
+def _data(config: 'Config') -> Iterator[Problem]:
+    if config.data.blend and config.data.corpus != type(config.data).model_fields['corpus'].default:
+        message = f'{config.data.corpus}, and data.blend names {", ".join(config.data.blend)}; set one of the two'
+        yield Problem(path='data.corpus', message=message, others=('data.blend',))
     try:
         parts = [float(part) for part in config.data.split.split(',')]
     except ValueError:

@@ -102,9 +102,14 @@ class LossConfig(Section):
 class DataConfig(Section):
     """The corpus, how it becomes tokens, and how documents are split into training, validation and test."""
 
-    corpus: str = 'stdlib'  # the running interpreter's own sources, which need no download
-    tokenizer: str = 'bpe'
+    corpus: str = 'stdlib'  # the interpreter's own sources, a text file or a folder of them, .jsonl, or the prefix of .bin and .idx files
+    blend: dict[str, PositiveFloat] = {}  # instead of a corpus: prefixes of .bin and .idx files, and how much of each
+    tokenizer: str = (
+        'auto'  # a tokenizer.json, bytes, bpe (trained on the text), none (for ids); auto: the one beside .bin and .idx, or bpe
+    )
     split: str = '95,5,0'  # weights of training, validation and test
+    order: Literal['stateless', 'megatron'] = 'stateless'  # of samples: computed on the fly, or Megatron-LM's own
+    document_mask: bool = False  # documents of a sequence do not see each other; positions begin again in each
 
 
 class CheckpointConfig(Section):

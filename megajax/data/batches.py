@@ -1,90 +1,68 @@
-"""Documents as one row of tokens, and that row as batches: the batch of a step depends on nothing but the config and the step.
+"""Samples as batches: the batch of a step depends on nothing but the config and the step.
 
-B batch, S sequence.
+B batch, R some of its rows, S sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megajax.config.check import ConfigError, Problem
-from megajax.data.corpus import Document
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.samples import Samples
 
 Batch = dict[str, np.ndarray]
+Order = Sequence[int] | np.ndarray  # of samples, by number
 
-DOCUMENTS_AT_ONCE = 64  # tokenizers holds some 90 bytes for each token of a call
-
-
-def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer) -> np.ndarray:
-    """The tokens of all documents, each followed by the end-of-document token, as `tokenizer.dtype` [number of tokens]."""
-    eod = np.array([tokenizer.eod], tokenizer.dtype)
-    pieces = [eod[:0]]
-    for start in range(0, len(documents), DOCUMENTS_AT_ONCE):
-        texts = [document.text for document in documents[start : start + DOCUMENTS_AT_ONCE]]
-        for ids in tokenizer.encode_batch(texts):
-            pieces += [ids, eod]
-    return np.concatenate(pieces)
-
-
-class Windows:
-    """Sample i is `tokens[i * S : (i + 1) * S + 1]`, as S tokens and their S labels, so that each token but the first is a label once.
-
-    `tokens` and `labels` are int32 [S], `loss_mask` is float32 [S]: 0 past the end of the tokens, where any index may lie.
-    """
-
-    def __init__(self, tokens: np.ndarray, seq_len: int) -> None:
-        self._tokens = tokens
-        self._seq_len = seq_len
-
-    def __len__(self) -> int:
-        return -(-max(len(self._tokens) - 1, 0) // self._seq_len)
-
-    def __getitem__(self, index: int) -> Batch:
-        start = index * self._seq_len
-        window = np.zeros(self._seq_len + 1, np.int32)
-        found = self._tokens[start : start + self._seq_len + 1]
-        window[: len(found)] = found
-        loss_mask = np.zeros(self._seq_len, np.float32)
-        loss_mask[: max(len(found) - 1, 0)] = 1
-        return {'tokens': window[:-1], 'labels': window[1:], 'loss_mask': loss_mask}
+READ_AHEAD = 2  # batches
 
 
 class Batches:
-    """`batches[step]` holds `tokens`, `labels` (int32) and `loss_mask` (float32), each [B, S].
+    """`batches[step]` holds `tokens`, `labels` (int32) and `loss_mask` (float32), each [B, S]: samples in `order`, B at a time.
 
-    With a seed there is no last step, and every epoch has an order of its own. Without one, the windows come in order and once, and
-    loss mask 0 fills the last batch up. `len` is the steps of an epoch, rounded up.
-    Raises ConfigError if there is a seed and an epoch is less than a batch.
+    `loss_mask` is 0 where there is no label: past the end of the tokens, and in the rows that fill up the last batch. With
+    `document_mask` no document sees another: int32 `segment_ids` [B, S] count the documents of a row, `positions` [B, S] begin again
+    in each, and `loss_mask` is 0 where the label belongs to the next one. `len` is the number of steps, which may be endless.
     """
 
-    def __init__(self, tokens: np.ndarray, *, seq_len: int, batch_size: int, seed: int | None = None) -> None:
-        self._batch_size = batch_size
-        self._endless = seed is not None
-        self._samples = windows = Windows(tokens, seq_len)
-        self._steps = -(-len(windows) // batch_size)
-        if seed is None:
-            return
-        if len(windows) < batch_size:
-            message = (
-                f'{batch_size} is more than the {len(windows)} sequences of train.seq_len={seq_len} in {len(tokens)} tokens; '
-                f'use at most {len(windows)}, a shorter train.seq_len or a larger data.corpus'
-            )
-            raise ConfigError(Problem(path='train.batch_size', message=message, others=('train.seq_len', 'data.corpus')))
-        import grain
-
-        self._samples = grain.MapDataset.source(windows).shuffle(seed=seed % 2**32).repeat()  # another order in each epoch
+    def __init__(self, samples: Samples, order: Order, *, seq_len: int, batch_size: int, document_mask: bool = False):
+        self.batch_size = batch_size
+        self._samples, self._order, self._seq_len, self._document_mask = samples, order, seq_len, document_mask
 
     def __len__(self) -> int:
-        return self._steps
+        return -(-len(self._order) // self.batch_size)
 
     def __getitem__(self, step: int) -> Batch:
-        return self.rows(step, 0, self._batch_size)
+        return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         """Rows `start` to `stop` of the batch of `step`; no others are read."""
-        if step < 0 or (step >= self._steps and not self._endless):
-            raise IndexError(f'step {step} of {self._steps}')
-        first = step * self._batch_size
-        samples = [self._samples[first + row] for row in range(start, stop)]
-        return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
+        if not 0 <= step < len(self):
+            raise IndexError(f'step {step} of {len(self)}')
+        first = step * self.batch_size
+        window_RS = np.zeros((stop - start, self._seq_len + 1), np.int32)
+        loss_mask_RS = np.zeros((stop - start, self._seq_len), np.float32)
+        begins = []
+        for row, index in enumerate(range(first + start, min(first + stop, len(self._order)))):
+            found, row_begins = self._samples.read(self._order[index], window_RS[row])
+            loss_mask_RS[row, : found - 1] = 1
+            begins += [(row, begin) for begin in row_begins]
+        batch = {'tokens': window_RS[:, :-1], 'labels': window_RS[:, 1:], 'loss_mask': loss_mask_RS}
+        return _separate(batch, begins) if self._document_mask else batch
+
+    def read_ahead(self, first: int, last: int, rows: slice) -> Iterator[Batch]:
+        """These rows of the batches of steps `first` up to `last`, read in a thread a little before they are asked for."""
+        import grain
+
+        steps = grain.MapDataset.range(first, last).map(lambda step: self.rows(int(step), rows.start, rows.stop))
+        return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)))
+
+
+def _separate(batch: Batch, begins: Sequence[tuple[int, int]]) -> Batch:
+    """The batch with its documents apart; each of `begins` is a row and the token with which a document begins."""
+    loss_mask_RS = batch['loss_mask']
+    starts_RS = np.zeros((len(loss_mask_RS), loss_mask_RS.shape[1] + 1), np.int32)
+    for row, begin in begins:
+        starts_RS[row, begin] = begin
+        loss_mask_RS[row, begin - 1] = 0
+    starts_RS = starts_RS[:, :-1]
+    positions_RS = np.arange(starts_RS.shape[1], dtype=np.int32) - np.maximum.accumulate(starts_RS, axis=1)
+    return {**batch, 'segment_ids': np.cumsum(starts_RS > 0, axis=1, dtype=np.int32), 'positions': positions_RS}

@@ -5,13 +5,16 @@ import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 
 from megajax.config.check import ConfigError, Problem
+from megajax.data.inputs import Position, find_inputs, read_pieces
+from megajax.data.parse import parse
 
+JSON_LINES = ('.jsonl', '.jsonl.gz', '.jsonl.zst')
 NOT_STDLIB = frozenset({'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'})
 
 
@@ -27,10 +30,11 @@ Parts = tuple[list[Document], list[Document], list[Document]]  # training, valid
 
 
 def read_documents(corpus: str) -> list[Document]:
-    """The documents of `corpus`, sorted by name: 'stdlib', a text file, or every text file of a folder.
+    """The documents of `corpus`, sorted by name: 'stdlib', a file, or every file of a folder.
 
-    'stdlib' is the running interpreter's own library, without its tests and installed packages. Hidden files, files with NUL
-    bytes and empty files are left out of a folder. Raises ConfigError if no text is left, or text that is not UTF-8.
+    A file is one document, and in .jsonl (also .jsonl.gz and .jsonl.zst) each line is one, under the key 'text'. 'stdlib' is the
+    running interpreter's own library, without its tests and installed packages. Hidden files, files with NUL bytes and empty files
+    are left out of a folder. Raises ConfigError if no text is left, or text that cannot be read.
     """
     documents = _read_stdlib() if corpus == 'stdlib' else _read_path(Path(corpus).expanduser())
     if not documents:
@@ -91,10 +95,11 @@ def _read_stdlib() -> list[Document]:
 def _read_path(root: Path) -> list[Document]:
     if not root.exists():
         raise _error(f"there is no {root}; give a text file, a folder of them, or 'stdlib'")
-    documents = []
+    documents: list[Document] = []
     for path in [root] if root.is_file() else _files(root):
         try:
-            documents += _documents(path, root if root.is_dir() else root.parent)
+            read = _lines if path.name.endswith(JSON_LINES) else _documents
+            documents += read(path, root if root.is_dir() else root.parent)
         except UnicodeDecodeError as error:
             raise _error(f'{path} is not UTF-8 at byte {error.start}; convert it, for example with iconv, or take it away') from error
         except OSError as error:
@@ -108,6 +113,17 @@ def _documents(path: Path, root: Path) -> list[Document]:
     if not content or b'\0' in content:
         return []
     return [Document(name=path.relative_to(root).as_posix(), text=content.decode())]
+
+
+def _lines(path: Path, root: Path) -> Iterator[Document]:
+    """Each line of a file of JSON as a document, named by its number so that names sort as lines do."""
+    pieces = read_pieces(find_inputs([str(path)], 'jsonl'), 'text', Position())
+    texts = (text for piece, _ in pieces for text in parse(piece, 'text'))
+    for number, text in enumerate(texts):
+        if isinstance(text, Problem):
+            what, _ = text.message.rsplit('; ', 1)
+            raise ConfigError(replace(text, message=f'{what}; mend it, or let megajax data build choose a key or skip such lines'))
+        yield Document(name=f'{path.relative_to(root).as_posix()}:{number:012}', text=text)
 
 
 def _files(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:

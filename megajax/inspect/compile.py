@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from megajax.config import Config, ConfigError
 from megajax.inspect.gpu import gpu_devices
-from megajax.parallel.layout import BATCH
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
+from megajax.train.feed import abstract_batch
 from megajax.train.placements import Placement, placements
-from megajax.train.step import TrainState, init_state, make_train_step
+from megajax.train.step import init_state, make_train_step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,26 +37,17 @@ class CompiledStep:
     seconds: float
 
 
-def abstract_arguments(config: Config) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
-    """The state and the batch of a step in shapes and places on the current mesh; nothing is allocated."""
-    state = concrete(jax.eval_shape(lambda: init_state(config)))
-    sharding = NamedSharding(jax.sharding.get_mesh(), BATCH)
-    shape = config.train.batch_size, config.train.seq_len
-    dtypes = {'tokens': jnp.int32, 'labels': jnp.int32, 'loss_mask': jnp.float32}
-    return state, {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
-
-
 def compile_step(
     config: Config, mesh: Mesh, devices_per_host: int, compiler_options: Mapping[str, str | bool] | None = None
 ) -> CompiledStep:
     """Compile in this process, for the devices of `mesh`."""
     start = time.perf_counter()
     with jax.set_mesh(mesh):
-        state, batch = abstract_arguments(config)
+        state = concrete(jax.eval_shape(lambda: init_state(config)))
         on_cpu = mesh.devices.flat[0].platform == 'cpu'
         # Autotuning would need a GPU.
         options: dict[str, str | bool] = {} if on_cpu else {'xla_gpu_autotune_level': '0'}
-        compiled = make_train_step(config).lower(state, batch).compile(options | dict(compiler_options or {}))
+        compiled = make_train_step(config).lower(state, abstract_batch(config)).compile(options | dict(compiler_options or {}))
         text, memory = compiled.as_text(), compiled.memory_analysis()
         assert text is not None
         assert memory is not None

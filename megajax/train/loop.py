@@ -3,7 +3,8 @@
 import datetime
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -14,10 +15,11 @@ from megajax.data import Data, load_data
 from megajax.generate import generate
 from megajax.parallel.mesh import make_mesh
 from megajax.train.checkpoint import Checkpoints
+from megajax.train.feed import Batch, abstract_batch, local_rows, place_batch, placed_batches
 from megajax.train.metrics import MetricsWriter
 from megajax.train.placements import placements
 from megajax.train.report import Report, StepReport
-from megajax.train.step import Batch, Metrics, TrainState, init_state, make_eval_step, make_train_step, place_batch
+from megajax.train.step import Metrics, TrainState, init_state, make_eval_step, make_train_step
 
 SAMPLE_TOKENS = 160
 
@@ -64,7 +66,8 @@ class _Run:
             self.report.say(f'nothing to do: the checkpoint is of step {first} and train.steps is {train.steps}')
             return state
         with self.report.waiting('compiling the training step'):
-            self.train_step = make_train_step(self.config).lower(state, place_batch(self.data.train[first])).compile()
+            self.train_step = make_train_step(self.config).lower(state, abstract_batch(self.config)).compile()
+        self.batches = placed_batches(self.data.train, first, train.steps)
         with self.report.progress(start=first, steps=train.steps, log_every=train.log_every) as progress:
             for step in range(first, train.steps):
                 state = self.step(step, state, progress)
@@ -79,7 +82,7 @@ class _Run:
     def step(self, step: int, state: TrainState, progress: StepReport) -> TrainState:
         """One step, timed from its batch to its metrics."""
         start = time.perf_counter()
-        batch = place_batch(self.data.train[step])
+        batch = next(self.batches)
         waited = time.perf_counter() - start
         state, metrics = self.train_step(state, batch)
         values = _as_floats(metrics)
@@ -93,15 +96,25 @@ class _Run:
         """Validation loss in bits per byte of text, which no tokenizer can flatter."""
         if not len(self.data.validation):
             return
-        nats, num_bytes, tokens = 0.0, 0, 0
-        for index in range(min(self.config.train.eval_batches, len(self.data.validation))):
-            batch = self.data.validation[index]
-            nats += float(self.eval_step(state.params, place_batch(batch)))
-            num_bytes += int((self.data.tokenizer.token_bytes[batch['labels']] * batch['loss_mask']).sum())
-            tokens += int(batch['loss_mask'].sum())
-        bits_per_byte = nats / num_bytes / math.log(2)
-        self.metrics.write(step, validation_loss=nats / tokens, validation_bits_per_byte=bits_per_byte)
-        self.report.say(f'step {step}  validation {bits_per_byte:.3f} bits per byte ({nats / tokens:.3f} nats per token)')
+        sums: Counter[str] = Counter()
+        for batch in self.validation_batches():
+            sums.update({name: float(value) for name, value in self.eval_step(state.params, batch).items()})
+        losses = {'validation_loss': sums['nll'] / sums['tokens']}
+        text = f'{losses["validation_loss"]:.3f} nats per token'
+        if self.data.tokenizer is not None:
+            losses['validation_bits_per_byte'] = sums['nll'] / sums['bytes'] / math.log(2)
+            text = f'{losses["validation_bits_per_byte"]:.3f} bits per byte ({text})'
+        self.metrics.write(step, **losses)
+        self.report.say(f'step {step}  validation {text}')
+
+    def validation_batches(self) -> Iterator[Batch]:
+        """The first `train.eval_batches` batches, with the bytes that each label stands for."""
+        validation, tokenizer = self.data.validation, self.data.tokenizer
+        rows = local_rows(validation.batch_size)
+        for batch in validation.read_ahead(0, min(self.config.train.eval_batches, len(validation)), rows):
+            if tokenizer is not None:
+                batch = {**batch, 'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0)}
+            yield place_batch(batch, batch_size=validation.batch_size)
 
 
 def _run_folder(config: Config, name: str) -> Path:
@@ -125,12 +138,13 @@ def _first_state(config: Config, checkpoints: Checkpoints, report: Report) -> Tr
 def _write_inputs(folder: Path, config: Config, data: Data) -> None:
     if jax.process_index() == 0:
         (folder / 'config.yaml').write_text(dump(config))
+    if jax.process_index() == 0 and data.tokenizer is not None:
         data.tokenizer.save(folder / 'tokenizer.json')
 
 
 def _sample(config: Config, state: TrainState, data: Data, report: Report) -> None:
     prompts = config.train.sample_prompts
-    if not prompts:
+    if not prompts or data.tokenizer is None:
         return
     with report.waiting('sampling'):
         texts = generate(config, state.params, data.tokenizer, prompts, max_tokens=SAMPLE_TOKENS)

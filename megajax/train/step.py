@@ -3,16 +3,14 @@
 B batch, S sequence, M microbatches, D data shards.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.stages import Wrapped
 
 from megajax.config import Config
@@ -21,10 +19,10 @@ from megajax.model.dropout import sequence_keys
 from megajax.model.loss import Loss
 from megajax.model.vector import add_copies, one_copy_per_shard
 from megajax.parallel import layout
+from megajax.train.feed import Batch
 from megajax.train.optimizer import make_optimizer, make_schedule
 from megajax.train.overlap import compiler_options, num_parts
 
-Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 Sums = tuple[jax.Array, jax.Array]
 
@@ -100,14 +98,8 @@ def make_loss_and_gradients(config: Config) -> Callable[[nnx.State, Batch, jax.A
     return loss_and_gradients
 
 
-def place_batch(batch: Mapping[str, np.ndarray]) -> Batch:
-    """Host arrays of a whole global batch, the rows of each data shard on its devices."""
-    sharding = NamedSharding(jax.sharding.get_mesh(), layout.BATCH)
-    return {name: jax.make_array_from_callback(x.shape, sharding, x.__getitem__) for name, x in batch.items()}
-
-
 def make_eval_step(config: Config) -> Wrapped:
-    """`eval_step(params, batch)`: the sum of the negative log-likelihood over the batch, in nats, without dropout."""
+    """`eval_step(params, batch)`: sums over the batch, without dropout: `nll` in nats, `tokens`, and `bytes` if it holds `label_bytes`."""
     loss = Loss.of(config)
     graph = model_graph(config)
 
@@ -116,9 +108,11 @@ def make_eval_step(config: Config) -> Wrapped:
         x_BSD = model.hidden(shard['tokens'], position_BS=shard.get('positions'), segment_BS=shard.get('segment_ids'))
         return loss(x_BSD, model.head_VD, shard['labels'], shard['loss_mask'])[1]
 
-    def eval_step(params: nnx.State, batch: Batch) -> jax.Array:
+    def eval_step(params: nnx.State, batch: Batch) -> Metrics:
         shards = jax.tree.map(lambda x: _split(x, 1, config.mesh.data)[0], batch)
-        return jax.vmap(shard_nll, in_axes=(None, 0), spmd_axis_name='data')(params, shards).sum()
+        nll = jax.vmap(shard_nll, in_axes=(None, 0), spmd_axis_name='data')(params, shards).sum()
+        sums = {'nll': nll, 'tokens': batch['loss_mask'].sum()}
+        return sums | {'bytes': batch['label_bytes'].sum()} if 'label_bytes' in batch else sums
 
     return jax.jit(eval_step)
 

@@ -1,5 +1,7 @@
 """Documents are the same wherever they lie, and stay in their part of the split."""
 
+import gzip
+import json
 import sysconfig
 from pathlib import Path
 
@@ -90,3 +92,18 @@ def test_one_document_is_cut() -> None:
 def test_fewer_documents_than_parts() -> None:
     with pytest.raises(ConfigError, match=r'data.split: .*documents \(2\); use'):
         split_documents(some(2), '90,5,5')
+
+
+@pytest.mark.parametrize('name', ['web.jsonl', 'web.jsonl.gz'])
+def test_each_line_of_json_is_a_document(tmp_path: Path, name: str) -> None:
+    lines = [json.dumps({'text': f'line {i}: é\n', 'id': i}) for i in range(12)]
+    content = '\n'.join([*lines[:3], '', *lines[3:]]).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
+    for corpus in (tmp_path, tmp_path / name):
+        assert [document.text for document in read_documents(str(corpus))] == [f'line {i}: é\n' for i in range(12)]
+
+
+def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / 'web.jsonl').write_text('{"text": "a"}\n{"text": \n')
+    with pytest.raises(ConfigError, match=r'web.jsonl:2: is not JSON .*; mend it, or let megajax data build'):
+        read_documents(str(tmp_path / 'web.jsonl'))

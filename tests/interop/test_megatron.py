@@ -17,8 +17,9 @@ from megajax.config import Config, ConfigError, num_parameters
 from megajax.interop.megatron import from_megatron, to_megatron
 from megajax.model.decoder import model_graph
 from megajax.model.loss import Loss
+from megajax.train.feed import Batch, place_batch
 from megajax.train.optimizer import make_optimizer
-from megajax.train.step import Batch, TrainState, init_state, make_loss_and_gradients, make_train_step, place_batch
+from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
 
 ORACLES = Path(__file__).parents[1] / 'data' / 'oracles'
 LIMIT = 2e-5  # relative, see support.relative_error

@@ -14,7 +14,8 @@ from megajax.model.dropout import sequence_keys
 from megajax.model.embedding import VocabParallelEmbedding
 from megajax.model.loss import Loss
 from megajax.parallel.layout import Layout
-from megajax.train.step import make_loss_and_gradients, place_batch
+from megajax.train.feed import place_batch
+from megajax.train.step import make_loss_and_gradients
 
 LENGTH = 16
 TOKENS = np.random.default_rng(0).permutation(1000)[:LENGTH].astype(np.int32)[None]  # none twice: each row of the table is one place

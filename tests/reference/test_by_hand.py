@@ -17,7 +17,8 @@ from megajax.config import Config
 from megajax.interop.megatron import from_megatron, to_megatron
 from megajax.model.decoder import Decoder, model_graph
 from megajax.model.loss import Loss
-from megajax.train.step import Batch, init_state, make_loss_and_gradients, place_batch
+from megajax.train.feed import Batch, place_batch
+from megajax.train.step import init_state, make_loss_and_gradients
 
 LIMIT = 1e-5  # relative, see support.relative_error
 

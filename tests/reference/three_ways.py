@@ -18,7 +18,8 @@ from megajax.config import Config
 from megajax.inspect.collectives import Collective, collectives
 from megajax.inspect.hlo import Program
 from megajax.interop.megatron import to_megatron
-from megajax.train.step import make_loss_and_gradients, place_batch
+from megajax.train.feed import place_batch
+from megajax.train.step import make_loss_and_gradients
 
 
 class Way(NamedTuple):

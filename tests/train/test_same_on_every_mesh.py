@@ -18,7 +18,8 @@ from megajax.model.attention import attend
 from megajax.model.dropout import dropout, sequence_keys
 from megajax.parallel import layout
 from megajax.parallel.mesh import concrete
-from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step, place_batch
+from megajax.train.feed import place_batch
+from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
 
 STEPS = 5
 DOCUMENTS = [10, 15, 7]  # lengths in a row

@@ -11,8 +11,9 @@ import pytest
 from support import assert_close, by_name, gather, make_batch, make_config, on_mesh, random_params, relative_error
 
 from megajax.config import Config, OptimConfig
+from megajax.train.feed import place_batch
 from megajax.train.optimizer import decays, make_optimizer, make_schedule
-from megajax.train.step import init_state, make_eval_step, make_loss_and_gradients, make_train_step, place_batch
+from megajax.train.step import init_state, make_eval_step, make_loss_and_gradients, make_train_step
 
 LIMIT = 1e-5  # relative, see support.relative_error
 
@@ -68,7 +69,7 @@ def test_a_step_reports_the_loss_norm_and_rate_that_it_used_clips_and_deletes_th
     config = make_config('gpt', 2, 2, model={'dropout': 0.0}, optim={'warmup_steps': 4, 'grad_clip': 0.05})
     with on_mesh(config):
         old, batch = init_state(config), place_batch(make_batch(config))
-        nll_sum = float(make_eval_step(config)(old.params, batch))
+        nll_sum = float(make_eval_step(config)(old.params, batch)['nll'])
         (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(old.params, batch, jax.random.key(0))
         gradients = gather(gradients)
         new, metrics = make_train_step(config)(old, batch)

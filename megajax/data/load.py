@@ -1,0 +1,155 @@
+"""From a config to the batches of its run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megajax.config import Config, ConfigError, Problem
+from megajax.data.batches import Batches, Order
+from megajax.data.corpus import Document, read_documents, split_documents
+from megajax.data.indexed import from_lengths, is_pair, read_pair
+from megajax.data.manifest import Manifest, manifest_path
+from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
+from megajax.data.parts import Part, split_sequences
+from megajax.data.samples import Joined, Samples, Windows
+from megajax.data.token_ids import check_token_ids
+from megajax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer, make_tokenizer
+
+CORPUS = ('data.corpus', 'data.blend')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a run trains and validates on. `validation` has no batches if `data.split` gives it nothing; `tokenizer` may be unknown."""
+
+    tokenizer: Tokenizer | None
+    train: Batches
+    validation: Batches
+    summary: str  # one line for the head of a run
+
+
+def load_data(config: Config) -> Data:
+    """Open the corpus of `config`; raises ConfigError if it cannot be used, does not fit the model or does not fill a batch."""
+    prefixes = _prefixes(config)
+    if not prefixes:
+        return _load_text(config)
+    sequences = [read_pair(prefix) for prefix in prefixes]
+    manifests = {prefix: Manifest.read(prefix) for prefix in prefixes}
+    tokenizer = _tokenizer_of_pairs(config, manifests)
+    for one, manifest in zip(sequences, manifests.values(), strict=True):
+        check_token_ids(one, config.model.vocab_size, manifest.max_token if manifest else None)
+    parts = [split_sequences(one, config.data.split) for one in sequences]
+    train, validation = [part[0] for part in parts], [part[1] for part in parts]
+    summary = f'{_size(train)} to train on, {_size(validation)} to validate, of {", ".join(prefixes)}'
+    return _make(config, tokenizer, train, validation, summary)
+
+
+def _prefixes(config: Config) -> list[str]:
+    """Those of .bin and .idx files; none where the corpus is text."""
+    corpus = config.data.corpus
+    if corpus.endswith(('.bin', '.idx')) and is_pair(corpus[:-4]):
+        raise _problem('data.corpus', f'{corpus}: give the prefix of the two files, {corpus[:-4]}')
+    return list(config.data.blend) or ([corpus] if is_pair(corpus) else [])
+
+
+def _load_text(config: Config) -> Data:
+    spec = 'bpe' if config.data.tokenizer == 'auto' else config.data.tokenizer
+    if spec == 'none':
+        raise _problem('data.tokenizer', f'none, and data.corpus={config.data.corpus} is text; use bpe, bytes or a tokenizer.json')
+    train, validation, _ = split_documents(read_documents(config.data.corpus), config.data.split)
+    tokenizer = make_tokenizer(spec, config.model.vocab_size, [document.text for document in train])
+    parts = [_encode(config.data.corpus, documents, tokenizer) for documents in (train, validation)]
+    train_bytes, validation_bytes = (sum(len(one.text.encode()) for one in documents) for documents in (train, validation))
+    summary = (
+        f'{len(train)} documents ({train_bytes / 1e6:.1f} MB) to train on, {len(validation)} ({validation_bytes / 1e6:.1f} MB) '
+        f'to validate; {tokenizer.vocab_size} tokens, {train_bytes / len(parts[0].tokens):.2f} bytes each'
+    )
+    return _make(config, tokenizer, [parts[0]], [parts[1]], summary)
+
+
+def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:
+    tokens, lengths = encode_documents([document.text for document in documents], tokenizer)
+    return Part(sequences=from_lengths(name, tokens, lengths), first=0, last=len(lengths))
+
+
+def _tokenizer_of_pairs(config: Config, manifests: Mapping[str, Manifest | None]) -> Tokenizer | None:
+    spec = config.data.tokenizer
+    if spec == 'bpe':
+        raise _problem('data.tokenizer', f'bpe is trained on text, and {next(iter(manifests))} holds tokens; use auto, or what made them')
+    if spec == 'none':
+        if config.train.sample_prompts:
+            raise _problem('train.sample_prompts', 'nothing can be sampled with data.tokenizer=none; leave it out', 'data.tokenizer')
+        return None
+    beside = [manifest.tokenizer_path(prefix) for prefix, manifest in manifests.items() if manifest]
+    if spec == 'auto':
+        if missing := [prefix for prefix, manifest in manifests.items() if manifest is None]:
+            message = (
+                f'no tokenizer is known: there is no {manifest_path(missing[0])}; give the tokenizer.json that made the tokens, or none'
+            )
+            raise _problem('data.tokenizer', message, *CORPUS)
+        spec = str(beside[0])
+    tokenizer = make_tokenizer(spec, config.model.vocab_size)
+    for path in beside:
+        if load_tokenizer(str(path)).fingerprint != tokenizer.fingerprint:
+            message = f'{spec} did not make these tokens: their own is {path}, with another hash; use data.tokenizer=auto'
+            raise _problem('data.tokenizer', message, *CORPUS)
+    return tokenizer
+
+
+def _make(config: Config, tokenizer: Tokenizer | None, train: list[Part], validation: list[Part], summary: str) -> Data:
+    for part in train:
+        if not len(part.tokens):
+            message = f'{part.sequences.name} has no tokens to train on, in {len(part)} of {len(part.sequences)} sequences'
+            raise _problem('data.corpus', f'{message}; give more text, or another data.split', 'data.split', *CORPUS)
+    make = _megatron if config.data.order == 'megatron' else _stateless
+    return Data(tokenizer=tokenizer, train=make(config, train), validation=make(config, validation, validation=True), summary=summary)
+
+
+def _stateless(config: Config, parts: list[Part], *, validation: bool = False) -> Batches:
+    """Training: without end, shuffled. Validation: once and in order, so that every evaluation sees the same."""
+    from megajax.data import stateless_order
+
+    samples = Joined([Windows(part, seq_len=config.train.seq_len, find_documents=config.data.document_mask) for part in parts])
+    weights = list(config.data.blend.values()) or [1.0]
+    if validation:
+        return _batches(config, samples, stateless_order.in_order(samples.starts, weights))
+    batch_size, seq_len = config.train.batch_size, config.train.seq_len
+    if len(samples) < batch_size:
+        message = (
+            f'{batch_size} is more than the {len(samples)} sequences of train.seq_len={seq_len} in '
+            f'{sum(len(part.tokens) for part in parts)} tokens; use at most {len(samples)}, a shorter train.seq_len or a larger corpus'
+        )
+        raise _problem('train.batch_size', message, 'train.seq_len', *CORPUS)
+    return _batches(config, samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
+
+
+def _megatron(config: Config, parts: list[Part], *, validation: bool = False) -> Batches:
+    """What Megatron-LM reads with the same settings; of validation, its first evaluation, each time."""
+    train = config.train
+    steps = (train.steps // train.eval_every + 1) * train.eval_batches if validation else train.steps
+    num_samples = steps * train.batch_size
+    blend = config.data.blend
+    shares, made = blend_sizes(list(blend.values()), num_samples) if blend else ([num_samples], [num_samples])
+    if not all(len(part.tokens) for part in parts):  # `_make` has seen that training is not so
+        return _batches(config, Joined([]), [])
+    datasets = [MegatronSamples(part, seq_len=train.seq_len, num_samples=n, seed=train.seed) for part, n in zip(parts, made, strict=True)]
+    samples = Joined(datasets)
+    if not blend:
+        return _batches(config, samples, range(len(samples)))
+    index, numbers = blend_index(list(blend.values()), sum(shares))
+    return _batches(config, samples, np.array(samples.starts)[index] + numbers)
+
+
+def _batches(config: Config, samples: Samples, order: Order) -> Batches:
+    train = config.train
+    return Batches(samples, order, seq_len=train.seq_len, batch_size=train.batch_size, document_mask=config.data.document_mask)
+
+
+def _size(parts: Sequence[Part]) -> str:
+    sequences, tokens = sum(len(part) for part in parts), sum(len(part.tokens) for part in parts)
+    return f'{sequences:,} sequences ({tokens:,} tokens)'
+
+
+def _problem(path: str, message: str, *others: str) -> ConfigError:
+    return ConfigError(Problem(path=path, message=message, others=others))

@@ -1,0 +1,113 @@
+"""Megatron's order of samples, to continue a run of Megatron-LM: the indices of megatron-core's GPTDataset and BlendedDataset.
+
+Every one comes from one numpy generator and the seed, so that equal settings give equal samples. Sample i of a part is tokens
+i S to (i + 1) S + 1 of its sequences in a shuffled order, and samples are shuffled once more. S is the sequence length.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from megajax.data.parts import Part
+
+SEPARATE_BELOW = 0.80  # share of an epoch; a last epoch that gives less is shuffled by itself
+SURPLUS = 0.005  # samples that a dataset of a blend has beyond its share
+
+
+class MegatronSamples:
+    """`num_samples` or more samples of a part, over as many epochs as that takes; raises ValueError if it holds no tokens.
+
+    `document_index` int32 has the sequences in their shuffled order, `shuffle_index` uint32, or int64 if need be, the samples in theirs.
+    """
+
+    def __init__(self, part: Part, *, seq_len: int, num_samples: int, seed: int):
+        self.part, self.seq_len = part, seq_len
+        tokens = int(part.lengths.sum(dtype=np.int64))
+        if not tokens:
+            raise ValueError(f'{part.sequences.name}: sequences {part.first} to {part.last} hold no tokens')
+        epochs = max(1, -(-(num_samples * seq_len + 1) // tokens))
+        separate_from = _separate_from(tokens, epochs, num_samples, seq_len)
+        random = np.random.RandomState(seed)
+        sequences = np.arange(part.first, part.last, dtype=np.int32)
+        if separate_from is None:
+            self.document_index = _shuffled(np.tile(sequences, epochs), random)
+        else:
+            first = _shuffled(np.tile(sequences, epochs - 1), random)
+            self.document_index = np.concatenate([first, _shuffled(sequences, random)])
+        self._ends = np.cumsum(part.sequences.lengths[self.document_index], dtype=np.int64)
+        total = (epochs * tokens - 1) // seq_len
+        samples = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max else np.int64)
+        cut = total if separate_from is None else separate_from
+        self.shuffle_index = np.concatenate([_shuffled(samples[:cut], random), _shuffled(samples[cut:], random)])
+
+    def __len__(self) -> int:
+        return len(self.shuffle_index)
+
+    @cached_property
+    def sample_index(self) -> np.ndarray:
+        """Megatron's [samples + 1, 2]: where in `document_index` each unshuffled sample begins, and with which token of that sequence."""
+        starts = np.arange(len(self) + 1, dtype=np.int64) * self.seq_len
+        positions = np.searchsorted(self._ends, starts, side='right')
+        positions[0] = 0  # also where the first sequence is empty
+        lengths = self.part.sequences.lengths[self.document_index[positions]]
+        offsets = starts - (self._ends[positions] - lengths)
+        offsets[0] = 0
+        return np.stack([positions, offsets], axis=1)
+
+    def read(self, index: int, window: np.ndarray) -> tuple[int, list[int]]:
+        """Fill `window` [S + 1] with sample `index`: how many tokens there are, and where in it a sequence begins after the first."""
+        start = int(self.shuffle_index[index]) * self.seq_len
+        position = int(np.searchsorted(self._ends, start, side='right'))
+        filled, begins = 0, []
+        while filled < len(window):
+            sequence, end = int(self.document_index[position]), int(self._ends[position])
+            last = self.part.sequences.start(sequence) + int(self.part.sequences.lengths[sequence])
+            count = min(end - start - filled, len(window) - filled)
+            first = last - (end - start - filled)
+            window[filled : filled + count] = self.part.sequences.tokens[first : first + count]
+            if filled and count:
+                begins.append(filled)
+            filled, position = filled + count, position + 1
+        return filled, begins
+
+
+def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[list[int], list[int]]:
+    """How many samples each dataset of a blend gives, and how many are made of it, which is a few more."""
+    shares = [math.ceil(num_samples * weight) for weight in normalized(weights)]
+    return shares, [math.ceil(share * (1 + SURPLUS)) for share in shares]
+
+
+def blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of which dataset each sample of a blend is, int16, and its number there, int64: always the dataset furthest behind its weight."""
+    weights = normalized(normalized(weights))  # as Megatron does, for the same rounding
+    counts = [0] * len(weights)
+    datasets, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
+    for sample in range(size):
+        behind = [weight * max(sample, 1) - count for weight, count in zip(weights, counts, strict=True)]
+        dataset = behind.index(max(behind))
+        datasets[sample], numbers[sample] = dataset, counts[dataset]
+        counts[dataset] += 1
+    return datasets, numbers
+
+
+def normalized(weights: Sequence[float]) -> list[float]:
+    """The weights over their sum."""
+    array = np.array(weights, np.float64)
+    return (array / array.sum()).tolist()
+
+
+def _separate_from(tokens: int, epochs: int, num_samples: int, seq_len: int) -> int | None:
+    """The first sample of the last epoch if that is shuffled by itself."""
+    if epochs == 1:
+        return None
+    before = ((epochs - 1) * tokens - 1) // seq_len
+    per_epoch = (tokens - 1) // seq_len
+    return before if num_samples - before < int(SEPARATE_BELOW * per_epoch) else None
+
+
+def _shuffled(values: np.ndarray, random: np.random.RandomState) -> np.ndarray:
+    values = values.copy()
+    random.shuffle(values)
+    return values
