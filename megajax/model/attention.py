@@ -83,10 +83,9 @@ def attend(
 
     `recompute` keeps nothing of the [S, S] scores for the backward pass (selective recomputation of Korthikanti et al., 2022).
     """
-    plain = segment_BS is None and (rate == 0 or key_B is None)
     platform = jax.typeof(q_BSNH).sharding.mesh.abstract_device.platform
-    if plain and can_flash(platform, str(q_BSNH.dtype), q_BSNH.shape[-1]):
-        return flash_attention(q_BSNH, k_BSKH, v_BSKH)
+    if (rate == 0 or key_B is None) and can_flash(platform, str(q_BSNH.dtype), q_BSNH.shape[-1]):
+        return flash_attention(q_BSNH, k_BSKH, v_BSKH, segment_BS)
     core = functools.partial(_attend_xla, rate=rate)
     return (jax.checkpoint(core, prevent_cse=False) if recompute else core)(q_BSNH, k_BSKH, v_BSKH, segment_BS, key_B)
 

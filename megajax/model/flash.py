@@ -1,6 +1,6 @@
 """cuDNN's flash attention, on the heads and rows that each GPU has.
 
-B batch, S sequence, N query heads, K key/value heads, H head dim.
+B batch, S (and T) sequence, N query heads, K key/value heads, H head dim.
 """
 
 import functools
@@ -26,20 +26,27 @@ def can_flash(platform: str, dtype: str, head_dim: int) -> bool:
 # cuDNN's kernel knows neither Explicit axes nor a second batch dim. Batch and heads are independent, so `_run` gives each device
 # its own in a shard_map, and where the train step has mapped it over data shards it takes the rows of all of them as one batch.
 @jax.custom_vjp
-def flash_attention(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-    """Causal attention o_BSNH, placed as q; nothing of the scores is kept, the backward pass runs the kernel again."""
-    return _run(q_BSNH, k_BSKH, v_BSKH)
+def flash_attention(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array | None = None) -> jax.Array:
+    """Causal attention o_BSNH, inside each segment where there are some, placed as q.
+
+    Nothing of the scores is kept, the backward pass runs the kernel again.
+    """
+    return _run(*_given(q_BSNH, k_BSKH, v_BSKH, segment_BS))
 
 
-def _forward(*qkv: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _run(*qkv), qkv
+def _forward(*arrays: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+    return _run(*_given(*arrays)), arrays
 
 
-def _backward(qkv: tuple[jax.Array, ...], do_BSNH: jax.Array) -> tuple[jax.Array, ...]:
-    return _run_gradient(*qkv, do_BSNH)
+def _backward(arrays: tuple[jax.Array | None, ...], do_BSNH: jax.Array) -> tuple[jax.Array | None, ...]:
+    return *_run_gradient(do_BSNH, *_given(*arrays)), None
 
 
 flash_attention.defvjp(_forward, _backward)
+
+
+def _given(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
+    return tuple(x for x in arrays if x is not None)
 
 
 def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,20 +65,21 @@ def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_over_rows
-def _run(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-    spec = jax.typeof(q_BSNH).sharding.spec
-    return jax.shard_map(_cudnn, in_specs=(spec,) * 3, out_specs=spec)(q_BSNH, k_BSKH, v_BSKH)
+def _run(*arrays: jax.Array) -> jax.Array:
+    specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
+    return jax.shard_map(_cudnn, in_specs=specs, out_specs=specs[0])(*arrays)
 
 
 @_over_rows
-def _run_gradient(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, do_BSNH: jax.Array) -> tuple[jax.Array, ...]:
-    spec = jax.typeof(q_BSNH).sharding.spec
+def _run_gradient(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
 
-    def gradient(q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> tuple[jax.Array, ...]:
-        return jax.vjp(_cudnn, q, k, v)[1](do)
+    def gradient(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> tuple[jax.Array, ...]:
+        return jax.vjp(lambda *qkv: _cudnn(*qkv, *segments), q, k, v)[1](do)
 
-    return jax.shard_map(gradient, in_specs=(spec,) * 4, out_specs=(spec,) * 3)(q_BSNH, k_BSKH, v_BSKH, do_BSNH)
+    return jax.shard_map(gradient, in_specs=specs, out_specs=specs[1:4])(*arrays)
 
 
-def _cudnn(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, is_causal=True, implementation='cudnn')
+def _cudnn(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array | None = None) -> jax.Array:
+    mask_B1ST = None if segment_BS is None else segment_BS[:, None, :, None] == segment_BS[:, None, None, :]
+    return jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, mask=mask_B1ST, is_causal=True, implementation='cudnn')

@@ -4,32 +4,37 @@ import functools
 
 import jax
 import pytest
-from support import assert_close, gather, make_batch, make_config, on_mesh, random_params, relative_error
+from support import assert_close, gather, make_batch, make_config, on_mesh, pack, random_params, relative_error
 
 from megajax.model import attention, flash
-from megajax.train.step import make_loss_and_gradients, place_batch
+from megajax.train.feed import place_batch
+from megajax.train.step import make_loss_and_gradients
 
 
-def loss_and_gradients(data, model, microbatches):
+def loss_and_gradients(data, model, microbatches, documents):
     config = make_config('llama', data, model, model={'dropout': 0.0}, train={'microbatches': microbatches})
     with on_mesh(config):
-        params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
+        batch = make_batch(config)
+        params, batch = random_params(config, std=0.05), place_batch(pack(batch, documents) if documents else batch)
         (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(params, batch, jax.random.key(0))
         return float(loss), gather(gradients)
 
 
+@pytest.mark.parametrize('documents', [None, [5, 20, 7]])
 @pytest.mark.parametrize(('data', 'model', 'microbatches'), [(1, 1, 1), (2, 4, 1), (2, 2, 2)])
-def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(data, model, microbatches, monkeypatch):
-    loss, gradients = loss_and_gradients(data, model, microbatches)
+def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(data, model, microbatches, documents, monkeypatch):
+    loss, gradients = loss_and_gradients(data, model, microbatches, documents)
     seen = []
+    on_gpu = jax.nn.dot_product_attention
 
-    def kernel(q, k, v):
+    def kernel(q, k, v, *, implementation, **arguments):
+        assert implementation == 'cudnn'
         seen.append(q.shape)
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='xla')
+        return on_gpu(q, k, v, implementation='xla', **arguments)
 
-    monkeypatch.setattr(flash, '_cudnn', kernel)
+    monkeypatch.setattr(jax.nn, 'dot_product_attention', kernel)
     monkeypatch.setattr(attention, 'can_flash', lambda *_: True)
-    flash_loss, flash_gradients = loss_and_gradients(data, model, microbatches)
+    flash_loss, flash_gradients = loss_and_gradients(data, model, microbatches, documents)
     assert set(seen) == {(8 // data // microbatches, 32, 8 // model, seen[0][-1])}
     assert relative_error(flash_loss, loss) < 1e-6
     assert_close(flash_gradients, gradients, 1e-5)
