@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megajax.cli_data import data_app
-from megajax.config import ConfigError, ModelConfig, dump, load, num_parameters, presets
+from megajax.config import Config, ConfigError, ModelConfig, dump, load, num_parameters, presets
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at configs.')
@@ -52,15 +52,35 @@ def train(
     ] = None,
 ) -> None:
     """Train the model of a config."""
-    source, *overrides = arguments or ['tiny']
-    if '=' in source:
-        source, overrides = 'tiny', [source, *overrides]
-    config = load(source, overrides)
+    config, name = _read(arguments)
     logging.basicConfig(format='%(message)s')
     logging.getLogger('megajax').setLevel(logging.INFO)
-    from megajax.train.loop import run  # here, because it imports jax: a wrong config fails before that
+    from megajax.parallel.distributed import processes  # here, because it imports jax: a wrong config fails before that
+    from megajax.train.loop import run
 
-    run(config, name=Path(source).name.removesuffix('.yaml'))
+    with processes():
+        run(config, name=name)
+
+
+@app.command()
+def launch(
+    arguments: Annotated[list[str], typer.Argument(metavar='-- train CONFIG KEY=VALUE', help='The command that each process runs.')],
+    processes: Annotated[int, typer.Option(min=1, help='How many processes.')],
+    devices_per_process: Annotated[int | None, typer.Option(min=1, help='An equal share of the GPUs or of the mesh unless given.')] = None,
+    dry_run: Annotated[bool, typer.Option('--dry-run', help='Print the variables and the command of each process.')] = False,
+) -> None:
+    """Train in several processes on this machine, each with its own GPUs or simulated devices; they end together."""
+    command, *rest = arguments
+    if command != 'train':
+        raise ConfigError(f'launch starts train, not {command}: megajax launch --processes {processes} -- train CONFIG')
+    mesh = _read(rest)[0].mesh
+    from megajax.launch import launch, make_plan
+
+    plan = make_plan(arguments, processes=processes, needed=mesh.data * mesh.model, devices_per_process=devices_per_process)
+    if dry_run:
+        print(plan)
+    else:
+        raise typer.Exit(launch(plan))
 
 
 @app.command()
@@ -106,6 +126,14 @@ def list_presets() -> None:
     for name, model in sorted(configs.items(), key=lambda item: num_parameters(item[1])):
         table.add_row(name, f'{model.num_layers}', f'{model.hidden_size}', f'{model.num_heads}', _short(num_parameters(model)))
     Console().print(table)
+
+
+def _read(arguments: list[str] | None) -> tuple[Config, str]:
+    """The config that `train` is given, and its name."""
+    source, *overrides = arguments or ['tiny']
+    if '=' in source:
+        source, overrides = 'tiny', [source, *overrides]
+    return load(source, overrides), Path(source).name.removesuffix('.yaml')
 
 
 def _parameters(model: ModelConfig) -> str:

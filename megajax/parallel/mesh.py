@@ -1,25 +1,31 @@
 """From devices to a mesh: GPUs where there are some, simulated devices on a CPU."""
 
+import collections
 import contextlib
+import math
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from megajax.config import ConfigError
 from megajax.parallel.layout import SCALAR
 
 AXES = ('data', 'model')
+HOST_BYTES = 256  # of a host's name
 
 
-def make_mesh(data: int = 1, model: int = 1) -> Mesh:
+def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False) -> Mesh:
     """A mesh ('data', 'model') with Explicit axes, `model` innermost: a tensor-parallel group is neighbours on one host.
 
     Where the machine has only CPUs and jax has not been used yet, data x model devices are simulated. Raises ConfigError if
-    there are too few devices.
+    there are too few devices, or if `model` would reach across hosts and `cross_hosts` does not allow it. With many processes,
+    all must call it.
     """
     needed = data * model
     _simulate_cpu_devices(needed)
@@ -31,6 +37,8 @@ def make_mesh(data: int = 1, model: int = 1) -> Mesh:
             f'mesh.data={data} x mesh.model={model} leaves {len(devices) - needed} of {len(devices)} devices idle, and with '
             f'{jax.process_count()} processes each must have its part: set mesh.data={len(devices) // model}'
         )
+    if jax.process_count() > 1:
+        devices = _within_hosts(devices, data, model, cross_hosts)
     return mesh_of(devices[:needed], data, model)
 
 
@@ -53,6 +61,29 @@ def concrete(abstract: Any) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(on_mesh, abstract)
+
+
+def _within_hosts(devices: list[jax.Device], data: int, model: int, cross_hosts: bool) -> list[jax.Device]:
+    """The devices, those of a host beside one another however its processes are numbered."""
+    hosts = _hosts()
+    devices = sorted(devices, key=lambda device: hosts.index(hosts[device.process_index]))
+    groups = [{hosts[device.process_index] for device in devices[i * model : (i + 1) * model]} for i in range(data)]
+    if cross_hosts or all(len(group) == 1 for group in groups):
+        return devices
+    largest = math.gcd(*collections.Counter(hosts[device.process_index] for device in devices).values())
+    crossing = next(group for group in groups if len(group) > 1)
+    raise ConfigError(
+        f'mesh.model={model} reaches across hosts ({", ".join(sorted(crossing))}), and each layer would wait for their network: '
+        f'set mesh.model to {largest} or a divisor of it, for example mesh.data={len(devices) // largest} mesh.model={largest}, '
+        'or mesh.allow_model_across_hosts=true'
+    )
+
+
+def _hosts() -> list[str]:
+    """The host of each process."""
+    name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b'\0')
+    names = np.asarray(multihost_utils.process_allgather(np.frombuffer(name, np.uint8)))
+    return [bytes(row).rstrip(b'\0').decode(errors='replace') for row in names]
 
 
 def _simulate_cpu_devices(count: int) -> None:

@@ -31,7 +31,7 @@ class Report:
         if is_simulated(mesh):
             where = f'{mesh.size} devices, simulated: this machine has only a CPU'
         else:
-            where = f'{mesh.size} x {device.device_kind}' if device.platform != 'cpu' else 'one CPU'
+            where = f'{mesh.size} x {device.device_kind}' if device.platform != 'cpu' else _cpus(mesh)
         self.say(f'mesh       {axes}, {where}')
 
     def placements(self, parameters: list[Placement], num_parameters: int) -> None:
@@ -65,6 +65,10 @@ class Report:
         )  # fmt: skip
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
             yield StepReport(self, bar, start=start, steps=steps, log_every=log_every)
+
+
+def _cpus(mesh: Mesh) -> str:
+    return 'one CPU' if mesh.size == 1 else f'{mesh.size} CPU devices of {jax.process_count()} processes'
 
 
 class StepReport:

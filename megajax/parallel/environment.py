@@ -1,0 +1,153 @@
+"""Which process of how many this is, as whoever started it says in the environment: `megajax launch`, Slurm, Open MPI, or a user.
+
+A user, or a Kubernetes manifest, sets MEGAJAX_COORDINATOR to host:port of process 0, MEGAJAX_PROCESSES to their number and
+MEGAJAX_PROCESS to each one's index; under Slurm and Open MPI nothing need be set. Imports no jax.
+"""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+from megajax.config.check import ConfigError
+
+COORDINATOR, PROCESSES, PROCESS = 'MEGAJAX_COORDINATOR', 'MEGAJAX_PROCESSES', 'MEGAJAX_PROCESS'
+BIND, START_TIMEOUT = 'MEGAJAX_BIND', 'MEGAJAX_START_TIMEOUT'
+LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'  # jax's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One process of a run: its index, their count, and where process 0 listens."""
+
+    index: int
+    count: int
+    host: str  # of process 0
+    port: int
+    bind: str | None  # the interface that process 0 listens on; None: all
+    timeout: float  # seconds until all must have come
+    gpus: tuple[int, ...] | None = None  # of the visible ones; None: all, or those in JAX_LOCAL_DEVICE_IDS
+
+    @property
+    def address(self) -> str:
+        """Where process 0 listens, as host:port."""
+        return f'{self.host}:{self.port}'
+
+
+def read_start(environ: Mapping[str, str] = os.environ) -> Start | None:
+    """What the environment says of this process; None if it is the only one, as is a Slurm or Open MPI task without others.
+
+    Raises ConfigError for a variable that is missing or cannot be.
+    """
+    if PROCESSES in environ:
+        return _by_hand(environ)
+    if PROCESS in environ:
+        raise ConfigError(f'{PROCESS}={environ[PROCESS]} without {PROCESSES}: set {COORDINATOR} and {PROCESSES} too, or none')
+    return _slurm(environ) or _open_mpi(environ)
+
+
+def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
+    """How many NVIDIA GPUs a process here may use: those in CUDA_VISIBLE_DEVICES if it is set, none under JAX_PLATFORMS=cpu."""
+    if environ.get('JAX_PLATFORMS', '').startswith('cpu'):
+        return 0
+    if (chosen := environ.get('CUDA_VISIBLE_DEVICES')) is not None:
+        return sum(name.strip() not in ('', '-1') for name in chosen.split(','))
+    try:
+        listed = subprocess.run(['nvidia-smi', '-L'], capture_output=True, text=True, timeout=60, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith('GPU ') for line in listed.splitlines())
+
+
+def _by_hand(environ: Mapping[str, str]) -> Start | None:
+    # Kubernetes tells each pod of an Indexed Job its index under this name.
+    index = PROCESS if PROCESS in environ else 'JOB_COMPLETION_INDEX'
+    if missing := [name for name in (COORDINATOR, index) if name not in environ]:
+        missing = [PROCESS if name == index else name for name in missing]
+        raise ConfigError(f'{PROCESSES}={environ[PROCESSES]} without {" and ".join(missing)}: set all three, or none')
+    return _start(environ, index, PROCESSES, environ[COORDINATOR])
+
+
+def _slurm(environ: Mapping[str, str]) -> Start | None:
+    # Only srun sets the STEP variables, so an sbatch script or a shell in an allocation of many tasks is not taken for one of them.
+    size, nodes = 'SLURM_STEP_NUM_TASKS', 'SLURM_STEP_NODELIST'
+    if int(environ.get(size, 1)) == 1 or nodes not in environ:
+        return None
+    # Of 'node[001-004,7],other' the first is node001; steps of one job may share a node, so each has its own port.
+    first = re.sub(r'^([^,\[]*)(?:\[([^-,\]]*))?.*', r'\1\2', environ[nodes])
+    port = 61440 + (int(environ['SLURM_JOB_ID']) + 97 * int(environ.get('SLURM_STEP_ID', 0))) % 4096
+    per_node = _expand(environ.get('SLURM_STEP_TASKS_PER_NODE', '1'))
+    local = int(environ['SLURM_LOCALID']), per_node[int(environ.get('SLURM_NODEID', 0)) % len(per_node)]
+    on_node = int(environ.get('SLURM_GPUS_ON_NODE', 0))
+    return _start(environ, 'SLURM_PROCID', size, environ.get(COORDINATOR, f'{first}:{port}'), _share(environ, *local, on_node))
+
+
+def _open_mpi(environ: Mapping[str, str]) -> Start | None:
+    size, index = 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_RANK'
+    if int(environ.get(size, 1)) == 1:
+        return None
+    address = environ.get(COORDINATOR)
+    if address is None:
+        # mpirun's own address, which Open MPI tells up to version 4; process 0 is where mpirun is.
+        told = re.match(r'(\d+)\..*tcp://([^,:]+)', environ.get('OMPI_MCA_orte_hnp_uri', ''))
+        if told is None:
+            raise ConfigError(f'Open MPI does not tell where process 0 is: mpirun -x {COORDINATOR}=HOST:PORT, HOST being its host')
+        address = f'{told[2]}:{61440 + int(told[1]) // 4096 % 4096}'
+    local = int(environ['OMPI_COMM_WORLD_LOCAL_RANK']), int(environ['OMPI_COMM_WORLD_LOCAL_SIZE'])
+    return _start(environ, index, size, address, _share(environ, *local, 0))
+
+
+def _start(environ: Mapping[str, str], index: str, count: str, address: str, gpus: tuple[int, ...] | None = None) -> Start | None:
+    number, total = _whole(environ, index), _whole(environ, count)
+    if not 0 <= number < total:
+        raise ConfigError(f'{index}={number} is not among the {total} processes of {count}: use 0 to {total - 1}')
+    host, _, port = address.rpartition(':')
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f'{COORDINATOR}={address}: not of the form host:port, for example node1:8476')
+    if total == 1:
+        return None
+    timeout = _whole(environ, START_TIMEOUT, 300)
+    host = host.strip('[]')
+    return Start(index=number, count=total, host=host, port=int(port), bind=_bind(environ, host), timeout=timeout, gpus=gpus)
+
+
+def _bind(environ: Mapping[str, str], host: str) -> str | None:
+    if given := environ.get(BIND):
+        return given
+    if host == 'localhost':
+        return '127.0.0.1'
+    # A number names an interface. A name may resolve to loopback on its own host, where no other could reach it.
+    with suppress(ValueError):
+        return str(ip_address(host))
+    return None
+
+
+def _share(environ: Mapping[str, str], local: int, num_local: int, on_node: int) -> tuple[int, ...] | None:
+    """The visible GPUs of task `local` of `num_local` on this node, which has `on_node`, 0 if that is not known."""
+    visible = visible_gpus(environ)
+    bound_already = visible < on_node  # the scheduler shows each task its own
+    if LOCAL_DEVICES in environ or visible == 0 or bound_already or (visible == 1 and not on_node):
+        return None
+    each, left = divmod(visible, num_local)
+    if left or not each:
+        raise ConfigError(
+            f'{num_local} tasks on this node do not divide its {visible} GPUs: start one task for each GPU, one for all, '
+            f'or say which in {LOCAL_DEVICES}'
+        )
+    return tuple(range(local * each, (local + 1) * each))
+
+
+def _expand(per_node: str) -> list[int]:
+    """Slurm's '4(x2),1' as [4, 4, 1]."""
+    parts = re.findall(r'(\d+)(?:\(x(\d+)\))?', per_node)
+    return [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
+
+
+def _whole(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f'{name}={text}: not a whole number')
+    return int(text)

@@ -1,0 +1,230 @@
+"""Real processes over gloo: together one jax, and none outlives another."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megajax.config import ConfigError
+from megajax.parallel import mesh
+from megajax.parallel.environment import Start
+from megajax.parallel.rendezvous import gather
+
+ROOT = Path(__file__).parents[2]
+
+MEET = 'from megajax.parallel.environment import read_start; from megajax.parallel.rendezvous import gather; gather(read_start())'
+
+STEPS = """
+import sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from megajax.config import ConfigError
+from megajax.parallel.distributed import processes
+from megajax.parallel.mesh import make_mesh
+
+with processes():
+    with jax.set_mesh(make_mesh(2, 1)) as mesh:
+        add = jax.jit(lambda x: jnp.sum(x))
+        x = jax.make_array_from_callback((2,), NamedSharding(jax.sharding.get_mesh(), P('data')), lambda index: np.ones(1))
+        for step in range(10_000):
+            assert float(add(x)) == 2
+            if step == 3:
+                print('stepping', flush=True)
+            if step == 6 and jax.process_index() == 1:
+                exec(' '.join(sys.argv[1:]))
+            time.sleep(0.02)
+"""
+
+ADD_UP = """
+import os, socket, sys
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from megajax.config import ConfigError
+from megajax.parallel.distributed import processes
+from megajax.parallel.mesh import make_mesh
+
+with processes():
+    mesh = make_mesh(1, 4)
+    x = jax.make_array_from_callback((4,), NamedSharding(mesh, P('model')), lambda index: jnp.arange(4.0)[index])
+    with jax.set_mesh(mesh):
+        print('sum', float(jax.jit(jnp.sum)(x)), jax.process_count(), jax.local_device_count())
+    socket.gethostname = lambda: f'host{jax.process_index()}'
+    print('hosts', [[device.process_index for device in group] for group in make_mesh(2, 2).devices])
+    print('across', make_mesh(1, 4, cross_hosts=True).shape['model'])
+    try:
+        make_mesh(1, 4)
+    except ConfigError as error:
+        print('refused', error)
+    own = {os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{fd}')}
+    for line in [*open('/proc/net/tcp'), *open('/proc/net/tcp6')]:
+        address, state, inode = (line.split()[i] for i in (1, 3, 9))
+        if state == '0A' and f'socket:[{inode}]' in own:
+            print('listens', address.split(':')[0])
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        return server.getsockname()[1]
+
+
+class Run:
+    """A program in several processes, whose lines are read as they come."""
+
+    def __init__(self, program, *arguments, count=2, devices=1, indices=None, counts=None, **variables):
+        environ = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
+        environ |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': f'{devices}', 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': '1'}
+        environ |= {'MEGAJAX_COORDINATOR': f'127.0.0.1:{free_port()}', **variables}
+        self.processes, self.lines, self.readers = {}, {}, []
+        for index in indices or range(count):
+            own = {'MEGAJAX_PROCESSES': f'{(counts or {}).get(index, count)}', 'MEGAJAX_PROCESS': f'{index}'}
+            process = subprocess.Popen(
+                [sys.executable, '-c', program, *arguments],
+                env=environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+            self.processes[index], self.lines[index] = process, []
+            self.readers.append(threading.Thread(target=self._read, args=(index,), daemon=True))
+            self.readers[-1].start()
+
+    def _read(self, index):
+        for line in self.processes[index].stdout:
+            self.lines[index].append(line.rstrip())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes.values():
+            process.kill()
+
+    def wait_for(self, text):
+        deadline = time.monotonic() + 60
+        while not all(any(text in line for line in lines) for lines in self.lines.values()):
+            assert time.monotonic() < deadline, self.lines
+            assert all(process.poll() is None for process in self.processes.values()), self.lines
+            time.sleep(0.02)
+
+    def codes(self, timeout=60):
+        deadline = time.monotonic() + timeout
+        codes = {index: process.wait(max(deadline - time.monotonic(), 0.01)) for index, process in self.processes.items()}
+        for reader in self.readers:
+            reader.join(timeout=5)
+        return codes
+
+    def errors(self, index):
+        return [line for line in self.lines[index] if line.startswith('error: ')]
+
+    def after(self, index, name):
+        return [line.removeprefix(f'{name} ') for line in self.lines[index] if line.startswith(f'{name} ')]
+
+
+def test_processes_are_one_jax_whose_model_axis_stays_inside_a_host_and_which_listens_on_loopback_only():
+    with Run(ADD_UP, devices=2) as run:
+        assert run.codes() == {0: 0, 1: 0}, run.lines
+        for index in (0, 1):
+            assert run.after(index, 'sum') == ['6.0 2 2']
+            assert run.after(index, 'hosts') == ['[[0, 0], [1, 1]]']
+            assert run.after(index, 'across') == ['4']
+            (refusal,) = run.after(index, 'refused')
+            assert refusal.startswith('mesh.model=4 reaches across hosts (host0, host1)')
+            assert refusal.endswith('set mesh.model to 2 or a divisor of it, for example mesh.data=2 mesh.model=2')
+        # In hexadecimal, the first byte last.
+        assert all(re.fullmatch(r'.{6}7F|0{24}01000000|0{16}FFFF0000.{6}7F', one) for one in run.after(0, 'listens')), run.lines
+
+
+@pytest.mark.parametrize('victim', [1, 0])
+def test_a_killed_process_ends_the_other_within_seconds_in_a_line_that_names_it(victim):
+    with Run(STEPS, 'pass') as run:
+        run.wait_for('stepping')
+        run.processes[victim].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        codes = run.codes()
+        assert time.monotonic() - killed < 5
+        # Where its coordinator is gone jax aborts within a tenth of a second, on a busy machine perhaps before our line is printed.
+        if victim == 0 and codes[1] == -signal.SIGABRT:
+            return
+        assert codes[1 - victim] == 75
+        (line,) = run.errors(1 - victim)
+        assert re.match(rf'error: process {victim} on \S+ was lost, so this process ends too: start the run again', line)
+        assert not any('Traceback' in line for line in run.lines[1 - victim])
+
+
+@pytest.mark.parametrize(
+    ('action', 'code', 'why'),
+    [
+        ('raise ArithmeticError("a loss of nan")', 1, 'failed (ArithmeticError: a loss of nan)'),
+        ('raise ConfigError("mesh.model=3")', 2, 'failed (ConfigError: mesh.model=3)'),
+    ],
+    ids=['exception', 'mistake of the user'],
+)
+def test_an_error_in_one_process_keeps_its_exit_code_and_ends_the_other_with_75(action, code, why):
+    with Run(STEPS, action) as run:
+        run.wait_for('stepping')
+        start = time.monotonic()
+        assert run.codes() == {0: 75, 1: code}
+        assert time.monotonic() - start < 8
+        (line,) = run.errors(0)
+        assert why in line
+        assert sum('Traceback' in line for line in run.lines[1]) == 1
+
+
+def test_process_0_says_who_did_not_come():
+    with Run(MEET, count=4, indices=[0, 2], MEGAJAX_START_TIMEOUT='2') as run:
+        assert run.codes(timeout=15) == {0: 75, 2: 75}
+        assert re.match(r'error: of 4 processes, 1, 3 did not come to process 0 at 127.0.0.1:\d+ within 2 s: see whether', run.lines[0][0])
+        assert re.match(r'error: process 0 at 127.0.0.1:\d+ ended before all 4 had come', run.lines[2][0])
+        assert [len(lines) for lines in run.lines.values()] == [1, 1]
+
+
+def test_a_process_that_does_not_reach_process_0_says_where_it_looked():
+    with Run(MEET, indices=[1], MEGAJAX_START_TIMEOUT='1') as run:
+        assert run.codes(timeout=15) == {1: 75}
+        (line,) = run.lines[1]
+        assert re.match(r'error: process 1 could not reach process 0 at 127.0.0.1:\d+ within 1 s \(Connection refused\): see whether', line)
+
+
+def test_processes_that_do_not_agree_on_their_number_are_refused():
+    with Run(MEET, counts={1: 3}) as run:
+        assert all(run.codes(timeout=15).values())
+        for index in (0, 1):
+            assert re.search(r'ConfigError: process 1 on \S+ of 3 came to .*, where process 0 of 2 waits', run.lines[index][-1])
+
+
+def test_a_port_that_is_taken_is_refused_with_the_fix():
+    with socket.create_server(('127.0.0.1', 0)) as taken:
+        port = taken.getsockname()[1]
+        start = Start(index=0, count=2, host='127.0.0.1', port=port, bind='127.0.0.1', timeout=1)
+        with pytest.raises(ConfigError, match=rf'cannot listen on 127.0.0.1, port {port} .*: choose another port in MEGAJAX_COORDINATOR'):
+            gather(start)
+
+
+@pytest.mark.parametrize('said', [b'', b'GET / HTTP/1.1\r\n\r\n', b'{"event": "hello", "process": "one"}\n', b'[1]\n'])
+def test_strangers_at_the_port_do_not_disturb(said):
+    port = free_port()
+    with Run(MEET, indices=[0], MEGAJAX_COORDINATOR=f'127.0.0.1:{port}') as run:
+        while True:
+            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(('127.0.0.1', port)) as stranger:
+                stranger.sendall(said)
+                break
+        with Run(MEET, indices=[1], MEGAJAX_COORDINATOR=f'127.0.0.1:{port}') as other:
+            other.codes(timeout=15)
+        # Each ends when it has met the other, without a word of farewell.
+        run.codes(timeout=15)
+        assert not any('Traceback' in line or 'come' in line for line in run.lines[0] + other.lines[1])
+
+
+def test_hosts_whose_processes_are_numbered_in_turn_still_hold_whole_groups(monkeypatch):
+    monkeypatch.setattr(mesh, '_hosts', lambda: ['a', 'b', 'a', 'b'])
+    devices = [SimpleNamespace(process_index=process, id=2 * process + i) for process in range(4) for i in range(2)]
+    assert [device.process_index for device in mesh._within_hosts(devices, 2, 4, False)] == [0, 0, 2, 2, 1, 1, 3, 3]
+    with pytest.raises(ConfigError, match=r'mesh\.model=8 reaches across hosts'):
+        mesh._within_hosts(devices, 1, 8, False)

@@ -1,0 +1,125 @@
+"""Who starts a process tells it its place in a run, each in his own words."""
+
+import re
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from megajax import load
+from megajax.config import ConfigError
+from megajax.parallel.environment import read_start, visible_gpus
+
+SCRIPTS = Path(__file__).parents[2] / 'scripts'
+HAND = {'MEGAJAX_COORDINATOR': 'node1:8476', 'MEGAJAX_PROCESSES': '4', 'MEGAJAX_PROCESS': '3'}
+SLURM = {
+    'SLURM_JOB_ID': '5000',
+    'SLURM_STEP_ID': '0',
+    'SLURM_STEP_NODELIST': 'gpu[003-004,9],other',
+    'SLURM_STEP_NUM_TASKS': '16',
+    'SLURM_STEP_TASKS_PER_NODE': '8(x2)',
+    'SLURM_PROCID': '11',
+    'SLURM_NODEID': '1',
+    'SLURM_LOCALID': '3',
+    'SLURM_GPUS_ON_NODE': '8',
+    'CUDA_VISIBLE_DEVICES': '0,1,2,3,4,5,6,7',
+}
+OPEN_MPI = {
+    'OMPI_COMM_WORLD_SIZE': '2',
+    'OMPI_COMM_WORLD_RANK': '1',
+    'OMPI_COMM_WORLD_LOCAL_SIZE': '2',
+    'OMPI_COMM_WORLD_LOCAL_RANK': '1',
+    'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1,10.148.0.1:34911',
+    'CUDA_VISIBLE_DEVICES': '0,1,2,3',
+}
+
+
+@pytest.mark.parametrize(
+    'environ',
+    [
+        {},
+        HAND | {'MEGAJAX_PROCESSES': '1', 'MEGAJAX_PROCESS': '0'},
+        SLURM | {'SLURM_STEP_NUM_TASKS': '1', 'SLURM_PROCID': '0'},
+        {'SLURM_JOB_ID': '5000', 'SLURM_NTASKS': '16', 'SLURM_PROCID': '0', 'SLURM_LOCALID': '0'},
+        OPEN_MPI | {'OMPI_COMM_WORLD_SIZE': '1', 'OMPI_COMM_WORLD_RANK': '0'},
+        {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '1'},
+    ],
+    ids=['nothing', 'one by hand', 'one task', 'sbatch without srun', 'one of mpirun', 'a pod of a sweep'],
+)
+def test_a_process_that_is_alone_starts_nothing(environ):
+    assert read_start(environ) is None
+
+
+@pytest.mark.parametrize(
+    ('environ', 'index', 'count', 'address', 'bind', 'gpus'),
+    [
+        (HAND, 3, 4, 'node1:8476', None, None),
+        (HAND | {'MEGAJAX_COORDINATOR': '127.0.0.1:81'}, 3, 4, '127.0.0.1:81', '127.0.0.1', None),
+        (HAND | {'MEGAJAX_COORDINATOR': '10.0.0.1:81', 'MEGAJAX_BIND': '0.0.0.0'}, 3, 4, '10.0.0.1:81', '0.0.0.0', None),
+        (HAND | SLURM, 3, 4, 'node1:8476', None, None),
+        (SLURM, 11, 16, 'gpu003:62344', None, (3,)),
+        (SLURM | {'SLURM_STEP_NODELIST': 'a-1,b'}, 11, 16, 'a-1:62344', None, (3,)),
+        (SLURM | {'MEGAJAX_COORDINATOR': 'ib0:8476'}, 11, 16, 'ib0:8476', None, (3,)),
+        (SLURM | {'CUDA_VISIBLE_DEVICES': '0'}, 11, 16, 'gpu003:62344', None, None),
+        (SLURM | {'JAX_PLATFORMS': 'cpu'}, 11, 16, 'gpu003:62344', None, None),
+        (SLURM | {'SLURM_STEP_TASKS_PER_NODE': '2,1', 'SLURM_LOCALID': '0'}, 11, 16, 'gpu003:62344', None, tuple(range(8))),
+        (OPEN_MPI, 1, 2, '10.96.0.1:62624', '10.96.0.1', (2, 3)),
+        (OPEN_MPI | {'JAX_LOCAL_DEVICE_IDS': '3'}, 1, 2, '10.96.0.1:62624', '10.96.0.1', None),
+    ],
+    ids=['hand', 'loopback', 'interface', 'hand over Slurm', 'task per GPU', 'plain names', 'other network', 'bound', 'cpu', 'per node',
+         'mpirun', 'ids given'],
+)  # fmt: skip
+def test_a_process_of_many_knows_its_place_and_its_gpus(environ, index, count, address, bind, gpus):
+    start = read_start(environ)
+    assert (start.index, start.count, start.address, start.bind, start.gpus) == (index, count, address, bind, gpus)
+
+
+@pytest.mark.parametrize(
+    ('environ', 'message'),
+    [
+        ({'MEGAJAX_PROCESSES': '4'}, 'MEGAJAX_PROCESSES=4 without MEGAJAX_COORDINATOR and MEGAJAX_PROCESS'),
+        ({'MEGAJAX_PROCESS': '1'}, 'MEGAJAX_PROCESS=1 without MEGAJAX_PROCESSES'),
+        (HAND | {'MEGAJAX_PROCESS': '4'}, 'MEGAJAX_PROCESS=4 is not among the 4 processes of MEGAJAX_PROCESSES: use 0 to 3'),
+        (HAND | {'MEGAJAX_PROCESS': 'x'}, 'MEGAJAX_PROCESS=x: not a whole number'),
+        (HAND | {'MEGAJAX_COORDINATOR': 'node1'}, 'MEGAJAX_COORDINATOR=node1: not of the form host:port'),
+        (SLURM | {'SLURM_STEP_TASKS_PER_NODE': '3'}, '3 tasks on this node do not divide its 8 GPUs'),
+        (OPEN_MPI | {'OMPI_MCA_orte_hnp_uri': ''}, 'mpirun -x MEGAJAX_COORDINATOR=HOST:PORT'),
+    ],
+    ids=['two missing', 'index alone', 'index too large', 'no number', 'no port', 'indivisible GPUs', 'Open MPI 5'],
+)
+def test_an_environment_that_cannot_be_is_refused_with_the_fix(environ, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        read_start(environ)
+
+
+def test_steps_of_one_slurm_job_meet_at_different_ports():
+    assert len({read_start(SLURM | {'SLURM_STEP_ID': f'{step}'}).port for step in range(40)}) == 40
+
+
+@pytest.mark.parametrize(
+    ('environ', 'count'),
+    [({'CUDA_VISIBLE_DEVICES': '4,5'}, 2), ({'CUDA_VISIBLE_DEVICES': ''}, 0), ({'CUDA_VISIBLE_DEVICES': '0', 'JAX_PLATFORMS': 'cpu'}, 0)],
+)
+def test_gpus_are_those_that_cuda_shows(environ, count):
+    assert visible_gpus(environ) == count
+
+
+def test_the_kubernetes_example_gives_each_pod_its_place():
+    service, job = YAML(typ='safe').load_all((SCRIPTS / 'kubernetes.yaml').read_text())
+    pods = job['spec']['template']['spec']
+    (container,) = pods['containers']
+    environ = {one['name']: one['value'] for one in container['env']}
+    start = read_start(environ | {'JOB_COMPLETION_INDEX': '2'})
+    assert (start.index, start.count) == (2, job['spec']['completions']) == (2, job['spec']['parallelism'])
+    assert start.host == f'{job["metadata"]["name"]}-0.{service["metadata"]["name"]}'
+    assert pods['subdomain'] == service['metadata']['name']
+    config = load(container['command'][2], container['command'][3:])
+    assert config.mesh.data * config.mesh.model == start.count * container['resources']['limits']['nvidia.com/gpu']
+
+
+def test_the_slurm_example_has_a_mesh_for_its_tasks():
+    script = (SCRIPTS / 'slurm.sbatch').read_text()
+    sizes = {name: int(value) for name, value in re.findall(r'--(nodes|ntasks-per-node|gpus-per-node)=(\d+)', script)}
+    command = re.search(r'megajax train (\S+) (mesh\S+) (mesh\S+)', script)
+    config = load(command[1], [command[2], command[3]])
+    assert config.mesh.data * config.mesh.model == sizes['nodes'] * sizes['ntasks-per-node'] == sizes['nodes'] * sizes['gpus-per-node']

@@ -1,0 +1,230 @@
+"""`megajax launch`: processes that start together, speak in turn and end together."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megajax.config import ConfigError
+from megajax.launch import make_plan
+
+ROOT = Path(__file__).parents[1]
+CONFIG = """
+model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 270, max_seq_len: 16}
+mesh: {data: 2, model: 2}
+optim: {schedule: constant}
+train: {steps: 4, batch_size: 4, seq_len: 16, dtype: float32, log_every: 1, eval_every: 100, eval_batches: 1}
+data: {corpus: corpus.txt}
+"""
+
+# Process 0 and 1 of a plan that needs no jax: each runs its own line.
+PAIR = """
+import sys
+from megajax.launch import Plan, launch
+plan = Plan(command=(sys.executable, '-c', 'import os; exec(os.environ["DO"])'), variables=tuple({'DO': do} for do in sys.argv[1:]))
+sys.exit(launch(plan, grace=1))
+"""
+IGNORE = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); time.sleep(60)'
+COUNT = (
+    'import signal, time\n'
+    'signal.signal(signal.SIGINT, lambda *_: print("interrupted"))\n'
+    'print(os.getpid())\n'
+    'end = time.monotonic() + 60\n'
+    'while time.monotonic() < end: time.sleep(0.1)'
+)
+
+
+def start(*command, folder=ROOT):
+    environ = os.environ | {'PYTHONPATH': str(ROOT)}
+    return subprocess.Popen([sys.executable, *command], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def pids(process, count=2):
+    found = []
+    while len(found) < count:
+        line = process.stdout.readline()
+        assert line, process.communicate()
+        found += [int(word) for word in re.findall(r'^\[\d\] (\d+)$', line)]
+    return found
+
+
+def gone(pid):
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            if Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z':
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_on_cpus_each_process_simulates_its_share_of_the_mesh_and_all_meet_on_loopback():
+    plan = make_plan(['train', 'tiny'], processes=2, needed=4, environ={'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_mine=1'})
+    assert plan.command == (sys.executable, '-m', 'megajax', 'train', 'tiny')
+    first, second = plan.variables
+    assert (first['MEGAJAX_PROCESS'], second['MEGAJAX_PROCESS']) == ('0', '1')
+    assert re.fullmatch(r'127\.0\.0\.1:\d+', first['MEGAJAX_COORDINATOR'])
+    assert {**first, 'MEGAJAX_PROCESS': '1'} == second
+    assert (first['MEGAJAX_PROCESSES'], first['JAX_NUM_CPU_DEVICES'], first['JAX_PLATFORMS']) == ('2', '2', 'cpu')
+    assert first['XLA_FLAGS'].startswith('--xla_mine=1 ')
+
+
+def gpus(monkeypatch, *, plugin=True):
+    monkeypatch.setattr('megajax.launch.visible_gpus', lambda environ: 8)
+    monkeypatch.setattr('megajax.launch.entry_points', lambda group: [type('Plugin', (), {'name': 'xla_cuda12'})] if plugin else [])
+
+
+def test_on_gpus_each_process_gets_its_own(monkeypatch):
+    gpus(monkeypatch)
+    plan = make_plan(['train'], processes=4, needed=8, environ={})
+    assert [one['JAX_LOCAL_DEVICE_IDS'] for one in plan.variables] == ['0,1', '2,3', '4,5', '6,7']
+    assert not any('JAX_PLATFORMS' in one or 'JAX_NUM_CPU_DEVICES' in one for one in plan.variables)
+
+
+@pytest.mark.parametrize(
+    ('processes', 'devices', 'needed', 'message'),
+    [
+        (2, 2, 4, '2 processes x 2 devices are 4, and 8 GPUs are visible'),
+        (3, None, 8, '3 processes x 2 devices are 6, and 8 GPUs are visible'),
+        (16, None, 16, '16 processes x 1 devices are 16, and 8 GPUs are visible'),
+        (8, None, 4, '8 processes x 1 devices are 8, and mesh.data x mesh.model needs 4'),
+    ],
+)
+def test_gpus_that_would_be_idle_or_shared_are_refused(monkeypatch, processes, devices, needed, message):
+    gpus(monkeypatch)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_plan(['train'], processes=processes, needed=needed, devices_per_process=devices, environ={})
+
+
+def test_gpus_that_jax_cannot_use_are_refused(monkeypatch):
+    gpus(monkeypatch, plugin=False)
+    with pytest.raises(ConfigError, match='8 GPUs are visible and jax has no plugin for them'):
+        make_plan(['train'], processes=8, needed=8, environ={})
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['--processes', '2', '--', 'train', 'tiny', 'mesh.model=3'], 'error: override mesh.model=3: model.num_heads: 4'),
+        (['--processes', '3', '--', 'train', 'tiny'], 'error: 3 processes x 1 devices are 3, and mesh.data x mesh.model needs 4'),
+        (['--processes', '2', '--', 'inspect', 'tiny'], 'error: launch starts train, not inspect'),
+    ],
+)
+def test_a_mistake_exits_2_before_anything_starts(arguments, message):
+    process = start('-m', 'megajax', 'launch', *arguments)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, '')
+    assert err.startswith(message)
+
+
+def test_a_dry_run_prints_each_process_and_imports_no_jax():
+    program = "import sys; from megajax.cli import main\ntry: main()\nexcept SystemExit as e: print(e.code, 'jax' in sys.modules)"
+    out, err = start('-c', program, 'launch', '--processes', '2', '--dry-run', '--', 'train', 'tiny', 'mesh.data=1').communicate(timeout=60)
+    *lines, last = out.splitlines()
+    assert (last, err) == ('0 False', '')
+    assert [line.startswith(f'[{index}] MEGAJAX_COORDINATOR=127.0.0.1:') for index, line in enumerate(lines)] == [True, True]
+    assert all(line.endswith(f'{sys.executable} -m megajax train tiny mesh.data=1') for line in lines)
+
+
+def test_lines_carry_the_number_of_their_process_and_the_streams_stay_apart():
+    out, err = start('-c', PAIR, 'print("one\\ntwo")', 'import sys; print("three", file=sys.stderr)').communicate(timeout=60)
+    assert out.splitlines() == ['[0] one', '[0] two']
+    assert err.splitlines() == ['[1] three']
+
+
+@pytest.mark.parametrize(
+    ('failure', 'code', 'described'),
+    [
+        ('print("last words"); import time; time.sleep(0.3); os._exit(7)', 7, 'exit code 7'),
+        ('print("last words"); import time; time.sleep(0.3); os.kill(os.getpid(), 9)', 137, 'signal SIGKILL'),
+    ],
+)
+def test_when_one_fails_the_others_are_ended_though_they_ignore_sigterm(failure, code, described):
+    process = start('-c', PAIR, IGNORE, failure)
+    began = time.monotonic()
+    out, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == code
+    assert err.splitlines() == [f'launch: process 1 of 2 failed with {described}; its last lines:', '    last words']
+    assert gone(int(re.search(r'\[0\] (\d+)', out)[1]))
+
+
+def test_the_first_cause_is_named_and_not_the_process_that_ended_because_of_it():
+    process = start('-c', PAIR, 'os._exit(75)', 'os._exit(3)')
+    assert 'process 1 of 2 failed with exit code 3' in process.communicate(timeout=30)[1]
+    assert process.returncode == 3
+
+
+def test_a_signal_is_passed_on_once_and_a_second_one_kills():
+    process = start('-c', PAIR, COUNT, COUNT)
+    children = pids(process)
+    process.send_signal(signal.SIGINT)
+    assert sorted(process.stdout.readline() for _ in children) == ['[0] interrupted\n', '[1] interrupted\n']
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=10)
+    assert (out, err, process.returncode) == ('', 'launch: ended by SIGINT\n', 137)
+    assert all(gone(pid) for pid in children)
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere nothing ends them')
+def test_nothing_outlives_a_launch_that_is_killed():
+    process = start('-c', PAIR, IGNORE, IGNORE)
+    children = pids(process)
+    process.kill()
+    assert all(gone(pid) for pid in children)
+    process.communicate()
+
+
+def losses(folder):
+    lines = [json.loads(line) for line in (folder / 'metrics.jsonl').read_text().splitlines()]
+    return {line['step']: line['loss'] for line in lines if 'loss' in line}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / 'small.yaml').write_text(CONFIG)
+    (tmp_path / 'corpus.txt').write_text('\n'.join(f'{i} times {i} is {i * i}' for i in range(2000)))
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does_and_one_goes_on_from_their_checkpoint(folder):
+    def train(steps, run, *launch):
+        process = start('-m', 'megajax', *launch, 'train', 'small.yaml', f'train.steps={steps}', f'run.dir={run}', folder=folder)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        return out
+
+    out = train(4, 'two', 'launch', '--processes', '2', '--')
+    assert all(line.startswith(('[0] ', '[1] ')) for line in out.splitlines())
+    assert 'resume     ' in train(6, 'two')
+    train(6, 'one')
+    assert losses(folder / 'two') == pytest.approx(losses(folder / 'one'), abs=1e-5)
+    assert max(losses(folder / 'one')) == 6
+
+
+@pytest.mark.slow
+def test_a_killed_training_process_ends_the_launch_with_its_signal(folder):
+    process = start('-m', 'megajax', 'launch', '--processes', '2', '--', 'train', 'small.yaml', 'train.steps=100000', folder=folder)
+    seen = []
+    while 'step 5/' not in (line := process.stdout.readline()):
+        assert line, process.communicate()
+        seen.append(line)
+    children = Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
+    os.kill(int(children[1]), signal.SIGKILL)
+    began = time.monotonic()
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 5
+    assert process.returncode == 137
+    assert re.search(r'^\[0\] error: process 1 on \S+ was lost', err, re.MULTILINE)
+    assert 'launch: process 1 of 2 failed with signal SIGKILL' in err
+    assert all(gone(int(pid)) for pid in children)
