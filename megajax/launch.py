@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from types import FrameType
 from typing import IO
 
-from megajax.config.check import ConfigError
+from megajax.config.errors import ConfigError
 from megajax.parallel.environment import COORDINATOR, LOCAL_DEVICES, PROCESS, PROCESSES, visible_gpus
 from megajax.parallel.peers import RETRY
 

@@ -1,6 +1,6 @@
 """What a run is made of: the schema, presets, files and overrides, and the rules that keys obey together. Imports no jax."""
 
-from megajax.config.check import ConfigError, Problem
+from megajax.config.errors import CheckpointError, ConfigError, NumericError, Problem, RunError, StopRequested
 from megajax.config.load import dump, load, presets
 from megajax.config.parameters import num_parameters
 from megajax.config.schema import (
@@ -17,15 +17,19 @@ from megajax.config.schema import (
 
 __all__ = [
     'CheckpointConfig',
+    'CheckpointError',
     'Config',
     'ConfigError',
     'DataConfig',
     'LossConfig',
     'MeshConfig',
     'ModelConfig',
+    'NumericError',
     'OptimConfig',
     'Problem',
     'RunConfig',
+    'RunError',
+    'StopRequested',
     'TrainConfig',
     'dump',
     'load',

@@ -1,35 +1,12 @@
 """What a config's keys demand of one another, found before jax is imported or anything compiles."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from megajax.config.errors import Problem
 
 if TYPE_CHECKING:
     from megajax.config.schema import Config
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One mistake: the key, a message with its value, the limit and what would work, and where it was written."""
-
-    path: str
-    message: str
-    others: tuple[str, ...] = ()  # the further keys that the message rests on
-    place: str = ''  # 'configs/tiny.yaml:12' or 'override mesh.model=3'
-
-    def __str__(self) -> str:
-        return ': '.join(part for part in (self.place, self.path, self.message) if part)
-
-
-class ConfigError(ValueError):
-    """A user's mistakes, all of them, found before anything compiles; the command line prints them and exits with 2."""
-
-    def __init__(self, *problems: 'Problem | str') -> None:
-        self.problems = problems
-        super().__init__(*problems)
-
-    def __str__(self) -> str:
-        return '\n'.join(str(problem) for problem in self.problems)
 
 
 def incompatibilities(config: 'Config') -> list[Problem]:

@@ -17,7 +17,8 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
-from megajax.config.check import ConfigError, Problem, incompatibilities
+from megajax.config.check import incompatibilities
+from megajax.config.errors import ConfigError, Problem
 from megajax.config.schema import Config, Section
 
 SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}

@@ -5,13 +5,30 @@ Sizes count elements, `seq_len` counts tokens, `batch_size` counts the sequences
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from megajax.config.check import incompatibilities
 
 VOCAB_MULTIPLE = 1024  # as in the Megatron paper, 128 x 8; the same on every mesh, so that a checkpoint fits any of them
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Weights(dict[str, float]):
+    """A dict that can be hashed, as a config can, because nothing changes it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
 
 
 class Section(BaseModel):
@@ -59,6 +76,7 @@ class MeshConfig(Section):
     data: PositiveInt = 1
     model: PositiveInt = 1
     sequence_parallel: bool = False
+    allow_model_across_hosts: bool = False  # each layer then waits for the network between them
 
 
 class TrainConfig(Section):
@@ -75,6 +93,8 @@ class TrainConfig(Section):
     eval_batches: PositiveInt = 16
     log_every: PositiveInt = 10  # steps
     sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()  # a YAML list; each is continued at every evaluation
+    nonfinite: Literal['skip', 'rollback', 'stop'] = 'skip'  # what a loss or gradient that is not finite does; it never changes a parameter
+    spike: Literal['off', 'skip', 'rollback'] = 'off'  # what a loss far above the last ones does, see `train/guard.py`
     seed: NonNegativeInt = 1234
 
 
@@ -103,7 +123,9 @@ class DataConfig(Section):
     """The corpus, how it becomes tokens, and how documents are split into training, validation and test."""
 
     corpus: str = 'stdlib'  # the interpreter's own sources, a text file or a folder of them, .jsonl, or the prefix of .bin and .idx files
-    blend: dict[str, PositiveFloat] = {}  # instead of a corpus: prefixes of .bin and .idx files, and how much of each
+    blend: Annotated[dict[str, PositiveFloat], AfterValidator(Weights)] = (
+        Weights()
+    )  # instead of a corpus: prefixes of .bin and .idx files, and how much of each
     tokenizer: str = (
         'auto'  # a tokenizer.json, bytes, bpe (trained on the text), none (for ids); auto: the one beside .bin and .idx, or bpe
     )
@@ -113,10 +135,13 @@ class DataConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """When the state is written and how many of the newest checkpoints stay."""
+    """When the state is written, and which checkpoints stay: those that any of the `keep` keys asks for."""
 
     every: PositiveInt = 1000  # steps
-    keep: PositiveInt = 2
+    minutes: PositiveFloat | None = None  # also when so long has passed since the last
+    keep: PositiveInt = 2  # the newest
+    keep_every: PositiveInt | None = None  # those of a step that is a multiple of it
+    keep_best: PositiveInt | None = None  # those of the least validation loss
 
 
 class RunConfig(Section):
@@ -124,6 +149,7 @@ class RunConfig(Section):
 
     dir: str | None = None
     resume: Literal['auto', 'must', 'never'] = 'auto'  # from the newest checkpoint in `dir`: if there is one, always, never
+    max_minutes: PositiveFloat | None = None  # save and leave then, before a queue's time limit
 
 
 class Config(Section):

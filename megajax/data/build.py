@@ -17,7 +17,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from megajax.config.check import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem
 from megajax.data.encode import Encoded, Options, Workers
 from megajax.data.inputs import UNIT, Format, Input, Position, find_inputs, read_pieces, read_units
 from megajax.data.manifest import Manifest

@@ -10,7 +10,7 @@ from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
 
-from megajax.config.check import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem
 from megajax.data.inputs import Position, find_inputs, read_pieces
 from megajax.data.parse import parse
 

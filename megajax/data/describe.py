@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.config.check import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem
 from megajax.data.indexed import CHUNK, Sequences, paths, read_pair
 from megajax.data.manifest import Manifest, manifest_path
 from megajax.data.token_ids import check_token_ids, token_range

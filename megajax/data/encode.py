@@ -13,7 +13,7 @@ from typing import Self
 
 import numpy as np
 
-from megajax.config.check import Problem
+from megajax.config.errors import Problem
 from megajax.data.inputs import Position, Unit
 from megajax.data.parse import parse
 from megajax.data.partial import UnfinishedError

@@ -9,12 +9,13 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from megajax.config.check import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem
 
 MAGIC = b'MMIDIDX\x00\x00'
 VERSION = 1
@@ -52,6 +53,14 @@ class Sequences:
         first, last = (bisect_right(self.pointers, token * self.tokens.itemsize) for token in (start, stop - 1))
         documents = self.documents[bisect_right(self.documents, first - 1) : bisect_right(self.documents, last - 1)]
         return sorted({self.start(int(sequence)) for sequence in documents} - {start})
+
+    def fingerprint(self) -> str:
+        """A hash of the sizes, and of the first and last million of tokens and lengths: another for other data, soon made for any size."""
+        digest = sha256(f'{self.tokens.dtype.name} {len(self.tokens)} {len(self)} {len(self.documents)}'.encode())
+        for array in (self.tokens, self.lengths):
+            digest.update(array[:CHUNK].tobytes())
+            digest.update(array[-CHUNK:].tobytes())
+        return digest.hexdigest()
 
 
 def from_lengths(name: str, tokens: np.ndarray, lengths: np.ndarray) -> Sequences:

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast
 
-from megajax.config.check import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem
 
 UNIT = 1 << 20  # bytes that a worker takes at a time: a fifth of a second, and some 30 MB while tokenizers works on them
 LONGEST = 1 << 28  # bytes of a line, which is in memory as a whole

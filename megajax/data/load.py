@@ -27,6 +27,7 @@ class Data:
     train: Batches
     validation: Batches
     summary: str  # one line for the head of a run
+    fingerprints: dict[str, str]  # of each corpus, by name
 
 
 def load_data(config: Config) -> Data:
@@ -103,7 +104,13 @@ def _make(config: Config, tokenizer: Tokenizer | None, train: list[Part], valida
             message = f'{part.sequences.name} has no tokens to train on, in {len(part)} of {len(part.sequences)} sequences'
             raise _problem('data.corpus', f'{message}; give more text, or another data.split', 'data.split', *CORPUS)
     make = _megatron if config.data.order == 'megatron' else _stateless
-    return Data(tokenizer=tokenizer, train=make(config, train), validation=make(config, validation, validation=True), summary=summary)
+    return Data(
+        tokenizer=tokenizer,
+        train=make(config, train),
+        validation=make(config, validation, validation=True),
+        summary=summary,
+        fingerprints={part.sequences.name: part.sequences.fingerprint() for part in train},
+    )
 
 
 def _stateless(config: Config, parts: list[Part], *, validation: bool = False) -> Batches:

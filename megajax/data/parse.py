@@ -4,7 +4,7 @@ import codecs
 import json
 from collections.abc import Iterator
 
-from megajax.config.check import Problem
+from megajax.config.errors import Problem
 from megajax.data.inputs import Piece
 
 OR_SKIP = 'mend it, or leave such lines out with --skip-bad'

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from megajax.config.check import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem
 from megajax.data.indexed import write_index
 from megajax.data.inputs import UNIT, Position
 

@@ -8,7 +8,7 @@ from tempfile import NamedTemporaryFile
 
 import numpy as np
 
-from megajax.config.check import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem
 from megajax.data.indexed import Sequences, paths
 
 CHUNK = 1 << 24  # tokens at a time

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megajax.config.check import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     import tokenizers

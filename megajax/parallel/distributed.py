@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import jax
 
-from megajax.config import ConfigError
+from megajax.config import RunError
 from megajax.parallel.environment import LOCAL_DEVICES, Start, read_start
 from megajax.parallel.peers import RETRY, Peers
 from megajax.parallel.rendezvous import gather
@@ -34,7 +34,7 @@ def processes() -> Iterator[None]:
         if peers and code in (0, RETRY):  # all stop here, as after a checkpoint on SIGTERM
             peers.done()
         elif peers:
-            peers.failed(_one_line(error), own=isinstance(error, ConfigError | KeyboardInterrupt | SystemExit))
+            peers.failed(_one_line(error), own=isinstance(error, RunError | KeyboardInterrupt | SystemExit))
             _exit_without_waiting(peers, code)
         raise
     if peers:
@@ -96,8 +96,8 @@ def _exit_without_waiting(peers: Peers, code: int) -> None:
 
 def _exit_code(error: BaseException) -> int:
     match error:
-        case ConfigError():
-            return 2
+        case RunError():
+            return error.exit_code
         case KeyboardInterrupt():
             return 130
         case SystemExit(code=int(code)):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 
-from megajax.config.check import ConfigError
+from megajax.config.errors import ConfigError
 
 COORDINATOR, PROCESSES, PROCESS = 'MEGAJAX_COORDINATOR', 'MEGAJAX_PROCESSES', 'MEGAJAX_PROCESS'
 BIND, START_TIMEOUT = 'MEGAJAX_BIND', 'MEGAJAX_START_TIMEOUT'

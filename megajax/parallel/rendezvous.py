@@ -5,7 +5,7 @@ import socket
 import time
 from contextlib import closing
 
-from megajax.config.check import ConfigError
+from megajax.config.errors import ConfigError
 from megajax.parallel.environment import BIND, COORDINATOR, PROCESSES, START_TIMEOUT, Start
 from megajax.parallel.peers import Link, Message, Peers, end
 

@@ -86,7 +86,7 @@ data: stdlib
         f'{file}:3: model.num_layers: written twice, first in line 2; delete one of the two',
         f'{file}:6: model.num_head: unknown key; did you mean model.num_heads?',
         f'{file}:10: trian: unknown key; did you mean train?',
-        f'{file}:14: data: must be a group of keys; it has corpus, tokenizer, split',
+        f'{file}:14: data: must be a group of keys; it has corpus, blend, tokenizer, split, order, document_mask',
         'override lr=3: lr: unknown key; did you mean optim.lr?',
         'override train.steps: not of the form section.key=value, for example train.steps=100',
         "override run.dir=[: not valid YAML: expected the node content, but found '<stream end>'; put the value in quotes",
@@ -127,3 +127,12 @@ def test_bad_yaml_is_reported_by_line(text: str, line: int, tmp_path: Path) -> N
 def test_a_missing_file_names_the_nearest_preset() -> None:
     (message,) = mistakes('configs/llama3_8.yaml')
     assert message.startswith('configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: gpt2_124m, ')
+
+
+def test_a_config_can_be_hashed_and_a_blend_survives_its_dump(tmp_path: Path) -> None:
+    config = load('tiny', ['data.blend={web: 0.7, code: 3}'])
+    (tmp_path / 'again.yaml').write_text(dump(config))
+    again = load(tmp_path / 'again.yaml')
+    assert again == config
+    assert hash(again) == hash(config)
+    assert dict(again.data.blend) == {'web': 0.7, 'code': 3.0}

@@ -130,7 +130,7 @@ def test_files_of_megatron_in_the_stateless_order() -> None:
     rows = [data.train.rows(i // 4, i % 4, i % 4 + 1) for i in range(epoch)]
     labels = sorted(tuple(row['labels'][row['loss_mask'] == 1]) for row in rows)
     assert labels == sorted(tuple(tokens[1 + i * 32 : 1 + (i + 1) * 32]) for i in range(epoch))
-    assert data.summary.startswith('54 sequences (2,342 tokens) to train on, 3 sequences (')
+    assert data.summary.startswith('54 sequences (2,360 tokens) to train on, 3 sequences (166 tokens) to validate')
 
 
 @pytest.mark.parametrize(('run', 'corpus'), [('one_epoch', 'data.corpus={}/a'), ('blend', 'data.blend={{{0}/a: 0.7, {0}/b: 0.3}}')])
