@@ -1,57 +1,300 @@
-"""Saving and restoring a run's state, through Orbax."""
+"""Saving and restoring a run's state, through Orbax: in the background, hashed, and never trusted unseen.
 
+A step's folder holds Orbax's arrays in `state`, `record.json`, `tokenizer.json` and the digests of all. Orbax writes the file that
+makes it a checkpoint after these, and takes old steps away after that: what was finished has digests, and whatever happens there is
+a step that was finished. With many processes all call the same methods, and share the folder.
+"""
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Self
 
 import jax
 import orbax.checkpoint as ocp
 
-from megajax.config import Config, ConfigError
+from megajax.config import CheckpointError, Config, ConfigError
+from megajax.data.tokenizer import Tokenizer
 from megajax.parallel.mesh import concrete
+from megajax.train.agree import SaveBarrier, from_all, from_first
+from megajax.train.compare import check_same_arrays, check_same_model
+from megajax.train.digests import (
+    COMMIT,
+    STAMP,
+    find_steps,
+    is_finished,
+    is_step_name,
+    problems,
+    strangers,
+    write_file,
+    write_sums,
+)
+from megajax.train.keep import preservation_policy
+from megajax.train.record import RECORD, TOKENIZER, Record, make_record, other_differences, read_record
 from megajax.train.step import TrainState, init_state
+
+TIMEOUT = 3600  # seconds in which all processes must have written their part, and the first must have hashed it
+LONGEST = 300  # characters of a reason; tensorstore's errors are pages
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one run directory; saving goes on in the background, `close` waits for it."""
+    """The checkpoints of one run; leaving it as a context waits for what is being written.
 
-    def __init__(self, folder: Path, config: Config):
-        self.folder, self.config = folder.absolute(), config
-        options = ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.LatestN(config.checkpoint.keep),
-            save_decision_policy=ocp.checkpoint_managers.FixedIntervalPolicy(1),  # the loop decides
-            cleanup_tmp_directories=True,
-        )
-        self.manager = ocp.CheckpointManager(self.folder, options=options)
+    `data` says what the run trains on, in any words. Raises ConfigError if the folder cannot be used.
+    """
 
-    def latest_step(self) -> int | None:
-        """The newest step that was committed, None if there is none."""
-        return self.manager.latest_step()
+    def __init__(self, folder: Path, config: Config, *, tokenizer: Tokenizer | None = None, data: Mapping[str, str] | None = None):
+        self.folder, self.config, self.tokenizer, self.data = folder.absolute(), config, tokenizer, data
+        self._saving: Record | None = None
+        self._failed: str | None = None  # why the newest state is not on disk
+        self._retry, self._is_retry = False, False
+        self._verified: int | None = None
+        self._refused: set[int] = set()
+        self._losses: dict[int, float | None] = {}
+        self._swept = self._closed = False
+        self._begun = time.monotonic()
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=self._options())
+        except OSError as error:
+            raise ConfigError(f'{self.folder} cannot be used: {_reason(error)}; allow it, or choose another run.dir') from error
+        except Exception as error:
+            raise CheckpointError(f'{self.folder} cannot be read: {_reason(error)}') from error
 
-    def save(self, state: TrainState) -> None:
-        """Start saving `state` under its step; a step that is there already stays as it is."""
-        step = int(state.step)
-        if step in self.manager.all_steps():
-            return
-        config = self.config.model_dump(mode='json')
-        self.manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), config=ocp.args.JsonSave(config)))
+    def newest_verified(self) -> int | None:
+        """The newest step that holds what was written, by its digests; None if no step was ever finished.
+
+        Each step that is refused on the way is logged with the reason. Raises CheckpointError if there are only such.
+        """
+        self._settle()
+        steps = find_steps(self.folder) if jax.process_index() == 0 else []
+        if jax.process_index() == 0:
+            self._warn_of_strays()
+        newest = next((step for step in reversed(steps) if not self._refuses(step)), -1)
+        newest, count, num_refused = from_first(newest, len(steps), len(self._refused))
+        self._refused = set(from_first(*(sorted(self._refused) or [0] * num_refused)))
+        if count and newest < 0:
+            raise CheckpointError(
+                f'none of the {count} checkpoints in {self.folder} can be used: run megajax checkpoint verify {self.folder.parent}, '
+                'restore their files from a copy, or choose another run.dir to start afresh'
+            )
+        self._verified = newest if count else None
+        return self._verified
 
     def restore(self, step: int) -> TrainState:
-        """The state of `step`, in its places on the current mesh. ConfigError if it is of another model."""
-        saved = self.manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore())).config
-        self._check_same_model(step, saved['model'])
+        """The state of `step`, in its places on the current mesh; what differs from the run that wrote it is logged.
+
+        Raises ConfigError if it is of another model, dtype or tokenizer, CheckpointError if it does not hold what was written.
+        """
+        self._settle()
+        path = self.folder / str(step)
+        if step != self._verified and from_first(jax.process_index() == 0 and self._refuses(step))[0]:
+            raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
+        here, there = self._record(step), read_record(path)
+        check_same_model(path, there, here)
+        for key, (old, new) in other_differences(there, here).items():
+            logger.info('resume     %s: %s -> %s', key, old, new)
         abstract = concrete(jax.eval_shape(lambda: init_state(self.config)))
-        return self.manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+        check_same_arrays(path, abstract)
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+        except Exception as error:
+            raise CheckpointError(f'{path} cannot be restored: {_reason(error)}') from error
 
-    def _check_same_model(self, step: int, saved: dict[str, Any]) -> None:
-        wanted = self.config.model.model_dump(mode='json')
-        different = [f'{key} {saved.get(key)} there, {value} here' for key, value in wanted.items() if saved.get(key) != value]
-        if different:
-            raise ConfigError(
-                f'{self.folder / str(step)} holds another model (model.{"; model.".join(different)}): '
-                'change these keys back, or choose another run.dir'
-            )
+    def poll(self, step: int) -> bool:
+        """Whether to save the state after `step` now; all processes call it after each step, and a save that failed is logged here.
 
-    def close(self) -> None:
-        """Wait until what was started is on disk; raises what went wrong."""
-        self.manager.wait_until_finished()
-        self.manager.close()
+        It is time by `checkpoint.every`, by `checkpoint.minutes`, or, once, because the last save failed.
+        """
+        saving, minutes = self._saving is not None, self.config.checkpoint.minutes
+        running = saving and self._manager.is_saving_in_progress()
+        late = minutes is not None and time.monotonic() - self._begun > 60 * minutes
+        if saving or minutes:
+            told = from_all(running, late)
+            running, late = bool(told[:, 0].any()), bool(told[0, 1])  # the clock of the first process counts
+        if saving and not running:
+            self._settle()
+        return step % self.config.checkpoint.every == 0 or self._retry or (late and not running)
+
+    def save(self, state: TrainState, step: int, *, validation_loss: float | None = None) -> None:
+        """Start saving `state` as that after `step`; a sound checkpoint of it that is there stays as it is.
+
+        Waits for the last save. What fails is logged here or by `poll`, and does not raise.
+        """
+        if self._saving and self._saving.step == step:
+            return
+        self._settle()
+        self._retry, self._is_retry, self._begun = False, self._retry, time.monotonic()
+        if not self._make_room(step):
+            return
+        self._saving = self._record(step, validation_loss)
+        self._losses.pop(step, None)
+        self._refused.discard(step)
+        error = None
+        try:
+            self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state)), force=True)
+        except Exception as failure:
+            error = failure
+        if from_all(error is not None).any():
+            self._settle(error)
+
+    def wait(self) -> bool:
+        """Wait for the save in the background; whether the newest state is on disk, so that it may be tried again."""
+        self._settle()
+        return self._failed is None
+
+    def delete_after(self, step: int) -> None:
+        """Take away all that is newer than `step`: a run that goes back to it must not resume from the branch that it left."""
+        self._settle()
+        self._remove([newer for newer in find_steps(self.folder) if newer > step] if jax.process_index() == 0 else [])
+        self._manager.reload()
+        self._verified, self._failed, self._retry = None, None, False
+
+    def close(self, *, final: bool = False) -> None:
+        """Wait until what was started is on disk; if it is not and was the run's `final` save, raises CheckpointError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._settle()
+        with contextlib.suppress(Exception):  # `_settle` has told of it
+            self._manager.close()
+        if final and self._failed:
+            raise CheckpointError(f'the last checkpoint is not in {self.folder}: {self._failed}')
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(final=kind is None)
+
+    def _options(self) -> ocp.CheckpointManagerOptions:
+        return ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy(self.config.checkpoint, self._loss, self._is_junk),
+            # Orbax would take any folder without its marks for a save that was interrupted, so `_sweep` does this.
+            cleanup_tmp_directories=False,
+            async_options=ocp.AsyncOptions(
+                timeout_secs=TIMEOUT,
+                barrier_sync_fn=SaveBarrier(),
+                post_finalization_callback=self._seal,
+                create_directories_asynchronously=False,  # its threads would wait for minutes for one that cannot be made
+            ),
+            file_options=ocp.options.FileOptions(path_permission_mode=0o750),
+            # Otherwise any folder whose name is a number would be a checkpoint.
+            atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
+        )
+
+    def _seal(self) -> None:
+        """Complete a step; Orbax's thread calls it in the first process when the arrays are written, before it makes it a checkpoint."""
+        assert self._saving is not None
+        path = self.folder / str(self._saving.step)
+        write_file(path / RECORD, self._saving.model_dump_json(indent=2).encode())
+        if self.tokenizer:
+            self.tokenizer.save(path / TOKENIZER)
+        write_sums(path)
+
+    def _settle(self, error: Exception | None = None) -> None:
+        """Wait for the save in the background, and learn from all processes how it ended."""
+        if self._saving is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as failure:
+            error = error or failure
+        step, self._saving = self._saving.step, None
+        failed = bool(from_all(error is not None).any())
+        finished = bool(from_first(is_finished(self.folder / str(step)))[0])
+        if finished and not failed:
+            self._failed = None
+            return
+        reason = _reason(error) if error else 'another process could not write its part' if failed else 'it was interrupted'
+        if finished:
+            self._failed = None
+            logger.warning('checkpoint %d is written, but older ones were not taken away: %s', step, reason)
+        else:
+            self._remove([step])
+            self._failed, self._retry = reason, not self._is_retry
+            then = 'trying again' if self._retry else 'the next is tried when it is due'
+            logger.warning('checkpoint %d could not be written (%s); %s', step, reason, then)
+        self._manager.reload()
+
+    def _make_room(self, step: int) -> bool:
+        """Take away what is in the way of a new `step`; False if that is a checkpoint that can be used."""
+        path, sound, in_the_way = self.folder / str(step), False, False
+        if jax.process_index() == 0:
+            if not self._swept:
+                self._sweep()
+            in_the_way = is_finished(path) or path.is_symlink()
+            sound = is_finished(path) and step not in self._refused and not problems(path, contents=False)
+        self._swept = True
+        sound, in_the_way = map(bool, from_first(sound, in_the_way))
+        if sound:
+            return False
+        if in_the_way:
+            self._remove([step])
+            self._manager.reload()
+        return True
+
+    def _sweep(self) -> None:
+        """Take away what Orbax began and did not finish; `STAMP` is its first file, so that no other folder is touched."""
+        for path in self.folder.iterdir():
+            if is_step_name(path.name) and not path.is_symlink() and (path / STAMP).is_file() and not is_finished(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _remove(self, steps: Sequence[int]) -> None:
+        """The first process takes away these steps, the newest first; a kill leaves nothing that looks finished."""
+        if jax.process_index() == 0:
+            for path in (self.folder / str(step) for step in sorted(steps, reverse=True)):
+                if path.is_symlink():
+                    path.unlink()
+                else:
+                    with contextlib.suppress(OSError):
+                        (path / COMMIT).unlink(missing_ok=True)
+                    shutil.rmtree(path, ignore_errors=True)
+        from_first(0)  # the others wait
+
+    def _refuses(self, step: int) -> bool:
+        path = self.folder / str(step)
+        wrong = problems(path)
+        if wrong:
+            self._refused.add(step)
+            more = f' (and {len(wrong) - 1} more)' if len(wrong) > 1 else ''
+            logger.warning('checkpoint %s is refused: %s%s', path, wrong[0], more)
+        elif extra := strangers(path):
+            logger.warning('checkpoint %s holds %s, which does not belong to it: ignored', path, ', '.join(extra[:3]))
+        return bool(wrong)
+
+    def _warn_of_strays(self) -> None:
+        for path in sorted(self.folder.iterdir()):
+            if not is_step_name(path.name):
+                logger.warning('%s is no checkpoint: ignored', path)
+            elif not is_finished(path):
+                logger.warning('%s was never finished: ignored', path)
+
+    def _loss(self, step: int) -> float | None:
+        """The validation loss at a step, None if it was not measured or its record is damaged."""
+        if self._saving and self._saving.step == step:
+            return self._saving.validation_loss
+        if step not in self._losses:
+            try:
+                self._losses[step] = read_record(self.folder / str(step)).validation_loss
+            except CheckpointError:
+                self._losses[step] = None
+        return self._losses[step]
+
+    def _is_junk(self, step: int) -> bool | None:
+        """Whether a step was refused; None for a link, which Orbax must not try to take away."""
+        return None if (self.folder / str(step)).is_symlink() else step in self._refused
+
+    def _record(self, step: int, validation_loss: float | None = None) -> Record:
+        fingerprint = self.tokenizer.fingerprint if self.tokenizer else None
+        return make_record(self.config, step, tokenizer_sha256=fingerprint, validation_loss=validation_loss, data=self.data)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:LONGEST]

@@ -1,0 +1,53 @@
+"""How the processes of a run agree about what they do on the host."""
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint import multihost
+
+
+def from_all(*values: bool) -> np.ndarray:
+    """[process, value]: what every process says; all must ask."""
+    mine = np.array(values, np.int32)
+    return np.asarray(multihost_utils.process_allgather(mine)) if jax.process_count() > 1 else mine[None]
+
+
+def from_first(*values: int) -> list[int]:
+    """What the first process says; all must ask."""
+    if jax.process_count() == 1:
+        return [int(value) for value in values]
+    return [int(value) for value in np.asarray(multihost_utils.broadcast_one_to_all(np.array(values, np.int32)))]
+
+
+class SaveBarrier:
+    """Where Orbax's threads wait for those of the other processes, which ends when one of them has failed.
+
+    A thread that fails goes to the barrier at the end of a save and never comes to those before, where the others would wait for
+    hours. Here they wait in rounds, and each says where it is: those who are not at the end raise then, and come to the end too.
+    """
+
+    END = 'set_value'  # in the keys of Orbax's last barriers of a save
+
+    def __init__(self) -> None:
+        self.round = 0
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Wait until all processes are at `key`. Raises RuntimeError if one of them has left it out."""
+        if jax.process_count() == 1:
+            return
+        client = multihost.get_jax_distributed_client()
+        while True:
+            self.round, me = self.round + 1, jax.process_index()
+            client.key_value_set(self._name(self.round, me), key)
+            client.wait_at_barrier(f'megajax_save_{self.round}', timeout_ms)
+            names = (self._name(self.round, process) for process in range(jax.process_count()))
+            keys = {client.blocking_key_value_get(name, timeout_ms) for name in names}
+            if self.round > 1:
+                client.key_value_delete(self._name(self.round - 1, me))  # all have read it, since they came here
+            if keys == {key}:
+                return
+            if self.END not in key:
+                raise RuntimeError('another process could not write its part')
+
+    def _name(self, number: int, process: int) -> str:
+        return f'megajax_save_{number}/{process}'

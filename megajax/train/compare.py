@@ -1,0 +1,97 @@
+"""What differs between a checkpoint and the run that wants it, and between two checkpoints."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from megajax.config import ConfigError
+from megajax.train.record import Record, config_differences, is_fixed
+
+BLOCK = 1 << 24  # elements that are compared at a time
+SHOWN = 3
+
+Kinds = dict[str, tuple[tuple[int, ...], str]]
+
+
+def check_same_model(path: Path, there: Record, here: Record) -> None:
+    """Raises ConfigError with all that a resumed run must not change: the model, the dtype, the tokenizer."""
+    different = [f'{key} {a} there, {b} here' for key, (a, b) in config_differences(there, here).items() if is_fixed(key)]
+    if there.tokenizer_sha256 and here.tokenizer_sha256 and there.tokenizer_sha256 != here.tokenizer_sha256:
+        different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
+    if different:
+        raise ConfigError(f'{path} holds another model ({"; ".join(different)}): change these back, or choose another run.dir')
+
+
+def check_same_arrays(path: Path, abstract: Any) -> None:
+    """Raises ConfigError if names, shapes or dtypes differ, which Orbax would cast, cut and pad without a word."""
+    there, here = _saved_kinds(path), _kinds(abstract)
+    names = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
+    if names:
+        lines = [f'{name} {_kind(there, name)} there, {_kind(here, name)} here' for name in names[:SHOWN]]
+        more = f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''
+        fix = 'use the config and the version of megajax that wrote it, or choose another run.dir'
+        raise ConfigError(f'{path} holds other arrays ({"; ".join(lines)}{more}): {fix}')
+
+
+def parameter_differences(a: Path, b: Path) -> Iterator[tuple[str, float | str]]:
+    """For each parameter of either step max |a - b| / max |b|, or what is not comparable; one at a time, in the memory of this host."""
+    left, right = _parameters(a), _parameters(b)
+    for name in sorted(left.keys() | right.keys()):
+        if left.get(name) != right.get(name):
+            yield _short(name), f'{_kind(left, name)} and {_kind(right, name)}'
+        else:
+            yield _short(name), _difference(_read(a, name, left), _read(b, name, right))
+
+
+def _parameters(step: Path) -> Kinds:
+    return {name: kind for name, kind in _saved_kinds(step).items() if name.startswith('params/')}
+
+
+def _saved_kinds(step: Path) -> Kinds:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        return _kinds(checkpointer.metadata(step / 'state').item_metadata.tree)
+
+
+def _kinds(tree: Any) -> Kinds:
+    """Shape and dtype of each array of a state or of its metadata, by name."""
+    leaves = ocp.tree.to_flat_dict(tree, sep='/').items()
+    return {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves if getattr(leaf, 'shape', None) is not None}
+
+
+def _read(step: Path, name: str, parameters: Kinds) -> np.ndarray:
+    shape, dtype = parameters[name]
+    item: Any = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+    restore: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+    keys = name.split('/')
+    for key in reversed(keys):
+        item, restore = {key: item}, {key: restore}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        args = ocp.args.PyTreeRestore(item=item, restore_args=restore, partial_restore=True)
+        value = checkpointer.restore(step / 'state', args=args)
+    for key in keys:
+        value = value[key]
+    return np.asarray(value)
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = a.reshape(-1), b.reshape(-1)
+    difference = size = 0.0
+    for start in range(0, a.size, BLOCK):
+        x, y = (array[start : start + BLOCK].astype(np.float64) for array in (a, b))
+        difference, size = np.maximum(difference, np.abs(x - y).max()), np.maximum(size, np.abs(y).max())  # keeps NaN
+    return float(difference / size) if size else float(difference and np.inf)
+
+
+def _kind(found: Kinds, name: str) -> str:
+    if name not in found:
+        return 'missing'
+    shape, dtype = found[name]
+    return f'{dtype}[{",".join(map(str, shape))}]'
+
+
+def _short(name: str) -> str:
+    return name.removeprefix('params/').removesuffix('/value').replace('/', '.')
