@@ -2,16 +2,19 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow lint inspect bench clean
+.PHONY: train test test-slow test-faults lint inspect bench clean
 
 train: $(VENV)/.installed
 	$(BIN)/megajax train $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 -m 'not slow' $(ARGS)
+	$(BIN)/pytest -n 2 -m 'not slow and not faults' $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2 -m slow $(ARGS)
+
+test-faults: $(VENV)/.installed-dev
+	$(BIN)/pytest -n 2 -m faults $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -10,25 +10,27 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from megajax.cli_checkpoint import checkpoint_app
 from megajax.cli_data import data_app
-from megajax.config import Config, ConfigError, ModelConfig, dump, load, num_parameters, presets
+from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, num_parameters, presets
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at configs.')
 app.add_typer(config_app, name='config')
 app.add_typer(data_app, name='data')
+app.add_typer(checkpoint_app, name='checkpoint')
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help='For example train.steps=100 mesh.model=4.')]
 
 
 def main() -> None:
-    """Run the command; a mistake in the config is printed, one line each, and exits with 2."""
+    """Run the command; what a run can end with is printed, a line each, and has its exit code (`config/errors.py`)."""
     try:
         app()
-    except ConfigError as error:
-        for problem in error.problems:
-            print(f'error: {problem}', file=sys.stderr)
-        sys.exit(2)
+    except RunError as error:
+        for line in str(error).splitlines():
+            print(f'error: {line}', file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 def _print_version(wanted: bool) -> None:

@@ -78,9 +78,11 @@ class StepReport:
         self.report, self.bar, self.steps, self.log_every = report, bar, steps, log_every
         self.task = bar.add_task('train', total=steps, completed=start, values='')
 
-    def step(self, step: int, *, loss: float, tokens_per_second: float) -> None:
+    def step(self, step: int, *, loss: float, tokens_per_second: float, skipped: bool) -> None:
         """After each step."""
         values = f'loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s'
+        if skipped:
+            self.report.say(f'step {step} is skipped: its loss is {loss:.4g}')
         self.bar.update(self.task, completed=step, values=values)
         if self.bar.disable and (step % self.log_every == 0 or step == self.steps):
             self.report.say(f'step {step}/{self.steps}  {values}')

@@ -4,6 +4,7 @@ B batch, S sequence, M microbatches, D data shards.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from megajax.model.loss import Loss
 from megajax.model.vector import add_copies, one_copy_per_shard
 from megajax.parallel import layout
 from megajax.train.feed import Batch
+from megajax.train.guard import Guard, init_guard, judge
 from megajax.train.optimizer import make_optimizer, make_schedule
 from megajax.train.overlap import compiler_options, num_parts
 
@@ -28,11 +30,13 @@ Sums = tuple[jax.Array, jax.Array]
 
 
 class TrainState(NamedTuple):
-    """All that a step changes; `step` counts the ones done."""
+    """All that a step changes; `step` counts the ones done, taken or skipped, and `batches` those read, also for steps rolled back."""
 
     step: jax.Array
+    batches: jax.Array
     params: nnx.State
     opt_state: optax.OptState
+    guard: Guard
 
 
 def init_state(config: Config) -> TrainState:
@@ -42,7 +46,8 @@ def init_state(config: Config) -> TrainState:
     @jax.jit
     def init() -> TrainState:
         params = nnx.state(Decoder(config, key=jax.random.key(config.train.seed)))
-        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=optimizer.init(params))
+        zero = jnp.zeros((), jnp.int32)
+        return TrainState(step=zero, batches=zero, params=params, opt_state=optimizer.init(params), guard=init_guard())
 
     return init()
 
@@ -50,7 +55,8 @@ def init_state(config: Config) -> TrainState:
 def make_train_step(config: Config) -> Wrapped:
     """`train_step(state, batch) -> (state, metrics)`, compiled at its first call; the state that goes in is donated.
 
-    A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and may hold `segment_ids` and `positions`.
+    A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and may hold `segment_ids` and `positions`. A step whose loss or
+    gradients are not finite leaves parameters and optimizer as they are, to the bit; so does a spike if `train.spike` says so.
     """
     optimizer, schedule = make_optimizer(config), make_schedule(config.optim, config.train.steps)
     loss_and_gradients = make_loss_and_gradients(config)
@@ -59,10 +65,13 @@ def make_train_step(config: Config) -> Wrapped:
         key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
         (loss, nll), grads = loss_and_gradients(state.params, batch, key)
         with jax.named_scope('optimizer'):
+            grad_norm = optax.tree.norm(grads)
+            verdict, guard = judge(state.guard, loss, grad_norm, spikes=config.train.spike != 'off')
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-        metrics = {'loss': loss, 'nll': nll, 'grad_norm': optax.tree.norm(grads), 'lr': schedule(state.step)}
-        return TrainState(state.step + 1, params, opt_state), metrics
+            new = optax.apply_updates(state.params, updates), opt_state
+            params, opt_state = jax.tree.map(partial(jnp.where, verdict.taken), new, (state.params, state.opt_state))
+        metrics = {'loss': loss, 'nll': nll, 'grad_norm': grad_norm, 'lr': schedule(state.step), **verdict._asdict()}
+        return TrainState(state.step + 1, state.batches + 1, params, opt_state, guard), metrics
 
     return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(config))
 

@@ -151,10 +151,14 @@ def replicated_optimizer_state(patch):
     def make_replicated(config: Config):
         optimizer = make(config)
 
-        def init(params):
-            return jax.tree.map(lambda x: jax.reshard(x, jax.P(*(None,) * x.ndim)), optimizer.init(params))
+        def replicated(state):
+            return jax.tree.map(lambda x: jax.reshard(x, jax.P(*(None,) * x.ndim)), state)
 
-        return optimizer._replace(init=init)
+        def update(gradients, state, params):
+            updates, state = optimizer.update(gradients, state, params)
+            return updates, replicated(state)
+
+        return optimizer._replace(init=lambda params: replicated(optimizer.init(params)), update=update)
 
     patch(step_module, 'make_optimizer', make_replicated)
 

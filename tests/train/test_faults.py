@@ -1,0 +1,203 @@
+"""Runs that are interrupted, in processes of their own: what is asked for is on disk, and going on equals never having stopped."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megajax.config import NumericError, load
+from megajax.data import Batches
+from megajax.train.loop import run
+
+pytestmark = pytest.mark.faults
+
+CONFIG = """
+model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
+mesh: {data: 2, model: 2}
+train: {steps: 40, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 10, eval_batches: 2, log_every: 1}
+checkpoint: {every: 10}
+optim: {lr: 1e-2}
+"""
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The processes share what they compile; that takes most of their time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path_factory.mktemp('compiled')))
+        patch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+        yield
+
+
+def make_folder(folder: Path) -> Path:
+    (folder / 'corpus').mkdir()
+    for number in range(8):
+        (folder / f'corpus/{number}.txt').write_text(f'def f{number}(x):\n    return x + {number}\n' * 30)
+    (folder / 'small.yaml').write_text(CONFIG + f'data: {{corpus: {folder}/corpus, tokenizer: bytes, split: "6,2,0"}}\n')
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_folder(tmp_path)
+
+
+def start(folder: Path, *overrides: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, '-m', 'megajax', *before, 'train', 'small.yaml', 'run.dir=run', *overrides]
+    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def read_until(process: subprocess.Popen[str], pattern: str) -> str:
+    assert process.stdout is not None
+    said = ''
+    for line in process.stdout:
+        said += line
+        if re.search(pattern, line):
+            return said
+    raise AssertionError(said)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    said, _ = process.communicate(timeout=200)
+    return process.returncode, said
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+    found = [(line['step'], line['loss']) for line in lines if 'loss' in line]
+    assert len(dict(found)) == len(found), 'a step is there twice'
+    return dict(found)
+
+
+def steps(folder: Path) -> set[int]:
+    return {int(path.name) for path in (folder / 'run/checkpoints').iterdir() if path.name.isdigit()}
+
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = make_folder(tmp_path_factory.mktemp('straight'))
+    code, said = finish(start(folder))
+    assert code == 0, said
+    return losses(folder / 'run')
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_a_run_saves_and_goes_on_as_if_it_had_not(folder: Path, straight: dict[int, float], number: signal.Signals) -> None:
+    process = start(folder)
+    read_until(process, 'step 13/40')
+    process.send_signal(number)
+    code, said = finish(process)
+    assert (code, f'stopped by {number.name}' in said) == (75, True), said
+    stopped = max(steps(folder))
+    assert stopped >= 13
+    code, said = finish(start(folder, 'run.resume=must'))
+    assert (code, f'step {stopped}\n' in said) == (0, True), said
+    assert losses(folder / 'run') == straight
+
+
+@pytest.mark.parametrize('phase', ['^mesh', '^data', '^compiling', '^step 10  validation', '^sampling'])
+def test_a_signal_is_honoured_in_every_phase(folder: Path, straight: dict[int, float], phase: str) -> None:
+    process = start(folder, "train.sample_prompts=['def ']")
+    read_until(process, phase)
+    process.terminate()
+    code, said = finish(process)
+    assert code == 75, said
+    assert finish(start(folder))[0] == 0
+    assert losses(folder / 'run') == straight
+
+
+def test_a_second_signal_ends_the_run_at_once_and_harms_nothing(folder: Path, straight: dict[int, float]) -> None:
+    process = start(folder)
+    read_until(process, 'step 13/40')
+    process.terminate()
+    process.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    code, _ = finish(process)
+    assert code == 75
+    assert time.monotonic() - sent < 10
+    assert finish(start(folder))[0] == 0
+    assert losses(folder / 'run') == straight
+
+
+def test_a_time_limit_is_a_signal(folder: Path) -> None:
+    code, said = finish(start(folder, 'train.steps=100000', 'optim.schedule=constant', 'run.max_minutes=0.1'))
+    assert (code, 'stopped by run.max_minutes' in said) == (75, True), said
+
+
+def test_killed_a_run_goes_on_from_its_last_checkpoint(folder: Path, straight: dict[int, float]) -> None:
+    process = start(folder)
+    read_until(process, 'step 37/40')
+    process.kill()
+    finish(process)
+    code, said = finish(start(folder))
+    assert (code, 'ended without a word; taking over' in said) == (0, True), said
+    assert losses(folder / 'run') == straight
+
+
+def test_of_two_runs_in_one_directory_the_second_is_refused(folder: Path) -> None:
+    first = start(folder, 'train.steps=100000', 'optim.schedule=constant')
+    read_until(first, 'step 1/')
+    code, said = finish(start(folder))
+    assert (code, f'is locked by pid {first.pid} on host' in said) == (2, True), said
+    first.terminate()
+    assert finish(first)[0] == 75
+
+
+def test_without_a_sound_checkpoint_a_run_does_not_start_afresh(folder: Path) -> None:
+    assert finish(start(folder, 'train.steps=2', 'optim.schedule=constant'))[0] == 0
+    largest = max((path for path in (folder / 'run/checkpoints/2').rglob('*') if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 1
+    largest.write_bytes(content)
+    code, said = finish(start(folder))
+    assert (code, largest.name in said) == (4, True), said
+
+
+def test_two_processes_stop_at_the_same_step_and_one_goes_on(folder: Path, straight: dict[int, float]) -> None:
+    process = start(folder, 'train.sample_prompts=[]', before=('launch', '--processes', '2', '--'))
+    read_until(process, 'step 13/40')
+    process.terminate()
+    code, said = finish(process)
+    assert code == 75, said
+    code, said = finish(start(folder, 'run.resume=must'))
+    assert code == 0, said
+    found = losses(folder / 'run')
+    np.testing.assert_allclose(list(found.values()), list(straight.values()), rtol=1e-5)
+
+
+@pytest.mark.parametrize(('policy', 'message'), [('stop', 'train.nonfinite=stop'), ('skip', 'as in the 2 steps before it')])
+def test_numbers_that_stay_bad_end_the_run(folder: Path, policy: str, message: str) -> None:
+    code, said = finish(start(folder, 'optim.lr=1e38', f'train.nonfinite={policy}'))
+    assert (code, message in said) == (3, True), said
+
+
+def test_rolled_back_a_run_goes_on_with_the_batches_after_the_bad_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    whole = Batches.rows
+
+    def rows(batches: Batches, step: int, start: int, stop: int) -> dict[str, np.ndarray]:
+        batch = whole(batches, step, start, stop)
+        if len(batches) > 1000:  # training has no end
+            read.append(step)
+            if step == 13:
+                batch['loss_mask'][0, 0] = np.nan
+        return batch
+
+    monkeypatch.setattr(Batches, 'rows', rows)
+    overrides = [f'run.dir={folder}/run', 'train.nonfinite=rollback', 'train.sample_prompts=[]']
+    run(load(folder / 'small.yaml', overrides), name='small')
+    found = losses(folder / 'run')
+    assert sorted(found) == list(range(1, 41))
+    assert None not in found.values()
+    assert read.index(14) > read.index(13)
+    again = read[len(read) - read[::-1].index(14) - 1 :] if read.count(14) > 1 else []
+    assert again[:30] == list(range(14, 44))
+    with pytest.raises(NumericError, match='there is no checkpoint yet'):
+        run(load(folder / 'small.yaml', [f'run.dir={folder}/other', *overrides[1:], 'optim.lr=1e38']), name='small')

@@ -1,0 +1,89 @@
+"""A step whose numbers are not finite, or whose loss is a spike, changes nothing, and the run goes on, back or ends as the config says."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import make_batch, make_config, on_mesh
+
+from megajax.config import Config, NumericError
+from megajax.train.feed import place_batch
+from megajax.train.guard import SKIPS_IN_A_ROW, WINDOW, init_guard, judge, respond
+from megajax.train.step import init_state, make_train_step
+
+
+def config(data: int = 1, model: int = 1, **train: Any) -> Config:
+    return make_config('gpt', data, model, train=train)
+
+
+def leaves(state: Any) -> list[np.ndarray]:
+    return [np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state))]
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('mesh', [(1, 1), (2, 2), (4, 1)])
+def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(mesh: tuple[int, int], value: float) -> None:
+    with on_mesh(config(*mesh)):
+        step = jax.jit(make_train_step(config(*mesh)), donate_argnums=())
+        state, good = init_state(config(*mesh)), make_batch(config())
+        bad = good | {'loss_mask': good['loss_mask'].copy()}
+        bad['loss_mask'][-1, 3] = value
+        after, metrics = step(state, place_batch(bad))
+        assert not metrics['taken']
+        assert not metrics['finite']
+        assert (int(after.step), int(after.batches), int(after.guard.skipped_in_a_row)) == (1, 1, 1)
+        for old, new in zip(leaves(state), leaves(after), strict=True):
+            np.testing.assert_array_equal(old, new)
+        after, metrics = step(after, place_batch(good))
+        assert metrics['taken']
+        assert int(after.guard.skipped_in_a_row) == 0
+        assert any((old != new).any() for old, new in zip(leaves(state), leaves(after), strict=True))
+
+
+@functools.partial(jax.jit, static_argnames='spikes')
+def judged(guard: Any, loss: float, grad_norm: float, *, spikes: bool) -> Any:
+    return judge(guard, jnp.float32(loss), jnp.float32(grad_norm), spikes=spikes)
+
+
+def usual(count: int, *, spikes: bool = True) -> Any:
+    guard = init_guard()
+    for i in range(count):
+        verdict, guard = judged(guard, 3 + 0.1 * (-1) ** i, 1.0, spikes=spikes)
+        assert verdict.taken
+    return guard
+
+
+def test_a_loss_far_above_the_last_ones_is_a_spike_once_there_are_enough() -> None:
+    assert judged(usual(WINDOW - 1), 30.0, 1.0, spikes=True)[0].taken
+    verdict, after = judged(usual(WINDOW), 30.0, 1.0, spikes=True)
+    assert (bool(verdict.taken), bool(verdict.spike), bool(verdict.finite)) == (False, True, True)
+    np.testing.assert_array_equal(after.losses, usual(WINDOW).losses)  # a spike is no measure of the next
+    assert judged(usual(WINDOW), 3.5, 1.0, spikes=True)[0].taken
+    watched, _ = judged(usual(WINDOW), 30.0, 1.0, spikes=False)
+    assert (bool(watched.taken), bool(watched.spike)) == (True, True)
+
+
+@pytest.mark.parametrize(('loss', 'grad_norm'), [(np.nan, 1.0), (3.0, np.inf), (np.inf, np.nan)])
+def test_numbers_that_are_not_finite_do_not_reach_the_window(loss: float, grad_norm: float) -> None:
+    verdict, after = judged(usual(5), loss, grad_norm, spikes=True)
+    assert (bool(verdict.taken), bool(verdict.finite), bool(verdict.spike)) == (False, False, False)
+    np.testing.assert_array_equal(after.losses, usual(5).losses)
+
+
+def metrics(*, taken: bool, finite: bool = True, in_a_row: int = 1) -> dict[str, float]:
+    return {'taken': taken, 'finite': finite, 'loss': 7.0, 'grad_norm': 1.0, 'skipped_in_a_row': in_a_row}
+
+
+def test_the_config_decides_what_follows() -> None:
+    assert respond(config(nonfinite='stop'), 4, metrics(taken=True)) == 'go on'
+    assert respond(config(nonfinite='skip'), 4, metrics(taken=False, finite=False)) == 'go on'
+    assert respond(config(nonfinite='rollback'), 4, metrics(taken=False, finite=False)) == 'roll back'
+    assert respond(config(spike='rollback'), 4, metrics(taken=False)) == 'roll back'
+    assert respond(config(nonfinite='stop', spike='skip'), 4, metrics(taken=False)) == 'go on'
+    with pytest.raises(NumericError, match=r'step 4: the loss \(7, gradient norm 1\) or its gradient is not finite; train.nonfinite=stop'):
+        respond(config(nonfinite='stop'), 4, metrics(taken=False, finite=False))
+    with pytest.raises(NumericError, match=f'as in the {SKIPS_IN_A_ROW - 1} steps before it'):
+        respond(config(), 4, metrics(taken=False, finite=False, in_a_row=SKIPS_IN_A_ROW))
