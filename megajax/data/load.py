@@ -93,15 +93,16 @@ def _tokenizer_of_pairs(config: Config, manifests: Mapping[str, Manifest | None]
     tokenizer = make_tokenizer(spec, config.model.vocab_size)
     for path in beside:
         if load_tokenizer(str(path)).fingerprint != tokenizer.fingerprint:
-            message = f'{spec} did not make these tokens: their own is {path}, with another hash; use data.tokenizer=auto'
+            fix = 'blend corpora of one tokenizer' if config.data.tokenizer == 'auto' else 'use data.tokenizer=auto'
+            message = f'{spec} did not make these tokens: their own is {path}, with another hash; {fix}'
             raise _problem('data.tokenizer', message, *CORPUS)
     return tokenizer
 
 
 def _make(config: Config, tokenizer: Tokenizer | None, train: list[Part], validation: list[Part], summary: str) -> Data:
     for part in train:
-        if not len(part.tokens):
-            message = f'{part.sequences.name} has no tokens to train on, in {len(part)} of {len(part.sequences)} sequences'
+        if len(part.tokens) < 2:  # one, and the label after it
+            message = f'{part.sequences.name} has {len(part.tokens)} tokens to train on, in {len(part)} of {len(part.sequences)} sequences'
             raise _problem('data.corpus', f'{message}; give more text, or another data.split', 'data.split', *CORPUS)
     make = _megatron if config.data.order == 'megatron' else _stateless
     return Data(
@@ -145,6 +146,8 @@ def _megatron(config: Config, parts: list[Part], *, validation: bool = False) ->
     if not blend:
         return _batches(config, samples, range(len(samples)))
     index, numbers = blend_index(list(blend.values()), sum(shares))
+    if (numbers >= np.diff(samples.starts)[index]).any():  # where Megatron raises too: its surplus is not enough
+        raise _problem('data.blend', f'{sum(shares)} samples are too few for these weights to come out; raise train.steps', 'train.steps')
     return _batches(config, samples, np.array(samples.starts)[index] + numbers)
 
 

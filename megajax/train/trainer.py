@@ -57,7 +57,8 @@ class Trainer:
         with self.report.progress(start=self.step, steps=steps, log_every=self.config.train.log_every) as progress:
             while self.step < steps:
                 self.stop.check()
-                if respond(self.config, self.step + 1, metrics := self._take_step(progress)) == 'roll back':
+                metrics = self._take_step(progress)
+                if respond(self.config, self.step, metrics) == 'roll back':
                     self._roll_back()
                 else:
                     self._look_after(taken=bool(metrics['taken']))
@@ -66,8 +67,8 @@ class Trainer:
         """Save the state unless it is saved; before a run that was asked to stop leaves."""
         if self.step > self._saved:
             self._save()
-            if not self.checkpoints.wait():
-                self._save()
+        if not self.checkpoints.wait():
+            self._save()
 
     def _take_step(self, progress: StepReport) -> dict[str, float]:
         """One step, timed from its batch to its metrics."""
@@ -106,6 +107,8 @@ class Trainer:
         if step is None or self._rollbacks > ROLLBACKS:
             why = 'there is no checkpoint yet' if step is None else f'it was rolled back {ROLLBACKS} times without getting to another'
             raise NumericError(f'step {self.step} cannot be rolled back: {why}; lower optim.lr, or save more often (checkpoint.every)')
+        if int(self.state.batches) + self.config.train.steps - step > len(self.data.train):
+            raise NumericError(f'step {self.step} cannot be rolled back: the data has no more batches for the steps after {step}')
         self.report.say(f'step {self.step} is rolled back to step {step}; its batch and those before it are not read again')
         batches = np.asarray(self.state.batches)
         self.checkpoints.delete_after(step)

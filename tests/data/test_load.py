@@ -169,7 +169,7 @@ def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Pa
         (['data.corpus={pair}', 'data.tokenizer=bpe'], r'data.tokenizer: bpe is trained on text, and .*a holds tokens; use auto'),
         (['data.corpus={pair}', 'data.tokenizer=none'], r'train.sample_prompts: nothing can be sampled with data.tokenizer=none'),
         ([*IDS[:2], 'data.corpus={pair}', 'model.vocab_size=500'], r'a.bin: at byte \d+: .*500 ids end below \d+.*; use 1000 or more'),
-        ([*IDS, 'data.corpus={pair}', 'data.split=1,999,0'], r'data.corpus: .*a has no tokens to train on, in 0 of 60 sequences'),
+        ([*IDS, 'data.corpus={pair}', 'data.split=1,999,0'], r'data.corpus: .*a has 0 tokens to train on, in 0 of 60 sequences'),
         ([*IDS, 'data.corpus={pair}.idx'], r'data.corpus: .*a.idx: give the prefix of the two files, .*a'),
         ([*IDS, 'data.corpus=x', 'data.blend={{{pair}: 1}}'], r'data.corpus: x, and data.blend names .*a; set one of the two'),
         ([*IDS, 'data.blend={{{pair}: 1, {pair}2: 1}}'], r'a2: there is no a2.bin and no a2.idx; give the prefix'),
@@ -216,3 +216,13 @@ def test_another_tokenizer_than_the_one_that_built_the_data(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r'data.tokenizer: .*other.json did not make these tokens: their own is .*web.tokenizer.json'):
         load_data(config(f'data.corpus={prefix}', f'data.tokenizer={other}'))
     load_data(config(f'data.corpus={prefix}', f'data.tokenizer={prefix}.tokenizer.json'))
+
+
+def test_a_blend_of_two_tokenizers(tmp_path: Path) -> None:
+    first, second = build(tmp_path / 'web'), build(tmp_path / 'code')
+    load_data(config(f'data.blend={{{first}: 1, {second}: 2}}'))
+    make_tokenizer('bytes', 300).save(f'{second}.tokenizer.json')
+    tokens = np.array(read_pair(second).tokens)
+    Path(f'{second}.json').write_text(manifest_of(second, tokens).model_dump_json())
+    with pytest.raises(ConfigError, match=r'web.tokenizer.json did not make these tokens: their own is .*code.*; blend corpora of one'):
+        load_data(config(f'data.blend={{{first}: 1, {second}: 2}}'))
