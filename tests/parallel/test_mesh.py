@@ -20,6 +20,7 @@ def test_a_mesh_has_the_axes_data_and_model_both_explicit_with_neighbours_along_
 
 @pytest.mark.parametrize(('data', 'model'), [(4, 4), (3, 3), (9, 1), (1, 16)])
 def test_too_few_devices_are_refused_with_the_numbers_and_meshes_that_fit(data, model):
+    jax.devices()  # from their first use on there are eight
     with pytest.raises(megajax.ConfigError) as refusal:
         make_mesh(data, model)
     message = str(refusal.value)
