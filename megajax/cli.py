@@ -111,6 +111,16 @@ def inspect(
     raise typer.Exit(0 if inspection.ok else 1)
 
 
+@app.command()
+def doctor(folder: Annotated[Path, typer.Option('--dir', help='Where runs are to be written.')] = Path('.')) -> None:
+    """Show versions, devices and file system, and what is wrong with them; exits with 1 where something is."""
+    from megajax.doctor import diagnose
+
+    found = diagnose(folder)
+    print(found)
+    raise typer.Exit(1 if found.findings else 0)
+
+
 @config_app.command()
 def show(source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')], overrides: Overrides = None) -> None:
     """Print the resolved config and the model's parameter count."""

@@ -150,6 +150,7 @@ class RunConfig(Section):
     dir: str | None = None
     resume: Literal['auto', 'must', 'never'] = 'auto'  # from the newest checkpoint in `dir`: if there is one, always, never
     max_minutes: PositiveFloat | None = None  # save and leave then, before a queue's time limit
+    watchdog_seconds: PositiveFloat | None = None  # without a step that finishes; then write all stacks and exit with 124
 
 
 class Config(Section):

@@ -22,6 +22,7 @@ from megajax.train.report import Report
 from megajax.train.step import TrainState, init_state
 from megajax.train.stop import StopWatch
 from megajax.train.trainer import Trainer
+from megajax.train.watchdog import Watchdog
 
 SAMPLE_TOKENS = 160
 
@@ -37,32 +38,36 @@ def run(config: Config, *, name: str) -> Path:
         report = Report()
         report.mesh(mesh)
         folder = _run_folder(config, name)
-        with run_lock(folder), jax.set_mesh(mesh):
+        with run_lock(folder), Watchdog(folder, config.run.watchdog_seconds) as watchdog, jax.set_mesh(mesh):
+            watchdog.beat('reading the corpus', patient=True)
             with report.waiting('reading the corpus'):
                 data = load_data(config)
             report.say(f'data       {data.summary}')
             stop.check()
-            _train(config, data, folder, report, stop)
+            _train(config, data, folder, report, stop, watchdog)
     report.say(f'\nrun        {folder}\nmetrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard')
     report.say(f'checkpoint {folder}/checkpoints/{config.train.steps}')
     return folder
 
 
-def _train(config: Config, data: Data, folder: Path, report: Report, stop: StopWatch) -> None:
+def _train(config: Config, data: Data, folder: Path, report: Report, stop: StopWatch, watchdog: Watchdog) -> None:
+    watchdog.beat('restoring', patient=True)
     with Checkpoints(folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints) as checkpoints:
         state = _first_state(config, checkpoints, report)
         _write_inputs(folder, config, data)
         report.placements(placements(state.params), num_parameters(config.model))
         report.say(f'run        {folder}')
         with MetricsWriter(folder, int(state.step)) as metrics:
-            trainer = Trainer(config, data, state, report=report, metrics=metrics, checkpoints=checkpoints, stop=stop)
+            trainer = Trainer(config, data, state, report=report, metrics=metrics, checkpoints=checkpoints, stop=stop, watchdog=watchdog)
             try:
                 trainer.train()
             except StopRequested:
+                watchdog.beat('saving', patient=True)
                 trainer.save_now()
                 checkpoints.close(final=True)
                 raise
     stop.check()
+    watchdog.beat('sampling', patient=True)
     _sample(config, trainer.state, data, report)
     stop.check()
 

@@ -17,6 +17,7 @@ from megajax.train.metrics import MetricsWriter
 from megajax.train.report import Report, StepReport
 from megajax.train.step import Metrics, TrainState, make_eval_step, make_train_step
 from megajax.train.stop import StopWatch
+from megajax.train.watchdog import Watchdog
 
 ROLLBACKS = 3  # without a new checkpoint between them; then the run ends
 
@@ -34,10 +35,12 @@ class Trainer:
         metrics: MetricsWriter,
         checkpoints: Checkpoints,
         stop: StopWatch,
+        watchdog: Watchdog,
     ):
         self.config, self.data, self.state = config, data, state
         self.report, self.metrics, self.checkpoints, self.stop = report, metrics, checkpoints, stop
         self.step = self._saved = int(state.step)
+        self.watchdog, self._first = watchdog, self.step + 1  # the first step also connects the devices
         self._save_due = False
         self._rollbacks = 0
         self._eval_step = make_eval_step(config)
@@ -51,6 +54,7 @@ class Trainer:
             return
         if self.step == 0:
             self._evaluate()
+        self.watchdog.beat('compiling', patient=True)
         with self.report.waiting('compiling the training step'):
             self._train_step = make_train_step(self.config).lower(self.state, abstract_batch(self.config)).compile()
         self._batches = self._read_on()
@@ -73,8 +77,10 @@ class Trainer:
     def _take_step(self, progress: StepReport) -> dict[str, float]:
         """One step, timed from its batch to its metrics."""
         start = time.perf_counter()
+        self.watchdog.beat('data')
         batch = next(self._batches)
         waited = time.perf_counter() - start
+        self.watchdog.beat(f'step {self.step + 1}', patient=self.step + 1 == self._first)
         self.state, metrics = self._train_step(self.state, batch)
         values = _as_floats(metrics)
         seconds = time.perf_counter() - start
@@ -87,6 +93,7 @@ class Trainer:
     def _look_after(self, *, taken: bool) -> None:
         """After a step: evaluate and save if it is time; what a skipped step left is saved after the next one that is taken."""
         last = self.step == self.config.train.steps
+        self.watchdog.beat('checkpoint')
         due = self.checkpoints.poll(self.step) or self._save_due
         loss = self._evaluate() if last or self.step % self.config.train.eval_every == 0 else None
         self._save_due = due and not taken
@@ -96,12 +103,14 @@ class Trainer:
             self._save(loss)
 
     def _save(self, validation_loss: float | None = None) -> None:
+        self.watchdog.beat('saving', patient=True)
         self.checkpoints.save(self.state, self.step, validation_loss=validation_loss)
         self._saved, self._rollbacks = self.step, 0
 
     def _roll_back(self) -> None:
         """Go back to the newest checkpoint, and on from there with the batches after the one that was refused."""
         self._rollbacks += 1
+        self.watchdog.beat('rolling back', patient=True)
         self.checkpoints.wait()
         step = self.checkpoints.newest_verified()
         if step is None or self._rollbacks > ROLLBACKS:
@@ -127,9 +136,11 @@ class Trainer:
         if not len(self.data.validation):
             return None
         sums: Counter[str] = Counter()
+        self.watchdog.beat('evaluation', patient=True)  # its first batch compiles
         for batch in self._validation_batches():
             self.stop.check()
             sums.update({name: float(value) for name, value in self._eval_step(self.state.params, batch).items()})
+            self.watchdog.beat('evaluation')
         losses = {'validation_loss': sums['nll'] / sums['tokens']}
         text = f'{losses["validation_loss"]:.3f} nats per token'
         if self.data.tokenizer is not None:

@@ -1,0 +1,110 @@
+"""`megajax doctor`: whatever is wrong with a machine, it says so with a fix, and does not fail itself."""
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from megajax import doctor
+from megajax.doctor import Diagnosis, diagnose
+
+CPU = {name: value for name, value in os.environ.items() if name not in ('XLA_FLAGS', 'CUDA_VISIBLE_DEVICES')} | {'JAX_PLATFORMS': 'cpu'}
+
+
+def whats(found: Diagnosis) -> list[str]:
+    assert all(finding.fix for finding in found.findings)
+    return [finding.what for finding in found.findings]
+
+
+def test_the_command_tells_what_there_is_and_exits_0(tmp_path: Path) -> None:
+    command = [sys.executable, '-m', 'megajax', 'doctor', '--dir', str(tmp_path)]
+    done = subprocess.run(command, env=CPU, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, ''), done
+    assert done.stdout.endswith('\n\nnothing is wrong\n')
+    facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line)
+    assert facts['jax'] == version('jax')
+    assert facts['devices'].startswith('1 x cpu (cpu, ')
+    assert facts['attention'] == 'bfloat16: XLA, float32: XLA'
+    assert facts['folder'].startswith(f'{tmp_path}: ')
+    assert facts['folder'].endswith('writable, flock works')
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_exits_1_with_what_is_wrong_and_its_fix(tmp_path: Path) -> None:
+    command = [sys.executable, '-m', 'megajax', 'doctor', '--dir', str(tmp_path / 'gone')]
+    done = subprocess.run(command, env=CPU, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stdout.endswith(
+        f'\n\n1. {tmp_path}/gone is no folder that can be written\n  fix: mkdir -p {tmp_path}/gone, or choose another --dir\n'
+    )
+
+
+def test_a_flag_that_xla_does_not_know_is_named_without_its_value(tmp_path: Path) -> None:
+    (what,) = whats(diagnose(tmp_path, environ=CPU | {'XLA_FLAGS': '--xla_no_such_flag=value'}))
+    assert what.endswith(': --xla_no_such_flag')
+
+
+def test_a_platform_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (what,) = whats(diagnose(tmp_path, environ=CPU | {'JAX_PLATFORMS': 'no_such_platform'}))
+    assert what.startswith('JAX_PLATFORMS=no_such_platform, and jax does not start: ')
+
+
+@pytest.mark.parametrize('plugins', [{}, {'jax-cuda12-plugin': version('jaxlib')}], ids=['without its plugin', 'with it'])
+def test_a_gpu_that_jax_does_not_use_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins: dict[str, str]) -> None:
+    monkeypatch.setattr(doctor, '_plugins', lambda: plugins)
+    monkeypatch.setattr(doctor, 'visible_gpus', lambda _: 2)
+    (finding,) = diagnose(tmp_path, environ=CPU).findings
+    assert finding.what.startswith('2 GPUs are visible, and jax ')
+    assert ('megajax[cuda]' in finding.fix) == (not plugins)
+
+
+def test_a_plugin_for_another_jaxlib_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, '_plugins', lambda: {'jax-cuda12-plugin': '0.1.2'})
+    (what,) = whats(diagnose(tmp_path, environ=CPU))
+    assert what == f'jax-cuda12-plugin 0.1.2 is not for jaxlib {version("jaxlib")}: jax leaves it out'
+
+
+def test_a_jax_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
+    (what,) = whats(diagnose(tmp_path, environ=CPU, timeout=0.01))
+    assert what == 'jax does not start within 0.01 s'
+
+
+def test_a_package_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, 'PACKAGES', (*doctor.PACKAGES, 'no-such-package'))
+    assert whats(diagnose(tmp_path, environ=CPU)) == ['no-such-package is not installed']
+
+
+def test_no_password_of_the_environment_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = {'https_proxy': 'http://user:hunter2@proxy:80', 'HF_TOKEN': 'hunter2', 'JAX_PLATFORMS': 'no_such_platform'}
+    found = str(diagnose(tmp_path, environ=CPU | secrets))
+    assert 'https_proxy' in found
+    assert 'hunter2' not in found
+
+
+def test_a_file_system_without_locks_or_room_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.fcntl, 'flock', lambda *_: None)  # both hold it
+    monkeypatch.setattr(doctor, 'LITTLE', 1e18)
+    locks, room = whats(diagnose(tmp_path, environ=CPU))
+    assert 'has no locks' in locks
+    assert 'GB free; a checkpoint takes 12 bytes' in room
+
+
+def test_a_host_without_loopback_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, 'Operation not permitted')
+
+    monkeypatch.setattr(doctor.socket, 'create_server', refuse)
+    (what,) = whats(diagnose(tmp_path, environ=CPU))
+    assert what.startswith('no port of 127.0.0.1')
+
+
+def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, 'Permission denied')
+
+    monkeypatch.setattr(doctor.tempfile, 'NamedTemporaryFile', refuse)
+    (what,) = whats(diagnose(tmp_path, environ=CPU))
+    assert what == f'{tmp_path} cannot be written: Permission denied'
