@@ -1,6 +1,8 @@
 """The command line: parse, call, render."""
 
 import logging
+import os
+import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +14,7 @@ from rich.table import Column, Table
 
 from megajax.cli_checkpoint import checkpoint_app
 from megajax.cli_data import data_app
-from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, num_parameters, presets
+from megajax.config import Config, ConfigError, ModelConfig, RunError, StopRequested, dump, load, num_parameters, presets
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at configs.')
@@ -54,6 +56,8 @@ def train(
     ] = None,
 ) -> None:
     """Train the model of a config."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # until there is a run to save; `train/stop.py` takes over
+        signal.signal(number, lambda *_: os._exit(StopRequested.exit_code))
     config, name = _read(arguments)
     logging.basicConfig(format='%(message)s')
     logging.getLogger('megajax').setLevel(logging.INFO)

@@ -140,6 +140,7 @@ def test_lines_carry_the_number_of_their_process_and_the_streams_stay_apart():
     assert err.splitlines() == ['[1] three']
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize(
     ('failure', 'code', 'described'),
     [
@@ -157,12 +158,14 @@ def test_when_one_fails_the_others_are_ended_though_they_ignore_sigterm(failure,
     assert gone(int(re.search(r'\[0\] (\d+)', out)[1]))
 
 
+@pytest.mark.faults
 def test_the_first_cause_is_named_and_not_the_process_that_ended_because_of_it():
     process = start('-c', PAIR, 'os._exit(75)', 'os._exit(3)')
     assert 'process 1 of 2 failed with exit code 3' in process.communicate(timeout=30)[1]
     assert process.returncode == 3
 
 
+@pytest.mark.faults
 def test_a_signal_is_passed_on_once_and_a_second_one_kills():
     process = start('-c', PAIR, COUNT, COUNT)
     children = pids(process)
@@ -175,6 +178,7 @@ def test_a_signal_is_passed_on_once_and_a_second_one_kills():
     assert all(gone(pid) for pid in children)
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(sys.platform != 'linux', reason='elsewhere nothing ends them')
 def test_nothing_outlives_a_launch_that_is_killed():
     process = start('-c', PAIR, IGNORE, IGNORE)
@@ -196,7 +200,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_two_processes_train_as_one_does_and_one_goes_on_from_their_checkpoint(folder):
     def train(steps, run, *launch):
         process = start('-m', 'megajax', *launch, 'train', 'small.yaml', f'train.steps={steps}', f'run.dir={run}', folder=folder)
@@ -212,7 +216,7 @@ def test_two_processes_train_as_one_does_and_one_goes_on_from_their_checkpoint(f
     assert max(losses(folder / 'one')) == 6
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_a_killed_training_process_ends_the_launch_with_its_signal(folder):
     process = start('-m', 'megajax', 'launch', '--processes', '2', '--', 'train', 'small.yaml', 'train.steps=100000', folder=folder)
     seen = []

@@ -19,6 +19,8 @@ from megajax.parallel import mesh
 from megajax.parallel.environment import Start
 from megajax.parallel.rendezvous import gather
 
+pytestmark = pytest.mark.faults
+
 ROOT = Path(__file__).parents[2]
 
 MEET = 'from megajax.parallel.environment import read_start; from megajax.parallel.rendezvous import gather; gather(read_start())'

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,14 @@ mesh: {data: 2, model: 2}
 train: {steps: 6, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 3, log_every: 1, sample_prompts: ['def ']}
 optim: {lr: 1e-2}
 """
+
+
+@pytest.fixture(scope='module', autouse=True)
+def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path_factory.mktemp('compiled')))
+        patch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
+        yield
 
 
 @pytest.fixture
