@@ -29,6 +29,8 @@ from megajax.train.digests import COMMIT, STAMP, SUMS
 from megajax.train.record import RECORD, read_record
 from megajax.train.step import TrainState, init_state
 
+pytestmark = pytest.mark.faults
+
 PATHS = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
 TINY = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300, 'dropout': 0.0}
 
@@ -325,7 +327,6 @@ def test_only_the_last_save_ends_a_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root')
-@pytest.mark.faults
 def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'tmpfs', tmp_path], check=False, capture_output=True).returncode:
         pytest.skip('mounting is not allowed here')
@@ -388,7 +389,6 @@ def run_child(moment: str, folder: Path) -> int:
     return subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False).returncode
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ('moment', 'left'), [('returned', 1), ('arrays', 1), ('record', 1), ('digests', 1), ('finished', 2), ('end', 2), ('error', 2)]
 )
@@ -466,7 +466,6 @@ with processes():
 """
 
 
-@pytest.mark.faults
 def test_two_processes_agree(tmp_path: Path) -> None:
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]

@@ -201,3 +201,10 @@ def test_rolled_back_a_run_goes_on_with_the_batches_after_the_bad_one(folder: Pa
     assert again[:30] == list(range(14, 44))
     with pytest.raises(NumericError, match='there is no checkpoint yet'):
         run(load(folder / 'small.yaml', [f'run.dir={folder}/other', *overrides[1:], 'optim.lr=1e38']), name='small')
+
+
+def test_killed_at_random_moments_a_run_ends_in_the_state_of_an_undisturbed_one() -> None:
+    command = [sys.executable, str(Path(__file__).with_name('monkey.py')), '--kills', '12']
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert 'the losses of all steps: equal' in done.stdout

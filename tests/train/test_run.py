@@ -54,6 +54,7 @@ def test_a_run_says_what_it_does_and_leaves_what_it_says(folder: Path) -> None:
     assert {'config.yaml', 'tokenizer.json', 'tensorboard'} <= {path.name for path in (folder / 'run').iterdir()}
 
 
+@pytest.mark.faults
 def test_a_resumed_run_equals_one_that_was_never_interrupted(folder: Path) -> None:
     straight = train(folder, 'run.dir=straight', 'optim.schedule=constant')
     assert straight.returncode == 0, straight.stderr
@@ -63,6 +64,7 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(folder: Path) -> No
     assert losses(folder / 'run') == losses(folder / 'straight')
 
 
+@pytest.mark.faults
 def test_a_run_resumes_on_another_mesh(folder: Path) -> None:
     assert train(folder, 'run.dir=run', 'train.steps=3').returncode == 0
     resumed = train(folder, 'run.dir=run', 'mesh.data=1', 'mesh.sequence_parallel=true')
@@ -71,6 +73,7 @@ def test_a_run_resumes_on_another_mesh(folder: Path) -> None:
     assert sorted(losses(folder / 'run')) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.faults
 def test_resume_is_a_policy(folder: Path) -> None:
     missing = train(folder, 'run.dir=run', 'run.resume=must')
     assert missing.returncode == 2
