@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -100,3 +101,12 @@ def assert_close(actual: Mapping[str, Any], expected: Mapping[str, Any], limit: 
     errors = {name: relative_error(actual[name], expected[name]) for name in actual}
     wrong = {name: error for name, error in errors.items() if not error <= limit}
     assert not wrong, f'above {limit}: {wrong}'
+
+
+def write_run(folder: Path, config: str) -> Path:
+    """A small corpus, and `config` on it as small.yaml, in `folder`."""
+    (folder / 'corpus').mkdir()
+    for number in range(8):
+        (folder / f'corpus/{number}.txt').write_text(f'def f{number}(x):\n    return x + {number}\n' * 30)
+    (folder / 'small.yaml').write_text(config + f'data: {{corpus: {folder}/corpus, tokenizer: bytes, split: "6,2,0"}}\n')
+    return folder

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megajax.data.parts import Part
+from megajax.data.parts import Part, normalized
 
 SEPARATE_BELOW = 0.80  # share of an epoch; a last epoch that gives less is shuffled by itself
 SURPLUS = 0.005  # samples that a dataset of a blend has beyond its share
@@ -90,12 +90,6 @@ def blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
         datasets[sample], numbers[sample] = dataset, counts[dataset]
         counts[dataset] += 1
     return datasets, numbers
-
-
-def normalized(weights: Sequence[float]) -> list[float]:
-    """The weights over their sum."""
-    array = np.array(weights, np.float64)
-    return (array / array.sum()).tolist()
 
 
 def _separate_from(tokens: int, epochs: int, num_samples: int, seq_len: int) -> int | None:

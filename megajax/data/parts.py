@@ -1,5 +1,6 @@
 """A part of a corpus, for training, validation or test: sequences in a row."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -35,13 +36,13 @@ class Part:
         return self.last - self.first
 
 
-def split_weights(split: str) -> list[float]:
-    """The fractions of '949,50,1', normalised as Megatron does, for the same rounding."""
-    weights = np.array([float(weight) for weight in split.split(',')])
-    return (weights / weights.sum()).tolist()
+def normalized(weights: Iterable[float]) -> list[float]:
+    """The weights over their sum, rounded as Megatron rounds."""
+    array = np.array(list(weights), np.float64)
+    return (array / array.sum()).tolist()
 
 
 def split_sequences(sequences: Sequences, split: str) -> list[Part]:
     """Training, validation and test parts, by sequence number as Megatron splits: each bound is rounded to the nearest sequence."""
-    bounds = [round(fraction * float(len(sequences))) for fraction in accumulate(split_weights(split), initial=0.0)]
+    bounds = [round(fraction * float(len(sequences))) for fraction in accumulate(normalized(map(float, split.split(','))), initial=0.0)]
     return [Part(sequences=sequences, first=first, last=last) for first, last in pairwise(bounds)]

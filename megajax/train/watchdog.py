@@ -143,7 +143,7 @@ class Watchdog:
         self._page = mmap.mmap(shared, PAGE)
         log = self.folder.absolute() / LOG
         command = [sys.executable, '-I', '-S', __file__, *map(str, (shared, stacks, os.getpid(), log, *limits))]
-        # A session of its own, which Ctrl-C does not reach: the run may go on for a while after that.
+        # Out of reach of Ctrl-C: the run may go on for a while after that.
         self._reporter = subprocess.Popen(
             command, pass_fds=(shared, stacks), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
         )

@@ -6,17 +6,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from support import write_run
 
 from megajax.config import NumericError, load
 from megajax.data import Batches
 from megajax.train.loop import run
 
-pytestmark = pytest.mark.faults
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures('compile_once')]
 
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
@@ -27,26 +27,9 @@ optim: {lr: 1e-2}
 """
 
 
-@pytest.fixture(scope='module', autouse=True)
-def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The processes share what they compile; that takes most of their time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path_factory.mktemp('compiled')))
-        patch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
-        yield
-
-
-def make_folder(folder: Path) -> Path:
-    (folder / 'corpus').mkdir()
-    for number in range(8):
-        (folder / f'corpus/{number}.txt').write_text(f'def f{number}(x):\n    return x + {number}\n' * 30)
-    (folder / 'small.yaml').write_text(CONFIG + f'data: {{corpus: {folder}/corpus, tokenizer: bytes, split: "6,2,0"}}\n')
-    return folder
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return make_folder(tmp_path)
+    return write_run(tmp_path, CONFIG)
 
 
 def start(folder: Path, *overrides: str, before: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -81,8 +64,8 @@ def steps(folder: Path) -> set[int]:
 
 
 @pytest.fixture(scope='module')
-def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    folder = make_folder(tmp_path_factory.mktemp('straight'))
+def straight(compile_once: None, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG)
     code, said = finish(start(folder))
     assert code == 0, said
     return losses(folder / 'run')

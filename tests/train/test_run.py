@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import write_run
+
+pytestmark = pytest.mark.usefixtures('compile_once')
 
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
@@ -16,22 +18,9 @@ optim: {lr: 1e-2}
 """
 
 
-@pytest.fixture(scope='module', autouse=True)
-def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('JAX_COMPILATION_CACHE_DIR', str(tmp_path_factory.mktemp('compiled')))
-        patch.setenv('JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS', '0')
-        yield
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    corpus = tmp_path / 'corpus'
-    corpus.mkdir()
-    for number in range(8):
-        (corpus / f'{number}.txt').write_text(f'def f{number}(x):\n    return x + {number}\n' * 30)
-    (tmp_path / 'small.yaml').write_text(CONFIG + f'data: {{corpus: {corpus}, tokenizer: bytes, split: "6,2,0"}}\n')
-    return tmp_path
+    return write_run(tmp_path, CONFIG)
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
