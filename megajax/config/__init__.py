@@ -1,8 +1,8 @@
 """What a run is made of: the schema, presets, files and overrides, and the rules that keys obey together. Imports no jax."""
 
 from megajax.config.errors import CheckpointError, ConfigError, NumericError, Problem, RunError, StopRequested
-from megajax.config.load import dump, load, presets
-from megajax.config.parameters import num_parameters
+from megajax.config.load import dump, load, presets, reload
+from megajax.config.parameters import num_matrix_parameters, num_parameters
 from megajax.config.schema import (
     CheckpointConfig,
     Config,
@@ -11,6 +11,8 @@ from megajax.config.schema import (
     MeshConfig,
     ModelConfig,
     OptimConfig,
+    ProfileConfig,
+    RopeScaling,
     RunConfig,
     TrainConfig,
 )
@@ -27,12 +29,16 @@ __all__ = [
     'NumericError',
     'OptimConfig',
     'Problem',
+    'ProfileConfig',
+    'RopeScaling',
     'RunConfig',
     'RunError',
     'StopRequested',
     'TrainConfig',
     'dump',
     'load',
+    'num_matrix_parameters',
     'num_parameters',
     'presets',
+    'reload',
 ]

@@ -9,9 +9,13 @@ if TYPE_CHECKING:
     from megajax.config.schema import Config
 
 
+SHORTEST_PAIR = 16  # tokens of a sequence of BERT's
+
+
 def incompatibilities(config: 'Config') -> list[Problem]:
     """Every pair of keys that cannot work together."""
-    return [*_heads(config), *_kv_heads(config), *_widths(config), *_batches(config), *_schedule(config), *_data(config)]
+    rules = _heads, _rope, _kv_heads, _widths, _batches, _optimizer, _profile, _data, _masked
+    return [problem for rule in rules for problem in rule(config)]
 
 
 def _heads(config: 'Config') -> Iterator[Problem]:
@@ -25,6 +29,18 @@ def _heads(config: 'Config') -> Iterator[Problem]:
     if model.position == 'rope' and model.head_dim % 2:
         message = f'{model.head_dim} is odd, and model.position=rope rotates pairs; use {_multiples(model.head_dim, 2)}'
         yield Problem(path='model.head_dim', message=message, others=('model.position',))
+
+
+def _rope(config: 'Config') -> Iterator[Problem]:
+    scaling = config.model.rope_scaling
+    if scaling is None:
+        return
+    if config.model.position != 'rope':
+        message = f'needs model.position=rope, not {config.model.position}; leave it out'
+        yield Problem(path='model.rope_scaling', message=message, others=('model.position',))
+    if scaling.type == 'llama3' and scaling.high_freq_factor <= scaling.low_freq_factor:
+        message = f'high_freq_factor {scaling.high_freq_factor} must be above low_freq_factor {scaling.low_freq_factor}'
+        yield Problem(path='model.rope_scaling', message=message)
 
 
 def _kv_heads(config: 'Config') -> Iterator[Problem]:
@@ -79,7 +95,7 @@ def _batches(config: 'Config') -> Iterator[Problem]:
         yield Problem(path='train.batch_size', message=message, others=('train.xla', 'mesh.data', 'train.microbatches'))
 
 
-def _schedule(config: 'Config') -> Iterator[Problem]:
+def _optimizer(config: 'Config') -> Iterator[Problem]:
     optim, steps = config.optim, config.train.steps
     if optim.min_lr > optim.lr:
         message = f'{optim.min_lr} exceeds optim.lr={optim.lr}; use at most {optim.lr}, for example {optim.lr / 10:g}'
@@ -87,6 +103,18 @@ def _schedule(config: 'Config') -> Iterator[Problem]:
     if optim.warmup_steps >= steps:
         message = f'{optim.warmup_steps} leaves nothing of train.steps={steps}; use at most {steps - 1}, or raise train.steps'
         yield Problem(path='optim.warmup_steps', message=message, others=('train.steps',))
+    if optim.shard:
+        yield from _divides('model.hidden_size', config.model.hidden_size, 'mesh.data', config.mesh.data, under='optim.shard')
+
+
+def _profile(config: 'Config') -> Iterator[Problem]:
+    profile, steps = config.train.profile, config.train.steps
+    if profile and profile.start + profile.steps > steps:
+        message = (
+            f'start {profile.start} and {profile.steps} steps end at step {profile.start + profile.steps}, after train.steps={steps}; '
+            f'use at most start {max(steps - profile.steps, 0)} and {min(profile.steps, steps)} steps'
+        )
+        yield Problem(path='train.profile', message=message, others=('train.steps',))
 
 
 def _data(config: 'Config') -> Iterator[Problem]:
@@ -100,6 +128,24 @@ def _data(config: 'Config') -> Iterator[Problem]:
     if not (len(parts) == 3 and parts[0] > 0 and all(0 <= part < float('inf') for part in parts)):
         message = f"{config.data.split!r} is not three numbers, none negative and the first above zero; write for example '95,5,0'"
         yield Problem(path='data.split', message=message)
+
+
+def _masked(config: 'Config') -> Iterator[Problem]:
+    if config.model.causal:
+        return
+    data, train, objective = config.data, config.train, ('model.objective',)
+    if train.sample_prompts:
+        message = 'model.objective=masked_lm fills in tokens and continues no prompt; leave it out'
+        yield Problem(path='train.sample_prompts', message=message, others=objective)
+    if data.order != 'stateless':
+        message = f"{data.order} is the order of Megatron's GPTDataset; use stateless with model.objective=masked_lm"
+        yield Problem(path='data.order', message=message, others=objective)
+    if data.document_mask:
+        message = 'a sequence of model.objective=masked_lm is of one document; leave it out'
+        yield Problem(path='data.document_mask', message=message, others=objective)
+    if train.seq_len < SHORTEST_PAIR:
+        message = f'{train.seq_len} is too short for two segments and three special tokens; use at least {SHORTEST_PAIR}'
+        yield Problem(path='train.seq_len', message=message, others=objective)
 
 
 def _divides(path: str, value: int, by: str, divisor: int, *, under: str | None = None) -> Iterator[Problem]:

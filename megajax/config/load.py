@@ -23,7 +23,12 @@ from megajax.config.schema import Config, Section
 
 SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
 KEYS = {f'{name}.{key}': key for name, section in SECTIONS.items() for key in section.model_fields}
-PLAIN_WORDS = {'bool_type': 'true or false', 'string_type': 'text (quote what looks like something else)', 'tuple_type': 'a list'}
+PLAIN_WORDS = {
+    'bool_type': 'true or false',
+    'string_type': 'text (quote what looks like something else)',
+    'tuple_type': 'a list',
+    'model_type': 'a group of keys',
+}
 
 
 class _Setting(NamedTuple):
@@ -51,14 +56,30 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     file = _find(source)
     problems: list[Problem] = []
     written = _read_file(file, problems)
-    overridden = _read_overrides(overrides, problems)
+    return _resolve(written, _read_overrides(overrides, problems), str(file), problems)
+
+
+def reload(settings: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), *, place: str) -> Config:
+    """What `load` makes of sections that were read elsewhere, from `place`: a checkpoint's record, for example."""
+    problems: list[Problem] = []
+    written: dict[str, _Setting] = {}
+    for path, value in ((f'{section}.{key}', value) for section, group in settings.items() for key, value in group.items()):
+        if path in KEYS:
+            written[path] = _Setting(value, place)
+        else:
+            problems.append(Problem(path=path, message=_unknown(path), place=place))
+    return _resolve(written, _read_overrides(overrides, problems), place, problems)
+
+
+def _resolve(written: dict[str, _Setting] | None, overridden: dict[str, _Setting], file: str, problems: list[Problem]) -> Config:
+    """The config of these settings; raises ConfigError with `problems` and all that is found here."""
     if written is None:
         raise ConfigError(*problems)
     sections, unsettled = _validate(written | overridden, file, problems)
     for problem in incompatibilities(Config.model_construct(**sections)):
         keys = (problem.path, *problem.others)
         if unsettled.isdisjoint(keys):
-            place = next((settings[key].place for settings in (overridden, written) for key in keys if key in settings), str(file))
+            place = next((settings[key].place for settings in (overridden, written) for key in keys if key in settings), file)
             problems.append(replace(problem, place=place))
     if problems:
         raise ConfigError(*problems)
@@ -153,7 +174,7 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[s
     return settings
 
 
-def _validate(settings: Mapping[str, _Setting], file: Path, problems: list[Problem]) -> tuple[dict[str, Any], set[str]]:
+def _validate(settings: Mapping[str, _Setting], file: str, problems: list[Problem]) -> tuple[dict[str, Any], set[str]]:
     """The sections, and the paths whose values in them stand in for wrong ones, so that nothing may be concluded from them."""
     sections: dict[str, Any] = {}
     unsettled: set[str] = set()
@@ -167,8 +188,9 @@ def _validate(settings: Mapping[str, _Setting], file: Path, problems: list[Probl
                 path = f'{name}.{key}'
                 unsettled.add(path)
                 if detail['type'] != 'default_factory_not_called':  # the default of a key whose source is wrong
-                    place = settings[path].place if path in settings else str(file)
-                    problems.append(Problem(path=path, message=_explain(detail), place=place))
+                    place = settings[path].place if path in settings else file
+                    inner = ''.join(f'{part} ' for part in detail['loc'][1:])  # of a value that is a group or a list itself
+                    problems.append(Problem(path=path, message=inner + _explain(detail), place=place))
             right = {key: value for key, value in values.items() if key not in details}
             stand_ins = {key: 1 for key in details if section.model_fields[key].is_required()}  # every key without a default is a size
             sections[name] = section.model_validate(right | stand_ins)
@@ -178,6 +200,8 @@ def _validate(settings: Mapping[str, _Setting], file: Path, problems: list[Probl
 def _explain(detail: ErrorDetails) -> str:
     if detail['type'] == 'missing':
         return 'required, and has no default; add it'
+    if detail['type'] == 'extra_forbidden':  # in a group that is a value
+        return 'is not a key; leave it out'
     allowed = PLAIN_WORDS.get(detail['type']) or detail['msg'].removeprefix('Input should be ')
     return f'must be {allowed}, not {"null" if detail["input"] is None else repr(detail["input"])}'
 

@@ -37,8 +37,22 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra='forbid', strict=True, allow_inf_nan=False)
 
 
+class RopeScaling(Section):
+    """Rotary frequencies for sequences longer than the first training's: all divided by `factor` (linear), or only the low ones (llama3).
+
+    With llama3, wavelengths above `original_max_seq_len / low_freq_factor` tokens are stretched, those below
+    `original_max_seq_len / high_freq_factor` stay, and in between the factor grows smoothly. The defaults are Llama 3.1's.
+    """
+
+    type: Literal['linear', 'llama3']
+    factor: PositiveFloat
+    low_freq_factor: PositiveFloat = 1.0
+    high_freq_factor: PositiveFloat = 4.0
+    original_max_seq_len: PositiveInt = 8192
+
+
 class ModelConfig(Section):
-    """The decoder: GPT-2, Megatron's GPT, Llama and Qwen3 are this one with different fields."""
+    """The model: GPT-2, Megatron's GPT and BERT, Llama and Qwen3 are this one with different fields."""
 
     num_layers: PositiveInt
     hidden_size: PositiveInt
@@ -48,16 +62,24 @@ class ModelConfig(Section):
     ffn_size: PositiveInt = Field(default_factory=lambda data: 4 * data['hidden_size'])
     vocab_size: PositiveInt  # of the tokenizer, before padding
     max_seq_len: PositiveInt  # rows of the learned positions, and the limit of train.seq_len
+    objective: Literal['next_token', 'masked_lm'] = 'next_token'  # masked_lm: BERT, which looks both ways and has the heads for it
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
     activation: Literal['gelu', 'gelu_tanh', 'swiglu'] = 'gelu_tanh'
     position: Literal['learned', 'rope'] = 'learned'
     rope_theta: PositiveFloat = 10000.0
+    rope_scaling: RopeScaling | None = None  # for example {type: llama3, factor: 8}
     qk_norm: bool = False  # normalise queries and keys over head_dim, as Qwen3 does
-    bias: bool = True  # in every linear layer but the LM head
+    bias: bool = True  # in every linear layer but the LM head; BERT's heads have theirs always
+    qkv_bias: bool = Field(default_factory=lambda data: data['bias'])  # in that of queries, keys and values; Qwen2 has it there alone
     tie_embeddings: bool = True  # the LM head is the embedding table
     dropout: Fraction = 0.0  # after the embedding, the attention probabilities and each sublayer
     norm_eps: PositiveFloat = 1e-5
     init_std: PositiveFloat = 0.02  # the projections into the residual are scaled by 1/sqrt(2 num_layers) besides
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees those before it alone."""
+        return self.objective == 'next_token'
 
     @property
     def padded_vocab_size(self) -> int:
@@ -79,6 +101,13 @@ class MeshConfig(Section):
     allow_model_across_hosts: bool = False  # each layer then waits for the network between them
 
 
+class ProfileConfig(Section):
+    """Which steps are traced: `steps` of them, after step `start`."""
+
+    start: NonNegativeInt
+    steps: PositiveInt
+
+
 class TrainConfig(Section):
     """The training loop; `batch_size` is the global number of sequences per step."""
 
@@ -86,13 +115,14 @@ class TrainConfig(Section):
     batch_size: PositiveInt = 8
     microbatches: PositiveInt = 1  # forward and backward passes per step, their gradients accumulated
     seq_len: PositiveInt = 1024
-    dtype: Literal['float32', 'bfloat16'] = 'bfloat16'  # of the computation; parameters are float32
+    dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'  # of the computation; parameters are float32
     recompute: Literal['none', 'selective', 'full'] = 'none'  # in the backward pass: nothing, the attention core, whole layers
     xla: Literal['default', 'overlap'] = 'default'  # overlap: two halves of a microbatch take turns, see `train/overlap.py`
     eval_every: PositiveInt = 500  # steps
     eval_batches: PositiveInt = 16
     log_every: PositiveInt = 10  # steps
-    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()  # a YAML list; each is continued at every evaluation
+    profile: ProfileConfig | None = None  # for example {start: 10, steps: 3}: a trace for XProf in the run directory
+    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()  # a YAML list; each is continued at every evaluation but the first
     nonfinite: Literal['skip', 'rollback', 'stop'] = 'skip'  # what a loss or gradient that is not finite does; it never changes a parameter
     spike: Literal['off', 'skip', 'rollback'] = 'off'  # what a loss far above the last ones does, see `train/guard.py`
     seed: NonNegativeInt = 1234
@@ -110,6 +140,7 @@ class OptimConfig(Section):
     beta2: Fraction = 0.999
     eps: PositiveFloat = 1e-8
     grad_clip: PositiveFloat = 1.0  # of the global norm
+    shard: bool = False  # ZeRO-1: weights in fp32 and the optimizer's state are sharded over `data` too, see `train/zero1.py`
 
 
 class LossConfig(Section):
@@ -149,7 +180,9 @@ class RunConfig(Section):
 
     dir: str | None = None
     resume: Literal['auto', 'must', 'never'] = 'auto'  # from the newest checkpoint in `dir`: if there is one, always, never
+    allow_changed_data: bool = False  # resume though a corpus of the same name holds something else than when the checkpoint was written
     max_minutes: PositiveFloat | None = None  # save and leave then, before a queue's time limit
+    wandb: str | None = None  # the project of Weights & Biases that is told the metrics, for example megajax
     watchdog_seconds: PositiveFloat | None = None  # without a step that finishes; then write all stacks and exit with 124
 
 
