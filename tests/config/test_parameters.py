@@ -1,5 +1,6 @@
 """Presets have the size that their paper or model card states."""
 
+import csv
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from megajax.config import ModelConfig, load, num_parameters, presets
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
+TABLE_1 = (CONFIGS.parent / 'megajax/plan/papers/narayanan_2021_table1.csv').read_text().splitlines()
 
 
 @pytest.mark.parametrize(
@@ -31,6 +33,21 @@ def test_the_papers_models_have_about_this_size(preset: str, billions: float) ->
     assert num_parameters(load(preset).model) == pytest.approx(billions * 1e9, rel=0.005)
 
 
+@pytest.mark.parametrize(('preset', 'size', 'unit'), [('bert_336m', '336', 1e6), ('bert_1.3b', '1.3', 1e9), ('bert_3.9b', '3.9', 1e9)])
+def test_the_papers_berts_have_the_size_that_it_rounds(preset: str, size: str, unit: float) -> None:
+    digits = len(size.partition('.')[2])
+    assert f'{num_parameters(load(preset).model) / unit:.{digits}f}' == size
+
+
+@pytest.mark.parametrize('row', [*csv.DictReader(line for line in TABLE_1 if line[0] != '#')], ids=lambda row: row['params_b'])
+def test_a_gpt_has_the_parameters_of_narayanan_et_al(row: dict[str, str]) -> None:
+    """Their equation 2 and Table 1, of which the equation leaves out the last norm."""
+    l, h, V, s = int(row['layers']), int(row['hidden']), 51200, 2048
+    count = num_parameters(ModelConfig(num_layers=l, hidden_size=h, num_heads=int(row['heads']), vocab_size=V, max_seq_len=s))
+    assert count - 2 * h == 12 * l * h**2 + 13 * l * h + (V + s) * h  # 12 l h^2 (1 + 13/(12h) + (V+s)/(12 l h))
+    assert f'{count / 1e9:.1f}' == row['params_b']
+
+
 @pytest.mark.parametrize('preset', presets())
 def test_each_preset_states_its_size(preset: str) -> None:
     assert f'{num_parameters(load(preset).model):,} parameters' in (CONFIGS / f'{preset}.yaml').read_text()
@@ -47,6 +64,7 @@ def test_each_preset_states_its_size(preset: str) -> None:
         ({'qk_norm': True}, 2 * 4 * 16),
         ({'qk_norm': True, 'norm': 'rmsnorm'}, 2 * 2 * 16 - 5 * 64),
         ({'bias': False}, -2 * (3 * 64 + 64 + 256 + 64)),
+        ({'objective': 'masked_lm'}, 2 * 64 + (64 + 1 + 2) * 64 + 1000 + (64 + 1) * 64 + (64 + 1) * 2),
     ],
     ids=str,
 )

@@ -1,0 +1,108 @@
+"""What a GPU can do and what links it to the others, read from YAML; `plan/hardware/` has those that are known by name.
+
+Rates are per GPU and second, in FLOPs or bytes; latencies are in seconds. To add one, copy a file and give its path.
+"""
+
+import functools
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from megajax.config.errors import ConfigError
+from megajax.config.schema import Section
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Dtype = Literal['float32', 'bfloat16', 'float16']
+
+
+class Link(Section):
+    """A GPU's way to others: what it sends in a ring of large messages, and what each step of the ring costs besides."""
+
+    bandwidth: PositiveFloat
+    latency: NonNegativeFloat
+
+
+class Efficiency(Section):
+    """What programs reach of the peaks.
+
+    A matrix product [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size) for each d of m, n and k; flash attention
+    reaches `flash` of it, where only what the causal mask leaves counts; operations bound by memory reach `memory` of its bandwidth.
+    """
+
+    matmul: Share
+    half_size: NonNegativeFloat
+    flash: Share | None = None  # null where there is no such kernel
+    memory: Share
+
+    def of_product(self, *sizes: int) -> float:
+        """The share of the peak that a product of these sizes reaches."""
+        share = self.matmul
+        for size in sizes:
+            share *= size / (size + self.half_size)
+        return share
+
+
+class Hardware(Section):
+    """One type of GPU, the hosts it is sold in, and where each figure is from."""
+
+    name: str
+    device_kinds: Annotated[tuple[str, ...], Field(strict=False)] = ()  # as jax's `device.device_kind` spells them
+    peak_flops: dict[Dtype, PositiveFloat]  # of dense matrix products, without sparsity
+    memory: PositiveInt  # bytes that a program can have
+    memory_bandwidth: PositiveFloat
+    devices_per_host: PositiveInt
+    inside_host: Link
+    across_hosts: Link
+    efficiency: Efficiency
+    sources: dict[str, str]
+
+
+def hardware_names() -> list[str]:
+    """Those that `hardware` knows, in alphabetical order."""
+    return sorted(path.name.removesuffix('.yaml') for path in _folder().iterdir() if path.name.endswith('.yaml'))
+
+
+def hardware(name: str | Path) -> Hardware:
+    """Read a type of GPU by its name, or from a YAML file. Raises ConfigError with every mistake in it."""
+    if str(name) in hardware_names():
+        return _known(str(name))
+    path = Path(name)
+    if path.suffix not in ('.yaml', '.yml'):
+        raise ConfigError(
+            f'--gpu {name}: choose among {", ".join(hardware_names())}, or give a YAML file (megajax plan calibrate writes one)'
+        )
+    return _read(path)
+
+
+def hardware_of(device_kind: str) -> Hardware | None:
+    """The type that jax calls so, for example 'NVIDIA H100 80GB HBM3'; None where it is not known."""
+    return next((found for found in map(_known, hardware_names()) if device_kind in found.device_kinds), None)
+
+
+@functools.cache
+def _known(name: str) -> Hardware:
+    return _read(_folder() / f'{name}.yaml')
+
+
+def _folder() -> Traversable:
+    return resources.files('megajax') / 'plan' / 'hardware'
+
+
+def _read(file: Path | Traversable) -> Hardware:
+    try:
+        values: Any = YAML(typ='safe', pure=True).load(file.read_text(encoding='utf-8'))
+        return Hardware.model_validate(values)
+    except FileNotFoundError:
+        raise ConfigError(f'{file}: no such file; known by name: {", ".join(hardware_names())}') from None
+    except OSError as error:
+        raise ConfigError(f'{file}: cannot be read: {error.strerror}') from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f'{file}: not valid YAML: {str(error).splitlines()[0]}') from error
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+        raise ConfigError(*(f'{file}: {".".join(map(str, one["loc"])) or "the file"}: {one["msg"]}' for one in details)) from error
