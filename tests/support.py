@@ -1,7 +1,9 @@
 """What several tests need: small configs and batches, and parameters as numpy arrays."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import resource
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         'loss': {'label_smoothing': 0.1, 'z_loss': 1e-3},
     },
+    'bert': {'model': {'vocab_size': 1000, 'objective': 'masked_lm', 'activation': 'gelu', 'dropout': 0.1}},
 }
 
 SIZES = {'num_layers': 2, 'hidden_size': 64, 'num_heads': 8, 'max_seq_len': 32}
@@ -59,7 +62,13 @@ def make_batch(config: Config, *, seed: int = 0) -> dict[str, np.ndarray]:
     rows, length = config.train.batch_size, config.train.seq_len
     token = random.integers(config.model.vocab_size, size=(rows, length + 1), dtype=np.int32)
     counts = random.random((rows, length)) < np.linspace(0.2, 1, rows)[:, None]
-    return {'tokens': token[:, :-1], 'labels': token[:, 1:], 'loss_mask': counts.astype(np.float32)}
+    batch = {'tokens': token[:, :-1], 'labels': token[:, 1:], 'loss_mask': counts.astype(np.float32)}
+    if config.model.causal:
+        return batch
+    place, rest = np.arange(length)[None], {'swapped': random.integers(2, size=(rows, 1))}
+    rest |= {'token_types': place > length // 2, 'segment_ids': place >= length - np.arange(rows)[:, None]}  # the end is padding
+    batch['loss_mask'] *= rest['segment_ids'] == 0
+    return batch | {name: np.broadcast_to(x, (rows, x.shape[1])).astype(np.int32) for name, x in rest.items()}
 
 
 def pack(batch: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarray]:
@@ -101,6 +110,18 @@ def assert_close(actual: Mapping[str, Any], expected: Mapping[str, Any], limit: 
     errors = {name: relative_error(actual[name], expected[name]) for name in actual}
     wrong = {name: error for name, error in errors.items() if not error <= limit}
     assert not wrong, f'above {limit}: {wrong}'
+
+
+@contextmanager
+def disk_full_at(size: int) -> Iterator[None]:
+    """No file that this process writes gets longer than `size` bytes: an error says so, as it does of a full disk."""
+    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def write_run(folder: Path, config: str) -> Path:

@@ -13,8 +13,8 @@ from megajax.inspect.sites import Site, site_of
 from megajax.train.placements import Placement
 
 REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard than to hold
-# What Megatron holds whole on every device: vectors that act on the residual stream, and learned positions.
-WHOLE_IN_MEGATRON = ('norm', 'attention.out.bias', 'mlp.down.bias', 'position.table')
+# What Megatron holds whole on every device: vectors that act on the residual stream, learned positions, BERT's heads.
+WHOLE_IN_MEGATRON = ('norm', 'attention.out.bias', 'mlp.down.bias', 'position.table', 'token_type.table', 'masked_head.dense', 'order_head')
 
 
 def lint(config: Config, compiled: CompiledStep, placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Finding]:
@@ -81,7 +81,8 @@ def _gathered_weights(config: Config, compiled: CompiledStep, placed: Sequence[C
     tokens = config.microbatch_rows * config.train.seq_len
     for one in placed:
         name = weights.get(tuple(sorted(one.whole.dims)))
-        if one.kind == 'all-gather' and name and prod(one.whole.dims[:-1]) != tokens:
+        at_rest = config.optim.shard and site_of(one, config).name == 'parameters'  # ZeRO-1, whose bytes have a row of their own
+        if one.kind == 'all-gather' and name and not at_rest and prod(one.whole.dims[:-1]) != tokens:
             message = f'{name} is gathered over {one.axis} at {one.op_name} ({one.source}): contract it where it lies'
             yield _error('gathered weight', message)
 

@@ -1,20 +1,20 @@
 """The collectives that Megatron-LM places by hand, for the training step of a config.
 
-They follow megatron-core's code (layers.py, mappings.py, cross_entropy.py, finalize_model_grads.py), with weights and optimizer state
-replicated over `data`, and with this project's padding of the vocabulary. B batch rows of a microbatch on a data shard, S sequence,
-D model, V vocabulary (padded), N query heads, K key/value heads, H head dim, F feed-forward, L layers.
+They follow megatron-core's code (layers.py, mappings.py, cross_entropy.py, finalize_model_grads.py, distrib_optimizer.py), with this
+project's padding of the vocabulary. B batch rows of a microbatch on a data shard, S sequence, D model, V vocabulary (padded), N query
+heads, K key/value heads, H head dim, F feed-forward, L layers.
 """
 
 import dataclasses
 from collections.abc import Iterator
 
-from megajax.config import Config, num_parameters
+from megajax.config import Config, num_matrix_parameters, num_parameters
 from megajax.inspect.collectives import ring_bytes
 from megajax.inspect.hlo import Array
 from megajax.inspect.result import Phase
 from megajax.inspect.sites import Site
 
-_DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16'}
+DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16'}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,13 @@ class Expected:
 
 def expected(config: Config) -> list[Expected]:
     """Every collective of a step of `config`, but for those of single numbers."""
-    over_model = [*_embedding(config), *_layers(config), *_head(config), *_loss(config), *_vectors(config)] if config.mesh.model > 1 else []
-    return over_model + ([*_gradients(config)] if config.mesh.data > 1 else [])
+    sites = _embedding, _layers, few_kv_heads, _head, _loss, _vectors
+    over_model = [one for site in sites for one in site(config)] if config.mesh.model > 1 else []
+    return [*over_model, *over_data(config)]
 
 
 def _activation(config: Config) -> Array:
-    return Array(_DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len, config.model.hidden_size))
+    return Array(DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len, config.model.hidden_size))
 
 
 def _over_model(config: Config, name: str, phase: Phase, kinds: tuple[str, ...], array: Array, times: int = 1) -> Iterator[Expected]:
@@ -65,22 +66,32 @@ def _layers(config: Config) -> Iterator[Expected]:
     forward = (GATHER, SCATTER) if sequence_parallel else (REDUCE,)
     # With sequence parallelism Megatron keeps a layer's input sharded and gathers it again for the weight gradient.
     backward = (GATHER, SCATTER, GATHER) if sequence_parallel else (REDUCE,)
-    few_kv_heads = config.model.num_kv_heads < config.mesh.model
-    rows, length, _ = _activation(config).shape
-    columns = (config.model.num_heads + 2 * config.model.num_kv_heads) * config.model.head_dim
-    qkv = Array(_DTYPES[config.train.dtype], (rows, length, columns))
     for name in ('attention', 'mlp'):
-        passes: list[tuple[Phase, tuple[str, ...]]] = [('forward', forward), ('backward', backward)]
-        passes += [('recompute', forward)] if config.train.recompute == 'full' else []
-        for phase, kinds in passes:
-            yield from _over_model(config, name, phase, kinds, _activation(config), layers)
-            if name == 'attention' and few_kv_heads:
-                yield from _over_model(config, name, phase, (SCATTER,) if phase == 'backward' else (GATHER,), qkv, layers)
+        for phase in passes(config):
+            yield from _over_model(config, name, phase, backward if phase == 'backward' else forward, _activation(config), layers)
+
+
+def passes(config: Config) -> tuple[Phase, ...]:
+    """The phases that a layer goes through."""
+    return ('forward', 'backward', 'recompute') if config.train.recompute == 'full' else ('forward', 'backward')
+
+
+def few_kv_heads(config: Config) -> Iterator[Expected]:
+    """With fewer key/value heads than devices, the whole QKV of a layer is gathered."""
+    model = config.model
+    if model.num_kv_heads >= config.mesh.model:
+        return
+    columns = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    qkv = Array(DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len, columns))
+    for phase in passes(config):
+        kind = SCATTER if phase == 'backward' else GATHER
+        yield from _over_model(config, 'attention', phase, (kind,), qkv, model.num_layers)
 
 
 def _head(config: Config) -> Iterator[Expected]:
     if config.mesh.sequence_parallel:
-        yield from _over_model(config, 'head', 'forward', (GATHER,), _activation(config))
+        pooler = 0 if config.model.causal else 1  # BERT's gathers all tokens for its first
+        yield from _over_model(config, 'head', 'forward', (GATHER,), _activation(config), 1 + pooler)
         yield from _over_model(config, 'head', 'backward', (SCATTER, GATHER), _activation(config))
     else:
         yield from _over_model(config, 'head', 'backward', (REDUCE,), _activation(config))
@@ -100,16 +111,28 @@ def _vectors(config: Config) -> Iterator[Expected]:
     if config.mesh.sequence_parallel:
         vectors = (2 * model.num_layers + 1) * per_norm + (2 * model.num_layers if model.bias else 0)
         sizes += [model.hidden_size] * vectors
+        if not model.causal:  # of the masked-LM head: dense and norm
+            sizes += [model.hidden_size**2, (1 + per_norm) * model.hidden_size]
     if sizes:
         array = Array('f32', (sum(sizes),))
         yield Expected(site=Site('gradients', 'step', 'model'), kind=REDUCE, array=array, times=1, size=config.mesh.model)
 
 
-def _gradients(config: Config) -> Iterator[Expected]:
-    yield Expected(
-        site=Site('gradients', 'step', 'data'),
-        kind=REDUCE,
-        array=Array('f32', (num_parameters(config.model, padded=True, shards=config.mesh.model),)),
-        times=1,
-        size=config.mesh.data,
+def over_data(config: Config, *, whole_heads: bool = True) -> Iterator[Expected]:
+    """Once a step; with ZeRO-1, matrices are reduced to their parts and gathered for the next step. See `num_parameters`."""
+    if config.mesh.data == 1:
+        return
+    matrices, every = (
+        count(config.model, padded=True, shards=config.mesh.model, whole_heads=whole_heads)
+        for count in (num_matrix_parameters, num_parameters)
     )
+
+    def send(name: str, kind: str, dtype: str, count: int) -> Expected:
+        return Expected(site=Site(name, 'step', 'data'), kind=kind, array=Array(dtype, (count,)), times=1, size=config.mesh.data)
+
+    if config.optim.shard:
+        yield send('parameters', GATHER, DTYPES[config.train.dtype], matrices)
+        yield send('gradients', SCATTER, 'f32', matrices)
+        yield send('gradients', REDUCE, 'f32', every - matrices)
+    else:
+        yield send('gradients', REDUCE, 'f32', every)

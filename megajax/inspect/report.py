@@ -12,7 +12,7 @@ from megajax.inspect.result import Inspection, Overlap, Row, Transfer
 _STYLES = {'equal': 'green', 'less': 'green', 'MORE': 'bold red', 'error': 'bold red', 'note': 'dim'}
 _SHORT = {'all-reduce': 'AR', 'all-gather': 'AG', 'reduce-scatter': 'RS', 'all-to-all': 'A2A', 'collective-permute': 'permute'}
 
-_HTML = '<pre style="font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto">{code}</pre>'
+HTML = '<pre style="font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto">{code}</pre>'
 
 
 def to_text(inspection: Inspection, *, width: int = 150) -> str:
@@ -27,7 +27,7 @@ def to_html(inspection: Inspection) -> str:
     """A fragment for a notebook."""
     console = Console(file=io.StringIO(), width=150, record=True, highlight=False, force_jupyter=False)
     console.print(tables(inspection))
-    return console.export_html(inline_styles=True, code_format=_HTML)
+    return console.export_html(inline_styles=True, code_format=HTML)
 
 
 def tables(inspection: Inspection) -> RenderableType:

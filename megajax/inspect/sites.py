@@ -19,7 +19,7 @@ class Site(NamedTuple):
 
 # In this order: the first that is in the path names the site.
 _SCOPES = ('optimizer', 'embedding', 'attention', 'mlp', 'head', 'loss', 'norm')
-ORDER = ('embedding', 'attention', 'mlp', 'norm', 'head', 'loss', 'gradients', 'optimizer', 'metrics')
+ORDER = ('parameters', 'embedding', 'attention', 'mlp', 'norm', 'head', 'loss', 'gradients', 'optimizer', 'metrics')
 
 
 def site_of(one: Collective, config: Config) -> Site:
@@ -32,6 +32,8 @@ def site_of(one: Collective, config: Config) -> Site:
         return Site('gradients', 'step', one.axis)
     if 'data' in one.axes and one.kind in ('all-reduce', 'reduce-scatter'):
         return Site('gradients', 'step', one.axis)
+    if one.kind == 'all-gather' and one.axes == ('data',):
+        return Site('parameters', 'step', one.axis)
     if found == 'optimizer':
         return Site('optimizer', 'step', one.axis)
     if found in ('head', 'loss'):  # what is reduced per token is the loss's
@@ -54,4 +56,6 @@ def _is_gradient_of_vector(one: Collective, config: Config) -> bool:
     # XLA joins these small arrays in one buffer, whose parts have no path of their own.
     sizes = {config.model.hidden_size, config.model.head_dim}
     sizes |= {config.model.num_layers * size for size in sizes}
+    if not config.model.causal:  # the dense layer of BERT's masked-LM head, whole on each device too
+        sizes.add(config.model.hidden_size**2)
     return one.kind == 'all-reduce' and one.operand.dtype == 'f32' and prod(one.operand.shape) in sizes

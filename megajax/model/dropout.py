@@ -6,7 +6,7 @@ Each sequence of the global batch has a key of its own, so a mask depends on the
 import jax
 import jax.numpy as jnp
 
-from megajax.parallel.layout import one_sequence
+from megajax.parallel.layout import without_first
 
 
 def sequence_keys(key: jax.Array, row_B: jax.Array) -> jax.Array:
@@ -23,6 +23,6 @@ def dropout(x: jax.Array, rate: float, key_B: jax.Array | None) -> jax.Array:
     """Zero each element of x [B, ...] with probability `rate` and scale the rest; without keys, x as it is."""
     if key_B is None or rate == 0:
         return x
-    spec = one_sequence(x)
+    spec = without_first(x)
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:], out_sharding=spec))(key_B)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from megajax.config.parameters import NUM_TOKEN_TYPES
 from megajax.model.linear import normal
 from megajax.parallel.layout import Layout
 
@@ -38,7 +39,22 @@ class PositionEmbedding(nnx.Module):
         return self.table.at[position_BS].get(out_sharding=self.layout.full_BSD(token_BS))
 
 
-# One function of both tables, so that with SP the gradient is gathered once for them.
+class TokenTypeEmbedding(nnx.Module):
+    """A learned, replicated vector for each of BERT's two segments."""
+
+    def __init__(self, hidden_size: int, *, std: float, layout: Layout, key: jax.Array):
+        self.layout = layout
+        self.table = nnx.Param(normal(key, (NUM_TOKEN_TYPES, hidden_size), std, layout.position_SD))
+
+    def __call__(self, token_BS: jax.Array, type_BS: jax.Array | None) -> jax.Array:
+        """The vectors of the tokens' types [B, S, D], 0 or 1; of 0 unless given."""
+        type_BS = jnp.zeros_like(token_BS) if type_BS is None else type_BS
+        first, second = (jnp.expand_dims(self.table[i], (0, 1)) for i in range(NUM_TOKEN_TYPES))
+        # A choice and not a lookup: its gradient is two sums, where that of a lookup adds every token to one of two rows.
+        return jnp.where(jnp.expand_dims(type_BS, -1) == 0, first, second)
+
+
+# One function of all tables, so that with SP the gradient is gathered once for them.
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _embed(table_VD: jax.Array, position_BSD: jax.Array | None, token_BS: jax.Array, layout: Layout, dtype: DTypeLike) -> jax.Array:
     x_BSD = jax.reshard(_lookup(table_VD.astype(dtype), token_BS, layout), layout.residual_BSD(token_BS))

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from megajax.config.flops import fits_flash
 from megajax.parallel.layout import merged_rows, split_rows
 
 logger = logging.getLogger(__name__)
@@ -17,29 +18,34 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def can_flash(platform: str, dtype: str, head_dim: int) -> bool:
-    """cuDNN's flash attention needs a GPU, a 16-bit dtype and a head dim of a multiple of 8 up to 128."""
-    can = platform != 'cpu' and dtype in ('bfloat16', 'float16') and head_dim % 8 == 0 and head_dim <= 128
+    """Whether a device runs cuDNN's flash attention: a GPU, where the kernel takes the dtype and the head dim."""
+    can = platform != 'cpu' and fits_flash(dtype, head_dim)
     logger.info('attention: %s (%s, %s, head dim %d)', 'cuDNN flash' if can else 'XLA', platform, dtype, head_dim)
     return can
 
 
-# cuDNN's kernel knows neither Explicit axes nor a second batch dim. Batch and heads are independent, so `_run` gives each device
+# cuDNN's kernel knows neither Explicit axes nor a second batch dim. Batch and heads are independent, so `_kernels` gives each device
 # its own in a shard_map, and where the train step has mapped it over data shards it takes the rows of all of them as one batch.
-@jax.custom_vjp
-def flash_attention(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array | None = None) -> jax.Array:
-    """Causal attention o_BSNH, inside each segment where there are some, placed as q.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def flash_attention(
+    q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array | None = None, causal: bool = True
+) -> jax.Array:
+    """Attention o_BSNH, causal or both ways, inside each segment where there are some, placed as q.
 
     Nothing of the scores is kept, the backward pass runs the kernel again.
     """
-    return _run(*_given(q_BSNH, k_BSKH, v_BSKH, segment_BS))
+    return _kernels(causal)[0](*_given(q_BSNH, k_BSKH, v_BSKH, segment_BS))
 
 
-def _forward(*arrays: jax.Array | None) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    return _run(*_given(*arrays)), arrays
+def _forward(
+    q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array | None, causal: bool
+) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
+    arrays = q_BSNH, k_BSKH, v_BSKH, segment_BS
+    return _kernels(causal)[0](*_given(*arrays)), arrays
 
 
-def _backward(arrays: tuple[jax.Array | None, ...], do_BSNH: jax.Array) -> tuple[jax.Array | None, ...]:
-    return *_run_gradient(do_BSNH, *_given(*arrays)), None
+def _backward(causal: bool, arrays: tuple[jax.Array | None, ...], do_BSNH: jax.Array) -> tuple[jax.Array | None, ...]:
+    return *_kernels(causal)[1](do_BSNH, *_given(*arrays)), None
 
 
 flash_attention.defvjp(_forward, _backward)
@@ -64,22 +70,28 @@ def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     return mapped
 
 
-@_over_rows
-def _run(*arrays: jax.Array) -> jax.Array:
-    specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
-    return jax.shard_map(_cudnn, in_specs=specs, out_specs=specs[0])(*arrays)
+@functools.cache
+def _kernels(causal: bool) -> tuple[Callable[..., jax.Array], Callable[..., tuple[jax.Array, ...]]]:
+    """Attention of (q, k, v, perhaps segments), and its gradients of (do, q, k, v, perhaps segments)."""
+    core = functools.partial(_cudnn, causal=causal)
+
+    @_over_rows
+    def run(*arrays: jax.Array) -> jax.Array:
+        specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
+        return jax.shard_map(core, in_specs=specs, out_specs=specs[0])(*arrays)
+
+    @_over_rows
+    def run_gradient(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
+
+        def gradient(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> tuple[jax.Array, ...]:
+            return jax.vjp(lambda *qkv: core(*qkv, *segments), q, k, v)[1](do)
+
+        return jax.shard_map(gradient, in_specs=specs, out_specs=specs[1:4])(*arrays)
+
+    return run, run_gradient
 
 
-@_over_rows
-def _run_gradient(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
-
-    def gradient(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> tuple[jax.Array, ...]:
-        return jax.vjp(lambda *qkv: _cudnn(*qkv, *segments), q, k, v)[1](do)
-
-    return jax.shard_map(gradient, in_specs=specs, out_specs=specs[1:4])(*arrays)
-
-
-def _cudnn(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array | None = None) -> jax.Array:
+def _cudnn(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array | None = None, *, causal: bool) -> jax.Array:
     mask_B1ST = None if segment_BS is None else segment_BS[:, None, :, None] == segment_BS[:, None, None, :]
-    return jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, mask=mask_B1ST, is_causal=True, implementation='cudnn')
+    return jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, mask=mask_B1ST, is_causal=causal, implementation='cudnn')

@@ -10,45 +10,51 @@ import jax.numpy as jnp
 from jax import P, lax
 from jax.typing import DTypeLike
 
+from megajax.model.main_gradient import WeightAndZeros
 from megajax.parallel.layout import with_rows_of
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def product(x: jax.Array, w: jax.Array, contract: int, out_sharding: P, out_dtype: DTypeLike) -> jax.Array:
+def product(x: jax.Array, w: jax.Array | WeightAndZeros, contract: int, out_sharding: P, out_dtype: DTypeLike) -> jax.Array:
     """Contract the last `contract` dims of x with the first ones of w, which is cast to the dtype of x.
 
     Where the contracted dims are sharded over `model`, XLA reduces the partial sums to `out_sharding`; the same holds in the
     backward pass for the gradient of x, which gets the placement of x.
     """
-    return _product(x, w.astype(x.dtype), contract, out_sharding, out_dtype)
+    weight, zeros = (w.weight, w.zeros) if isinstance(w, WeightAndZeros) else (w, None)
+    return _product(x, weight, zeros, contract, out_sharding, out_dtype)
 
 
-def _product(x: jax.Array, w: jax.Array, contract: int, out_sharding: P, out_dtype: DTypeLike) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _product(x: jax.Array, w: jax.Array, zeros: jax.Array | None, contract: int, out_sharding: P, out_dtype: DTypeLike) -> jax.Array:
     dims = tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))
-    return _dot(x, w, dims, out_sharding, out_dtype)
+    return _dot(x, w.astype(x.dtype), dims, out_sharding, out_dtype)
+
+
+Saved = tuple[jax.Array, jax.Array, tuple[()] | None]
 
 
 def _forward(
-    x: jax.Array, w: jax.Array, contract: int, out_sharding: P, out_dtype: DTypeLike
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return product(x, w, contract, out_sharding, out_dtype), (x, w)
+    x: jax.Array, w: jax.Array, zeros: jax.Array | None, contract: int, out_sharding: P, out_dtype: DTypeLike
+) -> tuple[jax.Array, Saved]:
+    # w as it is: a loop over layers has it already, and would keep a copy of anything made of it.
+    return _product(x, w, zeros, contract, out_sharding, out_dtype), (x, w, None if zeros is None else ())
 
 
 def _backward(
-    contract: int, out_sharding: P, out_dtype: DTypeLike, saved: tuple[jax.Array, jax.Array], dy: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    x, w = saved
+    contract: int, out_sharding: P, out_dtype: DTypeLike, saved: Saved, dy: jax.Array
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    x, w, has_zeros = saved
     # Where the result is sharded over the sequence, gathered once for both products (SP).
     dy = jax.reshard(dy.astype(x.dtype), with_rows_of(x, dy, x.ndim - contract))
     out_dims = w.ndim - contract
     dims = tuple(range(dy.ndim - out_dims, dy.ndim)), tuple(range(contract, w.ndim))
     dx = _dot(dy, w.astype(x.dtype), dims, jax.typeof(x).sharding.spec, x.dtype)
     batch = tuple(range(x.ndim - contract))
-    dw = _dot(x, dy, (batch, batch), jax.typeof(w).sharding.spec, w.dtype)
-    return dx, dw
+    dw = _dot(x, dy, (batch, batch), jax.typeof(w).sharding.spec, jnp.float32)
+    return (dx, dw, None) if has_zeros is None else (dx, None, dw)
 
 
-product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)
 
 
 def _dot(x: jax.Array, w: jax.Array, dims: tuple[tuple[int, ...], tuple[int, ...]], out_sharding: P, out_dtype: DTypeLike) -> jax.Array:

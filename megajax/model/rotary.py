@@ -3,18 +3,37 @@
 B batch, S sequence, N query heads, K key/value heads, H head dim.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
+from megajax.config import RopeScaling
 
-def rotate(q_BSNH: jax.Array, k_BSKH: jax.Array, position_BS: jax.Array | None, *, theta: float) -> tuple[jax.Array, jax.Array]:
+
+def rotate(
+    q_BSNH: jax.Array, k_BSKH: jax.Array, position_BS: jax.Array | None, *, theta: float, scaling: RopeScaling | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Rotate queries and keys by their positions, 0, 1, ... unless given; angles and products in fp32."""
-    half = q_BSNH.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = frequencies(q_BSNH.shape[-1], theta, scaling)
     position = jnp.arange(q_BSNH.shape[1])[None] if position_BS is None else position_BS
     angle = position[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return _rotate(q_BSNH, cos, sin), _rotate(k_BSKH, cos, sin)
+
+
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
+    """The angle in radians by which each pair turns from one token to the next, fp32 [H / 2]; scaled as Llama 3.1 (2024) does."""
+    half = head_dim // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    if scaling is None:
+        return frequency
+    if scaling.type == 'linear':
+        return frequency / scaling.factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns = scaling.original_max_seq_len * frequency / (2 * math.pi)  # in the length of the first training
+    unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
+    return frequency * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

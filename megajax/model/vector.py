@@ -1,6 +1,7 @@
-"""Replicated vectors that scale or shift the last dim of an activation: weights and biases of norms, biases after a row-parallel product.
+"""Replicated parameters that act on the last dim of an activation: weights and biases of norms, biases after a
+row-parallel product, and the dense layer of BERT's masked-LM head.
 
-Where the activation is sharded over `model`, each shard makes a part of the vector's gradient. `one_copy_per_shard` gives each shard
+Where the activation is sharded over `model`, each shard makes a part of the parameter's gradient. `one_copy_per_shard` gives each shard
 its own copy, so that the parts are added up over all microbatches before they are reduced, once a step, as Megatron does.
 D the vector's size, T shards of `model`.
 """
@@ -28,7 +29,7 @@ def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def one_copy_per_shard(params: Any, config: Config) -> Any:
-    """The parameters, with a dim [..., T, D] in the vectors that act on an activation sharded over `model`."""
+    """The parameters, with a dim [..., T, D] in those that act on an activation sharded over `model`."""
     placed, shards = Layout.of(config), config.mesh.model
 
     def copy(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
@@ -49,4 +50,5 @@ def _acts_on_shards(path: tuple[Any, ...], placed: Layout) -> bool:
     if 'query_norm' in names or 'key_norm' in names:
         return placed.model_size > 1  # of heads
     on_residual_stream = any(name.endswith('norm') for name in names) or names[-2:] in (['out', 'bias'], ['down', 'bias'])
+    on_residual_stream |= names[:2] == ['masked_head', 'dense']
     return on_residual_stream and placed.sequence_parallel

@@ -42,6 +42,7 @@ class Layout:
     vector_D = P(None)
     vocab_V = P('model')
     position_SD = P(None, None)
+    whole_DE = P(None, None)  # of BERT's heads
     copies_TD = P('model', None)  # a copy of a vector on each shard, see `model/vector.py`
     copies_TSD = P('model', None, None)
 
@@ -87,6 +88,10 @@ class Layout:
         """Key/value heads on every shard."""
         return P(batch_axis(like), None, None, None)
 
+    def by_shard_BTSD(self, like: jax.Array) -> P:
+        """The residual stream as [batch, sequence shard, its tokens, D]."""
+        return P(batch_axis(like), *self.residual_SD, None)
+
     def chunked_BTNCD(self, like: jax.Array) -> P:
         """The residual stream as [batch, sequence shard, chunk, token, D], see `loss.py`."""
         return P(batch_axis(like), *self.residual_SD, None, None)
@@ -106,9 +111,32 @@ def replicated(x: jax.Array) -> P:
     return P(*(None,) * x.ndim)
 
 
+def whole_rows(x: jax.Array) -> P:
+    """Each row whole, where its data shard is."""
+    return P(batch_axis(x), *(None,) * (x.ndim - 1))
+
+
+def transposed_logits_VB(x: jax.Array) -> P:
+    """Logits of one position, sharded over the vocabulary, which comes first."""
+    return P('model', batch_axis(x))
+
+
 def per_data_shard(x: jax.Array) -> P:
     """One array like x for each data shard, stacked: [data, *x.shape]."""
     return P('data', *jax.typeof(x).sharding.spec)
+
+
+def sharded_over_data(x: jax.Array, num_data: int) -> P:
+    """The placement of x with its largest free dim sharded over `data` too (ZeRO-1)."""
+    spec = jax.typeof(x).sharding.spec
+    free = [dim for dim, axis in enumerate(spec) if axis is None and x.shape[dim] % num_data == 0]
+    largest = max(free, key=lambda dim: x.shape[dim])
+    return P(*spec[:largest], 'data', *spec[largest + 1 :])
+
+
+def whole_over_data(x: jax.Array) -> P:
+    """The placement of x without `data`."""
+    return P(*(None if axis == 'data' else axis for axis in jax.typeof(x).sharding.spec))
 
 
 def microbatches(x: jax.Array) -> P:
@@ -132,8 +160,8 @@ def copies(x: jax.Array) -> P:
     return P(*rest, 'model', last)
 
 
-def one_sequence(x: jax.Array) -> P:
-    """The placement of x without its batch dim."""
+def without_first(x: jax.Array) -> P:
+    """The placement of x without its first dim."""
     return P(*jax.typeof(x).sharding.spec[1:])
 
 

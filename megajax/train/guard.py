@@ -24,11 +24,15 @@ class Guard(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Whether the step is taken, whether loss and gradients were finite, whether the loss was a spike; and skips in a row with this one."""
+    """Whether the step is taken, whether loss and gradients were finite, whether the loss was a spike, or its scale too large for fp16.
+
+    And skips in a row with this one, but for those of the scale.
+    """
 
     taken: jax.Array
     finite: jax.Array
     spike: jax.Array
+    overflow: jax.Array
     skipped_in_a_row: jax.Array
 
 
@@ -37,7 +41,7 @@ def init_guard() -> Guard:
     return Guard(losses=jnp.zeros(WINDOW, jnp.float32), taken=jnp.zeros((), jnp.int32), skipped_in_a_row=jnp.zeros((), jnp.int32))
 
 
-def judge(guard: Guard, loss: jax.Array, grad_norm: jax.Array, *, spikes: bool) -> tuple[Verdict, Guard]:
+def judge(guard: Guard, loss: jax.Array, grad_norm: jax.Array, *, overflow: jax.Array, spikes: bool) -> tuple[Verdict, Guard]:
     """A step is taken if its loss and gradients are finite and, with `spikes`, its loss is no spike; the guard after it."""
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     usual = guard.losses.mean() + DEVIATIONS * guard.losses.std()
@@ -48,14 +52,14 @@ def judge(guard: Guard, loss: jax.Array, grad_norm: jax.Array, *, spikes: bool) 
     after = Guard(
         losses=jnp.where(here, loss, guard.losses),
         taken=guard.taken + taken,
-        skipped_in_a_row=jnp.where(taken, 0, guard.skipped_in_a_row + 1),
+        skipped_in_a_row=jnp.where(taken, 0, guard.skipped_in_a_row + ~overflow),
     )
-    return Verdict(taken, finite, spike, after.skipped_in_a_row), after
+    return Verdict(taken, finite, spike, overflow, after.skipped_in_a_row), after
 
 
 def respond(config: Config, step: int, metrics: Mapping[str, float]) -> Literal['go on', 'roll back']:
     """What a run does after `step`, the same in every process. Raises NumericError if it must end."""
-    if metrics['taken']:
+    if metrics['taken'] or metrics['overflow']:
         return 'go on'
     key, policy = ('spike', config.train.spike) if metrics['finite'] else ('nonfinite', config.train.nonfinite)
     what = 'is a spike' if metrics['finite'] else 'or its gradient is not finite'

@@ -54,7 +54,14 @@ def caught(found: Inspection) -> set[str]:
 
 @pytest.mark.parametrize(
     ('name', 'recompute', 'sequence_parallel'),
-    [('gpt', 'none', True), ('gpt', 'full', False), ('llama', 'none', False), ('llama', 'full', True)],
+    [
+        ('gpt', 'none', True),
+        ('gpt', 'full', False),
+        ('llama', 'none', False),
+        ('llama', 'full', True),
+        ('bert', 'none', False),
+        ('bert', 'full', True),
+    ],
 )
 def test_no_row_has_more_than_megatron(name, recompute, sequence_parallel):
     config = small(name, sequence_parallel=sequence_parallel, train={'microbatches': 4, 'recompute': recompute})

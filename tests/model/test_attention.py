@@ -23,17 +23,17 @@ def value_and_pullback(function: Callable[..., jax.Array]) -> Callable[..., tupl
 
 
 @pytest.mark.parametrize('kv_heads', [8, 4, 1])
-@pytest.mark.parametrize('recompute', [False, True])
-def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, recompute):
+@pytest.mark.parametrize(('recompute', 'causal'), [(False, True), (True, True), (False, False)])
+def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, recompute, causal):
     keys = jax.random.split(jax.random.key(0), 4)
     q_BSNH, do_BSNH = (3 * jax.random.normal(key, (2, 24, 8, 16)) for key in keys[:2])
     k_BSKH, v_BSKH = (jax.random.normal(key, (2, 24, kv_heads, 16)) for key in keys[2:])
 
-    plain = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation='xla')
+    plain = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation='xla')
     expected, expected_gradients = jax.jit(value_and_pullback(plain))(q_BSNH, k_BSKH, v_BSKH, do_BSNH)
     with on_mesh(make_config('gpt', 2, min(kv_heads, 4))):
         placed = [jax.device_put(x, jax.P('data', None, 'model', None)) for x in (q_BSNH, k_BSKH, v_BSKH, do_BSNH)]
-        actual, gradients = jax.jit(value_and_pullback(functools.partial(attend, recompute=recompute)))(*placed)
+        actual, gradients = jax.jit(value_and_pullback(functools.partial(attend, recompute=recompute, causal=causal)))(*placed)
     for x, reference in zip((actual, *gradients), (expected, *expected_gradients), strict=True):
         assert relative_error(x, reference) < 1e-5
 

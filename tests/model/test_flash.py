@@ -11,8 +11,8 @@ from megajax.train.feed import place_batch
 from megajax.train.step import make_loss_and_gradients
 
 
-def loss_and_gradients(data, model, microbatches, documents):
-    config = make_config('llama', data, model, model={'dropout': 0.0}, train={'microbatches': microbatches})
+def loss_and_gradients(name, data, model, microbatches, documents):
+    config = make_config(name, data, model, model={'dropout': 0.0}, train={'microbatches': microbatches})
     with on_mesh(config):
         batch = make_batch(config)
         params, batch = random_params(config, std=0.05), place_batch(pack(batch, documents) if documents else batch)
@@ -20,10 +20,12 @@ def loss_and_gradients(data, model, microbatches, documents):
         return float(loss), gather(gradients)
 
 
-@pytest.mark.parametrize('documents', [None, [5, 20, 7]])
-@pytest.mark.parametrize(('data', 'model', 'microbatches'), [(1, 1, 1), (2, 4, 1), (2, 2, 2)])
-def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(data, model, microbatches, documents, monkeypatch):
-    loss, gradients = loss_and_gradients(data, model, microbatches, documents)
+@pytest.mark.parametrize(
+    ('name', 'data', 'model', 'microbatches', 'documents'),
+    [*(('llama', *mesh, lengths) for mesh in [(1, 1, 1), (2, 4, 1), (2, 2, 2)] for lengths in (None, [5, 20, 7])), ('bert', 2, 2, 2, None)],
+)
+def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(name, data, model, microbatches, documents, monkeypatch):
+    loss, gradients = loss_and_gradients(name, data, model, microbatches, documents)
     seen = []
     on_gpu = jax.nn.dot_product_attention
 
@@ -34,7 +36,7 @@ def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(da
 
     monkeypatch.setattr(jax.nn, 'dot_product_attention', kernel)
     monkeypatch.setattr(attention, 'can_flash', lambda *_: True)
-    flash_loss, flash_gradients = loss_and_gradients(data, model, microbatches, documents)
+    flash_loss, flash_gradients = loss_and_gradients(name, data, model, microbatches, documents)
     assert set(seen) == {(8 // data // microbatches, 32, 8 // model, seen[0][-1])}
     assert relative_error(flash_loss, loss) < 1e-6
     assert_close(flash_gradients, gradients, 1e-5)

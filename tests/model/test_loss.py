@@ -72,7 +72,7 @@ def test_chunks_change_nothing(place, monkeypatch):
     whole = sums_and_gradients(place, 0.1, 1e-2)
     chunks = []
     split = loss_module._chunks
-    monkeypatch.setattr(loss_module, 'CHUNK_BYTES', 1)
+    monkeypatch.setattr('megajax.config.chunks.CHUNK_BYTES', 1)
     monkeypatch.setattr(loss_module, '_chunks', lambda *a: chunks.append(split(*a)) or chunks[-1])
     chunked = sums_and_gradients(place, 0.1, 1e-2)
     assert len(chunks[0][0]) == (LENGTH // 4 if place[2] else LENGTH)  # a token of each sequence shard at a time

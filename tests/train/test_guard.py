@@ -23,11 +23,17 @@ def leaves(state: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves((state.params, state.opt_state))]
 
 
+@functools.cache
+def kept_step(mesh: tuple[int, int]) -> Any:
+    """A step on the current mesh that leaves its state alone, compiled once for all tests of a process."""
+    return jax.jit(make_train_step(config(*mesh)), donate_argnums=())
+
+
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize('mesh', [(1, 1), (2, 2), (4, 1)])
 def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(mesh: tuple[int, int], value: float) -> None:
     with on_mesh(config(*mesh)):
-        step = jax.jit(make_train_step(config(*mesh)), donate_argnums=())
+        step = kept_step(mesh)
         state, good = init_state(config(*mesh)), make_batch(config())
         bad = good | {'loss_mask': good['loss_mask'].copy()}
         bad['loss_mask'][-1, 3] = value
@@ -45,7 +51,7 @@ def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(mesh: tuple
 
 @functools.partial(jax.jit, static_argnames='spikes')
 def judged(guard: Any, loss: float, grad_norm: float, *, spikes: bool) -> Any:
-    return judge(guard, jnp.float32(loss), jnp.float32(grad_norm), spikes=spikes)
+    return judge(guard, jnp.float32(loss), jnp.float32(grad_norm), overflow=jnp.array(False), spikes=spikes)
 
 
 def usual(count: int, *, spikes: bool = True) -> Any:
@@ -74,7 +80,7 @@ def test_numbers_that_are_not_finite_do_not_reach_the_window(loss: float, grad_n
 
 
 def metrics(*, taken: bool, finite: bool = True, in_a_row: int = 1) -> dict[str, float]:
-    return {'taken': taken, 'finite': finite, 'loss': 7.0, 'grad_norm': 1.0, 'skipped_in_a_row': in_a_row}
+    return {'taken': taken, 'finite': finite, 'overflow': False, 'loss': 7.0, 'grad_norm': 1.0, 'skipped_in_a_row': in_a_row}
 
 
 def test_the_config_decides_what_follows() -> None:

@@ -1,0 +1,70 @@
+"""The dynamic loss scale of fp16 (Micikevicius et al., 2018), with Megatron's rules and constants.
+
+fp16 has 5 bits of exponent: gradients of activations below 6e-8 are lost. So the loss is multiplied by a power of two before it is
+differentiated and the gradients are divided by it in fp32. A step whose gradients overflow is left out, and the scale comes down.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from megajax.config import Config
+from megajax.train.feed import Batch
+
+LARGEST = 2.0**32
+SMALLEST = 1.0
+WINDOW = 1000  # steps without an overflow, after which the scale is doubled
+HYSTERESIS = 2  # overflows, the last of which halves it, and each one after that until it is doubled
+HEADROOM = 2.0**15  # the largest power of two in fp16
+
+
+class LossScale(NamedTuple):
+    """The scale, fp32, the steps without an overflow since it last changed, and the overflows that it still bears."""
+
+    value: jax.Array
+    steady_steps: jax.Array
+    overflows_left: jax.Array
+
+
+def init_loss_scale(config: Config) -> LossScale | None:
+    """2^32, or the largest at which the gradient of a logit, at most 1 / tokens of a batch, is finite; None but for fp16.
+
+    That of the order of BERT's segments is at most 1 / sequences.
+    """
+    if config.train.dtype != 'float16':
+        return None
+    terms = config.train.batch_size * (config.train.seq_len if config.model.causal else 1)
+    first = min(LARGEST, HEADROOM * 2.0 ** math.floor(math.log2(terms)))
+    return LossScale(jnp.float32(first), jnp.int32(0), jnp.int32(HYSTERESIS))
+
+
+def scale_weights(loss_scale: LossScale | None, batch: Batch) -> Batch:
+    """The batch with the weights of its tokens and rows scaled, and with them the loss: before anything is in fp16."""
+    if loss_scale is None:
+        return batch
+    return {name: x * loss_scale.value if name in ('weights', 'row_weights') else x for name, x in batch.items()}
+
+
+def unscale(loss_scale: LossScale | None, sums_and_gradients: Any) -> Any:
+    """What came out, as if the weights had not been scaled: exactly, by a power of two."""
+    return sums_and_gradients if loss_scale is None else jax.tree.map(lambda x: x / loss_scale.value, sums_and_gradients)
+
+
+def overflows(loss_scale: LossScale | None, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
+    """Whether the gradients of a finite loss are not finite, and a smaller scale may help."""
+    if loss_scale is None:
+        return jnp.array(False)
+    return jnp.isfinite(loss) & ~jnp.isfinite(grad_norm) & (loss_scale.value > SMALLEST)
+
+
+def adjust(loss_scale: LossScale | None, overflow: jax.Array) -> LossScale | None:
+    """The scale for the next step."""
+    if loss_scale is None:
+        return None
+    steady = jnp.where(overflow, 0, loss_scale.steady_steps + 1)
+    left = loss_scale.overflows_left - overflow
+    grow, shrink = steady == WINDOW, overflow & (left <= 0)
+    value = jnp.where(shrink, jnp.maximum(loss_scale.value / 2, SMALLEST), jnp.where(grow, loss_scale.value * 2, loss_scale.value))
+    return LossScale(value, jnp.where(grow, 0, steady), jnp.where(grow, HYSTERESIS, left))

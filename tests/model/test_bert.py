@@ -1,0 +1,121 @@
+"""BERT looks both ways and not at padding, and its loss is that of the masked tokens and that of the order of the segments."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import assert_close, gather, make_batch, make_config, on_mesh, random_params, relative_error
+
+from megajax.config import Config, ConfigError
+from megajax.generate import Generator
+from megajax.model.decoder import Decoder, model_graph
+from megajax.train.feed import place_batch
+from megajax.train.step import init_state, make_eval_step, make_loss_and_gradients
+
+LENGTH, REAL = 16, 11  # the rest is padding
+
+
+def small(*mesh: int, sequence_parallel: bool = False, **model: object) -> Config:
+    model = {'dropout': 0.0} | model
+    return make_config('bert', *mesh, sequence_parallel=sequence_parallel, model=model, train={'seq_len': LENGTH, 'batch_size': 4})
+
+
+@functools.cache
+def changed_logits() -> np.ndarray:
+    """[s, t]: whether another token at place s changes the logits of place t."""
+    config = small()
+    tokens = np.repeat(np.random.default_rng(0).integers(999, size=(1, LENGTH)), LENGTH + 1, axis=0)
+    tokens[np.arange(LENGTH), np.arange(LENGTH)] += 1
+    segments = np.broadcast_to((np.arange(LENGTH) >= REAL)[None], tokens.shape)
+    with on_mesh(config):
+        graph, params = model_graph(config), random_params(config, std=0.3)
+        logits = jax.jit(lambda params: nnx.merge(graph, params)(tokens.astype(np.int32), segment_BS=segments.astype(np.int32)))(params)
+    return np.asarray(logits[:-1] != logits[-1:])[..., : config.model.vocab_size].any(-1)
+
+
+def test_each_logit_depends_on_every_token_before_and_after_it_and_on_no_padding():
+    padding = np.arange(LENGTH) >= REAL
+    np.testing.assert_array_equal(changed_logits(), padding[:, None] == padding[None, :])
+
+
+def logits_of(config: Config, function, *arguments):
+    """Of the entries of the vocabulary."""
+    graph, params = model_graph(config), random_params(config, std=0.3)
+    return jax.jit(lambda params: function(nnx.merge(graph, params), *arguments)[..., : config.model.vocab_size])(params)
+
+
+def test_the_type_of_a_token_is_added_to_it_and_is_0_unless_given():
+    config, token_BS = small(), np.arange(LENGTH, dtype=np.int32)[None]
+    with on_mesh(config):
+        plain, zero, one = (
+            logits_of(config, lambda model, kind: model(token_BS, type_BS=kind), None if kind is None else np.full_like(token_BS, kind))
+            for kind in (None, 0, 1)
+        )
+        first, second = (np.asarray(row) for row in random_params(config, std=0.3)['token_type']['table'][...])
+        shifted = logits_of(config, lambda model: shift(model, second - first)(token_BS))
+    np.testing.assert_array_equal(plain, zero)
+    assert relative_error(one, plain) > 1e-2
+    assert relative_error(one, shifted) < 1e-5
+
+
+def shift(model: Decoder, vector_D: np.ndarray) -> Decoder:
+    """The model with a vector added to every position."""
+    model.position.table[...] += vector_D[None]
+    return model
+
+
+def loss_by_the_book(model: Decoder, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Of one device: the mean over masked tokens, and the mean over sequences."""
+    inputs = {'segment_BS': batch['segment_ids'], 'type_BS': batch['token_types']}
+    log_probability = jax.nn.log_softmax(model(batch['tokens'], **inputs)[..., : model.config.model.vocab_size])
+    of_labels = (log_probability * jax.nn.one_hot(batch['labels'], log_probability.shape[-1])).sum(-1)
+    masked = -(of_labels * batch['loss_mask']).sum() / batch['loss_mask'].sum()
+
+    first_BD = model.hidden(batch['tokens'], **inputs)[:, 0]
+    pooler, classifier = (
+        lambda x, layer=layer: x @ layer.weight[...] + layer.bias[...][None]
+        for layer in (model.order_head.pooler, model.order_head.classifier)
+    )
+    logits = classifier(jnp.tanh(pooler(first_BD)))
+    return masked, -(jax.nn.log_softmax(logits) * jax.nn.one_hot(batch['swapped'][:, 0], 2)).sum(-1).mean()
+
+
+@functools.cache
+def by_the_book() -> tuple[float, float, dict[str, np.ndarray]]:
+    """Both losses, and the gradients of their sum."""
+    config = small()
+    with on_mesh(config):
+        graph, params = model_graph(config), random_params(config, std=0.1)
+        batch = {name: jnp.asarray(x) for name, x in make_batch(config).items()}
+
+        def loss(params: nnx.State) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            masked, order = loss_by_the_book(nnx.merge(graph, params), batch)
+            return masked + order, (masked, order)
+
+        gradients, (masked, order) = jax.jit(jax.grad(loss, has_aux=True))(params)
+        return float(masked), float(order), gather(gradients)
+
+
+@pytest.mark.parametrize('mesh', [(1, 1, False), (2, 2, True)])
+def test_loss_and_gradients_are_those_of_masked_tokens_and_of_the_order(mesh):
+    config = small(*mesh[:2], sequence_parallel=mesh[2])
+    masked, order, expected = by_the_book()
+    with on_mesh(config):
+        params, batch = random_params(config, std=0.1), place_batch(make_batch(config))
+        (loss, nll), gradients = jax.jit(make_loss_and_gradients(config))(params, batch, jax.random.key(0))
+        sums = make_eval_step(config)(params, batch)
+    assert_close(gather(gradients), expected, 1e-5)
+    assert relative_error(nll, masked) < 1e-5
+    assert relative_error(loss, masked + order) < 1e-5
+    assert relative_error(sums['nll'] / sums['tokens'], masked) < 1e-5
+    assert relative_error(sums['order_nll'] / sums['rows'], order) < 1e-5
+
+
+def test_it_makes_no_text():
+    config = small()
+    with on_mesh(config), pytest.raises(ConfigError, match='says of no text what comes next') as error:
+        Generator(config, init_state(config).params)
+    assert error.value.exit_code == 2
