@@ -35,8 +35,7 @@ class Batches:
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         """Rows `start` to `stop` of the batch of `step`; no others are read."""
-        if not 0 <= step < len(self):
-            raise IndexError(f'step {step} of {len(self)}')
+        self._check(step)
         first = step * self.batch_size
         window_RS = np.zeros((stop - start, self._seq_len + 1), np.int32)
         loss_mask_RS = np.zeros((stop - start, self._seq_len), np.float32)
@@ -47,6 +46,10 @@ class Batches:
             begins += [(row, begin) for begin in row_begins]
         batch = {'tokens': window_RS[:, :-1], 'labels': window_RS[:, 1:], 'loss_mask': loss_mask_RS}
         return _separate(batch, begins) if self._document_mask else batch
+
+    def _check(self, step: int) -> None:
+        if not 0 <= step < len(self):
+            raise IndexError(f'step {step} of {len(self)}')
 
     def read_ahead(self, first: int, last: int, rows: slice) -> Iterator[Batch]:
         """These rows of the batches of steps `first` up to `last`, read in a thread a little before they are asked for."""

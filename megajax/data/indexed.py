@@ -54,6 +54,11 @@ class Sequences:
         documents = self.documents[bisect_right(self.documents, first - 1) : bisect_right(self.documents, last - 1)]
         return sorted({self.start(int(sequence)) for sequence in documents} - {start})
 
+    def sequence_starts(self, start: int, stop: int) -> list[int]:
+        """The tokens after `start` and before `stop` with which a sequence begins."""
+        first, last = (bisect_right(self.pointers, token * self.tokens.itemsize) for token in (start, stop - 1))
+        return sorted({self.start(sequence) for sequence in range(first, last)} - {start})
+
     def fingerprint(self) -> str:
         """A hash of the sizes, and of the first and last million of tokens and lengths: another for other data, soon made for any size."""
         digest = sha256(f'{self.tokens.dtype.name} {len(self.tokens)} {len(self)} {len(self.documents)}'.encode())

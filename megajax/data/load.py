@@ -1,7 +1,8 @@
 """From a config to the batches of its run."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -10,6 +11,7 @@ from megajax.data.batches import Batches, Order
 from megajax.data.corpus import Document, read_documents, split_documents
 from megajax.data.indexed import from_lengths, is_pair, read_pair
 from megajax.data.manifest import Manifest, manifest_path
+from megajax.data.masked import NUM_SPECIAL, SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
 from megajax.data.parts import Part, split_sequences
 from megajax.data.samples import Joined, Samples, Windows
@@ -59,7 +61,7 @@ def _load_text(config: Config) -> Data:
     if spec == 'none':
         raise _problem('data.tokenizer', f'none, and data.corpus={config.data.corpus} is text; use bpe, bytes or a tokenizer.json')
     train, validation, _ = split_documents(read_documents(config.data.corpus), config.data.split)
-    tokenizer = make_tokenizer(spec, config.model.vocab_size, [document.text for document in train])
+    tokenizer = make_tokenizer(spec, config.model.vocab_size, [document.text for document in train], special=_special(config))
     parts = [_encode(config.data.corpus, documents, tokenizer) for documents in (train, validation)]
     train_bytes, validation_bytes = (sum(len(one.text.encode()) for one in documents) for documents in (train, validation))
     summary = (
@@ -67,6 +69,10 @@ def _load_text(config: Config) -> Data:
         f'to validate; {tokenizer.vocab_size} tokens, {train_bytes / len(parts[0].tokens):.2f} bytes each'
     )
     return _make(config, tokenizer, [parts[0]], [parts[1]], summary)
+
+
+def _special(config: Config) -> tuple[str, ...]:
+    return () if config.model.causal else SPECIAL
 
 
 def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:
@@ -81,6 +87,9 @@ def _tokenizer_of_pairs(config: Config, manifests: Mapping[str, Manifest | None]
     if spec == 'none':
         if config.train.sample_prompts:
             raise _problem('train.sample_prompts', 'nothing can be sampled with data.tokenizer=none; leave it out', 'data.tokenizer')
+        if not config.model.causal:
+            message = 'none, and model.objective=masked_lm needs the ids of special tokens; give the tokenizer.json that made the tokens'
+            raise _problem('data.tokenizer', message, 'model.objective')
         return None
     beside = [manifest.tokenizer_path(prefix) for prefix, manifest in manifests.items() if manifest]
     if spec == 'auto':
@@ -90,7 +99,7 @@ def _tokenizer_of_pairs(config: Config, manifests: Mapping[str, Manifest | None]
             )
             raise _problem('data.tokenizer', message, *CORPUS)
         spec = str(beside[0])
-    tokenizer = make_tokenizer(spec, config.model.vocab_size)
+    tokenizer = make_tokenizer(spec, config.model.vocab_size, special=_special(config))
     for path in beside:
         if load_tokenizer(str(path)).fingerprint != tokenizer.fingerprint:
             fix = 'blend corpora of one tokenizer' if config.data.tokenizer == 'auto' else 'use data.tokenizer=auto'
@@ -104,7 +113,7 @@ def _make(config: Config, tokenizer: Tokenizer | None, train: list[Part], valida
         if len(part.tokens) < 2:  # one, and the label after it
             message = f'{part.sequences.name} has {len(part.tokens)} tokens to train on, in {len(part)} of {len(part.sequences)} sequences'
             raise _problem('data.corpus', f'{message}; give more text, or another data.split', 'data.split', *CORPUS)
-    make = _megatron if config.data.order == 'megatron' else _stateless
+    make = _megatron if config.data.order == 'megatron' else partial(_stateless, tokenizer=tokenizer)
     return Data(
         tokenizer=tokenizer,
         train=make(config, train),
@@ -114,22 +123,29 @@ def _make(config: Config, tokenizer: Tokenizer | None, train: list[Part], valida
     )
 
 
-def _stateless(config: Config, parts: list[Part], *, validation: bool = False) -> Batches:
+def _stateless(config: Config, parts: list[Part], *, tokenizer: Tokenizer | None, validation: bool = False) -> Batches:
     """Training: without end, shuffled. Validation: once and in order, so that every evaluation sees the same."""
     from megajax.data import stateless_order
 
-    samples = Joined([Windows(part, seq_len=config.train.seq_len, find_documents=config.data.document_mask) for part in parts])
+    batch_size, seq_len = config.train.batch_size, config.train.seq_len
+    batches: Callable[[Samples, Order], Batches] = partial(_batches, config)
+    if config.model.causal:
+        samples = Joined([Windows(part, seq_len=seq_len, find_documents=config.data.document_mask) for part in parts])
+    else:
+        assert tokenizer is not None
+        vocabulary, length = Vocabulary.of(tokenizer), seq_len - NUM_SPECIAL
+        samples = Joined([DocumentPieces(part, length=length, eod=tokenizer.eod) for part in parts])
+        batches = partial(MaskedBatches, seq_len=seq_len, batch_size=batch_size, seed=config.train.seed, vocabulary=vocabulary)
     weights = list(config.data.blend.values()) or [1.0]
     if validation:
-        return _batches(config, samples, stateless_order.in_order(samples.starts, weights))
-    batch_size, seq_len = config.train.batch_size, config.train.seq_len
+        return batches(samples, stateless_order.in_order(samples.starts, weights))
     if len(samples) < batch_size:
         message = (
             f'{batch_size} is more than the {len(samples)} sequences of train.seq_len={seq_len} in '
             f'{sum(len(part.tokens) for part in parts)} tokens; use at most {len(samples)}, a shorter train.seq_len or a larger corpus'
         )
         raise _problem('train.batch_size', message, 'train.seq_len', *CORPUS)
-    return _batches(config, samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
+    return batches(samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
 
 
 def _megatron(config: Config, parts: list[Part], *, validation: bool = False) -> Batches:

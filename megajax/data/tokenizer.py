@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 UINT16_BELOW = 65500  # as in megatron-core's `DType.optimal_dtype`
 DOCUMENTS_AT_ONCE = 64  # tokenizers holds some 90 bytes for each token of a call
-END_OF_DOCUMENT = ('<|endoftext|>', '</s>', '<|end_of_text|>')  # GPT-2 and ours, Llama 2, Llama 3
+END_OF_DOCUMENT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '[SEP]')  # GPT-2 and ours, Llama 2, Llama 3, BERT
 
 # What BPE may merge: a word with the space before it, punctuation with the blanks, line break and indentation after it, blanks.
 # Bytes per token of the standard library at 1024, 2048 and 4096 entries: 2.75, 3.30, 3.82; with GPT-2's pattern 2.62, 3.08, 3.48.
@@ -26,7 +26,8 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` and what training asks of it.
 
     `vocab_size` counts the ids, `eod` is the id of the end-of-document token, `token_bytes` (int32 [vocab_size]) counts the UTF-8
-    bytes that each token stands for, 0 for a special one, and `dtype` is uint16 for small vocabularies, else int32.
+    bytes that each token stands for, 0 for a special one, and `dtype` is uint16 for small vocabularies, else int32. `is_lossless`
+    is false of BERT's WordPiece, which drops spaces and perhaps case: only what is left is counted.
     Raises ConfigError, which calls it `spec`, if there is no end-of-document token or tokens do not stand for bytes.
     """
 
@@ -40,6 +41,7 @@ class Tokenizer:
             raise _error(f'{spec} has no end-of-document token; add one of {", ".join(END_OF_DOCUMENT)}')
         self._backend = backend
         self.eod = vocab[names[0]]
+        self.is_lossless = type(backend.model).__name__ != 'WordPiece'
         self.token_bytes = _token_bytes(backend, spec)
         self.token_bytes[self.eod] = 0
         self.vocab_size = len(self.token_bytes)
@@ -51,6 +53,11 @@ class Tokenizer:
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
+    def token_id(self, name: str) -> int | None:
+        """The id of a token, by its name."""
+        found: int | None = self._backend.token_to_id(name)
+        return found
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; special tokens appear by name, bytes that are not UTF-8 as U+FFFD."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
@@ -60,13 +67,19 @@ class Tokenizer:
         self._backend.save(str(path))
 
 
-def make_tokenizer(spec: str, vocab_size: int, texts: Sequence[str] = ()) -> Tokenizer:
+def make_tokenizer(spec: str, vocab_size: int, texts: Sequence[str] = (), *, special: Sequence[str] = ()) -> Tokenizer:
     """The tokenizer that `spec` names: 'bytes', 'bpe' (trained on `texts` to `vocab_size` entries) or a tokenizer.json.
 
-    A BPE has fewer entries where the texts have no more pairs to merge. Raises ConfigError if the file cannot be used, or if
-    there are more entries than `vocab_size`.
+    `special` names tokens that it must have, which bytes and a BPE are given. A BPE has fewer entries where the texts have no more
+    pairs to merge. Raises ConfigError if the file cannot be used or lacks special tokens, or if there are more entries than
+    `vocab_size`.
     """
-    tokenizer = train_bpe(texts, vocab_size) if spec == 'bpe' else load_tokenizer(spec)
+    made = spec in ('bytes', 'bpe')
+    tokenizer = byte_tokenizer(special) if spec == 'bytes' else train_bpe(texts, vocab_size, special) if made else load_tokenizer(spec)
+    if not special and not tokenizer.is_lossless:
+        raise _error(f'{spec} is a WordPiece, from whose tokens no text comes back; use a byte-level BPE or one with byte fallback')
+    if missing := [name for name in special if tokenizer.token_id(name) is None]:
+        raise _error(f'{spec} has no {", ".join(missing)}, which model.objective=masked_lm needs; give a tokenizer.json that has them')
     if tokenizer.vocab_size > vocab_size:
         message = f'{vocab_size} is below the {tokenizer.vocab_size} entries of data.tokenizer={spec}; use {tokenizer.vocab_size} or more'
         raise ConfigError(Problem(path='model.vocab_size', message=message, others=('data.tokenizer',)))
@@ -84,8 +97,8 @@ def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.nda
     return np.concatenate(pieces), lengths
 
 
-def byte_tokenizer() -> Tokenizer:
-    """One token per byte, its id the byte, and the end of a document, 256."""
+def byte_tokenizer(special: Sequence[str] = ()) -> Tokenizer:
+    """One token per byte, its id the byte, the end of a document, 256, and special tokens."""
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -94,22 +107,25 @@ def byte_tokenizer() -> Tokenizer:
     others = sorted(set(range(256)).difference(printable))
     letters = dict(zip(sorted(ByteLevel.alphabet()), printable + others, strict=True))
     backend = _byte_level(BPE(vocab=letters, merges=[]))
-    backend.add_special_tokens([END_OF_DOCUMENT[0]])
+    backend.add_special_tokens([END_OF_DOCUMENT[0], *special])
     return Tokenizer(backend, 'bytes')
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` entries, the last of them the end of a document; the same texts give the same one."""
-    from tokenizers import Regex
+def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
+    """A byte-level BPE of `vocab_size` entries, the last of them the end of a document and special tokens.
+
+    The same texts give the same one.
+    """
+    from tokenizers import Regex, pre_tokenizers
     from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
     from tokenizers.trainers import BpeTrainer
 
     backend = _byte_level(BPE())
-    backend.pre_tokenizer = Sequence([Split(Regex(PIECES), 'isolated'), backend.pre_tokenizer])
-    trainer = BpeTrainer(vocab_size=vocab_size - 1, initial_alphabet=ByteLevel.alphabet(), show_progress=False)
-    backend.train_from_iterator(texts, trainer)
-    backend.add_special_tokens([END_OF_DOCUMENT[0]])
+    split = pre_tokenizers.Split(Regex(PIECES), 'isolated')
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
+    size, alphabet = vocab_size - 1 - len(special), pre_tokenizers.ByteLevel.alphabet()
+    backend.train_from_iterator(texts, BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
+    backend.add_special_tokens([END_OF_DOCUMENT[0], *special])
     return Tokenizer(backend, 'bpe')
 
 
@@ -143,11 +159,13 @@ def _token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
     from tokenizers.decoders import ByteLevel
 
     byte_level = isinstance(backend.decoder, ByteLevel)
-    if not (byte_level or getattr(backend.model, 'byte_fallback', False)):
+    word_piece = type(backend.model).__name__ == 'WordPiece'
+    if not (byte_level or word_piece or getattr(backend.model, 'byte_fallback', False)):
         raise _error(f'{spec} has tokens that do not stand for bytes; use a byte-level BPE or one with byte fallback')
     token_bytes = np.zeros(1 + max(backend.get_vocab().values()), np.int32)
     for name, i in backend.get_vocab(with_added_tokens=False).items():
-        token_bytes[i] = len(name) if byte_level else _sentencepiece_bytes(name)  # byte-level: a letter for each byte
+        spelled = len(name.removeprefix('##').encode()) if word_piece else _sentencepiece_bytes(name)
+        token_bytes[i] = len(name) if byte_level else spelled  # byte-level: a letter for each byte
     for i, token in backend.get_added_tokens_decoder().items():
         token_bytes[i] = 0 if token.special else len(token.content.encode())
     return token_bytes
