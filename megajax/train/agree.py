@@ -12,6 +12,11 @@ def from_all(*values: bool) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(mine)) if jax.process_count() > 1 else mine[None]
 
 
+def gather(value: float) -> list[float]:
+    """What each process says; all must ask."""
+    return [float(one) for one in np.ravel(multihost_utils.process_allgather(np.float32(value)))]
+
+
 def from_first(*values: int) -> list[int]:
     """What the first process says; all must ask."""
     if jax.process_count() == 1:

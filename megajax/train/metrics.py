@@ -1,66 +1,159 @@
-"""Where the numbers of a run go: a JSON line per step and TensorBoard."""
+"""Where the numbers of a run go: a JSON line per step, TensorBoard, and Weights & Biases where it is asked for.
+
+None of them can end a run: what fails is said once, and what could not be written waits for the next step.
+"""
 
 import json
+import logging
 import math
-import os
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 import jax
-from tensorboardX import SummaryWriter
+
+from megajax.config import Config, ConfigError
+from megajax.train.append import AppendedFile
+from megajax.train.trackers import TensorBoard, WandB
+
+LONGEST = 300  # characters of a reason
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """What takes the numbers of a step; each method may raise."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of the next step."""
+
+    def rewind(self, step: int) -> None:
+        """Those of steps after `step` do not count any more; 0 stands before all."""
+
+    def close(self) -> None:
+        """There will be no more."""
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl`, and to TensorBoard's event files beside it; processes other than the first write nothing.
+    """Appends to `folder`/metrics.jsonl, and tells the trackers; processes other than the first write nothing.
 
     What a run wrote of steps after `step`, which it lost, is taken away, so that each step is there once.
     """
 
-    def __init__(self, folder: Path, step: int):
-        self.path = folder / 'metrics.jsonl'
-        self._first = jax.process_index() == 0
-        self._open(step)
+    def __init__(self, folder: Path, step: int, *, config: Config | None = None):
+        self._sinks: dict[str, Sink] = {}
+        self._failed: set[str] = set()
+        self._lines = JsonLines(folder / 'metrics.jsonl')
+        if jax.process_index() == 0:
+            self._sinks = {'metrics.jsonl': self._lines, 'TensorBoard': TensorBoard(folder / 'tensorboard')}
+            if config and config.run.wandb:
+                try:
+                    self._sinks['wandb'] = WandB(folder, config.run.wandb, config.model_dump(mode='json'))
+                except Exception as error:
+                    logger.warning('wandb is left out: %s', _reason(error))
+        self.rewind(step)
 
     def write(self, step: int, **values: float) -> None:
-        """One line: the step and its values, by name; those that are not finite are null."""
-        if not self._first:
-            return
-        line = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._lines.write(json.dumps({'step': step, **line}) + '\n')
-        for name, value in values.items():
-            self._board.add_scalar(name, value, step)
+        """All numbers of a step, by name; JSON has null for those that are not finite."""
+        self._each(lambda sink: sink.write(step, values))
 
     def rewind(self, step: int) -> None:
-        """Take away what was written of steps after `step`."""
-        self._close()
-        self._open(step)
+        """Take away what was written of steps after `step`; if that is 0, of it too, because a run begins with it."""
+        self._each(lambda sink: sink.rewind(step))
 
-    def _open(self, step: int) -> None:
-        if self._first:
-            _keep_steps(self.path, step)
-            self._lines = self.path.open('a', buffering=1)
-            self._board = SummaryWriter(str(self.path.with_name('tensorboard')), purge_step=step + 1)
+    def lost_seconds(self, *, until: float = math.inf) -> float:
+        """How long those steps took that the last `rewind` took away, of those that had been taken; up to step `until`."""
+        taken = (line for line in self._lines.removed if line.get('taken') and line['step'] <= until)
+        return sum(line['step_ms'] - line['data_wait_ms'] for line in taken) / 1e3
 
-    def _close(self) -> None:
-        if self._first:
-            self._lines.close()
-            self._board.close()
+    def _each(self, action: Callable[[Sink], None]) -> None:
+        for name, sink in self._sinks.items():
+            try:
+                action(sink)
+            except Exception as error:
+                if name not in self._failed:
+                    logger.warning('%s cannot be written (%s); the run goes on', name, _reason(error))
+                self._failed.add(name)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._close()
+        self._each(lambda sink: sink.close())
 
 
-def _keep_steps(path: Path, step: int) -> None:
-    """Only the whole lines of steps up to `step`; a kill may have cut the last."""
-    if not path.exists():
-        return
-    lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith('\n') and json.loads(line)['step'] <= step]
-    if kept != lines:
-        new = path.with_name('metrics.jsonl.new')
-        new.write_text(''.join(kept))
-        os.replace(new, path)
+class JsonLines:
+    """A JSON object per line, one for each step, in order; what cannot be written waits for the next."""
+
+    def __init__(self, path: Path):
+        self.removed: list[dict[str, Any]] = []  # by the last `rewind`, the last one first
+        self._path, self._file = path, AppendedFile(path)
+        self._last: int | None = None  # the step after which nothing may be, if there may be something
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """A line of `step` and its values."""
+        self._append(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """A line of `step` and its texts."""
+        self._append(step, texts)
+
+    def rewind(self, step: int) -> None:
+        """Cut off the lines of later steps, and one that a kill has cut short."""
+        self._last, self.removed = step, []
+        waiting = [(piece, _parse(piece)) for piece in self._file.waiting]
+        self._file.waiting.clear()
+        for piece, line in reversed(waiting):
+            if line and not 0 < line['step'] <= step:
+                self.removed.append(line)
+            else:
+                self._file.waiting.appendleft(piece)
+        self._cut()
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._cut()
+        self._file.close()
+
+    def _append(self, step: int, values: Mapping[str, Any]) -> None:
+        self._file.waiting.append((json.dumps({'step': step, **values}) + '\n').encode())
+        self._cut()
+        self._file.flush()
+
+    def _cut(self) -> None:
+        if self._last is None:
+            return
+        content = self._path.read_bytes() if self._path.exists() else b''
+        end = len(content)
+        while end:
+            start = content.rfind(b'\n', 0, end - 1) + 1
+            line = _parse(content[start:end])
+            if line and line['step'] <= self._last > 0:
+                break
+            self.removed += [line] if line else []
+            end = start
+        if end < len(content):
+            self._file.truncate(end)
+        self._last = None
+
+
+def _parse(piece: bytes) -> dict[str, Any] | None:
+    """What a whole line holds; None if it was cut short, or damaged."""
+    try:
+        line = json.loads(piece) if piece.endswith(b'\n') else None
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get('step'), int) else None
+
+
+def check_wandb(config: Config) -> None:
+    """Raises ConfigError where `run.wandb` asks for a package that is not there."""
+    if config.run.wandb and find_spec('wandb') is None:
+        raise ConfigError(f"run.wandb={config.run.wandb} needs a package that is not there: pip install 'megajax[wandb]', or leave it out")
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:LONGEST]

@@ -1,6 +1,7 @@
 """What a run says on the terminal: where things lie, how far it is, what came out."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import jax
@@ -12,6 +13,10 @@ from rich.text import Text
 
 from megajax.parallel.mesh import is_simulated
 from megajax.train.placements import Placement
+
+LEARNING = {'loss': 'loss {:.3f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad norm {:.2f}'}
+RATES = {'tokens_per_s': '{:,.0f} tokens/s', 'tflops_per_device': '{:.3g} TFLOP/s', 'mfu': 'MFU {:.1%}'}  # of several steps: by their time
+WORTH_SAYING, LEAST_MS = 0.1, 100.0  # of the time of the steps since the last line, and more than so many ms
 
 
 class Report:
@@ -61,7 +66,7 @@ class Report:
     def progress(self, *, start: int, steps: int, log_every: int) -> Iterator['StepReport']:
         """A bar over the steps; where the output is no terminal, a line every `log_every` steps."""
         columns = (
-            TextColumn('step'), MofNCompleteColumn(), BarColumn(bar_width=24), _Values(), TextColumn('left'), TimeRemainingColumn()
+            TextColumn('step'), MofNCompleteColumn(), BarColumn(bar_width=16), _Values(), TextColumn('left'), TimeRemainingColumn()
         )  # fmt: skip
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
             yield StepReport(self, bar, start=start, steps=steps, log_every=log_every)
@@ -77,17 +82,53 @@ class StepReport:
     def __init__(self, report: Report, bar: Progress, *, start: int, steps: int, log_every: int):
         self.report, self.bar, self.steps, self.log_every = report, bar, steps, log_every
         self.task = bar.add_task('train', total=steps, completed=start, values='')
+        self._sums: Counter[str] = Counter()  # since the last line
 
-    def step(self, step: int, *, loss: float, tokens_per_second: float, skipped: bool) -> None:
-        """After each step."""
-        values = f'loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s'
-        if skipped:
-            self.report.say(f'step {step} is skipped: its loss is {loss:.4g}')
-        self.bar.update(self.task, completed=step, values=values)
-        if self.bar.disable and (step % self.log_every == 0 or step == self.steps):
-            self.report.say(f'step {step}/{self.steps}  {values}')
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """After each step, with its numbers as in `metrics.jsonl`."""
+        if not values['taken']:
+            self.report.say(f'step {step} is skipped: {_why_skipped(values)}; {values["skipped_steps"]:.0f} so far')
+        self._sums.update({name: values[name] for name in ('step_ms', 'data_wait_ms', 'checkpoint_ms')})
+        self._sums.update({name: values[name] * values['step_ms'] for name in RATES if name in values})
+        rates = {name: self._sums[name] / self._sums['step_ms'] for name in RATES if name in values}
+        told = _describe(LEARNING, values), '  '.join([_describe(RATES, rates), *_memory(values)])
+        self.bar.update(self.task, completed=step, values='\n'.join(told))
+        if step % self.log_every == 0 or step == self.steps:
+            if self.bar.disable:
+                self.report.say(f'step {step}/{self.steps}  {"  ".join(told)}')
+            for remark in _remarks(self._sums, values):
+                self.report.say(f'step {step}  {remark}')
+            self._sums.clear()
+
+
+def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
+    """The numbers that `forms` has a form for, in its order; those that are not known are left out."""
+    return '  '.join(form.format(values[name]) for name, form in forms.items() if name in values)
+
+
+def _why_skipped(values: Mapping[str, float]) -> str:
+    if values['overflow']:
+        return f'in fp16 its gradients overflow at a loss scale of {values["loss_scale"]:,.0f}'
+    return f'its loss is {values["loss"]:.4g}'
+
+
+def _memory(values: Mapping[str, float]) -> Iterator[str]:
+    for name, what in (('memory_bytes', ''), ('planned_memory_bytes', ' planned')):
+        if name in values:
+            yield (f'{values[name] / 1e9:.1f} GB' if values[name] >= 1e9 else f'{values[name] / 1e6:.1f} MB') + what
+
+
+def _remarks(sums: Mapping[str, float], values: Mapping[str, float]) -> Iterator[str]:
+    """What held the steps up since the last line, where it is worth a line of its own."""
+    limit = max(WORTH_SAYING * sums['step_ms'], LEAST_MS)
+    if sums['data_wait_ms'] > limit:
+        yield f'waited for data {sums["data_wait_ms"] / 1e3:.2f} s of {sums["step_ms"] / 1e3:.2f} s'
+    if sums['checkpoint_ms'] > limit:
+        yield f'was held up by saving {sums["checkpoint_ms"] / 1e3:.2f} s, beside {sums["step_ms"] / 1e3:.2f} s of steps'
+    if values.get('slowest_process_behind_ms', 0) > WORTH_SAYING * values['step_ms']:
+        yield f'process {values["slowest_process"]:.0f} comes {values["slowest_process_behind_ms"]:.1f} ms after the median to each step'
 
 
 class _Values(ProgressColumn):
     def render(self, task: Task) -> Text:
-        return Text(task.fields['values'])
+        return Text(task.fields['values'], no_wrap=True)
