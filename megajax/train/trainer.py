@@ -1,21 +1,25 @@
 """The training loop: steps, what follows from them, evaluation and checkpoints."""
 
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator
 
 import jax
 import numpy as np
+from jax.stages import Compiled
 
 from megajax.config import Config, NumericError
 from megajax.data import Data
 from megajax.train.checkpoint import Checkpoints
+from megajax.train.clock import Activity, Summary
 from megajax.train.feed import Batch, abstract_batch, local_rows, place_batch, placed_batches
 from megajax.train.guard import respond
+from megajax.train.meter import Meter, slowest
 from megajax.train.metrics import MetricsWriter
-from megajax.train.report import Report, StepReport
-from megajax.train.step import Metrics, TrainState, make_eval_step, make_train_step
+from megajax.train.profile import Profiler
+from megajax.train.report import Report
+from megajax.train.sampler import Sampler
+from megajax.train.step import TrainState, make_eval_step, make_train_step
 from megajax.train.stop import StopWatch
 from megajax.train.watchdog import Watchdog
 
@@ -33,17 +37,23 @@ class Trainer:
         *,
         report: Report,
         metrics: MetricsWriter,
+        sampler: Sampler,
+        summary: Summary,
+        profiler: Profiler,
         checkpoints: Checkpoints,
         stop: StopWatch,
         watchdog: Watchdog,
     ):
         self.config, self.data, self.state = config, data, state
-        self.report, self.metrics, self.checkpoints, self.stop = report, metrics, checkpoints, stop
+        self.report, self.metrics, self.sampler, self.checkpoints, self.stop = report, metrics, sampler, checkpoints, stop
         self.step = self._saved = int(state.step)
         self.watchdog, self._first = watchdog, self.step + 1  # the first step also connects the devices
+        self.summary, self.clock, self.profiler = summary, summary.clock, profiler
+        self._skipped = self.step - int(state.guard.taken)
+        self._own_seconds = self._checkpoint_seconds = 0.0  # until the last line that tells of them
         self._save_due = False
         self._rollbacks = 0
-        self._eval_step = make_eval_step(config)
+        self._eval_step: Compiled | None = None
 
     def train(self) -> None:
         """All steps that are left. Raises StopRequested at a safe point, NumericError if the numbers end the run."""
@@ -52,20 +62,24 @@ class Trainer:
         if self.step >= steps:
             self.report.say(f'nothing to do: the checkpoint is of step {self.step} and train.steps is {steps}')
             return
-        if self.step == 0:
-            self._evaluate()
-        self.watchdog.beat('compiling', patient=True)
+        if self.step == 0 and (losses := self._evaluate()):
+            self.metrics.write(0, **losses)
+        self._begin('compile', 'compiling', patient=True)
         with self.report.waiting('compiling the training step'):
             self._train_step = make_train_step(self.config).lower(self.state, abstract_batch(self.config)).compile()
+        self._meter = Meter(self.config, self._train_step, list(jax.sharding.get_mesh().devices.flat))
+        self.clock.begin('other')
         self._batches = self._read_on()
-        with self.report.progress(start=self.step, steps=steps, log_every=self.config.train.log_every) as progress:
+        self._own_seconds = self.clock.seconds('data_wait', 'other')
+        with self.profiler, self.report.progress(start=self.step, steps=steps, log_every=self.config.train.log_every) as progress:
             while self.step < steps:
                 self.stop.check()
-                metrics = self._take_step(progress)
-                if respond(self.config, self.step, metrics) == 'roll back':
-                    self._roll_back()
+                values = self._take_step()
+                progress.step(self.step, values)
+                if self._goes_on(values):
+                    self._save_if_due(taken=bool(values['taken']), validation_loss=values.get('validation_loss'))
                 else:
-                    self._look_after(taken=bool(metrics['taken']))
+                    self._roll_back()
 
     def save_now(self) -> None:
         """Save the state unless it is saved; before a run that was asked to stop leaves."""
@@ -74,43 +88,58 @@ class Trainer:
         if not self.checkpoints.wait():
             self._save()
 
-    def _take_step(self, progress: StepReport) -> dict[str, float]:
-        """One step, timed from its batch to its metrics."""
-        start = time.perf_counter()
-        self.watchdog.beat('data')
-        batch = next(self._batches)
-        waited = time.perf_counter() - start
-        self.watchdog.beat(f'step {self.step + 1}', patient=self.step + 1 == self._first)
-        self.state, metrics = self._train_step(self.state, batch)
-        values = _as_floats(metrics)
-        seconds = time.perf_counter() - start
-        self.step += 1
-        tokens_per_second = self.config.train.batch_size * self.config.train.seq_len / seconds
-        self.metrics.write(self.step, **values, tokens_per_s=tokens_per_second, step_ms=1e3 * seconds, data_wait_ms=1e3 * waited)
-        progress.step(self.step, loss=values['loss'], tokens_per_second=tokens_per_second, skipped=not values['taken'])
+    def _take_step(self) -> dict[str, float]:
+        """One step, timed from its batch to its metrics; all that is known of it so far."""
+        step = self.step + 1
+        with self.profiler.step(step):
+            start = self._begin('data_wait', 'data')
+            batch = next(self._batches)
+            dispatched = self._begin('productive', f'step {step}', patient=step == self._first)
+            self.state, metrics = self._train_step(self.state, batch)
+            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            end = self.clock.begin('other')
+        self.step = self.summary.step = step
+        if not values['taken']:
+            self._skipped += 1
+            self.clock.lose(end - dispatched)
+        times = {'step_ms': 1e3 * (end - start), 'data_wait_ms': 1e3 * (dispatched - start), 'checkpoint_ms': self._checkpoint_ms()}
+        values |= {**self._meter.measure(end - start), **times, 'skipped_steps': self._skipped}
+        if step % self.config.train.log_every == 0:
+            values |= self._find_slowest()
+            self.summary.write_sometimes()
         return values
 
-    def _look_after(self, *, taken: bool) -> None:
-        """After a step: evaluate and save if it is time; what a skipped step left is saved after the next one that is taken."""
+    def _goes_on(self, values: dict[str, float]) -> bool:
+        """Evaluate if it is time, and write what is known of the step; False if it is to be rolled back."""
+        try:
+            goes_on = respond(self.config, self.step, values) == 'go on'
+            if goes_on and (self.step == self.config.train.steps or self.step % self.config.train.eval_every == 0):
+                values |= self._evaluate()
+            return goes_on
+        finally:
+            self.metrics.write(self.step, **values)
+
+    def _save_if_due(self, *, taken: bool, validation_loss: float | None) -> None:
+        """Save if it is time; what a skipped step left is saved after the next one that is taken."""
         last = self.step == self.config.train.steps
-        self.watchdog.beat('checkpoint')
+        self._begin('checkpoint', 'checkpoint')
         due = self.checkpoints.poll(self.step) or self._save_due
-        loss = self._evaluate() if last or self.step % self.config.train.eval_every == 0 else None
         self._save_due = due and not taken
         if (due and taken) or last:
-            self._save(loss)
+            self._save(validation_loss)
         if last and not self.checkpoints.wait():
-            self._save(loss)
+            self._save(validation_loss)
+        self.clock.begin('other')
 
     def _save(self, validation_loss: float | None = None) -> None:
-        self.watchdog.beat('saving', patient=True)
+        self._begin('checkpoint', 'saving', patient=True)
         self.checkpoints.save(self.state, self.step, validation_loss=validation_loss)
         self._saved, self._rollbacks = self.step, 0
 
     def _roll_back(self) -> None:
         """Go back to the newest checkpoint, and on from there with the batches after the one that was refused."""
         self._rollbacks += 1
-        self.watchdog.beat('rolling back', patient=True)
+        self._begin('restore', 'rolling back', patient=True)
         self.checkpoints.wait()
         step = self.checkpoints.newest_verified()
         if step is None or self._rollbacks > ROLLBACKS:
@@ -123,42 +152,78 @@ class Trainer:
         self.checkpoints.delete_after(step)
         restored = self.checkpoints.restore(step)
         self.state = restored._replace(batches=jax.device_put(batches, restored.batches.sharding))
-        self.step = self._saved = step
+        self.step = self._saved = self.summary.step = step
+        self._skipped = step - int(restored.guard.taken)
         self.metrics.rewind(step)
+        self.sampler.rewind(step)
+        self.clock.lose(self.metrics.lost_seconds())
         self._batches = self._read_on()
+        self.clock.begin('other')
 
     def _read_on(self) -> Iterator[Batch]:
         first = int(self.state.batches)
         return placed_batches(self.data.train, first, first + self.config.train.steps - self.step)
 
-    def _evaluate(self) -> float | None:
-        """Validation loss in nats per token, reported in bits per byte of text too, which no tokenizer can flatter; None without data."""
+    def _evaluate(self) -> dict[str, float]:
+        """Validation loss in nats per token, and in bits per byte of text, which no tokenizer can flatter; nothing without data.
+
+        Of BERT, in nats per masked token, which is no measure of text, and for the order of the segments.
+        """
         if not len(self.data.validation):
-            return None
+            self._sample()
+            return {}
         sums: Counter[str] = Counter()
-        self.watchdog.beat('evaluation', patient=True)  # its first batch compiles
+        start = self._begin('evaluation', 'evaluation', patient=True)  # with its first batch it is compiled
         for batch in self._validation_batches():
             self.stop.check()
+            if self._eval_step is None:
+                self.clock.begin('compile')
+                self._eval_step = make_eval_step(self.config).lower(self.state.params, batch).compile()
+                start = self.clock.begin('evaluation')
             sums.update({name: float(value) for name, value in self._eval_step(self.state.params, batch).items()})
             self.watchdog.beat('evaluation')
         losses = {'validation_loss': sums['nll'] / sums['tokens']}
         text = f'{losses["validation_loss"]:.3f} nats per token'
-        if self.data.tokenizer is not None:
+        if 'rows' in sums:
+            losses['validation_order_loss'] = order_loss = sums['order_nll'] / sums['rows']
+            text = f'{losses["validation_loss"]:.3f} nats per masked token, {order_loss:.3f} for the order of its segments'
+        elif self.data.tokenizer is not None:
             losses['validation_bits_per_byte'] = sums['nll'] / sums['bytes'] / math.log(2)
             text = f'{losses["validation_bits_per_byte"]:.3f} bits per byte ({text})'
-        self.metrics.write(self.step, **losses)
         self.report.say(f'step {self.step}  validation {text}')
-        return losses['validation_loss']
+        losses |= {'evaluation_ms': 1e3 * (self.clock.begin('other') - start)}
+        self._sample()
+        return losses
+
+    def _sample(self) -> None:
+        """Continue the prompts of the config; before the first step there is nothing to read."""
+        if self.step and self.sampler.prompts:
+            self._begin('evaluation', 'sampling', patient=True)
+            self.sampler.sample(self.step, self.state.params, self.stop.check)
+            self.clock.begin('other')
 
     def _validation_batches(self) -> Iterator[Batch]:
         """The first `train.eval_batches` batches, with the bytes that each label stands for."""
         validation, tokenizer = self.data.validation, self.data.tokenizer
         rows = local_rows(validation.batch_size)
         for batch in validation.read_ahead(0, min(self.config.train.eval_batches, len(validation)), rows):
-            if tokenizer is not None:
+            if tokenizer is not None and self.config.model.causal:
                 batch = {**batch, 'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0)}
             yield place_batch(batch, batch_size=validation.batch_size)
 
+    def _begin(self, activity: Activity, phase: str, *, patient: bool = False) -> float:
+        """What follows is `activity` for the clock and `phase` for the watchdog; the time, in seconds."""
+        self.watchdog.beat(phase, patient=patient)
+        return self.clock.begin(activity)
 
-def _as_floats(metrics: Metrics) -> dict[str, float]:
-    return {name: float(np.asarray(value)) for name, value in metrics.items()}
+    def _checkpoint_ms(self) -> float:
+        """How long saving has held the run up since the last step."""
+        before, self._checkpoint_seconds = self._checkpoint_seconds, self.clock.seconds('checkpoint')
+        return 1e3 * (self._checkpoint_seconds - before)
+
+    def _find_slowest(self) -> dict[str, float]:
+        """The process that was last to a step, on average over those since it was last asked."""
+        own = self.clock.seconds('data_wait', 'other') - self._own_seconds
+        found = slowest(own / self.config.train.log_every)
+        self._own_seconds = self.clock.seconds('data_wait', 'other')  # without the wait for the others' answers
+        return found

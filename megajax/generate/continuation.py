@@ -1,0 +1,55 @@
+"""What has been made of one prompt: its tokens, and the text that is certain so far."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from megajax.data import Tokenizer
+
+UNFINISHED = '\ufffd'  # what a tokenizer makes of half a character
+
+End = Literal['eod', 'stop', 'length']
+
+
+class Continuation:
+    """Takes up to `limit` tokens of a row as they are made.
+
+    `ids` are without the end-of-document token, and `end` says what ended them, None until then.
+    `text` is that of `ids` up to the first of `stops`; until the end it lacks what later tokens may still change: half a character,
+    or the beginning of a stop.
+    """
+
+    def __init__(self, prompt: Sequence[int], tokenizer: Tokenizer | None, *, limit: int, eod: int, stops: Sequence[str] = ()):
+        self.ids: list[int] = []
+        self.text = ''
+        self.end: End | None = None
+        self.limit = limit
+        self._prompt, self._tokenizer, self._eod, self._stops = list(prompt), tokenizer, eod, stops
+        self._skip = len(tokenizer.decode(self._prompt)) if tokenizer else 0
+
+    def add(self, ids: Sequence[int]) -> None:
+        """The next tokens."""
+        if self.end:
+            return
+        self.ids += ids
+        if self._eod in ids:
+            del self.ids[self.ids.index(self._eod) :]
+            self.end = 'eod'
+        elif len(self.ids) == self.limit:
+            self.end = 'length'
+        if self._tokenizer:
+            # With the prompt: some tokenizers drop a space at the start of what they decode.
+            self._look_for_stops(self._tokenizer.decode([*self._prompt, *self.ids])[self._skip :])
+
+    def _look_for_stops(self, text: str) -> None:
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            text, self.end = text[: min(found)], 'stop'
+        elif not self.end:
+            text = text.rstrip(UNFINISHED)
+            text = text[: len(text) - max((_begun(text, stop) for stop in self._stops), default=0)]
+        self.text = text
+
+
+def _begun(text: str, stop: str) -> int:
+    """How many characters at the end of `text` begin `stop`."""
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,135 @@
+"""From prompts to texts: rows of different lengths in one batch, a few tokens at a time. B batch, S sequence."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from flax import nnx
+
+from megajax.config import Config, ConfigError
+from megajax.data import Tokenizer
+from megajax.generate.continuation import Continuation
+from megajax.generate.engine import NO_TOKEN, engine
+from megajax.generate.sampling import Sampling
+from megajax.generate.weights import make_weights
+
+TOKENS_AT_ONCE = 16  # made in one dispatch, between two looks for stops
+BATCH_SIZE = 16  # rows at a time
+SLOTS = 64  # the cache has a multiple of it, so that other lengths seldom compile again
+SHORTEST = 16  # tokens that prompts are padded to, or a power of two above
+
+Prompt = Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is wanted after each prompt: up to `max_tokens`, ended by the first of `stops` or, if `to_eod`, the end of the document."""
+
+    max_tokens: int
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    seed: int = 0
+    stops: tuple[str, ...] = ()
+    to_eod: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f'max-tokens {self.max_tokens} asks for nothing: use at least 1')
+        if not 0 <= self.seed < 2**32:
+            raise ConfigError(f'seed {self.seed} must be from 0 to 2^32 - 1')
+        if '' in self.stops:
+            raise ConfigError('a stop is empty, which every text holds: leave it out')
+
+
+class Generator:
+    """A model to generate with, on the current mesh; of other parameters of the same config it compiles nothing again.
+
+    The weights are kept in the dtype of the computation, beside `params`.
+    """
+
+    def __init__(self, config: Config, params: nnx.State, tokenizer: Tokenizer | None = None):
+        self.config, self.tokenizer = config, tokenizer
+        self._weights = make_weights(config, params)
+        self._engine = engine(config)
+
+    def texts(self, prompts: Sequence[str], request: Request) -> list[str]:
+        """The continuation of each prompt, the same on every mesh and whatever the other prompts are."""
+        *_, rows = self.stream(encode_prompts(self.config, self.tokenizer, prompts), request)
+        return [row.text for row in rows if row]
+
+    def stream(self, prompts: Sequence[Prompt], request: Request) -> Iterator[list[Continuation | None]]:
+        """The continuations again and again as they grow, with None for those that have not begun. A prompt has a token at least."""
+        all_rows: list[Continuation | None] = [None] * len(prompts)
+        for start in range(0, len(prompts), BATCH_SIZE):
+            batch = prompts[start : start + BATCH_SIZE]
+            rows = [self._continuation(prompt, request) for prompt in batch]
+            all_rows[start : start + len(batch)] = rows
+            for _ in self._grow(batch, rows, start, size=min(len(prompts), BATCH_SIZE), request=request):
+                yield all_rows
+
+    def _continuation(self, prompt: Prompt, request: Request) -> Continuation:
+        eod = self.tokenizer.eod if self.tokenizer and request.to_eod else NO_TOKEN
+        limit = min(request.max_tokens, self.config.model.max_seq_len - len(prompt))
+        return Continuation(prompt, self.tokenizer, limit=limit, eod=eod, stops=request.stops)
+
+    def _grow(self, prompts: Sequence[Prompt], rows: Sequence[Continuation], number: int, *, size: int, request: Request) -> Iterator[None]:
+        """Let rows, the first of which has this number, grow to their ends; a batch of fewer than `size` is filled up, not compiled."""
+        size = -(-size // self.config.mesh.data) * self.config.mesh.data
+        longest = max(map(len, prompts))
+        length = min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.config.model.max_seq_len)
+        token_BS, count_B, wanted_B = np.zeros((size, length), np.int32), np.ones(size, np.int32), np.zeros(size, np.int32)
+        for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+            token_BS[i, length - len(prompt) :] = prompt
+            count_B[i], wanted_B[i] = len(prompt), row.limit
+        number_B = number + np.arange(size, dtype=np.int32)
+        seed = np.uint32(request.seed)
+        eod = np.int32(self.tokenizer.eod if self.tokenizer and request.to_eod else NO_TOKEN)
+        num_slots = -(-(length + min(request.max_tokens, self.config.model.max_seq_len)) // SLOTS) * SLOTS
+        state, made_BM = self._engine.read(
+            self._weights, token_BS, count_B, wanted_B, number_B, seed, eod, num_slots=num_slots, sampling=request.sampling
+        )
+        while True:
+            for row, ids in zip(rows, np.asarray(made_BM), strict=False):
+                row.add(ids[ids != NO_TOKEN].tolist())
+            yield
+            is_wanted_B = np.array([row.end is None for row in rows] + [False] * (size - len(rows)))
+            if not is_wanted_B.any():
+                return
+            state, made_BM = self._engine.make(
+                self._weights, state, is_wanted_B, seed, eod, num_tokens=TOKENS_AT_ONCE, sampling=request.sampling
+            )
+
+
+def generate(
+    config: Config,
+    params: nnx.State,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_tokens: int,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stops: Sequence[str] = (),
+) -> list[str]:
+    """Continue each prompt, read as the start of a document, by `max_tokens` tokens, to a stop or to the end of the document.
+
+    The same text on every mesh, and whatever the other prompts are. Raises ConfigError for a prompt that fills `max_seq_len`, which
+    prompt and text share.
+    """
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stops))
+    return Generator(config, params, tokenizer).texts(prompts, request)
+
+
+def encode_prompts(config: Config, tokenizer: Tokenizer | None, prompts: Sequence[str]) -> list[list[int]]:
+    """Each prompt as the start of a document. Raises ConfigError for every one that leaves none of the model's positions."""
+    if not config.model.causal:
+        raise ConfigError('the model sees both sides of a token (BERT), so it cannot continue a text')
+    if tokenizer is None:
+        raise ConfigError('the model has no tokenizer, so it cannot read a prompt: train it on text, or data.tokenizer')
+    limit = config.model.max_seq_len
+    encoded = [[tokenizer.eod, *map(int, ids)] for ids in tokenizer.encode_batch(list(prompts))]
+    if long := [(number, len(ids)) for number, ids in enumerate(encoded, 1) if len(ids) >= limit]:
+        raise ConfigError(*(f'prompt {i} has {n} tokens, and model.max_seq_len={limit} must leave room: shorten it' for i, n in long))
+    return encoded

@@ -1,0 +1,351 @@
+"""Generation with a cache: the same as recomputing everything, on every mesh and in every batch."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import make_config, on_mesh, random_params
+
+from megajax import cli_generate
+from megajax.config import Config, ConfigError
+from megajax.data.tokenizer import byte_tokenizer
+from megajax.generate import Continuation, Generator, Request, Sampling, encode_prompts
+from megajax.generate.engine import Rows, engine
+from megajax.generate.sampling import choose, most_probable, row_keys
+from megajax.generate.weights import Weights, make_weights
+from megajax.inspect import assert_collectives
+from megajax.interop.families import read_config_json
+from megajax.interop.huggingface import from_huggingface
+from megajax.interop.tensors import read_tensors
+from megajax.model.decoder import model_graph
+from megajax.train.checkpoint import Checkpoints
+from megajax.train.step import init_state
+
+GREEDY, RANDOM = Sampling(temperature=0), Sampling(temperature=0.9)
+PROMPTS = [[5], [7, 8, 9], list(range(40, 52))]  # of other lengths, and no multiple of the mesh
+MAX_TOKENS = 20  # more than one dispatch
+
+both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
+
+
+def small(name: str, *mesh: int, **model: object) -> Config:
+    """Without dropout, which only training has; sequence parallelism is on, and generation leaves it off."""
+    return make_config(name, *mesh, sequence_parallel=True, model={'dropout': 0.0, 'tie_embeddings': False} | model)
+
+
+def make_params(config: Config) -> nnx.State:
+    """Large enough that attention is far from uniform; a bias of the last norm as large would always choose the same token."""
+    return random_params(config, std=0.3 if config.model.norm == 'rmsnorm' else 0.05)
+
+
+def continue_all(config: Config, prompts: Sequence[Sequence[int]] = PROMPTS, **request: object) -> list[list[int]]:
+    """The tokens after each prompt, from random parameters that are the same on every mesh."""
+    with on_mesh(config):
+        generator = Generator(config, make_params(config))
+        *_, rows = generator.stream(prompts, Request(**{'max_tokens': MAX_TOKENS, 'sampling': GREEDY} | request))
+    return [row.ids for row in rows]
+
+
+def recompute(config: Config, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy decoding by the training model on the whole text for each token."""
+    with on_mesh(config):
+        params, graph = make_params(config), model_graph(config)
+        logits = jax.jit(lambda params, token_BS: nnx.merge(graph, params)(token_BS))
+        token_BS = np.zeros((config.mesh.data, config.model.max_seq_len), np.int32)
+        token_BS[0, : len(prompt)] = prompt
+        for end in range(len(prompt), len(prompt) + count):
+            token_BS[0, end] = np.asarray(logits(params, token_BS))[0, end - 1].argmax()
+    return token_BS[0, len(prompt) : len(prompt) + count].tolist()
+
+
+@both_models
+def test_the_cache_changes_nothing(name: str) -> None:
+    config = small(name)
+    made = continue_all(config)
+    assert [len(ids) for ids in made] == [MAX_TOKENS] * len(PROMPTS)
+    assert made[1] == recompute(config, PROMPTS[1], MAX_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ('name', 'sampling', 'meshes'),
+    [('gpt', GREEDY, [(2, 2), (1, 4)]), ('llama', GREEDY, [(2, 2), (1, 4)]), ('llama', RANDOM, [(2, 2)])],  # llama has two key/value heads
+    ids=['gpt', 'llama', 'random'],
+)
+def test_the_same_tokens_on_every_mesh(name: str, sampling: Sampling, meshes: list[tuple[int, int]]) -> None:
+    expected = continue_all(small(name), sampling=sampling)
+    assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
+    for mesh in meshes:
+        assert continue_all(small(name, *mesh), sampling=sampling) == expected, mesh
+
+
+@pytest.mark.parametrize('sampling', [GREEDY, RANDOM], ids=['greedy', 'random'])
+def test_the_same_tokens_alone_as_in_a_batch(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = continue_all(small('llama'), sampling=sampling)
+    monkeypatch.setattr('megajax.generate.generator.BATCH_SIZE', 1)
+    assert continue_all(small('llama'), sampling=sampling) == expected
+
+
+def test_another_seed_or_number_is_another_text() -> None:
+    texts = [continue_all(small('llama'), [[5]] * 3, sampling=RANDOM, seed=seed) for seed in (0, 1)]
+    assert len({tuple(ids) for made in texts for ids in made}) == 6
+
+
+def test_a_text_ends_where_the_positions_do() -> None:
+    config = small('gpt')
+    full = list(range(config.model.max_seq_len - 3))
+    assert [len(ids) for ids in continue_all(config, [full, [5], [6]])] == [3, MAX_TOKENS, MAX_TOKENS]
+
+
+def test_other_lengths_and_parameters_compile_nothing_again() -> None:
+    config = small('gpt', num_layers=1)
+    continue_all(config, [[5, 6, 7]])
+    run = engine(config)
+    continue_all(config, [[5] * 12], max_tokens=18)
+    assert (run.read._cache_size(), run.make._cache_size()) == (1, 1)
+
+
+def abstract_rows(config: Config, count: int) -> tuple[Weights, Rows]:
+    """The arguments of a decode step in shapes and places."""
+    weights = make_weights(config, make_params(config))
+    zeros = np.zeros(count, np.int32)
+    rows, _ = engine(config).read(
+        weights, np.zeros((count, 16), np.int32), zeros + 16, zeros + 9, zeros, np.uint32(0), -1, num_slots=64, sampling=GREEDY
+    )
+    return weights, rows
+
+
+@pytest.mark.parametrize(
+    ('name', 'kv_heads', 'model_axis'),
+    [
+        # embedding, two a layer; the largest logit and the token that has it
+        ('gpt', 8, {'all-reduce': 1 + 2 * 2 + 2}),
+        ('llama', 4, {'all-reduce': 1 + 2 * 2 + 2}),
+        # fewer key/value heads than shards: the queries change places, keys and values are gathered
+        ('llama', 2, {'all-reduce': 1 + 2 * 2 + 2, 'all-to-all': 2, 'all-gather': 2 * 2}),
+    ],
+)
+def test_a_token_costs_two_all_reduces_a_layer(name: str, kv_heads: int, model_axis: dict[str, int]) -> None:
+    config = small(name, 2, 4, num_kv_heads=kv_heads)
+    with on_mesh(config):
+        weights, rows = abstract_rows(config, 4)
+
+        @jax.jit
+        def one_token(weights: Weights, rows: Rows) -> tuple[Rows, jax.Array]:
+            return engine(config)._make_one(weights, rows, jnp.uint32(0), jnp.int32(-1), GREEDY)
+
+        assert_collectives(one_token, weights, rows, model=model_axis, data={})
+
+
+def test_a_token_copies_neither_the_cache_nor_a_weight() -> None:
+    config = small('gpt', 1, 2)
+    with on_mesh(config):
+        weights, rows = abstract_rows(config, 4)
+        wanted_B = np.ones(4, bool)
+        compiled = (
+            engine(config)
+            .make.lower(weights, rows, wanted_B, np.uint32(0), -1, num_tokens=4, sampling=GREEDY)
+            .compile({'xla_backend_optimization_level': 2})
+        )
+    text = compiled.as_text()
+    cache, head = '4,4,64,8', '512,64'  # on one of two devices
+    assert f'f32[{cache}]' in text
+    assert f'f32[{head}]' in text
+    moved = [line for line in text.splitlines() if any(f' {op}(' in line for op in ('copy', 'transpose', 'convert'))]
+    assert not [line for line in moved if f'[{cache}]' in line.split('(')[0] or f'[{head}]' in line.split('(')[0]]
+    aliased = text.splitlines()[0].count('may-alias') + text.splitlines()[0].count('must-alias')
+    assert aliased >= 2 * config.model.num_layers
+
+
+def test_padding_of_the_vocabulary_is_never_chosen() -> None:
+    config = small('gpt', 1, 4)
+    with on_mesh(config):
+        logits_BV = jax.device_put(np.where(np.arange(1024) < 1000, -1e30, 1e30)[None].astype('f4'), jax.P(None, 'model'))
+        key_B = row_keys(jax.random.key(0), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+        for sampling in (GREEDY, Sampling(temperature=1e20), Sampling(top_k=50, top_p=0.9)):
+            assert choose(logits_BV, key_B, sampling, 1000)[0] < 1000
+
+
+def test_the_first_of_equal_logits_is_the_most_probable() -> None:
+    config = small('gpt', 1, 4)
+    with on_mesh(config):
+        logits_BV = np.zeros((3, 1024), np.float32)
+        logits_BV[0, [700, 300]] = 1
+        logits_BV[1, 999] = 1
+        placed = jax.device_put(logits_BV, jax.P(None, 'model'))
+        assert np.asarray(most_probable(placed, 1000)).tolist() == [300, 999, 0]
+
+
+def frequencies(sampling: Sampling, probability: Sequence[float], draws: int = 4000) -> np.ndarray:
+    config = small('gpt')
+    with on_mesh(config):
+        logits_BV = jnp.broadcast_to(jnp.log(jnp.array(probability))[None], (draws, len(probability)))
+        key_B = row_keys(jax.random.key(0), jnp.arange(draws), jnp.zeros(draws, jnp.int32))
+        token_B = np.asarray(choose(logits_BV, key_B, sampling, len(probability)))
+    return np.bincount(token_B, minlength=len(probability)) / draws
+
+
+@pytest.mark.parametrize(
+    ('sampling', 'expected'),
+    [
+        (Sampling(temperature=1), [0.1, 0.4, 0.2, 0.3]),
+        (Sampling(temperature=0.5), np.square([0.1, 0.4, 0.2, 0.3]) / 0.3),
+        (Sampling(temperature=1, top_k=2), [0, 4 / 7, 0, 3 / 7]),
+        (Sampling(temperature=1, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),
+        (Sampling(temperature=1, top_p=0.71), [0, 4 / 9, 2 / 9, 3 / 9]),
+        (Sampling(temperature=1, top_p=0.1), [0, 1, 0, 0]),
+        (Sampling(temperature=1, top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7]),  # of the three, 4/9 is not enough
+    ],
+)
+def test_tokens_come_as_often_as_asked(sampling: Sampling, expected: Sequence[float]) -> None:
+    found = frequencies(sampling, [0.1, 0.4, 0.2, 0.3])
+    assert not found[np.array(expected) == 0].any()
+    np.testing.assert_allclose(found, expected, atol=0.03)
+
+
+def texts_of(pieces: Sequence[bytes], **settings: object) -> tuple[list[str], Continuation]:
+    """What is known of the text after each piece, and the continuation."""
+    tokenizer = byte_tokenizer()
+    row = Continuation([tokenizer.eod], tokenizer, **{'limit': 100, 'eod': tokenizer.eod} | settings)
+    known = []
+    for piece in pieces:
+        row.add(list(piece))
+        known.append(row.text)
+    return known, row
+
+
+def test_half_a_character_is_not_shown() -> None:
+    known, row = texts_of([b'gr', 'ü'.encode()[:1], 'ü'.encode()[1:], '√'.encode()[:2]], limit=6)
+    assert known == ['gr', 'gr', 'grü', 'grü\ufffd']  # the last is the end, and stays half
+    assert row.end == 'length'
+
+
+def test_a_text_ends_before_the_first_stop_and_shows_nothing_of_it() -> None:
+    known, row = texts_of([b'one\n', b'tw', b'o\n\nthree END'], stops=['END', '\n\n'])
+    assert known == ['one', 'one\ntw', 'one\ntwo']
+    assert row.end == 'stop'
+
+
+def test_what_only_begins_a_stop_is_shown_at_the_end() -> None:
+    known, row = texts_of([b'one E', b'N'], stops=['END'], limit=6)
+    assert known == ['one ', 'one EN']
+    assert row.end == 'length'
+
+
+def test_a_document_ends_at_its_last_token_unless_more_is_asked_for() -> None:
+    config, tokenizer = small('llama', vocab_size=257), byte_tokenizer()
+    with on_mesh(config):
+        params = make_params(config)
+        request = Request(max_tokens=8, sampling=GREEDY)
+        *_, rows = Generator(config, params).stream(PROMPTS, request)
+        last = rows[0].ids[4]  # of the first document, once the two have changed places
+        assert last not in rows[0].ids[:4]
+        for table in (params['embedding']['table'], params['head']):
+            x_VD = np.array(table[...])
+            x_VD[[last, tokenizer.eod]] = x_VD[[tokenizer.eod, last]]
+            table[...] = jax.device_put(x_VD, table[...].sharding)
+        generator = Generator(config, params, tokenizer)
+        *_, ended = generator.stream(PROMPTS, request)
+        *_, went_on = generator.stream(PROMPTS, Request(max_tokens=8, sampling=GREEDY, to_eod=False))
+    assert (ended[0].ids, ended[0].end) == (rows[0].ids[:4], 'eod')
+    assert went_on[0].ids[:5] == [*rows[0].ids[:4], tokenizer.eod]
+    assert [(len(row.ids), row.end) for row in went_on] == [(8, 'length')] * 3
+
+
+def test_a_prompt_that_leaves_no_position_is_refused() -> None:
+    config, tokenizer = small('gpt', vocab_size=257), byte_tokenizer()
+    assert len(encode_prompts(config, tokenizer, ['x' * 30])[0]) == 31
+    with pytest.raises(ConfigError, match=r'prompt 2 has 32 tokens, and model.max_seq_len=32 must leave room: shorten it'):
+        encode_prompts(config, tokenizer, ['x', 'y' * 31])
+
+
+@pytest.mark.parametrize(
+    ('make', 'message'),
+    [
+        (lambda: Sampling(temperature=-1), 'temperature -1'),
+        (lambda: Sampling(top_k=0), 'top-k 0'),
+        (lambda: Sampling(top_p=1.5), 'top-p 1.5'),
+        (lambda: Request(max_tokens=0), 'max-tokens 0'),
+        (lambda: Request(max_tokens=1, stops=('',)), 'a stop is empty'),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+@pytest.mark.parametrize('family', ['gpt2', 'llama'])
+def test_transformers_makes_the_same_64_tokens(family: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip('torch', reason='PyTorch is not installed')
+    transformers = pytest.importorskip('transformers', reason='transformers is not installed')
+    sizes = {'vocab_size': 257, 'bos_token_id': 256, 'eos_token_id': 256}
+    if family == 'gpt2':
+        settings = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=4, n_positions=96, **sizes)
+    else:
+        settings = transformers.LlamaConfig(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=96,
+            **sizes,
+        )
+    torch.manual_seed(family == 'llama')
+    theirs = transformers.AutoModelForCausalLM.from_config(settings).eval()
+    with torch.no_grad():
+        for name, x in theirs.named_parameters():
+            x.copy_(0.15 * torch.randn_like(x) + (x.ndim == 1 and name.endswith('weight')))
+    theirs.save_pretrained(tmp_path)
+    expected, margins = [], []
+    for prompt in PROMPTS:
+        asked = {'max_new_tokens': 64, 'min_new_tokens': 64, 'do_sample': False, 'output_logits': True, 'return_dict_in_generate': True}
+        made = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **asked)
+        expected.append(made.sequences[0, len(prompt) :].tolist())
+        margins += [float(top[0] - top[1]) for top in (logits[0].topk(2).values for logits in made.logits)]
+    assert all(len(set(ids)) > 5 for ids in expected)
+    assert min(margins) > 1e-4  # no tie that rounding decides
+    for data, model in ((1, 1), (2, 2), (1, 4)):
+        keys = read_config_json(tmp_path)[1]
+        config = Config(model=keys, mesh={'data': data, 'model': model}, train={'dtype': 'float32', 'seq_len': 96})
+        with on_mesh(config):
+            params = from_huggingface(config, read_tensors(tmp_path), source=str(tmp_path))
+            *_, rows = Generator(config, params).stream(PROMPTS, Request(max_tokens=64, sampling=GREEDY))
+        assert [row.ids for row in rows] == expected, (data, model)
+
+
+@pytest.fixture(scope='module', name='run')
+def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, config = tmp_path_factory.mktemp('run'), make_config('llama', 2, 2, model={'num_layers': 1, 'vocab_size': 257})
+    with on_mesh(config), Checkpoints(folder / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints:
+        checkpoints.save(init_state(config), 1)
+    return folder
+
+
+def test_the_command_writes_the_same_on_another_mesh(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / 'prompts.txt').write_text('one\ntwo \\n\n')
+    for overrides in ([], ['mesh.data=1', 'mesh.model=4']):
+        cli_generate.generate(run, overrides, prompts=tmp_path / 'prompts.txt', max_tokens=8)
+    written = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line['prompt'] for line in written] == ['one', 'two \\n'] * 2
+    assert written[:2] == written[2:]
+    assert {(line['tokens'], line['end']) for line in written} == {(8, 'length')}
+    cli_generate.generate(run, ['mesh.data=1'], prompt=['one'], max_tokens=8)
+    assert capsys.readouterr().out == 'one' + written[0]['text'] + '\n'
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        ({'overrides': ['mesh.model=3']}, 'mesh.model=3'),
+        ({'prompt': ['x' * 32]}, 'prompt 1 has 33 tokens'),
+        ({'prompts': Path('missing.txt')}, 'missing.txt cannot be read'),
+    ],
+)
+def test_a_wrong_command_is_refused(run: Path, settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cli_generate.generate(run, **settings)

@@ -1,0 +1,50 @@
+"""Samples of a run: on the terminal, in samples.jsonl and in TensorBoard's files, once for each step."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support import make_config, on_mesh, random_params
+
+from megajax.config import Config, ConfigError
+from megajax.data.tokenizer import byte_tokenizer
+from megajax.train.report import Report
+from megajax.train.sampler import Sampler
+
+PROMPTS = ('one', 'two')
+
+
+def small(prompts: tuple[str, ...] = PROMPTS) -> Config:
+    return make_config('llama', 1, 2, model={'vocab_size': 257, 'num_layers': 1}, train={'sample_prompts': prompts})
+
+
+def test_each_step_is_there_once_and_lost_ones_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, checks = small(), []
+    with on_mesh(config):
+        params = random_params(config, std=0.3)
+        sampler = Sampler(config, byte_tokenizer(), tmp_path, 0, report=Report())
+        for step in (3, 6):
+            sampler.sample(step, params, lambda: checks.append(1))
+        sampler.rewind(3)
+        sampler.sample(6, params, lambda: checks.append(1))
+        sampler.close()
+    lines = [json.loads(line) for line in (tmp_path / 'samples.jsonl').read_text().splitlines()]
+    assert [line.pop('step') for line in lines] == [3, 6]
+    assert lines[0] == lines[1]  # of the same parameters
+    assert set(lines[0]) == set(PROMPTS)
+    assert f"sample after 'one':\none{lines[0]['one'].splitlines()[0]}" in capsys.readouterr().out
+    (events,) = (tmp_path / 'tensorboard' / 'samples').iterdir()
+    assert f'    {lines[0]["two"].splitlines()[0]}'.encode() in events.read_bytes()
+    assert len(checks) >= 6
+
+
+def test_prompts_that_cannot_be_continued_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='prompt 1 has 33 tokens'):
+        Sampler(small(('x' * 32,)), byte_tokenizer(), tmp_path, 0, report=Report())
+    with pytest.raises(ConfigError, match='the model has no tokenizer'):
+        Sampler(small(), None, tmp_path, 0, report=Report())
+
+
+def test_without_prompts_there_are_no_files(tmp_path: Path) -> None:
+    Sampler(small(()), None, tmp_path, 0, report=Report()).close()
+    assert not list(tmp_path.iterdir())
