@@ -1,0 +1,69 @@
+"""LAMBADA (Paperno et al., 2016): the last word of a passage, by the strict rule of the Megatron paper (appendix E.2)."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from megajax.config import ConfigError
+from megajax.data import Tokenizer
+from megajax.evaluate.score import Scorer, Window
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lambada:
+    """`accuracy` is `right` of `passages`, of which `cut` were too long; `perplexity` is that of a last word."""
+
+    passages: int
+    cut: int
+    right: int
+    accuracy: float
+    perplexity: float
+
+
+def lambada(scorer: Scorer, tokenizer: Tokenizer, file: str) -> Lambada:
+    """Of a .jsonl file of passages under the key 'text', as OpenAI published it for GPT-2.
+
+    A last word is right if each of its sub-word tokens is the most probable one, given those before it. The passage without its last
+    word and the word with the space before it are encoded apart. Of a passage longer than the model's positions the end is read.
+    """
+    limit = scorer.config.model.max_seq_len + 1
+    passages = [_window(*_split(text), tokenizer) for text in _read(file)]
+    windows = [Window(window.tokens[-limit:], min(window.num_targets, limit - 1)) for window in passages]
+    scored = scorer.in_any_order(windows)
+    right = sum(bool(one.is_top.all()) for one in scored)
+    return Lambada(
+        passages=len(windows),
+        cut=sum(len(window.tokens) > limit for window in passages),
+        right=right,
+        accuracy=right / len(windows),
+        perplexity=math.exp(sum(one.nll.sum() for one in scored) / len(windows)),
+    )
+
+
+def _split(text: str) -> tuple[str, str]:
+    """The passage before its last word, and the word."""
+    word = text.split()[-1]
+    return text[: text.rfind(word)].strip(), word
+
+
+def _window(passage: str, word: str, tokenizer: Tokenizer) -> Window:
+    before, target = tokenizer.encode_batch([passage, f' {word}'])
+    return Window([*(before if len(before) else [tokenizer.eod]), *target], len(target))
+
+
+def _read(file: str) -> Iterator[str]:
+    try:
+        lines = Path(file).read_text(encoding='utf-8').splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'{file} cannot be read as UTF-8: {error}') from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)['text']
+            assert text.split()
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+            raise ConfigError(f"{file}:{number}: not a JSON object with a passage under 'text'") from error
+        yield text

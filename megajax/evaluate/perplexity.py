@@ -1,0 +1,106 @@
+"""Perplexity of a text, and of WikiText-103 by the rule of the Megatron paper (Shoeybi et al., 2019, appendix E.1)."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megajax.config import ConfigError
+from megajax.data import Tokenizer, encode_documents, read_documents
+from megajax.evaluate.detokenize import detokenize_wikitext
+from megajax.evaluate.score import Scorer, Window
+
+WIKITEXT_STRIDE = 32  # tokens, as in the paper
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """`loss` in nats per token; `bits_per_byte` of the text's UTF-8, which no tokenizer can flatter."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WikiText:
+    """`loss` in nats per token and its `token_perplexity`; `perplexity` is normalised by `original_tokens`, the words of the file."""
+
+    tokens: int
+    original_tokens: int
+    loss: float
+    token_perplexity: float
+    perplexity: float
+
+
+def perplexity(scorer: Scorer, tokenizer: Tokenizer, files: Sequence[str], *, stride: int | None = None) -> Perplexity:
+    """Of the documents in files and folders (see `read_documents`), each after the last, ended by an end-of-document token.
+
+    Every token is predicted once, from those before it in its window of `max_seq_len`, which moves by `stride` tokens: by its own
+    length unless given, so that the first tokens of a window see little.
+    """
+    texts = [document.text for file in files for document in read_documents(file)]
+    ids, _ = encode_documents(texts, tokenizer)
+    nll = _sum(scorer, np.concatenate([[tokenizer.eod], ids]), stride or scorer.config.model.max_seq_len)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    return Perplexity(
+        documents=len(texts),
+        tokens=len(ids),
+        bytes=num_bytes,
+        loss=nll / len(ids),
+        perplexity=_exp(nll / len(ids)),
+        bits_per_byte=nll / num_bytes / math.log(2),
+    )
+
+
+def wikitext(scorer: Scorer, tokenizer: Tokenizer, file: str, *, stride: int = WIKITEXT_STRIDE) -> WikiText:
+    """Of a file of WikiText-103 as it is published, `wiki.test.tokens`: words and punctuation with spaces between them.
+
+    The text is made readable again, and the loss of its T sub-word tokens counts for the T_o words of the file:
+    exp(loss (T - 1) / (T_o - 1)), where each token but the first is predicted once, from a window that moves by `stride` tokens.
+    """
+    try:
+        text = Path(file).read_text(encoding='utf-8')
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'{file} cannot be read as UTF-8: {error}') from error
+    words = len(text.strip().split(' '))
+    (ids,) = tokenizer.encode_batch([detokenize_wikitext(text)])
+    if words < 2 or len(ids) < 2:
+        raise ConfigError(f'{file} has {words} words and {len(ids)} tokens: give a text of two at least')
+    loss = _sum(scorer, ids, stride) / (len(ids) - 1)
+    return WikiText(
+        tokens=len(ids),
+        original_tokens=words,
+        loss=loss,
+        token_perplexity=_exp(loss),
+        perplexity=_exp(loss * (len(ids) - 1) / (words - 1)),
+    )
+
+
+def windows(ids: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[Window]:
+    """Windows in which each token but the first is predicted once: in the first all, in the next the `stride` last ones or less."""
+    end = min(length + 1, len(ids))
+    yield Window(ids[:end], end - 1)
+    while end < len(ids):
+        new = min(stride, len(ids) - end)
+        end += new
+        yield Window(ids[max(end - length - 1, 0) : end], new)
+
+
+def _sum(scorer: Scorer, ids: Sequence[int] | np.ndarray, stride: int) -> float:
+    length = scorer.config.model.max_seq_len
+    if not 1 <= stride <= length:
+        raise ConfigError(f'stride {stride} must be from 1 to model.max_seq_len={length}')
+    return math.fsum(scored.nll.sum() for scored in scorer(windows(ids, length, stride)))
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
