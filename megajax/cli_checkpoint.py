@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megajax.config import CheckpointError, ConfigError
-from megajax.train.digests import find_steps, is_finished, problems, read_sums
+from megajax.train.digests import find_step, find_steps, problems, read_sums
 from megajax.train.record import config_differences, read_record
 
 checkpoint_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at the checkpoints of a run.')
@@ -55,7 +55,7 @@ def diff(
     """Show the config keys that differ between two checkpoints, and for each parameter max |a - b| / max |b|."""
     if len(where) not in (2, 3):
         raise ConfigError(f'diff compares two checkpoints, and this names {len(where)} things: RUN STEP STEP, or RUN/STEP RUN/STEP')
-    a, b = (_step(Path(path)) for path in (where if len(where) == 2 else (f'{where[0]}/{step}' for step in where[1:])))
+    a, b = (find_step(Path(path)) for path in (where if len(where) == 2 else (f'{where[0]}/{step}' for step in where[1:])))
     for key, (old, new) in config_differences(read_record(a), read_record(b)).items():
         print(f'{key}: {old} -> {new}')
     os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them
@@ -70,17 +70,7 @@ def _steps(run: Path) -> list[Path]:
     folder = run / 'checkpoints' if (run / 'checkpoints').is_dir() else run
     if steps := find_steps(folder):
         return [folder / str(step) for step in steps]
-    return [_step(run)]
-
-
-def _step(path: Path) -> Path:
-    for candidate in (path, path.parent / 'checkpoints' / path.name):
-        if is_finished(candidate):
-            return candidate
-    folder = path.parent / 'checkpoints'
-    there = find_steps(folder) or find_steps(path / 'checkpoints') or find_steps(path)
-    choice = f'choose one of steps {", ".join(map(str, there))}' if there else "give a run's directory, or RUN/STEP"
-    raise ConfigError(f'{path}: no finished checkpoint there; {choice}')
+    return [find_step(run)]
 
 
 def _megabytes(path: Path) -> str:

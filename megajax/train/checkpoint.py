@@ -12,16 +12,17 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Literal, Self
 
 import jax
 import orbax.checkpoint as ocp
+from flax import nnx
 
 from megajax.config import CheckpointError, Config, ConfigError
 from megajax.data.tokenizer import Tokenizer
 from megajax.parallel.mesh import concrete
 from megajax.train.agree import SaveBarrier, from_all, from_first
-from megajax.train.compare import check_same_arrays, check_same_model
+from megajax.train.compare import check_same_arrays, check_same_data, check_same_model, holds_parameters_only
 from megajax.train.digests import (
     COMMIT,
     STAMP,
@@ -34,11 +35,14 @@ from megajax.train.digests import (
     write_sums,
 )
 from megajax.train.keep import preservation_policy
-from megajax.train.record import RECORD, TOKENIZER, Record, make_record, other_differences, read_record
+from megajax.train.open import restore_params
+from megajax.train.record import RECORD, TOKENIZER, Record, make_record, other_differences, read_record, version_differences
 from megajax.train.step import TrainState, init_state
 
 TIMEOUT = 3600  # seconds in which all processes must have written their part, and the first must have hashed it
 LONGEST = 300  # characters of a reason; tensorstore's errors are pages
+
+ParametersOnly = dict[Literal['params'], nnx.State]
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +64,11 @@ class Checkpoints:
         self._swept = self._closed = False
         self._begun = time.monotonic()
         try:
-            self._manager = ocp.CheckpointManager(self.folder, options=self._options())
+            self._manager = _Manager(self.folder, options=self._options())
         except OSError as error:
             raise ConfigError(f'{self.folder} cannot be used: {_reason(error)}; allow it, or choose another run.dir') from error
+        except jax.errors.JaxRuntimeError:  # another process is lost
+            raise
         except Exception as error:
             raise CheckpointError(f'{self.folder} cannot be read: {_reason(error)}') from error
 
@@ -89,7 +95,7 @@ class Checkpoints:
     def restore(self, step: int) -> TrainState:
         """The state of `step`, in its places on the current mesh; what differs from the run that wrote it is logged.
 
-        Raises ConfigError if it is of another model, dtype or tokenizer, CheckpointError if it does not hold what was written.
+        Raises ConfigError if it is of another model, dtype, tokenizer or data, CheckpointError if it does not hold what was written.
         """
         self._settle()
         path = self.folder / str(step)
@@ -97,12 +103,20 @@ class Checkpoints:
             raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
         here, there = self._record(step), read_record(path)
         check_same_model(path, there, here)
+        check_same_data(path, there, here)
         for key, (old, new) in other_differences(there, here).items():
             logger.info('resume     %s: %s -> %s', key, old, new)
+        for name, (old, new) in version_differences(there, here).items():
+            logger.warning('resume     %s %s -> %s: what follows may differ from a run of one version in its last bits', name, old, new)
+        if holds_parameters_only(path):  # an import
+            return init_state(self.config, restore_params(path, self.config))
         abstract = concrete(jax.eval_shape(lambda: init_state(self.config)))
         check_same_arrays(path, abstract)
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+            parts = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_parts(abstract)))).state
+            return abstract._replace(**parts)
+        except jax.errors.JaxRuntimeError:  # another process is lost
+            raise
         except Exception as error:
             raise CheckpointError(f'{path} cannot be restored: {_reason(error)}') from error
 
@@ -121,9 +135,10 @@ class Checkpoints:
             self._settle()
         return step % self.config.checkpoint.every == 0 or self._retry or (late and not running)
 
-    def save(self, state: TrainState, step: int, *, validation_loss: float | None = None) -> None:
+    def save(self, state: TrainState | ParametersOnly, step: int, *, validation_loss: float | None = None) -> None:
         """Start saving `state` as that after `step`; a sound checkpoint of it that is there stays as it is.
 
+        Of parameters only, as an import has them, a run begins with a fresh optimizer.
         Waits for the last save. What fails is logged here or by `poll`, and does not raise.
         """
         if self._saving and self._saving.step == step:
@@ -137,7 +152,7 @@ class Checkpoints:
         self._refused.discard(step)
         error = None
         try:
-            self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state)), force=True)
+            self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(_parts(state))), force=True)
         except Exception as failure:
             error = failure
         if from_all(error is not None).any():
@@ -293,6 +308,24 @@ class Checkpoints:
     def _record(self, step: int, validation_loss: float | None = None) -> Record:
         fingerprint = self.tokenizer.fingerprint if self.tokenizer else None
         return make_record(self.config, step, tokenizer_sha256=fingerprint, validation_loss=validation_loss, data=self.data)
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, but it does not ask jax whether the processes are to stop, as `train/stop.py` does at each step.
+
+    jax gives all processes one number at which they stop, later than any with which it was asked. Orbax asks with that of the step: were
+    that the last question before the number is chosen, the run's own would never meet it, and the signal be lost.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        """Not for Orbax to know."""
+        return False
+
+
+def _parts(state: TrainState | ParametersOnly) -> dict[str, Any]:
+    """A state by its parts, but for those that the config does without: so what was written before there were such still restores."""
+    parts = state if isinstance(state, dict) else state._asdict()
+    return {str(name): part for name, part in parts.items() if part is not None}
 
 
 def _reason(error: Exception) -> str:

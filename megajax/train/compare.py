@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from megajax.config import ConfigError
-from megajax.train.record import Record, config_differences, is_fixed
+from megajax.config import CheckpointError, ConfigError
+from megajax.train.record import Record, changed_corpora, config_differences, is_fixed
 
 BLOCK = 1 << 24  # elements that are compared at a time
 SHOWN = 3
@@ -26,15 +26,44 @@ def check_same_model(path: Path, there: Record, here: Record) -> None:
         raise ConfigError(f'{path} holds another model ({"; ".join(different)}): change these back, or choose another run.dir')
 
 
-def check_same_arrays(path: Path, abstract: Any) -> None:
-    """Raises ConfigError if names, shapes or dtypes differ, which Orbax would cast, cut and pad without a word."""
-    there, here = _saved_kinds(path), _kinds(abstract)
+def check_same_data(path: Path, there: Record, here: Record) -> None:
+    """Raises ConfigError if the config names the same data and it holds something else, unless `run.allow_changed_data` is set."""
+    changed = changed_corpora(there, here)
+    if changed and not here.config['run']['allow_changed_data']:
+        lines = [f'{name} {a[:12]} there, {b[:12]} here' for name, (a, b) in changed.items()]
+        fix = 'bring it back, choose another run.dir, or set run.allow_changed_data=true'
+        raise ConfigError(f'{path} was trained on other data of the same name (SHA-256 of {"; ".join(lines)}): {fix}')
+
+
+def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
+    """Raises ConfigError if names, shapes or dtypes differ, which Orbax would cast, cut and pad without a word.
+
+    With `under`, of the arrays whose names start so.
+    """
+    both = _saved_kinds(path), _kinds(abstract)
+    there, here = ({name: kind for name, kind in kinds.items() if name.startswith(under)} for kinds in both)
     names = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
     if names:
         lines = [f'{name} {_kind(there, name)} there, {_kind(here, name)} here' for name in names[:SHOWN]]
         more = f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''
         fix = 'use the config and the version of megajax that wrote it, or choose another run.dir'
         raise ConfigError(f'{path} holds other arrays ({"; ".join(lines)}{more}): {fix}')
+
+
+def holds_parameters_only(path: Path) -> bool:
+    """Whether a checkpoint was imported, and has no optimizer."""
+    return all(name.startswith('params/') for name in _saved_kinds(path))
+
+
+def parameter_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter in a checkpoint, by its name."""
+    return {_short(name): shape for name, (shape, _) in _parameters(path).items()}
+
+
+def read_parameter(path: Path, name: str) -> np.ndarray:
+    """One parameter of a checkpoint, whole, in the memory of this host."""
+    parameters = _parameters(path)
+    return _read(path, next(long for long in parameters if _short(long) == name), parameters)
 
 
 def parameter_differences(a: Path, b: Path) -> Iterator[tuple[str, float | str]]:
@@ -52,8 +81,12 @@ def _parameters(step: Path) -> Kinds:
 
 
 def _saved_kinds(step: Path) -> Kinds:
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return _kinds(checkpointer.metadata(step / 'state').item_metadata.tree)
+    try:
+        # A Checkpointer would look for a file of its own there, and warn that there is none.
+        return _kinds(ocp.PyTreeCheckpointHandler().metadata((step / 'state').absolute()).tree)
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise CheckpointError(f'{step} does not tell which arrays it holds ({why}): run megajax checkpoint verify {step}') from error
 
 
 def _kinds(tree: Any) -> Kinds:
@@ -71,7 +104,7 @@ def _read(step: Path, name: str, parameters: Kinds) -> np.ndarray:
         item, restore = {key: item}, {key: restore}
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         args = ocp.args.PyTreeRestore(item=item, restore_args=restore, partial_restore=True)
-        value = checkpointer.restore(step / 'state', args=args)
+        value = checkpointer.restore((step / 'state').absolute(), args=args)
     for key in keys:
         value = value[key]
     return np.asarray(value)

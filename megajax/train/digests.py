@@ -4,17 +4,22 @@ Orbax does not look at content: a flipped bit in a file restores as wrong weight
 """
 
 import hashlib
+import logging
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from megajax.config import CheckpointError, ConfigError
+
 SUMS = 'SHA256SUMS'
 COMMIT = 'commit_success.txt'  # Orbax's last file; a step without it was never finished
 STAMP = '_CHECKPOINT_METADATA'  # Orbax adds the time to it after the digests, and restores without it
 LATER = frozenset({SUMS, COMMIT, STAMP})
 THREADS = min(4, os.cpu_count() or 1)
+
+logger = logging.getLogger(__name__)
 
 
 class Sums(NamedTuple):
@@ -85,6 +90,29 @@ def find_steps(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []
     return sorted(int(path.name) for path in folder.iterdir() if is_step_name(path.name) and is_finished(path))
+
+
+def find_step(path: Path) -> Path:
+    """The finished checkpoint that RUN/checkpoints/STEP or RUN/STEP stands for. Raises ConfigError with those that there are."""
+    for candidate in (path, path.parent / 'checkpoints' / path.name):
+        if is_finished(candidate):
+            return candidate
+    folder = path.parent / 'checkpoints'
+    there = find_steps(folder) or find_steps(path / 'checkpoints') or find_steps(path)
+    choice = f'choose one of steps {", ".join(map(str, there))}' if there else "give a run's directory, or RUN/STEP"
+    raise ConfigError(f'{path}: no finished checkpoint there; {choice}')
+
+
+def find_sound(path: Path) -> Path:
+    """The folder of the checkpoint that `path` stands for, of a run the newest; all its files hold what was written."""
+    folder = path / 'checkpoints' if (path / 'checkpoints').is_dir() else path
+    steps = find_steps(folder)
+    for candidate in [folder / str(step) for step in reversed(steps)] or [find_step(path)]:
+        wrong = problems(candidate)
+        if not wrong:
+            return candidate.absolute()
+        logger.warning('checkpoint %s is refused: %s', candidate, wrong[0])
+    raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
 
 
 def is_step_name(name: str) -> bool:

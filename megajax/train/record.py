@@ -77,11 +77,20 @@ def config_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]
 
 
 def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
-    """What a resumed run may have changed: keys of the config that are not fixed, the data, library versions."""
+    """What a resumed run may have changed: keys of the config that are not fixed, and the contents of the data."""
     config = {key: pair for key, pair in config_differences(there, here).items() if not is_fixed(key) and not key.startswith(OWN)}
-    old, new = ({**_prefixed('data', record.data), **record.versions} for record in (there, here))
-    known = {key: (old[key], new[key]) for key in sorted(old.keys() & new.keys()) if old[key] != new[key]}
-    return {**config, **known}
+    return {**config, **{f'data {name}': pair for name, pair in _changed(there.data, here.data).items()}}
+
+
+def version_differences(there: Record, here: Record) -> dict[str, tuple[str, str]]:
+    """The libraries, and Python, of which both know another version."""
+    return _changed(there.versions, here.versions)
+
+
+def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
+    """The corpora that hold something else than they did, though nothing in the config's `data` asks for that."""
+    asked = any(key.startswith('data.') for key in config_differences(there, here))
+    return {} if asked else _changed(there.data, here.data)
 
 
 def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -98,8 +107,8 @@ def _known(name: str, section: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key in fields}
 
 
-def _prefixed(prefix: str, values: Mapping[str, str]) -> dict[str, str]:
-    return {f'{prefix} {key}': value for key, value in values.items()}
+def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    return {key: (old[key], new[key]) for key in sorted(old.keys() & new.keys()) if old[key] != new[key]}
 
 
 def _version(package: str) -> str:

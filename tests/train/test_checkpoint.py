@@ -1,14 +1,11 @@
-"""Checkpoints that can be trusted: real files, broken in every way, and real processes, killed at every moment of a save."""
+"""Checkpoints that can be trusted: real files, broken in every way, on every mesh."""
 
 import json
 import logging
 import os
 import pickle
+import platform
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,42 +13,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import make_config, on_mesh
+from checkpoints import equal, make_state, newest, tiny
+from support import on_mesh
 from typer.testing import CliRunner
 
 from megajax.cli_checkpoint import checkpoint_app
 from megajax.config import CheckpointError, Config, ConfigError
 from megajax.data.tokenizer import byte_tokenizer, train_bpe
-from megajax.parallel.mesh import concrete
 from megajax.train import checkpoint as module
 from megajax.train.checkpoint import Checkpoints
-from megajax.train.digests import COMMIT, STAMP, SUMS
+from megajax.train.digests import STAMP, SUMS, write_sums
 from megajax.train.record import RECORD, read_record
-from megajax.train.step import TrainState, init_state
+from megajax.train.step import init_state
 
 pytestmark = pytest.mark.faults
-
-PATHS = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
-TINY = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300, 'dropout': 0.0}
-
-
-def tiny(data: int = 2, model: int = 2, /, **sections: dict[str, Any]) -> Config:
-    return make_config('gpt', data, model, **{**sections, 'model': TINY | sections.get('model', {})})
-
-
-def make_state(config: Config, seed: int) -> TrainState:
-    """A state of random numbers in its places, made in numpy, so without compiling."""
-    random = np.random.default_rng(seed)
-    abstract = concrete(jax.eval_shape(lambda: init_state(config)))
-    return jax.tree.map(lambda x: jax.device_put(random.normal(0, 9, x.shape).astype(x.dtype), x.sharding), abstract)
-
-
-def leaves(state: TrainState) -> list[np.ndarray]:
-    return [np.asarray(x) for x in jax.tree.leaves(state)]
-
-
-def equal(state: TrainState, config: Config, seed: int) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(leaves(state), leaves(make_state(config, seed)), strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -73,11 +48,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(written: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(written, tmp_path / 'run' / 'checkpoints', symlinks=True))
-
-
-def newest(folder: Path) -> int | None:
-    with Checkpoints(folder, tiny()) as checkpoints:
-        return checkpoints.newest_verified()
 
 
 def largest(step: Path) -> str:
@@ -226,11 +196,34 @@ def test_another_tokenizer_is_a_mistake(folder: Path) -> None:
 
 
 def test_what_may_change_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = tiny(optim={'lr': 0.5}, train={'steps': 7}, run={'dir': 'elsewhere'})
+    config = tiny(optim={'lr': 0.5}, train={'steps': 7}, run={'dir': 'elsewhere', 'allow_changed_data': True})
     with caplog.at_level(logging.INFO), Checkpoints(folder, config, data={'corpus': 'b'}) as checkpoints:
         checkpoints.restore(2)
     said = [record.message for record in caplog.records if record.message.startswith('resume')]
     assert [line.split(maxsplit=1)[1] for line in said] == ['optim.lr: 0.00015 -> 0.5', 'train.steps: 1000 -> 7', 'data corpus: a -> b']
+
+
+def test_other_data_under_the_same_name_is_a_mistake_unless_the_config_asks_for_other_data(folder: Path) -> None:
+    with Checkpoints(folder, tiny(), data={'corpus': 'b'}) as checkpoints, pytest.raises(ConfigError, match='corpus a there, b here'):
+        checkpoints.restore(2)
+    for data, sections in (({'another': 'b'}, {}), ({'corpus': 'b'}, {'data': {'split': '9,1,0'}})):
+        with Checkpoints(folder, tiny(**sections), data=data) as checkpoints:
+            assert equal(checkpoints.restore(2), tiny(), 2)
+
+
+def test_another_version_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    record = folder / '2' / RECORD
+    written = json.loads(record.read_text())
+    record.write_text(json.dumps(written | {'versions': written['versions'] | {'jax': '0.1', 'python': '4.0', 'gone': '1'}, 'later': [1]}))
+    write_sums(folder / '2')
+    with Checkpoints(folder, tiny()) as checkpoints:
+        assert checkpoints.newest_verified() == 2
+        assert equal(checkpoints.restore(2), tiny(), 2)
+    warnings = [record.message.split(': ')[0] for record in caplog.records if record.levelno == logging.WARNING]
+    assert [warning for warning in warnings if warning.startswith('resume')] == [
+        f'resume     jax 0.1 -> {jax.__version__}',
+        f'resume     python 4.0 -> {platform.python_version()}',
+    ]
 
 
 @pytest.mark.parametrize('name', ['dtype', 'shape', 'missing'])
@@ -277,206 +270,6 @@ def test_it_is_time_by_steps_and_by_minutes(tmp_path: Path, monkeypatch: pytest.
         checkpoints.save(make_state(tiny(), 31), 31)
         checkpoints.wait()
         assert not checkpoints.poll(32)
-
-
-def until_failed(checkpoints: Checkpoints, step: int, caplog: pytest.LogCaptureFixture) -> bool:
-    """Poll as a loop would, and return the last answer."""
-    for _ in range(1000):
-        answer = checkpoints.poll(step)
-        if 'could not be written' in caplog.text:
-            return answer
-        module.time.sleep(0.02)
-    raise AssertionError('no failure')
-
-
-def test_a_failed_save_is_told_cleaned_up_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = tiny(checkpoint={'keep': 1})
-    with Checkpoints(tmp_path, config) as checkpoints:
-        checkpoints.save(make_state(config, 1), 1)
-        assert checkpoints.wait()
-        with monkeypatch.context() as broken:
-            broken.setattr(module, 'write_sums', lambda folder: (_ for _ in ()).throw(OSError(28, 'No space left on device')))
-            checkpoints.save(make_state(config, 2), 2)
-            assert until_failed(checkpoints, 2, caplog)
-            assert [path.name for path in tmp_path.iterdir()] == ['1']
-            checkpoints.save(make_state(config, 3), 3)
-            caplog.clear()
-            assert not until_failed(checkpoints, 3, caplog)  # not at every step
-        checkpoints.save(make_state(config, 4), 4)
-        assert checkpoints.wait()
-    assert [path.name for path in tmp_path.iterdir()] == ['4']
-
-
-def test_only_the_last_save_ends_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / 'checkpoints'
-    checkpoints = Checkpoints(folder, tiny())
-    checkpoints.save(make_state(tiny(), 1), 1)
-    assert checkpoints.wait()
-    shutil.move(folder, tmp_path / 'moved')
-    folder.write_text('in the way')
-    checkpoints.save(make_state(tiny(), 2), 2)
-    assert not checkpoints.wait()
-    with pytest.raises(CheckpointError, match='the last checkpoint'):
-        checkpoints.close(final=True)
-    checkpoints.close()
-    folder.unlink()
-    shutil.move(tmp_path / 'moved', folder)
-    assert newest(folder) == 1
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root')
-def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'tmpfs', tmp_path], check=False, capture_output=True).returncode:
-        pytest.skip('mounting is not allowed here')
-    try:
-        with Checkpoints(tmp_path / 'c', tiny(checkpoint={'keep': 3})) as checkpoints:
-            checkpoints.save(make_state(tiny(), 1), 1)
-            assert checkpoints.wait()
-            ballast = tmp_path / 'ballast'
-            ballast.write_bytes(bytes(shutil.disk_usage(tmp_path).free - 100_000))
-            checkpoints.save(make_state(tiny(), 2), 2)
-            assert until_failed(checkpoints, 2, caplog)
-            assert [path.name for path in (tmp_path / 'c').iterdir()] == ['1']
-            ballast.unlink()
-            checkpoints.save(make_state(tiny(), 3), 3)
-        assert newest(tmp_path / 'c') == 3
-    finally:
-        subprocess.run(['umount', tmp_path], check=True)
-
-
-CHILD = """
-import os, signal, sys
-import jax
-jax.config.update('jax_num_cpu_devices', 4)
-from pathlib import Path
-from test_checkpoint import make_state, tiny
-from support import on_mesh
-from megajax.train import checkpoint
-from megajax.train.checkpoint import Checkpoints
-moment, folder = sys.argv[1], Path(sys.argv[2])
-
-def die(*_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def dies_in(name, *, after=False):
-    real = getattr(checkpoint, name)
-    def replaced(*arguments):
-        if after:
-            real(*arguments)
-        die()
-    setattr(checkpoint, name, replaced)
-
-with on_mesh(tiny()):
-    checkpoints = Checkpoints(folder, tiny(checkpoint={'keep': 1}))
-    checkpoints.save(make_state(tiny(), 1), 1)
-    assert checkpoints.wait()
-    if moment == 'arrays': dies_in('write_file')
-    if moment == 'record': dies_in('write_sums')
-    if moment == 'digests': dies_in('write_sums', after=True)
-    with checkpoints:
-        checkpoints.save(make_state(tiny(), 2), 2)
-        if moment == 'returned': die()
-        if moment == 'error': raise RuntimeError('of the loop')
-        if moment == 'finished': checkpoints.wait(); die()
-"""
-
-
-def run_child(moment: str, folder: Path) -> int:
-    environment = os.environ | {'PYTHONPATH': PATHS, 'JAX_PLATFORMS': 'cpu'}
-    command = [sys.executable, '-c', CHILD, moment, str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False).returncode
-
-
-@pytest.mark.parametrize(
-    ('moment', 'left'), [('returned', 1), ('arrays', 1), ('record', 1), ('digests', 1), ('finished', 2), ('end', 2), ('error', 2)]
-)
-def test_a_run_may_end_at_any_moment_of_a_save(tmp_path: Path, moment: str, left: int) -> None:
-    assert run_child(moment, tmp_path / 'c') == {'end': 0, 'error': 1}.get(moment, -signal.SIGKILL)
-    with Checkpoints(tmp_path / 'c', tiny(checkpoint={'keep': 1})) as checkpoints:
-        assert checkpoints.newest_verified() == left
-        assert equal(checkpoints.restore(left), tiny(), left)
-        checkpoints.save(make_state(tiny(), 3), 3)
-    assert [path.name for path in (tmp_path / 'c').iterdir()] == ['3']
-    assert (tmp_path / 'c/3' / COMMIT).is_file()
-
-
-TOGETHER = """
-import jax, sys, time
-from pathlib import Path
-import numpy as np
-from jax.experimental import multihost_utils
-from megajax.parallel.distributed import processes
-from megajax.parallel.mesh import make_mesh
-from megajax.train import checkpoint
-from megajax.config import CheckpointError
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.lock import run_lock
-from test_checkpoint import tiny
-from megajax.train.step import init_state
-from megajax.parallel.mesh import concrete
-
-folder, config = Path(sys.argv[1]), tiny(checkpoint={'every': 10, 'minutes': 1, 'keep': 3})
-jax.config.update('jax_num_cpu_devices', 2)
-
-def make_state(seed):
-    abstract = concrete(jax.eval_shape(lambda: init_state(config)))
-    random = np.random.default_rng(seed)
-    def place(x):
-        whole = random.normal(0, 9, x.shape).astype(x.dtype)
-        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: whole[index])
-    return jax.tree.map(place, abstract)
-
-def same(a, b):
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.array_equal(x.data, y.data) for a, b in pairs for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True))
-
-with processes():
-    first = jax.process_index() == 0
-    with run_lock(folder), jax.set_mesh(make_mesh(2, 2)), Checkpoints(folder / 'c', config) as checkpoints:
-        assert checkpoints.newest_verified() is None
-        assert checkpoints.poll(10) and not checkpoints.poll(11)
-        for step in (1, 2):
-            checkpoints.save(make_state(step), step)
-            assert checkpoints.wait()
-        if first:
-            checkpoint.write_sums, sound = lambda folder: (_ for _ in ()).throw(OSError(28, 'No space left')), checkpoint.write_sums
-        checkpoints.save(make_state(3), 3)
-        while not checkpoints.poll(3):
-            time.sleep(0.02)
-        assert not checkpoints.wait()
-        if first:
-            checkpoint.write_sums = sound
-        checkpoints.save(make_state(4), 4)
-        while checkpoints._saving:
-            assert not checkpoints.poll(4)
-        assert checkpoints.newest_verified() == 4
-        assert same(checkpoints.restore(4), make_state(4))
-        checkpoints.delete_after(1)
-        assert checkpoints.newest_verified() == 1
-        if not first:
-            checkpoints._begun -= 100
-        assert not checkpoints.poll(5)
-        if first:
-            checkpoints._begun -= 100
-        assert checkpoints.poll(6)
-        checkpoints.save(make_state(6), 6)
-    print('well')
-"""
-
-
-def test_two_processes_agree(tmp_path: Path) -> None:
-    with socket.create_server(('127.0.0.1', 0)) as server:
-        port = server.getsockname()[1]
-    common = {'MEGAJAX_COORDINATOR': f'127.0.0.1:{port}', 'MEGAJAX_PROCESSES': '2', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': PATHS}
-    environments = [os.environ | common | {'MEGAJAX_PROCESS': str(index)} for index in range(2)]
-    command = [sys.executable, '-c', TOGETHER, str(tmp_path)]
-    started = [subprocess.Popen(command, env=e, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for e in environments]
-    outputs = [process.communicate(timeout=120)[0] for process in started]
-    assert all('well' in output for output in outputs), outputs
-    with Checkpoints(tmp_path / 'c', tiny()) as checkpoints:
-        assert checkpoints.newest_verified() == 6
 
 
 def test_the_command_lists_and_compares(folder: Path) -> None:
