@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -77,7 +78,8 @@ def make_plan(
 def launch(plan: Plan, *, grace: float = GRACE) -> int:
     """Run the plan to its end and return the exit code: 0, or that of the process that failed first, 128 + n for signal n.
 
-    When one fails the others get SIGTERM and, after `grace` seconds, SIGKILL. SIGINT and SIGTERM are passed on, the second as SIGKILL.
+    When one fails the others get SIGTERM and, after `grace` seconds, SIGKILL. Where they ended because one was stopped (SIGSTOP) the code
+    is 75. SIGINT and SIGTERM are passed on, the second as SIGKILL.
     """
     group = _Group(plan, grace)
     with group.passing_signals():
@@ -94,6 +96,7 @@ class _Group:
         self.tails: list[collections.deque[str]] = [collections.deque(maxlen=LAST_LINES) for _ in plan.variables]
         self.readers: list[threading.Thread] = []
         self.signals: list[int] = []
+        self.stopped: list[int] = []  # when another failed
 
     @contextlib.contextmanager
     def passing_signals(self) -> Iterator[None]:
@@ -135,8 +138,8 @@ class _Group:
         while not (failed := self._failed()) and self._running():
             time.sleep(POLL)
         if failed:
-            time.sleep(POLL)  # others may follow within milliseconds, and the cause is told from the consequence by its exit code
-            failed = self._failed()
+            failed = self._failed_first()
+            self.stopped = [index for index, process in enumerate(self.processes) if process.poll() is None and _is_stopped(process.pid)]
             self._end_others()
         for process in self.processes:
             process.wait()
@@ -152,6 +155,10 @@ class _Group:
         code = self.processes[first].returncode
         if self.signals:
             print(f'launch: ended by {signal.Signals(self.signals[0]).name}', file=sys.stderr)
+        elif self.stopped and code in (RETRY, -signal.SIGABRT):  # jax aborts where a heartbeat is missing
+            which = ', '.join(map(str, self.stopped))
+            print(f'launch: process {which} of {len(self.processes)} was stopped, as by SIGSTOP, and the run with it', file=sys.stderr)
+            return RETRY
         else:
             print(f'launch: process {first} of {len(self.processes)} failed with {_describe(code)}; its last lines:', file=sys.stderr)
             for line in self.tails[first]:
@@ -160,6 +167,16 @@ class _Group:
 
     def _failed(self) -> list[int]:
         return [index for index, process in enumerate(self.processes) if process.poll()]
+
+    def _failed_first(self) -> list[int]:
+        # 75 tells of another process that ended first, or ends within seconds: the cause is told from the consequence by its exit code.
+        deadline = time.monotonic() + self.grace
+        while True:
+            time.sleep(POLL)
+            failed = self._failed()
+            only_consequences = all(self.processes[index].returncode == RETRY for index in failed)
+            if not only_consequences or self.signals or not self._running() or time.monotonic() > deadline:
+                return failed
 
     def _running(self) -> bool:
         return any(process.poll() is None for process in self.processes)
@@ -219,6 +236,13 @@ def _free_port() -> int:
 
 def _describe(code: int) -> str:
     return f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] in 'Tt'
+    except OSError:  # it has ended, or this is not Linux
+        return False
 
 
 def _end_with_parent() -> None:

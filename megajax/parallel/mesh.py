@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from megajax.config import ConfigError
+from megajax.parallel.environment import visible_gpus
 from megajax.parallel.layout import SCALAR
 
 AXES = ('data', 'model')
@@ -29,7 +30,7 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False) -> Me
     """
     needed = data * model
     _simulate_cpu_devices(needed)
-    devices = jax.devices()
+    devices = _devices()
     if len(devices) < needed:
         raise ConfigError(_too_few(data, model, devices))
     if jax.process_count() > 1 and len(devices) != needed:
@@ -84,6 +85,21 @@ def _hosts() -> list[str]:
     name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b'\0')
     names = np.asarray(multihost_utils.process_allgather(np.frombuffer(name, np.uint8)))
     return [bytes(row).rstrip(b'\0').decode(errors='replace') for row in names]
+
+
+def _devices() -> list[jax.Device]:
+    """jax's devices. Raises ConfigError if there are none of the platform that was asked for, or GPUs that jax would leave idle."""
+    wanted: str = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # an assertion where a platform was asked for that no plugin has
+        why = f': {str(error).partition(" (set JAX_PLATFORMS")[0]}' if str(error) else ''
+        fix = 'see megajax doctor, or set JAX_PLATFORMS=cpu to train on simulated devices'
+        raise ConfigError(f'JAX_PLATFORMS={wanted}, and jax has no such devices{why}; {fix}') from error
+    if devices[0].platform == 'cpu' and not wanted and (gpus := visible_gpus()):
+        fix = "see megajax doctor (pip install 'megajax[cuda]'?), or set JAX_PLATFORMS=cpu to train on the CPU"
+        raise ConfigError(f'{gpus} GPUs are visible, and jax would leave them idle and use the CPU: {fix}')
+    return devices
 
 
 def _simulate_cpu_devices(count: int) -> None:
