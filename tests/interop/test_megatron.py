@@ -18,9 +18,7 @@ from megajax.interop.megatron import from_megatron, to_megatron
 from megajax.model.decoder import model_graph
 from megajax.model.loss import Loss
 from megajax.train.feed import Batch, place_batch
-from megajax.train.guard import init_guard
-from megajax.train.optimizer import make_optimizer
-from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
+from megajax.train.step import init_state, make_loss_and_gradients, make_train_step
 
 ORACLES = Path(__file__).parents[1] / 'data' / 'oracles'
 LIMIT = 2e-5  # relative, see support.relative_error
@@ -144,10 +142,7 @@ def double_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def train(oracle: Arrays, config: Config) -> Steps:
     """Losses and gradient norms of the oracle's steps, and the parameters after them."""
     with on_mesh(config):
-        params = from_megatron(config, under('p', oracle))
-        state = TrainState(
-            jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), params, jax.jit(make_optimizer(config).init)(params), init_guard()
-        )
+        state = init_state(config, from_megatron(config, under('p', oracle)))
         train_step, batch, metrics = make_train_step(config), batch_of(oracle, config), []
         for _ in range(config.train.steps):
             state, step_metrics = train_step(state, batch)

@@ -1,0 +1,95 @@
+"""Directories of Hugging Face's, into a run and out of a checkpoint. What is asked is checked before jax is imported."""
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import ml_dtypes
+import numpy as np
+
+from megajax.config import Config, reload
+from megajax.interop.families import read_config_json, write_family
+from megajax.interop.folder import check_new, new_folder, settings
+from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
+from megajax.train.digests import find_sound
+from megajax.train.record import RECORD, TOKENIZER, read_record
+
+Dtype = Literal['float32', 'bfloat16', 'float16']
+DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16), 'float16': np.dtype(np.float16)}
+BEGIN_OF_DOCUMENT = ('<s>', '<|begin_of_text|>')  # Llama 2 and Mistral, Llama 3; others begin a document with the end of the last
+FAMILY, DTYPE = 'imported as', 'imported in'  # in the record of a checkpoint that was imported
+
+logger = logging.getLogger(__name__)
+
+
+def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Config:
+    """Make `out` a run at step 0 with the model, weights and tokenizer.json of a directory; the config of the run.
+
+    Raises ConfigError for what a config.json asks and is not supported, and for weights that are not whole.
+    """
+    check_new(out)
+    family, model, left = read_config_json(folder)
+    tokenizer = folder / 'tokenizer.json' if (folder / 'tokenizer.json').is_file() else None
+    config = reload(settings(model, out, tokenizer), overrides, place=str(folder / 'config.json'))
+    tensors = read_tensors(folder)
+    if left:
+        logger.warning('%s: not used: %s', folder / 'config.json', ', '.join(left))
+    if tokenizer is None:
+        logger.warning('%s has no tokenizer.json: the run is of token ids', folder)
+    from megajax.interop.huggingface import from_huggingface
+    from megajax.interop.runs import start_run
+
+    dtypes = {str(x.dtype) for x in tensors.values() if x.dtype in DTYPES.values()}
+    origin = {FAMILY: family} | ({DTYPE: dtypes.pop()} if len(dtypes) == 1 else {})
+    start_run(out, config, lambda config: from_huggingface(config, tensors, source=str(folder)), tokenizer=tokenizer, origin=origin)
+    return config
+
+
+def export_huggingface(
+    source: Path, out: Path, *, family: str | None = None, dtype: Dtype | None = None, shard_bytes: int = SHARD_BYTES
+) -> tuple[str, str]:
+    """Write a run's newest checkpoint, or one of them, as a directory that transformers and vLLM load; its family and dtype.
+
+    Unless given they are those of the import for a checkpoint that nothing has trained since, so that it comes back bit for bit; else
+    the first family that fits, in fp32, which is what a checkpoint holds. Host memory holds one parameter and a tensor of it at a time.
+    Raises ConfigError if no family can have this model, or `out` is there already.
+    """
+    checkpoint = find_sound(source)
+    record = read_record(checkpoint)
+    model = reload(record.config, place=str(checkpoint / RECORD)).model
+    family, keys = write_family(model, family or record.data.get(FAMILY))
+    dtype = dtype or record.data.get(DTYPE, 'float32')  # type: ignore[assignment]
+    assert dtype is not None
+    from megajax.interop.huggingface import huggingface_pieces
+    from megajax.interop.runs import parts
+    from megajax.train.compare import parameter_shapes
+
+    pieces = huggingface_pieces(model, parameter_shapes(checkpoint))
+    plan = [Tensor(piece.name, piece.shape, DTYPES[dtype]) for group in pieces.values() for piece in group]
+    with new_folder(out) as partial:
+        tokens = _write_tokenizer(checkpoint, partial, model.max_seq_len)
+        keys |= {'torch_dtype': dtype, 'use_cache': True, **tokens}
+        (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
+        arrays = (x.astype(DTYPES[dtype], copy=False) for _, x in parts(checkpoint, [pieces]))
+        write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
+    return family, dtype
+
+
+def _write_tokenizer(checkpoint: Path, folder: Path, length: int) -> dict[str, Any]:
+    """Copy the tokenizer, if there is one, with what AutoTokenizer asks for; the keys of config.json that depend on it."""
+    if not (checkpoint / TOKENIZER).is_file():
+        return {'bos_token_id': None, 'eos_token_id': None}
+    from megajax.data.tokenizer import load_tokenizer
+
+    shutil.copyfile(checkpoint / TOKENIZER, folder / 'tokenizer.json')
+    tokenizer = load_tokenizer(str(checkpoint / TOKENIZER))
+    end = {'content': tokenizer.decode([tokenizer.eod]), 'id': tokenizer.eod}
+    added = json.loads((checkpoint / TOKENIZER).read_bytes())['added_tokens']
+    begin = next((token for token in added if token['content'] in BEGIN_OF_DOCUMENT), end)
+    about = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': length}
+    about |= {'bos_token': begin['content'], 'eos_token': end['content']}
+    (folder / 'tokenizer_config.json').write_text(json.dumps(about | {'clean_up_tokenization_spaces': False}, indent=2) + '\n')
+    return {'bos_token_id': begin['id'], 'eos_token_id': end['id']}

@@ -1,0 +1,247 @@
+"""Between arrays of other formats and the parameters here: what is a part of what, and both ways.
+
+A parameter here is one array, its layers stacked and its fused products whole; other formats keep each layer, projection or
+tensor-parallel rank in an array of its own. A `Piece` says where one of those lies in a parameter, so that import and export are
+the same table read in two directions, and one device's shard can be filled without the rest.
+
+L layers, D model, N query heads, K key/value heads, C columns of a head group (queries, key, value) or gate and up, H head dim,
+F feed-forward, V vocabulary, S positions; of BERT's heads E made dims, O token types and orders of the segments.
+"""
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from megajax.config import ConfigError
+
+TILE = 16  # elements: of fp32 a cache line, which makes a transposition in numpy several times as fast
+THREADS = min(8, os.cpu_count() or 1)
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+ALIGNMENT = 64  # bytes; a CPU device takes a block that is aligned so as it is, without a copy
+
+HERE = {
+    'embedding.table': 'VD',
+    'position.table': 'SD',
+    'layers.attention_norm.weight': 'LD',
+    'layers.attention_norm.bias': 'LD',
+    'layers.attention.qkv.weight': 'LDKCH',
+    'layers.attention.qkv.bias': 'LKCH',
+    'layers.attention.query_norm.weight': 'LH',
+    'layers.attention.query_norm.bias': 'LH',
+    'layers.attention.key_norm.weight': 'LH',
+    'layers.attention.key_norm.bias': 'LH',
+    'layers.attention.out.weight': 'LNHD',
+    'layers.attention.out.bias': 'LD',
+    'layers.mlp_norm.weight': 'LD',
+    'layers.mlp_norm.bias': 'LD',
+    'layers.mlp.up.weight': 'LDCF',
+    'layers.mlp.up.bias': 'LCF',
+    'layers.mlp.down.weight': 'LFD',
+    'layers.mlp.down.bias': 'LD',
+    'norm.weight': 'D',
+    'norm.bias': 'D',
+    'head': 'VD',
+    'token_type.table': 'OD',
+    'masked_head.dense.weight': 'DE',
+    'masked_head.dense.bias': 'E',
+    'masked_head.norm.weight': 'D',
+    'masked_head.norm.bias': 'D',
+    'masked_head.bias': 'V',
+    'order_head.pooler.weight': 'DE',
+    'order_head.pooler.bias': 'E',
+    'order_head.classifier.weight': 'DO',
+    'order_head.classifier.bias': 'O',
+}
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+Shape = tuple[int, ...]
+At = tuple[slice, ...]
+
+
+class Piece(NamedTuple):
+    """An array of another format: its name and shape, its dims `split` into those here, their `order` here, and where it lies in ours."""
+
+    name: str
+    shape: Shape
+    split: Shape
+    order: tuple[int, ...]
+    at: At
+
+    def view(self, x: np.ndarray) -> np.ndarray:
+        """The array's own memory, in the dims of the parameter here; what is beyond `at` is padding of the other format's."""
+        return x.reshape(self.split).transpose(self.order)
+
+
+Pieces = Mapping[str, Sequence[Piece]]  # by the name of the parameter here
+
+
+def dims_here(path: str, shape: Shape) -> str:
+    """The dims of a parameter; those of an MLP without a gate have no C."""
+    dims = HERE[path]
+    return dims if len(dims) == len(shape) else dims.replace('C', '')
+
+
+def make_pieces(
+    name: str, there: str, here: str, shape: Shape, ranges: Mapping[str, slice] = NOTHING, sizes: Mapping[str, int] = NOTHING
+) -> list[Piece]:
+    """The pieces `there`, for example '(KCH)D' for [K*C*H, D], of a parameter of `shape` with the dims `here`, for example 'LDKCH'.
+
+    One for each layer, whose number takes the place of {} in `name`, or one of what no layer has. `ranges` says which part of a dim
+    they are, if not all of it, and `sizes` how long that dim is there, if it is padded.
+    """
+    if 'L' not in here:
+        return [_make_piece(name, there, here, shape, ranges, sizes)]
+    layers = range(shape[here.index('L')])
+    return [_make_piece(name.format(n), there, here, shape, {**ranges, 'L': slice(n, n + 1)}, sizes) for n in layers]
+
+
+def _make_piece(name: str, there: str, here: str, shape: Shape, ranges: Mapping[str, slice], sizes: Mapping[str, int]) -> Piece:
+    lengths = dict(zip(here, shape, strict=True))
+    at = {dim: slice(*ranges.get(dim, slice(None)).indices(length)[:2]) for dim, length in lengths.items()}
+    counts = {dim: sizes.get(dim, part.stop - part.start) for dim, part in at.items()}
+    groups = [''.join(dim for dim in group if dim in here) for group in _groups(there)]
+    dims = ''.join(dim for dim in here if dim not in ''.join(groups)) + ''.join(groups)  # one layer is a dim of size 1
+    return Piece(
+        name=name,
+        shape=tuple(math.prod(counts[dim] for dim in group) for group in groups),
+        split=tuple(counts[dim] for dim in dims),
+        order=tuple(dims.index(dim) for dim in here),
+        at=tuple(at[dim] for dim in here),
+    )
+
+
+def _groups(there: str) -> Iterator[str]:
+    """'(KCH)D' is 'KCH' and 'D'."""
+    for part in there.replace('(', ' (').replace(')', ' ').split():
+        yield from [part[1:]] if part.startswith('(') else part
+
+
+def check(abstract: nnx.State, pieces: Pieces, weights: Mapping[str, Any], *, of: str, keys: str) -> None:
+    """Raises ConfigError with all names that are missing or not expected and all wrong shapes and dtypes in `weights`.
+
+    `of` names them in the messages, and `keys` says what decides which there are.
+    """
+    dtypes = {*DTYPES, *(leaf.dtype for leaf in jax.tree.leaves(abstract))}
+    expected = {piece.name: piece for group in pieces.values() for piece in group}
+    problems = []
+    if missing := [name for name in expected if name not in weights]:
+        problems.append(f'{of}: {len(missing)} of {len(expected)} are missing ({keys}): {", ".join(missing)}')
+    if unexpected := [name for name in weights if name not in expected]:
+        problems.append(f'{of}: {len(unexpected)} are not expected ({keys}): {", ".join(unexpected)}')
+    for name, piece in expected.items():
+        if name not in weights:
+            continue
+        x = np.asarray(weights[name])
+        if x.shape != piece.shape:
+            problems.append(f'{of}: {name}: expected {piece.shape}, got {x.shape}{_fix(piece.shape, x.shape)}')
+        if x.dtype not in dtypes:
+            problems.append(f'{of}: {name}: expected one of {", ".join(map(str, DTYPES))}, got {x.dtype}')
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _fix(expected: Shape, got: Shape) -> str:
+    padded = len(got) == len(expected) == 2 and got[1:] == expected[1:] and got[0] > expected[0]
+    return f'; where the rest is padding, pass [:{expected[0]}]' if padded else ''
+
+
+def place(abstract: nnx.State, pieces: Pieces, weights: Mapping[str, np.ndarray]) -> nnx.State:
+    """The parameters that the pieces in `weights` make up, in the places and dtype of `abstract`, and zero where no piece lies.
+
+    Host memory holds one shard of one parameter at a time, and a process reads only what its devices get.
+    """
+    flat = nnx.to_flat_state(abstract)
+    with ThreadPoolExecutor(THREADS) as pool:
+        placed = [(path, param.replace(_place(param.get_value(), pieces[name_of(path)], weights, pool))) for path, param in flat]
+    return nnx.from_flat_state(placed)
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """`layers.mlp.up.weight` for the path of a parameter."""
+    return '.'.join(map(str, path))
+
+
+def shapes_of(params: nnx.State) -> dict[str, Shape]:
+    """The shape of each parameter, by name."""
+    return {name_of(path): tuple(param.shape) for path, param in nnx.to_flat_state(params)}
+
+
+def _place(param: jax.ShapeDtypeStruct, pieces: Sequence[Piece], weights: Mapping[str, np.ndarray], pool: ThreadPoolExecutor) -> jax.Array:
+    devices = defaultdict(list)
+    for device, index in param.sharding.addressable_devices_indices_map(param.shape).items():
+        devices[tuple(part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True))].append(device)
+    shards = []
+    for bounds, holders in devices.items():
+        block = _read_block(tuple(slice(*bound) for bound in bounds), param.dtype, pieces, weights, pool)
+        shards += [jax.device_put(block, device) for device in holders]
+        jax.block_until_ready(shards)  # before the next block is made
+    return jax.make_array_from_single_device_arrays(param.shape, param.sharding, shards)
+
+
+def _read_block(
+    index: At, dtype: np.dtype, pieces: Sequence[Piece], weights: Mapping[str, np.ndarray], pool: ThreadPoolExecutor
+) -> np.ndarray:
+    """The part of a parameter at `index`."""
+    block = _zeros(tuple(part.stop - part.start for part in index), dtype)
+
+    def copy(piece: Piece) -> None:
+        both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(index, piece.at, strict=True))
+        if any(part.start >= part.stop for part in both):
+            return
+        source = piece.view(weights[piece.name])[_shifted(both, piece.at)]
+        if source.dtype == BFLOAT16 and dtype == np.float32:
+            # Its bits are the upper half of those of fp32, and the lower is zero already; numpy's cast is several times as slow.
+            halves = block.view(np.uint16).reshape(*block.shape, 2)
+            copy_tiles(halves[..., 1][_shifted(both, index)], source.view(np.uint16))
+        else:
+            copy_tiles(block[_shifted(both, index)], source)
+
+    list(pool.map(copy, pieces))
+    return block
+
+
+def _zeros(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _shifted(at: At, origin: At) -> At:
+    return tuple(slice(part.start - zero.start, part.stop - zero.start) for part, zero in zip(at, origin, strict=True))
+
+
+def cut(x: np.ndarray, piece: Piece, dtype: np.dtype | None = None) -> np.ndarray:
+    """The piece of a whole parameter, as the other format has it: a new array, zero where that is padding."""
+    part = x[piece.at]
+    made = np.zeros(piece.shape, x.dtype)
+    copy_tiles(piece.view(made)[tuple(slice(size) for size in part.shape)], part)
+    return made if dtype is None else made.astype(dtype, copy=False)
+
+
+def copy_tiles(target: np.ndarray, source: np.ndarray) -> None:
+    """target[...] = source, in tiles where one is the other transposed."""
+    along_target, along_source = _contiguous_dim(target), _contiguous_dim(source)
+    if along_target == along_source:
+        target[...] = source
+        return
+    target, source = (np.moveaxis(x, (along_source, along_target), (-2, -1)) for x in (target, source))
+    for outer in np.ndindex(target.shape[:-2]):
+        for start in range(0, target.shape[-1], TILE):
+            target[outer][:, start : start + TILE] = source[outer][:, start : start + TILE]
+
+
+def _contiguous_dim(x: np.ndarray) -> int:
+    steps = [stride if size > 1 else math.inf for stride, size in zip(x.strides, x.shape, strict=True)]
+    return int(np.argmin(steps))

@@ -1,0 +1,192 @@
+"""Megatron-LM's checkpoints of one file for each tensor-parallel rank, `mp_rank_XX/model_optim_rng.pt`, in and out."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from megajax.config import Config, ConfigError, dump, load, reload
+from megajax.interop.arguments import read_arguments
+from megajax.interop.folder import check_new, new_folder, settings
+from megajax.interop.torch_files import Namespace, Stored, load_torch, torch_files
+from megajax.train.digests import find_sound
+from megajax.train.record import RECORD, read_record
+
+if TYPE_CHECKING:
+    from megajax.interop.pieces import Pieces
+
+FILE, TRACKER, RELEASE = 'model_optim_rng.pt', 'latest_checkpointed_iteration.txt', 'release'
+VERSION = 3.0  # of the layout: since 2.0 QKV is grouped by head
+VOCAB_MULTIPLE = 128  # rows on each rank, Megatron's make_vocab_size_divisible_by
+IGNORED = re.compile(r'.*_extra_state(\..*)?|.*rotary_pos_emb\.inv_freq')
+# Names of Transformer Engine's layers and of Megatron-LM before megatron-core, as those of the local layer specification.
+ALIASES = (
+    (r'linear_qkv\.layer_norm_(weight|bias)$', r'input_layernorm.\1'),
+    (r'self_attention\.input_layernorm', 'input_layernorm'),
+    (r'mlp\.linear_fc1\.layer_norm_(weight|bias)$', r'pre_mlp_layernorm.\1'),
+    (r'^language_model\.(encoder|transformer)\.', 'decoder.'),
+    (r'^language_model\.', ''),
+    (r'^decoder\.(layers\.\d+)\.attention\.', r'decoder.\1.self_attention.'),
+    (r'\.query_key_value\.', '.linear_qkv.'),
+    (r'\.self_attention\.dense\.', '.self_attention.linear_proj.'),
+    (r'\.post_attention_layernorm\.', '.pre_mlp_layernorm.'),
+    (r'\.dense_h_to_4h\.', '.linear_fc1.'),
+    (r'\.dense_4h_to_h\.', '.linear_fc2.'),
+)
+
+
+class RankFile(NamedTuple):
+    """What one rank's file holds: its arguments, empty if it has none, and its tensors by megatron-core's names."""
+
+    path: Path
+    arguments: Mapping[str, Any]
+    tensors: Mapping[str, np.ndarray]
+
+
+def import_megatron(folder: Path, out: Path, overrides: Sequence[str] = (), *, ranks: int | None = None) -> Config:
+    """Make `out` a run at step 0 with a checkpoint's weights, merged over its tensor-parallel ranks; the config of the run.
+
+    The model is what the checkpoint's arguments say, or a config.yaml beside the ranks. Raises ConfigError for what is not
+    supported, for files that ask for more than tensors, and for weights that are not whole.
+    """
+    check_new(out)
+    files = [_read_file(path) for path in find_ranks(folder, ranks)]
+    config = _config(folder, files[0], out, overrides)
+    from megajax.interop.runs import start_run
+
+    start_run(out, config, lambda config: _merge(config, files), tokenizer=None, origin={'imported from': 'megatron'})
+    return config
+
+
+def export_megatron(source: Path, out: Path, *, ranks: int) -> None:
+    """Write a run's newest checkpoint, or one of them, as Megatron-LM's release checkpoint for so many tensor-parallel ranks, in fp32.
+
+    Host memory holds one parameter and a tensor of it at a time. Raises ConfigError if the ranks do not divide the model.
+    """
+    checkpoint = find_sound(source)
+    record = read_record(checkpoint)
+    config = reload(record.config, place=str(checkpoint / RECORD))
+    from megajax.interop.megatron import megatron_pieces
+    from megajax.interop.runs import parts
+    from megajax.train.compare import parameter_shapes
+
+    shapes = parameter_shapes(checkpoint)
+    rows = -(-config.model.vocab_size // (VOCAB_MULTIPLE * ranks)) * VOCAB_MULTIPLE * ranks
+    pieces = [megatron_pieces(config.model, shapes, rank=rank, ranks=ranks, vocab_rows=rows) for rank in range(ranks)]
+    float32 = np.dtype(np.float32)
+    contents = [
+        {
+            'checkpoint_version': VERSION,
+            'iteration': record.step,
+            'model': {piece.name: Stored(piece.shape, float32) for group in of_rank.values() for piece in group},
+        }
+        for of_rank in pieces
+    ]
+    with new_folder(out) as partial:
+        paths = [partial / RELEASE / f'mp_rank_{rank:02}' / FILE for rank in range(ranks)]
+        for path in paths:
+            path.parent.mkdir(parents=True)
+        with torch_files(paths, contents) as files:
+            for rank, x in parts(checkpoint, pieces):
+                files[rank].append(x)
+        (partial / 'config.yaml').write_text(dump(config))
+        (partial / TRACKER).write_text(RELEASE)
+
+
+def find_ranks(folder: Path, ranks: int | None = None) -> list[Path]:
+    """The files of all ranks, in order, of a checkpoint's folder or of the newest checkpoint in a folder of them.
+
+    Raises ConfigError if there are none, not `ranks` of them, or pipeline stages among them.
+    """
+    tracker = folder / TRACKER
+    if tracker.is_file():
+        newest = tracker.read_text().strip()
+        folder = folder / (newest if newest == RELEASE else f'iter_{int(newest):07}' if newest.isdecimal() else newest)
+    found = sorted(path.name for path in folder.glob('mp_rank_*') if path.is_dir())
+    if not found:
+        raise ConfigError(f'{folder}: there is no mp_rank_00; give the folder of a checkpoint, or one with {TRACKER}')
+    if staged := [name for name in found if not re.fullmatch(r'mp_rank_\d\d', name)]:
+        raise ConfigError(f'{folder}: {staged[0]} is a pipeline or expert stage, and only tensor-parallel ranks are merged')
+    if found != [f'mp_rank_{rank:02}' for rank in range(len(found))]:
+        raise ConfigError(f'{folder}: there are {", ".join(found)}, and not every rank from 00 on')
+    if ranks is not None and ranks != len(found):
+        raise ConfigError(f'{folder}: holds {len(found)} ranks, not {ranks}')
+    paths = [folder / name / FILE for name in found]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise ConfigError(f'{missing[0]}: is missing')
+    return paths
+
+
+def _read_file(path: Path) -> RankFile:
+    contents = load_torch(path)
+    if not isinstance(contents, Mapping) or not isinstance(contents.get('model'), Mapping):
+        raise ConfigError(f"{path}: there is no 'model' in it")
+    version = contents.get('checkpoint_version', VERSION)
+    if not isinstance(version, (int, float)) or version < 2:
+        raise ConfigError(f'{path}: checkpoint_version {version} orders QKV in another way; only 2.0 and later are read')
+    arguments = contents.get('args')
+    known = vars(arguments) if isinstance(arguments, Namespace) else arguments if isinstance(arguments, Mapping) else {}
+    return RankFile(path, known, dict(_tensors(contents['model'], path)))
+
+
+def _tensors(model: Mapping[str, Any], path: Path, prefix: str = '') -> Iterator[tuple[str, np.ndarray]]:
+    for key, value in model.items():
+        name = f'{prefix}{key}'
+        if IGNORED.fullmatch(name) or name == 'word_embeddings_for_head':
+            continue
+        if isinstance(value, Mapping):
+            yield from _tensors(value, path, f'{name}.')
+        elif isinstance(value, np.ndarray):
+            for pattern, replacement in ALIASES:
+                name = re.sub(pattern, replacement, name)
+            yield name, value
+        else:
+            raise ConfigError(f'{path}: {name} is no tensor')
+
+
+def _config(folder: Path, first: RankFile, out: Path, overrides: Sequence[str]) -> Config:
+    beside = folder / 'config.yaml'
+    if not first.arguments and not beside.is_file():
+        raise ConfigError(f"{first.path}: holds no arguments ('args') that say what the model is; write its config to {beside}")
+    model = read_arguments(first.arguments, str(first.path)) if first.arguments else load(beside).model.model_dump(mode='json')
+    return reload(settings(model, out, None), overrides, place=str(first.path if first.arguments else beside))
+
+
+def _merge(config: Config, files: Sequence[RankFile]) -> Any:
+    """The parameters of all ranks' tensors, which are named here by rank."""
+    from megajax.interop.megatron import KEYS, megatron_pieces
+    from megajax.interop.pieces import check, place, shapes_of
+    from megajax.train.open import abstract_params
+
+    abstract = abstract_params(config)
+    embedding = next((x for name, x in files[0].tensors.items() if name == 'embedding.word_embeddings.weight'), None)
+    rows = config.model.vocab_size if embedding is None else len(embedding) * len(files)
+    if rows < config.model.vocab_size:
+        raise ConfigError(
+            f'{files[0].path}: {len(files)} ranks hold {rows} rows of the embedding, and model.vocab_size is {config.model.vocab_size}'
+        )
+    merged: dict[str, list[Any]] = {}
+    for rank, file in enumerate(files):
+        pieces = megatron_pieces(config.model, shapes_of(abstract), rank=rank, ranks=len(files), vocab_rows=rows)
+        check(abstract, pieces, file.tensors, of=str(file.path), keys=KEYS)
+        for path, group in pieces.items():
+            merged.setdefault(path, []).extend(piece._replace(name=f'{rank}/{piece.name}') for piece in group)
+    tensors = {f'{rank}/{name}': x for rank, file in enumerate(files) for name, x in file.tensors.items()}
+    _check_copies(merged, files)
+    return place(abstract, merged, tensors)
+
+
+def _check_copies(merged: 'Pieces', files: Sequence[RankFile]) -> None:
+    """Raises ConfigError if ranks that should hold copies of a tensor hold different ones."""
+    for group in merged.values():
+        firsts: dict[Any, int] = {}
+        for piece in group:
+            rank, name = int(piece.name.partition('/')[0]), piece.name.partition('/')[2]
+            where = tuple((part.start, part.stop) for part in piece.at)
+            first = firsts.setdefault(where, rank)
+            if any(start == stop for start, stop in where):  # nothing but padding of the vocabulary
+                continue
+            if first != rank and not np.array_equal(files[first].tensors[name], files[rank].tensors[name]):
+                raise ConfigError(f'{files[rank].path}: {name} is another than in {files[first].path}, and every rank should have the same')

@@ -1,0 +1,51 @@
+"""Runs as the source and the result of a conversion."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from megajax.config import Config, dump
+from megajax.data.masked import SPECIAL
+from megajax.data.tokenizer import make_tokenizer
+from megajax.interop.folder import tokenizer_of
+from megajax.interop.pieces import Pieces, cut
+from megajax.parallel.mesh import make_mesh
+from megajax.train.checkpoint import Checkpoints
+from megajax.train.compare import read_parameter
+from megajax.train.digests import write_file
+from megajax.train.lock import run_lock
+
+
+def start_run(out: Path, config: Config, load: Callable[[Config], nnx.State], *, tokenizer: Path | None, origin: Mapping[str, str]) -> None:
+    """Make `out` a run at step 0 with the parameters that `load` brings to the mesh of `config`; its optimizer is fresh.
+
+    `origin` goes into the checkpoint's record. Nothing in `out` looks like a checkpoint until it is complete.
+    """
+    spec = str(tokenizer) if tokenizer and config.data.tokenizer == tokenizer_of(out) else config.data.tokenizer
+    special = () if config.model.causal else SPECIAL
+    loaded = None if spec == 'none' else make_tokenizer(spec, config.model.vocab_size, special=special)
+    mesh = make_mesh(config.mesh.data, config.mesh.model, cross_hosts=config.mesh.allow_model_across_hosts)
+    with jax.set_mesh(mesh):
+        params = load(config)
+    with run_lock(out), jax.set_mesh(mesh):
+        if jax.process_index() == 0:
+            write_file(out / 'config.yaml', dump(config).encode())
+            if loaded:
+                loaded.save(out / 'tokenizer.json')
+        with Checkpoints(out / 'checkpoints', config, tokenizer=loaded, data=origin) as checkpoints:
+            checkpoints.save({'params': params}, 0)
+
+
+def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, np.ndarray]]:
+    """Every piece of a checkpoint's parameters, in fp32, with the number of the rank whose it is.
+
+    Each parameter is read once, and those of a rank come in the order of its pieces.
+    """
+    for path in ranks[0]:
+        x = read_parameter(checkpoint, path)
+        for rank, pieces in enumerate(ranks):
+            for piece in pieces[path]:
+                yield rank, cut(x, piece)

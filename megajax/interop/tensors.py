@@ -1,0 +1,143 @@
+"""The weights of a Hugging Face directory: safetensors files, mapped into memory and never trusted unseen. Imports no jax."""
+
+import json
+import mmap
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from megajax.config import ConfigError
+
+SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+SHARD_BYTES = 5_000_000_000  # of a file, as in `save_pretrained`
+DTYPES = {
+    'F32': np.dtype(np.float32),
+    'F16': np.dtype(np.float16),
+    'BF16': np.dtype(ml_dtypes.bfloat16),
+    'F64': np.dtype(np.float64),
+    'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
+    'F8_E5M2': np.dtype(ml_dtypes.float8_e5m2),
+    'I64': np.dtype(np.int64),
+    'I32': np.dtype(np.int32),
+    'I16': np.dtype(np.int16),
+    'I8': np.dtype(np.int8),
+    'U8': np.dtype(np.uint8),
+    'BOOL': np.dtype(np.bool_),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class Tensor(NamedTuple):
+    """An array to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+
+def read_tensors(folder: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a directory by name, as views of the mapped files: reading one reads its bytes.
+
+    Raises ConfigError, with file and tensor, if a file is damaged or missing, or if the index and the files do not say the same.
+    """
+    if (folder / INDEX).is_file():
+        return _read_indexed(folder)
+    if not (folder / SINGLE).is_file():
+        pickles = sorted(path.name for path in folder.glob('*.bin'))
+        why = f'; {pickles[0]} is a pickle, which could run anything: save the model as safetensors first' if pickles else ''
+        raise ConfigError(f'{folder}: there is neither {SINGLE} nor {INDEX}{why}')
+    return _read_file(folder / SINGLE)
+
+
+def _read_indexed(folder: Path) -> dict[str, np.ndarray]:
+    index = folder / INDEX
+    try:
+        files = json.loads(index.read_bytes())['weight_map']
+        names = {str(name): str(file) for name, file in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f'{index}: not an index of tensors: {error!r}') from error
+    return _read_files(folder, index, names)
+
+
+def _read_files(folder: Path, index: Path, files: Mapping[str, str]) -> dict[str, np.ndarray]:
+    for name, file in files.items():
+        if Path(file).name != file or not file.endswith('.safetensors'):
+            raise ConfigError(f'{index}: {name} is said to be in {file!r}, which is not the name of a safetensors file beside it')
+        if not (folder / file).is_file():
+            raise ConfigError(f'{index}: {name} is said to be in {file}, which is missing')
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(set(files.values())):
+        found = _read_file(folder / file)
+        for name in found:
+            if files.get(name) != file:
+                where = f'says that it is in {files[name]}' if name in files else 'does not know it'
+                raise ConfigError(f'{folder / file}: holds {name}, and {index.name} {where}')
+        tensors |= found
+    if missing := [name for name in files if name not in tensors]:
+        raise ConfigError(f'{index}: {missing[0]} is said to be in {files[missing[0]]}, which does not hold it')
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, np.ndarray]:
+    try:
+        with safe_open(path, framework='numpy'):  # checks that the header is sound, and the file as long as it says
+            pass
+        with path.open('rb') as file:
+            content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f'{path}: not a sound safetensors file: {error}') from error
+    start = 8 + int(content[:8].view('<u8')[0])
+    header = json.loads(content[8:start].tobytes())
+    return {name: _view(path, name, about, content[start:]) for name, about in header.items() if name != '__metadata__'}
+
+
+def _view(path: Path, name: str, about: Mapping[str, Any], content: np.ndarray) -> np.ndarray:
+    if about['dtype'] not in DTYPES:
+        raise ConfigError(f'{path}: {name} is of {about["dtype"]}; expected F32, F16 or BF16')
+    start, end = about['data_offsets']
+    return content[start:end].view(DTYPES[about['dtype']]).reshape(about['shape'])
+
+
+def write_tensors(folder: Path, plan: Iterable[Tensor], arrays: Iterator[np.ndarray], *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the arrays, which come in the order of `plan`, to files of at most `shard_bytes`, with an index if there are more than one.
+
+    Nothing but the array at hand is in memory. A tensor that is larger than `shard_bytes` has a file of its own.
+    """
+    shards: list[list[Tensor]] = [[]]
+    for tensor in plan:
+        if shards[-1] and sum(each.size for each in shards[-1]) + tensor.size > shard_bytes:
+            shards.append([])
+        shards[-1].append(tensor)
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f'model-{n:05}-of-{count:05}.safetensors' for n in range(1, count + 1)]
+    for name, tensors in zip(names, shards, strict=True):
+        _write_file(folder / name, tensors, arrays)
+    if count > 1:
+        weight_map = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        total = sum(tensor.size for tensors in shards for tensor in tensors)
+        (folder / INDEX).write_text(json.dumps({'metadata': {'total_size': total}, 'weight_map': weight_map}, indent=2))
+
+
+def _write_file(path: Path, tensors: list[Tensor], arrays: Iterator[np.ndarray]) -> None:
+    header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}  # which transformers asks for
+    start = 0
+    for tensor in tensors:
+        header[tensor.name] = {'dtype': CODES[tensor.dtype], 'shape': tensor.shape, 'data_offsets': [start, start + tensor.size]}
+        start += tensor.size
+    text = json.dumps(header, separators=(',', ':')).encode()
+    text += b' ' * (-len(text) % 8)  # so that the data is aligned
+    with path.open('wb') as file:
+        file.write(len(text).to_bytes(8, 'little') + text)
+        for tensor in tensors:
+            array = next(arrays)
+            assert (array.shape, array.dtype) == (tensor.shape, tensor.dtype), tensor
+            file.write(np.ascontiguousarray(array).view(np.uint8).data)

@@ -1,0 +1,232 @@
+"""Files of `torch.save`, read without torch and without running anything in them, and written. Imports no jax.
+
+Such a file is a zip archive of a pickle and the storages of its tensors. A pickle is a program that may call any function by its name;
+here it gets tensors and plain containers, a placeholder without effect for what is known to lie beside weights, and is refused for
+anything else.
+"""
+
+import io
+import mmap
+import pickle
+import struct
+import zipfile
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from megajax.config import ConfigError
+
+STORAGES = {
+    'FloatStorage': np.dtype(np.float32),
+    'HalfStorage': np.dtype(np.float16),
+    'BFloat16Storage': np.dtype(ml_dtypes.bfloat16),
+    'DoubleStorage': np.dtype(np.float64),
+    'LongStorage': np.dtype(np.int64),
+    'IntStorage': np.dtype(np.int32),
+    'ShortStorage': np.dtype(np.int16),
+    'CharStorage': np.dtype(np.int8),
+    'ByteStorage': np.dtype(np.uint8),
+    'BoolStorage': np.dtype(np.bool_),
+}
+# Of arguments, random states and Transformer Engine's extra states: a placeholder takes their place, and their contents are not looked at.
+INERT = frozenset(
+    {('signal', 'Signals'), ('_codecs', 'encode'), ('io', 'BytesIO'), ('_io', 'BytesIO'), ('torch', 'device'), ('torch', 'Size')}
+    | {(f'numpy.{core}.multiarray', name) for core in ('core', '_core') for name in ('_reconstruct', 'scalar')}
+    | {('numpy', 'ndarray'), ('numpy', 'dtype'), ('collections', 'deque'), ('datetime', 'timedelta'), ('pathlib', 'PosixPath')}
+    | {('torch', dtype) for dtype in ('float32', 'float16', 'bfloat16', 'float64', 'int64', 'int32', 'uint8', 'bool')}
+)
+INERT_PACKAGES = ('megatron.', 'transformer_engine.')  # enumerations and settings
+
+
+class Namespace:
+    """Stands for an `argparse.Namespace`: attributes, and nothing else."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+class _Kind(NamedTuple):
+    """Stands for a class of storages. Not the dtype itself: a pickle can change the state of what it gets."""
+
+    dtype: np.dtype
+
+
+class Inert:
+    """Stands for an object that is not wanted; whatever is done to it has no effect."""
+
+    def __new__(cls, *_: Any, **__: Any) -> 'Inert':
+        """Take any arguments."""
+        return super().__new__(cls)
+
+    def __call__(self, *_: Any, **__: Any) -> 'Inert':
+        return self
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def __hash__(self) -> int:
+        return 0
+
+    def append(self, _: Any) -> None:
+        """Nothing is kept."""
+
+    def extend(self, _: Any) -> None:
+        """Nothing is kept."""
+
+    def __setitem__(self, _: Any, __: Any) -> None:
+        pass
+
+
+def load_torch(path: Path) -> Any:
+    """What `torch.save` wrote: plain containers, arrays in place of tensors (views of the mapped file), `Namespace` and `Inert`.
+
+    Raises ConfigError if it is damaged, older than torch 1.6, or asks for anything else, which it names.
+    """
+    try:
+        with path.open('rb') as file, zipfile.ZipFile(file) as archive:
+            entries = {name.partition('/')[2]: archive.getinfo(name) for name in archive.namelist()}
+            if 'byteorder' in entries and archive.read(entries['byteorder']) != b'little':
+                raise ConfigError(f'{path}: not little-endian, and only that is supported')
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            program = archive.read(entries['data.pkl'])
+            return _Unpickler(program, path, entries, content).load()
+    except ConfigError:
+        raise
+    except zipfile.BadZipFile as error:
+        raise ConfigError(f'{path}: not a zip archive as torch.save writes since 1.6, or cut short: {error}') from error
+    except OSError as error:
+        raise ConfigError(f'{path}: cannot be read: {error.strerror}') from error
+    except Exception as error:  # a pickle can be wrong in any way
+        raise ConfigError(f'{path}: not what torch.save writes: {type(error).__name__}: {error}') from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Calls nothing but what `find_class` gives: the functions and placeholders of this file, and OrderedDict."""
+
+    def __init__(self, program: bytes, path: Path, entries: Mapping[str, zipfile.ZipInfo], content: mmap.mmap):
+        super().__init__(io.BytesIO(program), encoding='utf-8')
+        self.path, self.entries, self.content = path, entries, content
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a global of the pickle."""
+        if (module, name) in (('torch._utils', '_rebuild_tensor_v2'), ('torch._utils', '_rebuild_parameter')):
+            return _rebuild_tensor if name == '_rebuild_tensor_v2' else _rebuild_parameter
+        if module == 'torch' and name in STORAGES:
+            return _Kind(STORAGES[name])
+        if (module, name) == ('collections', 'OrderedDict'):
+            return OrderedDict
+        if (module, name) in (('argparse', 'Namespace'), ('types', 'SimpleNamespace')):
+            return Namespace
+        if (module, name) in INERT or module.startswith(INERT_PACKAGES):
+            return Inert
+        raise ConfigError(f'{self.path}: refused: it asks for {module}.{name}, and only tensors and plain containers are read')
+
+    def persistent_load(self, pid: Any) -> np.ndarray:
+        """A storage, as a view of the file."""
+        storage, (dtype,), key, _, count = pid
+        entry = self.entries[f'data/{key}']
+        if storage != 'storage' or entry.compress_type != zipfile.ZIP_STORED or count * dtype.itemsize > entry.file_size:
+            raise ValueError(f'storage {key} is not as long as its tensors, or compressed')
+        name_length, extra_length = struct.unpack_from('<HH', self.content, entry.header_offset + 26)  # of the entry's own header
+        start = entry.header_offset + 30 + name_length + extra_length
+        return np.frombuffer(self.content, np.uint8, count * dtype.itemsize, start).view(dtype)
+
+
+def _rebuild_tensor(storage: np.ndarray, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> np.ndarray:
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if offset < 0 or min((*size, *stride), default=0) < 0 or (0 not in size and last >= len(storage)):
+        raise ValueError(f'a tensor of {size} reaches beyond its storage of {len(storage)}')
+    strides = tuple(step * storage.itemsize for step in stride)
+    return np.lib.stride_tricks.as_strided(storage[offset:], size, strides, writeable=False)
+
+
+def _rebuild_parameter(x: Any, *_: Any) -> Any:
+    return x
+
+
+class Stored(NamedTuple):
+    """A tensor to be written."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+class TorchFile:
+    """A file of `torch.save` that is being written: the pickle first, then each tensor's data in the order of the names."""
+
+    def __init__(self, file: BinaryIO, contents: Mapping[str, Any]):
+        self._archive = zipfile.ZipFile(file, 'w', zipfile.ZIP_STORED)
+        self._tensors: list[Stored] = []
+        self._next = 0
+        self._write('data.pkl', b'\x80\x02' + b''.join(self._pickle(contents)) + b'.')
+        self._write('version', b'3\n')
+        self._write('byteorder', b'little')
+
+    def append(self, x: np.ndarray) -> None:
+        """The data of the next tensor."""
+        stored = self._tensors[self._next]
+        assert (x.shape, x.dtype) == stored
+        self._write(f'data/{self._next}', np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+        self._next += 1
+
+    def close(self) -> None:
+        """Write the archive's directory; every tensor must have been appended."""
+        assert self._next == len(self._tensors)
+        self._archive.close()
+
+    def _write(self, name: str, data: bytes | memoryview) -> None:
+        with self._archive.open(zipfile.ZipInfo(f'archive/{name}'), 'w', force_zip64=True) as entry:
+            entry.write(data)
+
+    def _pickle(self, x: Any) -> Iterator[bytes]:
+        """Opcodes of protocol 2, written by hand because pickling torch's functions would import them."""
+        match x:
+            case Stored():
+                yield from self._pickle_tensor(x)
+            case Mapping():
+                yield b'}('
+                for key, value in x.items():
+                    yield from (*self._pickle(key), *self._pickle(value))
+                yield b'u'
+            case str():
+                yield b'X' + struct.pack('<I', len(x.encode())) + x.encode()
+            case bool():
+                yield b'\x88' if x else b'\x89'
+            case int():
+                yield b'\x8a\x08' + struct.pack('<q', x)
+            case float():
+                yield b'G' + struct.pack('>d', x)
+            case tuple():
+                yield from (b'(', *(part for item in x for part in self._pickle(item)), b't')
+            case _:
+                raise TypeError(f'{type(x).__name__} has no place in a checkpoint')
+
+    def _pickle_tensor(self, x: Stored) -> Iterator[bytes]:
+        storage = next(name for name, dtype in STORAGES.items() if dtype == x.dtype)
+        count = int(np.prod(x.shape))
+        stride = tuple(int(np.prod(x.shape[dim + 1 :])) for dim in range(len(x.shape)))
+        yield b'ctorch._utils\n_rebuild_tensor_v2\n('
+        key = str(len(self._tensors))
+        yield from (b'(', *self._pickle('storage'), f'ctorch\n{storage}\n'.encode(), *self._pickle(key), *self._pickle('cpu'))
+        yield from (*self._pickle(count), b'tQ', *self._pickle(0), *self._pickle(x.shape), *self._pickle(stride), *self._pickle(False))
+        yield b'ccollections\nOrderedDict\n)RtR'
+        self._tensors.append(x)
+
+
+@contextmanager
+def torch_files(paths: Iterable[Path], contents: Iterable[Mapping[str, Any]]) -> Iterator[list[TorchFile]]:
+    """Files to append tensors to, closed when all have theirs."""
+    opened = [path.open('wb') for path in paths]
+    try:
+        files = [TorchFile(file, content) for file, content in zip(opened, contents, strict=True)]
+        yield files
+        for file in files:
+            file.close()
+    finally:
+        for raw in opened:
+            raw.close()

@@ -1,0 +1,64 @@
+"""From another project's checkpoint to a trained one and back, by the commands."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from interop.stored import DATA, assert_same_tensors
+from support import by_name, on_mesh, write_run
+from typer.testing import CliRunner
+
+from megajax.cli import app
+from megajax.interop.directories import import_huggingface
+from megajax.train.checkpoint import Checkpoints
+from megajax.train.open import open_model
+from megajax.train.step import init_state
+
+
+def megajax(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_an_import_comes_back_and_goes_to_megatron_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('JAX_PLATFORMS', 'cpu')  # which export sets
+    run, out, ranks, again = (tmp_path / name for name in ('run', 'out', 'ranks', 'again'))
+    assert megajax('import', 'hf', DATA / 'qwen3', run, 'mesh.model=2') == f'run        {run}\ncheckpoint {run}/checkpoints/0\n'
+    assert '0' in megajax('checkpoint', 'ls', run).splitlines()[1].split()
+    assert megajax('export', 'hf', run, out) == f'{out}: qwen3 in float32\n'
+    assert_same_tensors(out, DATA / 'qwen3')
+    assert megajax('export', 'megatron', run, ranks, '--tensor-parallel', 2) == f'{ranks}: 2 ranks in float32\n'
+    megajax('import', 'megatron', ranks, again)
+    megajax('export', 'hf', again / 'checkpoints' / '0', tmp_path / 'last')
+    assert_same_tensors(tmp_path / 'last', DATA / 'qwen3')
+
+
+@pytest.mark.parametrize('shard', ['false', 'true'])
+def test_a_run_that_begins_with_an_import_has_a_fresh_optimizer(shard: str, tmp_path: Path) -> None:
+    config = import_huggingface(DATA / 'llama2', tmp_path, ['mesh.data=2', f'optim.shard={shard}'])
+    with on_mesh(config), Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:
+        assert checkpoints.newest_verified() == 0
+        state, fresh = checkpoints.restore(0), init_state(config)
+    assert jax.tree.structure(state) == jax.tree.structure(fresh)
+    assert all(a.sharding == b.sharding for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(fresh), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(*(jax.tree.leaves(x._replace(params=None)) for x in (state, fresh)), strict=True))
+    expected = by_name(open_model(tmp_path).params)
+    assert all(np.array_equal(x, expected[name]) for name, x in by_name(state.params).items())
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_an_import_and_is_exported(tmp_path: Path) -> None:
+    write_run(tmp_path, '')
+    megajax('import', 'hf', DATA / 'gpt2', tmp_path / 'run', 'train.seq_len=16', 'train.dtype=float32')
+    train = ('train', 'run.dir=run', 'data.corpus=corpus', 'data.split="6,2,0"', 'train.steps=2', 'train.batch_size=4', 'mesh.model=2')
+    command = [sys.executable, '-m', 'megajax', *train]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert 'resume' in result.stdout
+    megajax('export', 'hf', tmp_path / 'run', tmp_path / 'out')
+    with pytest.raises(AssertionError):
+        assert_same_tensors(tmp_path / 'out', DATA / 'gpt2')

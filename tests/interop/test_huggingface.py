@@ -1,0 +1,327 @@
+"""Models of transformers give transformers' logits on every mesh, and come back bit for bit.
+
+`data` holds tiny random models and what transformers made of some tokens (`make_data.py`); `test_transformers.py` asks transformers
+itself, where it is installed.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, config_of, logits, tensors_of
+from safetensors.numpy import load_file, save_file
+from support import by_name, gather, on_mesh
+
+from megajax.config import Config, ConfigError, num_parameters
+from megajax.interop.directories import export_huggingface, import_huggingface
+from megajax.interop.families import ARCHITECTURES, read_family, write_family
+from megajax.interop.huggingface import from_huggingface
+from megajax.interop.tensors import INDEX, SINGLE, read_tensors
+from megajax.train.digests import find_steps
+from megajax.train.open import open_model
+from megajax.train.record import read_record
+
+for_each_family = pytest.mark.parametrize('name', NAMES)
+
+
+@for_each_family
+@pytest.mark.parametrize(('data', 'model'), [(1, 1), (1, 2), (2, 2), (1, 4)])
+def test_logits_are_those_of_transformers(name: str, data: int, model: int) -> None:
+    config, expected = config_of(name, data, model), np.load(DATA / f'{name}.npz')
+    with on_mesh(config):
+        params = from_huggingface(config, read_tensors(DATA / name), source=name)
+        assert np.abs(logits(config, params, expected['tokens']) - expected['logits']).max() < LIMIT
+    assert np.abs(expected['logits']).max() > 1
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+
+
+@for_each_family
+def test_import_then_export_gives_the_same_tensors_bit_for_bit(name: str, tmp_path: Path) -> None:
+    import_huggingface(DATA / name, tmp_path / 'run', ['mesh.model=2'])
+    family, dtype = export_huggingface(tmp_path / 'run', tmp_path / 'out')
+    assert (family, dtype) == (json.loads((DATA / name / 'config.json').read_text())['model_type'], str(tensors_of(DATA / name)[0].dtype))
+    assert_same_tensors(tmp_path / 'out', DATA / name)
+    again = read_family(json.loads((tmp_path / 'out' / 'config.json').read_text()), name)
+    assert again == (family, config_of(name).model.model_dump(mode='json', exclude_unset=True), [])
+
+
+def test_an_import_is_a_run_at_step_0(tmp_path: Path) -> None:
+    out = tmp_path / 'run'
+    config = import_huggingface(DATA / 'gpt2', out, ['mesh.data=2', 'train.dtype=float32', 'train.seq_len=8'])
+    assert find_steps(out / 'checkpoints') == [0]
+    assert read_record(out / 'checkpoints' / '0').data == {'imported as': 'gpt2', 'imported in': 'float32'}
+    opened = open_model(out, ['mesh.data=1', 'mesh.model=4'])
+    assert opened.step == 0
+    assert opened.tokenizer is not None
+    assert opened.tokenizer.vocab_size == 50
+    assert opened.config.data.tokenizer == str(out / 'tokenizer.json')
+    assert opened.config.model == config.model
+    assert sum(x.size for x in gather(opened.params).values()) == num_parameters(config.model, padded=True)
+    expected = np.load(DATA / 'gpt2.npz')
+    with jax.set_mesh(opened.mesh):
+        assert np.abs(logits(opened.config, opened.params, expected['tokens']) - expected['logits']).max() < LIMIT
+    with pytest.raises(ConfigError, match='run is a run already, at step 0'):
+        import_huggingface(DATA / 'gpt2', out)
+
+
+def test_each_device_gets_its_part_and_the_padding_is_zero() -> None:
+    config = config_of('mistral', 2, 2)
+    with on_mesh(config):
+        params = by_name(from_huggingface(config, read_tensors(DATA / 'mistral'), source=''))
+    table = params['embedding.table']
+    assert table.shape == (1024, 16)
+    assert {shard.data.shape for shard in table.addressable_shards} == {(512, 16)}
+    assert not np.asarray(table)[50:].any()
+    np.testing.assert_array_equal(np.asarray(table)[:50], read_tensors(DATA / 'mistral')['model.embed_tokens.weight'])
+    assert {shard.data.shape for shard in params['layers.mlp.up.weight'].addressable_shards} == {(2, 16, 2, 12)}
+
+
+def test_host_memory_holds_one_shard_of_one_parameter(tmp_path: Path) -> None:
+    keys = json.loads((DATA / 'llama2' / 'config.json').read_text()) | {'vocab_size': 8192, 'hidden_size': 64, 'head_dim': 16}
+    config = Config(model=read_family(keys, '')[1], mesh={'model': 4}, train={'seq_len': 16})
+    random, shapes = np.random.default_rng(0), {name: x.shape for name, x in read_tensors(DATA / 'llama2').items()}
+    grown = {name: tuple({50: 8192, 16: 64}.get(size, size) for size in shape) for name, shape in shapes.items()}
+    save_file({name: random.random(shape, np.float32) for name, shape in grown.items()}, tmp_path / SINGLE)
+    tensors = read_tensors(tmp_path)
+    with on_mesh(config):
+        tracemalloc.start()  # knows numpy's memory; mapped files are not in it
+        params = jax.block_until_ready(from_huggingface(config, tensors, source=''))
+        left, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    # What is left is the devices' own, which on a CPU is the memory that was filled; what is gone was the host's.
+    shard, whole = 4 * 8192 * 64 // 4, sum(x.nbytes for x in tensors.values())
+    assert whole > 8 * shard
+    assert sum(x.nbytes for x in jax.tree.leaves(params)) >= whole
+    assert peak - left < shard
+
+
+def test_an_export_in_pieces_has_an_index_and_an_exported_tokenizer_reads_the_same(tmp_path: Path) -> None:
+    import_huggingface(DATA / 'gpt2', tmp_path / 'run')
+    export_huggingface(tmp_path / 'run' / 'checkpoints' / '0', tmp_path / 'out', shard_bytes=8000)
+    files = sorted(path.name for path in (tmp_path / 'out').glob('*.safetensors'))
+    assert files == [f'model-{n:05}-of-{len(files):05}.safetensors' for n in range(1, len(files) + 1)]
+    assert len(files) > 2
+    assert all(load_file(tmp_path / 'out' / file) for file in files)
+    index = json.loads((tmp_path / 'out' / INDEX).read_text())
+    assert index['metadata']['total_size'] == sum(x.nbytes for x in tensors_of(DATA / 'gpt2'))
+    assert_same_tensors(tmp_path / 'out', DATA / 'gpt2')
+    import_huggingface(tmp_path / 'out', tmp_path / 'again')
+    first, second = (open_model(tmp_path / run).tokenizer for run in ('run', 'again'))
+    assert first is not None
+    assert second is not None
+    assert first.fingerprint == second.fingerprint
+    about = json.loads((tmp_path / 'out' / 'config.json').read_text())
+    assert about['eos_token_id'] == first.eod == 49
+
+
+def test_a_tokenizer_that_begins_documents_keeps_its_token(tmp_path: Path) -> None:
+    shutil.copytree(DATA / 'gpt2', tmp_path / 'in')
+    spec = json.loads((tmp_path / 'in' / 'tokenizer.json').read_text())
+    number = spec['model']['vocab']['<s>'] = spec['model']['vocab'].pop('z')
+    spec['added_tokens'].insert(0, spec['added_tokens'][0] | {'id': number, 'content': '<s>'})
+    (tmp_path / 'in' / 'tokenizer.json').write_text(json.dumps(spec))
+    import_huggingface(tmp_path / 'in', tmp_path / 'run')
+    export_huggingface(tmp_path / 'run', tmp_path / 'out')
+    about, keys = (json.loads((tmp_path / 'out' / name).read_text()) for name in ('tokenizer_config.json', 'config.json'))
+    assert (about['bos_token'], about['eos_token']) == ('<s>', '<|endoftext|>')
+    assert (keys['bos_token_id'], keys['eos_token_id']) == (number, 49)
+
+
+def test_names_of_other_versions_of_transformers(tmp_path: Path) -> None:
+    """GPT-2 was released without `transformer.` and with its masks, Llama 2 with its frequencies, some tied heads are saved too."""
+    for name, extra in (
+        ('gpt2', {f'h.{n}.attn.bias': np.ones((1, 1, 32, 32), np.uint8) for n in range(2)}),
+        ('llama2', {'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(2, np.float32)}),
+        ('llama3', {'lm_head.weight': read_tensors(DATA / 'llama3')['model.embed_tokens.weight']}),
+    ):
+        tensors = {key.removeprefix('transformer.'): x for key, x in read_tensors(DATA / name).items()}
+        config = config_of(name)
+        with on_mesh(config):
+            found = gather(from_huggingface(config, tensors | extra, source=name))
+            expected = gather(from_huggingface(config, read_tensors(DATA / name), source=name))
+        assert all(np.array_equal(found[path], x) for path, x in expected.items())
+    wrong = r'lm_head\.weight is not the embedding, and tie_word_embeddings says that it is'
+    with on_mesh(config), pytest.raises(ConfigError, match=wrong):
+        from_huggingface(config, tensors | {'lm_head.weight': np.zeros((50, 16), np.float32)}, source=name)
+
+
+OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
+
+
+@pytest.mark.parametrize(
+    ('name', 'key', 'value', 'message'),
+    [
+        ('llama2', 'model_type', 'mixtral', 'model_type: "mixtral": only gpt2, llama, qwen2, qwen3, mistral'),
+        ('llama2', 'architectures', ['LlamaForSequenceClassification'], 'architectures: ["LlamaForSequenceClassification"]: only'),
+        ('llama2', 'quantization_config', {'bits': 4}, 'quantization_config: {"bits": 4}: only null is supported'),
+        ('llama2', 'hidden_act', 'gelu', 'hidden_act: "gelu": only "silu" or "swish" is supported'),
+        ('llama2', 'mlp_bias', True, 'mlp_bias: true: only that of attention_bias, false, is supported'),
+        ('llama2', 'attention_dropout', 0.1, 'attention_dropout: 0.1: only 0 is supported'),
+        ('llama2', 'rope_parameters', {'rope_type': 'yarn', 'factor': 4.0}, 'rope_parameters.rope_type: "yarn": only'),
+        ('llama2', 'rope_parameters', {'rope_type': 'default', 'partial_rotary_factor': 0.5}, 'rope_parameters.partial_rotary_factor: 0.5'),
+        ('llama2', 'rope_parameters', {'rope_type': 'llama3', 'factor': 4.0}, 'rope_parameters.low_freq_factor: required'),
+        ('mistral', 'sliding_window', 16, 'sliding_window: 16: only null, or at least max_position_embeddings=32, is supported'),
+        ('qwen2', 'use_sliding_window', True, 'use_sliding_window: true: only false is supported'),
+        ('qwen3', 'layer_types', ['sliding_attention', 'full_attention'], 'layer_types: "sliding_attention": only "full_attention"'),
+        ('qwen3', 'attention_bias', True, 'attention_bias: true: only false is supported'),
+        ('gpt2', 'activation_function', 'relu', 'activation_function: "relu": only gelu_new, gelu_pytorch_tanh, gelu are supported'),
+        ('gpt2', 'attn_pdrop', 0.5, 'attn_pdrop: 0.5: the dropouts must be the same'),
+        ('gpt2', 'scale_attn_by_inverse_layer_idx', True, 'scale_attn_by_inverse_layer_idx: true: only false is supported'),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_key_and_value(name: str, key: str, value: Any, message: str) -> None:
+    keys = json.loads((DATA / name / 'config.json').read_text())
+    with pytest.raises(ConfigError) as error:
+        read_family(keys | {key: value}, 'config.json')
+    assert f'config.json: {message}' in str(error.value)
+
+
+def test_configs_of_transformers_4_are_read_too() -> None:
+    keys = json.loads((DATA / 'llama3' / 'config.json').read_text())
+    scaling = keys.pop('rope_parameters')
+    theta, kind = scaling.pop('rope_theta'), scaling.pop('rope_type')
+    assert read_family(keys | {'rope_theta': theta, 'rope_scaling': scaling | {'type': kind}}, '')[1] == config_of(
+        'llama3'
+    ).model.model_dump(mode='json', exclude_unset=True)
+    with pytest.raises(ConfigError, match=r'rope_scaling.rope_type: "dynamic"'):
+        read_family(keys | {'rope_scaling': OLD_SCALING}, '')
+    del keys['num_hidden_layers'], keys['vocab_size']
+    with pytest.raises(ConfigError, match=r'num_hidden_layers: required, and missing\n.*vocab_size: required, and missing'):
+        read_family(keys, '')
+
+
+def test_each_model_is_written_as_the_family_that_it_is() -> None:
+    for name in NAMES:
+        family = json.loads((DATA / name / 'config.json').read_text())['model_type']
+        model = config_of(name).model
+        assert write_family(model, family)[0] == family
+        assert write_family(model)[0] == ('llama' if family == 'mistral' else family)
+    other = config_of('llama2').model.model_copy(update={'norm': 'layernorm'})
+    with pytest.raises(ConfigError) as error:
+        write_family(other)
+    assert all(f'{family} cannot have ' in str(error.value) for family in ARCHITECTURES)
+    assert 'llama cannot have model.norm=layernorm;' in str(error.value)
+
+
+class TestDamage:
+    """Each way in which a directory is broken is told with file and tensor, and nothing is written."""
+
+    @pytest.fixture(autouse=True)
+    def folders(self, tmp_path: Path) -> None:
+        self.folder, self.out = tmp_path / 'in', tmp_path / 'out'
+
+    def copy(self, name: str) -> None:
+        shutil.copytree(DATA / name, self.folder)
+
+    def rewrite(self, change: dict[str, np.ndarray | None]) -> None:
+        """llama2 with these tensors, None to leave one out."""
+        self.copy('llama2')
+        tensors = {name: x for name, x in (load_file(self.folder / SINGLE) | change).items() if x is not None}
+        save_file(tensors, self.folder / SINGLE)
+
+    def refused(self, *parts: str) -> None:
+        with pytest.raises(ConfigError) as error:
+            import_huggingface(self.folder, self.out)
+        assert all(part in str(error.value) for part in parts), str(error.value)
+        assert not self.out.exists()
+
+    def test_a_short_file(self) -> None:
+        self.copy('qwen3')
+        victim = self.folder / 'model-00002-of-00004.safetensors'
+        victim.write_bytes(victim.read_bytes()[:-4])
+        self.refused('model-00002-of-00004.safetensors: not a sound safetensors file', 'not fully covered')
+
+    def test_a_bad_header(self) -> None:
+        self.copy('llama2')
+        content = (self.folder / SINGLE).read_bytes()
+        for broken in (b'', content[:8], b'\xff' * 8 + content[8:], content[:8] + b'?' + content[9:]):
+            (self.folder / SINGLE).write_bytes(broken)
+            self.refused('model.safetensors: not a sound safetensors file')
+
+    def test_a_missing_and_an_extra_tensor(self) -> None:
+        self.rewrite({'model.norm.weight': None, 'model.layers.2.mlp.gate_proj.weight': np.zeros((24, 16), np.float32)})
+        self.refused('1 of 21 are missing', ': model.norm.weight', '1 are not expected', ': model.layers.2.mlp.gate_proj.weight')
+
+    def test_a_wrong_shape_and_dtype(self) -> None:
+        self.rewrite({'model.norm.weight': np.zeros(17, np.float32), 'lm_head.weight': np.zeros((50, 16), np.int8)})
+        self.refused('model.norm.weight: expected (16,), got (17,)', 'lm_head.weight: expected one of float32, float16, bfloat16, got int8')
+
+    def test_an_index_that_is_wrong(self) -> None:
+        self.copy('qwen3')
+        index = json.loads((self.folder / INDEX).read_text())
+        files = index['weight_map']
+        for change, message in (
+            (
+                {'model.norm.weight': 'model-00009-of-00004.safetensors'},
+                'model.norm.weight is said to be in model-00009-of-00004.safetensors',
+            ),
+            (
+                {'model.norm.weight': '../secret.safetensors'},
+                "model.norm.weight is said to be in '../secret.safetensors', which is not the name",
+            ),
+            ({'model.norm.weight': '/etc/passwd'}, "model.norm.weight is said to be in '/etc/passwd'"),
+            ({'ghost': files['model.norm.weight']}, f'ghost is said to be in {files["model.norm.weight"]}, which does not hold it'),
+            ({'model.norm.weight': files['model.embed_tokens.weight']}, f'{INDEX} says that it is in {files["model.embed_tokens.weight"]}'),
+        ):
+            (self.folder / INDEX).write_text(json.dumps({'weight_map': files | change}))
+            self.refused(message)
+        (self.folder / INDEX).write_text(
+            json.dumps({'weight_map': {name: file for name, file in files.items() if name != 'model.norm.weight'}})
+        )
+        self.refused('holds model.norm.weight, and model.safetensors.index.json does not know it')
+        (self.folder / INDEX).write_text('[]')
+        self.refused(f'{INDEX}: not an index of tensors')
+
+    def test_pickles_and_nothing_at_all(self) -> None:
+        self.copy('llama2')
+        (self.folder / SINGLE).unlink()
+        self.refused('there is neither model.safetensors nor model.safetensors.index.json')
+        (self.folder / 'pytorch_model.bin').write_bytes(b'\x80\x02.')
+        self.refused('pytorch_model.bin is a pickle, which could run anything')
+        (self.folder / 'config.json').unlink()
+        self.refused('config.json: cannot be read')
+
+    def test_a_tokenizer_with_more_entries_than_the_model(self) -> None:
+        self.copy('gpt2')
+        keys = json.loads((self.folder / 'config.json').read_text())
+        (self.folder / 'config.json').write_text(json.dumps(keys | {'vocab_size': 49}))
+        self.refused('model.vocab_size: 49 is below the 50 entries')
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize('moment', ['config.json', 'a tensor', 'an index'])
+def test_an_export_that_is_killed_leaves_nothing_under_its_name(moment: str, tmp_path: Path) -> None:
+    """(51 of the fault table) A real SIGKILL, sent by the exporting process to itself so that it comes at that moment."""
+    import_huggingface(DATA / 'qwen3', tmp_path / 'run')
+    program = f"""
+import os, signal
+from pathlib import Path
+from megajax.interop import directories, folder, tensors
+die = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+if {moment!r} == 'config.json':
+    directories.write_tensors = die
+elif {moment!r} == 'a tensor':
+    write, count = tensors.np.ascontiguousarray, iter(range(99))
+    tensors.np.ascontiguousarray = lambda x: die() if next(count) == 7 else write(x)
+else:
+    folder._sync = die
+directories.export_huggingface(Path('run'), Path('out'), shard_bytes=8000)
+"""
+    killed = subprocess.run([sys.executable, '-c', program], cwd=tmp_path, env=os.environ | {'JAX_PLATFORMS': 'cpu'}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / 'out.partial' / 'config.json').is_file()
+    assert not (tmp_path / 'out').exists()
+    export_huggingface(tmp_path / 'run', tmp_path / 'out')
+    assert_same_tensors(tmp_path / 'out', DATA / 'qwen3')
+    assert not (tmp_path / 'out.partial').exists()
+    with pytest.raises(ConfigError, match='out is there already'):
+        export_huggingface(tmp_path / 'run', tmp_path / 'out')

@@ -1,0 +1,317 @@
+"""Megatron-LM's rank files, merged, give megatron-core's logits; files of torch.save give tensors, and run nothing."""
+
+import argparse
+import io
+import json
+import os
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from support import gather, relative_error
+
+from megajax.config import Config, ConfigError, load
+from megajax.interop.arguments import read_arguments
+from megajax.interop.ranks import FILE, export_megatron, import_megatron
+from megajax.interop.torch_files import Inert, Namespace, Stored, load_torch, torch_files
+from megajax.model.decoder import model_graph
+from megajax.train.open import open_model
+
+ORACLES = Path(__file__).parents[1] / 'data' / 'oracles'
+STORED = Path(__file__).parent / 'data' / 'torch.pt'
+LIMIT = 2e-5  # relative, see support.relative_error
+
+Arrays = dict[str, np.ndarray]
+
+
+def oracle_of(name: str) -> Arrays:
+    with np.load(ORACLES / f'{name}_tp2.npz') as file:
+        return dict(file)
+
+
+def arguments_of(oracle: Arrays) -> dict[str, Any]:
+    """Megatron-LM's arguments for the oracle's model."""
+    given = json.loads(str(oracle['config']))
+    return {
+        'num_layers': given['layers'],
+        'hidden_size': given['hidden'],
+        'num_attention_heads': given['heads'],
+        'group_query_attention': given['kv_heads'] != given['heads'],
+        'num_query_groups': given['kv_heads'],
+        'kv_channels': given['head_dim'],
+        'ffn_hidden_size': given['ffn_hidden'],
+        'vocab_size': given['vocab'],
+        'max_position_embeddings': given['seq'],
+        'normalization': given['norm'],
+        'swiglu': given['act'] == 'swiglu',
+        'position_embedding_type': given['pos'],
+        'add_bias_linear': not given['nobias'],
+        'untie_embeddings_and_output_weights': bool(given['untie']),
+        'norm_epsilon': given['eps'],
+        'hidden_dropout': 0.0,
+        'pipeline_model_parallel_size': 1,
+    }
+
+
+def shard(name: str, x: np.ndarray, rank: int, ranks: int, *, gated: bool) -> np.ndarray:
+    """What a rank of Megatron-LM holds of a merged weight: its rows, its columns, its half of gate and of up, or all of it."""
+    if 'word_embeddings' in name or 'output_layer' in name:
+        return np.split(x, ranks)[rank]
+    if 'linear_fc1' in name and gated:
+        return np.concatenate([np.split(half, ranks)[rank] for half in np.split(x, 2)])
+    if 'linear_qkv' in name or 'linear_fc1' in name:
+        return np.split(x, ranks)[rank]
+    if name.endswith(('linear_proj.weight', 'linear_fc2.weight')):
+        return np.split(x, ranks, axis=1)[rank]
+    return x
+
+
+def write_ranks(folder: Path, weights: Arrays, ranks: int, arguments: dict[str, Any] | None = None, **others: Any) -> None:
+    """A checkpoint as Megatron-LM has it, of these whole weights."""
+    gated = bool(arguments and arguments['swiglu'])
+    for rank in range(ranks):
+        parts = {name: shard(name, x, rank, ranks, gated=gated) for name, x in weights.items()}
+        write_file(folder / 'iter_0000005' / f'mp_rank_{rank:02}' / FILE, parts, arguments, **others)
+    (folder / 'latest_checkpointed_iteration.txt').write_text('5\n')
+
+
+def write_file(path: Path, parts: Arrays, arguments: dict[str, Any] | None, **others: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    model = {name: Stored(x.shape, x.dtype) for name, x in parts.items()}
+    contents = {'checkpoint_version': 3.0, 'iteration': 5, 'model': model, **others} | ({'args': arguments} if arguments else {})
+    with torch_files([path], [contents]) as (file,):
+        for x in parts.values():
+            file.append(x)
+
+
+def weights_of(oracle: Arrays) -> Arrays:
+    return {name.removeprefix('p/'): x for name, x in oracle.items() if name.startswith('p/')}
+
+
+def logits(run: Path, token_BS: np.ndarray, *, model: int) -> np.ndarray:
+    opened = open_model(run, ['mesh.data=1', f'mesh.model={model}'])
+    with jax.set_mesh(opened.mesh):
+        forward = jax.jit(lambda params, token_BS: nnx.merge(model_graph(opened.config), params)(token_BS))
+        placed = jax.device_put(token_BS.astype(np.int32), jax.P('data', None))
+        return np.asarray(forward(opened.params, placed))[:, :, : opened.config.model.vocab_size]
+
+
+@pytest.mark.parametrize(('name', 'ranks'), [('gpt2', 1), ('gpt2', 2), ('gpt2', 4), ('llama', 1), ('llama', 2)])
+def test_ranks_of_the_oracle_give_its_logits(name: str, ranks: int, tmp_path: Path) -> None:
+    oracle = oracle_of(name)
+    write_ranks(tmp_path / 'in', weights_of(oracle), ranks, arguments_of(oracle))
+    import_megatron(tmp_path / 'in', tmp_path / 'run', ['train.dtype=float32', 'mesh.model=2'], ranks=ranks)
+    assert relative_error(logits(tmp_path / 'run', oracle['tokens'], model=2), oracle['logits']) < LIMIT
+
+
+@pytest.mark.parametrize(('name', 'ranks'), [('gpt2', 4), ('llama', 2)])
+def test_an_export_is_what_megatron_would_hold_and_comes_back(name: str, ranks: int, tmp_path: Path) -> None:
+    oracle = oracle_of(name)
+    write_ranks(tmp_path / 'in', weights_of(oracle), 1, arguments_of(oracle))
+    import_megatron(tmp_path / 'in', tmp_path / 'run')
+    export_megatron(tmp_path / 'run', tmp_path / 'out', ranks=ranks)
+    assert (tmp_path / 'out' / 'latest_checkpointed_iteration.txt').read_text() == 'release'
+    for rank in range(ranks):
+        model = load_torch(tmp_path / 'out' / 'release' / f'mp_rank_{rank:02}' / FILE)['model']
+        assert model.keys() == weights_of(oracle).keys()
+        for key, whole in weights_of(oracle).items():
+            rows = 128 * ranks  # a vocabulary of 128 is padded to a multiple of 128 on each rank
+            x = (
+                np.pad(whole, [(0, rows - len(whole)), (0, 0)])
+                if key.endswith(('word_embeddings.weight', 'output_layer.weight'))
+                else whole
+            )
+            np.testing.assert_array_equal(model[key], shard(key, x, rank, ranks, gated=name == 'llama'), err_msg=key, strict=True)
+    import_megatron(tmp_path / 'out', tmp_path / 'again')
+    first, again = (open_model(tmp_path / run) for run in ('run', 'again'))
+    assert again.config.model == first.config.model
+    assert all(np.array_equal(x, gather(again.params)[key]) for key, x in gather(first.params).items())
+
+
+def test_names_of_transformer_engine_and_of_older_versions(tmp_path: Path) -> None:
+    oracle = oracle_of('gpt2')
+    weights = weights_of(oracle)
+    engine = {
+        key.replace('input_layernorm.', 'self_attention.linear_qkv.layer_norm_').replace(
+            'pre_mlp_layernorm.', 'mlp.linear_fc1.layer_norm_'
+        ): x
+        for key, x in weights.items()
+    }
+    old = {
+        key.replace('linear_qkv', 'query_key_value')
+        .replace('self_attention.linear_proj', 'self_attention.dense')
+        .replace('pre_mlp_layernorm', 'post_attention_layernorm')
+        .replace('linear_fc1', 'dense_h_to_4h')
+        .replace('linear_fc2', 'dense_4h_to_h')
+        .replace('decoder.', 'encoder.'): x
+        for key, x in weights.items()
+    }
+    runs = []
+    for kind, names in (('core', weights), ('engine', engine), ('old', {f'language_model.{key}': x for key, x in old.items()})):
+        write_ranks(tmp_path / kind, names, 1, arguments_of(oracle))
+        import_megatron(tmp_path / kind, tmp_path / f'run_{kind}')
+        runs.append(gather(open_model(tmp_path / f'run_{kind}').params))
+    for run in runs[1:]:
+        assert all(np.array_equal(x, runs[0][key]) for key, x in run.items())
+
+
+def test_sets_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    oracle = oracle_of('llama')
+    weights, arguments = weights_of(oracle), arguments_of(oracle)
+
+    def refused(message: str, **options: Any) -> None:
+        with pytest.raises(ConfigError, match=message):
+            import_megatron(tmp_path / 'in', tmp_path / 'run', **options)
+        assert not (tmp_path / 'run').exists()
+
+    refused('there is no mp_rank_00')
+    write_ranks(tmp_path / 'in', weights, 2, arguments)
+    refused('holds 2 ranks, not 4', ranks=4)
+    first, second = (tmp_path / 'in' / 'iter_0000005' / f'mp_rank_{rank:02}' / FILE for rank in (0, 1))
+    parts = {name: shard(name, x, 1, 2, gated=True) for name, x in weights.items()}
+    write_file(second, parts | {'decoder.final_layernorm.weight': np.zeros(64, np.float32)}, arguments)
+    refused(r'mp_rank_01/model_optim_rng.pt: decoder.final_layernorm.weight is another than in .*mp_rank_00')
+    write_file(second, {name: x for name, x in parts.items() if 'linear_proj' not in name}, arguments)
+    refused(r'mp_rank_01/model_optim_rng.pt: 2 of \d+ are missing .*decoder.layers.0.self_attention.linear_proj.weight')
+    write_file(second, parts | {'decoder.final_layernorm.weight': np.zeros(65, np.float32)}, arguments)
+    refused(r'decoder.final_layernorm.weight: expected \(64,\), got \(65,\)')
+    second.write_bytes(second.read_bytes()[:-40])
+    refused('mp_rank_01/model_optim_rng.pt: not a zip archive as torch.save writes since 1.6, or cut short')
+    second.unlink()
+    refused('mp_rank_01/model_optim_rng.pt: is missing')
+    second.parent.rename(second.parent.with_name('mp_rank_02'))
+    refused('there are mp_rank_00, mp_rank_02, and not every rank from 00 on')
+    first.parent.rename(first.parent.with_name('mp_rank_00_000'))
+    refused('mp_rank_00_000 is a pipeline or expert stage')
+
+
+def test_ranks_must_divide_the_key_value_heads(tmp_path: Path) -> None:
+    oracle = oracle_of('llama')
+    write_ranks(tmp_path / 'in', weights_of(oracle), 1, arguments_of(oracle))
+    import_megatron(tmp_path / 'in', tmp_path / 'run')
+    with pytest.raises(ConfigError, match=r'4 tensor-parallel ranks must divide model.num_kv_heads=2'):
+        export_megatron(tmp_path / 'run', tmp_path / 'out', ranks=4)
+    assert not (tmp_path / 'out').exists()
+
+
+def test_arguments_become_a_model() -> None:
+    base = {'num_layers': 2, 'hidden_size': 64, 'num_attention_heads': 4, 'max_position_embeddings': 128, 'padded_vocab_size': 50304}
+    defaults = Config(model=read_arguments(base, ''), train={'seq_len': 128}).model
+    assert defaults == load('gpt2_124m', ['train.seq_len=128']).model.model_copy(
+        update={'num_layers': 2, 'hidden_size': 64, 'num_heads': 4, 'num_kv_heads': 4, 'head_dim': 16, 'ffn_size': 256}
+        | {'vocab_size': 50304, 'max_seq_len': 128, 'dropout': 0.1}
+    )
+    llama = {'position_embedding_type': 'rope', 'rotary_base': 500000, 'use_rope_scaling': True, 'swiglu': True, 'add_bias_linear': False}
+    model = Config(model=read_arguments(base | llama | {'add_qkv_bias': True}, ''), train={'seq_len': 128}).model
+    assert (model.activation, model.bias, model.qkv_bias, model.rope_theta) == ('swiglu', False, True, 5e5)
+    assert model.rope_scaling is not None
+    assert (model.rope_scaling.type, model.rope_scaling.factor) == ('llama3', 8.0)
+    with pytest.raises(ConfigError, match=r'num_experts=8 is not supported\n.*position_embedding_type=yarn is not supported'):
+        read_arguments(base | {'num_experts': 8, 'position_embedding_type': 'yarn'}, 'x')
+    with pytest.raises(ConfigError, match='hidden_size is missing among its arguments'):
+        read_arguments({'num_layers': 2}, 'x')
+
+
+def test_a_file_of_torch_is_read_without_torch() -> None:
+    found = load_torch(STORED)
+    whole = np.arange(12, dtype=np.float32).reshape(3, 4)
+    model = found['model']
+    np.testing.assert_array_equal(model['whole'], whole, strict=True)
+    np.testing.assert_array_equal(model['transposed'], whole.T[1:], strict=True)
+    np.testing.assert_array_equal(model['half'], whole.astype(ml_dtypes.bfloat16), strict=True)
+    np.testing.assert_array_equal(model['parameter'], whole[0], strict=True)
+    assert isinstance(found['args'], Namespace)
+    assert (found['args'].num_layers, found['args'].seed, found['args'].names) == (2, None, ['a', 'b'])
+    assert isinstance(found['rng_state'][0]['numpy'][1], Inert)
+    assert (found['checkpoint_version'], found['iteration']) == (3.0, 7)
+
+
+def test_torch_reads_what_is_written(tmp_path: Path) -> None:
+    torch = pytest.importorskip('torch', reason="torch is in the extra 'test-hf'")
+    arrays = {'a': np.arange(6, dtype=np.float32).reshape(2, 3), 'b': np.ones(3, ml_dtypes.bfloat16), 'c': np.zeros((0, 2), np.float32)}
+    write_file(tmp_path / 'x.pt', arrays, {'flag': True, 'count': 2**40, 'rate': 0.5})
+    for options in ({}, {'mmap': True}):
+        found = torch.load(tmp_path / 'x.pt', weights_only=True, **options)
+        assert found['args'] == {'flag': True, 'count': 2**40, 'rate': 0.5}
+        assert {name: (tuple(x.shape), str(x.dtype)) for name, x in found['model'].items()} == {
+            'a': ((2, 3), 'torch.float32'),
+            'b': ((3,), 'torch.bfloat16'),
+            'c': ((0, 2), 'torch.float32'),
+        }
+        np.testing.assert_array_equal(found['model']['a'].numpy(), arrays['a'])
+
+
+class Call:
+    """Pickles as the call of a function."""
+
+    def __init__(self, function: Any, *arguments: Any):
+        self.function, self.arguments = function, arguments
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.function, self.arguments
+
+
+@pytest.mark.parametrize('protocol', [0, 2, 4])
+@pytest.mark.parametrize(
+    ('function', 'name'),
+    [
+        (os.system, r'posix\.system'),
+        (eval, r'(__builtin__|builtins)\.eval'),
+        (getattr, r'(__builtin__|builtins)\.getattr'),
+        (io.open, r'_?io\.open'),
+    ],
+)
+def test_a_pickle_that_calls_is_refused_by_name_and_does_not_run(function: Any, name: str, protocol: int, tmp_path: Path) -> None:
+    canary = tmp_path / 'canary'
+    arguments = {
+        os.system: (f'touch {canary}',),
+        eval: (f'open({str(canary)!r}, "w")',),
+        getattr: (Call(__import__, 'os'), 'system'),
+        io.open: (str(canary), 'w'),
+    }
+    write_pickle(tmp_path / 'in' / 'mp_rank_00' / FILE, {'model': Call(function, *arguments[function])}, protocol)
+    with pytest.raises(ConfigError, match=rf'refused: it asks for ({name}|(__builtin__|builtins)\.__import__), and only tensors'):
+        import_megatron(tmp_path / 'in', tmp_path / 'run')
+    assert not canary.exists()
+
+
+def test_what_is_inert_stays_so(tmp_path: Path) -> None:
+    """Objects that are known to lie beside weights are let through, and calls of them, with whatever arguments, do nothing."""
+    canary = tmp_path / 'canary'
+    program = b'cmegatron.core.enums\nsystem\n(X' + len(f'touch {canary}').to_bytes(4, 'little') + f'touch {canary}'.encode() + b'tR.'
+    write_zip(tmp_path / 'x.pt', b'\x80\x02' + program)
+    assert isinstance(load_torch(tmp_path / 'x.pt'), Inert)
+    assert not canary.exists()
+    write_pickle(tmp_path / 'y.pt', {'args': argparse.Namespace(seed=1, nested=argparse.Namespace(a=[1]))}, 2)
+    assert load_torch(tmp_path / 'y.pt')['args'].nested.a == [1]
+
+
+def test_tensors_that_reach_beyond_their_storage_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / 'x.pt'
+    write_file(path, {'a': np.zeros(4, np.float32)}, None)
+    with zipfile.ZipFile(path) as archive:
+        program = archive.read('archive/data.pkl')
+    size = b'\x8a\x08' + (4).to_bytes(8, 'little')
+    assert program.count(size) == 2  # of the storage, and of the tensor
+    larger = size.replace(b'\x04', b'\x05')
+    for broken in (program.replace(size, larger), larger.join(program.rsplit(size, 1))):
+        write_zip(path, broken, data=np.zeros(4, np.float32).tobytes())
+        with pytest.raises(ConfigError, match=r'reaches beyond its storage of 4|is not as long as its tensors'):
+            load_torch(path)
+
+
+def write_pickle(path: Path, contents: Any, protocol: int) -> None:
+    write_zip(path, pickle.dumps(contents, protocol))
+
+
+def write_zip(path: Path, program: bytes, data: bytes = b'') -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, 'w') as archive:
+        archive.writestr('archive/data.pkl', program)
+        archive.writestr('archive/data/0', data)
