@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megajax.inspect import inspect as inspect
     from megajax.model.decoder import Decoder as Decoder
     from megajax.parallel.mesh import make_mesh as make_mesh
+    from megajax.plan import plan as plan
     from megajax.train.feed import place_batch as place_batch
     from megajax.train.placements import placements as placements
     from megajax.train.step import TrainState as TrainState
@@ -31,15 +32,16 @@ _HOMES = {
     'place_batch': 'megajax.train.feed',
     'placements': 'megajax.train.placements',
 }
+_CALLABLE = 'inspect', 'plan'  # packages that can be called
 
 
 def __getattr__(name: str) -> Any:
-    if name == 'inspect':  # a package that can be called
-        return import_module('megajax.inspect')
+    if name in _CALLABLE:
+        return import_module(f'megajax.{name}')
     if name not in _HOMES:
         raise AttributeError(f'module megajax has no attribute {name!r}')
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, 'inspect'])
+    return sorted([*_HOMES, *_CALLABLE])

@@ -14,6 +14,9 @@ from rich.table import Column, Table
 
 from megajax.cli_checkpoint import checkpoint_app
 from megajax.cli_data import data_app
+from megajax.cli_generate import evaluate, generate
+from megajax.cli_interop import export_app, import_app
+from megajax.cli_plan import plan_app
 from megajax.config import Config, ConfigError, ModelConfig, RunError, StopRequested, dump, load, num_parameters, presets
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -21,6 +24,11 @@ config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look
 app.add_typer(config_app, name='config')
 app.add_typer(data_app, name='data')
 app.add_typer(checkpoint_app, name='checkpoint')
+app.add_typer(import_app, name='import')
+app.add_typer(export_app, name='export')
+app.add_typer(plan_app, name='plan')
+app.command()(generate)
+app.command('eval')(evaluate)
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help='For example train.steps=100 mesh.model=4.')]
 
@@ -148,8 +156,15 @@ def _read(arguments: list[str] | None) -> tuple[Config, str]:
     """The config that `train` is given, and its name."""
     source, *overrides = arguments or ['tiny']
     if '=' in source:
-        source, overrides = 'tiny', [source, *overrides]
+        source, overrides = _source_of_run([source, *overrides]), [source, *overrides]
     return load(source, overrides), Path(source).name.removesuffix('.yaml')
+
+
+def _source_of_run(overrides: list[str]) -> str:
+    """The config that the run of these overrides began with, or the default."""
+    folders = [override.removeprefix('run.dir=') for override in overrides if override.startswith('run.dir=')]
+    began = Path(folders[-1]) / 'config.yaml' if folders else None
+    return str(began) if began and began.is_file() else 'tiny'
 
 
 def _parameters(model: ModelConfig) -> str:

@@ -1,0 +1,168 @@
+"""What `megajax.plan` counts of a training step beside what XLA's compiler made of it: `python benchmarks/plan_memory.py OUT.csv`.
+
+Bytes of memory, FLOPs of the matrix products and bytes on the wire of each H100, for every line of STEPS. No GPU is needed
+(`pip install 'megajax[gpu-compile]'`). What OUT.csv has of compiled steps is not compiled again, so that the run, about half an hour
+on one core, can be interrupted, and what is predicted can be computed anew in seconds.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+from pathlib import Path
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
+
+import megajax
+from megajax.config.flops import step_flops
+from megajax.inspect.gpu import GPUS, num_hosts
+from megajax.plan.communication import wire_bytes
+from megajax.plan.memory import memory
+
+# preset, data x model, sequence parallelism, recompute, rows of a microbatch, microbatches, other overrides
+STEPS = """
+gpt2_124m      1x1 tp none      1 1
+gpt2_124m      1x1 tp none      8 1
+gpt2_124m      1x1 tp selective 8 1
+gpt2_124m      1x1 tp full      8 1
+gpt2_124m      1x1 tp none      4 1 train.dtype=float32
+gpt2_124m      1x1 tp selective 4 1 train.dtype=float32
+gpt2_124m      2x4 tp none      8 4
+gpt2_124m      8x1 tp none      4 1 model.dropout=0.1
+gpt2_345m      1x1 tp none      4 1
+gpt2_345m      1x1 tp full      4 1
+gpt2_345m      2x2 tp none      4 1
+gpt2_345m      2x2 sp none      4 1
+gpt2_345m      1x8 sp selective 8 1
+gpt2_345m      8x1 tp none      4 2
+gpt2_345m      1x4 tp none      2 1 model.dropout=0.1
+gpt2_345m      1x4 sp selective 2 1 model.dropout=0.1
+gpt2_345m      1x4 sp full      2 1 model.dropout=0.1
+megatron_1.2b  1x1 tp full      8 1
+megatron_1.2b  8x1 tp full      4 4
+megatron_1.2b  1x2 tp none      4 1
+megatron_1.2b  8x8 sp none      8 1
+megatron_2.5b  1x2 tp selective 2 1
+megatron_2.5b  2x2 sp none      2 1
+megatron_2.5b  1x4 tp full      8 1
+megatron_4.2b  1x4 sp none      1 1
+megatron_4.2b  1x8 tp full      4 1 train.dtype=float32
+megatron_8.3b  1x8 tp none      2 1
+megatron_8.3b  2x8 tp full      8 1
+megatron_8.3b  8x8 sp none      4 1
+megatron_8.3b  1x8 sp full      8 1
+megatron_8.3b  64x8 tp full     8 4
+megatron_8.3b  2x4 sp selective 1 1
+llama3_8b      1x8 sp none      1 1
+llama3_8b      2x8 sp full      4 1
+llama3_8b      1x8 tp full      1 2
+llama3_8b      2x4 tp none      1 1 train.seq_len=4096
+llama3_8b      1x16 sp full     2 1
+qwen3_8b       1x4 tp full      2 1
+qwen3_8b       1x8 sp none      1 1 train.seq_len=4096
+llama3_70b     1x8 sp full      1 1 train.seq_len=4096
+llama3_70b     1x64 sp full     4 1
+megatron_8.3b  1x8 sp none      32 1
+gpt3_175b      1x8 sp full      1 1
+gpt3_175b      64x8 tp full     8 1
+gpt3_175b      1x32 sp selective 4 1
+megatron_8.3b  2x8 tp full      8 1 train.xla=overlap
+gpt2_345m      2x4 sp none      4 2 train.dtype=float16
+gpt2_345m      8x1 tp none      4 1 optim.shard=true
+megatron_1.2b  8x1 tp full      4 4 optim.shard=true
+megatron_8.3b  8x8 sp selective 4 1 optim.shard=true
+llama3_8b      8x4 tp full      1 2 optim.shard=true
+gpt3_175b      8x32 sp full     4 1 optim.shard=true
+qwen3_8b       4x2 sp selective 2 2
+megatron_4.2b  2x8 sp full      2 4 model.dropout=0.1
+llama3_8b      2x8 tp none      2 1 train.seq_len=2048
+megatron_1.2b  4x2 sp selective 4 1 train.dtype=float16
+"""
+KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
+PREDICTED = ['predicted_bytes', 'predicted_gflops', 'predicted_model_wire', 'predicted_data_wire']
+COMPILED = ['compiled_bytes', 'arguments', 'compiled_gflops', 'compiled_model_wire', 'compiled_data_wire', 'jax']
+Line = dict[str, str]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out', type=Path)
+    arguments = parser.parse_args()
+    found = {key(line): line for line in read(arguments.out)} if arguments.out.exists() else {}
+    lines = []
+    for step in steps():
+        compiled = found.get(key(step)) or measure(load(step))
+        line = step | predict(load(step)) | {name: compiled[name] for name in COMPILED}
+        lines.append(line | {'ratio': f'{int(line["predicted_bytes"]) / int(line["compiled_bytes"]):.4f}'})
+        print(*lines[-1].values(), flush=True)
+        write(arguments.out, lines + [one for name, one in found.items() if name not in map(key, lines)])
+    table(lines)
+
+
+def steps() -> list[Line]:
+    return [dict(zip(KEYS, [*(words := text.split())[:6], ' '.join(words[6:])], strict=True)) for text in STEPS.strip().splitlines()]
+
+
+def key(line: Line) -> tuple[str, ...]:
+    return tuple(line[name] for name in KEYS)
+
+
+def read(path: Path) -> list[Line]:
+    with path.open(newline='') as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, lines: list[Line]) -> None:
+    new = path.with_suffix('.new')
+    with new.open('w', newline='') as file:
+        writer = csv.DictWriter(file, [*KEYS, *PREDICTED, *COMPILED, 'ratio'])
+        writer.writeheader()
+        writer.writerows(lines)
+    os.replace(new, path)
+
+
+def load(line: Line) -> megajax.Config:
+    data, model = map(int, line['mesh'].split('x'))
+    batch = data * int(line['rows']) * int(line['microbatches'])
+    parallel = 'true' if line['parallel'] == 'sp' else 'false'
+    overrides = [f'mesh.data={data}', f'mesh.model={model}', f'mesh.sequence_parallel={parallel}', f'train.recompute={line["recompute"]}']
+    overrides += [f'train.batch_size={batch}', f'train.microbatches={line["microbatches"]}', 'train.dtype=bfloat16', 'model.dropout=0.0']
+    return megajax.load(line['preset'], [*overrides, *line['overrides'].split()])
+
+
+def predict(config: megajax.Config) -> Line:
+    sent = wire_bytes(config)
+    flops = step_flops(config).hardware / (config.mesh.data * config.mesh.model)
+    figures = memory(config, capacity_bytes=GPUS['h100'].memory).total, f'{flops / 1e9:.3f}', sent['model'], sent['data']
+    return dict(zip(PREDICTED, map(str, figures), strict=True))
+
+
+def measure(config: megajax.Config) -> Line:
+    from megajax.inspect.audit import audit
+    from megajax.inspect.compile import compile_for
+    from megajax.inspect.hlo import Program
+    from megajax.inspect.schedule import flops
+
+    compiled = compile_for(config, 'h100', num_hosts(config.mesh.data * config.mesh.model))
+    program = Program(compiled.text)
+    gflops = sum(flops(program, program.entry, one) for one in program.entry.instructions) / 1e9
+    rows = [row for row in audit(config, compiled, 'h100').rows if row.site != 'metrics']
+    sent = [float(sum(row.wire_bytes for row in rows if row.axis == axis)) for axis in ('model', 'data')]
+    total = compiled.arguments + compiled.temporaries + compiled.outputs
+    return dict(zip(COMPILED, map(str, (total, compiled.arguments, f'{gflops:.3f}', *sent, compiled.jax_version)), strict=True))
+
+
+def table(lines: list[Line]) -> None:
+    print('\n| preset | data x model | layout | recompute | rows | microbatches | | predicted | compiled | ratio |')
+    print(f'|{"---|" * 10}')
+    for line in lines:
+        predicted, compiled = (int(line[name]) for name in ('predicted_bytes', 'compiled_bytes'))
+        fits = '' if compiled <= GPUS['h100'].memory else ', does not fit'
+        print(f'| {" | ".join(key(line))} | {predicted / 1e9:.2f} GB | {compiled / 1e9:.2f} GB{fits} | {predicted / compiled:.3f} |')
+    errors = [abs(float(line['ratio']) - 1) for line in lines]
+    print(f'\n{len(lines)} steps: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,188 @@
+"""Measure the devices of this machine and write what `megajax plan --gpu FILE.yaml` needs of them."""
+
+import functools
+import io
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from ruamel.yaml import YAML
+
+from megajax.config.hardware import Dtype, Efficiency, Hardware, Link, hardware_of
+
+SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
+ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # of the arrays that are reduced
+MEMORY_ELEMENTS = 1 << 26
+UNKNOWN = Link(bandwidth=1e9, latency=1e-5)
+
+
+class Rate(NamedTuple):
+    """A product [size, size] x [size, size]: FLOP/s."""
+
+    size: int
+    rate: float
+
+
+def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
+    """Measure, say what was found, and write a hardware file; `seconds` bound each kind of measurement.
+
+    Peaks and memory of a GPU that is known by its name are the vendor's. Where there is no peak, as for a CPU, it is the fastest product
+    that was seen.
+    """
+    device = jax.devices()[0]
+    known = hardware_of(device.device_kind)
+    yield f'{len(jax.devices())} x {device.device_kind}'
+    narrow: Dtype = 'bfloat16' if known is None or 'bfloat16' in known.peak_flops else 'float16'
+    dtypes: tuple[Dtype, ...] = ('float32', narrow)
+    rates = {}
+    for dtype in dtypes:
+        rates[dtype] = list(_product_rates(dtype, seconds / len(dtypes)))
+        yield f'products of {dtype}: ' + ', '.join(f'{size}: {rate / 1e12:.3g}' for size, rate in rates[dtype]) + ' TFLOP/s'
+    bandwidth = _memory_bandwidth(seconds)
+    yield f'memory: {bandwidth / 1e9:.1f} GB/s'
+    link = _link(seconds) if len(jax.devices()) > 1 else None
+    if link:
+        yield f'all-reduce over {len(jax.devices())} devices: {link.bandwidth / 1e9:.2f} GB/s, {1e6 * link.latency:.1f} us a step'
+    found = _hardware(device, known, rates, bandwidth, link)
+    beside = out.with_suffix('.partial')
+    beside.write_text(_yaml(found), encoding='utf-8')
+    os.replace(beside, out)
+    yield f'written to {out}'
+
+
+def fit_products(rates: list[Rate], peak: float) -> tuple[float, float]:
+    """The `matmul` and `half_size` of least squared logarithmic error over products of equal sizes."""
+
+    def loss(matmul: float, half_size: float) -> float:
+        return sum(float(np.log(matmul * peak * (size / (size + half_size)) ** 3 / rate)) ** 2 for size, rate in rates)
+
+    grid = ((percent / 100, float(half)) for percent in range(5, 101) for half in range(0, 513, 8))
+    return min(grid, key=lambda pair: loss(*pair))
+
+
+def fit_link(bytes_and_seconds: list[tuple[float, float]], devices: int) -> Link:
+    """The bandwidth and latency of a ring by least squares of relative errors: seconds = bytes / bandwidth + 2(t-1) latency."""
+    wire = np.array([one for one, _ in bytes_and_seconds])
+    seconds = np.array([one for _, one in bytes_and_seconds])
+    steps = 2.0 * (devices - 1)
+    columns = np.stack([wire / seconds, np.full_like(wire, steps) / seconds], axis=1)
+    (per_byte, latency), *_ = np.linalg.lstsq(columns, np.ones_like(wire), rcond=None)
+    if per_byte <= 0 or latency < 0:  # noise; the largest message decides
+        per_byte, latency = seconds[-1] / wire[-1], 0.0
+    return Link(bandwidth=float(1 / per_byte), latency=float(latency))
+
+
+def _mesh() -> Mesh:
+    return jax.make_mesh((len(jax.devices()),), ('all',), axis_types=(AxisType.Auto,))
+
+
+def _on_every_device(shape: tuple[int, ...], dtype: str) -> jax.Array:
+    """One array on each device, so that all of them are at work together, as they are in a training step."""
+    # Random, because a GPU is faster with numbers that are all alike.
+    x = jax.random.normal(jax.random.key(0), (len(jax.devices()), *shape)).astype(dtype)
+    return jax.device_put(x, NamedSharding(_mesh(), PartitionSpec('all')))
+
+
+def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:
+    square = jax.jit(lambda x: x @ x)
+    deadline = time.perf_counter() + seconds
+    for size in SIZES:
+        x = _on_every_device((size, size), dtype)
+        each = _seconds(functools.partial(square, x), most=seconds / len(SIZES))
+        yield Rate(size, 2 * size**3 / each)
+        if size >= 512 and time.perf_counter() + 8 * 4 * each > deadline:  # the next is eight times as long
+            break
+
+
+def _memory_bandwidth(seconds: float) -> float:
+    held = [_on_every_device((MEMORY_ELEMENTS // len(jax.devices()),), 'float32')]
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def run() -> jax.Array:
+        held[0] = add(held[0])
+        return held[0]
+
+    return 2 * held[0].nbytes / len(jax.devices()) / _seconds(run, most=seconds)
+
+
+def _link(seconds: float) -> Link:
+    devices = len(jax.devices())
+    found = []
+    for elements in ELEMENTS:
+        x = _on_every_device((elements,), 'float32')
+        reduce = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(_mesh(), PartitionSpec()))
+        each = _seconds(functools.partial(reduce, x), most=seconds / len(ELEMENTS))
+        found.append((2 * (devices - 1) / devices * 4 * elements, each))
+    return fit_link(found, devices)
+
+
+def _seconds(run: Callable[[], Any], *, most: float = 2.0) -> float:
+    """The median of several runs, after one that compiles."""
+    jax.block_until_ready(run())
+    taken = list[float]()
+    while len(taken) < 3 or (len(taken) < 20 and sum(taken) < most / 2):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        taken.append(time.perf_counter() - start)
+    return median(taken)
+
+
+def _hardware(device: jax.Device, known: Hardware | None, rates: dict[Dtype, list[Rate]], bandwidth: float, link: Link | None) -> Hardware:
+    best = {dtype: max(rate for _, rate in found) for dtype, found in rates.items()}
+    peaks = known.peak_flops if known else best
+    training: Dtype = max(best, key=best.__getitem__)
+    matmul, half_size = fit_products(rates[training], peaks[training])
+    by = f'measured by megajax plan calibrate, jax {jax.__version__}'
+    memory_bandwidth = known.memory_bandwidth if known else bandwidth
+    return Hardware(
+        name=device.device_kind,
+        device_kinds=(device.device_kind,),
+        peak_flops=peaks,
+        memory=known.memory if known else _memory(device),
+        memory_bandwidth=memory_bandwidth,
+        devices_per_host=jax.local_device_count(),
+        inside_host=link or (known.inside_host if known else UNKNOWN),
+        across_hosts=known.across_hosts if known else (link or UNKNOWN),
+        efficiency=Efficiency(
+            matmul=matmul,
+            half_size=half_size,
+            flash=known.efficiency.flash if known else None,
+            memory=min(1.0, bandwidth / memory_bandwidth),
+        ),
+        sources={
+            'peak_flops': "the vendor's" if known else f'the fastest product, {by}',
+            'memory_bandwidth': "the vendor's" if known else by,
+            'inside_host': by if link else 'not measured: there is one device',
+            'across_hosts': 'not measured: set it',
+            'memory': "the vendor's" if known else 'what jax has on this machine',
+            'efficiency': f'{by}, products of {training}; flash is not measured',
+        },
+    )
+
+
+def _memory(device: jax.Device) -> int:
+    """What jax may allocate on a device, or an equal share of the host's memory."""
+    limit = (device.memory_stats() or {}).get('bytes_limit')
+    return int(limit) if limit else os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // jax.local_device_count()
+
+
+def _yaml(found: Hardware) -> str:
+    stream = io.StringIO()
+    yaml: Any = YAML(typ='safe', pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    yaml.dump(_rounded(found.model_dump(mode='json')), stream)
+    return stream.getvalue()
+
+
+def _rounded(value: Any) -> Any:
+    """To four digits; no measurement has more."""
+    if isinstance(value, dict):
+        return {key: _rounded(inner) for key, inner in value.items()}
+    return float(f'{value:.4g}') if isinstance(value, float) else value

@@ -1,0 +1,228 @@
+"""Bytes that a training step needs on each GPU, line by line, counted without compiling.
+
+What lives between steps is exact. What a step keeps for its backward pass is counted array by array, as Korthikanti et al. (2022),
+"Reducing Activation Recomputation in Large Transformer Models", do: `kept_by_layer` is their s b h (10 + 24/t) and more. What lives
+only for a while is counted at the moments of a step that may need the most (`_moments`), and the one that does is the answer. The
+moments and their arrays were read from the buffers of programs that XLA compiled for H100s; `benchmarks/plan_memory.py` compares the
+sums with `compiled.memory_analysis()`.
+
+D model, N query heads, K key/value heads, H head dim, F feed-forward, V vocabulary (padded); t devices of the `model` axis.
+"""
+
+import dataclasses
+from functools import cached_property
+
+from megajax.config import Config, num_parameters
+from megajax.config.chunks import num_chunks
+from megajax.config.flops import uses_flash
+from megajax.config.parameters import num_matrix_parameters
+
+FLOAT32, MASK = 4, 1  # bytes of a number, and of an element of a mask of dropout
+BYTES = {'float32': FLOAT32, 'bfloat16': 2, 'float16': 2}  # of a number in `train.dtype`
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes that a step holds at one moment, beside state and batch."""
+
+    gradients: int = 0  # in fp32; with several microbatches also their sum
+    activations: int = 0  # kept by the forward pass for the backward pass
+    logits: int = 0  # of one chunk of tokens, and their gradient
+    buffers: int = 0  # of the layer that is computed, and copies in another dtype or layout
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.gradients + self.activations + self.logits + self.buffers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on each GPU at the moment of a step that needs the most."""
+
+    parameters: int  # the master weights, in fp32
+    optimizer: int  # AdamW's two moments, in fp32
+    weights: int  # with ZeRO-1, those that a step gathers; without, each product casts its own, see buffers
+    gradients: int
+    activations: int
+    logits: int
+    buffers: int
+    batch: int
+    moment: str  # loss, layout, backward or embedding, see `_moments`
+
+    @property
+    def state(self) -> int:
+        """What lives between steps."""
+        return self.parameters + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state + self.weights + self.gradients + self.activations + self.logits + self.buffers + self.batch
+
+
+def memory(config: Config, *, capacity_bytes: int | None = None) -> Memory:
+    """What a step of `config` needs on each of its GPUs.
+
+    XLA makes room for all gradients before it has to. Where that needs more than `capacity_bytes` of a GPU, it does so later.
+    """
+    sizes = _Sizes(config)
+    early = _memory(sizes, early=True)
+    return early if capacity_bytes is None or early.total <= capacity_bytes else _memory(sizes, early=False)
+
+
+def largest_microbatch(config: Config, capacity_bytes: int) -> int:
+    """The most rows that a data shard can have in a microbatch; 0 where not even one fits."""
+    step = 2 if config.train.xla == 'overlap' else 1  # it cuts the rows in half
+
+    def fits(rows: int) -> bool:
+        batch_size = rows * step * config.mesh.data * config.train.microbatches
+        train = config.train.model_copy(update={'batch_size': batch_size})
+        return memory(config.model_copy(update={'train': train}), capacity_bytes=capacity_bytes).total <= capacity_bytes
+
+    too_many = 1
+    while fits(too_many):
+        too_many *= 2
+    least = too_many // 2
+    while too_many - least > 1:
+        middle = (least + too_many) // 2
+        least, too_many = (middle, too_many) if fits(middle) else (least, middle)
+    return least * step
+
+
+def kept_by_layer(config: Config) -> int:
+    """Bytes that a layer's forward pass keeps where nothing is computed again, on each GPU.
+
+    For a GPT in 16 bits with dropout, without its scores, s b h (10 + 24/t) as in Korthikanti et al. (2022), table 2. With sequence
+    parallelism the paper has s b h 34/t, because Megatron gathers the inputs of products again; XLA keeps them: s b h (4 + 30/t).
+    Scores, where there is no flash attention, are a s^2 b (4 + 2 + 1) rather than 5, because their softmax stays in fp32.
+    """
+    return _Sizes(config).kept_by_layer
+
+
+class _Sizes:
+    """Bytes of the arrays that a step is made of, and numbers of parameters, on each GPU."""
+
+    def __init__(self, config: Config):
+        model, mesh, train = config.model, config.mesh, config.train
+        self.config, self.model, self.shards = config, model, mesh.model
+        self.flash = uses_flash(config)
+        self.itemsize = BYTES[train.dtype]
+        self.tokens = config.microbatch_rows * train.seq_len
+        self.is_scattered = mesh.sequence_parallel and mesh.model > 1
+
+        self.parameters = num_parameters(model, padded=True, shards=mesh.model, whole_heads=False)
+        self.matrices = num_matrix_parameters(model, padded=True, shards=mesh.model, whole_heads=False)
+        self.table = model.padded_vocab_size * model.hidden_size // mesh.model
+        self.tables = (1 if model.tie_embeddings else 2) * self.table
+        self.at_rest = self.parameters - self.matrices + self.matrices // (mesh.data if config.optim.shard else 1)
+
+        of_tokens = self.itemsize * self.tokens
+        self.whole = of_tokens * model.hidden_size  # what a column-parallel product reads
+        self.residual = self.whole // (mesh.model if self.is_scattered else 1)
+        self.queries = of_tokens * model.num_heads * model.head_dim // mesh.model
+        self.keys = of_tokens * max(model.num_kv_heads, mesh.model) * model.head_dim // mesh.model
+        self.hidden = of_tokens * model.ffn_size // mesh.model
+        self.up = (2 if model.activation == 'swiglu' else 1) * self.hidden
+        self.scores = self.tokens * train.seq_len * model.num_heads // mesh.model  # a number of them, not bytes
+
+    @cached_property
+    def kept_by_layer(self) -> int:
+        """See the function of that name."""
+        around_norms = 2 * (self.residual + self.whole)
+        heads = 2 * self.queries + 2 * self.keys  # and what they make
+        heads += self.queries + self.keys if self.model.qk_norm else 0
+        masks = 2 * MASK * self.residual // self.itemsize if self.model.dropout else 0
+        return around_norms + heads + self.up + self.hidden + masks + self._kept_scores
+
+    @property
+    def _kept_scores(self) -> int:
+        if self.flash or self.config.train.recompute == 'selective':
+            return 0
+        return self.scores * (FLOAT32 + self.itemsize + (MASK if self.model.dropout else 0))  # softmax, after dropout, its mask
+
+    @cached_property
+    def kept(self) -> int:
+        """By all layers: with full recomputation only their inputs."""
+        return self.model.num_layers * (self.residual if self.config.train.recompute == 'full' else self.kept_by_layer)
+
+    @property
+    def gathered(self) -> int:
+        """Weights of a step with ZeRO-1, in `train.dtype`."""
+        return self.itemsize * self.matrices
+
+
+def _memory(sizes: _Sizes, *, early: bool) -> Memory:
+    moments = _moments(sizes, early=early)
+    moment = max(moments, key=lambda name: moments[name].total)
+    return Memory(
+        parameters=FLOAT32 * sizes.at_rest,
+        optimizer=2 * FLOAT32 * sizes.at_rest,
+        weights=sizes.gathered if sizes.config.optim.shard else 0,
+        batch=3 * 4 * sizes.tokens * sizes.config.train.microbatches,  # tokens, labels and which of them count
+        moment=moment,
+        **dataclasses.asdict(moments[moment]),
+    )
+
+
+def _moments(sizes: _Sizes, *, early: bool) -> dict[str, Held]:
+    """The moments that may need the most.
+
+    In the loss, with the head's gradient and what makes it. Between the passes, where XLA copies what a layer's loop has stacked to
+    another layout, and may have made room for the layers' gradients (`early`). In the backward pass of a layer, and at its end in the
+    gradient of the embedding.
+    """
+    table = FLOAT32 * sizes.table
+    summed = FLOAT32 * sizes.parameters if sizes.config.train.microbatches > 1 else 0
+    in_layers = FLOAT32 * (sizes.parameters - sizes.tables)
+    gradients = summed + table + in_layers
+    recomputed = sizes.kept_by_layer if sizes.config.train.recompute == 'full' else 0
+    chunks, logits, dlogits = _logits(sizes)
+    # Over several chunks the head's gradient is added up, and XLA transposes the head once for all.
+    added, transposed = (table, table) if chunks > 1 else (0, 0)
+    return {
+        'loss': Held(
+            gradients=summed + table,
+            activations=sizes.kept,
+            logits=max(logits, added) + dlogits,
+            buffers=transposed + sizes.itemsize * sizes.table + sizes.residual,
+        ),
+        'layout': Held(
+            gradients=gradients if early else gradients - in_layers,
+            activations=sizes.kept,
+            buffers=sizes.model.num_layers * _copied(sizes),
+        ),
+        'backward': Held(gradients=gradients, activations=sizes.kept, buffers=recomputed + _buffers_of_layer(sizes)),
+        'embedding': Held(gradients=gradients + table, buffers=FLOAT32 * sizes.whole // sizes.itemsize),
+    }
+
+
+def _logits(sizes: _Sizes) -> tuple[int, int, int]:
+    """How many chunks the tokens are cut in (`model/loss.py`), and the logits of one, in fp32, and their gradient."""
+    length = sizes.config.train.seq_len // (sizes.shards if sizes.is_scattered else 1)
+    logits = FLOAT32 * sizes.tokens * sizes.model.padded_vocab_size // sizes.shards
+    chunks = num_chunks(logits, length)
+    return chunks, logits // chunks, sizes.itemsize * logits // FLOAT32 // chunks
+
+
+def _copied(sizes: _Sizes) -> int:
+    """The largest array of a layer whose stack XLA copies between the passes, one stack after the other."""
+    if sizes.config.train.recompute == 'full':
+        return 0
+    if not sizes.flash:  # to contract over queries where the forward pass contracts over keys
+        return sizes.queries if sizes.config.train.recompute == 'selective' else FLOAT32 * sizes.scores
+    if sizes.config.microbatch_rows == 1:
+        return sizes.hidden
+    return sizes.whole if sizes.is_scattered else 0  # gathered with the sequence in front of the rows
+
+
+def _buffers_of_layer(sizes: _Sizes) -> int:
+    """What lives for a while in the backward pass of a layer: in its MLP, or in its attention.
+
+    XLA leaves the weights' gradients for last. So the gradients of what both sublayers make, whole, and that of `up` live to the end.
+    """
+    mlp = 2 * sizes.up + sizes.hidden + 2 * sizes.whole
+    made = 3 * sizes.queries  # what attention makes, once more for its gradient, and that gradient
+    heads = 3 * (sizes.queries + 2 * sizes.keys)  # queries, keys and values, their gradients, and these in one array
+    scores = 0 if sizes.flash else (4 if sizes.config.train.recompute == 'selective' else 2) * FLOAT32 * sizes.scores
+    return max(mlp, sizes.up + made + heads + scores + 3 * sizes.whole)

@@ -1,0 +1,70 @@
+"""What a collective takes on a cluster: rings of GPUs over the links inside a host and between hosts."""
+
+import dataclasses
+from typing import Self
+
+from megajax.config import Config, ConfigError
+from megajax.config.hardware import Hardware
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """GPUs of one type, in hosts that hold the same number of them."""
+
+    hardware: Hardware
+    num_devices: int
+    devices_per_host: int
+
+    @classmethod
+    def of(cls, hardware: Hardware, num_devices: int, devices_per_host: int | None = None) -> Self:
+        """As many GPUs in each host as its type is sold with, unless given. Raises ConfigError for hosts of unequal size."""
+        per_host = min(num_devices, devices_per_host or hardware.devices_per_host)
+        if num_devices % per_host:
+            near = ' or '.join(str(n) for n in (num_devices // per_host * per_host, -(-num_devices // per_host) * per_host))
+            raise ConfigError(f'--gpus {num_devices} does not fill hosts of {per_host}: use {near}, or --gpus-per-host')
+        return cls(hardware=hardware, num_devices=num_devices, devices_per_host=per_host)
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that are full of GPUs."""
+        return self.num_devices // self.devices_per_host
+
+    def members_per_host(self, config: Config, axis: str) -> int:
+        """How many GPUs of one group over a mesh axis share a host; `model` is innermost."""
+        model = config.mesh.model
+        if axis == 'model':
+            return min(model, self.devices_per_host)
+        return min(config.mesh.data, max(1, self.devices_per_host // model))
+
+    def ring(self, config: Config, axis: str) -> 'Ring':
+        """Of the GPUs of one group over a mesh axis.
+
+        NCCL makes as many rings as a group has GPUs on a host, which leave it in different places, so that the network cards of all of
+        them serve the group; those of other groups serve theirs.
+        """
+        inside, across = self.hardware.inside_host, self.hardware.across_hosts
+        size, members = (config.mesh.model if axis == 'model' else config.mesh.data), self.members_per_host(config, axis)
+        hosts = -(-size // members)
+        bandwidth = inside.bandwidth if hosts == 1 else min(inside.bandwidth, across.bandwidth * members)
+        return Ring(size=size, hosts=hosts, bandwidth=bandwidth, latency_inside=inside.latency, latency_across=across.latency)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring:
+    """Some GPUs, the slowest link between them in bytes per second, and the seconds that a step inside or between hosts costs."""
+
+    size: int
+    hosts: int
+    bandwidth: float
+    latency_inside: float
+    latency_across: float
+
+    def seconds(self, kind: str, wire_bytes: float) -> float:
+        """One collective in which each GPU sends `wire_bytes`: 2(t-1)/t P/bandwidth + 2(t-1) latency for an all-reduce of P bytes.
+
+        All-gathers and reduce-scatters are half an all-reduce in both terms (Thakur et al., 2005, section 4). As many steps as there are
+        other hosts have the latency between hosts, as NCCL counts.
+        """
+        rounds = 2 if kind == 'all-reduce' else 1
+        latency = (self.size - self.hosts) * self.latency_inside + (self.hosts - 1) * self.latency_across
+        return wire_bytes / self.bandwidth + rounds * latency

@@ -1,0 +1,135 @@
+"""From a config and a number of GPUs to a plan: memory, time, and the layouts that compete."""
+
+import dataclasses
+from pathlib import Path
+
+from megajax.config import Config, ConfigError, ModelConfig, dump
+from megajax.config.check import incompatibilities
+from megajax.config.flops import narayanan_flops
+from megajax.config.hardware import hardware
+from megajax.plan.memory import largest_microbatch, memory
+from megajax.plan.network import Cluster
+from megajax.plan.result import Layout, MemoryLine, Plan, TransferLine
+from megajax.plan.search import Choice, Ranking, changed, describe, search, usable_memory, why_slower
+from megajax.plan.time import StepTime, step_time
+
+
+def plan(
+    config: Config,
+    *,
+    gpu: str | Path,
+    gpus: int | None = None,
+    gpus_per_host: int | None = None,
+    tokens: float | None = None,
+    target_batch: int | None = None,
+) -> Plan:
+    """Memory and time of `config` on its mesh, if that has so many GPUs, else of the fastest layout; and every other layout.
+
+    `gpus` are those of the mesh unless given, `target_batch` replaces `train.batch_size`, `tokens` are to be trained on. Raises
+    ConfigError where nothing fits or nothing divides, with what would.
+    """
+    if target_batch:
+        config = changed(config, train__batch_size=target_batch)
+    own = config.mesh.data * config.mesh.model
+    cluster = Cluster.of(hardware(gpu), gpus or own, gpus_per_host)
+    is_own = cluster.num_devices == own
+    if is_own and (problems := incompatibilities(config)):  # the new batch may not divide
+        raise ConfigError(*problems)
+    ranking = search(config, cluster)
+    return _report(config if is_own else ranking.best.config, cluster, ranking, tokens, is_from_search=not is_own)
+
+
+def _report(config: Config, cluster: Cluster, ranking: Ranking, tokens: float | None, *, is_from_search: bool) -> Plan:
+    time, available = step_time(config, cluster), usable_memory(cluster)
+    needed = memory(config, capacity_bytes=available)
+    chosen = Choice(config=config, bytes=needed.total, time=time)
+    fits = needed.total <= available
+    return Plan(
+        config=dump(config),
+        hardware=cluster.hardware.name,
+        gpus=cluster.num_devices,
+        gpus_per_host=cluster.devices_per_host,
+        layout=_layout(chosen, ranking, available).model_copy(update={} if fits else {'reason': _too_large(needed.total, available)}),
+        is_from_search=is_from_search,
+        memory=[MemoryLine(name=name, bytes=size) for name, size in dataclasses.asdict(needed).items() if isinstance(size, int)],
+        memory_moment=needed.moment,
+        memory_available=available,
+        largest_microbatch=largest_microbatch(config, available),
+        products=time.products,
+        memory_bound=time.memory_bound,
+        transfers=[TransferLine(**dataclasses.asdict(one)) for one in time.transfers],
+        seconds=time.total,
+        tokens_per_second=time.tokens_per_second,
+        tflops_per_gpu=time.flops_per_gpu / 1e12,
+        paper_tflops_per_gpu=_paper_tflops(config, time),
+        mfu=time.mfu,
+        hfu=time.hfu,
+        tokens=tokens,
+        days=time.days(tokens) if tokens else None,
+        communication_share={axis: time.share(axis) for axis in ('data', 'model')},
+        verdict=_verdict(ranking, available),
+        layouts=[_layout(choice, ranking, available) for choice in (*ranking.fitting, *ranking.too_large)],
+        best_config=dump(ranking.best.config),
+        impossible={f'data={data} x model={model}': reason for (data, model), reason in ranking.impossible.items()},
+    )
+
+
+def _layout(choice: Choice, ranking: Ranking, available: int) -> Layout:
+    config, time = choice.config, choice.time
+    if choice.bytes > available:
+        reason = _too_large(choice.bytes, available)
+    else:
+        reason = '' if choice.config == ranking.best.config else why_slower(choice, ranking.best)
+    return Layout(
+        name=describe(config),
+        data=config.mesh.data,
+        model=config.mesh.model,
+        sequence_parallel=config.mesh.sequence_parallel,
+        recompute=config.train.recompute,
+        microbatches=config.train.microbatches,
+        microbatch_rows=config.microbatch_rows,
+        shard_optimizer=config.optim.shard,
+        bytes=choice.bytes,
+        fits=choice.bytes <= available,
+        seconds=time.total if time else None,
+        mfu=time.mfu if time else None,
+        reason=reason,
+    )
+
+
+def _too_large(needed: int, available: int) -> str:
+    return f'needs {needed / 1e9:.1f} GB of {available / 1e9:.1f} GB'
+
+
+def _paper_tflops(config: Config, time: StepTime) -> float | None:
+    if not _is_gpt(config.model):
+        return None
+    recompute = config.train.recompute == 'full'
+    flops = narayanan_flops(config.model, batch_size=config.train.batch_size, seq_len=config.train.seq_len, recompute=recompute)
+    return flops / time.total / time.devices / 1e12
+
+
+def _is_gpt(model: ModelConfig) -> bool:
+    is_square = model.num_heads * model.head_dim == model.hidden_size == model.num_kv_heads * model.head_dim
+    return model.causal and is_square and model.ffn_size == 4 * model.hidden_size and model.activation != 'swiglu'
+
+
+def _verdict(ranking: Ranking, available: int) -> str:
+    """Whether tensor parallelism is worth it, and by how much."""
+    best = ranking.best
+    without = next((choice for choice in ranking.fitting if choice.config.mesh.model == 1), None)
+    with_it = next((choice for choice in ranking.fitting if choice.config.mesh.model > 1), None)
+    if without and with_it:
+        ratio = with_it.timed.total / without.timed.total
+        waits = f'a GPU waits {with_it.timed.share("model"):.1%} of it for its collectives'
+        name = f'model={with_it.config.mesh.model}'
+        if best is without:
+            return f'no: the fastest step with it, {name}, takes {ratio - 1:.1%} longer; {waits}'
+        return f'yes: a step with {name} is {1 / ratio - 1:.1%} faster than the fastest step without it; {waits}'
+    if without:
+        return 'no: nothing with it fits or divides'
+    least = min((choice.bytes for choice in ranking.too_large if choice.config.mesh.model == 1), default=None)
+    reason = next((why for (_, model), why in ranking.impossible.items() if model == 1), 'nothing divides')
+    without_it = f'the least is {least / 1e9:.1f} GB of {available / 1e9:.1f} GB' if least else reason
+    share = best.timed.share('model')
+    return f'yes: without it {without_it}; with model={best.config.mesh.model} a GPU waits {share:.1%} of the step for its collectives'

@@ -1,0 +1,128 @@
+"""Pictures of a plan: the roofline of a step's operations, and how the rate scales with the number of GPUs. They need matplotlib."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from megajax.config import Config, ConfigError
+from megajax.plan.memory import BYTES
+from megajax.plan.network import Cluster
+from megajax.plan.search import Choice, search
+from megajax.plan.time import peak_flops, product_seconds
+from megajax.plan.work import products
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_FORMATS = ('.png', '.svg', '.pdf')
+
+
+def check_picture(path: Path) -> None:
+    """Raise ConfigError unless a picture can be drawn and written there."""
+    if path.suffix not in _FORMATS:
+        raise ConfigError(f'{path}: a picture ends in {", ".join(_FORMATS)}')
+    if not path.parent.is_dir():
+        raise ConfigError(f'{path}: there is no folder {path.parent}: make it first')
+    _figure()
+
+
+def roofline(config: Config, cluster: Cluster) -> 'Figure':
+    """Each weight's matrix products at their FLOPs per byte and predicted FLOP/s, under the GPU's peak and its memory's bandwidth."""
+    figure = _figure()
+    from matplotlib.ticker import LogLocator
+
+    axes = figure.subplots()
+    hardware, peak = cluster.hardware, peak_flops(config, cluster)
+    points = _points(config, cluster)
+    ridge = peak / hardware.memory_bandwidth
+    left, right = min(ridge, *(point.intensity for point in points)) / 4, 4 * max(ridge, *(point.intensity for point in points))
+    for share, style, what in ((1.0, 'solid', 'peak'), (hardware.efficiency.matmul, 'dashed', 'reached by large products')):
+        axes.plot(
+            [left, share * ridge, right], [left * hardware.memory_bandwidth / 1e12, *[share * peak / 1e12] * 2], color='black', ls=style
+        )
+        axes.annotate(f'{what}: {share * peak / 1e12:,.0f} TFLOP/s', (right, share * peak / 1e12), ha='right', va='bottom')
+    slope = left * hardware.memory_bandwidth / 1e12
+    axes.annotate(f'memory: {hardware.memory_bandwidth / 1e12:.2f} TB/s', (left, slope), xytext=(12, 0), textcoords='offset points')
+    for point in points:
+        label = f'{point.name}: {point.share:.0%}'
+        axes.scatter(point.intensity, point.rate / 1e12, s=40 + 800 * point.share, alpha=0.6, label=label)
+    for handle in axes.legend(loc='lower right').legend_handles:
+        handle.set_sizes([50])  # type: ignore[union-attr]
+    axes.set(xscale='log', yscale='log', xlabel='FLOPs per byte of operands and result', ylabel='TFLOP/s of one GPU')
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter('{x:g}')
+        axis.set_minor_formatter('')
+    axes.set_title(f'{hardware.name}, {config.train.dtype}: products with the weights, and shares of their time', fontsize=10)
+    axes.grid(visible=True, which='both', alpha=0.2)
+    return figure
+
+
+class _Point(NamedTuple):
+    name: str
+    intensity: float  # FLOPs a byte
+    rate: float  # FLOP/s
+    share: float  # of the time of all
+
+
+def _points(config: Config, cluster: Cluster) -> list[_Point]:
+    """One for each weight, or for several that lie in the same place."""
+    sums = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
+    for one in products(config, flash=True):
+        if one.name != 'attention':
+            name = one.name.split()[0]
+            parts = one.times * one.flops, one.times * one.elements * BYTES[config.train.dtype], product_seconds(one, config, cluster)
+            sums[name] = [a + b for a, b in zip(sums[name], parts, strict=True)]
+    total = sum(seconds for _, _, seconds in sums.values())
+    places = defaultdict[tuple[float, float], list[str]](list)
+    for name, (work, moved, seconds) in sums.items():
+        places[round(work / moved, 3), round(work / seconds)].append(name)
+    return [
+        _Point(', '.join(names), intensity, rate, sum(sums[name][2] for name in names) / total)
+        for (intensity, rate), names in places.items()
+    ]
+
+
+def scaling(config: Config, cluster: Cluster) -> 'Figure':
+    """MFU of the fastest layout from one GPU to 512, or to those of the cluster if these are more; the batch stays that of the config."""
+    figure = _figure()
+    axes = figure.subplots()
+    found = fastest(config, cluster, powers(max(512, cluster.num_devices)))
+    gpus, shares = list(found), [100 * choice.timed.mfu for choice in found.values()]
+    axes.plot(gpus, shares, marker='o', color='black')
+    for count, share in zip(gpus, shares, strict=True):
+        data, model = found[count].mesh
+        axes.annotate(f'{data}x{model}', (count, share), textcoords='offset points', xytext=(0, 8), ha='center', fontsize=8)
+    axes.set_xscale('log', base=2)
+    axes.set_xticks(gpus, [str(count) for count in gpus])
+    axes.set(xlabel='GPUs', ylabel='MFU, %', ylim=(0, 1.2 * max(shares)))
+    axes.set_title(
+        f'{cluster.hardware.name}, batch {config.train.batch_size}: the fastest mesh (data x model) on so many GPUs', fontsize=10
+    )
+    axes.grid(visible=True, alpha=0.2)
+    return figure
+
+
+def fastest(config: Config, cluster: Cluster, counts: Sequence[int]) -> dict[int, Choice]:
+    """The fastest layout on each number of GPUs, of those on which any fits."""
+    found = {}
+    for count in counts:
+        try:
+            found[count] = search(config, Cluster.of(cluster.hardware, count, min(count, cluster.devices_per_host))).best
+        except ConfigError:
+            continue
+    return found
+
+
+def powers(most: int) -> list[int]:
+    """Powers of two up to `most`."""
+    return [1 << power for power in range(most.bit_length())]
+
+
+def _figure() -> 'Figure':
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ConfigError("a picture needs matplotlib: pip install 'megajax[plot]'") from None
+    return Figure(figsize=(8, 5), layout='constrained', dpi=120)

@@ -1,0 +1,115 @@
+"""What a plan says: the one model behind the terminal, the notebook and the JSON. Bytes are on one GPU; seconds are of one step."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from ruamel.yaml import YAML
+
+from megajax.config import Config
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True, extra='forbid')
+
+
+class MemoryLine(_Result):
+    """Bytes on one GPU of one kind."""
+
+    name: str
+    bytes: int
+
+
+class TransferLine(_Result):
+    """The collectives of one site, phase, axis and kind."""
+
+    site: str
+    phase: str
+    axis: str
+    kind: str
+    times: int
+    wire_bytes: float = Field(description='that a GPU sends')
+    crosses_hosts: bool
+    seconds: float
+    exposed: float = Field(description='seconds that no matrix product hides')
+
+
+class Layout(_Result):
+    """One way to lay the model over the GPUs, whether it fits, and why it lost."""
+
+    name: str
+    data: int
+    model: int
+    sequence_parallel: bool
+    recompute: str
+    microbatches: int
+    microbatch_rows: int
+    shard_optimizer: bool
+    bytes: int
+    fits: bool
+    seconds: float | None
+    mfu: float | None
+    reason: str = Field(description='empty for the fastest')
+
+
+class Plan(_Result):
+    """A config on GPUs that need not be there: its memory, its time, and how it compares with every other layout."""
+
+    schema_version: Literal[1] = 1
+    config: str = Field(description='the resolved config that the figures are of, YAML')
+    hardware: str
+    gpus: int
+    gpus_per_host: int
+    layout: Layout
+    is_from_search: bool = Field(description='the fastest layout, because the mesh of the config has another number of GPUs')
+    memory: list[MemoryLine]
+    memory_moment: str = Field(description='the part of the step that needs the most')
+    memory_available: int = Field(description='bytes that a program can count on')
+    largest_microbatch: int = Field(description='rows that fit on each data shard; 0 if none')
+    compiled_bytes: int | None = Field(default=None, description='what the compiler has planned, with --verify')
+    best_compiled_bytes: int | None = Field(default=None, description='the same for the fastest layout')
+    products: float
+    memory_bound: float
+    transfers: list[TransferLine]
+    seconds: float
+    tokens_per_second: float
+    tflops_per_gpu: float = Field(description='model FLOPs: what is computed again does not count')
+    paper_tflops_per_gpu: float | None = Field(description='by the formula of Narayanan et al. (2021); None where it does not hold')
+    mfu: float
+    hfu: float
+    tokens: float | None
+    days: float | None
+    communication_share: dict[str, float] = Field(description='per axis, the share of the step in which a GPU waits for collectives')
+    verdict: str = Field(description='whether tensor parallelism is worth it here')
+    layouts: list[Layout] = Field(description='all of them: those that fit, fastest first, then those that do not, smallest first')
+    best_config: str = Field(description='the config of the fastest layout, YAML')
+    impossible: dict[str, str] = Field(description='meshes that cannot be, with the reason')
+
+    @property
+    def best(self) -> Layout:
+        """The fastest layout that fits."""
+        return self.layouts[0]
+
+    def planned(self) -> Config:
+        """The config that the figures are of."""
+        return _parsed(self.config)
+
+    def fastest(self) -> Config:
+        """The config of the fastest layout."""
+        return _parsed(self.best_config)
+
+    def __repr__(self) -> str:
+        return f'<Plan: {self.layout.name} on {self.gpus} x {self.hardware}>'
+
+    def _repr_html_(self) -> str:
+        from megajax.plan.report import to_html
+
+        return to_html(self)
+
+    def __str__(self) -> str:
+        from megajax.plan.report import to_text
+
+        return to_text(self)
+
+
+def _parsed(text: str) -> Config:
+    return Config.model_validate(YAML(typ='safe', pure=True).load(text))

@@ -1,0 +1,35 @@
+"""Calibration: it recovers what it measures, and the planner reads what it writes."""
+
+import pytest
+
+import megajax
+from megajax.config.hardware import Efficiency, hardware
+from megajax.plan import calibrate
+from megajax.plan.calibrate import Rate, fit_link, fit_products
+
+
+def test_the_curve_of_products_is_recovered():
+    true = Efficiency(matmul=0.71, half_size=88, memory=1.0)
+    rates = [Rate(size, 1e14 * true.of_product(size, size, size)) for size in (256, 512, 1024, 4096)]
+    assert fit_products(rates, 1e14) == (0.71, 88)
+
+
+@pytest.mark.parametrize('devices', [2, 8])
+def test_bandwidth_and_latency_are_recovered(devices):
+    found = fit_link([(wire, wire / 3e11 + 2 * (devices - 1) * 4e-6) for wire in (1e5, 1e6, 1e7, 1e8)], devices)
+    assert found.bandwidth == pytest.approx(3e11)
+    assert found.latency == pytest.approx(4e-6)
+
+
+def test_the_devices_at_hand_are_measured_and_planned_for(tmp_path, monkeypatch):
+    for name, value in {'SIZES': (32, 64), 'ELEMENTS': (1 << 8, 1 << 12), 'MEMORY_ELEMENTS': 1 << 16}.items():
+        monkeypatch.setattr(calibrate, name, value)
+    file = tmp_path / 'here.yaml'
+    *_, last = calibrate.calibrate(file, seconds=0.1)
+    assert last == f'written to {file}'
+    assert [path.name for path in tmp_path.iterdir()] == ['here.yaml']
+    found = hardware(file)
+    assert found.devices_per_host == 8
+    plan = megajax.plan(megajax.load('tiny'), gpu=file, gpus=8)
+    assert plan.hardware == 'cpu'
+    assert plan.seconds > 0

@@ -1,0 +1,112 @@
+"""The command and the call, as a user types them."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import megajax
+from megajax.cli import app
+from megajax.config import ConfigError
+from megajax.config.hardware import hardware
+from megajax.inspect.gpu import has_compiler
+from megajax.plan import Plan
+from megajax.plan.search import USABLE
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, '-m', 'megajax', 'plan', *map(str, arguments)]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_command_says_what_the_call_says(tmp_path):
+    json, winner = tmp_path / 'plan.json', tmp_path / 'winner.yaml'
+    done = command('gpt2_345m', '--gpu', 'h100', '--gpus', 16, '--tokens', '300e9', '--json', json, '--write', winner)
+    assert done.returncode == 0, done.stderr
+    called = megajax.plan(megajax.load('gpt2_345m'), gpu='h100', gpus=16, tokens=300e9)
+    assert Plan.model_validate_json(json.read_text()) == called
+    assert str(called) in done.stdout
+    assert megajax.load(winner) == called.fastest()
+    assert called.fastest().mesh.data * called.fastest().mesh.model == 16
+
+
+def test_a_config_on_its_own_mesh_is_planned_as_it_is():
+    config = megajax.load('gpt2_345m', ['mesh.data=2', 'mesh.model=4'])
+    plan = megajax.plan(config, gpu='h100')
+    assert not plan.is_from_search
+    assert plan.planned() == config
+    assert plan.layout.reason.startswith('+')
+    assert plan.seconds > plan.best.seconds
+    assert sum(line.bytes for line in plan.memory) == plan.layout.bytes
+    assert plan.layout.fits == (plan.layout.bytes <= plan.memory_available)
+    assert plan.memory_available == int(USABLE * hardware('h100').memory)
+
+
+def test_the_largest_microbatch_fits_and_one_row_more_does_not():
+    keys = 'mesh.data=8', 'mesh.model=8', 'train.microbatches=1'
+    rows = megajax.plan(megajax.load('llama3_8b', [*keys, 'train.batch_size=8']), gpu='h100').largest_microbatch
+    for count, fits in ((rows, True), (rows + 1, False)):
+        config = megajax.load('llama3_8b', [*keys, f'train.batch_size={8 * count}'])
+        assert megajax.plan(config, gpu='h100').layout.fits == fits
+
+
+def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
+    done = command('llama3_8b', 'mesh.data=8', 'mesh.model=1', 'train.batch_size=64', 'train.microbatches=1', '--gpu', 'h100')
+    assert done.returncode == 1
+    assert 'does not fit in 78.2 GB' in done.stdout
+    assert 'yes: without it the least is ' in done.stdout
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        ('gpt3_175b --gpus 8', 'nothing fits on 8 x NVIDIA H100 SXM 80 GB: the least is '),
+        ('gpt2_124m --gpus 5', '512 is not a multiple of mesh.data=5; use 510 or 515'),
+        ('gpt2_124m --gpus 12', '--gpus 12 does not fill hosts of 8: use 8 or 16, or --gpus-per-host'),
+        ('gpt2_124m --target-batch 3', 'train.batch_size: 3 is not a multiple of mesh.data=8 x train.microbatches=4'),
+        ('gpt2_124m --gpu tpu', '--gpu tpu: choose among a100, b200, h100, h200, v100'),
+        ('gpt2_124m --gpu v100', 'train.dtype=bfloat16: NVIDIA V100 SXM3 32 GB computes in float16, float32'),
+        ('gpt2_124m --gpu v100 --verify', '--verify with --gpu v100: the step can be compiled for a100, h100, h200, b200'),
+        ('gpt2_124m --json nowhere/x.json', 'nowhere/x.json: there is no folder nowhere'),
+        ('gpt2_124m --roofline x.gif', 'x.gif: a picture ends in .png, .svg, .pdf'),
+        ('--table megatron', '--table megatron: choose among scaling, narayanan, heads, strong'),
+        ('--gpu h100', 'plan needs a config'),
+        ('calibrate here.txt', 'here.txt: give a file that ends in .yaml'),
+    ],
+)
+def test_a_wrong_call_names_the_fix(arguments, message):
+    with pytest.raises(ConfigError) as caught:
+        CliRunner().invoke(app, ['plan', *arguments.split()], catch_exceptions=False)
+    assert message in str(caught.value)
+
+
+def test_a_wrong_call_exits_2():
+    done = command('gpt3_175b', '--gpus', 8)
+    assert (done.returncode, done.stdout) == (2, '')
+    assert done.stderr.startswith('error: nothing fits on 8 x NVIDIA H100 SXM 80 GB: the least is ')
+
+
+def test_the_tables_of_the_papers_are_shown():
+    done = command('--table', 'narayanan')
+    assert done.returncode == 0
+    assert '2 rows held out: mean error' in done.stdout
+
+
+def test_a_plan_takes_less_than_2_seconds_and_needs_no_jax():
+    code = 'import sys, megajax; megajax.plan(megajax.load("llama3_8b"), gpu="h100", gpus=64); print("jax" in sys.modules)'
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout == 'False\n'
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
+def test_the_compilers_figure_stands_beside():
+    done = command('gpt2_124m', 'mesh.data=4', 'mesh.model=2', '--gpu', 'h100', '--verify')
+    assert done.returncode == 0, done.stderr
+    assert 'compiled' in done.stdout

@@ -1,0 +1,88 @@
+"""What is counted of a step beside what XLA compiled: for H100s, stored in benchmarks/results, and here for simulated devices."""
+
+import csv
+import statistics
+from pathlib import Path
+
+import pytest
+from support import make_config
+
+from megajax.config import Config, load
+from megajax.config.flops import step_flops
+from megajax.inspect.audit import audit
+from megajax.inspect.compile import CompiledStep, compile_step
+from megajax.inspect.gpu import GPUS
+from megajax.inspect.hlo import Program
+from megajax.inspect.schedule import flops
+from megajax.parallel.mesh import make_mesh
+from megajax.plan.communication import wire_bytes
+from megajax.plan.memory import memory
+
+RESULTS = Path(__file__).parents[2] / 'benchmarks/results/2026-11-21_plan_memory.csv'
+LINES = [*csv.DictReader(RESULTS.open(newline=''))]
+
+
+def config_of(line: dict[str, str]) -> Config:
+    data, model = map(int, line['mesh'].split('x'))
+    train = {'recompute': line['recompute'], 'microbatches': line['microbatches'], 'dtype': 'bfloat16'}
+    train['batch_size'] = str(data * int(line['rows']) * int(line['microbatches']))
+    overrides = [f'mesh.data={data}', f'mesh.model={model}', f'mesh.sequence_parallel={str(line["parallel"] == "sp").lower()}']
+    overrides += [*(f'train.{key}={value}' for key, value in train.items()), 'model.dropout=0.0', *line['overrides'].split()]
+    return load(line['preset'], overrides)
+
+
+def name(line: dict[str, str]) -> str:
+    return ' '.join(line[key] for key in ('preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides')).strip()
+
+
+@pytest.mark.parametrize('line', LINES, ids=name)
+def test_a_step_for_h100s_is_predicted(line: dict[str, str]) -> None:
+    config = config_of(line)
+    needed = memory(config, capacity_bytes=GPUS['h100'].memory)
+    assert needed.total == int(line['predicted_bytes']), 'python benchmarks/plan_memory.py writes the file anew'
+    assert needed.total == pytest.approx(int(line['compiled_bytes']), rel=0.10)
+    assert needed.state + needed.batch == pytest.approx(int(line['arguments']), abs=1000)  # counters
+    devices = config.mesh.data * config.mesh.model
+    assert step_flops(config).hardware / devices / 1e9 == pytest.approx(float(line['compiled_gflops']), rel=1e-6, abs=1e-3)
+    assert wire_bytes(config) == {axis: float(line[f'compiled_{axis}_wire']) for axis in ('data', 'model')}
+
+
+def test_half_of_the_steps_need_within_four_percent_of_what_is_predicted() -> None:
+    ratios = [int(line['predicted_bytes']) / int(line['compiled_bytes']) for line in LINES]
+    assert statistics.median(abs(ratio - 1) for ratio in ratios) < 0.04
+    assert len({line['preset'] for line in LINES}) >= 8
+    assert len(LINES) >= 24
+
+
+def test_what_is_said_to_fit_does() -> None:
+    capacity = GPUS['h100'].memory
+    for line in LINES:
+        assert (int(line['predicted_bytes']) <= capacity) == (int(line['compiled_bytes']) <= capacity), name(line)
+
+
+@pytest.fixture(scope='module')
+def step() -> tuple[Config, CompiledStep]:
+    """Fewer key/value heads than devices, untied, sequence parallelism, microbatches, full recomputation."""
+    config = make_config('llama', 2, 4, sequence_parallel=True, train={'recompute': 'full', 'microbatches': 2})
+    return config, compile_step(config, make_mesh(2, 4), 8)
+
+
+def test_the_products_of_a_compiled_step_are_those_counted(step: tuple[Config, CompiledStep]) -> None:
+    config, compiled = step
+    program = Program(compiled.text)
+    products = sum(flops(program, program.entry, one) for one in program.entry.instructions)
+    assert 8 * products == step_flops(config, flash=False).hardware
+
+
+def test_a_compiled_step_sends_the_bytes_counted(step: tuple[Config, CompiledStep]) -> None:
+    config, compiled = step
+    sent = dict.fromkeys(('data', 'model'), 0.0)
+    for row in audit(config, compiled, 'cpu').rows:
+        if row.site != 'metrics':  # single numbers
+            sent[row.axis] += row.wire_bytes
+    assert wire_bytes(config) == sent
+
+
+def test_the_state_of_a_compiled_step_is_that_counted(step: tuple[Config, CompiledStep]) -> None:
+    config, compiled = step
+    assert memory(config).state == sum(one.bytes_per_device for one in compiled.parameters + compiled.optimizer if one.shape)

@@ -1,0 +1,36 @@
+"""The pictures: they are drawn, and say what their axes are."""
+
+import pytest
+
+import megajax
+from megajax.config.hardware import hardware
+from megajax.plan.network import Cluster
+from megajax.plan.plot import fastest, powers, roofline, scaling
+
+CONFIG = megajax.load('gpt2_345m', ['train.batch_size=64', 'train.microbatches=1'])
+CLUSTER = Cluster.of(hardware('h100'), 8)
+
+
+@pytest.mark.parametrize(('draw', 'x', 'y'), [(roofline, 'FLOPs per byte', 'TFLOP/s'), (scaling, 'GPUs', 'MFU, %')])
+def test_a_picture_is_drawn_with_units(draw, x, y, tmp_path):
+    figure = draw(CONFIG, CLUSTER)
+    (axes,) = figure.axes
+    assert x in axes.get_xlabel()
+    assert y in axes.get_ylabel()
+    for name in ('picture.png', 'picture.svg'):
+        figure.savefig(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_no_product_is_above_the_roof():
+    axes = roofline(CONFIG, CLUSTER).axes[0]
+    gpu = hardware('h100')
+    for points in axes.collections:
+        intensity, tflops = points.get_offsets()[0]
+        assert 1e12 * tflops <= min(gpu.peak_flops['bfloat16'], intensity * gpu.memory_bandwidth)
+
+
+def test_a_larger_model_starts_where_it_fits():
+    found = fastest(megajax.load('llama3_8b'), CLUSTER, powers(64))
+    assert 1 not in found
+    assert 64 in found

@@ -1,0 +1,90 @@
+"""The time of a step: all FLOPs are there, nothing is counted twice, and faster hardware is never slower."""
+
+from itertools import product
+
+import pytest
+from support import make_config
+
+from megajax.config import Config, ConfigError, load
+from megajax.config.flops import step_flops
+from megajax.config.hardware import Hardware, hardware
+from megajax.plan.network import Cluster
+from megajax.plan.time import MEGATRON, step_time
+from megajax.plan.work import products
+
+H100 = hardware('h100')
+LLAMA = 'mesh.data=4', 'mesh.model=4', 'train.batch_size=64', 'train.microbatches=4', 'train.recompute=none'
+
+
+def llama(*overrides: str) -> Config:
+    return load('llama3_8b', [*LLAMA, *overrides])
+
+
+@pytest.mark.parametrize(
+    ('name', 'recompute', 'flash', 'mesh'),
+    [*product(['gpt', 'llama', 'bert'], ['none', 'selective', 'full'], [False, True], [(1, 1), (2, 4)])],
+)
+def test_the_products_have_the_flops_of_the_step(name, recompute, flash, mesh):
+    config = make_config(name, *mesh, sequence_parallel=mesh[1] > 1 and flash, train={'recompute': recompute, 'microbatches': 2})
+    counted = sum(one.times * one.flops for one in products(config, flash=flash)) * mesh[0] * mesh[1]
+    assert counted == step_flops(config, flash=flash).hardware
+
+
+def test_megatron_computes_the_last_product_of_a_layer_again():
+    config = load('megatron_8.3b')
+    again, ours = (sum(one.times * one.flops for one in products(config, flash=False, recomputes_last=last)) for last in (True, False))
+    down = 2 * 8 * 1024 * (4 * 3072 // 8) * 3072 * 72
+    assert again - ours == down
+
+
+def faster(**figures: object) -> Hardware:
+    return H100.model_copy(update=figures)
+
+
+@pytest.mark.parametrize(
+    ('better', 'part'),
+    [
+        (faster(peak_flops={'bfloat16': 2 * H100.peak_flops['bfloat16']}), 'products'),
+        (faster(memory_bandwidth=2 * H100.memory_bandwidth), 'memory_bound'),
+        (faster(inside_host=H100.inside_host.model_copy(update={'bandwidth': 2 * H100.inside_host.bandwidth})), 'waits'),
+        (faster(across_hosts=H100.across_hosts.model_copy(update={'latency': 0.0})), 'waits'),
+    ],
+    ids=['peak', 'memory', 'links', 'latency'],
+)
+def test_better_hardware_shortens_its_part(better, part):
+    before, after = (step_time(llama(), Cluster.of(gpu, 16)) for gpu in (H100, better))
+    seconds = [time.waits() if part == 'waits' else getattr(time, part) for time in (before, after)]
+    assert seconds[1] < seconds[0]
+    assert after.total < before.total
+
+
+@pytest.mark.parametrize('overrides', [(), ('mesh.sequence_parallel=true',), ('train.xla=overlap',), ('train.recompute=full',)], ids=str)
+def test_the_parts_make_the_step(overrides):
+    time = step_time(llama(*overrides), Cluster.of(H100, 16))
+    assert time.total == pytest.approx(time.products + time.memory_bound + sum(one.exposed for one in time.transfers))
+    assert time.share() == pytest.approx(time.share('data') + time.share('model'))
+    assert all(0 <= one.exposed <= one.seconds * (1 + 1e-9) for one in time.transfers)
+    hidden = sum(one.seconds - one.exposed for one in time.transfers)
+    assert 0 < hidden <= time.products
+    assert time.mfu <= time.hfu < 1
+    assert time.days(86400 * time.tokens_per_second) == pytest.approx(1)
+
+
+def test_halves_that_take_turns_wait_less():
+    plain, turns = (step_time(llama(f'train.xla={xla}'), Cluster.of(H100, 16)) for xla in ('default', 'overlap'))
+    assert turns.share('model') < plain.share('model')
+
+
+def test_one_gpu_waits_for_nothing():
+    time = step_time(llama('mesh.data=1', 'mesh.model=1'), Cluster.of(H100, 1))
+    assert time.transfers == ()
+
+
+def test_nothing_of_megatron_overlaps():
+    time = step_time(llama(), Cluster.of(H100, 16), MEGATRON)
+    assert all(one.exposed == one.seconds for one in time.transfers)
+
+
+def test_a_dtype_that_the_gpu_lacks_is_refused():
+    with pytest.raises(ConfigError, match=r'train.dtype=bfloat16: NVIDIA V100 SXM3 32 GB computes in float16, float32'):
+        step_time(llama(), Cluster.of(hardware('v100'), 16))
