@@ -1,16 +1,18 @@
 """The training step, compiled with abstract arguments for devices that need not be there."""
 
 import dataclasses
+import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax import P
 from jax.sharding import Mesh
 
 from megajax.config import Config, ConfigError
@@ -77,21 +79,31 @@ def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
     """Compile in a process of its own, so that the caller's backend and devices stay as they are."""
     with tempfile.TemporaryDirectory() as folder:
         task, result = Path(folder, 'task'), Path(folder, 'result')
-        task.write_bytes(pickle.dumps((config, target, hosts)))
+        task.write_text(config.model_dump_json())
         environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
-        child = subprocess.run([sys.executable, '-m', __name__, task, result], env=environment, stderr=subprocess.PIPE, text=True)
+        child = subprocess.run(
+            [sys.executable, '-m', __name__, task, result, target, str(hosts)], env=environment, stderr=subprocess.PIPE, text=True
+        )
         if 'cuDNN not found' in child.stderr:
             raise ConfigError(f"--target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'")
         if child.returncode:
             raise RuntimeError(f'the step did not compile for {target}:\n{child.stderr}')
-        compiled: CompiledStep = pickle.loads(result.read_bytes())
-        return compiled
+        return _from_json(result.read_text())
 
 
-def _main(task: str, result: str) -> None:
-    from megajax.inspect import compile as home  # not __main__: the caller unpickles what this pickles
+def _from_json(text: str) -> CompiledStep:
+    told = json.loads(text)
+    return CompiledStep(**told | {name: [_placement(**one) for one in told[name]] for name in ('parameters', 'optimizer')})
 
-    Path(result).write_bytes(pickle.dumps(home.compile_for(*pickle.loads(Path(task).read_bytes()))))
+
+def _placement(*, shape: list[int], spec: list[Any], **others: Any) -> Placement:
+    axes = (tuple(axis) if isinstance(axis, list) else axis for axis in spec)  # a dim may be sharded over several
+    return Placement(shape=tuple(shape), spec=P(*axes), **others)
+
+
+def _main(task: str, result: str, target: str, hosts: str) -> None:
+    compiled = compile_for(Config.model_validate_json(Path(task).read_bytes()), target, int(hosts))
+    Path(result).write_text(json.dumps(dataclasses.asdict(compiled), default=tuple))  # a spec is no tuple
 
 
 if __name__ == '__main__':

@@ -43,6 +43,17 @@ def test_a_run_says_what_it_does_and_leaves_what_it_says(folder: Path) -> None:
     assert {'config.yaml', 'tokenizer.json', 'tensorboard'} <= {path.name for path in (folder / 'run').iterdir()}
 
 
+def test_a_bert_trains_and_makes_no_text(folder: Path) -> None:
+    result = train(folder, 'run.dir=run', 'model.objective=masked_lm', 'train.sample_prompts=[]', 'train.steps=12')
+    assert result.returncode == 0, result.stderr
+    assert 'nats per masked token' in result.stdout
+    of_steps = losses(folder / 'run')
+    assert of_steps[12] < of_steps[1] - 1
+    refused = subprocess.run([sys.executable, '-m', 'megajax', 'generate', 'run'], cwd=folder, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert 'cannot continue a text' in refused.stderr
+
+
 @pytest.mark.faults
 def test_a_resumed_run_equals_one_that_was_never_interrupted(folder: Path) -> None:
     straight = train(folder, 'run.dir=straight', 'optim.schedule=constant')

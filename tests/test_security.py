@@ -1,0 +1,175 @@
+"""What others wrote is read as data and never run, a run listens to nobody else, and keeps the secrets of its environment."""
+
+import ast
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import CONFIG, children, finish, read_until, start, steps, train
+from support import write_run
+
+from megajax.train.digests import write_sums
+
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures('compile_once')]
+
+PACKAGE = Path(__file__).parents[1] / 'megajax'
+UNSAFE = {'pickle', 'cloudpickle', 'dill', 'joblib', 'marshal', 'shelve', 'torch', 'yaml'}  # which run what a file says, if only by default
+# Reads files of torch.save with an Unpickler of its own, which knows some harmless names and refuses all others.
+RESTRICTED = {PACKAGE / 'interop/torch_files.py'}
+SECRETS = {
+    'HF_TOKEN': 'hf_canary0a1b2c3d',
+    'AWS_SECRET_ACCESS_KEY': 'aws/canary4e5f6a7b',
+    'WANDB_API_KEY': 'canary8c9d0e1f2a3b',
+    'DATABASE_PASSWORD': 'canary-correct-horse',
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path, CONFIG.replace('steps: 40', 'steps: 2'))
+
+
+class Evil:
+    """What makes a folder when it is unpickled."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.canary),)
+
+
+def test_the_canary_sings(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Evil(tmp_path / 'canary')))
+    assert (tmp_path / 'canary').exists()
+
+
+@pytest.mark.parametrize('path', sorted(PACKAGE.rglob('*.py')), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_no_line_of_the_package_reads_code_as_data(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or '']
+            unsafe = UNSAFE.intersection(name.partition('.')[0] for name in names) - ({'pickle'} if path in RESTRICTED else set())
+            assert not unsafe, ast.unparse(node)
+        if isinstance(node, ast.ClassDef) and any('Unpickler' in ast.unparse(base) for base in node.bases):
+            assert 'find_class' in {part.name for part in node.body if isinstance(part, ast.FunctionDef)}, node.name
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ('eval', 'exec', 'compile', 'os.system', 'pickle.load', 'pickle.loads', 'pickle.Unpickler'), ast.unparse(
+                node
+            )
+            for keyword in node.keywords:
+                unsafe = keyword.arg in ('allow_pickle', 'trust_remote_code', 'shell') or (keyword.arg == 'typ' and 'YAML' in called)
+                assert not unsafe or ast.unparse(keyword.value) in ('False', "'safe'"), ast.unparse(node)
+
+
+@pytest.mark.parametrize('where', ['file', 'override'])
+@pytest.mark.parametrize('tag', ['!!python/object/apply:os.mkdir [{}]', '!!python/object/new:os.mkdir [{}]', '!!python/name:os.mkdir'])
+def test_a_config_makes_no_objects(folder: Path, where: str, tag: str) -> None:
+    value = tag.format(folder / 'canary')
+    if where == 'file':
+        (folder / 'small.yaml').write_text(f'train: {{steps: 1}}\noptim:\n  lr: {value}\n')
+    code, said = finish(start(folder, *([f'optim.lr={value}'] if where == 'override' else [])))
+    assert (code, 'not valid YAML' in said) == (2, True), said
+    assert not (folder / 'canary').exists()
+
+
+@pytest.mark.parametrize('suffix', ['.npy', '.pkl', '.bin', '.idx', '.json', '.jsonl'])
+def test_a_corpus_of_objects_is_refused(folder: Path, suffix: str) -> None:
+    evil = np.array([Evil(folder / 'canary')])
+    for name in {f'evil{suffix}', 'evil.bin', 'evil.idx'} if suffix in ('.bin', '.idx') else {f'evil{suffix}'}:
+        with (folder / name).open('wb') as file:
+            np.save(file, evil, allow_pickle=True) if suffix == '.npy' else pickle.dump(evil, file)
+    corpus = 'evil' if suffix in ('.bin', '.idx') else f'evil{suffix}'
+    code, said = finish(start(folder, f'data.corpus={corpus}', 'data.tokenizer=none' if corpus == 'evil' else 'data.tokenizer=bytes'))
+    assert (code, 'Traceback' in said) == (2, False), said
+    assert not (folder / 'canary').exists()
+
+
+@pytest.mark.parametrize('name', ['record.json', 'state/_METADATA', 'state/manifest.ocdbt', 'all'])
+def test_a_checkpoint_of_objects_with_digests_that_are_right_runs_nothing(folder: Path, checkpoint: Path, name: str) -> None:
+    shutil.copytree(checkpoint, folder / 'run')
+    step = folder / 'run/checkpoints/2'
+    files = [path for path in step.rglob('*') if path.is_file()] if name == 'all' else [step / name]
+    for path in files:
+        if path.name not in ('SHA256SUMS', 'commit_success.txt'):
+            path.write_bytes(pickle.dumps(Evil(folder / 'canary')))
+    write_sums(step)
+    code, said = finish(start(folder, 'train.steps=3', 'optim.schedule=constant'))
+    assert code in (0, 2, 4), said  # 0 where it is a file that a run which has all it needs does not read
+    assert 'Traceback' not in said
+    assert (code == 4) >= (name in ('record.json', 'state/_METADATA', 'all')), said
+    assert not (folder / 'canary').exists()
+    verify = [sys.executable, '-m', 'megajax', 'checkpoint', 'ls', 'run']
+    subprocess.run(verify, cwd=folder, capture_output=True, check=True)
+    assert not (folder / 'canary').exists()
+
+
+@pytest.fixture(scope='module')
+def checkpoint(compile_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of two steps."""
+    folder = write_run(tmp_path_factory.mktemp('checkpoint'), CONFIG.replace('steps: 40', 'steps: 2'))
+    train(folder)
+    return folder / 'run'
+
+
+def test_a_path_in_a_manifest_stays_in_its_folder(folder: Path, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, folder / 'run')
+    (folder / 'secret').write_text('{}')
+    sums = folder / 'run/checkpoints/2/SHA256SUMS'
+    sums.write_text(sums.read_text().replace('  record.json', '  ../../../secret'))
+    code, said = finish(start(folder))
+    assert (code, 'is refused: ../../../secret is missing' in said) == (4, True), said
+
+
+@pytest.mark.parametrize('processes', [1, 2])
+def test_no_secret_of_the_environment_is_written_or_said(folder: Path, processes: int) -> None:
+    said = train(folder, processes=processes, **SECRETS)
+    fails = 'from megajax.train import trainer\ndef fails(*_): raise RuntimeError("of the step")\ntrainer.Trainer._take_step = fails'
+    code, more = finish(start(folder, 'train.steps=4', 'optim.schedule=constant', processes=processes, fault=fails, **SECRETS))
+    assert (code, 'RuntimeError: of the step' in more) == (1, True), more
+    assert steps(folder / 'run') == [2]
+    files = [path for path in folder.rglob('*') if path.is_file()]
+    assert {'metrics.jsonl', 'config.yaml', 'record.json', '_METADATA'} <= {path.name for path in files}
+    contents = {str(path): path.read_bytes() for path in files} | {'said': said.encode(), 'said after an error': more.encode()}
+    for name, secret in SECRETS.items():
+        assert not [path for path, content in contents.items() if secret.encode() in content], name
+        assert not [path for path, content in contents.items() if json.dumps(secret).encode()[1:-1] in content], name
+
+
+def listeners(pid: int) -> set[str]:
+    """The addresses, in the kernel's hexadecimal, on which a process listens."""
+    own = {os.readlink(path) for path in Path(f'/proc/{pid}/fd').iterdir() if path.is_symlink()}
+    found = set()
+    for table in ('tcp', 'tcp6', 'udp', 'udp6'):
+        for line in Path(f'/proc/{pid}/net/{table}').read_text().splitlines()[1:]:
+            address, state, inode = (line.split()[column] for column in (1, 3, 9))
+            if f'socket:[{inode}]' in own and state == ('0A' if 'tcp' in table else '07'):
+                found.add(address.partition(':')[0])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='/proc is of Linux')
+@pytest.mark.parametrize('processes', [1, 2])
+def test_a_local_run_listens_on_loopback_alone(folder: Path, processes: int) -> None:
+    process = start(folder, 'train.steps=100000', 'optim.schedule=constant', 'run.watchdog_seconds=100', processes=processes)
+    read_until(process, r'step 3/')
+    pids = [process.pid, *children(process), *(pid for child in children(process) for pid in _children(child))]
+    found = set().union(*(listeners(pid) for pid in pids))
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    loopback = {'0100007F', '0' * 24 + '01000000', '0' * 16 + 'FFFF00000100007F'}  # 127.0.0.1, ::1, and the first written as the second
+    assert found <= loopback
+    assert bool(found) == (processes > 1)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f'/proc/{pid}/task/{pid}/children').read_text().split()]

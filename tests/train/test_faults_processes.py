@@ -1,0 +1,239 @@
+"""What befalls one process of a run befalls all, and the run goes on: real processes, launched as a user does."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import HASH_STATES, children, finish, gone, hashes, losses, read_until, start, steps, stop, train
+from support import write_run
+
+from megajax.train.digests import find_steps
+from megajax.train.watchdog import GRACE, LOG, STALLED
+
+pytestmark = [pytest.mark.faults, pytest.mark.usefixtures('compile_once')]
+
+CONFIG = """
+model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
+mesh: {data: 2, model: 2}
+train: {steps: 160, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 50, eval_batches: 2, log_every: 1}
+checkpoint: {every: 50}
+optim: {lr: 1e-2}
+"""
+SECONDS = 10  # for what takes one; the machine may be busy
+WATCHDOG = 15  # seconds without a step
+
+ON_1 = "if os.environ['MEGAJAX_PROCESS'] == '1':\n"
+SAVE = """
+    from megajax.train.checkpoint import Checkpoints
+    def save(self, state, step, save=Checkpoints.save, **options):
+        save(self, state, step, **options)
+        if step == 100:
+            os.kill(os.getpid(), signal.SIGKILL)
+    Checkpoints.save = save
+"""
+HOLD_THE_GIL = """
+    import ctypes
+    from megajax.train import trainer
+    def take_step(loop, take=trainer.Trainer._take_step):
+        if loop.step == 63:
+            ctypes.PyDLL(None).sleep(1000)
+        return take(loop)
+    trainer.Trainer._take_step = take_step
+"""
+# A run that has time to agree on a signal: jax needs half a second, and far more on a busy machine.
+SLOW = """
+from megajax.train import trainer
+def take_step(loop, take=trainer.Trainer._take_step):
+    time.sleep(0.3 if loop.step >= 50 else 0)
+    return take(loop)
+trainer.Trainer._take_step = take_step
+"""
+ROWS = """
+    from megajax.data import Batches
+    def rows(self, step, start, stop, rows=Batches.rows):
+        batch = rows(self, step, start, stop)
+        if step == 63 and len(self) > 1000:  # training, which has no end
+            {fault}
+        return batch
+    Batches.rows = rows
+"""
+HANGS = {'checkpoint': HOLD_THE_GIL, 'data': ROWS.format(fault='time.sleep(1000)')}  # by the phase that hangs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_run(tmp_path, CONFIG)
+
+
+@pytest.fixture(scope='module')
+def straight(compile_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes of two devices each, undisturbed."""
+    folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG)
+    train(folder, processes=2, fault=HASH_STATES)
+    return folder
+
+
+def assert_goes_on_as_if_nothing_had_been(folder: Path, straight: Path) -> None:
+    train(folder, 'run.resume=must', processes=2, fault=HASH_STATES)
+    assert losses(folder / 'run') == losses(straight / 'run')
+    assert hashes(folder)['saved 160'] == hashes(straight)['saved 160']
+
+
+def test_killed_while_saving_none_of_the_processes_has_saved(folder: Path, straight: Path) -> None:
+    for victim in (1, 0):
+        code, said = finish(start(folder, processes=2, fault=ON_1.replace("'1'", f"'{victim}'") + SAVE))
+        assert code == 137, said
+        assert f'launch: process {victim} of 2 failed with signal SIGKILL' in said
+        assert find_steps(folder / 'run/checkpoints') == [50]
+    assert_goes_on_as_if_nothing_had_been(folder, straight)
+    assert hashes(folder)['restored 50'] == hashes(straight)['saved 50']
+
+
+def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path, straight: Path) -> None:
+    process = start(folder, processes=2, fault=SLOW)
+    read_until(process, r'step 60/160')
+    os.kill(children(process)[1], signal.SIGTERM)
+    sent = time.monotonic()
+    code, said = finish(process)
+    assert (code, 'stopped by' in said) == (75, True), said
+    assert time.monotonic() - sent < 2 * SECONDS
+    assert 60 < max(steps(folder / 'run')) < 160
+    assert_goes_on_as_if_nothing_had_been(folder, straight)
+
+
+@pytest.mark.parametrize('phase', ['compiling', 'step 50  validation'])
+def test_a_signal_is_honoured_in_every_phase_by_all_processes(folder: Path, phase: str) -> None:
+    code, said, seconds = stop(start(folder, processes=2, fault=SLOW), signal.SIGTERM, phase)
+    assert code == 75, said
+    assert max(steps(folder / 'run'), default=0) < 160  # none if there was no step yet
+    assert seconds < 60  # the rest of a compilation, on a busy machine
+
+
+@pytest.mark.parametrize('phase', HANGS)
+def test_where_one_process_hangs_all_tell_where_they_are_and_end(folder: Path, phase: str) -> None:
+    process = start(folder, f'run.watchdog_seconds={WATCHDOG}', processes=2, fault=ON_1 + HANGS[phase])
+    read_until(process, r'step 60/160')
+    pids = children(process)
+    began = time.monotonic()
+    code, said = finish(process)
+    assert code == STALLED, said
+    assert time.monotonic() - began < WATCHDOG + GRACE + SECONDS
+    log = (folder / 'run' / LOG).read_text()
+    told = {pid: where for where, pid in re.findall(r"in phase '([^']+)': pid (\d+) ", log)}
+    assert told.keys() == {str(pid) for pid in pids}, log
+    assert told[str(pids[1])] == phase
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_frozen_process_is_found_by_its_heartbeat_and_named(folder: Path) -> None:
+    process = start(folder, processes=2, fault='from megajax.parallel import distributed; distributed.HEARTBEAT_TIMEOUT = 10')
+    read_until(process, r'step 60/160')
+    pids = children(process)
+    os.kill(pids[1], signal.SIGSTOP)
+    stopped = time.monotonic()
+    code, said = finish(process)
+    assert (code, 'launch: process 1 of 2 was stopped' in said) == (75, True), said
+    assert time.monotonic() - stopped < 10 + SECONDS
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize('where', ['megajax.train.loop.load_data', 'megajax.train.trainer.make_train_step'])
+def test_an_error_in_one_process_before_the_first_step_ends_all_and_is_shown(folder: Path, where: str) -> None:
+    module, _, name = where.rpartition('.')
+    fault = f'    import {module} as module\n    def fails(*_): raise MemoryError("of this process")\n    module.{name} = fails\n'
+    process = start(folder, processes=2, fault=ON_1 + fault)
+    read_until(process, r'^\[0\] reading')
+    began = time.monotonic()
+    code, said = finish(process)
+    assert code == 1, said
+    assert time.monotonic() - began < 60
+    assert re.search(r'launch: process 1 of 2 failed with exit code 1; its last lines:\n.*MemoryError: of this process\n$', said, re.DOTALL)
+    assert re.search(r'^\[0\] error: process 1 on \S+ failed \(MemoryError: of this process\)', said, re.MULTILINE)
+
+
+def test_a_number_that_is_not_finite_in_one_process_skips_the_step_in_all(folder: Path) -> None:
+    # The clock of that process is wrong too; what depends on the time is decided by the first.
+    skew = (
+        '    clocks = time.time, time.monotonic\n    time.time, time.monotonic = [lambda clock=clock: clock() + 1e6 for clock in clocks]\n'
+    )
+    fault = ON_1 + skew + ROWS.format(fault="batch['loss_mask'][0, 0] = float('nan')")
+    said = train(folder, 'run.dir=null', 'checkpoint.minutes=60', processes=2, fault=fault)
+    assert 'step 64 is skipped' in said
+    (run,) = (folder / 'runs').iterdir()
+    assert steps(run) == [150, 160]
+    lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
+    assert {line['step'] for line in lines if line.get('loss', 0) is None} == {64}
+    assert len([line for line in lines if 'loss' in line]) == 160
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root')
+def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_compiles(folder: Path) -> None:
+    (folder / 'run').mkdir()
+    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'ro', 'tmpfs', folder / 'run'], check=False, capture_output=True).returncode:
+        pytest.skip('mounting is not allowed here')
+    try:
+        for processes in (1, 2):
+            code, said = finish(start(folder, processes=processes))
+            assert code == 2, said
+            assert 'run/lock cannot be written: Read-only file system; allow it, or choose another run.dir' in said
+            assert 'compiling' not in said
+    finally:
+        subprocess.run(['umount', folder / 'run'], check=True)
+
+
+TOKENS = """
+import hashlib
+from megajax.data import Batches
+def rows(self, step, start, stop, rows=Batches.rows):
+    batch = rows(self, step, start, stop)
+    if len(self) > 1000:
+        for number, row in enumerate(batch['tokens'], start):
+            with open('tokens', 'a') as file:
+                file.write(f'{step} {number} {hashlib.sha256(row.tobytes()).hexdigest()}\\n')
+    return batch
+Batches.rows = rows
+"""
+
+
+def tokens(folder: Path) -> dict[tuple[int, int], set[str]]:
+    """A hash of what every row of every step was in any process, by step and row."""
+    found: dict[tuple[int, int], set[str]] = {}
+    for line in (folder / 'tokens').read_text().splitlines():
+        step, row, digest = line.split()
+        found.setdefault((int(step), int(row)), set()).add(digest)
+    return found
+
+
+def test_four_processes_lose_one_and_two_or_one_go_on_with_the_same_state_and_tokens(folder: Path) -> None:
+    eight, fault = ('mesh.data=4', 'mesh.model=2'), TOKENS + HASH_STATES
+    process = start(folder, *eight, processes=4, fault=fault)
+    read_until(process, r'step 70/160')
+    pids = children(process)
+    os.kill(pids[2], signal.SIGKILL)
+    killed = time.monotonic()
+    code, said = finish(process)
+    assert (code, 'launch: process 2 of 4 failed with signal SIGKILL' in said) == (137, True), said
+    assert time.monotonic() - killed < SECONDS
+    assert all(gone(pid) for pid in pids)
+    seen = [tokens(folder)]
+    newest = find_steps(folder / 'run/checkpoints')[-1]
+    found = []
+    for count in (2, 1):
+        shutil.copytree(folder, there := folder / f'on_{count}', ignore=shutil.ignore_patterns('on_*', 'tokens'))
+        said = train(there, *eight, 'run.resume=must', processes=count, fault=fault)
+        assert re.search(rf'resume .*/run/checkpoints, step {newest}$', said, re.MULTILINE), said
+        assert hashes(there)[f'restored {newest}'] == hashes(folder)[f'saved {newest}']
+        seen.append(tokens(there))
+        found.append(losses(there / 'run'))
+    assert seen[1].keys() == seen[2].keys() == {(step, row) for step in range(newest, 160) for row in range(4)}
+    for place in (place for places in seen for place in places):
+        assert len(set.union(*(places.get(place, set()) for places in seen))) == 1, place
+    np.testing.assert_allclose([found[0][step] for step in sorted(found[0])], [found[1][step] for step in sorted(found[1])], rtol=1e-5)
+    assert sorted(found[0]) == list(range(1, 161))
