@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from megajax.config import Config
@@ -40,6 +41,11 @@ MODELS: dict[str, dict[str, Any]] = {
 
 SIZES = {'num_layers': 2, 'hidden_size': 64, 'num_heads': 8, 'max_seq_len': 32}
 TRAIN = {'batch_size': 8, 'seq_len': 32, 'dtype': 'float32'}
+
+
+def slow(*values: Any) -> Any:
+    """A case for `make test-slow`, where another one shows the same mechanism in `make test`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def make_config(

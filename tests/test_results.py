@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megajax.config import presets
-
 ROOT = Path(__file__).parents[1]
 ROWS = [*csv.DictReader((ROOT / 'benchmarks/results/2026-11-21_collectives.csv').open(newline=''))]
 
@@ -18,7 +16,7 @@ def test_no_step_sends_more_than_megatron():
         assert not row['errors'], row
 
 
-@pytest.mark.parametrize('preset', presets())
+@pytest.mark.parametrize('preset', sorted({row['preset'] for row in ROWS}))
 def test_the_readme_has_the_largest_ratios(preset):
     rows = [row for row in ROWS if row['preset'] == preset]
 

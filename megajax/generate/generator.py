@@ -11,7 +11,7 @@ from megajax.data import Tokenizer
 from megajax.generate.continuation import Continuation
 from megajax.generate.engine import NO_TOKEN, engine
 from megajax.generate.sampling import Sampling
-from megajax.generate.weights import make_weights
+from megajax.generate.weights import inference_config, make_weights
 
 TOKENS_AT_ONCE = 16  # made in one dispatch, between two looks for stops
 BATCH_SIZE = 16  # rows at a time
@@ -124,8 +124,7 @@ def generate(
 
 def encode_prompts(config: Config, tokenizer: Tokenizer | None, prompts: Sequence[str]) -> list[list[int]]:
     """Each prompt as the start of a document. Raises ConfigError for every one that leaves none of the model's positions."""
-    if not config.model.causal:
-        raise ConfigError('the model sees both sides of a token (BERT), so it cannot continue a text')
+    config = inference_config(config)
     if tokenizer is None:
         raise ConfigError('the model has no tokenizer, so it cannot read a prompt: train it on text, or data.tokenizer')
     limit = config.model.max_seq_len

@@ -126,7 +126,7 @@ def test_bad_yaml_is_reported_by_line(text: str, line: int, tmp_path: Path) -> N
 
 def test_a_missing_file_names_the_nearest_preset() -> None:
     (message,) = mistakes('configs/llama3_8.yaml')
-    assert message.startswith('configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: gpt2_124m, ')
+    assert message.startswith('configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: bert_1.3b, ')
 
 
 def test_a_config_can_be_hashed_and_a_blend_survives_its_dump(tmp_path: Path) -> None:

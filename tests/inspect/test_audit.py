@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from support import make_config
+from support import make_config, slow
 
 from megajax.config import Config
 from megajax.inspect.audit import audit
@@ -56,10 +56,10 @@ def caught(found: Inspection) -> set[str]:
     ('name', 'recompute', 'sequence_parallel'),
     [
         ('gpt', 'none', True),
-        ('gpt', 'full', False),
-        ('llama', 'none', False),
+        slow('gpt', 'full', False),
+        slow('llama', 'none', False),
         ('llama', 'full', True),
-        ('bert', 'none', False),
+        slow('bert', 'none', False),
         ('bert', 'full', True),
     ],
 )
@@ -143,7 +143,7 @@ def replicated_mlp(patch):
 
 def gathered_logits(patch):
     logits = Loss.logits
-    patch(Loss, 'logits', lambda self, x, head_DV: jax.reshard(logits(self, x, head_DV), jax.P(*(None,) * x.ndim)))
+    patch(Loss, 'logits', lambda self, x, *head: jax.reshard(logits(self, x, *head), jax.P(*(None,) * x.ndim)))
 
 
 def sharded_norm(patch):
@@ -181,9 +181,9 @@ def reduced_for_each_microbatch(patch):
             x = x.reshape(DATA, count, -1, *x.shape[1:], out_sharding=jax.P('data', None, None, None))
             return jnp.moveaxis(x, 1, 0).reshape(count, -1, *x.shape[3:], out_sharding=jax.P(None, 'data', None))
 
-        def loss_and_gradients(params, batch, key):
+        def loss_and_gradients(params, batch, key, loss_scale):
             def accumulate(total, microbatch):
-                return jax.tree.map(jnp.add, total, one(params, microbatch, key)), None
+                return jax.tree.map(jnp.add, total, one(params, microbatch, key, loss_scale)), None
 
             zero = jnp.zeros((), out_sharding=jax.P())
             return jax.lax.scan(accumulate, ((zero, zero), jax.tree.map(jnp.zeros_like, params)), jax.tree.map(split, batch))[0]
@@ -204,17 +204,17 @@ HALF = {'train': {'dtype': 'bfloat16'}}
 @pytest.mark.parametrize(
     ('worsen', 'config', 'expected'),
     [
-        (column_parallel_down, small(), {'mlp forward model'}),
+        slow(column_parallel_down, small(), {'mlp forward model'}),
         (unfused, small(), {'attention backward model', 'input gradient reduced again'}),
-        (unfused, small('llama', model={'num_kv_heads': 8}), {'mlp backward model', 'input gradient reduced again'}),
-        (replicated_embedding, small(), {'replicated parameter', 'gradients step data'}),
-        (gathered_table, small(), {'gathered weight'}),
-        (replicated_mlp, small(), {'gradients step data'}),
-        (gathered_logits, small(), {'head backward model'}),
-        (sharded_norm, small(), {'mlp forward model'}),
+        slow(unfused, small('llama', model={'num_kv_heads': 8}), {'mlp backward model', 'input gradient reduced again'}),
+        slow(replicated_embedding, small(), {'replicated parameter', 'gradients step data'}),
+        slow(gathered_table, small(), {'gathered weight'}),
+        slow(replicated_mlp, small(), {'gradients step data'}),
+        slow(gathered_logits, small(), {'head backward model'}),
+        slow(sharded_norm, small(), {'mlp forward model'}),
         (replicated_optimizer_state, small(), {'optimizer state elsewhere'}),
-        (reduced_for_each_microbatch, small(train={'microbatches': 4}), {'gradients step data'}),
-        (wide_residual_stream, small(**HALF), {'fp32 on the wire'}),
+        slow(reduced_for_each_microbatch, small(train={'microbatches': 4}), {'gradients step data'}),
+        slow(wide_residual_stream, small(**HALF), {'fp32 on the wire'}),
     ],
 )
 def test_a_worse_step_is_caught(worsen, config, expected, monkeypatch):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, make_config, on_mesh, relative_error
+from support import assert_close, make_config, on_mesh, relative_error, slow
 
 from megajax.config import Config, ConfigError, num_parameters
 from megajax.interop.megatron import from_megatron, to_megatron
@@ -28,7 +28,7 @@ Steps = tuple[list[float], list[float], Arrays]
 
 for_each_oracle = pytest.mark.parametrize('name', ['gpt2', 'llama'])
 on_each_mesh = pytest.mark.parametrize(
-    'mesh', [{'model': 1}, {'model': 2}, {'model': 2, 'sequence_parallel': True}], ids=['1', '2', '2+sp']
+    'mesh', [slow({'model': 1}), slow({'model': 2}), {'model': 2, 'sequence_parallel': True}], ids=['1', '2', '2+sp']
 )
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, gather, make_batch, make_config, on_mesh, random_params, relative_error
+from support import assert_close, gather, make_batch, make_config, on_mesh, random_params, relative_error, slow
 
 from megajax.config import Config, ConfigError
 from megajax.generate import Generator
@@ -99,7 +99,7 @@ def by_the_book() -> tuple[float, float, dict[str, np.ndarray]]:
         return float(masked), float(order), gather(gradients)
 
 
-@pytest.mark.parametrize('mesh', [(1, 1, False), (2, 2, True)])
+@pytest.mark.parametrize('mesh', [slow((1, 1, False)), (2, 2, True)])
 def test_loss_and_gradients_are_those_of_masked_tokens_and_of_the_order(mesh):
     config = small(*mesh[:2], sequence_parallel=mesh[2])
     masked, order, expected = by_the_book()

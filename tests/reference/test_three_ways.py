@@ -30,7 +30,7 @@ def ways(*, sp: bool = False) -> dict[str, Way]:
         return {'explicit': explicit_way(config, params, batch), 'auto': auto, 'by hand': by_hand_way(config, params, batch)}
 
 
-@pytest.mark.parametrize('sp', [False, True], ids=['tp', 'tp+sp'])
+@pytest.mark.parametrize('sp', [pytest.param(False, marks=pytest.mark.slow), True], ids=['tp', 'tp+sp'])
 def test_all_have_the_same_loss_and_gradients(sp: bool) -> None:
     expected = ways(sp=sp)['by hand']
     for name in ('explicit', 'auto'):

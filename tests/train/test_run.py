@@ -43,6 +43,7 @@ def test_a_run_says_what_it_does_and_leaves_what_it_says(folder: Path) -> None:
     assert {'config.yaml', 'tokenizer.json', 'tensorboard'} <= {path.name for path in (folder / 'run').iterdir()}
 
 
+@pytest.mark.slow
 def test_a_bert_trains_and_makes_no_text(folder: Path) -> None:
     result = train(folder, 'run.dir=run', 'model.objective=masked_lm', 'train.sample_prompts=[]', 'train.steps=12')
     assert result.returncode == 0, result.stderr
