@@ -132,6 +132,7 @@ mutations = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(st.sampled_from('abc'), st.lists(mutations, min_size=1, max_size=4))
 @settings(max_examples=2500, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_mutation_of_an_index_crashes_hangs_or_reads_past_its_tokens(

@@ -60,7 +60,7 @@ def caught(found: Inspection) -> set[str]:
         slow('llama', 'none', False),
         ('llama', 'full', True),
         slow('bert', 'none', False),
-        ('bert', 'full', True),
+        slow('bert', 'full', True),
     ],
 )
 def test_no_row_has_more_than_megatron(name, recompute, sequence_parallel):

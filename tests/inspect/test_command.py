@@ -42,6 +42,7 @@ def test_json_holds_all_of_it_in_the_documented_schema(inspected):
     assert text.read_text().startswith('HloModule jit_train_step')
 
 
+@pytest.mark.slow
 def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
     inspection = megajax.inspect(megajax.load('tiny', SMALL))
     assert inspection.ok
