@@ -52,7 +52,7 @@ def test_a_bert_trains_and_makes_no_text(folder: Path) -> None:
     assert of_steps[12] < of_steps[1] - 1
     refused = subprocess.run([sys.executable, '-m', 'megajax', 'generate', 'run'], cwd=folder, capture_output=True, text=True, check=False)
     assert refused.returncode == 2
-    assert 'cannot continue a text' in refused.stderr
+    assert 'says of no text what comes next' in refused.stderr
 
 
 @pytest.mark.faults
