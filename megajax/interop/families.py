@@ -25,14 +25,8 @@ GELUS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gel
 INERT = frozenset(
     {'architectures', 'model_type', 'transformers_version', 'torch_dtype', 'dtype', 'use_cache', 'pretraining_tp', 'max_window_layers'}
     | {'bos_token_id', 'eos_token_id', 'pad_token_id', '_name_or_path', 'task_specific_params', 'initializer_range', 'n_ctx'}
-    | {
-        'summary_activation',
-        'summary_first_dropout',
-        'summary_proj_to_labels',
-        'summary_type',
-        'summary_use_proj',
-        'keys_to_ignore_at_inference',
-    }
+    | {'summary_activation', 'summary_first_dropout', 'summary_proj_to_labels', 'summary_type', 'summary_use_proj'}
+    | {'keys_to_ignore_at_inference'}
 )
 IN_TRAINING = frozenset({'dropout', 'init_std'})  # which only some families have a key for
 

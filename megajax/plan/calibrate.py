@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 from ruamel.yaml import YAML
 
 from megajax.config.hardware import Dtype, Efficiency, Hardware, Link, hardware_of
+from megajax.parallel.layout import DATA_SHARDS, SCALAR
 
 SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
 ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # of the arrays that are reduced
@@ -79,14 +80,14 @@ def fit_link(bytes_and_seconds: list[tuple[float, float]], devices: int) -> Link
 
 
 def _mesh() -> Mesh:
-    return jax.make_mesh((len(jax.devices()),), ('all',), axis_types=(AxisType.Auto,))
+    return jax.make_mesh((len(jax.devices()),), ('data',), axis_types=(AxisType.Auto,))
 
 
 def _on_every_device(shape: tuple[int, ...], dtype: str) -> jax.Array:
     """One array on each device, so that all of them are at work together, as they are in a training step."""
     # Random, because a GPU is faster with numbers that are all alike.
     x = jax.random.normal(jax.random.key(0), (len(jax.devices()), *shape)).astype(dtype)
-    return jax.device_put(x, NamedSharding(_mesh(), PartitionSpec('all')))
+    return jax.device_put(x, NamedSharding(_mesh(), DATA_SHARDS))
 
 
 def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:
@@ -116,7 +117,7 @@ def _link(seconds: float) -> Link:
     found = []
     for elements in ELEMENTS:
         x = _on_every_device((elements,), 'float32')
-        reduce = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(_mesh(), PartitionSpec()))
+        reduce = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(_mesh(), SCALAR))
         each = _seconds(functools.partial(reduce, x), most=seconds / len(ELEMENTS))
         found.append((2 * (devices - 1) / devices * 4 * elements, each))
     return fit_link(found, devices)
