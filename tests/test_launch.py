@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import gone
 
 from megajax.config import ConfigError
 from megajax.launch import make_plan
@@ -43,18 +44,6 @@ def pids(process, count=2):
         assert line, process.communicate()
         found += [int(word) for word in re.findall(r'^\[\d\] (\d+)$', line)]
     return found
-
-
-def gone(pid):
-    deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        try:
-            if Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'Z':
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def test_on_cpus_each_process_simulates_its_share_of_the_mesh_and_all_meet_on_loopback():

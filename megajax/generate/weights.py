@@ -13,8 +13,7 @@ from flax import nnx
 from megajax.config import Config, ConfigError
 from megajax.model.block import Block
 from megajax.model.decoder import Decoder
-from megajax.model.main_gradient import is_matrix
-from megajax.parallel import layout
+from megajax.model.main_gradient import cast_matrices
 
 
 class Weights(NamedTuple):
@@ -41,13 +40,8 @@ def make_weights(config: Config, params: nnx.State) -> Weights:
 
 @functools.cache
 def _maker(config: Config) -> Any:
-    def cast(path: tuple[Any, ...], p: jax.Array) -> jax.Array:
-        if not is_matrix(path):
-            return p
-        return jax.reshard(p.astype(config.train.dtype), layout.whole_over_data(p))
-
     def make(params: nnx.State) -> Weights:
-        flat = nnx.to_flat_state(jax.tree_util.tree_map_with_path(cast, params))
+        flat = nnx.to_flat_state(cast_matrices(params, config.train.dtype))
         stacked = nnx.from_flat_state([(path[1:], p) for path, p in flat if path[0] == 'layers'])
         layers = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.model.num_layers))
         return Weights(nnx.from_flat_state([(path, p) for path, p in flat if path[0] != 'layers']), layers)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax import P
 from jax.sharding import Mesh
 
 from megajax.config import Config, ConfigError
 from megajax.inspect.gpu import gpu_devices
+from megajax.parallel.layout import of_axes
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch
 from megajax.train.placements import Placement, placements
@@ -97,8 +97,7 @@ def _from_json(text: str) -> CompiledStep:
 
 
 def _placement(*, shape: list[int], spec: list[Any], **others: Any) -> Placement:
-    axes = (tuple(axis) if isinstance(axis, list) else axis for axis in spec)  # a dim may be sharded over several
-    return Placement(shape=tuple(shape), spec=P(*axes), **others)
+    return Placement(shape=tuple(shape), spec=of_axes(spec), **others)
 
 
 def _main(task: str, result: str, target: str, hosts: str) -> None:

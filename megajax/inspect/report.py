@@ -12,22 +12,32 @@ from megajax.inspect.result import Inspection, Overlap, Row, Transfer
 _STYLES = {'equal': 'green', 'less': 'green', 'MORE': 'bold red', 'error': 'bold red', 'note': 'dim'}
 _SHORT = {'all-reduce': 'AR', 'all-gather': 'AG', 'reduce-scatter': 'RS', 'all-to-all': 'A2A', 'collective-permute': 'permute'}
 
-HTML = '<pre style="font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto">{code}</pre>'
+_HTML = '<pre style="font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto">{code}</pre>'
 
 
 def to_text(inspection: Inspection, *, width: int = 150) -> str:
     """Plain text."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(tables(inspection))
-    return capture.get()
+    return as_text(tables(inspection), width=width)
 
 
 def to_html(inspection: Inspection) -> str:
     """A fragment for a notebook."""
+    return as_html(tables(inspection))
+
+
+def as_text(shown: RenderableType, *, width: int = 150) -> str:
+    """What a rich console would show, as plain text."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
+
+
+def as_html(shown: RenderableType) -> str:
+    """What a rich console would show, as a fragment for a notebook."""
     console = Console(file=io.StringIO(), width=150, record=True, highlight=False, force_jupyter=False)
-    console.print(tables(inspection))
-    return console.export_html(inline_styles=True, code_format=HTML)
+    console.print(shown)
+    return console.export_html(inline_styles=True, code_format=_HTML)
 
 
 def tables(inspection: Inspection) -> RenderableType:

@@ -9,6 +9,9 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from megajax.parallel import layout
 
 
 @jax.tree_util.register_dataclass
@@ -32,6 +35,17 @@ def is_matrix(path: tuple[Any, ...]) -> bool:
     """Whether the model uses the parameter in the compute dtype alone: all but norms, biases, learned positions and token types."""
     name = jax.tree_util.keystr(path)
     return not any(word in name for word in ('norm', 'bias', 'position', 'token_type'))
+
+
+def cast_matrices(params: Any, dtype: DTypeLike) -> Any:
+    """The parameters with each matrix in `dtype`, and whole on every data shard."""
+
+    def cast(path: tuple[Any, ...], p: jax.Array) -> jax.Array:
+        if not is_matrix(path):
+            return p
+        return jax.reshard(p.astype(dtype), layout.whole_over_data(p))  # all-gather over data, where it was sharded
+
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def separate(weights: Any) -> tuple[Any | None, Any]:

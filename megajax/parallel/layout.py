@@ -5,6 +5,7 @@ H head dim, F feed-forward, V vocabulary. On the mesh, `data` shards the batch a
 """
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import jax
 from jax import P
@@ -104,6 +105,11 @@ class Layout:
 SCALAR = P()
 BATCH = P('data', None)
 DATA_SHARDS = P('data')
+
+
+def of_axes(axes: Iterable[str | Sequence[str] | None]) -> P:
+    """The placement with these mesh axes, one entry for each dim, which may be sharded over several."""
+    return P(*(axis if axis is None or isinstance(axis, str) else tuple(axis) for axis in axes))
 
 
 def replicated(x: jax.Array) -> P:

@@ -1,13 +1,12 @@
 """A plan as tables: on a terminal, and the same as HTML."""
 
-import io
 from collections import defaultdict
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megajax.inspect.report import HTML, si
+from megajax.inspect.report import as_html, as_text, si
 from megajax.plan.result import Layout, Plan
 
 _DEFAULT_FRACTION = 0.75  # of the GPU's memory that jax takes unless told otherwise
@@ -16,17 +15,12 @@ _AXES = ('model', 'data')
 
 def to_text(plan: Plan, *, width: int = 150) -> str:
     """Plain text."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(tables(plan))
-    return capture.get()
+    return as_text(tables(plan), width=width)
 
 
 def to_html(plan: Plan) -> str:
     """A fragment for a notebook."""
-    console = Console(file=io.StringIO(), width=150, record=True, highlight=False, force_jupyter=False)
-    console.print(tables(plan))
-    return console.export_html(inline_styles=True, code_format=HTML)
+    return as_html(tables(plan))
 
 
 def tables(plan: Plan) -> RenderableType:

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from megajax.config import Config
-from megajax.model.main_gradient import is_matrix
+from megajax.model.main_gradient import cast_matrices, is_matrix
 from megajax.parallel import layout
 
 
@@ -30,14 +30,8 @@ def gather_over_data(params: Any, config: Config) -> Any:
     """The parameters as a step computes with them: each matrix whole on every data shard, in the dtype of the computation."""
     if not config.optim.shard:
         return params
-
-    def gather(path: tuple[Any, ...], p: jax.Array) -> jax.Array:
-        if not is_matrix(path):
-            return p
-        return jax.reshard(p.astype(config.train.dtype), layout.whole_over_data(p))  # all-gather over data
-
     with jax.named_scope('parameters'):
-        return jax.tree_util.tree_map_with_path(gather, params)
+        return cast_matrices(params, config.train.dtype)  # all-gather over data
 
 
 def sum_over_data(gradients: Any, params: Any) -> Any:
