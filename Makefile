@@ -8,13 +8,13 @@ train: $(VENV)/.installed
 	$(BIN)/megajax train $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 -m 'not slow and not faults' $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not faults' $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 -m slow $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m slow $(ARGS)
 
 test-faults: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 -m faults $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal -m faults $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from support import write_run
 
 from megajax.train.digests import write_sums
 
-pytestmark = [pytest.mark.faults, pytest.mark.usefixtures('compile_once')]
+pytestmark = pytest.mark.faults
 
 PACKAGE = Path(__file__).parents[1] / 'megajax'
 UNSAFE = {'pickle', 'cloudpickle', 'dill', 'joblib', 'marshal', 'shelve', 'torch', 'yaml'}  # which run what a file says, if only by default
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_objects_with_digests_that_are_right_runs_nothing(folder
 
 
 @pytest.fixture(scope='module')
-def checkpoint(compile_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of two steps."""
     folder = write_run(tmp_path_factory.mktemp('checkpoint'), CONFIG.replace('steps: 40', 'steps: 2'))
     train(folder)

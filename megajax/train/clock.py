@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any, Literal, get_args
 
 import jax
@@ -16,6 +17,7 @@ Activity = Literal['productive', 'lost', 'compile', 'setup', 'restore', 'checkpo
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 
 ALWAYS, SMALL = ('compile', 'restore', 'checkpoint', 'data_wait'), 0.01  # what a line names; others above this share
+WIDTH, INDENT = 120, 11  # of the lines on the terminal
 SUMMARY = 'summary.json'
 EVERY = 10.0  # seconds between two writings of the summary inside a run
 
@@ -93,9 +95,9 @@ class Summary:
     def __str__(self) -> str:
         """A line for this start, and one for all if there were more."""
         this = self._this()
-        lines = [f'seconds    {describe(this)}']
+        lines = [_line('seconds', this)]
         if self._starts > 1:
-            lines.append(f'{self._starts} starts   {describe(self._total(this))}')
+            lines.append(_line(f'{self._starts} starts', self._total(this)))
         return '\n'.join(lines)
 
     def _this(self) -> dict[Activity, float]:
@@ -113,6 +115,10 @@ def describe(seconds: Mapping[Activity, float]) -> str:
     parts = [f'{_short(seconds[one])} {one.replace("_", " ")}' for one in named]
     share = seconds['productive'] / total
     return ', '.join([f'{_short(total)}: {_short(seconds["productive"])} productive ({share:.0%})', *parts, f'{_short(rest)} other'])
+
+
+def _line(name: str, seconds: Mapping[Activity, float]) -> str:
+    return fill(f'{name:<{INDENT}}{describe(seconds)}', WIDTH, subsequent_indent=' ' * INDENT)
 
 
 def _short(seconds: float) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from runs import fill, flip_a_bit, largest_file, losses, steps
 
-STEPS_PER_KILL = 40
+STEPS_PER_KILL = 20
 # Of the kills; the others come in the training that follows, within a quarter of the time that the start takes.
 IN_THE_START = 0.3
 DISK = 8  # MiB, of which three checkpoints take less than two

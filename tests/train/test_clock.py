@@ -82,3 +82,12 @@ def test_the_line_names_what_matters_and_adds_up() -> None:
     assert describe(seconds) == (
         '10,000: 9,000 productive (90%), 400 lost, 30.2 compile, 0.0 restore, 0.0 checkpoint, 0.0 data wait, 570 other'
     )
+
+
+def test_long_lines_are_broken_for_the_terminal(tmp_path: Path) -> None:
+    told = {'seconds': dict.fromkeys(ACTIVITIES, 123_456.0), 'starts': 2, 'step': 0}
+    (tmp_path / 'summary.json').write_text(json.dumps(told))
+    lines = str(start(tmp_path, 0, lost_seconds=0)).splitlines()
+    assert max(map(len, lines)) <= 120
+    assert [line[:11] for line in lines] == ['seconds    ', '3 starts   ', ' ' * 11]
+    assert ' '.join(line[11:] for line in lines[1:]).endswith(describe(told['seconds']))

@@ -16,7 +16,7 @@ from megajax.config import NumericError, load
 from megajax.data import Batches
 from megajax.train.loop import run
 
-pytestmark = [pytest.mark.faults, pytest.mark.usefixtures('compile_once')]
+pytestmark = pytest.mark.faults
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope='module')
-def straight(compile_once: None, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG)
     code, said = finish(start(folder))
     assert code == 0, said

@@ -16,7 +16,6 @@ from megajax.train.digests import find_steps, problems
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.usefixtures('compile_once'),
     pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root'),
 ]
 

@@ -17,7 +17,7 @@ from support import write_run
 from megajax.train.digests import find_steps
 from megajax.train.watchdog import GRACE, LOG, STALLED
 
-pytestmark = [pytest.mark.faults, pytest.mark.usefixtures('compile_once')]
+pytestmark = pytest.mark.faults
 
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope='module')
-def straight(compile_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two processes of two devices each, undisturbed."""
     folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG)
     train(folder, processes=2, fault=HASH_STATES)

@@ -18,7 +18,7 @@ from megajax.parallel.mesh import make_mesh
 from megajax.train.checkpoint import Checkpoints
 from megajax.train.loop import run
 
-pytestmark = [pytest.mark.faults, pytest.mark.usefixtures('compile_once')]
+pytestmark = pytest.mark.faults
 
 CONSTANT = 'optim.schedule=constant'
 MESHES = {'data=2 x model=2': (2, 2), 'data=1 x model=4': (1, 4), 'data=4 x model=1': (4, 1), 'one device': (1, 1)}

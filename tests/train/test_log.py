@@ -82,11 +82,10 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(folder: Path, 
     assert seconds['restore'] == pytest.approx(0, abs=0.1)
     assert seconds['lost'] == 0
     told = re.search(
-        r'^seconds    ([\d.]+): .* productive \(\d+%\), .* compile, .* restore, .* checkpoint, .* data wait', said, re.MULTILINE
+        r'seconds ([\d.]+): .* productive \(\d+%\), .* compile, .* restore, .* checkpoint, .* data wait', ' '.join(said.split())
     )
     assert told
     assert float(told[1]) == pytest.approx(seconds['total'], rel=0.01)
-    assert all(len(line) <= 120 for line in said.splitlines() if line.startswith(('step', 'seconds')))
 
     (trace,) = (folder / 'run/profile').rglob('*.xplane.pb')
     events = (event for plane in jax.profiler.ProfileData.from_file(str(trace)).planes for line in plane.lines for event in line.events)
@@ -99,7 +98,7 @@ def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.faults
-def test_stopped_or_killed_a_run_sums_over_its_starts(folder: Path, compile_once: None) -> None:
+def test_stopped_or_killed_a_run_sums_over_its_starts(folder: Path) -> None:
     def stop(number: signal.Signals, after: str) -> str:
         process = start(folder, 'train.steps=100000', 'checkpoint.every=50', 'train.log_every=1')
         assert process.stdout is not None
@@ -127,7 +126,7 @@ def test_stopped_or_killed_a_run_sums_over_its_starts(folder: Path, compile_once
 
 
 @pytest.mark.faults
-def test_the_process_that_the_others_wait_for_is_named(folder: Path, compile_once: None) -> None:
+def test_the_process_that_the_others_wait_for_is_named(folder: Path) -> None:
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]
     environ = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from support import write_run
 
-pytestmark = pytest.mark.usefixtures('compile_once')
-
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
