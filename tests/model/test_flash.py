@@ -26,7 +26,7 @@ def loss_and_gradients(name, data, model, microbatches, documents):
         slow('llama', 1, 1, 1, None),
         slow('llama', 2, 4, 1, None),
         ('llama', 2, 4, 1, [5, 20, 7]),
-        ('llama', 2, 2, 2, None),
+        slow('llama', 2, 2, 2, None),
         ('bert', 2, 2, 2, None),
     ],
 )

@@ -28,7 +28,7 @@ DISK = 8  # MiB, of which three checkpoints take less than two
 
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
-mesh: {data: 2, model: 2}
+mesh: {model: 2}
 train: {steps: STEPS, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 1000, eval_batches: 2, log_every: 1}
 checkpoint: {every: 10}
 optim: {lr: 1e-2}
@@ -137,7 +137,7 @@ def left(run: Path) -> dict[str, str]:
     import numpy as np
     import orbax.checkpoint as ocp
 
-    jax.config.update('jax_num_cpu_devices', 4)  # as the run had
+    jax.config.update('jax_num_cpu_devices', 2)  # as the run had
     last = run / 'checkpoints' / str(steps(run)[-1])
     state = ocp.StandardCheckpointer().restore(last.absolute() / 'state')
     arrays = {f'{last.name} {number}': np.asarray(array).tobytes() for number, array in enumerate(jax.tree.leaves(state))}

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.faults
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
-train: {steps: 160, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 50, eval_batches: 2, log_every: 1}
-checkpoint: {every: 50}
+train: {steps: 80, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 25, eval_batches: 2, log_every: 1}
+checkpoint: {every: 25}
 optim: {lr: 1e-2}
 """
 SECONDS = 10  # for what takes one; the machine may be busy
@@ -34,7 +34,7 @@ SAVE = """
     from megajax.train.checkpoint import Checkpoints
     def save(self, state, step, save=Checkpoints.save, **options):
         save(self, state, step, **options)
-        if step == 100:
+        if step == 50:
             os.kill(os.getpid(), signal.SIGKILL)
     Checkpoints.save = save
 """
@@ -42,7 +42,7 @@ HOLD_THE_GIL = """
     import ctypes
     from megajax.train import trainer
     def take_step(loop, take=trainer.Trainer._take_step):
-        if loop.step == 63:
+        if loop.step == 33:
             ctypes.PyDLL(None).sleep(1000)
         return take(loop)
     trainer.Trainer._take_step = take_step
@@ -51,7 +51,7 @@ HOLD_THE_GIL = """
 SLOW = """
 from megajax.train import trainer
 def take_step(loop, take=trainer.Trainer._take_step):
-    time.sleep(0.3 if loop.step >= 50 else 0)
+    time.sleep(0.3 if loop.step >= 25 else 0)
     return take(loop)
 trainer.Trainer._take_step = take_step
 """
@@ -59,7 +59,7 @@ ROWS = """
     from megajax.data import Batches
     def rows(self, step, start, stop, rows=Batches.rows):
         batch = rows(self, step, start, stop)
-        if step == 63 and len(self) > 1000:  # training, which has no end
+        if step == 33 and len(self) > 1000:  # training, which has no end
             {fault}
         return batch
     Batches.rows = rows
@@ -83,7 +83,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_goes_on_as_if_nothing_had_been(folder: Path, straight: Path) -> None:
     train(folder, 'run.resume=must', processes=2, fault=HASH_STATES)
     assert losses(folder / 'run') == losses(straight / 'run')
-    assert hashes(folder)['saved 160'] == hashes(straight)['saved 160']
+    assert hashes(folder)['saved 80'] == hashes(straight)['saved 80']
 
 
 def test_killed_while_saving_none_of_the_processes_has_saved(folder: Path, straight: Path) -> None:
@@ -91,35 +91,35 @@ def test_killed_while_saving_none_of_the_processes_has_saved(folder: Path, strai
         code, said = finish(start(folder, processes=2, fault=ON_1.replace("'1'", f"'{victim}'") + SAVE))
         assert code == 137, said
         assert f'launch: process {victim} of 2 failed with signal SIGKILL' in said
-        assert find_steps(folder / 'run/checkpoints') == [50]
+        assert find_steps(folder / 'run/checkpoints') == [25]
     assert_goes_on_as_if_nothing_had_been(folder, straight)
-    assert hashes(folder)['restored 50'] == hashes(straight)['saved 50']
+    assert hashes(folder)['restored 25'] == hashes(straight)['saved 25']
 
 
 def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path, straight: Path) -> None:
     process = start(folder, processes=2, fault=SLOW)
-    read_until(process, r'step 60/160')
+    read_until(process, r'step 30/80')
     os.kill(children(process)[1], signal.SIGTERM)
     sent = time.monotonic()
     code, said = finish(process)
     assert (code, 'stopped by' in said) == (75, True), said
     assert time.monotonic() - sent < 2 * SECONDS
-    assert 60 < max(steps(folder / 'run')) < 160
+    assert 30 < max(steps(folder / 'run')) < 80
     assert_goes_on_as_if_nothing_had_been(folder, straight)
 
 
-@pytest.mark.parametrize('phase', ['compiling', 'step 50  validation'])
+@pytest.mark.parametrize('phase', ['compiling', 'step 25  validation'])
 def test_a_signal_is_honoured_in_every_phase_by_all_processes(folder: Path, phase: str) -> None:
     code, said, seconds = stop(start(folder, processes=2, fault=SLOW), signal.SIGTERM, phase)
     assert code == 75, said
-    assert max(steps(folder / 'run'), default=0) < 160  # none if there was no step yet
+    assert max(steps(folder / 'run'), default=0) < 80  # none if there was no step yet
     assert seconds < 60  # the rest of a compilation, on a busy machine
 
 
 @pytest.mark.parametrize('phase', HANGS)
 def test_where_one_process_hangs_all_tell_where_they_are_and_end(folder: Path, phase: str) -> None:
     process = start(folder, f'run.watchdog_seconds={WATCHDOG}', processes=2, fault=ON_1 + HANGS[phase])
-    read_until(process, r'step 60/160')
+    read_until(process, r'step 30/80')
     pids = children(process)
     began = time.monotonic()
     code, said = finish(process)
@@ -134,7 +134,7 @@ def test_where_one_process_hangs_all_tell_where_they_are_and_end(folder: Path, p
 
 def test_a_frozen_process_is_found_by_its_heartbeat_and_named(folder: Path) -> None:
     process = start(folder, processes=2, fault='from megajax.parallel import distributed; distributed.HEARTBEAT_TIMEOUT = 10')
-    read_until(process, r'step 60/160')
+    read_until(process, r'step 30/80')
     pids = children(process)
     os.kill(pids[1], signal.SIGSTOP)
     stopped = time.monotonic()
@@ -165,12 +165,12 @@ def test_a_number_that_is_not_finite_in_one_process_skips_the_step_in_all(folder
     )
     fault = ON_1 + skew + ROWS.format(fault="batch['loss_mask'][0, 0] = float('nan')")
     said = train(folder, 'run.dir=null', 'checkpoint.minutes=60', processes=2, fault=fault)
-    assert 'step 64 is skipped' in said
+    assert 'step 34 is skipped' in said
     (run,) = (folder / 'runs').iterdir()
-    assert steps(run) == [150, 160]
+    assert steps(run) == [75, 80]
     lines = [json.loads(line) for line in (run / 'metrics.jsonl').read_text().splitlines()]
-    assert {line['step'] for line in lines if line.get('loss', 0) is None} == {64}
-    assert len([line for line in lines if 'loss' in line]) == 160
+    assert {line['step'] for line in lines if line.get('loss', 0) is None} == {34}
+    assert len([line for line in lines if 'loss' in line]) == 80
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root')
@@ -214,7 +214,7 @@ def tokens(folder: Path) -> dict[tuple[int, int], set[str]]:
 def test_four_processes_lose_one_and_two_or_one_go_on_with_the_same_state_and_tokens(folder: Path) -> None:
     eight, fault = ('mesh.data=4', 'mesh.model=2'), TOKENS + HASH_STATES
     process = start(folder, *eight, processes=4, fault=fault)
-    read_until(process, r'step 70/160')
+    read_until(process, r'step 35/80')
     pids = children(process)
     os.kill(pids[2], signal.SIGKILL)
     killed = time.monotonic()
@@ -232,8 +232,8 @@ def test_four_processes_lose_one_and_two_or_one_go_on_with_the_same_state_and_to
         assert hashes(there)[f'restored {newest}'] == hashes(folder)[f'saved {newest}']
         seen.append(tokens(there))
         found.append(losses(there / 'run'))
-    assert seen[1].keys() == seen[2].keys() == {(step, row) for step in range(newest, 160) for row in range(4)}
+    assert seen[1].keys() == seen[2].keys() == {(step, row) for step in range(newest, 80) for row in range(4)}
     for place in (place for places in seen for place in places):
         assert len(set.union(*(places.get(place, set()) for places in seen))) == 1, place
     np.testing.assert_allclose([found[0][step] for step in sorted(found[0])], [found[1][step] for step in sorted(found[1])], rtol=1e-5)
-    assert sorted(found[0]) == list(range(1, 161))
+    assert sorted(found[0]) == list(range(1, 81))

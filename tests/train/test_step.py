@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import assert_close, by_name, gather, make_batch, make_config, on_mesh, random_params, relative_error
+from support import assert_close, by_name, gather, make_batch, make_config, on_mesh, random_params, relative_error, slow
 
 from megajax.config import Config, OptimConfig
 from megajax.train.feed import place_batch
@@ -35,7 +35,7 @@ def assert_same_as_plain(config: Config) -> None:
     assert_close(gradients, expected_gradients, LIMIT)
 
 
-@pytest.mark.parametrize('mesh', [(1, 1), (2, 2)], ids=['1x1', '2x2'])
+@pytest.mark.parametrize('mesh', [slow((1, 1)), (2, 2)])
 def test_four_microbatches_have_the_loss_and_gradients_of_one_with_dropout_on(mesh):
     assert_same_as_plain(make_config('gpt', *mesh, train={'microbatches': 4}))
 
