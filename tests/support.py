@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tokenizers
 from flax import nnx
 
 from megajax.config import Config
+from megajax.data.tokenizer import byte_tokenizer
 from megajax.parallel.mesh import concrete, make_mesh
 from megajax.train.step import init_state
 
@@ -116,6 +118,15 @@ def assert_close(actual: Mapping[str, Any], expected: Mapping[str, Any], limit: 
     errors = {name: relative_error(actual[name], expected[name]) for name in actual}
     wrong = {name: error for name, error in errors.items() if not error <= limit}
     assert not wrong, f'above {limit}: {wrong}'
+
+
+def start_token(path: Path) -> str:
+    """The tokenizer.json of one token per byte, 256 for the end of a document and, as Llama's have one, <s>, 257, for its start."""
+    byte_tokenizer(['<s>']).save(path)
+    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend.post_processor = tokenizers.processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 257)])
+    backend.save(str(path))
+    return str(path)
 
 
 @contextmanager

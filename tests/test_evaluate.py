@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support import make_config, on_mesh, random_params
+from support import make_config, on_mesh, random_params, start_token
 
 from megajax.config import Config, ConfigError
-from megajax.data.tokenizer import byte_tokenizer
+from megajax.data.tokenizer import byte_tokenizer, load_tokenizer
 from megajax.evaluate import Scorer, Window, lambada, perplexity, wikitext
 from megajax.evaluate.detokenize import detokenize_wikitext
 from megajax.evaluate.perplexity import windows
@@ -171,6 +171,22 @@ def test_the_last_word_of_lambada_is_right_if_all_its_tokens_are(tmp_path: Path)
     assert found.cut == 2
     losses = [sum(range(len(window.tokens) - window.num_targets, len(window.tokens))) for window in oracle.seen]
     assert found.perplexity == pytest.approx(math.exp(sum(losses) / 5))
+
+
+def test_what_a_document_starts_with_is_read_and_the_first_is_not_predicted(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(start_token(tmp_path / 'tokenizer.json'))
+    (tmp_path / 'text').mkdir()
+    for name in 'ab':
+        (tmp_path / f'text/{name}.txt').write_text(name)
+    (tmp_path / 'lambada.jsonl').write_text('{"text": "a b"}\n{"text": "b"}\n')
+    oracle = Oracle()
+    found = perplexity(oracle, tokenizer, [str(tmp_path / 'text')])
+    assert (found.tokens, found.bytes) == (5, 2)
+    (tmp_path / 'wiki').write_text('a b')
+    assert wikitext(oracle, tokenizer, str(tmp_path / 'wiki'), stride=4).tokens == 3
+    lambada(oracle, tokenizer, str(tmp_path / 'lambada.jsonl'))
+    texts = [[257, ord('a'), 256, 257, ord('b'), 256], [257, *b'a b'], [257, *b'a b'], [257, *b' b']]
+    assert [list(window.tokens) for window in oracle.seen] == texts
 
 
 def test_what_is_not_lambada_is_refused_with_its_line(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import make_config, on_mesh, random_params
+from support import make_config, on_mesh, random_params, start_token
 
 from megajax import cli_generate
 from megajax.config import Config, ConfigError
-from megajax.data.tokenizer import byte_tokenizer
+from megajax.data.tokenizer import byte_tokenizer, load_tokenizer
 from megajax.generate import Continuation, Generator, Request, Sampling, encode_prompts
 from megajax.generate.engine import Rows, engine
 from megajax.generate.sampling import choose, most_probable, row_keys
@@ -254,6 +254,12 @@ def test_a_document_ends_at_its_last_token_unless_more_is_asked_for() -> None:
     assert (ended[0].ids, ended[0].end) == (rows[0].ids[:4], 'eod')
     assert went_on[0].ids[:5] == [*rows[0].ids[:4], tokenizer.eod]
     assert [(len(row.ids), row.end) for row in went_on] == [(8, 'length')] * 3
+
+
+def test_a_prompt_is_the_start_of_a_document(tmp_path: Path) -> None:
+    config = small('gpt', vocab_size=258)
+    assert encode_prompts(config, byte_tokenizer(), ['x']) == [[256, ord('x')]]  # after the end of another
+    assert encode_prompts(config, load_tokenizer(start_token(tmp_path / 'tokenizer.json')), ['x']) == [[257, ord('x')]]
 
 
 def test_a_prompt_that_leaves_no_position_is_refused() -> None:

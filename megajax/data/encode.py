@@ -52,6 +52,9 @@ def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
     texts, skipped, error = _parse_unit(unit, options)
     ids = tokenizer.encode_batch(texts) if error is None else []
     first, last = unit.pieces[0].first, unit.pieces[-1].last
+    if tokenizer.start:
+        begin = np.array(tokenizer.start, tokenizer.dtype)
+        ids = [np.concatenate([begin, part]) if (i or first) and len(part) else part for i, part in enumerate(ids)]
     if options.append_eod:
         eod = np.array([tokenizer.eod], tokenizer.dtype)
         whole = range(0 if first else 1, len(ids) if last else len(ids) - 1)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,9 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` and what training asks of it.
 
     `vocab_size` counts the ids, `eod` is the id of the end-of-document token, `token_bytes` (int32 [vocab_size]) counts the UTF-8
-    bytes that each token stands for, 0 for a special one, and `dtype` is uint16 for small vocabularies, else int32. `is_lossless`
-    is false of BERT's WordPiece, which drops spaces and perhaps case: only what is left is counted.
+    bytes that each token stands for, 0 for a special one, and `dtype` is uint16 for small vocabularies, else int32. `start` has the ids
+    that a document begins with, such as Llama's <|begin_of_text|>, if there are any. `is_lossless` is false of BERT's WordPiece, which
+    drops spaces and perhaps case: only what is left is counted.
     Raises ConfigError, which calls it `spec`, if there is no end-of-document token or tokens do not stand for bytes.
     """
 
@@ -41,6 +43,7 @@ class Tokenizer:
             raise _error(f'{spec} has no end-of-document token; add one of {", ".join(END_OF_DOCUMENT)}')
         self._backend = backend
         self.eod = vocab[names[0]]
+        self.start = _start(backend)
         self.is_lossless = type(backend.model).__name__ != 'WordPiece'
         self.token_bytes = _token_bytes(backend, spec)
         self.token_bytes[self.eod] = 0
@@ -49,7 +52,7 @@ class Tokenizer:
         self.fingerprint = sha256(backend.to_str().encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, without an end-of-document token."""
+        """The ids of each text, without what a document starts and ends with."""
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
@@ -87,13 +90,13 @@ def make_tokenizer(spec: str, vocab_size: int, texts: Sequence[str] = (), *, spe
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of all texts in a row, each followed by the end-of-document token, as `tokenizer.dtype`, and their lengths, int32."""
-    eod = np.array([tokenizer.eod], tokenizer.dtype)
-    pieces, lengths = [eod[:0]], np.zeros(len(texts), np.int32)
+    """The ids of all texts in a row, each a document from its start to its end, as `tokenizer.dtype`, and their lengths, int32."""
+    begin, end = (np.array(ids, tokenizer.dtype) for ids in (tokenizer.start, [tokenizer.eod]))
+    pieces, lengths = [end[:0]], np.zeros(len(texts), np.int32)
     for start in range(0, len(texts), DOCUMENTS_AT_ONCE):
         for i, ids in enumerate(tokenizer.encode_batch(texts[start : start + DOCUMENTS_AT_ONCE]), start):
-            pieces += [ids, eod]
-            lengths[i] = len(ids) + 1
+            pieces += [begin, ids, end]
+            lengths[i] = len(begin) + len(ids) + 1
     return np.concatenate(pieces), lengths
 
 
@@ -153,6 +156,13 @@ def _byte_level(model: 'tokenizers.models.BPE') -> 'tokenizers.Tokenizer':
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _start(backend: 'tokenizers.Tokenizer') -> list[int]:
+    """What a tokenizer.json says comes before every text; [CLS] is for masked data to put."""
+    encoding = backend.encode('a')
+    added = takewhile(lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+    return [i for i, _ in added if backend.id_to_token(i) != '[CLS]']
 
 
 def _token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:

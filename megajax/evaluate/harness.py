@@ -1,7 +1,7 @@
 """A model for EleutherAI's lm-evaluation-harness: what its tasks ask of a model, answered by `Scorer` and `Generator`.
 
-Needs `pip install 'megajax[harness]'`. Text is encoded without an end-of-document token before it, as the harness's own models do;
-an empty context is that token.
+Needs `pip install 'megajax[harness]'`. As of the harness's own models, a text has before it what its tokenizer puts there, and an empty
+context is that, or the end of a document.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,9 +36,15 @@ class HarnessModel(TemplateLM):
         """The end-of-document token."""
         return self._text.eod
 
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands for an empty context."""
+        return (self._text.start or [self._text.eod])[-1]
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text; there are no special tokens to add."""
-        return [int(i) for i in self._text.encode_batch([string])[0]]
+        """The ids of a text, and before them what the tokenizer starts one with unless told not to."""
+        start = self._text.start if add_special_tokens in (True, None) else []
+        return [*start, *map(int, self._text.encode_batch([string])[0])]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """The log-likelihood of each whole text, in windows that do not overlap but for the last."""
@@ -62,7 +68,7 @@ class HarnessModel(TemplateLM):
         texts = [''] * len(requests)
         for (wanted, max_tokens), numbers in by_request.items():
             room = max(self._limit - max_tokens, 1)
-            prompts = [(self.tok_encode(requests[i].args[0]) or [self._text.eod])[-room:] for i in numbers]
+            prompts = [(self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])[-room:] for i in numbers]
             for i, text in zip(numbers, self._continue(prompts, wanted), strict=True):
                 texts[i] = text
         return texts

@@ -50,7 +50,7 @@ def _split(text: str) -> tuple[str, str]:
 
 def _window(passage: str, word: str, tokenizer: Tokenizer) -> Window:
     before, target = tokenizer.encode_batch([passage, f' {word}'])
-    return Window([*(before if len(before) else [tokenizer.eod]), *target], len(target))
+    return Window([*([*tokenizer.start, *before] or [tokenizer.eod]), *target], len(target))
 
 
 def _read(file: str) -> Iterator[str]:

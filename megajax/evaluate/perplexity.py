@@ -41,19 +41,21 @@ class WikiText:
 def perplexity(scorer: Scorer, tokenizer: Tokenizer, files: Sequence[str], *, stride: int | None = None) -> Perplexity:
     """Of the documents in files and folders (see `read_documents`), each after the last, ended by an end-of-document token.
 
-    Every token is predicted once, from those before it in its window of `max_seq_len`, which moves by `stride` tokens: by its own
-    length unless given, so that the first tokens of a window see little.
+    Every token, but a start of the first document, is predicted once, from those before it in its window of `max_seq_len`, which moves
+    by `stride` tokens: by its own length unless given, so that the first tokens of a window see little.
     """
     texts = [document.text for file in files for document in read_documents(file)]
     ids, _ = encode_documents(texts, tokenizer)
-    nll = _sum(scorer, np.concatenate([[tokenizer.eod], ids]), stride or scorer.config.model.max_seq_len)
+    if not tokenizer.start:
+        ids = np.concatenate([[tokenizer.eod], ids])
+    tokens, nll = len(ids) - 1, _sum(scorer, ids, stride or scorer.config.model.max_seq_len)
     num_bytes = sum(len(text.encode()) for text in texts)
     return Perplexity(
         documents=len(texts),
-        tokens=len(ids),
+        tokens=tokens,
         bytes=num_bytes,
-        loss=nll / len(ids),
-        perplexity=_exp(nll / len(ids)),
+        loss=nll / tokens,
+        perplexity=_exp(nll / tokens),
         bits_per_byte=nll / num_bytes / math.log(2),
     )
 
@@ -62,7 +64,8 @@ def wikitext(scorer: Scorer, tokenizer: Tokenizer, file: str, *, stride: int = W
     """Of a file of WikiText-103 as it is published, `wiki.test.tokens`: words and punctuation with spaces between them.
 
     The text is made readable again, and the loss of its T sub-word tokens counts for the T_o words of the file:
-    exp(loss (T - 1) / (T_o - 1)), where each token but the first is predicted once, from a window that moves by `stride` tokens.
+    exp(loss (T - 1) / (T_o - 1)), where each token but the first is predicted once, from a window that moves by `stride` tokens; what
+    the tokenizer starts a text with is read before it.
     """
     try:
         text = Path(file).read_text(encoding='utf-8')
@@ -72,7 +75,8 @@ def wikitext(scorer: Scorer, tokenizer: Tokenizer, file: str, *, stride: int = W
     (ids,) = tokenizer.encode_batch([detokenize_wikitext(text)])
     if words < 2 or len(ids) < 2:
         raise ConfigError(f'{file} has {words} words and {len(ids)} tokens: give a text of two at least')
-    loss = _sum(scorer, ids, stride) / (len(ids) - 1)
+    read = [*tokenizer.start, *ids]
+    loss = _sum(scorer, read, stride) / (len(read) - 1)
     return WikiText(
         tokens=len(ids),
         original_tokens=words,

@@ -128,7 +128,8 @@ def encode_prompts(config: Config, tokenizer: Tokenizer | None, prompts: Sequenc
     if tokenizer is None:
         raise ConfigError('the model has no tokenizer, so it cannot read a prompt: train it on text, or data.tokenizer')
     limit = config.model.max_seq_len
-    encoded = [[tokenizer.eod, *map(int, ids)] for ids in tokenizer.encode_batch(list(prompts))]
+    before = tokenizer.start or [tokenizer.eod]  # the end of the document before it
+    encoded = [[*before, *map(int, ids)] for ids in tokenizer.encode_batch(list(prompts))]
     if long := [(number, len(ids)) for number, ids in enumerate(encoded, 1) if len(ids) >= limit]:
         raise ConfigError(*(f'prompt {i} has {n} tokens, and model.max_seq_len={limit} must leave room: shorten it' for i, n in long))
     return encoded

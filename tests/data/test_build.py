@@ -17,6 +17,7 @@ import pyarrow
 import pytest
 import zstandard
 from pyarrow import parquet
+from support import start_token
 
 from megajax.config import ConfigError
 from megajax.data.build import Job, build
@@ -111,6 +112,16 @@ def test_neither_workers_nor_units_nor_format_nor_compression_change_the_bytes(c
         build(job(tmp_path / f'out{i}', path, workers=workers, append_eod=True), unit=unit)
         built.add(tokens_and_index(tmp_path / f'out{i}'))
     assert len(built) == 1
+
+
+@pytest.mark.parametrize('unit', [UNIT, 500])
+def test_each_document_has_its_start_once(unit: int, tmp_path: Path) -> None:
+    texts = ['first\n', 'line of a long text\n' * 400, '', 'last']
+    for i, text in enumerate(texts):
+        (tmp_path / f'{i}.txt').write_text(text)
+    tokenizer = start_token(tmp_path / 'tokenizer.json')
+    build(job(tmp_path / 'out', tmp_path / '*.txt', tokenizer=tokenizer, append_eod=True, workers=2), unit=unit)
+    assert read_pair(tmp_path / 'out').tokens.tolist() == [token for text in texts if text for token in [257, *text.encode(), 256]]
 
 
 def test_a_long_text_is_one_document(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import make_config
-from tokenizers import models, pre_tokenizers
+from tokenizers import models, pre_tokenizers, processors
 
 from megajax.config import Config, ConfigError
 from megajax.data import Data, load_data, make_tokenizer
@@ -169,11 +169,14 @@ def test_a_word_piece_is_for_masked_lm_alone(tmp_path: Path) -> None:
     backend = tokenizers.Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token='[UNK]'))
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.add_special_tokens(['[UNK]', *SPECIAL])
+    ends = [(name, pieces.index(name)) for name in ('[CLS]', '[SEP]')]
+    backend.post_processor = processors.TemplateProcessing(single='[CLS] $A [SEP]', special_tokens=ends)
     backend.save(str(tmp_path / 'tokenizer.json'))
     (tmp_path / 'text').mkdir()
     config = bert(tmp_path / 'text', tokenizer=str(tmp_path / 'tokenizer.json'))
     batch = load(config).train[0]
-    assert (batch['tokens'][:, 0] == pieces.index('[CLS]')).all()
+    places = np.nonzero(batch['tokens'] == pieces.index('[CLS]'))
+    np.testing.assert_array_equal(places, [np.arange(len(batch['tokens'])), np.zeros(len(batch['tokens']))])
     assert {pieces[i] for i in batch['labels'][batch['loss_mask'] > 0]} <= set(pieces) - set(SPECIAL)
     with pytest.raises(ConfigError, match='WordPiece, from whose tokens no text comes back'):
         load(config.model_copy(update={'model': config.model.model_copy(update={'objective': 'next_token'})}))

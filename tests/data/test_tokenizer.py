@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megajax.config import ConfigError
-from megajax.data import Tokenizer, make_tokenizer
+from megajax.data import Tokenizer, encode_documents, make_tokenizer
 
 TEXTS = [
     'def f(x):\n    if x:\n        return x + 1\n\n\nclass A:\n\tpass\r\n',
@@ -144,3 +144,15 @@ def test_what_is_saved_is_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     assert json.loads(Path(path).read_text(encoding='utf-8'))['model']['type'] == 'BPE'
     theirs = tokenizers.Tokenizer.from_file(path)
     assert theirs.decode(theirs.encode(TEXTS[1]).ids) == TEXTS[1]
+
+
+def test_a_document_starts_with_what_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
+    llama = make_tokenizer(sentencepiece(tmp_path / 'tokenizer.json'), 300)
+    assert llama.start == [1]
+    (ids,) = llama.encode_batch(['a b'])
+    assert encode_documents(['a b', 'a b'], llama)[0].tolist() == [1, *ids, 2] * 2
+    assert encode_documents(['a b'], llama)[1] == len(ids) + 2
+
+
+def test_other_documents_start_with_their_text(tokenizer: Tokenizer) -> None:
+    assert tokenizer.start == []

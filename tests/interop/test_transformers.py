@@ -12,10 +12,11 @@ transformers = pytest.importorskip('transformers', reason="transformers is in th
 import jax  # noqa: E402
 from interop.make_data import SIZES, logits_of, random_model  # noqa: E402
 from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, logits  # noqa: E402
-from support import on_mesh, random_params  # noqa: E402
+from support import on_mesh, random_params, start_token  # noqa: E402
 
 from megajax.config import Config  # noqa: E402
-from megajax.data.tokenizer import byte_tokenizer  # noqa: E402
+from megajax.data.tokenizer import byte_tokenizer, load_tokenizer  # noqa: E402
+from megajax.generate import encode_prompts  # noqa: E402
 from megajax.interop.directories import export_huggingface, import_huggingface  # noqa: E402
 from megajax.train.checkpoint import Checkpoints  # noqa: E402
 from megajax.train.open import open_model  # noqa: E402
@@ -69,6 +70,7 @@ def test_what_is_stored_is_what_transformers_makes(name: str) -> None:
     assert np.abs(logits_of_folder(DATA / name, stored['tokens'].astype(np.int64)) - stored['logits']).max() < 1e-5
 
 
+SIZES_HERE = {'num_layers': 2, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300, 'max_seq_len': 32}
 MODELS = {
     'gpt2': {},
     'llama': {'norm': 'rmsnorm', 'activation': 'swiglu', 'position': 'rope', 'bias': False, 'num_kv_heads': 2},
@@ -80,8 +82,11 @@ MODELS = {
 @pytest.mark.parametrize('family', MODELS)
 def test_a_model_trained_here_is_the_same_there(family: str, tmp_path: Path) -> None:
     """Also the rows of the vocabulary's padding, which training changes, must not matter."""
-    base = {'num_layers': 2, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300, 'max_seq_len': 32, 'tie_embeddings': True}
-    config = Config(model=base | MODELS[family], mesh={'data': 2, 'model': 2}, train={'seq_len': 16, 'dtype': 'float32'})
+    config = Config(
+        model=SIZES_HERE | {'tie_embeddings': True} | MODELS[family],
+        mesh={'data': 2, 'model': 2},
+        train={'seq_len': 16, 'dtype': 'float32'},
+    )
     with on_mesh(config), Checkpoints(tmp_path / 'run' / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints:
         checkpoints.save({'params': random_params(config, 0.5)}, 7)
     assert export_huggingface(tmp_path / 'run', tmp_path / 'out') == (family, 'float32')
@@ -93,3 +98,9 @@ def test_a_model_trained_here_is_the_same_there(family: str, tmp_path: Path) -> 
     expected = logits_of_run(tmp_path / 'run', tokens, 1, 2)
     assert np.abs(logits_of_folder(tmp_path / 'out', tokens) - expected).max() < LIMIT
     assert np.abs(expected).max() > 1
+
+
+def test_a_prompt_starts_as_there(tmp_path: Path) -> None:
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=start_token(tmp_path / 'tokenizer.json'))
+    config = Config(model=SIZES_HERE, train={'seq_len': 16})
+    assert encode_prompts(config, load_tokenizer(str(tmp_path / 'tokenizer.json')), ['def f']) == [theirs('def f')['input_ids']]
