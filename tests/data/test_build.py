@@ -40,6 +40,7 @@ def hook(event, arguments):
         if not count:
             os.kill(os.getpid(), number)
 sys.addaudithook(hook)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a suite that runs in the background does not hand on
 from megajax.data.build import Job, build
 options = eval(sys.argv[4])
 try:
