@@ -28,7 +28,7 @@ def site_of(one: Collective, config: Config) -> Site:
         return Site('metrics', 'step', one.axis)
     words = re.findall(r'[\w.]+', one.op_name)
     found = next((scope for scope in _SCOPES if scope in words), None)
-    if 'data_parallel' in words or (found != 'loss' and _is_gradient_of_vector(one, config)):
+    if 'data_parallel' in words or (found != 'loss' and _is_gradient_of_vector(one, words, config)):
         return Site('gradients', 'step', one.axis)
     if 'data' in one.axes and one.kind in ('all-reduce', 'reduce-scatter'):
         return Site('gradients', 'step', one.axis)
@@ -52,8 +52,12 @@ def phase_of(op_name: str) -> Phase:
     return 'backward' if 'transpose(' in op_name else 'forward'
 
 
-def _is_gradient_of_vector(one: Collective, config: Config) -> bool:
-    # XLA joins these small arrays in one buffer, whose parts have no path of their own.
+def _is_gradient_of_vector(one: Collective, words: list[str], config: Config) -> bool:
+    # XLA joins these small arrays in one buffer, whose parts may have the path of another array or none. The loss's numbers, one for each
+    # token, can be as many; as part of what the head makes they have both names.
+    dims = one.operand.dims
+    if 'loss' in words and len(dims) > 1 and prod(dims) == config.microbatch_rows * config.train.seq_len:
+        return False
     sizes = {config.model.hidden_size, config.model.head_dim}
     sizes |= {config.model.num_layers * size for size in sizes}
     if not config.model.causal:  # the dense layer of BERT's masked-LM head, whole on each device too
