@@ -43,7 +43,7 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The ids of a text, and before them what the tokenizer starts one with unless told not to."""
-        start = self._text.start if add_special_tokens in (True, None) else []
+        start = [] if add_special_tokens is False else self._text.start
         return [*start, *map(int, self._text.encode_batch([string])[0])]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
