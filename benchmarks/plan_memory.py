@@ -16,7 +16,7 @@ os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import megajax
 from megajax.config.flops import step_flops
-from megajax.inspect.gpu import GPUS, num_hosts
+from megajax.hardware.gpu import GPUS, num_hosts
 from megajax.plan.communication import wire_bytes
 from megajax.plan.memory import memory
 
@@ -139,10 +139,10 @@ def predict(config: megajax.Config) -> Line:
 
 
 def measure(config: megajax.Config) -> Line:
+    from megajax.hlo.program import Program
+    from megajax.hlo.schedule import flops
     from megajax.inspect.audit import audit
     from megajax.inspect.compile import compile_for
-    from megajax.inspect.hlo import Program
-    from megajax.inspect.schedule import flops
 
     compiled = compile_for(config, 'h100', num_hosts(config.mesh.data * config.mesh.model))
     program = Program(compiled.text)

@@ -9,7 +9,7 @@ import types
 from typing import Any
 
 from megajax.config import Config
-from megajax.inspect.gpu import check_target, num_hosts
+from megajax.hardware.gpu import check_target, num_hosts
 from megajax.inspect.result import Inspection
 
 __all__ = ['Inspection', 'assert_collectives', 'inspect']

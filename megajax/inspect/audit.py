@@ -4,11 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from megajax.config import Config, dump
-from megajax.inspect.collectives import Collective, collectives
+from megajax.hardware.gpu import GPUS
+from megajax.hlo.collectives import Collective, collectives
+from megajax.hlo.groups import crosses_hosts
+from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
-from megajax.inspect.gpu import GPUS
-from megajax.inspect.groups import crosses_hosts
-from megajax.inspect.hlo import Program
 from megajax.inspect.lint import lint, replicated_over_model
 from megajax.inspect.megatron import Expected, expected
 from megajax.inspect.result import Inspection, Memory, Overlap, Row, Transfer, Verdict

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from megajax.inspect.collectives import KINDS, Collective, collectives
-from megajax.inspect.hlo import Program
+from megajax.hlo.collectives import KINDS, Collective, collectives
+from megajax.hlo.program import Program
 
 
 def check_collectives(function: Any, args: tuple[Any, ...], expected: Mapping[str, Mapping[str, int]]) -> None:

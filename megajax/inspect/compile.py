@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.config import Config, ConfigError
-from megajax.inspect.gpu import gpu_devices
+from megajax.hardware.gpu import gpu_devices
 from megajax.parallel.layout import of_axes
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 
 from megajax.config import Config
-from megajax.inspect.collectives import Collective
+from megajax.hlo.collectives import Collective
 from megajax.inspect.compile import CompiledStep
 from megajax.inspect.megatron import Expected
 from megajax.inspect.result import Finding

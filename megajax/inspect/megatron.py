@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config, num_matrix_parameters, num_parameters
-from megajax.inspect.collectives import ring_bytes
-from megajax.inspect.hlo import Array
+from megajax.hlo.collectives import ring_bytes
+from megajax.hlo.program import Array
 from megajax.inspect.result import Phase
 from megajax.inspect.sites import Site
 

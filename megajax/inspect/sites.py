@@ -5,7 +5,7 @@ from math import prod
 from typing import NamedTuple
 
 from megajax.config import Config
-from megajax.inspect.collectives import Collective
+from megajax.hlo.collectives import Collective
 from megajax.inspect.result import Phase
 
 

@@ -44,7 +44,7 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False) -> Me
 
 
 def mesh_of(devices: Sequence[Any], data: int, model: int) -> Mesh:
-    """These devices as a mesh ('data', 'model') with Explicit axes; they need not be there (`inspect/gpu.py`)."""
+    """These devices as a mesh ('data', 'model') with Explicit axes; they need not be there (`hardware/gpu.py`)."""
     return Mesh(np.array(devices).reshape(data, model), AXES, axis_types=(AxisType.Explicit,) * 2)
 
 

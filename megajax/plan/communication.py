@@ -7,7 +7,7 @@ compiled steps, to the last one.
 from collections.abc import Iterator
 
 from megajax.config import Config
-from megajax.inspect.hlo import Array
+from megajax.hlo.program import Array
 from megajax.inspect.megatron import DTYPES, GATHER, Expected, expected, few_kv_heads, over_data, passes
 from megajax.inspect.sites import Site
 

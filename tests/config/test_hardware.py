@@ -4,7 +4,7 @@ import pytest
 
 from megajax.config import ConfigError
 from megajax.config.hardware import Efficiency, Hardware, hardware, hardware_names, hardware_of
-from megajax.inspect.gpu import GPUS
+from megajax.hardware.gpu import GPUS
 
 FIGURES = {'peak_flops', 'memory', 'memory_bandwidth', 'inside_host', 'across_hosts', 'efficiency'}
 

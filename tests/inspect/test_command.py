@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import megajax
+from megajax.hardware.gpu import has_compiler, num_hosts
 from megajax.inspect import Inspection, inspect_with_text
-from megajax.inspect.gpu import has_compiler, num_hosts
 
 SMALL = 'model.num_layers=2', 'model.vocab_size=1000', 'train.batch_size=8'
 

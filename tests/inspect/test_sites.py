@@ -3,8 +3,8 @@
 import pytest
 from support import make_config
 
-from megajax.inspect.collectives import Collective
-from megajax.inspect.hlo import Array
+from megajax.hlo.collectives import Collective
+from megajax.hlo.program import Array
 from megajax.inspect.sites import Site, site_of
 
 IN_THE_LOSS = 'jit(train_step)/vmap(jvp(loss))/while/body/closed_call/transpose(jvp(head))/jit(_where)/select_n'

@@ -12,7 +12,7 @@ import megajax
 from megajax.cli import app
 from megajax.config import ConfigError
 from megajax.config.hardware import hardware
-from megajax.inspect.gpu import has_compiler
+from megajax.hardware.gpu import has_compiler
 from megajax.plan import Plan
 from megajax.plan.search import USABLE
 

@@ -9,11 +9,11 @@ from support import make_config
 
 from megajax.config import Config, load
 from megajax.config.flops import step_flops
+from megajax.hardware.gpu import GPUS
+from megajax.hlo.program import Program
+from megajax.hlo.schedule import flops
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_step
-from megajax.inspect.gpu import GPUS
-from megajax.inspect.hlo import Program
-from megajax.inspect.schedule import flops
 from megajax.parallel.mesh import make_mesh
 from megajax.plan.communication import wire_bytes
 from megajax.plan.memory import memory

@@ -4,7 +4,7 @@ import pytest
 
 import megajax
 from megajax.config import Config
-from megajax.inspect.gpu import has_compiler
+from megajax.hardware.gpu import has_compiler
 from megajax.plan.communication import communication
 from megajax.plan.overlap import beside
 

@@ -8,9 +8,9 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
-from megajax.inspect.collectives import collectives
-from megajax.inspect.gpu import gpu_devices, has_compiler
-from megajax.inspect.hlo import Program
+from megajax.hardware.gpu import gpu_devices, has_compiler
+from megajax.hlo.collectives import collectives
+from megajax.hlo.program import Program
 from megajax.parallel.mesh import make_mesh, mesh_of
 
 B, S, D, N, H = 8, 64, 256, 8, 32

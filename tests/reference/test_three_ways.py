@@ -9,7 +9,7 @@ from reference.three_ways import Way, auto_way, by_hand_way, explicit_way
 from support import assert_close, make_batch, make_config, on_mesh, random_params, relative_error
 
 from megajax.config import Config
-from megajax.inspect.collectives import Collective
+from megajax.hlo.collectives import Collective
 
 LIMIT = 1e-5  # relative, see support.relative_error
 VOCAB_SIZE = 1024  # what no way has to pad

@@ -15,8 +15,8 @@ from reference import auto_model
 from reference import megatron_by_hand as by_hand
 
 from megajax.config import Config
-from megajax.inspect.collectives import Collective, collectives
-from megajax.inspect.hlo import Program
+from megajax.hlo.collectives import Collective, collectives
+from megajax.hlo.program import Program
 from megajax.interop.megatron import to_megatron
 from megajax.train.feed import place_batch
 from megajax.train.step import make_loss_and_gradients

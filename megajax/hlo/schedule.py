@@ -3,7 +3,7 @@
 import re
 from math import prod
 
-from megajax.inspect.hlo import Computation, HloError, Instruction, Program
+from megajax.hlo.program import Computation, HloError, Instruction, Program
 
 
 def overlap(program: Program, computation: Computation, start: Instruction) -> tuple[bool, int]:

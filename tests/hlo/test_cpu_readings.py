@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from megajax.inspect.collectives import Collective, collectives
-from megajax.inspect.hlo import Program
+from megajax.hlo.collectives import Collective, collectives
+from megajax.hlo.program import Program
 
 DTYPES = {'f32': jnp.float32, 'bf16': jnp.bfloat16, 'f16': jnp.float16}
 

@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from megajax.inspect.cpu_readings import as_meant
-from megajax.inspect.groups import Groups, axes_of, device_groups
-from megajax.inspect.hlo import Array, Computation, HloError, Instruction, Program
-from megajax.inspect.paths import destination, joined, origin, paths
-from megajax.inspect.schedule import overlap
+from megajax.hlo.cpu_readings import as_meant
+from megajax.hlo.groups import Groups, axes_of, device_groups
+from megajax.hlo.paths import destination, joined, origin, paths
+from megajax.hlo.program import Array, Computation, HloError, Instruction, Program
+from megajax.hlo.schedule import overlap
 
 KINDS = (
     'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'ragged-all-to-all', 'collective-permute', 'collective-broadcast'

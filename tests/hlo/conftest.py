@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megajax.inspect.collectives import Collective, collectives
-from megajax.inspect.hlo import Program
+from megajax.hlo.collectives import Collective, collectives
+from megajax.hlo.program import Program
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from megajax.inspect.collectives import Collective
+from megajax.hlo.collectives import Collective
 
 SHAPE = (8, 16)
 BYTES = 8 * 16 * 4

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from megajax.inspect.hlo import Array, Computation, Instruction, Program
-from megajax.inspect.paths import SAME
+from megajax.hlo.paths import SAME
+from megajax.hlo.program import Array, Computation, Instruction, Program
 
 _NARROW = 'bf16', 'f16'
 

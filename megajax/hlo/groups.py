@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 
-from megajax.inspect.hlo import HloError, Instruction
+from megajax.hlo.program import HloError, Instruction
 
 Groups = tuple[tuple[int, ...], ...]
 

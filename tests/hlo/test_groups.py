@@ -4,8 +4,8 @@ import random
 import numpy as np
 import pytest
 
-from megajax.inspect.groups import axes_of, crosses_hosts, device_groups
-from megajax.inspect.hlo import HloError, Instruction, Program
+from megajax.hlo.groups import axes_of, crosses_hosts, device_groups
+from megajax.hlo.program import HloError, Instruction, Program
 
 MESH = {'data': 2, 'model': 4}
 DATA = ((0, 4), (1, 5), (2, 6), (3, 7))

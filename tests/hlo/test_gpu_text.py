@@ -2,8 +2,8 @@
 
 import pytest
 
-from megajax.inspect.collectives import Collective, collectives
-from megajax.inspect.hlo import HloError, Program
+from megajax.hlo.collectives import Collective, collectives
+from megajax.hlo.program import HloError, Program
 
 MESH = {'data': 2, 'model': 4}
 GROUPS = 'replica_groups=[2,4]<=[8], use_global_device_ids=true'

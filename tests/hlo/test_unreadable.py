@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megajax.inspect.collectives import collectives
-from megajax.inspect.hlo import HloError, Program
+from megajax.hlo.collectives import collectives
+from megajax.hlo.program import HloError, Program
 
 GROUPS = 'replica_groups={{0,1}}'
 TEXT = f"""HloModule jit_f, is_scheduled=true
