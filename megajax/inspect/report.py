@@ -1,18 +1,16 @@
 """An inspection as tables: on a terminal, and the same as HTML."""
 
-import io
 from collections import defaultdict
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megajax.inspect.result import Inspection, Overlap, Row, Transfer
+from megajax.render.console import as_html, as_text
 
 _STYLES = {'equal': 'green', 'less': 'green', 'MORE': 'bold red', 'error': 'bold red', 'note': 'dim'}
 _SHORT = {'all-reduce': 'AR', 'all-gather': 'AG', 'reduce-scatter': 'RS', 'all-to-all': 'A2A', 'collective-permute': 'permute'}
-
-_HTML = '<pre style="font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto">{code}</pre>'
 
 
 def to_text(inspection: Inspection, *, width: int = 150) -> str:
@@ -23,21 +21,6 @@ def to_text(inspection: Inspection, *, width: int = 150) -> str:
 def to_html(inspection: Inspection) -> str:
     """A fragment for a notebook."""
     return as_html(tables(inspection))
-
-
-def as_text(shown: RenderableType, *, width: int = 150) -> str:
-    """What a rich console would show, as plain text."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, force_jupyter=False)
-    with console.capture() as capture:
-        console.print(shown)
-    return capture.get()
-
-
-def as_html(shown: RenderableType) -> str:
-    """What a rich console would show, as a fragment for a notebook."""
-    console = Console(file=io.StringIO(), width=150, record=True, highlight=False, force_jupyter=False)
-    console.print(shown)
-    return console.export_html(inline_styles=True, code_format=_HTML)
 
 
 def tables(inspection: Inspection) -> RenderableType:

@@ -6,8 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megajax.inspect.report import as_html, as_text, si
+from megajax.inspect.report import si
 from megajax.plan.result import Layout, Plan
+from megajax.render.console import as_html, as_text
 
 _DEFAULT_FRACTION = 0.75  # of the GPU's memory that jax takes unless told otherwise
 _AXES = ('model', 'data')

@@ -1,0 +1,24 @@
+"""A rich console's contents as plain text or as HTML."""
+
+import io
+
+from rich.console import Console, RenderableType
+
+_STYLE = 'font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto'
+_HTML = f'<pre style="{_STYLE}">{{code}}</pre>'
+
+
+def as_text(shown: RenderableType, *, width: int = 150) -> str:
+    """What a rich console would show, as plain text."""
+    console = Console(file=io.StringIO(), width=width, highlight=False, force_jupyter=False)
+    with console.capture() as capture:
+        console.print(shown)
+    return capture.get()
+
+
+def as_html(shown: RenderableType) -> str:
+    """What a rich console would show, as a fragment for a notebook."""
+    file = io.StringIO()
+    console = Console(file=file, width=150, record=True, highlight=False, force_jupyter=False)
+    console.print(shown)
+    return console.export_html(inline_styles=True, code_format=_HTML)
