@@ -1,4 +1,4 @@
-"""Calls of cuBLAS and cuDNN as functions of jax: what the libraries document that they compute.
+"""Calls of cuBLAS, cuDNN and top-k as functions of jax: what the libraries document that they compute.
 
 B batch, S (and T) sequence, N query heads, K key/value heads, H head dim.
 """
@@ -35,7 +35,14 @@ def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
         if scale and mask:
             function = _attention_backward if found[2] else _attention
             return partial(function, float(scale[1]), mask[1] == 'CAUSAL', results)
+    if name in ('TopK', '__gpu$TopK') and len(results) == 2 and results[1].dtype == 's32':
+        return partial(_top_k, results)
     raise HloError(f'no translation for a custom call of {name}: {attributes[:300]}')
+
+
+def _top_k(results: Sequence[Shape], x: jax.Array) -> Arrays:
+    """The largest along the last dim, and where they are."""
+    return _as_results(lax.top_k(x, results[0].dims[-1]), results)
 
 
 def _gemm_config(attributes: str) -> dict:

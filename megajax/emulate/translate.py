@@ -32,6 +32,7 @@ _UNTRANSLATABLE = {
     'send', 'recv', 'infeed', 'outfeed', 'rng', 'rng-get-and-update-state', 'ragged-all-to-all',
     'collective-broadcast', 'async-update', 'custom-call',
 }  # fmt: skip
+_NARROW_CONSTANT = re.compile(r' *(?P<root>ROOT )?%(?P<name>\S+) = (?P<dtype>b?f16)\[(?P<dims>[\d,]*)\] constant\((?P<value>.*)\)')
 _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
 
 
@@ -47,10 +48,19 @@ def for_cpu(text: str, num_devices: int, *, exact: bool = False) -> str:
 
 
 def _widened(text: str) -> str:
-    text = re.sub(r'\bb?f16\[', 'f32[', text)
+    text = '\n'.join(_widened_line(line) for line in text.splitlines())
     # What rounds to 16 bits without changing the dtype must not round either.
     rounding = re.compile(r' reduce-precision\((.*?)\), exponent_bits=\d+, mantissa_bits=\d+')
     return rounding.sub(r' copy(\1)', text)
+
+
+def _widened_line(line: str) -> str:
+    """The text of a constant has as many digits as its own dtype needs: it is read as that."""
+    if found := _NARROW_CONSTANT.fullmatch(line):
+        name, dims = found['name'], found['dims']
+        narrow = f'  %{name}.narrow = {found["dtype"]}[{dims}] constant({found["value"]})'
+        return f'{narrow}\n  {found["root"] or ""}%{name} = f32[{dims}] convert(%{name}.narrow)'
+    return re.sub(r'\bb?f16\[', 'f32[', line)
 
 
 def _computation(program: Program, computation: Computation, num_devices: int) -> Iterator[str]:
@@ -202,7 +212,10 @@ class _Translation:
         operands = tuple(shapes(one.type)[0] for one in self.operands)
         results = tuple(shapes(self.instruction.type))
         name = f'{self.instruction.name}.library'
-        text = _lowered(self.source.attributes, operands, results)
+        try:
+            text = _lowered(self.source.attributes, operands, results)
+        except HloError as error:
+            raise HloError(f'{error}, in {self.source.line}') from error
         self.computations.append(_renamed(text, name))
         if self.type.startswith('('):
             self._finish('call', self._inputs, f', to_apply=%{name}')
