@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 # jax has no public way to compile for other devices than those of the arguments, nor from HLO text
@@ -41,6 +42,10 @@ def compile_for_gpu(traced: Traced, devices: Sequence[Any], options: Mapping[str
     computation: Any = traced.lower(lowering_platforms=('cuda',))._lowering
     computation._device_list = None
     computation.compile_args['backend'] = devices[0].client
+    for part in ('in_shardings', 'out_shardings'):  # jax compares them, kinds of memory too
+        computation.compile_args[part] = tuple(
+            _on(devices, one) if isinstance(one, NamedSharding) else one for one in computation.compile_args[part]
+        )
     # Autotuning would need a GPU.
     options = {'xla_gpu_autotune_level': 0, **QUICK, **options}
     compiled = computation.compile(options, device_assignment=tuple(devices))
@@ -49,8 +54,14 @@ def compile_for_gpu(traced: Traced, devices: Sequence[Any], options: Mapping[str
         kept=tuple(sorted(compiled._kept_var_idx)),
         inputs=tuple(compiled._in_shardings),
         outputs=tuple(compiled._out_shardings),
-        output_shapes=tuple(one.shape for one in jax.tree.leaves(traced.out_info)),
+        output_shapes=tuple(_stored_shape(one) for one in jax.tree.leaves(traced.out_info)),
     )
+
+
+def num_devices(traced: Traced) -> int:
+    """The devices that the function was traced for."""
+    lowering: Any = traced.lower(lowering_platforms=('cuda',))._lowering
+    return lowering.compile_args['num_devices']
 
 
 def full_text(module: hlo.HloModule) -> str:
@@ -70,7 +81,7 @@ def run_on_cpu(
     """
     executable = compile_on_cpu(for_cpu(program.text, len(devices), exact=exact), devices)
     arrays = [
-        jax.device_put(_widened(values[place]) if exact else values[place], _on(devices, sharding))
+        jax.device_put(widened(values[place]) if exact else values[place], _on(devices, sharding))
         for place, sharding in zip(program.kept, program.inputs, strict=True)
     ]
     made = executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
@@ -93,7 +104,14 @@ def compile_on_cpu(text: str, devices: Sequence[jax.Device]) -> Any:
     return devices[0].client.compile_and_load(module, on, options)
 
 
-def _on(devices: Sequence[jax.Device], sharding: Sharding) -> Sharding:
+def _stored_shape(info: Any) -> tuple[int, ...]:
+    """The shape in the program, in which a typed key is an array of integers."""
+    if jnp.issubdtype(info.dtype, jax.dtypes.prng_key):
+        info = jax.eval_shape(jax.random.key_data, info)
+    return info.shape
+
+
+def _on(devices: Sequence[Any], sharding: Sharding) -> Sharding:
     """The same placement on other devices, taken in their order."""
     if isinstance(sharding, NamedSharding):
         shape = sharding.mesh.shape
@@ -105,6 +123,7 @@ def _on(devices: Sequence[jax.Device], sharding: Sharding) -> Sharding:
     return NamedSharding(Mesh(np.array(devices), ('device',)), jax.P())
 
 
-def _widened(x: Any) -> Any:
-    narrow = x.dtype in (jax.numpy.bfloat16, jax.numpy.float16)
+def widened(x: Any) -> Any:
+    """The same in fp32 if it has 16 bits."""
+    narrow = x.dtype in (jnp.bfloat16, jnp.float16)
     return np.asarray(x, np.float32) if narrow else x

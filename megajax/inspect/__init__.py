@@ -1,18 +1,23 @@
 """What XLA inserted, beside what Megatron places by hand.
 
 `megajax.inspect(config)` compiles the training step and says what it sends; `megajax.inspect.assert_collectives` holds any jitted
-function to its collectives in a test.
+function to its collectives in a test; `megajax.inspect.run` executes its GPU program and checks what that computes.
 """
 
 import sys
 import types
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from megajax.config import Config
 from megajax.hardware.gpu import check_target, num_hosts
 from megajax.inspect.result import Inspection
 
-__all__ = ['Inspection', 'assert_collectives', 'inspect']
+if TYPE_CHECKING:
+    from megajax.emulate.arguments import AnyMesh
+    from megajax.emulate.result import GpuRun
+
+__all__ = ['Inspection', 'assert_collectives', 'inspect', 'run']
 
 
 def inspect(config: Config, *, target: str = 'cpu', hosts: int | None = None) -> Inspection:
@@ -44,6 +49,58 @@ def assert_collectives(function: Any, /, *args: Any, **expected: dict[str, int])
     from megajax.inspect.check import check_collectives
 
     check_collectives(function, args, expected)
+
+
+def run(
+    function: Any,
+    /,
+    *args: Any,
+    target: str = 'h100',
+    mesh: 'AnyMesh | None' = None,
+    reference: Callable[..., Any] | None = None,
+    exact: bool = False,
+    limit: float | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    bisect: bool = False,
+    seed: int = 0,
+) -> 'GpuRun':
+    """Execute the program that XLA's GPU compiler makes of `function(*args)`, and check its outputs.
+
+    No GPU is needed: the program runs on simulated CPU devices, as many as the mesh has (see
+    `docs/run_the_gpu_program.md`). It is the mesh of the arguments, or else `mesh`, or that of
+    `jax.set_mesh`; an AbstractMesh will do.
+
+    Args:
+        function: from `jax.jit`, or a plain function, which is jitted.
+        args: arrays, or `jax.ShapeDtypeStruct`s with shardings, whose floating-point numbers are
+            drawn from a normal distribution by `seed`.
+        target: the GPU to compile for.
+        mesh: where neither the arguments nor `jax.set_mesh` have one.
+        reference: a function of the same arguments that is right, run on one device. Otherwise it
+            is `function` itself on one device, or, if it has a `jax.shard_map`, on the mesh.
+        exact: compute everything of 16 bits in fp32, in both programs.
+        limit: the largest error that passes: 1e-5, with 16-bit numbers 3e-2, exactly 2e-5.
+        compiler_options: XLA's, for the GPU's program.
+        bisect: if an output is wrong, find the pass of the compiler that made it so.
+        seed: of the random arguments.
+
+    Raises ConfigError without XLA's GPU compiler, HloError for a program with an instruction that
+    has no translation, ValueError and TypeError for arguments that cannot be run.
+    """
+    from megajax.emulate.jitted import run as run_jitted
+
+    return run_jitted(
+        function,
+        args,
+        target=target,
+        mesh=mesh,
+        reference=reference,
+        exact=exact,
+        limit=limit,
+        compiler_options=compiler_options,
+        bisect=bisect,
+        seed=seed,
+    )
 
 
 class _Inspect(types.ModuleType):

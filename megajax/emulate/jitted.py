@@ -1,0 +1,208 @@
+"""A jitted function of other code: its GPU program executed, and its outputs compared."""
+
+import contextlib
+import dataclasses
+import functools
+import re
+import tempfile
+import time
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.mesh import empty_concrete_mesh  # no public way out of jax.set_mesh
+from jax.sharding import Mesh
+from jax.stages import Traced
+
+from megajax.emulate.arguments import (
+    AnyMesh,
+    cpu_devices,
+    have_devices,
+    on_devices,
+    simulated_mesh,
+    values,
+)
+from megajax.emulate.bisect import dump_options, first_wrong, modules
+from megajax.emulate.compare import difference
+from megajax.emulate.execute import (
+    QUICK,
+    GpuProgram,
+    Index,
+    compile_for_gpu,
+    num_devices,
+    run_on_cpu,
+    widened,
+)
+from megajax.emulate.one_device import CpuModule
+from megajax.emulate.result import GpuRun, Leaf
+from megajax.hardware.gpu import GPUS, check_target, gpu_devices, num_hosts
+
+LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
+_NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
+_PASS_OTHERS = ': pass arguments for which it is (abstract ones are drawn at random)'
+_NO_BITS = 'exact=True: the function reads the bits of 16-bit numbers as integers'
+Arrays = Sequence[np.ndarray]
+Reference = Callable[..., Any] | None
+Pieces = list[tuple[Index, np.ndarray]]
+
+
+def run(
+    fn: Any,
+    args: tuple[Any, ...],
+    *,
+    target: str,
+    mesh: AnyMesh | None = None,
+    reference: Reference = None,
+    exact: bool = False,
+    limit: float | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+    bisect: bool = False,
+    seed: int = 0,
+) -> GpuRun:
+    """See `megajax.inspect.run`."""
+    start = time.perf_counter()
+    if target not in GPUS:
+        raise ValueError(f'target={target!r}: choose among {", ".join(GPUS)}')
+    check_target(target)
+    function, devices_mesh = _traceable(fn), simulated_mesh(args, mesh)
+    with _context(devices_mesh, is_needed=mesh is not None or not have_devices(args)):
+        traced = function.trace(*on_devices(args, devices_mesh))
+    step = _Step(traced, args, target, exact, compiler_options or {}, seed)
+    expected, compared_with = step.expected(args, reference)
+    limit = step.default_limit if limit is None else limit
+    leaves, culprit = step.leaves(step.program, expected, limit), None
+    if bisect and not all(leaf.ok for leaf in leaves):
+        culprit = step.culprit(expected, limit)
+    return GpuRun(
+        target=target,
+        jax_version=jax.__version__,
+        mesh=dict(devices_mesh.shape) if devices_mesh else {},
+        compared_with=compared_with,
+        exact=exact,
+        limit=limit,
+        leaves=sorted(leaves, key=lambda leaf: (leaf.ok, -leaf.error)),
+        culprit=culprit,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _traceable(fn: Any) -> Any:
+    """The function with `.trace`, jitted if it is a plain one."""
+    if callable(fn) and hasattr(fn, 'trace'):
+        return fn
+    if isinstance(fn, types.FunctionType | types.MethodType | functools.partial):
+        return jax.jit(fn)
+    raise TypeError(
+        f'a {type(fn).__name__} cannot be traced: pass a function of arrays, plain or from jax.jit '
+        '(equinox: jax.jit of a function of the arrays that eqx.partition gives; nnx: nnx.split)'
+    )
+
+
+def _context(mesh: Mesh | None, *, is_needed: bool) -> contextlib.AbstractContextManager[Any]:
+    """Set the mesh that the caller could not set, having no devices for it."""
+    return contextlib.nullcontext() if mesh is None or not is_needed else jax.set_mesh(mesh)
+
+
+class _Step:
+    """One traced function with the arrays that it is run with."""
+
+    def __init__(
+        self,
+        traced: Traced,
+        args: tuple[Any, ...],
+        target: str,
+        exact: bool,
+        options: Mapping[str, Any],
+        seed: int,
+    ):
+        self.traced, self.exact, self.options = traced, exact, options
+        self.dtypes = [one.dtype for one in traced.jaxpr.in_avals]
+        self.inputs = values(args, self.dtypes, seed)
+        count = num_devices(traced)
+        self.devices, hosts = cpu_devices(count), num_hosts(count)
+        self.gpus = gpu_devices(target, hosts=hosts, per_host=count // hosts)
+        self.program = compile_for_gpu(traced, self.gpus, options)
+        paths, _ = jax.tree_util.tree_flatten_with_path(traced.out_info)
+        self.names = [jax.tree_util.keystr(path) for path, _ in paths]
+
+    @property
+    def default_limit(self) -> float:
+        """By the widest rounding that the program has."""
+        if not _NARROW_FLOAT.search(self.program.text):
+            return LIMIT
+        return LIMIT_EXACT if self.exact else LIMIT_16_BITS
+
+    def expected(self, args: tuple[Any, ...], reference: Reference) -> tuple[list[np.ndarray], str]:
+        """The right outputs, and where they come from. Raises ValueError if one is not a number."""
+        if reference is not None:
+            found, source = self._of_reference(args, reference), 'the reference given'
+        else:
+            found, source = self._of_module()
+        for name, x in zip(self.names, found, strict=True):
+            if jnp.issubdtype(x.dtype, jnp.inexact) and np.isnan(x).any():
+                raise ValueError(f'the output{name} is not a number even by {source}{_PASS_OTHERS}')
+        return found, source
+
+    def _of_module(self) -> tuple[list[np.ndarray], str]:
+        try:
+            module = CpuModule(self.traced)
+        except NotImplementedError as error:
+            raise ValueError(f'the function needs a GPU, pass reference=: {error}') from error
+        source = 'one device'
+        if module.is_manual and module.num_devices > 1:
+            source = f"the CPU's own program on {module.num_devices} simulated devices"
+        if self.exact and module.reads_16_bits:
+            raise ValueError(_NO_BITS)
+        # Rounded to 16 bits, one device's sums are no nearer to the truth than the GPU's.
+        return module.run(self.inputs, self.devices, exact=not module.reads_16_bits), source
+
+    def _of_reference(self, args: tuple[Any, ...], reference: Any) -> list[np.ndarray]:
+        place = functools.partial(_on_one_device, device=self.devices[0], exact=self.exact)
+        leaves = map(place, self.inputs, self.dtypes)
+        given = jax.tree.unflatten(jax.tree.structure(args), leaves)
+        with jax.set_mesh(empty_concrete_mesh), jax.default_device(self.devices[0]):
+            made = jax.jit(reference).lower(*given).compile(QUICK)(*given)
+        wanted, have = (str(jax.tree.structure(one)) for one in (self.traced.out_info, made))
+        if wanted != have:
+            raise ValueError(f'the reference returns {have}, and the function {wanted}')
+        return [_stored(x) for x in jax.tree.leaves(made)]
+
+    def leaves(self, program: GpuProgram, expected: Arrays, limit: float) -> list[Leaf]:
+        """Every output of the program beside the expected one, in the order of the outputs."""
+        results = run_on_cpu(program, self.inputs, self.devices, exact=self.exact)
+        named = zip(self.names, results, expected, strict=True)
+        return [_leaf(name, pieces, x, limit) for name, pieces, x in named]
+
+    def culprit(self, expected: Arrays, limit: float) -> str:
+        """The pass of the compiler after which the program is wrong."""
+
+        def is_right(text: str) -> bool:
+            program = dataclasses.replace(self.program, text=text)
+            return all(leaf.ok for leaf in self.leaves(program, expected, limit))
+
+        with tempfile.TemporaryDirectory() as folder:
+            dumps = dump_options(Path(folder))
+            compile_for_gpu(self.traced, self.gpus, {**self.options, **dumps})
+            return str(first_wrong(modules(Path(folder)), is_right))
+
+
+def _on_one_device(x: np.ndarray, dtype: Any, *, device: jax.Device, exact: bool) -> jax.Array:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jax.device_put(x, device), impl=str(dtype._impl.name))
+    return jax.device_put(widened(x) if exact else x, device)
+
+
+def _stored(x: jax.Array) -> np.ndarray:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def _leaf(name: str, pieces: Pieces, expected: np.ndarray, limit: float) -> Leaf:
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        limit = 0.0
+    error = difference(name, pieces, expected).error
+    return Leaf(name=name, error=error, limit=limit, ok=error <= limit)

@@ -1,0 +1,95 @@
+"""The result of running a GPU's program: how far each output is from what it should be."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megajax.render.console import as_html, as_text
+
+_KERNELS = 'kernels themselves (Triton, cuBLAS, cuDNN, NCCL)'
+NOT_COVERED = f"Not covered: {_KERNELS}, buffer assignment, streams, the autotuner's choices, TF32."
+_OWN_PROGRAM = (
+    'A manual region (jax.shard_map) cannot run on one device, so this does not check what the '
+    'function itself sends: reference= gives an independent answer.'
+)
+MAX_ROWS = 20
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True, extra='forbid')
+
+
+class Leaf(_Result):
+    """One output of the function."""
+
+    name: str = Field(description='its path among the outputs, as jax.tree_util.keystr writes it')
+    error: float = Field(description='as megajax.emulate.compare.Difference has it')
+    limit: float
+    ok: bool
+
+
+class GpuRun(_Result):
+    """The outputs of a function as the GPU's program computes them, beside the expected ones."""
+
+    schema_version: Literal[1] = 1
+    target: str
+    jax_version: str
+    mesh: dict[str, int] = Field(description='devices by axis; of a program of one device, none')
+    compared_with: str = Field(description="'one device', or what took its place")
+    exact: bool = Field(description='whether everything of 16 bits was computed in fp32')
+    limit: float = Field(description='for the error of floating-point outputs')
+    leaves: list[Leaf] = Field(description='worst first')
+    culprit: str | None = Field(description='the pass that made it wrong, if it was sought')
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether every output is within its limit."""
+        return all(leaf.ok for leaf in self.leaves)
+
+    def raise_if_wrong(self) -> None:
+        """Raise AssertionError with the table unless every output is within its limit."""
+        if not self.ok:
+            raise AssertionError(f'the program for {self.target} computes something else\n{self}')
+
+    def _repr_html_(self) -> str:
+        return as_html(_tables(self))
+
+    def __str__(self) -> str:
+        return as_text(_tables(self), width=100)
+
+
+def _tables(run: GpuRun) -> RenderableType:
+    axes = ' x '.join(f'{name}={size}' for name, size in run.mesh.items()) or 'one device'
+    precision = ', 16 bits computed in fp32' if run.exact else ''
+    head = f'{axes}, target {run.target}, jax {run.jax_version}, {run.seconds:.0f} s{precision}'
+    compared = f'compared with {run.compared_with}'
+    parts: list[RenderableType] = [Text(head), Text(compared), Text(), _table(run.leaves)]
+    if len(run.leaves) > MAX_ROWS:
+        parts.append(Text(f'... {len(run.leaves) - MAX_ROWS} more with smaller errors'))
+    parts += [Text(), _conclusion(run)]
+    if run.culprit:
+        parts.append(Text(f'first wrong after {run.culprit}', style='bold red'))
+    if run.compared_with.startswith("the CPU's own"):
+        parts.append(Text(_OWN_PROGRAM))
+    return Group(*parts, Text(NOT_COVERED))
+
+
+def _table(leaves: list[Leaf]) -> Table:
+    table = Table(box=None, header_style='bold', pad_edge=False)
+    for name in ('output', 'error', 'limit', ''):
+        table.add_column(name, justify='right' if name in ('error', 'limit') else 'left')
+    for leaf in leaves[:MAX_ROWS]:
+        verdict = Text('ok', style='green') if leaf.ok else Text('WRONG', style='bold red')
+        table.add_row(Text(leaf.name), f'{leaf.error:.1e}', f'{leaf.limit:.0e}', verdict)
+    return table
+
+
+def _conclusion(run: GpuRun) -> Text:
+    if run.ok:
+        return Text(f'ok: {len(run.leaves)} outputs agree', style='green')
+    wrong = sum(not leaf.ok for leaf in run.leaves)
+    return Text(f'WRONG: {wrong} of {len(run.leaves)} outputs', style='bold red')
