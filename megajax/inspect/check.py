@@ -7,8 +7,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from megajax.hlo.collectives import KINDS, Collective, collectives
+from megajax.hlo.collectives import Collective, collectives
 from megajax.hlo.program import Program
+from megajax.hlo.transfers import KINDS
 
 
 def check_collectives(function: Any, args: tuple[Any, ...], expected: Mapping[str, Mapping[str, int]]) -> None:
@@ -50,6 +51,6 @@ def _message(expected: Mapping[str, Counter[str]], actual: Mapping[str, Counter[
     for axis in sorted({*expected, *actual}):
         lines.append(f'  over {axis}: expected {dict(expected.get(axis, {})) or "none"}, found {dict(actual.get(axis, {})) or "none"}')
     for one in found:
-        times = f'{one.times:4d} x' + (' at least' if one.in_unbounded_loop else '')
+        times = f'{one.times:4d} x' + (' at most' if one.at_most else '')
         lines.append(f'  {times} {one.kind} over {one.axis} of {one.whole} at {one.op_name} ({one.source})')
     return '\n'.join(lines)

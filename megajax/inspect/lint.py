@@ -25,7 +25,6 @@ def lint(config: Config, compiled: CompiledStep, placed: Sequence[Collective], w
         *_reduced_twice(config, placed, wanted),
         *_gathered_weights(config, compiled, placed),
         *_wide(config, placed),
-        *_unbounded(placed),
         *_padded(config),
     ]
     return sorted(findings, key=lambda finding: finding.level)
@@ -107,11 +106,6 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
         ):
             message = f'{one.kind} of {one.whole} over {one.axis} at {one.op_name} ({one.source}): cast to {config.train.dtype} before it'
             yield _error('fp32 on the wire', message)
-
-
-def _unbounded(placed: Sequence[Collective]) -> Iterator[Finding]:
-    for name in {one.computation for one in placed if one.in_unbounded_loop}:
-        yield _error('loop of unknown length', f'{name} has collectives and XLA does not know how often it runs: it is counted once')
 
 
 def _padded(config: Config) -> Iterator[Finding]:

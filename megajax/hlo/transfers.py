@@ -1,0 +1,67 @@
+"""What one instruction sends: the kind of collective, the arrays, and the bytes that a ring needs."""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megajax.hlo.program import Array, Computation, HloError, Instruction
+
+KINDS = (
+    'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'ragged-all-to-all', 'collective-permute', 'collective-broadcast'
+)  # fmt: skip
+_KIND = re.compile(rf'({"|".join(sorted(KINDS, key=len, reverse=True))})(-start)?')
+_END = re.compile(rf'({"|".join(KINDS)})-(update|done)')
+
+
+class Sent(NamedTuple):
+    """One array of a collective: which operand it is, and the arrays of a device before and after."""
+
+    index: int
+    operand: Array
+    result: Array
+
+
+def kind_of(instruction: Instruction) -> str | None:
+    """The kind of collective that an instruction is or starts; HloError for one that is not understood."""
+    if found := _KIND.fullmatch(instruction.opcode):
+        return found[1]
+    is_other = instruction.opcode.startswith(KINDS) and not _END.fullmatch(instruction.opcode)
+    if is_other or (instruction.opcode == 'send' and 'is_host_transfer=true' not in instruction.attributes):
+        raise HloError(f'a collective that is not understood: {instruction.line}')
+    return None
+
+
+def arrays_of(computation: Computation, instruction: Instruction) -> list[Sent]:
+    """The arrays that an instruction sends."""
+    inputs = [computation.by_name[name].results[0] for name in instruction.operands]
+    results = instruction.results
+    if len(results) >= 2 * len(inputs) and instruction.opcode.endswith('-start'):
+        results = results[len(inputs) :]  # (operands, results, contexts)
+    if instruction.opcode.startswith('ragged') and len(inputs) == 6:
+        # The array, where it arrives, and four tables of offsets and sizes, which are not sent.
+        return [Sent(0, inputs[0], results[0])]
+    if not inputs or len(results) < len(inputs):
+        raise HloError(f'a collective whose operands are not understood: {instruction.line}')
+    if instruction.opcode.startswith('all-to-all') and len(inputs) > 1:
+        # One array, cut into what each device gets.
+        operand, result = (part._replace(shape=(len(inputs), *part.shape)) for part in (inputs[0], results[0]))
+        return [Sent(0, operand, result)]
+    return [Sent(index, *pair) for index, pair in enumerate(zip(inputs, results, strict=False))]
+
+
+def ring_bytes(kind: str, array: Array, size: int) -> float:
+    """Bytes that each of `size` devices sends by the ring algorithm; `array` is what is gathered, reduced or scattered."""
+    if size < 2:
+        return 0
+    rounds = {'all-reduce': 2, 'collective-permute': size / (size - 1), 'collective-broadcast': size / (size - 1)}
+    return rounds.get(kind, 1) * (size - 1) / size * array.bytes
+
+
+def larger(operand: Array, result: Array) -> Array:
+    """The larger of operand and result: what is gathered, reduced or scattered."""
+    return max(operand, result, key=lambda array: array.bytes)
+
+
+def widest(groups: Sequence[Sequence[int]]) -> int:
+    """The number of different devices in the largest group."""
+    return max((len({*group}) for group in groups), default=0)
