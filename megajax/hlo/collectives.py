@@ -82,7 +82,7 @@ def _pieces(
     for sent, name in _named(program, computation, instruction):
         actual_kind, operand, result = as_meant(program, computation, instruction, kind, sent, groups)
         if kind == 'all-gather':  # belongs to what reads it; XLA may have moved a cast before it, and its path with it
-            name = destination(program, computation, instruction, sent.index) or name
+            name = destination(program, computation, instruction, sent.place) or name
         yield Collective(
             kind=actual_kind,
             axes=axes_of(groups, mesh),
@@ -104,10 +104,10 @@ def _named(program: Program, computation: Computation, instruction: Instruction)
     """Each array with its op_name; of a buffer that joins several, its parts."""
     arrays = arrays_of(computation, instruction)
     for sent, own in zip(arrays, paths(instruction.op_name, len(arrays)), strict=True):
-        made = computation.by_name[instruction.operands[sent.index]]
+        made = computation.by_name[instruction.operands[sent.place]]
         parts = joined(program, computation, made)
         if len(parts) > 1 and instruction.opcode.startswith('all-reduce'):
             for part in parts:
-                yield Sent(sent.index, part.results[0], part.results[0]), origin(program, computation, part)
+                yield Sent(sent.place, part.results[0], part.results[0]), origin(program, computation, part)
         else:
             yield sent, own or origin(program, computation, made)

@@ -23,9 +23,7 @@ _LAZY = {'parameter', 'get-tuple-element', 'fusion', 'call', 'conditional', 'whi
 class Run:
     """One run of a computation: `device` is the number of the device it runs on, `given` has its parameters."""
 
-    def __init__(
-        self, program: Program, computation: Computation, *, given: Given | None = None, device: int | None = None
-    ):
+    def __init__(self, program: Program, computation: Computation, *, given: Given | None = None, device: int | None = None):
         self.program, self.computation, self.device = program, computation, device
         self._given = given or (lambda number, place: None)
         self._values: dict[str, Value] = {}

@@ -161,5 +161,5 @@ _OPERATIONS: dict[str, Callable[..., Value]] = {
     'dynamic-update-slice': _dynamic_update_slice,
     'transpose': lambda one, value: value.transpose(numbers(one, 'dimensions')),
     'concatenate': lambda one, *values: np.concatenate(values, numbers(one, 'dimensions')[0]),
-    'reverse': lambda one, value: np.flip(value, numbers(one, 'dimensions')),
+    'reverse': lambda one, value: np.flip(value, tuple(numbers(one, 'dimensions'))),
 }

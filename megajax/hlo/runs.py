@@ -126,8 +126,7 @@ class Runs:
             name
             for name, computation in self._program.computations.items()
             for one in computation.instructions
-            if (one.opcode == 'conditional' or (one.opcode == 'while' and one.trip_count is None))
-            and self._sending & {*one.called}
+            if (one.opcode == 'conditional' or (one.opcode == 'while' and one.trip_count is None)) and self._sending & {*one.called}
         }
         return self._with_callers(own)
 

@@ -14,9 +14,9 @@ _END = re.compile(rf'({"|".join(KINDS)})-(update|done)')
 
 
 class Sent(NamedTuple):
-    """One array of a collective: which operand it is, and the arrays of a device before and after."""
+    """One array of a collective: the operand's place, and the arrays of a device before and after."""
 
-    index: int
+    place: int
     operand: Array
     result: Array
 

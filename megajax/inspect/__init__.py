@@ -1,7 +1,7 @@
 """What XLA inserted, beside what Megatron places by hand.
 
-`megajax.inspect(config)` compiles the training step and says what it sends; `megajax.inspect.assert_collectives` holds any jitted
-function to its collectives in a test.
+`megajax.inspect(config)` compiles the training step and says what it sends; `megajax.inspect.assert_collectives` holds any function
+to its collectives in a test.
 """
 
 import sys
@@ -43,15 +43,31 @@ def inspect_with_text(config: Config, *, target: str, hosts: int | None) -> tupl
     return audit(config, compiled, target), compiled.text
 
 
-def assert_collectives(function: Any, /, *args: Any, **expected: dict[str, int]) -> None:
+def assert_collectives(
+    function: Any,
+    /,
+    *args: Any,
+    mesh: Any = None,
+    trip_count: int | None = None,
+    permutes: dict[str, Any] | None = None,
+    **expected: dict[str, int],
+) -> None:
     """Raise AssertionError unless the compiled `function(*args)` has these collectives a run and no others.
 
-    `function` is any jitted function and `args` are arrays or `jax.ShapeDtypeStruct`s with shardings. Each keyword is a mesh axis, or
-    several joined by `_and_`, with counts of arrays by kind: `model={'all-reduce': 2}`. Single numbers are not counted.
+    `function` is any function, jitted or not, with `args` that are arrays or `jax.ShapeDtypeStruct`s with shardings; or, without any, a
+    `jax.stages.Lowered` or `Compiled`. The mesh is that of the arguments, or `mesh`, or the current one. Each keyword is a mesh axis, or
+    several joined by `_and_`, with counts of arrays by kind: `model={'all-reduce': 2}`. Single numbers are not counted. Of a branch that
+    hangs on data the one that sends most counts each time.
+
+    `trip_count` is how often a loop runs whose length XLA does not know; without it such a loop that sends something is an error.
+
+    A permute that leaves a device without a source hands it zeros, and is an error unless `permutes` declares it: by mesh axis
+    'chain' (i to i + 1 without wrapping), 'ring' (complete, in either direction), pairs of positions along the axis, or a list of
+    these: `permutes={'stage': [(0, 1), (1, 2)]}`. Permutes along a declared axis have these pairs and no others.
     """
     from megajax.inspect.check import check_collectives
 
-    check_collectives(function, args, expected)
+    check_collectives(function, args, expected, mesh=mesh, trip_count=trip_count, permutes=permutes)
 
 
 class _Inspect(types.ModuleType):

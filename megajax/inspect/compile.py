@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from megajax.config import Config
 from megajax.hardware.gpu import gpu_devices
+from megajax.hlo.text import program_text
 from megajax.inspect.child import call_in_child
 from megajax.parallel.layout import of_axes
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
@@ -49,11 +50,10 @@ def compile_step(
         # Autotuning would need a GPU.
         options: dict[str, str | bool] = {} if on_cpu else {'xla_gpu_autotune_level': '0'}
         compiled = make_train_step(config).lower(state, abstract_batch(config)).compile(options | dict(compiler_options or {}))
-        text, memory = compiled.as_text(), compiled.memory_analysis()
-        assert text is not None
+        memory = compiled.memory_analysis()
         assert memory is not None
         return CompiledStep(
-            text=text,
+            text=program_text(compiled),
             mesh=dict(mesh.shape),
             devices_per_host=devices_per_host,
             arguments=memory.argument_size_in_bytes,

@@ -6,6 +6,7 @@ from math import prod
 
 from megajax.config import Config
 from megajax.hlo.collectives import Collective
+from megajax.hlo.permutes import fault
 from megajax.inspect.compile import CompiledStep
 from megajax.inspect.megatron import Expected
 from megajax.inspect.result import Finding
@@ -25,6 +26,7 @@ def lint(config: Config, compiled: CompiledStep, placed: Sequence[Collective], w
         *_reduced_twice(config, placed, wanted),
         *_gathered_weights(config, compiled, placed),
         *_wide(config, placed),
+        *_lossy_permutes(compiled, placed),
         *_padded(config),
     ]
     return sorted(findings, key=lambda finding: finding.level)
@@ -106,6 +108,14 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
         ):
             message = f'{one.kind} of {one.whole} over {one.axis} at {one.op_name} ({one.source}): cast to {config.train.dtype} before it'
             yield _error('fp32 on the wire', message)
+
+
+def _lossy_permutes(compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
+    for one in placed:
+        found = fault(one.groups, prod(compiled.mesh.values())) if one.kind == 'collective-permute' else None
+        if found:
+            rule, sentence = found
+            yield _error(rule, f'{one.times} x of {one.whole} at {one.op_name} ({one.source}): {sentence}')
 
 
 def _padded(config: Config) -> Iterator[Finding]:

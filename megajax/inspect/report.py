@@ -67,7 +67,7 @@ def collectives_table(rows: list[Row]) -> Table:
     for row in rows:
         ratio = f'{row.wire_bytes / row.megatron_wire_bytes:.3f}' if row.megatron_wire_bytes else '-'
         theirs = si(row.megatron_wire_bytes) if row.megatron else '-'
-        cells = row.site, row.phase, row.axis, _cell(row.placed), si(row.wire_bytes), _cell(row.megatron), theirs, ratio
+        cells = row.site, row.phase, row.axis or '-', _cell(row.placed), si(row.wire_bytes), _cell(row.megatron), theirs, ratio
         table.add_row(*cells, Text(row.verdict, style=_STYLES[row.verdict]))
     return table
 
@@ -107,7 +107,7 @@ def si(count: float) -> str:
 
 
 def _cell(transfers: list[Transfer], limit: int = 3) -> str:
-    lines = [f'{one.times} {_SHORT.get(one.kind, one.kind)} {one.array}' for one in transfers[:limit]]
+    lines = [f'{"at most " * one.at_most}{one.times} {_SHORT.get(one.kind, one.kind)} {one.array}' for one in transfers[:limit]]
     if len(transfers) > limit:
         lines.append(f'... {len(transfers) - limit} more arrays')
     return '\n'.join(lines) or '-'

@@ -19,6 +19,24 @@ class Transfer(_Result):
     array: str = Field(description='what is gathered, reduced or scattered: dtype and shape on a device')
     times: int = Field(description='per step, trip counts of loops multiplied in')
     wire_bytes: float = Field(description='per step and device, by the ring algorithm')
+    at_most: bool = Field(default=False, description='whether some of it is in a branch that may not be taken')
+
+
+class CollectiveInstruction(_Result):
+    """One collective instruction of the compiled text, also one that no device or no step runs."""
+
+    instruction: str
+    computation: str
+    kind: str = Field(description='as in a transfer; several where an XLA for CPUs joined what it means differently')
+    axis: str = Field(description='mesh axes joined by +; empty where no device sends to another')
+    groups: str = Field(description='groups of devices, or pairs of source and target, as the text spells them')
+    arrays: list[str] = Field(description='dtypes and shapes on a device')
+    times: int = Field(description='per step, trip counts of loops multiplied in')
+    at_most: bool = Field(description='whether it is in a branch that may not be taken')
+    wire_bytes: float = Field(description='per step and device, by the ring algorithm')
+    op_name: str
+    source: str = Field(description='Python frames, innermost first')
+    site: str
 
 
 class Row(_Result):
@@ -106,6 +124,7 @@ class Inspection(_Result):
     jax_version: str
     compile_seconds: float
     rows: list[Row]
+    collectives: list[CollectiveInstruction]
     ratios: dict[str, float | None] = Field(description='bytes on the wire per axis over those of Megatron; None where Megatron sends none')
     schedule: list[Overlap]
     overlapped_share: dict[str, float] = Field(description='per axis, the share of bytes whose transfer overlaps with matrix products')

@@ -1,0 +1,26 @@
+"""The text of a compiled program, with the tables that decide what runs."""
+
+import re
+from math import prod
+
+from jax._src.lib import hlo  # type: ignore[attr-defined]
+from jax.stages import Compiled
+
+MAX_ELEMENTS = 1_000_000  # of abbreviated constants together; writing out more would take long
+_ABBREVIATED = re.compile(r' (\w+)\[([\d,]*)\]\S* constant\(\{\.\.\.\}\)')
+
+
+def program_text(compiled: Compiled) -> str:
+    """HLO text in which tables of integers are written out that XLA abbreviates as `{...}`, those of more than ten numbers."""
+    text = compiled.as_text()
+    assert text is not None
+    abbreviated = _ABBREVIATED.findall(text)
+    sizes = [prod(int(size) for size in dims.split(',') if size) for _, dims in abbreviated]
+    if not any(re.match('[su][0-9]|pred', dtype) for dtype, _ in abbreviated) or sum(sizes) > MAX_ELEMENTS:
+        return text
+    executable = compiled.runtime_executable()
+    assert executable is not None
+    [module] = executable.hlo_modules()
+    options = hlo.HloPrintOptions()
+    options.print_large_constants = True
+    return module.to_string(options)
