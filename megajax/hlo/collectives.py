@@ -9,7 +9,7 @@ from megajax.hlo.groups import Groups, axes_of, device_groups
 from megajax.hlo.paths import destination, joined, origin, paths
 from megajax.hlo.program import Array, Computation, HloError, Instruction, Program
 from megajax.hlo.schedule import overlap
-from megajax.hlo.transfers import Sent, arrays_of, kind_of, larger, ring_bytes, widest
+from megajax.hlo.transfers import Sent, arrays_of, kind_of, ring_bytes, whole_of, widest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Collective:
 
     @property
     def whole(self) -> Array:
-        """The larger of operand and result: what is gathered, reduced or scattered."""
-        return larger(self.operand, self.result)
+        """What is gathered, reduced or scattered."""
+        return whole_of(self.kind, self.operand, self.result)
 
     @property
     def is_scalar(self) -> bool:

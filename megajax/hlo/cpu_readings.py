@@ -16,9 +16,9 @@ _NARROW = 'bf16', 'f16'
 def as_meant(
     program: Program, computation: Computation, instruction: Instruction, kind: str, sent: Sent, groups: Groups
 ) -> tuple[str, Array, Array]:
-    """Kind, operand and result; only an XLA for CPUs hides them, and it starts nothing in the background."""
+    """Kind, operand and result; only an XLA for CPUs hides them, and it starts nothing in the background and configures nothing."""
     index, operand, result = sent
-    if instruction.opcode.endswith('-start'):
+    if instruction.opcode.endswith('-start') or '"collective_backend_config"' in instruction.attributes:
         return kind, operand, result
     readers = list(_readers(program, computation, instruction, index if len(instruction.results) > 1 and kind != 'all-to-all' else None))
     dtype = _narrow_dtype(program, computation, instruction, index, readers) if operand.dtype == 'f32' else ''

@@ -10,7 +10,7 @@ from functools import cached_property
 from megajax.hlo.evaluate import Run
 from megajax.hlo.groups import device_groups
 from megajax.hlo.program import Computation, HloError, Instruction, Program
-from megajax.hlo.transfers import arrays_of, kind_of, larger, ring_bytes, widest
+from megajax.hlo.transfers import arrays_of, kind_of, ring_bytes, whole_of, widest
 
 MAX_STEPS = 100_000  # of loops that are walked step by step; beyond it predicates count as unknown
 
@@ -89,7 +89,7 @@ class Runs:
         for one in computation.instructions:
             if kind := kind_of(one):
                 size = widest(device_groups(one, self._program.num_devices))
-                total += sum(ring_bytes(kind, larger(sent.operand, sent.result), size) for sent in arrays_of(computation, one))
+                total += sum(ring_bytes(kind, whole_of(kind, sent.operand, sent.result), size) for sent in arrays_of(computation, one))
         return total
 
     def _of_fixed(self, computation: Computation) -> Counter[str]:

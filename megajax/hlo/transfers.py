@@ -39,7 +39,7 @@ def arrays_of(computation: Computation, instruction: Instruction) -> list[Sent]:
         results = results[len(inputs) :]  # (operands, results, contexts)
     if instruction.opcode.startswith('ragged') and len(inputs) == 6:
         # The array, where it arrives, and four tables of offsets and sizes, which are not sent.
-        return [Sent(0, inputs[0], results[0])]
+        return [Sent(0, inputs[0], inputs[1])]
     if not inputs or len(results) < len(inputs):
         raise HloError(f'a collective whose operands are not understood: {instruction.line}')
     if instruction.opcode.startswith('all-to-all') and len(inputs) > 1:
@@ -53,13 +53,14 @@ def ring_bytes(kind: str, array: Array, size: int) -> float:
     """Bytes that each of `size` devices sends by the ring algorithm; `array` is what is gathered, reduced or scattered."""
     if size < 2:
         return 0
-    rounds = {'all-reduce': 2, 'collective-permute': size / (size - 1), 'collective-broadcast': size / (size - 1)}
-    return rounds.get(kind, 1) * (size - 1) / size * array.bytes
+    if kind in ('collective-permute', 'collective-broadcast', 'ragged-all-to-all'):
+        return array.bytes
+    return (2 if kind == 'all-reduce' else 1) * (size - 1) / size * array.bytes
 
 
-def larger(operand: Array, result: Array) -> Array:
-    """The larger of operand and result: what is gathered, reduced or scattered."""
-    return max(operand, result, key=lambda array: array.bytes)
+def whole_of(kind: str, operand: Array, result: Array) -> Array:
+    """What is gathered, reduced or scattered: the larger of operand and result; what a ragged exchange may send at most."""
+    return operand if kind == 'ragged-all-to-all' else max(operand, result, key=lambda array: array.bytes)
 
 
 def widest(groups: Sequence[Sequence[int]]) -> int:

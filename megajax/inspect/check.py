@@ -63,7 +63,8 @@ def _compiled(function: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
         return function.compile() if isinstance(function, jax.stages.Lowered) else function
     if not hasattr(function, 'lower') and callable(function):
         function = jax.jit(function)
-    compiled = function.lower(*args).compile() if hasattr(function, 'lower') else None
+    takes = hasattr(function, 'lower') and not isinstance(function, str | bytes)
+    compiled = function.lower(*args).compile() if takes else None
     compiled = getattr(compiled, 'compiled', compiled)  # equinox keeps jax's own in a wrapper
     if not isinstance(compiled, jax.stages.Compiled):
         raise ValueError(

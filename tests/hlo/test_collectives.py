@@ -147,7 +147,7 @@ PREDICATES = {
     'not the last': (lambda i: i + 1 < 7, 6),
     'of two': (lambda i: (i > 1) & ~(i == 4), 4),
     'of a table': (lambda i: jnp.array([True, False, False, True, True, True, False])[i], 4),
-    'of a long table': (lambda i: jnp.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7])[2 * i] > 4, 3),
+    'of a long table': (lambda i: jnp.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7])[2 * i] > 4, 4),
     'of a clamped number': (lambda i: jnp.clip(3 * i - 8, 0, 5) == 5, 2),
     'of bits': (lambda i: (i.astype(jnp.uint32) << 1) >> 2 == 1, 2),
     'of a negative remainder': (lambda i: jnp.sign(lax.rem(i - 3, 2)) < 0, 2),
