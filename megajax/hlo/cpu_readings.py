@@ -7,10 +7,11 @@ from typing import NamedTuple
 from megajax.hlo.evaluate import run_of
 from megajax.hlo.groups import Groups
 from megajax.hlo.paths import SAME
-from megajax.hlo.program import Array, Computation, Instruction, Program
+from megajax.hlo.program import DTYPE_BITS, Array, Computation, Instruction, Program
 from megajax.hlo.transfers import Sent
 
-_NARROW = 'bf16', 'f16'
+# What an XLA for CPUs widens to a dtype on its way.
+_NARROW = {'f32': {'bf16', 'f16'}, 'f16': {dtype for dtype in DTYPE_BITS if dtype.startswith('f8')}}
 
 
 def as_meant(
@@ -21,7 +22,7 @@ def as_meant(
     if instruction.opcode.endswith('-start') or '"collective_backend_config"' in instruction.attributes:
         return kind, operand, result
     readers = list(_readers(program, computation, instruction, index if len(instruction.results) > 1 and kind != 'all-to-all' else None))
-    dtype = _narrow_dtype(program, computation, instruction, index, readers) if operand.dtype == 'f32' else ''
+    dtype = _narrow_dtype(program, computation, instruction, index, readers) if operand.dtype in _NARROW else ''
     if dtype:
         operand, result = operand._replace(dtype=dtype), result._replace(dtype=dtype)
     # A sum that the author wrote stays one on every backend, whatever is taken of it.
@@ -32,18 +33,19 @@ def as_meant(
 
 
 def _narrow_dtype(program: Program, computation: Computation, instruction: Instruction, index: int, readers: Sequence['_Reader']) -> str:
-    """The smaller dtype that an array has on its way; empty where it is fp32 itself."""
-    before = _dtype_before(program, computation, computation.by_name[instruction.operands[index]])
+    """The smaller dtype that an array has on its way; empty where it has its own."""
+    operand = computation.by_name[instruction.operands[index]]
+    before, narrow = _dtype_before(program, computation, operand), _NARROW[operand.results[0].dtype]
     after = set[str]()
     for reader in readers:
         is_part = not reader.dtype and reader.instruction.opcode == 'dynamic-slice'
         after |= {one.dtype for one in _readers(program, reader.home, reader.instruction)} if is_part else {reader.dtype}
     reduction = instruction.attribute('to_apply')
     if reduction is None:  # moved as it is
-        return before if before in _NARROW and after == {before} else ''
+        return before if before in narrow and after == {before} else ''
     # Partial sums of a product are in fp32 here and in the product's dtype elsewhere; a sum that the author wrote is as written.
     is_own = re.search(r'/(psum|reduce_scatter)\w*$', instruction.op_name) and '_promoted' not in reduction
-    return next(iter(after)) if len(after) == 1 and after <= {*_NARROW} and not is_own else ''
+    return next(iter(after)) if len(after) == 1 and after <= narrow and not is_own else ''
 
 
 class _Reader(NamedTuple):

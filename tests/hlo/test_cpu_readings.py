@@ -59,6 +59,12 @@ SENDS = {
 }
 
 
+@pytest.mark.parametrize('kind', ['all-gather', 'all-to-all', 'collective-permute'])
+def test_fp8_that_xla_widens_to_fp16_on_its_way_is_read_as_fp8(kind, read):
+    [one] = read(SENDS[kind], dtype=jnp.float8_e4m3fn)
+    assert (one.kind, one.operand.dtype, one.result.dtype) == (kind, 'f8e4m3fn', 'f8e4m3fn')
+
+
 @pytest.mark.parametrize('dtype', DTYPES)
 @pytest.mark.parametrize('kind', SENDS)
 def test_an_array_that_xla_widens_on_its_way_is_read_in_its_own_dtype(kind, dtype, read):
