@@ -1,6 +1,7 @@
-"""Integers that a compiled program computes from nothing but constants, loop counters and the device's number.
+"""Integers that a program computes from constants, loop counters and the device's number alone.
 
-`Run` is one run of a computation. Its values are worked out only where they are asked for, and are None where they depend on data.
+`Run` is one run of a computation. Its values are worked out only where they are asked for, and
+are None where they depend on data.
 """
 
 from collections.abc import Callable
@@ -12,18 +13,29 @@ import numpy as np
 from megajax.hlo.integers import DTYPES, REDUCTIONS, Value, apply, constant, dtype_of, numbers
 from megajax.hlo.program import Computation, Instruction, Program
 
-Given = Callable[[int, int | None], Value]  # of a parameter's number and, where it is a tuple, the place in it
+# Takes a parameter's number and, where the parameter is a tuple, the place in it.
+Given = Callable[[int, int | None], Value]
 
 MAX_ELEMENTS = 1 << 16
 MAX_STEPS = 100_000  # of a loop whose length follows from its condition alone
 # Those that look into what they call, or at a tuple, only as far as they are asked.
-_LAZY = {'parameter', 'get-tuple-element', 'fusion', 'call', 'conditional', 'while', 'tuple', 'copy-start', 'copy-done'}
+_LAZY = {
+    'parameter', 'get-tuple-element', 'fusion', 'call', 'conditional',
+    'while', 'tuple', 'copy-start', 'copy-done',
+}  # fmt: skip
 
 
 class Run:
-    """One run of a computation: `device` is the number of the device it runs on, `given` has its parameters."""
+    """One run of a computation on `device`; `given` has its parameters."""
 
-    def __init__(self, program: Program, computation: Computation, *, given: Given | None = None, device: int | None = None):
+    def __init__(
+        self,
+        program: Program,
+        computation: Computation,
+        *,
+        given: Given | None = None,
+        device: int | None = None,
+    ):
         self.program, self.computation, self.device = program, computation, device
         self._given = given or (lambda number, place: None)
         self._values: dict[str, Value] = {}
@@ -34,8 +46,7 @@ class Run:
         ahead = [name]  # rather than recursion, since an unrolled loop can be a long chain
         while ahead:
             one = self.computation.by_name[ahead[-1]]
-            has_value = one.name in self._values or len(one.results) != 1
-            if has_value or one.results[0].dtype not in DTYPES or prod(one.results[0].shape) > MAX_ELEMENTS:
+            if one.name in self._values or not _is_small(one):
                 self._values.setdefault(one.name, None)
                 ahead.pop()
                 continue
@@ -78,7 +89,10 @@ class Run:
         return int(chosen) if 0 <= chosen <= last else last
 
     def inside(self, instruction: Instruction, branch: int | None = None) -> 'Run | None':
-        """The run of what a fusion or call names, or of a conditional's branch; None where it is not known which."""
+        """The run of what a fusion or call names, or of a conditional's branch.
+
+        None where it is not known which branch runs.
+        """
         first = 0
         if instruction.opcode == 'conditional':
             branch = self.branch(instruction) if branch is None else branch
@@ -122,7 +136,8 @@ class Run:
         if operation is None or array is None or start is None or len(one.operands) > 2:
             return None
         dims = tuple(numbers(one, 'dimensions'))
-        return operation(operation.reduce(array, axis=dims, dtype=array.dtype), start).astype(dtype_of(one))
+        reduced = operation.reduce(array, axis=dims, dtype=array.dtype)
+        return operation(reduced, start).astype(dtype_of(one))
 
 
 class Loop:
@@ -150,10 +165,13 @@ class Loop:
     def run(self, which: str, step: int) -> Run:
         """The run of 'body' or 'condition' in a step."""
         if (which, step) not in self._runs:
-            called = self._run.program.computations[self._instruction.attribute(which) or '']
-            self._runs[which, step] = Run(
-                self._run.program, called, given=lambda _, place: self.carried(place, step), device=self._run.device
-            )
+            program, device = self._run.program, self._run.device
+            called = program.computations[self._instruction.attribute(which) or '']
+
+            def given(_: int, place: int | None) -> Value:
+                return self.carried(place, step)
+
+            self._runs[which, step] = Run(program, called, given=given, device=device)
         return self._runs[which, step]
 
     def carried(self, place: int | None, step: int) -> Value:
@@ -168,8 +186,12 @@ class Loop:
 
 
 def run_of(program: Program, computation: Computation, device: int) -> Run:
-    """A run of a computation, wherever it is called from; of what a loop carries only that which it never changes is known."""
-    callers = [one for one in program.callers.get(computation.name, ()) if not one[1].opcode.startswith('async-')]
+    """A run of a computation, wherever it is called from.
+
+    Where a loop calls it, only what the loop never changes is known.
+    """
+    calls = program.callers.get(computation.name, ())
+    callers = [call for call in calls if not call[1].opcode.startswith('async-')]
     if len(callers) != 1:
         return Run(program, computation, device=device)
     home, caller = callers[0]
@@ -196,8 +218,15 @@ def _is_kept(body: Computation, place: int) -> bool:
     made = body.by_name[body.root.operands[place]]
     while made.opcode == 'copy':
         made = body.by_name[made.operands[0]]
-    is_part = made.opcode == 'get-tuple-element' and body.by_name[made.operands[0]].opcode == 'parameter'
-    return is_part and made.attribute('index') == str(place)
+    if made.opcode != 'get-tuple-element' or made.attribute('index') != str(place):
+        return False
+    return body.by_name[made.operands[0]].opcode == 'parameter'
+
+
+def _is_small(one: Instruction) -> bool:
+    """Whether its result is one array of integers, and not a large one."""
+    is_integer = len(one.results) == 1 and one.results[0].dtype in DTYPES
+    return is_integer and prod(one.results[0].shape) <= MAX_ELEMENTS
 
 
 def _of(run: Run, name: str, place: int | None) -> Value:

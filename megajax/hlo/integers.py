@@ -1,6 +1,6 @@
-"""Operations on integers, as HLO defines them (https://openxla.org/xla/operation_semantics), on values of numpy.
+"""Operations on integers as HLO defines them, on values of numpy; None is a value not known.
 
-A value is None where it is not known.
+See https://openxla.org/xla/operation_semantics.
 """
 
 import re
@@ -20,20 +20,26 @@ DTYPES = {
 
 
 def apply(one: Instruction, values: Sequence[Value]) -> Value:
-    """The result of an operation on known values; None where it is not known, or the operation is not understood."""
-    if one.opcode in _ABSORBING and len(values) == 2:
-        for value in values:  # false and x, true or x
-            if value is not None and value.dtype == np.bool_ and (value == _ABSORBING[one.opcode]).all():
-                return value
-    if one.opcode == 'select' and (chosen := values[0]) is not None and (chosen.all() or not chosen.any()):
-        return values[1 if chosen.all() else 2]
+    """The result of an operation; None where it is not known or the operation not understood."""
+    for value in values if one.opcode in _ABSORBING else ():  # false and x, true or x
+        if value is None or value.dtype != np.bool_:
+            continue
+        if np.equal(value, _ABSORBING[one.opcode]).all():
+            return value
+    if one.opcode == 'select' and (chosen := values[0]) is not None:
+        if chosen.all():
+            return values[1]
+        if not chosen.any():
+            return values[2]
     known = [value for value in values if value is not None]
     operation = _OPERATIONS.get(one.opcode)
     if operation is None or len(known) < len(values):
         return None
     with np.errstate(over='ignore'):
         result = operation(one, *known)
-    return None if result is None else np.asarray(result).astype(dtype_of(one)).reshape(one.results[0].shape)
+    if result is None:
+        return None
+    return np.asarray(result).astype(dtype_of(one)).reshape(one.results[0].shape)
 
 
 def dtype_of(one: Instruction) -> type[np.generic]:
@@ -44,10 +50,11 @@ def dtype_of(one: Instruction) -> type[np.generic]:
 def constant(one: Instruction) -> Value:
     """The value of a constant; None where the text abbreviates it as {...}."""
     tokens = re.findall(r'-?\d+|true|false', one.inputs)
+    words = {'true': 1, 'false': 0}
     if len(tokens) != prod(one.results[0].shape):
         return None
-    numbers = [{'true': 1, 'false': 0}.get(token) if token.isalpha() else int(token) for token in tokens]
-    return np.array(numbers, np.object_).astype(dtype_of(one)).reshape(one.results[0].shape)
+    literal = [words[token] if token in words else int(token) for token in tokens]
+    return np.array(literal, np.object_).astype(dtype_of(one)).reshape(one.results[0].shape)
 
 
 def numbers(one: Instruction, key: str) -> list[int]:
@@ -57,8 +64,7 @@ def numbers(one: Instruction, key: str) -> list[int]:
 
 
 def _compare(one: Instruction, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    directions = {'EQ': 'equal', 'NE': 'not_equal', 'LT': 'less', 'LE': 'less_equal', 'GT': 'greater', 'GE': 'greater_equal'}
-    return getattr(np, directions[one.attribute('direction') or ''])(left, right)
+    return _COMPARISONS[one.attribute('direction') or ''](left, right)
 
 
 def _divide(one: Instruction, left: np.ndarray, right: np.ndarray) -> Value:
@@ -76,26 +82,31 @@ def _shift(one: Instruction, value: np.ndarray, by: np.ndarray) -> Value:
     by = by.astype(unsigned.dtype)
     if one.opcode == 'shift-left':
         return unsigned << by
-    return unsigned >> by if one.opcode == 'shift-right-logical' else value >> by.astype(value.dtype)
+    if one.opcode == 'shift-right-logical':
+        return unsigned >> by
+    return value >> by.astype(value.dtype)
 
 
 def _bitcast(one: Instruction, value: np.ndarray) -> Value:
     """Of vectors only: that of a matrix depends on its layout."""
-    if value.dtype.itemsize != np.dtype(dtype_of(one)).itemsize or (value.dtype == np.bool_) != (dtype_of(one) == np.bool_):
+    dtype = np.dtype(dtype_of(one))
+    if value.dtype.itemsize != dtype.itemsize or (value.dtype == np.bool_) != (dtype == np.bool_):
         return None
     if sum(size != 1 for size in value.shape) > 1 and value.shape != one.results[0].shape:
         return None
-    return value.reshape(one.results[0].shape).view(dtype_of(one))
+    return value.reshape(one.results[0].shape).view(dtype)
 
 
 def _broadcast(one: Instruction, value: np.ndarray) -> np.ndarray:
     shape, dims = one.results[0].shape, numbers(one, 'dimensions')
-    return np.broadcast_to(value.reshape([shape[dim] if dim in dims else 1 for dim in range(len(shape))]), shape)
+    spread = [size if dim in dims else 1 for dim, size in enumerate(shape)]
+    return np.broadcast_to(value.reshape(spread), shape)
 
 
 def _iota(one: Instruction) -> np.ndarray:
     shape, [dim] = one.results[0].shape, numbers(one, 'iota_dimension')
-    return np.arange(shape[dim]).reshape([-1 if place == dim else 1 for place in range(len(shape))]) + np.zeros(shape, int)
+    spread = [-1 if place == dim else 1 for place in range(len(shape))]
+    return np.broadcast_to(np.arange(shape[dim]).reshape(spread), shape)
 
 
 def _slice(one: Instruction, value: np.ndarray) -> np.ndarray:
@@ -104,17 +115,29 @@ def _slice(one: Instruction, value: np.ndarray) -> np.ndarray:
     return value[tuple(slice(int(low), int(high), int(step or 1)) for low, high, step in ranges)]
 
 
-def _window(value: np.ndarray, starts: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[slice, ...]:
+def _window(
+    value: np.ndarray,
+    starts: Sequence[np.ndarray],
+    sizes: Sequence[int],
+) -> tuple[slice, ...]:
     """A window of these sizes, moved inside where it would reach beyond the end."""
-    places = (min(max(int(start), 0), dim - size) for start, dim, size in zip(starts, value.shape, sizes, strict=True))
-    return tuple(slice(place, place + size) for place, size in zip(places, sizes, strict=True))
+    window = []
+    for start, dim, size in zip(starts, value.shape, sizes, strict=True):
+        place = min(max(int(start), 0), dim - size)
+        window.append(slice(place, place + size))
+    return tuple(window)
 
 
 def _dynamic_slice(one: Instruction, value: np.ndarray, *starts: np.ndarray) -> np.ndarray:
     return value[_window(value, starts, one.results[0].shape)]
 
 
-def _dynamic_update_slice(one: Instruction, value: np.ndarray, update: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+def _dynamic_update_slice(
+    one: Instruction,
+    value: np.ndarray,
+    update: np.ndarray,
+    *starts: np.ndarray,
+) -> np.ndarray:
     value = value.copy()
     value[_window(value, starts, update.shape)] = update
     return value
@@ -129,6 +152,10 @@ def _elementwise(function: Callable[..., np.ndarray]) -> Callable[..., Value]:
 
 
 _ABSORBING = {'and': False, 'or': True}
+_COMPARISONS: dict[str, Callable[..., np.ndarray]] = {
+    'EQ': np.equal, 'NE': np.not_equal, 'LT': np.less, 'LE': np.less_equal,
+    'GT': np.greater, 'GE': np.greater_equal,
+}  # fmt: skip
 REDUCTIONS = {
     'add': np.add, 'multiply': np.multiply, 'maximum': np.maximum, 'minimum': np.minimum,
     'and': np.bitwise_and, 'or': np.bitwise_or,

@@ -1,7 +1,8 @@
 """How often each computation of a program runs.
 
-Trip counts of nested loops are multiplied in. A branch that sends something counts where it runs: by the value of its predicate where
-that follows from the counters of loops, and else the one that sends most bytes counts each time. Every other branch counts as run.
+Trip counts of nested loops are multiplied in. A branch that sends something counts where it runs,
+by the value of its predicate where that follows from the counters of loops; else the branch that
+sends most bytes counts each time. Every other branch counts as run.
 """
 
 from collections import Counter
@@ -20,7 +21,11 @@ class UnknownLoopError(HloError):
 
 
 class Runs:
-    """Runs of each computation in one run of the program; `trip_count` is that of loops of unknown length."""
+    """Runs of each computation in one run of the program.
+
+    `trip_count` is that of loops of unknown length. `at_most` are computations in branches that
+    may not run, known once `times` is.
+    """
 
     def __init__(self, program: Program, trip_count: int | None):
         self._program, self._trip_count = program, trip_count
@@ -54,10 +59,10 @@ class Runs:
         steps = loop.trip_count
         steps = self._trip_count if steps is None else steps
         if steps is None:
-            place = ' at '.join(part for part in (one.op_name, self._program.source(one)) if part) or one.line
+            known = [part for part in (one.op_name, self._program.source(one)) if part]
             raise UnknownLoopError(
-                f'the loop {one.name} sends something and XLA does not know how often it runs: give a trip_count, or a fixed number '
-                f'of steps to the loop of {place}'
+                f'the loop {one.name} sends something and XLA does not know how often it runs: '
+                f'give a trip_count, or a fixed number of steps to {" at ".join(known) or one.line}'
             )
         counts = Counter[str]()
         for which, times in (('body', steps), ('condition', steps + 1)):
@@ -68,7 +73,8 @@ class Runs:
                 counts += _multiplied(self._walk(Run(self._program, called)), times)
             else:
                 self._steps_left -= times
-                counts += sum((self._walk(loop.run(which, step)) for step in range(times)), Counter[str]())
+                for step in range(times):
+                    counts += self._walk(loop.run(which, step))
         return counts
 
     def _of_conditional(self, run: Run, one: Instruction) -> Counter[str]:
@@ -81,15 +87,17 @@ class Runs:
         return most
 
     def _bytes(self, counts: Counter[str]) -> float:
-        return sum(times * self._own_bytes(self._program.computations[name]) for name, times in counts.items())
+        computations = self._program.computations
+        return sum(times * self._own_bytes(computations[name]) for name, times in counts.items())
 
     def _own_bytes(self, computation: Computation) -> float:
-        """Bytes that the instructions of a computation send in one run of it, without what they call."""
+        """Bytes that the instructions of a computation send themselves, without what they call."""
         total = 0.0
         for one in computation.instructions:
             if kind := kind_of(one):
                 size = widest(device_groups(one, self._program.num_devices))
-                total += sum(ring_bytes(kind, whole_of(kind, sent.operand, sent.result), size) for sent in arrays_of(computation, one))
+                for _, operand, result in arrays_of(computation, one):
+                    total += ring_bytes(kind, whole_of(kind, operand, result), size)
         return total
 
     def _of_fixed(self, computation: Computation) -> Counter[str]:
@@ -99,7 +107,8 @@ class Runs:
             for one in computation.instructions:
                 if not self._is_open(one):
                     for name in one.called:
-                        counts += _multiplied(self._of_fixed(self._program.computations[name]), _runs(one, name))
+                        inside = self._of_fixed(self._program.computations[name])
+                        counts += _multiplied(inside, _runs(one, name))
             self._fixed[computation.name] = counts
         return self._fixed[computation.name]
 
@@ -110,23 +119,24 @@ class Runs:
     def _is_open(self, one: Instruction) -> bool:
         if _runs(one, '') == 0:
             return False
-        decides = one.opcode == 'conditional' or (one.opcode == 'while' and one.trip_count is None)
-        return any((decides and name in self._sending) or name in self._deciding for name in one.called)
+        decisive = self._sending if _decides(one) else self._deciding
+        return not decisive.isdisjoint(one.called)
 
     @cached_property
     def _sending(self) -> set[str]:
         """Computations that send something, or call one that does."""
-        own = {name for name, computation in self._program.computations.items() if any(map(kind_of, computation.instructions))}
+        computations = self._program.computations.values()
+        own = {each.name for each in computations if any(map(kind_of, each.instructions))}
         return self._with_callers(own)
 
     @cached_property
     def _deciding(self) -> set[str]:
-        """Computations with a branch that sends something or a loop of unknown length that does, or that call one."""
+        """Computations where a value decides what is sent, or that call one."""
         own = {
-            name
-            for name, computation in self._program.computations.items()
+            computation.name
+            for computation in self._program.computations.values()
             for one in computation.instructions
-            if (one.opcode == 'conditional' or (one.opcode == 'while' and one.trip_count is None)) and self._sending & {*one.called}
+            if _decides(one) and not self._sending.isdisjoint(one.called)
         }
         return self._with_callers(own)
 
@@ -136,8 +146,13 @@ class Runs:
             name = ahead.pop()
             if name not in reached:
                 reached.add(name)
-                ahead += [computation.name for computation, _ in self._program.callers.get(name, ())]
+                ahead += [caller.name for caller, _ in self._program.callers.get(name, ())]
         return reached
+
+
+def _decides(one: Instruction) -> bool:
+    """Whether a value says how often it runs what it calls."""
+    return one.opcode == 'conditional' or (one.opcode == 'while' and one.trip_count is None)
 
 
 def _multiplied(counts: Counter[str], times: int) -> Counter[str]:

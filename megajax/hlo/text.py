@@ -11,12 +11,13 @@ _ABBREVIATED = re.compile(r' (\w+)\[([\d,]*)\]\S* constant\(\{\.\.\.\}\)')
 
 
 def program_text(compiled: Compiled) -> str:
-    """HLO text in which tables of integers are written out that XLA abbreviates as `{...}`, those of more than ten numbers."""
+    """HLO text with the tables of integers that XLA abbreviates as `{...}` written out."""
     text = compiled.as_text()
     assert text is not None
     abbreviated = _ABBREVIATED.findall(text)
     sizes = [prod(int(size) for size in dims.split(',') if size) for _, dims in abbreviated]
-    if not any(re.match('[su][0-9]|pred', dtype) for dtype, _ in abbreviated) or sum(sizes) > MAX_ELEMENTS:
+    has_table = any(re.match('[su][0-9]|pred', dtype) for dtype, _ in abbreviated)
+    if not has_table or sum(sizes) > MAX_ELEMENTS:
         return text
     executable = compiled.runtime_executable()
     assert executable is not None

@@ -1,4 +1,4 @@
-"""What one instruction sends: the kind of collective, the arrays, and the bytes that a ring needs."""
+"""What one instruction sends: the kind of collective, the arrays, and the bytes of a ring."""
 
 import re
 from collections.abc import Sequence
@@ -7,14 +7,15 @@ from typing import NamedTuple
 from megajax.hlo.program import Array, Computation, HloError, Instruction
 
 KINDS = (
-    'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'ragged-all-to-all', 'collective-permute', 'collective-broadcast'
+    'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'ragged-all-to-all',
+    'collective-permute', 'collective-broadcast',
 )  # fmt: skip
 _KIND = re.compile(rf'({"|".join(sorted(KINDS, key=len, reverse=True))})(-start)?')
 _END = re.compile(rf'({"|".join(KINDS)})-(update|done)')
 
 
 class Sent(NamedTuple):
-    """One array of a collective: the operand's place, and the arrays of a device before and after."""
+    """One array of a collective: its place among the operands, and a device's before and after."""
 
     place: int
     operand: Array
@@ -22,11 +23,12 @@ class Sent(NamedTuple):
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The kind of collective that an instruction is or starts; HloError for one that is not understood."""
+    """The kind of collective that an instruction is or starts; HloError if it is not understood."""
     if found := _KIND.fullmatch(instruction.opcode):
         return found[1]
-    is_other = instruction.opcode.startswith(KINDS) and not _END.fullmatch(instruction.opcode)
-    if is_other or (instruction.opcode == 'send' and 'is_host_transfer=true' not in instruction.attributes):
+    opcode = instruction.opcode
+    is_other = opcode.startswith(KINDS) and not _END.fullmatch(opcode)
+    if is_other or (opcode == 'send' and 'is_host_transfer=true' not in instruction.attributes):
         raise HloError(f'a collective that is not understood: {instruction.line}')
     return None
 
@@ -44,13 +46,13 @@ def arrays_of(computation: Computation, instruction: Instruction) -> list[Sent]:
         raise HloError(f'a collective whose operands are not understood: {instruction.line}')
     if instruction.opcode.startswith('all-to-all') and len(inputs) > 1:
         # One array, cut into what each device gets.
-        operand, result = (part._replace(shape=(len(inputs), *part.shape)) for part in (inputs[0], results[0]))
-        return [Sent(0, operand, result)]
+        parts = inputs[0], results[0]
+        return [Sent(0, *(part._replace(shape=(len(inputs), *part.shape)) for part in parts))]
     return [Sent(index, *pair) for index, pair in enumerate(zip(inputs, results, strict=False))]
 
 
 def ring_bytes(kind: str, array: Array, size: int) -> float:
-    """Bytes that each of `size` devices sends by the ring algorithm; `array` is what is gathered, reduced or scattered."""
+    """Bytes that each of `size` devices sends by the ring algorithm; `array` is `whole_of` it."""
     if size < 2:
         return 0
     if kind in ('collective-permute', 'collective-broadcast', 'ragged-all-to-all'):
@@ -59,8 +61,10 @@ def ring_bytes(kind: str, array: Array, size: int) -> float:
 
 
 def whole_of(kind: str, operand: Array, result: Array) -> Array:
-    """What is gathered, reduced or scattered: the larger of operand and result; what a ragged exchange may send at most."""
-    return operand if kind == 'ragged-all-to-all' else max(operand, result, key=lambda array: array.bytes)
+    """What is gathered, reduced or scattered; of a ragged exchange what it sends at most."""
+    if kind == 'ragged-all-to-all' or operand.bytes >= result.bytes:
+        return operand
+    return result
 
 
 def widest(groups: Sequence[Sequence[int]]) -> int:

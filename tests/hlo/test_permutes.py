@@ -13,8 +13,8 @@ MESH = {'data': 2, 'stage': 3}
         (((0, 1), (1, 2), (2, 0)), None, None),
         (((0, 0), (1, 1), (2, 2)), None, None),
         ((), 'permute without pairs', 'it has no pairs, so every device gets zeros'),
-        (((0, 1), (1, 2)), 'permute without a source', 'device 0 is without a source and gets zeros'),
-        (((0, 1),), 'permute without a source', 'devices 0, 2 are without a source and get zeros'),
+        (((0, 1), (1, 2)), 'permute without a source', 'device 0 has no source and gets zeros'),
+        (((0, 1),), 'permute without a source', 'devices 0, 2 have no source and get zeros'),
         (((0, 1), (2, 1), (1, 0)), 'permute with a target twice', 'device 1 is the target of more than one pair'),
         (((0, 1), (0, 2), (1, 0)), 'permute with a source twice', 'device 0 is the source of more than one pair'),
     ],
@@ -25,7 +25,7 @@ def test_a_device_without_one_source_is_found(pairs, rule, sentence):
 
 def test_a_message_about_many_devices_names_the_first():
     _, sentence = fault(((0, 1),), 64)
-    assert sentence == 'devices 0, 2, 3, 4, 5, 6, 7, 8 and 55 more are without a source and get zeros'
+    assert sentence == 'devices 0, 2, 3, 4, 5, 6, 7, 8 and 55 more have no source and get zeros'
 
 
 @pytest.mark.parametrize(

@@ -198,10 +198,10 @@ def test_a_permute_that_gives_every_device_a_source_passes_and_one_that_is_decla
 @pytest.mark.parametrize(
     ('pairs', 'declared', 'message'),
     [
-        (CHAIN, {}, r"devices 0, 4 are without a source and get zeros; if that is meant, declare its pairs: permutes={'model': \.\.\.}"),
-        (KEPT[1:], {}, 'devices 0, 1, 4, 5 are without a source|devices 0, 4 are without a source'),
-        (KEPT[:1], {}, 'devices 1, 2, 3, 5, 6, 7 are without a source and get zeros'),
-        (CHAIN, {'data': 'ring'}, 'devices 0, 4 are without a source'),
+        (CHAIN, {}, r"devices 0, 4 have no source and get zeros; if that is meant, declare its pairs: permutes={'model': \.\.\.}"),
+        (KEPT[1:], {}, 'devices 0, 1, 4, 5 have no source|devices 0, 4 have no source'),
+        (KEPT[:1], {}, 'devices 1, 2, 3, 5, 6, 7 have no source and get zeros'),
+        (CHAIN, {'data': 'ring'}, 'devices 0, 4 have no source'),
         (CHAIN, {'model': 'ring'}, r'its pairs of devices are not the declared ones: \(0, 1\), \(1, 2\), \(2, 3\), \(4, 5\)'),
         (CHAIN[:2], {'model': 'chain'}, 'not the declared ones'),
         (BACK[:3], {'model': 'chain'}, 'not the declared ones'),
@@ -220,7 +220,7 @@ def test_a_permute_over_two_axes_is_declared_by_both(mesh):
     chain = tuple((place, place + 1) for place in range(7))
     x, function = sharded('data', 'model'), permute(*chain, axis=('data', 'model'))
     assert_collectives(function, x, permutes={'data_and_model': 'chain'}, data_and_model={'collective-permute': 1})
-    with pytest.raises(AssertionError, match=r"device 0 is without a source .* permutes={'data_and_model': \.\.\.}"):
+    with pytest.raises(AssertionError, match=r"device 0 has no source .* permutes={'data_and_model': \.\.\.}"):
         assert_collectives(function, x, data_and_model={'collective-permute': 1})
 
 
@@ -231,6 +231,8 @@ def test_a_permute_over_two_axes_is_declared_by_both(mesh):
         ({'model': ['chain', []]}, r'permutes: model=\[\]: give pairs'),
         ({'model': 'star'}, "permutes: model='star': give pairs"),
         ({'model': (0, 1)}, 'permutes: model=0: give pairs'),
+        ({'model': [(0, 1), (2, 1)]}, 'the target, of one pair at most'),
+        ({'model': [(0, 1), (0, 2)]}, 'the source, and the target, of one pair at most'),
         ({'model': [(0, 4)]}, 'permutes: model has no position 4: there are 4'),
         ({'stage': 'ring'}, 'no mesh axis stage: the mesh has data, model'),
     ],

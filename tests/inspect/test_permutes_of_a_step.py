@@ -32,8 +32,8 @@ def inspected(*pairs: tuple[int, int]) -> Inspection:
     ('pairs', 'rule', 'sentence'),
     [
         ((), 'permute without pairs', 'it has no pairs, so every device gets zeros'),
-        (((0, 1), (1, 2), (2, 3)), 'permute without a source', 'devices 0, 4 are without a source and get zeros'),
-        (((2, 2),), 'permute without a source', 'devices 0, 1, 3, 4, 5, 7 are without a source and get zeros'),
+        (((0, 1), (1, 2), (2, 3)), 'permute without a source', 'devices 0, 4 have no source and get zeros'),
+        (((2, 2),), 'permute without a source', 'devices 0, 1, 3, 4, 5, 7 have no source and get zeros'),
     ],
 )
 def test_a_permute_that_loses_data_is_an_error_with_its_place(pairs, rule, sentence):
