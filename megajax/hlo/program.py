@@ -79,7 +79,7 @@ class Instruction:
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ''
 
-    @property
+    @cached_property
     def called(self) -> tuple[str, ...]:
         """The computations that it names."""
         attributes = _QUOTED.sub('', self.attributes)

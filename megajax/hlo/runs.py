@@ -13,7 +13,7 @@ from megajax.hlo.groups import device_groups
 from megajax.hlo.program import Computation, HloError, Instruction, Program
 from megajax.hlo.transfers import arrays_of, kind_of, ring_bytes, whole_of, widest
 
-MAX_STEPS = 100_000  # of loops that are walked step by step; beyond it predicates count as unknown
+MAX_STEPS = 20_000  # of loops that are walked step by step; beyond it predicates count as unknown
 
 
 class UnknownLoopError(HloError):
@@ -49,9 +49,7 @@ class Runs:
                 counts += self._of_conditional(run, one)
             else:
                 for place in range(len(one.called)):
-                    inside = run.inside(one, place)
-                    assert inside is not None
-                    counts += self._walk(inside)
+                    counts += self._walk(self._inside(run, one, place))
         return counts
 
     def _of_loop(self, run: Run, one: Instruction) -> Counter[str]:
@@ -78,13 +76,17 @@ class Runs:
         return counts
 
     def _of_conditional(self, run: Run, one: Instruction) -> Counter[str]:
-        branch = run.branch(one)
-        branches = range(len(one.called)) if branch is None else [branch]
-        walked = [self._walk(inside) for place in branches if (inside := run.inside(one, place))]
+        if (branch := run.branch(one)) is not None:
+            return self._walk(self._inside(run, one, branch))
+        walked = [self._walk(self._inside(run, one, place)) for place in range(len(one.called))]
         most = max(walked, key=self._bytes)
-        if branch is None:
-            self.at_most |= {*most}
+        self.at_most |= {*most}
         return most
+
+    def _inside(self, run: Run, one: Instruction, place: int) -> Run:
+        inside = run.inside(one, place)
+        assert inside is not None
+        return inside
 
     def _bytes(self, counts: Counter[str]) -> float:
         computations = self._program.computations
