@@ -184,6 +184,11 @@ def test_a_loop_as_long_as_the_outer_loops_counter_is_counted(read):
     assert total(found) == {('all-reduce', 'model'): 10}
 
 
+def test_in_a_loop_too_long_to_walk_the_branch_that_sends_most_counts_as_at_most(read):
+    found = read(lambda x: lax.fori_loop(0, 30_000, either(lambda i: i % 2 == 0), x))
+    assert times(found) == {('all-reduce', 'model'): (30_000, True), ('collective-permute', 'data'): (0, False)}
+
+
 def test_of_branches_that_hang_on_data_the_one_that_sends_most_counts_as_at_most(read):
     found = read(lambda x: lax.fori_loop(0, 3, lambda _, x: either(lambda _: x[0, 0] > 0)(0, x), x))
     assert times(found) == {('all-reduce', 'model'): (3, True), ('collective-permute', 'data'): (0, False)}
