@@ -1,7 +1,7 @@
 """From a compiled step to an inspection: rows beside Megatron's, the schedule, memory, lint."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megajax.config import Config, dump
 from megajax.hardware.gpu import GPUS
@@ -11,6 +11,8 @@ from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
 from megajax.inspect.lint import lint, replicated_over_model
 from megajax.inspect.megatron import Expected, expected
+from megajax.inspect.overlap import rates_of, transfer_seconds
+from megajax.inspect.products import count_products, products_run_twice
 from megajax.inspect.result import CollectiveInstruction, Inspection, Memory, Overlap, Row, Transfer, Verdict
 from megajax.inspect.sites import ORDER, Site, site_of
 
@@ -24,6 +26,9 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     placed = [one for one in every if one.times]
     wanted = expected(config)
     rows = _rows(config, placed, wanted)
+    schedule = _schedule(config, program, placed, target, compiled.devices_per_host)
+    products = count_products(config, program, target)
+    twice = () if target == 'cpu' else products_run_twice(program, products)
     return Inspection(
         config=dump(config),
         target=target,
@@ -34,10 +39,14 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         rows=rows,
         collectives=_instructions(config, program, every),
         ratios=_ratios(rows, compiled.mesh),
-        schedule=[] if target == 'cpu' else _schedule(config, placed, compiled.devices_per_host),
+        schedule=schedule,
         overlapped_share={} if target == 'cpu' else _overlapped_share(placed, compiled.mesh),
+        rates=None if target == 'cpu' else rates_of(config, target),
+        wire_seconds=_by_axis(compiled.mesh, schedule, lambda one: one.seconds),
+        hidden_seconds=_by_axis(compiled.mesh, schedule, lambda one: one.hidden_seconds),
+        products=products,
         memory=_memory(compiled, target),
-        findings=lint(config, compiled, placed, wanted),
+        findings=lint(config, compiled, placed, wanted, twice),
     )
 
 
@@ -120,7 +129,16 @@ def _ratios(rows: list[Row], mesh: dict[str, int]) -> dict[str, float | None]:
     return ratios
 
 
-def _schedule(config: Config, placed: list[Collective], devices_per_host: int) -> list[Overlap]:
+def _schedule(
+    config: Config,
+    program: Program,
+    placed: list[Collective],
+    target: str,
+    devices_per_host: int,
+) -> list[Overlap]:
+    if target == 'cpu':
+        return []
+    seconds = transfer_seconds(program, placed, target, devices_per_host)
     return [
         Overlap(
             site=site_of(one, config).name,
@@ -129,12 +147,23 @@ def _schedule(config: Config, placed: list[Collective], devices_per_host: int) -
             transfer=Transfer(kind=one.kind, array=str(one.whole), times=one.times, wire_bytes=one.times * one.wire_bytes),
             synchronous=one.synchronous,
             overlapped_gflops=one.overlapped_flops / 1e9,
+            seconds=one.times * on_wire,
+            hidden_seconds=one.times * hidden,
             crosses_hosts=crosses_hosts(one.groups, devices_per_host),
             source=one.source,
         )
-        for one in placed
+        for one, (on_wire, hidden) in zip(placed, seconds, strict=True)
         if not one.is_scalar
     ]
+
+
+def _by_axis(
+    mesh: dict[str, int],
+    schedule: list[Overlap],
+    seconds: Callable[[Overlap], float],
+) -> dict[str, float]:
+    on_axis = {axis: [one for one in schedule if axis in one.axis.split('+')] for axis in mesh}
+    return {axis: sum(map(seconds, over)) for axis, over in on_axis.items() if over}
 
 
 def _overlapped_share(placed: list[Collective], mesh: dict[str, int]) -> dict[str, float]:

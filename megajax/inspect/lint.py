@@ -1,7 +1,7 @@
 """What is wrong with a compiled step, and what its user should know; each finding names the place and the fix."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from megajax.config import Config
@@ -18,8 +18,14 @@ REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard tha
 WHOLE_IN_MEGATRON = ('norm', 'attention.out.bias', 'mlp.down.bias', 'position.table', 'token_type.table', 'masked_head.dense', 'order_head')
 
 
-def lint(config: Config, compiled: CompiledStep, placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Finding]:
-    """Every finding, errors first."""
+def lint(
+    config: Config,
+    compiled: CompiledStep,
+    placed: Sequence[Collective],
+    wanted: Sequence[Expected],
+    others: Iterable[Finding] = (),
+) -> list[Finding]:
+    """Every finding, those of others among them, errors first."""
     findings = [
         *_replicated(config, compiled),
         *_optimizer_elsewhere(compiled),
@@ -27,6 +33,7 @@ def lint(config: Config, compiled: CompiledStep, placed: Sequence[Collective], w
         *_gathered_weights(config, compiled, placed),
         *_wide(config, placed),
         *_lossy_permutes(compiled, placed),
+        *others,
         *_padded(config),
     ]
     return sorted(findings, key=lambda finding: finding.level)

@@ -2,6 +2,7 @@
 
 import io
 from collections import defaultdict
+from typing import Literal
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -49,9 +50,10 @@ def tables(inspection: Inspection) -> RenderableType:
         Text(),
         collectives_table(inspection.rows),
         _totals(inspection),
+        _products(inspection),
     ]
     if inspection.schedule:
-        parts += [Text(), schedule_table(inspection), _shares(inspection)]
+        parts += [Text(), schedule_table(inspection), _shares(inspection), *_seconds(inspection)]
     parts += [Text(), _memory(inspection), Text()]
     for run in inspection.runs:
         parts += [*run_lines(run), Text()]
@@ -75,15 +77,20 @@ def collectives_table(rows: list[Row]) -> Table:
 def schedule_table(inspection: Inspection) -> Table:
     """A row per collective of the GPU program, those that send most first; alike ones share a row."""
     table = Table(box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left')
-    for name in ('site', 'phase', 'axis', 'collective', 'bytes', 'overlaps with', 'link', 'source'):
-        table.add_column(name, justify='right' if name == 'bytes' else 'left', no_wrap=name != 'source')
+    numbers = 'bytes', 'ms', 'ms hidden'
+    for name in ('site', 'phase', 'axis', 'collective', *numbers, 'overlaps with', 'link', 'source'):
+        justify: Literal['left', 'right'] = 'right' if name in numbers else 'left'
+        table.add_column(name, justify=justify, no_wrap=name != 'source')
     alike = defaultdict[tuple[str, ...], list[Overlap]](list)
     for one in sorted(inspection.schedule, key=lambda one: -one.transfer.wire_bytes):
         alike[one.site, one.phase, one.axis, one.transfer.kind, _matched(one), _link(one)].append(one)
     for (site, phase, axis, _, matched, link), group in alike.items():
         collective = _cell([group[0].transfer]) + (f' and {len(group) - 1} more' if len(group) > 1 else '')
         size = si(sum(one.transfer.wire_bytes for one in group))
-        table.add_row(site, phase, axis, collective, size, matched, link, group[0].source.split(' < ')[0].rpartition('megajax/')[2])
+        on_wire = _ms(sum(one.seconds for one in group))
+        hidden = _ms(sum(one.hidden_seconds for one in group))
+        source = group[0].source.split(' < ')[0].rpartition('megajax/')[2]
+        table.add_row(site, phase, axis, collective, size, on_wire, hidden, matched, link, source)
     return table
 
 
@@ -121,6 +128,41 @@ def _totals(inspection: Inspection) -> Text:
 def _shares(inspection: Inspection) -> Text:
     parts = [f'{axis}: {share:.0%}' for axis, share in inspection.overlapped_share.items()]
     return Text(f'share of bytes that overlap with matrix products  {", ".join(parts)}')
+
+
+def _seconds(inspection: Inspection) -> list[Text]:
+    """Milliseconds on the wire and beside products, by axis and in all, and at which rates."""
+    rates = inspection.rates
+    if rates is None:
+        return []
+    hidden = inspection.hidden_seconds
+    parts = [_hidden(axis, seconds, hidden[axis]) for axis, seconds in inspection.wire_seconds.items()]
+    whole = sum(one.seconds for one in inspection.schedule)
+    parts.append(_hidden('in all', whole, sum(one.hidden_seconds for one in inspection.schedule)))
+    return [
+        Text(f'ms on the wire  {", ".join(parts)}'),
+        Text(
+            f'at {rates.products / 1e12:.4g} TFLOP/s of {rates.dtype} products, '
+            f'{rates.attention / 1e12:.4g} of attention, {rates.inside_host / 1e9:.4g} GB/s inside '
+            f'a host, {rates.between_hosts / 1e9:.4g} a GPU between hosts; without latency',
+            style='dim',
+        ),
+    ]
+
+
+def _hidden(name: str, seconds: float, hidden: float) -> str:
+    share = f' ({hidden / seconds:.0%})' if seconds else ''
+    return f'{name}: {_ms(seconds)}, {_ms(hidden)} beside products{share}'
+
+
+def _ms(seconds: float) -> str:
+    return f'{1e3 * seconds:,.2f}'
+
+
+def _products(inspection: Inspection) -> Text:
+    products = inspection.products
+    line = f'matrix products  {products.compiled / 1e12:,.3f} TFLOP a step and device'
+    return Text(f'{line}, {products.ratio:.3f} of what the config computes')
 
 
 def _memory(inspection: Inspection) -> Text:

@@ -61,8 +61,41 @@ class Overlap(_Result):
     transfer: Transfer
     synchronous: bool
     overlapped_gflops: float = Field(description='of matrix products between its start and its end, on one device, each time')
+    seconds: float = Field(description='on the wire, per step, at the rates of the inspection')
+    hidden_seconds: float = Field(
+        description='of these, those beside matrix products, of which each hides one transfer of a link',
+    )
     crosses_hosts: bool
     source: str = Field(description='Python frames, innermost first')
+
+
+class Rates(_Result):
+    """The rates of one GPU that seconds are computed at, per second; latencies are not counted."""
+
+    hardware: str
+    dtype: str
+    products: float = Field(
+        description='FLOPs of products in `dtype`; those in another reach the same share of its peak',
+    )
+    attention: float = Field(
+        description='FLOPs of attention kernels; of causal ones, those that the mask leaves',
+    )
+    inside_host: float = Field(description='bytes that a GPU sends')
+    between_hosts: float = Field(
+        description='bytes that a GPU sends, times the GPUs of its group on a host',
+    )
+
+
+class Products(_Result):
+    """The FLOPs of all matrix products of a step on one device."""
+
+    compiled: float = Field(description='of the compiled program, trip counts multiplied in')
+    expected: float = Field(description='of the config, with what it recomputes')
+
+    @property
+    def ratio(self) -> float:
+        """The compiled program's over the config's."""
+        return self.compiled / self.expected
 
 
 class Memory(_Result):
@@ -128,6 +161,14 @@ class Inspection(_Result):
     ratios: dict[str, float | None] = Field(description='bytes on the wire per axis over those of Megatron; None where Megatron sends none')
     schedule: list[Overlap]
     overlapped_share: dict[str, float] = Field(description='per axis, the share of bytes whose transfer overlaps with matrix products')
+    rates: Rates | None = Field(description='that the seconds are computed at; None for a CPU')
+    wire_seconds: dict[str, float] = Field(
+        description='per axis, of the transfers of `schedule`, per step',
+    )
+    hidden_seconds: dict[str, float] = Field(
+        description='per axis, those of `wire_seconds` that lie beside matrix products',
+    )
+    products: Products
     memory: Memory
     findings: list[Finding]
     runs: list[StepRun] = Field(default=[], description='the program, executed, with --run')

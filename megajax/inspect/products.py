@@ -1,0 +1,57 @@
+"""The matrix products of a compiled step, counted against those that its config computes."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from megajax.config import Config
+from megajax.config.flops import step_flops
+from megajax.hlo.products import products
+from megajax.hlo.program import Program
+from megajax.inspect.result import Finding, Products
+
+TOLERANCE = 1e-3
+
+
+def count_products(config: Config, program: Program, target: str) -> Products:
+    """FLOPs of a step on one device: of the compiled program, and of the config.
+
+    `Flops.hardware` is what XLA computes to the last product, whatever the family, the layout and
+    what is recomputed; only a CPU has no flash attention.
+    """
+    devices = config.mesh.data * config.mesh.model
+    expected = step_flops(config, flash=False if target == 'cpu' else None).hardware / devices
+    return Products(
+        compiled=sum(times * product.flops for product, *_, times in products(program)),
+        expected=expected,
+    )
+
+
+def products_run_twice(program: Program, products: Products) -> Iterator[Finding]:
+    """An error where the compiled step computes more than its config."""
+    if products.ratio <= 1 + TOLERANCE:
+        return
+    more = products.compiled - products.expected
+    message = f'each device computes {more / 1e9:,.1f} GFLOP of matrix products more than the config says ({products.ratio:.3f} of it)'
+    if again := _repeated(program):
+        message += f'; there is more than one of {", ".join(again)}'
+    message += (
+        ': where XLA cloned them to store their results (jax 0.11), set '
+        'XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false; where it saved memory, lower the '
+        'rows of a microbatch'
+    )
+    yield Finding(level='error', rule='products run twice', message=message)
+
+
+def _repeated(program: Program, limit: int = 3) -> list[str]:
+    """The largest products of the same path and the same arrays as another."""
+    seen = set[tuple[Any, ...]]()
+    again = Counter[str]()
+    for product, computation, instruction, times in products(program):
+        arrays = [computation.by_name[name].results[0] for name in instruction.operands]
+        key = instruction.op_name, tuple(arrays), instruction.results[0]
+        if key in seen:
+            source = program.source(instruction).split(' < ')[0]
+            again[f'{instruction.op_name} ({source})'] += times * product.flops
+        seen.add(key)
+    return [f'{place}, {flops / 1e9:,.1f} GFLOP' for place, flops in again.most_common(limit)]
