@@ -27,9 +27,7 @@ MEASURED = ['share', 'hidden', 'wire_ms', 'hidden_ms', 'temporaries', 'products'
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out', type=Path)
     arguments = parser.parse_args()
     rows = read(arguments.out) if arguments.out.exists() else []

@@ -57,7 +57,7 @@ def _report(config: Config, cluster: Cluster, ranking: Ranking, tokens: float | 
         largest_microbatch=largest_microbatch(config, available),
         products=time.products,
         memory_bound=time.memory_bound,
-        transfers=[TransferLine(**dataclasses.asdict(one)) for one in time.transfers],
+        transfers=[TransferLine(**dataclasses.asdict(one), exposed=one.exposed) for one in time.transfers],
         seconds=time.total,
         tokens_per_second=time.tokens_per_second,
         tflops_per_gpu=time.flops_per_gpu / 1e12,

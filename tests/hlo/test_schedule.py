@@ -73,18 +73,14 @@ def body(*lines: str) -> str:
 LOOP = (
     '%zero = s32[] constant(0)',
     f'%first = {STATE} tuple(%zero, %p, %a, %b)',
-    f'%loop = {STATE} while(%first), condition=%condition, body=%body, '
-    'backend_config={"known_trip_count":{"n":"5"}}',
+    f'%loop = {STATE} while(%first), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"5"}}}}',
 )
 
 
 def hidden(read: Program, **sent: float | tuple[str, float]) -> dict[str, float]:
     """By the names of transfers, where a product takes one second."""
     homes = {one.name: home.name for home in read.computations.values() for one in home.instructions}
-    places = {
-        (homes[name], name): Sent(*one) if isinstance(one, tuple) else Sent('wire', one)
-        for name, one in sent.items()
-    }
+    places = {(homes[name], name): Sent(*one) if isinstance(one, tuple) else Sent('wire', one) for name, one in sent.items()}
     found = hidden_seconds(read, places, lambda one: one.flops / FLOPS)
     return {name: seconds for (_, name), seconds in found.items()}
 
@@ -164,9 +160,7 @@ ATTENTION = (
 
 @pytest.mark.parametrize(('backward', 'products_of_scores'), [('', 2), ('Backward', 5)])
 @pytest.mark.parametrize('mask', ['CAUSAL', 'NO_MASK'])
-def test_an_attention_kernel_counts_in_full_and_says_whether_it_is_causal(
-    backward, products_of_scores, mask
-):
+def test_an_attention_kernel_counts_in_full_and_says_whether_it_is_causal(backward, products_of_scores, mask):
     call = ATTENTION.format(name='o', backward=backward, mask=mask)
     read = program('%q = bf16[2,64,4,8]{3,2,1,0} iota(), iota_dimension=0', call)
     size = products_of_scores * 2 * 2 * 4 * 64 * 64 * 8
@@ -189,8 +183,7 @@ BRANCHES = f"""%none ({ARGUMENTS}) -> f32[16,32] {{
 def test_of_a_conditional_the_largest_branch_counts_between_start_and_end():
     choose = (
         '%which = pred[] constant(true)',
-        '%chosen = f32[16,32]{1,0} conditional(%which, %p, %p), true_computation=%none, '
-        'false_computation=%some',
+        '%chosen = f32[16,32]{1,0} conditional(%which, %p, %p), true_computation=%none, false_computation=%some',
     )
     read = program(start('t'), *choose, done('t'), before=BRANCHES)
     assert flops(read, read.entry, read.entry.by_name['chosen']) == FLOPS
