@@ -1,4 +1,4 @@
-"""How much of the communication over `model` lies beside matrix products: `python benchmarks/overlap.py OUT.csv`.
+"""What of the communication over `model` overlaps: `python benchmarks/overlap.py OUT.csv`.
 
 The share of the bytes, and of the seconds on the wire those that products hide, of three presets'
 training steps compiled for 2x4 H100s: with and without sequence parallelism, recompute none and
@@ -27,7 +27,7 @@ MEASURED = ['share', 'hidden', 'wire_ms', 'hidden_ms', 'temporaries', 'products'
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('out', type=Path)
     arguments = parser.parse_args()
     rows = read(arguments.out) if arguments.out.exists() else []

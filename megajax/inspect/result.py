@@ -63,7 +63,7 @@ class Overlap(_Result):
     overlapped_gflops: float = Field(description='of matrix products between its start and its end, on one device, each time')
     seconds: float = Field(description='on the wire, per step, at the rates of the inspection')
     hidden_seconds: float = Field(
-        description='of these, those beside matrix products, of which each hides one transfer of a link',
+        description='of these, beside matrix products, each of which hides one transfer of a link',
     )
     crosses_hosts: bool
     source: str = Field(description='Python frames, innermost first')
@@ -75,7 +75,7 @@ class Rates(_Result):
     hardware: str
     dtype: str
     products: float = Field(
-        description='FLOPs of products in `dtype`; those in another reach the same share of its peak',
+        description='FLOPs of products in `dtype`; in another, the same share of its peak',
     )
     attention: float = Field(
         description='FLOPs of attention kernels; of causal ones, those that the mask leaves',

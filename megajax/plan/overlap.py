@@ -15,7 +15,7 @@ from megajax.inspect.megatron import GATHER, REDUCE, SCATTER, Expected
 
 
 class Beside(NamedTuple):
-    """The share of a collective's transfers that can hide, and the products whose same share hides them."""
+    """The share of a collective's transfers that can hide, and products whose same share hides them."""
 
     share: float
     products: tuple[str, ...]

@@ -30,7 +30,7 @@ class TransferLine(_Result):
     wire_bytes: float = Field(description='that a GPU sends')
     crosses_hosts: bool
     seconds: float = Field(description='on the wire, with latencies')
-    hidden: float = Field(description='of these, those beside matrix products, of which each hides one transfer')
+    hidden: float = Field(description='of these, beside products, each of which hides one transfer')
     exposed: float = Field(description='seconds that no matrix product hides')
 
 

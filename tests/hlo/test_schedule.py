@@ -20,6 +20,7 @@ ADD = """%add (x: f32[], y: f32[]) -> f32[] {
   ROOT %sum = f32[] add(%x, %y)
 }
 """
+TRIPS = 'backend_config={"known_trip_count":{"n":"5"}}'
 STATE = '(s32[], f32[8,16]{1,0}, f32[16,64]{1,0}, f32[64,32]{1,0})'
 
 
@@ -73,14 +74,16 @@ def body(*lines: str) -> str:
 LOOP = (
     '%zero = s32[] constant(0)',
     f'%first = {STATE} tuple(%zero, %p, %a, %b)',
-    f'%loop = {STATE} while(%first), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"5"}}}}',
+    f'%loop = {STATE} while(%first), condition=%condition, body=%body, {TRIPS}',
 )
 
 
 def hidden(read: Program, **sent: float | tuple[str, float]) -> dict[str, float]:
     """By the names of transfers, where a product takes one second."""
-    homes = {one.name: home.name for home in read.computations.values() for one in home.instructions}
-    places = {(homes[name], name): Sent(*one) if isinstance(one, tuple) else Sent('wire', one) for name, one in sent.items()}
+    everywhere = read.computations.values()
+    homes = {one.name: home.name for home in everywhere for one in home.instructions}
+    links = {name: one if isinstance(one, tuple) else ('wire', one) for name, one in sent.items()}
+    places = {(homes[name], name): Sent(*one) for name, one in links.items()}
     found = hidden_seconds(read, places, lambda one: one.flops / FLOPS)
     return {name: seconds for (_, name), seconds in found.items()}
 
@@ -152,22 +155,23 @@ def test_no_second_of_a_product_hides_two_transfers_and_none_hides_more_than_its
 
 ATTENTION = (
     '%{name} = (bf16[2,4,64,8]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %q, %q), '
-    'custom_call_target="__cudnn$fmhaSoftmax{backward}", backend_config={{"cudnn_fmha_backend_config":'
-    '{{"mask_type": "{mask}","intermediate_tensor_shape": {{"element_type": "BF16","dimensions": '
+    'custom_call_target="__cudnn$fmhaSoftmax{backward}", backend_config='
+    '{{"cudnn_fmha_backend_config":{{"mask_type": "{mask}","intermediate_tensor_shape": {{"element_type": "BF16","dimensions": '
     '["2","4","64","64"]}}}}}}'
 )
 
 
-@pytest.mark.parametrize(('backward', 'products_of_scores'), [('', 2), ('Backward', 5)])
+@pytest.mark.parametrize(('backward', 'of_scores'), [('', 2), ('Backward', 5)])
 @pytest.mark.parametrize('mask', ['CAUSAL', 'NO_MASK'])
-def test_an_attention_kernel_counts_in_full_and_says_whether_it_is_causal(backward, products_of_scores, mask):
+def test_an_attention_kernel_counts_in_full_causal_or_not(backward, of_scores, mask):
     call = ATTENTION.format(name='o', backward=backward, mask=mask)
     read = program('%q = bf16[2,64,4,8]{3,2,1,0} iota(), iota_dimension=0', call)
-    size = products_of_scores * 2 * 2 * 4 * 64 * 64 * 8
+    size = of_scores * 2 * 2 * 4 * 64 * 64 * 8
     expected = Product(size, 'bf16', is_attention=True, is_causal=mask == 'CAUSAL')
     assert product_of(read.entry, read.entry.by_name['o']) == expected
 
 
+CHOICE = 'true_computation=%none, false_computation=%some'
 BRANCHES = f"""%none ({ARGUMENTS}) -> f32[16,32] {{
   {PARAMETERS}
   ROOT %zeros = f32[16,32]{{1,0}} broadcast(%p), dimensions={{}}
@@ -183,7 +187,7 @@ BRANCHES = f"""%none ({ARGUMENTS}) -> f32[16,32] {{
 def test_of_a_conditional_the_largest_branch_counts_between_start_and_end():
     choose = (
         '%which = pred[] constant(true)',
-        '%chosen = f32[16,32]{1,0} conditional(%which, %p, %p), true_computation=%none, false_computation=%some',
+        f'%chosen = f32[16,32]{{1,0}} conditional(%which, %p, %p), {CHOICE}',
     )
     read = program(start('t'), *choose, done('t'), before=BRANCHES)
     assert flops(read, read.entry, read.entry.by_name['chosen']) == FLOPS

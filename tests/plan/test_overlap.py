@@ -45,12 +45,14 @@ def test_the_share_is_that_of_a_compiled_step(sequence_parallel, recompute, xla)
     config = megajax.load('gpt2_345m', [*STEP, *overrides])
     found = megajax.inspect(config, target='h100')
     assert found.overlapped_share['model'] == pytest.approx(share(config), abs=0.12)
-    assert found.hidden_seconds['model'] / found.wire_seconds['model'] == pytest.approx(hidden(config), abs=0.08)
+    beside_products = found.hidden_seconds['model'] / found.wire_seconds['model']
+    assert beside_products == pytest.approx(hidden(config), abs=0.08)
 
 
 @pytest.mark.parametrize('line', LINES, ids=lambda line: ' '.join([*line.values()][:4]))
 def test_what_is_hidden_is_that_of_the_stored_steps(line):
-    layout = f'mesh.sequence_parallel={line["sequence_parallel"].lower()}', f'train.xla={line["xla"]}'
+    parallel = line['sequence_parallel'].lower()
+    layout = f'mesh.sequence_parallel={parallel}', f'train.xla={line["xla"]}'
     size = 'mesh.data=2', 'mesh.model=4', 'train.batch_size=8', 'train.microbatches=1'
     fixed = 'train.dtype=bfloat16', 'model.dropout=0.0', f'train.recompute={line["recompute"]}'
     config = megajax.load(line['preset'], [*layout, *size, *fixed])
