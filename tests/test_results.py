@@ -29,7 +29,7 @@ def test_the_readme_has_the_largest_ratios(preset):
     assert f'| {preset} | {len(rows)} | {" | ".join(columns)} |' in (ROOT / 'README.md').read_text()
 
 
-@pytest.mark.parametrize(('default', 'overlap'), zip(OVERLAP[::2], OVERLAP[1::2], strict=True))
+@pytest.mark.parametrize(('default', 'overlap'), [*zip(OVERLAP[::2], OVERLAP[1::2], strict=True)])
 def test_the_readme_has_the_shares_of_overlap(default, overlap):
     names = 'preset', 'sequence_parallel', 'recompute'
     assert [default[name] for name in names] == [overlap[name] for name in names]
