@@ -14,7 +14,15 @@ from megajax.plan.network import Cluster
 from megajax.plan.overlap import beside
 from megajax.plan.time import step_time
 
-STEP = 'mesh.data=1', 'mesh.model=4', 'model.num_layers=4', 'train.batch_size=4', 'train.microbatches=1', 'train.dtype=bfloat16'
+STEP = (
+    'mesh.data=1',
+    'mesh.model=4',
+    'model.num_layers=4',
+    'model.dropout=0.0',
+    'train.batch_size=4',
+    'train.microbatches=1',
+    'train.dtype=bfloat16',
+)
 
 
 FITS = 50e9  # bytes of temporaries beside which an H100 holds the state of these models
