@@ -28,7 +28,7 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     rows = _rows(config, placed, wanted)
     schedule = _schedule(config, program, placed, target, compiled.devices_per_host)
     products = count_products(config, program, target)
-    twice = () if target == 'cpu' else products_run_twice(program, products)
+    twice = () if target == 'cpu' else products_run_twice(config, program, products)
     return Inspection(
         config=dump(config),
         target=target,

@@ -6,11 +6,13 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.config.flops import step_flops
+from megajax.config.parameters import NUM_ORDERS
 from megajax.hlo.products import products
 from megajax.hlo.program import Program
 from megajax.inspect.result import Finding, Products
 
 TOLERANCE = 1e-3
+PADDED = 8  # elements, to a multiple of which XLA pads the sizes of cuBLAS's 16-bit products
 
 
 def count_products(config: Config, program: Program, target: str) -> Products:
@@ -27,9 +29,23 @@ def count_products(config: Config, program: Program, target: str) -> Products:
     )
 
 
-def products_run_twice(program: Program, products: Products) -> Iterator[Finding]:
+def padding(config: Config) -> int:
+    """FLOPs that XLA may add on one device where it pads 16-bit products for cuBLAS.
+
+    It pads sizes to multiples of 8. Those of BERT's first tokens, a row a sequence, are the ones
+    that have less; the difference shows in tiny models alone.
+    """
+    if config.model.causal or config.train.dtype == 'float32':
+        return 0
+    D, rows = config.model.hidden_size, config.microbatch_rows
+    padded = -(-rows // PADDED) * PADDED
+    added = D * (padded * (D + PADDED) - rows * (D + NUM_ORDERS))
+    return 3 * 2 * added * config.train.microbatches
+
+
+def products_run_twice(config: Config, program: Program, products: Products) -> Iterator[Finding]:
     """An error where the compiled step computes more than its config."""
-    if products.ratio <= 1 + TOLERANCE:
+    if products.compiled - padding(config) <= products.expected * (1 + TOLERANCE):
         return
     more = (products.compiled - products.expected) / 1e9
     again = _repeated(program)

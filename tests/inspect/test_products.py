@@ -12,7 +12,7 @@ from megajax.hardware.gpu import gpu_devices, has_compiler
 from megajax.hlo.program import Program
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_step
-from megajax.inspect.products import count_products
+from megajax.inspect.products import count_products, padding
 from megajax.parallel.mesh import make_mesh, mesh_of
 
 NEEDS = "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
@@ -68,7 +68,8 @@ def test_a_gpu_computes_what_the_config_says(name, data, model, train, others, t
     mesh = mesh_of(gpu_devices('h100', hosts=1, per_host=data * model), data, model)
     step = compile_step(config, mesh, data * model, {'xla_gpu_enable_triton_gemm': triton})
     products = count_products(config, Program(step.text), 'h100')
-    assert products.ratio == pytest.approx(1, abs=1e-3)
+    assert products.compiled >= (1 - 1e-3) * products.expected
+    assert products.compiled - padding(config) <= (1 + 1e-3) * products.expected
 
 
 def test_a_product_that_runs_twice_is_an_error_that_names_it():

@@ -24,7 +24,6 @@ STEP = (
     'train.dtype=bfloat16',
 )
 
-
 FITS = 50e9  # bytes of temporaries beside which an H100 holds the state of these models
 RESULTS = Path(__file__).parents[2] / 'benchmarks/results/2026-11-22_overlap.csv'
 LINES = [*csv.DictReader(RESULTS.open(newline=''))]
