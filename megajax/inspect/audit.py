@@ -9,7 +9,7 @@ from megajax.hlo.collectives import Collective, collectives
 from megajax.hlo.groups import crosses_hosts
 from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
-from megajax.inspect.lint import lint, replicated_over_model
+from megajax.inspect.lint import known_miscompiles, lint, replicated_over_model
 from megajax.inspect.megatron import Expected, expected
 from megajax.inspect.result import Inspection, Memory, Overlap, Row, Transfer, Verdict
 from megajax.inspect.sites import ORDER, Site, site_of
@@ -19,7 +19,8 @@ NUM_REPLICATED = 5
 
 def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     """Everything that `megajax inspect` says of a compiled step."""
-    placed = collectives(Program(compiled.text), compiled.mesh)
+    program = Program(compiled.text)
+    placed = collectives(program, compiled.mesh)
     wanted = expected(config)
     rows = _rows(config, placed, wanted)
     return Inspection(
@@ -34,7 +35,7 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         schedule=[] if target == 'cpu' else _schedule(config, placed, compiled.devices_per_host),
         overlapped_share={} if target == 'cpu' else _overlapped_share(placed, compiled.mesh),
         memory=_memory(compiled, target),
-        findings=lint(config, compiled, placed, wanted),
+        findings=[*known_miscompiles(program, target), *lint(config, compiled, placed, wanted)],
     )
 
 

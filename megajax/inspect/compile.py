@@ -86,6 +86,8 @@ def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
         )
         if 'cuDNN not found' in child.stderr:
             raise ConfigError(f"--target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'")
+        if child.returncode == ConfigError.exit_code:
+            raise ConfigError(*result.read_text().splitlines())
         if child.returncode:
             raise RuntimeError(f'the step did not compile for {target}:\n{child.stderr}')
         return _from_json(result.read_text())
@@ -101,7 +103,11 @@ def _placement(*, shape: list[int], spec: list[Any], **others: Any) -> Placement
 
 
 def _main(task: str, result: str, target: str, hosts: str) -> None:
-    compiled = compile_for(Config.model_validate_json(Path(task).read_bytes()), target, int(hosts))
+    try:
+        compiled = compile_for(Config.model_validate_json(Path(task).read_bytes()), target, int(hosts))
+    except ConfigError as error:
+        Path(result).write_text(str(error))
+        sys.exit(error.exit_code)
     Path(result).write_text(json.dumps(dataclasses.asdict(compiled), default=tuple))  # a spec is no tuple
 
 

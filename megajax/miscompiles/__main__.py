@@ -1,0 +1,31 @@
+"""`python -m megajax.miscompiles [TARGET]`: which entries of the register the compiler at hand has, a line each."""
+
+import sys
+
+from megajax.miscompiles.entry import Miscompile
+from megajax.miscompiles.guard import DEFAULT_TARGET
+from megajax.miscompiles.probe import Answer, ask
+from megajax.miscompiles.register import REGISTER
+
+
+def report(target: str) -> list[str]:
+    """A line for each entry that the compiler for `target` has or that it cannot be asked for, and one where it has none."""
+    answers = [(entry, ask(entry, target)) for entry in REGISTER]
+    lines = [f'{entry.name} ({entry.source}): {_deed(entry, answer)}' for entry, answer in answers if answer.is_faulty is not False]
+    return lines or [f'none of the {len(REGISTER)} that are known']
+
+
+def _deed(entry: Miscompile, answer: Answer) -> str:
+    """What megajax does about it."""
+    if answer.is_faulty is None:
+        return f'unknown, {answer.why}'
+    if answer.cure and entry.platform == 'gpu':
+        options = ' '.join(f'{name}={value}' for name, value in answer.cure.items())
+        return f'every program is compiled with {options}'
+    if entry.bitten_keys:
+        return f'{answer.why}; configs that it bites are refused ({", ".join(entry.bitten_keys)})'
+    return 'no program of megajax is known to have it; inspect and train refuse one that does'
+
+
+if __name__ == '__main__':
+    print('\n'.join(report(*sys.argv[1:] or [DEFAULT_TARGET])))
