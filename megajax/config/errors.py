@@ -55,6 +55,6 @@ class StopRequested(RunError):  # noqa: N818
 
 
 class MiscompileError(RunError):
-    """XLA has compiled a step that computes something else than was written; do not retry with the same jaxlib and flags."""
+    """XLA has compiled a step that computes something else than was written; do not retry."""
 
     exit_code = 1  # as `inspect` exits for the same program

@@ -1,6 +1,7 @@
-"""What XLA is known to compile wrongly: detectors for compiled text, repros that ask the compiler at hand, and workarounds.
+"""What XLA is known to compile wrongly: detectors, repros that ask the compiler, and workarounds.
 
-`detect(text)` runs every detector on the text of any compiled program; `docs/miscompiles.md` describes each entry.
+`detect(text)` runs every detector on a compiled program's text; `docs/miscompiles.md` describes
+each entry.
 """
 
 from megajax.miscompiles.entry import Finding, Miscompile, Repro

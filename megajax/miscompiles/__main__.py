@@ -1,4 +1,4 @@
-"""`python -m megajax.miscompiles [TARGET]`: which entries of the register the compiler at hand has, a line each."""
+"""`python -m megajax.miscompiles [TARGET]`: a line for each entry that the compiler at hand has."""
 
 import sys
 
@@ -9,9 +9,10 @@ from megajax.miscompiles.register import REGISTER
 
 
 def report(target: str) -> list[str]:
-    """A line for each entry that the compiler for `target` has or that it cannot be asked for, and one where it has none."""
+    """A line for each entry that the compiler for `target` has, or that it cannot be asked for."""
     answers = [(entry, ask(entry, target)) for entry in REGISTER]
-    lines = [f'{entry.name} ({entry.source}): {_deed(entry, answer)}' for entry, answer in answers if answer.is_faulty is not False]
+    present = [(entry, answer) for entry, answer in answers if answer.is_faulty is not False]
+    lines = [f'{entry.name} ({entry.source}): {_deed(entry, answer)}' for entry, answer in present]
     return lines or [f'none of the {len(REGISTER)} that are known']
 
 
@@ -19,12 +20,14 @@ def _deed(entry: Miscompile, answer: Answer) -> str:
     """What megajax does about it."""
     if answer.is_faulty is None:
         return f'unknown, {answer.why}'
-    if answer.cure and entry.platform == 'gpu':
+    if entry.platform == 'cpu':
+        return 'inspect refuses a program that shows it'
+    if answer.cure:
         options = ' '.join(f'{name}={value}' for name, value in answer.cure.items())
         return f'every program is compiled with {options}'
     if entry.bitten_keys:
         return f'{answer.why}; configs that it bites are refused ({", ".join(entry.bitten_keys)})'
-    return 'no program of megajax is known to have it; inspect and train refuse one that does'
+    return 'inspect and train refuse a program that shows it'
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Answers of compilers, kept in the user's cache directory: one small file for each repro and compiler."""
+"""Answers of compilers, a small file for each repro and compiler in the user's cache directory."""
 
 import hashlib
 import importlib.metadata
@@ -22,29 +22,29 @@ Identity = dict[str, Any]
 
 
 def identity(entry: Miscompile, target: str) -> Identity:
-    """What an answer depends on: the repro's source, and all that tells the compiler and its settings from another."""
-    flags = sorted(flag for flag in os.environ.get('XLA_FLAGS', '').split() if not flag.startswith(_IRRELEVANT))
-    compiler = _plugins() if entry.platform == 'gpu' else [platform.machine(), str(os.cpu_count())]
+    """What an answer depends on: the repro's source, the compiler and its settings."""
+    flags = os.environ.get('XLA_FLAGS', '').split()
+    source = inspect.getsource(sys.modules[entry.repro.lower.__module__])
+    on_gpu = entry.platform == 'gpu'
     return {
         'entry': entry.name,
-        'source': hashlib.sha256(inspect.getsource(sys.modules[entry.repro.lower.__module__]).encode()).hexdigest(),
+        'source': hashlib.sha256(source.encode()).hexdigest(),
         'jax': importlib.metadata.version('jax'),
         'jaxlib': importlib.metadata.version('jaxlib'),
-        'compiler': compiler,
-        'target': repr(GPUS[target]) if entry.platform == 'gpu' else 'cpu',
-        'XLA_FLAGS': flags,
+        'compiler': _plugins() if on_gpu else [platform.machine(), str(os.cpu_count())],
+        'target': repr(GPUS[target]) if on_gpu else 'cpu',
+        'XLA_FLAGS': sorted(flag for flag in flags if not flag.startswith(_IRRELEVANT)),
     }
 
 
 def read(wanted: Identity) -> dict[str, Any] | None:
-    """The answer that was kept for it; None where there is none, or the file is not what was written."""
+    """The answer that was kept for it; None where there is none, or the file is broken."""
     try:
         kept = json.loads(_file(wanted).read_text())
         answer = kept['answer'] if kept['identity'] == wanted else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    is_whole = isinstance(answer, dict) and answer.keys() == _FIELDS and answer['is_faulty'] in (True, False, None)
-    return answer if is_whole else None
+    return answer if isinstance(answer, dict) and answer.keys() == _FIELDS else None
 
 
 def write(wanted: Identity, answer: dict[str, Any]) -> None:
@@ -61,15 +61,17 @@ def write(wanted: Identity, answer: dict[str, Any]) -> None:
 
 def folder() -> Path:
     """Where answers are kept: `megajax/miscompiles` under $XDG_CACHE_HOME or ~/.cache."""
-    return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'megajax' / 'miscompiles'
+    cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
+    return Path(cache) / 'megajax' / 'miscompiles'
 
 
 def _file(wanted: Identity) -> Path:
-    return folder() / f'{hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()[:32]}.json'
+    key = hashlib.sha256(json.dumps(wanted, sort_keys=True).encode()).hexdigest()
+    return folder() / f'{key[:32]}.json'
 
 
 def _plugins() -> list[str]:
-    """Every plugin of jax with its version, and the size and time of its libraries, which a version built by hand changes."""
+    """Every plugin of jax: its version, and its libraries, which may have been built by hand."""
     plugins = importlib.metadata.entry_points(group='jax_plugins')
     told = {f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist}
     for plugin in plugins:

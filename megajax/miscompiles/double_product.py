@@ -1,4 +1,4 @@
-"""A product that runs twice: XLA's dynamic-slice fusion clones a cuBLAS call whose result is both read and stacked."""
+"""A product that runs twice: a cuBLAS call whose result is both read and stacked is cloned."""
 
 import re
 from collections import defaultdict
@@ -20,12 +20,13 @@ Key = tuple[object, ...]
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every product of the same operands under the same path as one before it in its computation, fusions opened."""
+    """Every product of the same operands and the same path as one before it, fusions opened."""
     first: dict[str, set[Key]] = defaultdict(set)
     for computation in program.computations.values():
         for instruction in computation.instructions:
             if instruction.opcode == 'custom-call' and '"__cublas$' in instruction.attributes:
-                home, key = _home(program, computation), _product(program, Place(computation, instruction))
+                home = _home(program, computation)
+                key = _product(program, Place(computation, instruction))
                 if key in first[home]:
                     yield instruction
                 first[home].add(key)
@@ -51,10 +52,10 @@ def _value(program: Program, place: Place) -> Key:
     """What tells a value apart; slices of the same array at the same place are the same."""
     home, instruction = place = trace(program, place)
     if instruction.opcode == 'dynamic-slice':
-        starts = [_value(program, place.operand(index)) for index in range(len(instruction.operands))]
-        return ('dynamic-slice', instruction.results[0].dims, *starts)
+        operands = (place.operand(index) for index in range(len(instruction.operands)))
+        return ('slice', instruction.results[0].dims, *(_value(program, one) for one in operands))
     if instruction.opcode == 'constant':
-        return ('constant', instruction.results, instruction.line.split('constant(', 1)[1].split(')', 1)[0])
+        return ('constant', instruction.results, instruction.line.partition('constant(')[2])
     return (home.name, instruction.name)
 
 
@@ -76,8 +77,8 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 DOUBLE_PRODUCT = Miscompile(
     name='products that run twice',
-    what='the same product of the same operands runs twice: its numbers are right, its time is wasted',
-    where='a product in jax.lax.scan whose result is both read and kept for the backward pass, with cuBLAS products',
+    what='the same product of the same operands runs twice: its numbers are right, time is lost',
+    where='a cuBLAS product in lax.scan whose result is read and kept for the backward pass',
     platform='gpu',
     source='seen with jax 0.11.2',
     effect='slow',

@@ -15,6 +15,8 @@ from megajax.config import Config
 from megajax.hlo.program import Instruction, Program
 from megajax.miscompiles.entry import Miscompile, Repro
 
+PASS = 'all-gather-to-collective-permute-simplifier'
+
 
 def detect(program: Program) -> Iterator[Instruction]:
     """Every permute that no device sends in: each of them receives zeros."""
@@ -27,7 +29,8 @@ def detect(program: Program) -> Iterator[Instruction]:
 
 def _lower(devices: Sequence[Any]) -> Lowered:
     """An array gathered over one of two axes, read, and cut into the same shards again."""
-    mesh = Mesh(np.array(devices).reshape(2, 2), ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
+    grid = np.array(devices).reshape(2, 2)
+    mesh = Mesh(grid, ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
 
     def gather_and_slice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         gathered = jax.reshard(x, P('data', None, None))
@@ -35,7 +38,8 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, P('data', 'model', None))
-        return jax.jit(gather_and_slice).lower(jax.ShapeDtypeStruct((4, 64, 32), jnp.float32, sharding=sharding))
+        x = jax.ShapeDtypeStruct((4, 64, 32), jnp.float32, sharding=sharding)
+        return jax.jit(gather_and_slice).lower(x)
 
 
 def _bites(config: Config) -> bool:
@@ -44,14 +48,14 @@ def _bites(config: Config) -> bool:
 
 EMPTY_PERMUTE = Miscompile(
     name='permute without pairs',
-    what='a collective-permute without pairs fills its result with zeros, where each device was to keep its own shard',
-    where='an array that is gathered over one of several mesh axes, read, and sharded over the same axis again',
+    what='a permute without pairs gives zeros, where each device was to keep its own shard',
+    where='an array gathered over one of several mesh axes, read, and sharded over it again',
     platform='gpu',
     source='openxla/xla#45218',
     detect=detect,
     repro=Repro(num_devices=4, lower=_lower),
-    workaround={'xla_disable_hlo_passes': 'all-gather-to-collective-permute-simplifier'},
-    remedy='give the compiler xla_disable_hlo_passes=all-gather-to-collective-permute-simplifier, or another jaxlib',
+    workaround={'xla_disable_hlo_passes': PASS},
+    remedy=f'give the compiler xla_disable_hlo_passes={PASS}',
     bites=_bites,
     bitten_keys=('mesh.sequence_parallel', 'model.bias', 'mesh.data'),
 )

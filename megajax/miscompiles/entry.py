@@ -1,4 +1,4 @@
-"""One entry of the register: a known miscompile, how a compiled text shows it, and a program that shows it."""
+"""One entry of the register: a known miscompile, its detector, and a program that shows it."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,48 +9,46 @@ from jax.stages import Lowered
 from megajax.config import Config
 from megajax.hlo.program import Instruction, Program
 
-Option = str | bool | int
+Option = str | bool
 Options = Mapping[str, Option]
-Platform = Literal['gpu', 'cpu']
-Effect = Literal['wrong', 'slow']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repro:
     """A small program that decides whether the compiler at hand has the fault.
 
-    `lower` gets `num_devices` devices, which for a GPU need not be there. Its compiled text shows the fault if the entry's detector
-    fires on it. Where no text of the repro can decide, `is_wrong` runs a compiled program and says whether its result is wrong.
+    `lower` gets `num_devices` devices; GPUs need not be there. The compiled text shows the fault
+    if the entry's detector fires on it; where `is_wrong` is given, running the program decides.
     """
 
     num_devices: int
     lower: Callable[[Sequence[Any]], Lowered]
-    options: Options = dataclasses.field(default_factory=dict)
+    options: Options = dataclasses.field(default_factory=dict)  # without which the fault hides
     is_wrong: Callable[[Any], bool] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Miscompile:
-    """A fault of XLA.
+    """A fault of XLA, in words and as code.
 
-    `platform` is the compiler that `repro` asks. `is_certain` says that no right program compiles to what `detect` finds; otherwise
-    a finding counts where the compiler at hand has the fault. `workaround` are compiler options that cure it; `bites` says which
-    configs of megajax have the fault, for those that are refused where nothing cures it, and `refusal` why, and what to do.
+    Where `is_certain` is false, a right program may compile to what `detect` finds: a finding then
+    counts if the compiler at hand has the fault. A config that `bites` is refused where the
+    compiler has the fault and `workaround`, which are compiler options, does not cure it.
     """
 
     name: str
-    what: str
-    where: str
-    platform: Platform
-    source: str
-    effect: Effect = 'wrong'
+    what: str  # happens
+    where: str  # in a user's program
+    platform: Literal['gpu', 'cpu']  # whose compiler the repro asks
+    source: str  # upstream
+    effect: Literal['wrong', 'slow'] = 'wrong'
     is_certain: bool = True
     detect: Callable[[Program], Iterator[Instruction]]
     repro: Repro
     workaround: Options | None = None
-    remedy: str
+    remedy: str  # for whoever reads a finding
     bites: Callable[[Config], bool] = lambda config: False
-    bitten_keys: tuple[str, ...] = ()
+    bitten_keys: tuple[str, ...] = ()  # of the config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,8 @@ class Finding:
     source: str
 
     def __str__(self) -> str:
-        place = f'{self.instruction} at {self.op_name or "no path"} ({self.source or "no source line"})'
+        source = self.source or 'no source line'
+        place = f'{self.instruction} at {self.op_name or "no path"} ({source})'
         return f'{place}: {self.entry.what} ({self.entry.source}): {self.entry.remedy}'
 
 

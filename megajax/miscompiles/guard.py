@@ -1,4 +1,4 @@
-"""What the register does for a program of megajax: options that cure a fault, configs that are refused, steps that are."""
+"""What the register does for megajax: options that cure, configs and steps that are refused."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -18,13 +18,13 @@ _LISTS = ('xla_disable_hlo_passes',)  # options whose values are joined by comma
 
 
 def target_of(device: Any) -> str:
-    """The target whose compiler makes the programs of a device: `cpu`, its own record, or one of the same architecture."""
+    """The target whose compiler makes a device's programs: `cpu`, or a GPU of its name or kind."""
     if device.platform == 'cpu':
         return 'cpu'
-    named = next((name for name, gpu in GPUS.items() if gpu.name == device.device_kind), None)
     capability = str(getattr(device, 'compute_capability', ''))
-    same = (name for name, gpu in GPUS.items() if '.'.join(map(str, gpu.capability)) == capability)
-    return named or next(same, DEFAULT_TARGET)
+    named = (name for name, gpu in GPUS.items() if gpu.name == device.device_kind)
+    like = (name for name, gpu in GPUS.items() if '.'.join(map(str, gpu.capability)) == capability)
+    return next(named, None) or next(like, DEFAULT_TARGET)
 
 
 def mesh_target() -> str:
@@ -34,15 +34,19 @@ def mesh_target() -> str:
 
 
 def cures(target: str) -> dict[str, Option]:
-    """Compiler options for every program of `target`: those that cure a fault which its compiler has. Nothing for a CPU."""
+    """Options that cure every fault which the compiler for `target` has; nothing for a CPU."""
     if target == 'cpu':
         return {}
-    answers = (ask(entry, target) for entry in REGISTER if entry.platform == 'gpu' and entry.workaround is not None)
+    entries = [entry for entry in REGISTER if entry.platform == 'gpu' and entry.workaround]
+    answers = [ask(entry, target) for entry in entries]
     return merged(answer.cure for answer in answers if answer.cure)
 
 
 def merged(several: Iterable[Options]) -> dict[str, Option]:
-    """All options as one mapping; an option that is a list gets the values of all, and those of XLA_FLAGS, which it would hide."""
+    """All options as one mapping.
+
+    An option that is a list gets the values of all, and those of XLA_FLAGS, which it would hide.
+    """
     options: dict[str, Option] = {}
     for one in several:
         for name, value in one.items():
@@ -52,17 +56,15 @@ def merged(several: Iterable[Options]) -> dict[str, Option]:
 
 
 def _flag(name: str) -> str:
-    flags = (flag.partition('=') for flag in os.environ.get('XLA_FLAGS', '').split())
+    flags = [flag.partition('=') for flag in os.environ.get('XLA_FLAGS', '').split()]
     return next((value for key, _, value in flags if key == f'--{name}'), '')
 
 
-def refuse_bitten(config: Config, target: str) -> None:
-    """Raise ConfigError for a config that has a fault of the compiler for `target` which no option cures."""
-    if target == 'cpu':
-        return
-    problems = [_problem(config, entry, target) for entry in REGISTER if entry.bites(config) and _is_uncured(entry, target)]
-    if problems:
-        raise ConfigError(*problems)
+def refuse_bitten(config: Config, target: str, register: Sequence[Miscompile] = REGISTER) -> None:
+    """Raise ConfigError for a config that has a fault which no option cures."""
+    bitten = [] if target == 'cpu' else [entry for entry in register if entry.bites(config)]
+    if uncured := [entry for entry in bitten if _is_uncured(entry, target)]:
+        raise ConfigError(*(_problem(config, entry, target) for entry in uncured))
 
 
 def _is_uncured(entry: Miscompile, target: str) -> bool:
@@ -72,28 +74,23 @@ def _is_uncured(entry: Miscompile, target: str) -> bool:
 
 def _problem(config: Config, entry: Miscompile, target: str) -> Problem:
     path, *others = entry.bitten_keys
-    values = ', '.join(f'{key}={str(_value(config, key)).lower()}' for key in entry.bitten_keys)
-    fixes = 'use another jaxlib, or change one of these keys'
+    values = ', '.join(f'{key}={_value(config, key)}' for key in entry.bitten_keys)
     message = (
-        f'{values}: this jaxlib compiles it wrongly for {target} ({entry.source}: {entry.what}), and {ask(entry, target).why}; {fixes}'
+        f'XLA compiles {values} wrongly for {target} ({entry.source}: {entry.what}), '
+        f'and {ask(entry, target).why}; use another jaxlib, or change one of these keys'
     )
     return Problem(path=path, message=message, others=tuple(others))
 
 
-def _value(config: Config, key: str) -> object:
+def _value(config: Config, key: str) -> str:
     section, name = key.split('.')
-    return getattr(getattr(config, section), name)
+    return str(getattr(getattr(config, section), name)).lower()
 
 
 def check_compiled(text: str, target: str) -> list[Finding]:
-    """Raise MiscompileError for a compiled program that computes something else; return what only wastes time."""
+    """Raise MiscompileError for a program that computes something else; return what wastes time."""
     findings = confirmed(detect(text), target)
     wrong = [finding for finding in findings if finding.entry.effect == 'wrong']
     if wrong:
-        raise MiscompileError(told(wrong))
+        raise MiscompileError('\n'.join(f'XLA has compiled {finding}' for finding in wrong))
     return findings
-
-
-def told(findings: Sequence[Finding]) -> str:
-    """One line for each finding."""
-    return '\n'.join(f'XLA has compiled this program wrongly: {finding}' for finding in findings)

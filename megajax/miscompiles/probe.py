@@ -1,4 +1,4 @@
-"""Ask the compiler at hand whether it has a fault: compile the entry's repro once, and keep the answer."""
+"""Ask the compiler at hand whether it has a fault: compile the repro once, keep the answer."""
 
 import dataclasses
 import functools
@@ -18,9 +18,10 @@ _FAILURES = jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedErr
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Whether the compiler at hand has a fault, what cures it, and why nothing does or why it is not known.
+    """Whether the compiler at hand has a fault, what cures it, and why nothing does.
 
-    `is_faulty` is None where the repro does not compile or no GPU compiler is installed; `cure` is None where nothing cures it.
+    `is_faulty` is None where it cannot be asked: the repro does not compile, or no GPU compiler is
+    installed. `cure` is None where nothing cures it.
     """
 
     is_faulty: bool | None
@@ -30,25 +31,26 @@ class Answer:
 
 @functools.cache
 def ask(entry: Miscompile, target: str) -> Answer:
-    """The answer of the compiler for `target`, from the cache of this process or of the user where it is there."""
+    """The answer of the compiler for `target`, which is asked once and then remembered."""
     if entry.platform == 'gpu' and (target not in GPUS or not has_compiler()):
         return Answer(is_faulty=None, cure=None, why='no GPU compiler is asked')
     identity = answers.identity(entry, target)
     kept = answers.read(identity)
     if kept is not None:
         return Answer(**kept)
-    with ThreadPoolExecutor(1) as fresh:  # without the mesh of the caller, which a repro does not share
+    with ThreadPoolExecutor(1) as fresh:  # a thread does not have its caller's mesh
         answer = fresh.submit(probe, entry, target).result()
     answers.write(identity, dataclasses.asdict(answer))
     return answer
 
 
 def probe(entry: Miscompile, target: str) -> Answer:
-    """Compile the repro, and once more with the workaround if it shows the fault. Reads and writes no cache."""
+    """Compile the repro, and once more with the workaround if it shows the fault."""
     try:
         is_faulty = shows_fault(entry, target, {})
     except _FAILURES as error:
-        return Answer(is_faulty=None, cure=None, why=f'its repro does not compile: {_reason(error)}')
+        why = f'its repro does not compile: {_reason(error)}'
+        return Answer(is_faulty=None, cure=None, why=why)
     if not is_faulty:
         return Answer(is_faulty=False, cure=None)
     if entry.workaround is None:
@@ -57,7 +59,8 @@ def probe(entry: Miscompile, target: str) -> Answer:
     try:
         is_cured = not shows_fault(entry, target, entry.workaround)
     except _FAILURES as error:
-        return Answer(is_faulty=True, cure=None, why=f'the compiler rejects {given}: {_reason(error)}')
+        why = f'the compiler rejects {given}: {_reason(error)}'
+        return Answer(is_faulty=True, cure=None, why=why)
     if is_cured:
         return Answer(is_faulty=True, cure=dict(entry.workaround))
     return Answer(is_faulty=True, cure=None, why=f'{given} does not cure it')
@@ -66,7 +69,8 @@ def probe(entry: Miscompile, target: str) -> Answer:
 def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
     """Whether the repro, compiled for `target` with more options, shows the fault."""
     lowered = entry.repro.lower(_devices(entry, target))
-    autotuning: Options = {} if entry.platform == 'cpu' else {'xla_gpu_autotune_level': '0'}  # which needs a GPU
+    # Autotuning would need a GPU.
+    autotuning: Options = {} if entry.platform == 'cpu' else {'xla_gpu_autotune_level': '0'}
     compiled = lowered.compile({**autotuning, **entry.repro.options, **options})
     if entry.repro.is_wrong is not None:
         return entry.repro.is_wrong(compiled)
@@ -74,8 +78,11 @@ def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
 
 
 def confirmed(findings: Sequence[Finding], target: str) -> list[Finding]:
-    """The findings without those that a right program may show too, where the compiler for `target` has no such fault."""
-    return [finding for finding in findings if finding.entry.is_certain or ask(finding.entry, target).is_faulty]
+    """The findings that count for `target`.
+
+    Those that a right program may show too are left out where its compiler has no such fault.
+    """
+    return [one for one in findings if one.entry.is_certain or ask(one.entry, target).is_faulty]
 
 
 def _devices(entry: Miscompile, target: str) -> list[Any]:
@@ -85,4 +92,4 @@ def _devices(entry: Miscompile, target: str) -> list[Any]:
 
 
 def _reason(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -22,7 +22,7 @@ REGISTER: tuple[Miscompile, ...] = (
 def detect(text: str) -> list[Finding]:
     """Every place of a compiled program's text that shows a known miscompile.
 
-    Findings of an entry with `is_certain=False` may be right programs: see `megajax.miscompiles.confirmed`.
+    What an entry with `is_certain=False` finds may be right: `confirmed` asks the compiler.
     """
     return detect_in(Program(text))
 

@@ -1,4 +1,4 @@
-"""A scaled product whose bias is not scaled: `a * (x @ w + b)` becomes `a * (x @ w) + b` in one call of cuBLASLt."""
+"""A scaled product whose bias is not: `a * (x @ w + b)` becomes `a * (x @ w) + b` in cuBLASLt."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,8 @@ def detect(program: Program) -> Iterator[Instruction]:
     for computation in program.computations.values():
         for instruction in computation.instructions:
             if '"__cublas$' in instruction.attributes:
-                alpha, epilogue = _ALPHA.search(instruction.attributes), _EPILOGUE.search(instruction.attributes)
+                alpha = _ALPHA.search(instruction.attributes)
+                epilogue = _EPILOGUE.search(instruction.attributes)
                 if alpha and epilogue and float(alpha[1]) != 1 and 'BIAS' in epilogue[1]:
                     yield instruction
 
@@ -45,12 +46,12 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 SCALED_BIAS = Miscompile(
     name='scaled product with a bias that is not scaled',
-    what='a cuBLASLt call scales the product by alpha and adds its bias unscaled, where a * (x @ w + b) was to scale both',
-    where='a linear layer followed by a constant factor, as in dropout(x @ w + b), in fp32 with cuBLAS products',
+    what='a cuBLASLt call adds its bias unscaled, where a * (x @ w + b) was to scale it too',
+    where='a constant factor after a linear layer, as in dropout(x @ w + b), in cuBLAS products',
     platform='gpu',
     source='openxla/xla#46110, jax-ml/jax#39336',
     is_certain=False,
     detect=detect,
     repro=Repro(num_devices=1, lower=_lower, options={'xla_gpu_enable_triton_gemm': False}),
-    remedy='put a jax.lax.optimization_barrier between x @ w + b and the factor, unless the source reads a * (x @ w) + b, which is right',
+    remedy='put jax.lax.optimization_barrier before the factor, unless it is a * (x @ w) + b',
 )

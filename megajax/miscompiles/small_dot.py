@@ -1,4 +1,4 @@
-"""A small product joined with a reduction, of which a CPU loses the end: its last rows are wrong."""
+"""A small product joined with a reduction on a CPU, whose last rows are wrong."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,27 +22,32 @@ _ELEMENTWISE = frozenset({'multiply', 'add', 'subtract', 'negate', 'abs', 'conve
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every fusion for YNNPACK of a product that contracts at most three elements and the reduction of its result."""
+    """Every fusion for YNNPACK of a product over at most three elements and its reduction."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             if '"__ynn_fusion"' in instruction.attributes and instruction.called:
                 inside = program.computations[instruction.called[0]]
-                if any(_is_small(inside, one) for one in inside.instructions if one.opcode == 'dot') and any(
-                    _reduces_product(program, inside, one) for one in inside.instructions if one.opcode == 'reduce'
-                ):
+                is_small = any(_is_small(inside, one) for one in inside.instructions)
+                if is_small and any(_sums_dot(program, inside, one) for one in inside.instructions):
                     yield instruction
 
 
 def _is_small(inside: Computation, dot: Instruction) -> bool:
+    if dot.opcode != 'dot':
+        return False
     left = inside.by_name[dot.operands[0]].results[0]
     dims = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', dot.attributes)
     contracted = prod(left.shape[int(dim)] for dim in dims[1].split(',') if dim) if dims else 1
     result = dot.results[0]
-    return 1 < contracted <= MAX_CONTRACTED and max(result.shape, default=1) * DTYPE_BITS[result.dtype] // 8 > TILE_BYTES
+    longest = max(result.shape, default=1) * DTYPE_BITS[result.dtype] // 8
+    return 1 < contracted <= MAX_CONTRACTED and longest > TILE_BYTES
 
 
-def _reduces_product(program: Program, inside: Computation, reduction: Instruction) -> bool:
-    return trace(program, Place(inside, reduction).operand(0), through=_ELEMENTWISE).instruction.opcode == 'dot'
+def _sums_dot(program: Program, inside: Computation, reduction: Instruction) -> bool:
+    if reduction.opcode != 'reduce':
+        return False
+    summed = trace(program, Place(inside, reduction).operand(0), through=_ELEMENTWISE)
+    return summed.instruction.opcode == 'dot'
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
@@ -60,8 +65,8 @@ def _is_wrong(compiled: Any) -> bool:
 
 SMALL_DOT = Miscompile(
     name='a small product and its reduction on CPUs',
-    what='a product that contracts two or three elements, joined with the reduction of its result, loses the last of many rows',
-    where='a vmapped product of a 3 x 3 matrix with more than 32,768 vectors (fp32; 16,384 in fp64), reduced at once',
+    what='a product over two or three elements, joined with its reduction, has wrong last rows',
+    where='a 3 x 3 matrix times more than 32,768 vectors (fp32; fp64: 16,384), reduced at once',
     platform='cpu',
     source='jax-ml/jax#39103',
     is_certain=False,

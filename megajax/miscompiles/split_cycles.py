@@ -1,4 +1,4 @@
-"""Ring permutes that lose data: a permute of several cycles is cut in two and put together again for one cycle only."""
+"""Ring permutes that lose data: several cycles are cut in two, and one of them is rejoined."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,11 @@ _WITH_BROADCAST = frozenset({'broadcast'})
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every choice between two permutes, by the number of one device, that gives another one the permute it is no target of."""
+    """Every choice between two permutes that gives a device the one that sends it nothing."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
-            if instruction.opcode == 'select' and _loses_data(program, Place(computation, instruction)):
+            is_choice = instruction.opcode == 'select'
+            if is_choice and _loses_data(program, Place(computation, instruction)):
                 yield instruction
 
 
@@ -50,11 +51,13 @@ def _device_of(program: Program, place: Place) -> int | None:
     place = trace(program, place, through=_WITH_BROADCAST)
     if place.instruction.opcode != 'compare' or 'direction=EQ' not in place.instruction.attributes:
         return None
-    sides = [trace(program, place.operand(index), through=_WITH_BROADCAST | {'convert'}) for index in (0, 1)]
+    through = _WITH_BROADCAST | {'convert'}
+    sides = [trace(program, place.operand(index), through=through) for index in (0, 1)]
     opcodes = {side.instruction.opcode for side in sides}
     if 'constant' not in opcodes or not opcodes & {'partition-id', 'replica-id'}:
         return None
-    return next(integer(program, side, 0) for side in sides if side.instruction.opcode == 'constant')
+    constants = [side for side in sides if side.instruction.opcode == 'constant']
+    return integer(program, constants[0], 0)
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
@@ -69,20 +72,24 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
         return lax.scan(turn, x, length=4)[0]
 
-    return ring.lower(jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh, P('a', 'b'))))
+    sharding = NamedSharding(mesh, P('a', 'b'))
+    return ring.lower(jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=sharding))
 
 
 SPLIT_CYCLES = Miscompile(
     name='ring permutes that lose data',
-    what='a permute of several cycles is cut in two, and all but one of the devices that close a cycle receive zeros',
-    where='jax.lax.ppermute around one of several mesh axes, with xla_gpu_enable_pipelined_p2p and a decomposer threshold',
+    what='a permute of several cycles is cut in two, and devices that close a cycle get zeros',
+    where='lax.ppermute around one of several mesh axes, with xla_gpu_enable_pipelined_p2p',
     platform='gpu',
     source='openxla/xla#45222',
     detect=detect,
     repro=Repro(
         num_devices=4,
         lower=_lower,
-        options={'xla_gpu_enable_pipelined_p2p': True, 'xla_gpu_collective_permute_decomposer_threshold': 0},
+        options={
+            'xla_gpu_enable_pipelined_p2p': True,
+            'xla_gpu_collective_permute_decomposer_threshold': '0',
+        },
     ),
     workaround={'xla_gpu_enable_pipelined_p2p': False},
     remedy='leave out xla_gpu_enable_pipelined_p2p',

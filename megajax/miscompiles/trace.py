@@ -1,4 +1,4 @@
-"""Follow a value of a compiled program back to what computes it, through fusions, loops and copies; integers device by device."""
+"""Follow a value of a compiled program back to what computes it, and integers device by device."""
 
 import re
 from collections.abc import Callable
@@ -9,8 +9,9 @@ from megajax.hlo.program import Computation, Instruction, Program
 MAX_DEPTH = 64  # steps back; no chain of copies is as long
 # What hands a value on with its numbers as they are.
 _SAME = {
-    'bitcast', 'copy', 'reshape', 'optimization-barrier', 'copy-start', 'copy-done', 'recv-done', 'async-done', 'fusion-done',
-    'all-reduce-done', 'collective-permute-done', 'all-gather-done', 'reduce-scatter-done', 'domain',
+    'bitcast', 'copy', 'reshape', 'optimization-barrier', 'domain', 'copy-start', 'copy-done',
+    'recv-done', 'async-done', 'fusion-done', 'all-reduce-done', 'collective-permute-done',
+    'all-gather-done', 'reduce-scatter-done',
 }  # fmt: skip
 _ARITHMETIC: dict[str, Callable[..., int]] = {
     'add': lambda a, b: a + b,
@@ -21,6 +22,9 @@ _ARITHMETIC: dict[str, Callable[..., int]] = {
     'clamp': lambda low, value, high: min(max(value, low), high),
     'convert': lambda value: value,
 }
+
+
+_CALLERS = ('fusion', 'call', 'fusion-start', 'async-start')
 
 
 class Place(NamedTuple):
@@ -35,7 +39,7 @@ class Place(NamedTuple):
 
 
 def trace(program: Program, place: Place, *, through: frozenset[str] = frozenset()) -> Place:
-    """The instruction that computes a value: past copies, fusions, calls, tuples and what a loop carries, and past `through`."""
+    """The instruction that computes a value: past copies, fusions, tuples, loops and `through`."""
     for _ in range(MAX_DEPTH):
         before = _before(program, place, through)
         if before is None:
@@ -45,13 +49,10 @@ def trace(program: Program, place: Place, *, through: frozenset[str] = frozenset
 
 
 def _before(program: Program, place: Place, through: frozenset[str]) -> Place | None:
-    home, instruction = place
+    instruction = place.instruction
     if instruction.opcode == 'parameter':
         return _given(program, place)
-    if instruction.opcode in ('fusion', 'call') and len(instruction.results) == 1:
-        inside = program.computations[instruction.called[0]]
-        return Place(inside, inside.root)
-    if instruction.opcode == 'fusion-start' or instruction.opcode == 'async-start':
+    if instruction.opcode in _CALLERS and instruction.called:
         inside = program.computations[instruction.called[0]]
         return Place(inside, inside.root)
     if instruction.opcode == 'get-tuple-element':
@@ -64,14 +65,18 @@ def _before(program: Program, place: Place, through: frozenset[str]) -> Place | 
 def _given(program: Program, place: Place) -> Place | None:
     """What the one fusion or call that runs a computation gives for its parameter."""
     callers = program.callers.get(place.home.name, [])
-    number = next(number for number, one in place.home.parameters.items() if one is place.instruction)
-    if len(callers) == 1 and callers[0][1].opcode in ('fusion', 'call', 'fusion-start', 'async-start'):
-        return Place(*callers[0]).operand(number)
-    return None
+    if len(callers) != 1 or callers[0][1].opcode not in _CALLERS:
+        return None
+    parameters = place.home.parameters.items()
+    number = next(number for number, one in parameters if one is place.instruction)
+    return Place(*callers[0]).operand(number)
 
 
 def _element(program: Program, owner: Place, index: int) -> Place | None:
-    """One element of a tuple; of what a loop carries, the value that an iteration leaves, or the first if no iteration changes it."""
+    """One element of a tuple; of what a loop carries, what an iteration leaves there.
+
+    Where no iteration changes it, that is what the loop begins with.
+    """
     instruction = owner.instruction
     if instruction.opcode == 'tuple':
         return owner.operand(index)
@@ -81,7 +86,8 @@ def _element(program: Program, owner: Place, index: int) -> Place | None:
     if instruction.opcode == 'recv-done' and index == 0:
         return owner.operand(0)
     if instruction.opcode == 'parameter':
-        loops = [(home, one) for home, one in program.callers.get(owner.home.name, []) if one.opcode == 'while']
+        callers = program.callers.get(owner.home.name, [])
+        loops = [caller for caller in callers if caller[1].opcode == 'while']
         if len(loops) != 1 or owner.home.root.opcode != 'tuple':
             return None
         left = Place(owner.home, owner.home.root).operand(index)
@@ -97,37 +103,38 @@ def _is_element(place: Place, owner: str, index: int) -> bool:
     return is_element and instruction.attribute('index') == str(index)
 
 
-def depends_on_device(program: Program, place: Place, depth: int = MAX_DEPTH) -> bool:
-    """Whether a small integer is computed from the device's own number."""
-    place = trace(program, place)
-    if place.instruction.opcode in ('partition-id', 'replica-id'):
-        return True
-    count = len(place.instruction.operands)
-    return depth > 0 and any(depends_on_device(program, place.operand(index), depth - 1) for index in range(count))
-
-
 def integer(program: Program, place: Place, device: int) -> int | None:
-    """A scalar of a device, computed from its number and from tables in the text; None where the text does not say."""
-    home, instruction = place = trace(program, place)
+    """A scalar of a device, from its number and tables; None where the text does not say."""
+    place = trace(program, place)
+    instruction = place.instruction
     if instruction.opcode in ('partition-id', 'replica-id'):
         return device
     if instruction.opcode == 'constant':
         numbers = _literal(instruction)
         return numbers[0] if numbers and len(numbers) == 1 else None
     if instruction.opcode == 'dynamic-slice' and len(instruction.operands) == 2:
-        table, index = trace(program, place.operand(0)), integer(program, place.operand(1), device)
-        numbers = _literal(table.instruction) if table.instruction.opcode == 'constant' else None
-        if numbers is None or index is None or instruction.results[0].dims:
-            return None
-        return numbers[min(max(index, 0), len(numbers) - 1)]
+        return _entry(program, place, device)
     if instruction.opcode in _ARITHMETIC:
-        values = [integer(program, Place(home, home.by_name[name]), device) for name in instruction.operands]
+        operands = [place.operand(index) for index in range(len(instruction.operands))]
+        values = [integer(program, operand, device) for operand in operands]
         known = [value for value in values if value is not None]
         return _ARITHMETIC[instruction.opcode](*known) if len(known) == len(values) else None
     return None
 
 
+def _entry(program: Program, lookup: Place, device: int) -> int | None:
+    """The entry of a table that a device reads."""
+    table = trace(program, lookup.operand(0)).instruction
+    numbers = _literal(table) if table.opcode == 'constant' else None
+    index = integer(program, lookup.operand(1), device)
+    if numbers is None or index is None or lookup.instruction.results[0].dims:
+        return None
+    return numbers[min(max(index, 0), len(numbers) - 1)]
+
+
 def _literal(instruction: Instruction) -> list[int] | None:
     """The integers of a constant; None where XLA has left them out (`{...}`)."""
-    text = instruction.line.split('constant(', 1)[1].split(')', 1)[0]
-    return [int(number) for number in re.findall(r'-?\d+', text)] if re.fullmatch(r'[{}\d\s,-]+', text) else None
+    text = instruction.line.partition('constant(')[2].partition(')')[0]
+    if not re.fullmatch(r'[{}\d\s,-]+', text):
+        return None
+    return [int(number) for number in re.findall(r'-?\d+', text)]

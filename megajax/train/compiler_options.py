@@ -1,10 +1,10 @@
-"""Options for XLA, for every program of a run: those of `train.xla`, and those that cure what XLA is known to compile wrongly."""
+"""Options for XLA: those of `train.xla`, and cures of what XLA is known to compile wrongly."""
 
 from megajax.config import Config
 from megajax.miscompiles import cures, mesh_target, refuse_bitten
 from megajax.train.overlap import OPTIONS
 
-Options = dict[str, str | bool | int]
+Options = dict[str, str | bool]
 
 
 def step_options(config: Config) -> Options:

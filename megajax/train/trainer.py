@@ -84,7 +84,7 @@ class Trainer:
                     self._roll_back()
 
     def _check_compiled(self, step: Compiled) -> None:
-        """Raise MiscompileError for a step that XLA is known to have compiled wrongly for these GPUs; CPUs' have no such fault."""
+        """Raise MiscompileError for a step that XLA has compiled wrongly for these GPUs."""
         target = mesh_target()
         if target != 'cpu':
             for finding in check_compiled(step.as_text() or '', target):
