@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from megajax.hardware.gpu import GPUS
 from megajax.miscompiles.entry import Miscompile
 
@@ -33,6 +35,7 @@ def identity(entry: Miscompile, target: str) -> Identity:
         'jaxlib': importlib.metadata.version('jaxlib'),
         'compiler': _plugins() if on_gpu else [platform.machine(), str(os.cpu_count())],
         'target': repr(GPUS[target]) if on_gpu else 'cpu',
+        'is_optimized': not jax.config.read('jax_disable_most_optimizations'),
         'XLA_FLAGS': sorted(flag for flag in flags if not flag.startswith(_IRRELEVANT)),
     }
 
