@@ -39,7 +39,7 @@ def _lower(devices: Sequence[Any]) -> Lowered:
         return jax.ShapeDtypeStruct(sizes, jnp.float32, sharding=NamedSharding(mesh, P()))
 
     def scaled(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
-        return 1.5 * (x @ w + b)
+        return 1.5 * (x @ w + jnp.expand_dims(b, 0))
 
     return jax.jit(scaled).lower(shape(256, 256), shape(256, 256), shape(256))
 

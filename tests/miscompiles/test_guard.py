@@ -42,6 +42,7 @@ def bitten_config() -> Config:
     return make_config('llama', 2, 2, sequence_parallel=True, model=model)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_step_has_no_permute_without_pairs_with_the_cure_and_inspect_finds_it_without() -> None:
     config, mesh = bitten_config(), mesh_of(gpu_devices('h100', hosts=1, per_host=4), 2, 2)
