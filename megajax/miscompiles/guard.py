@@ -18,19 +18,17 @@ _LISTS = ('xla_disable_hlo_passes',)  # options whose values are joined by comma
 
 
 def target_of(device: Any) -> str:
-    """The target whose compiler makes a device's programs: `cpu`, or a GPU of its name or kind."""
+    """The target that stands for a device: `cpu`, or the GPU that its kind names."""
     if device.platform == 'cpu':
         return 'cpu'
-    capability = str(getattr(device, 'compute_capability', ''))
-    named = (name for name, gpu in GPUS.items() if gpu.name == device.device_kind)
-    like = (name for name, gpu in GPUS.items() if '.'.join(map(str, gpu.capability)) == capability)
-    return next(named, None) or next(like, DEFAULT_TARGET)
+    kind = device.device_kind.lower()
+    return next((target for target in GPUS if target in kind), DEFAULT_TARGET)
 
 
 def mesh_target() -> str:
     """The target of the current mesh; `cpu` where there is none."""
-    mesh = jax.sharding.get_mesh()
-    return 'cpu' if mesh.empty else target_of(mesh.devices.flat[0])
+    mesh = jax.sharding.get_abstract_mesh()
+    return 'cpu' if mesh.empty else target_of(mesh.abstract_device)
 
 
 def cures(target: str) -> dict[str, Option]:

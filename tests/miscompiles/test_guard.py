@@ -14,10 +14,10 @@ from flax import nnx
 from support import make_config
 
 from megajax.config import Config, ConfigError, MiscompileError
-from megajax.hardware.gpu import gpu_devices, has_compiler
+from megajax.hardware.gpu import GPUS, gpu_devices, has_compiler
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_step
-from megajax.miscompiles import ask, check_compiled, cures, detect, refuse_bitten, target_of
+from megajax.miscompiles import ask, check_compiled, cures, detect, mesh_target, refuse_bitten, target_of
 from megajax.miscompiles.empty_permute import EMPTY_PERMUTE, PASS
 from megajax.miscompiles.guard import merged
 from megajax.miscompiles.split_cycles import SPLIT_CYCLES
@@ -88,12 +88,17 @@ def test_a_config_that_has_an_uncured_fault_is_refused_with_its_keys_and_the_fix
 
 @needs_compiler
 def test_a_gpu_that_is_not_there_has_the_target_that_it_was_made_for() -> None:
-    for target in ('a100', 'h100'):
-        assert target_of(gpu_devices(target, hosts=1, per_host=1)[0]) == target
+    for target in GPUS:
+        devices = gpu_devices(target, hosts=1, per_host=1)
+        assert target_of(devices[0]) == target
+        with jax.set_mesh(mesh_of(devices, 1, 1)):
+            assert mesh_target() == target
 
 
 def test_a_cpu_has_the_target_cpu() -> None:
-    assert target_of(jax.devices('cpu')[0]) == 'cpu'
+    assert target_of(jax.devices('cpu')[0]) == mesh_target() == 'cpu'
+    with jax.set_mesh(make_mesh(2, 2)):
+        assert mesh_target() == 'cpu'
 
 
 def test_a_compiled_step_that_computes_something_else_ends_the_run_with_1() -> None:
