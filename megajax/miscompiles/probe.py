@@ -14,7 +14,7 @@ from megajax.hlo.program import Program
 from megajax.miscompiles import answers
 from megajax.miscompiles.entry import Finding, Miscompile, Options, find
 
-_FAILURES = jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedError
+_FAILURES = RuntimeError, ValueError, TypeError  # XLA's errors are RuntimeErrors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,8 @@ def ask(entry: Miscompile, target: str) -> Answer:
         return Answer(**kept)
     with ThreadPoolExecutor(1) as fresh:  # a thread does not have its caller's mesh
         answer = fresh.submit(probe, entry, target).result()
-    answers.write(identity, dataclasses.asdict(answer))
+    if answer.is_faulty is not None:
+        answers.write(identity, dataclasses.asdict(answer))
     return answer
 
 

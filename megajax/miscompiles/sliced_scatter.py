@@ -59,7 +59,7 @@ def _differs(program: Program, start: Place, group: tuple[int, ...]) -> bool:
 
 
 def lower(devices: Sequence[Any], *, reduced: bool = True) -> Lowered:
-    """The gradient of a lookup of tokens over both axes in a table whose rows lie over the first."""
+    """The gradient of a lookup of tokens over both axes in a table over the first."""
     grid = np.array(devices).reshape(2, 2)
     mesh = Mesh(grid, ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
 
