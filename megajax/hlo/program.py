@@ -54,11 +54,17 @@ class Array(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Instruction:
-    """One line of a computation; `results` has one array, or those of a tuple with its nesting undone."""
+    """One line of a computation; `results` has one array, or those of a tuple with its nesting undone.
+
+    `type` is the result's text with its layout, `inputs` the text between the operands' brackets: of a constant its literal, of a
+    parameter its number.
+    """
 
     name: str
     opcode: str
+    type: str
     results: tuple[Array, ...]
+    inputs: str
     operands: tuple[str, ...]
     attributes: str
     is_root: bool
@@ -113,7 +119,7 @@ class Computation:
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
         """Its parameters by number."""
-        return {int(one.line.split('parameter(')[1].split(')')[0]): one for one in self.instructions if one.opcode == 'parameter'}
+        return {int(one.inputs): one for one in self.instructions if one.opcode == 'parameter'}
 
     @property
     def root(self) -> Instruction:
@@ -232,14 +238,17 @@ def _instruction(line: str) -> Instruction:
         raise HloError(f'no opcode: {line.strip()}')
     start = end + len(opcode)
     stop = _closing(rest, start, line)
-    inputs = rest[start + 1 : stop] if opcode not in (' constant', ' parameter') else ''
-    operands = tuple(re.findall(r'%([\w.\-]+)', inputs))
-    if inputs and not operands:
+    inputs = rest[start + 1 : stop]
+    is_leaf = opcode in (' constant', ' parameter')
+    operands = () if is_leaf else tuple(re.findall(r'%([\w.\-]+)', inputs))
+    if inputs and not operands and not is_leaf:
         raise HloError(f'operands that are not understood: {line.strip()}')
     return Instruction(
         name=found['name'],
         opcode=opcode.strip(),
+        type=rest[:end],
         results=_arrays(rest[:end], line),
+        inputs=inputs,
         operands=operands,
         attributes=rest[stop + 1 :],
         is_root=bool(found['root']),

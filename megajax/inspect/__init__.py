@@ -8,20 +8,28 @@ import sys
 import types
 from typing import Any
 
-from megajax.config import Config
+from megajax.config import Config, ConfigError
 from megajax.hardware.gpu import check_target, num_hosts
 from megajax.inspect.result import Inspection
 
 __all__ = ['Inspection', 'assert_collectives', 'inspect', 'known_miscompiles']
 
 
-def inspect(config: Config, *, target: str = 'cpu', hosts: int | None = None) -> Inspection:
+def inspect(config: Config, *, target: str = 'cpu', hosts: int | None = None, run: bool = False) -> Inspection:
     """Compile the training step of `config` for its mesh of `target` devices and compare it with Megatron's; nothing is allocated.
 
-    `hosts` are as few as the mesh needs with at most 8 devices each, unless given. Raises ConfigError for a target or hosts that cannot be.
+    `hosts` are as few as the mesh needs with at most 8 devices each, unless given. With `run` the program of a GPU is executed too, on
+    simulated CPU devices, and compared with one device. Raises ConfigError for a target or hosts that cannot be.
     """
+    if run and target == 'cpu':
+        raise ConfigError("run=True executes the program of a GPU: give target='h100', or a100, h200, b200")
     inspection, _ = inspect_with_text(config, target=target, hosts=hosts)
-    return inspection
+    if not run:
+        return inspection
+    from megajax.inspect.step_run import run_in_child
+
+    runs = run_in_child(config, target, bisect=False, reduce=False, say=lambda line: None)
+    return inspection.model_copy(update={'runs': runs})
 
 
 def inspect_with_text(config: Config, *, target: str, hosts: int | None) -> tuple[Inspection, str]:
@@ -61,8 +69,8 @@ def known_miscompiles(program: Any) -> list[str]:
 class _Inspect(types.ModuleType):
     """The package, which can be called: `megajax.inspect(config)`."""
 
-    def __call__(self, config: Config, *, target: str = 'cpu', hosts: int | None = None) -> Inspection:
-        return inspect(config, target=target, hosts=hosts)
+    def __call__(self, config: Config, *, target: str = 'cpu', hosts: int | None = None, run: bool = False) -> Inspection:
+        return inspect(config, target=target, hosts=hosts, run=run)
 
 
 sys.modules[__name__].__class__ = _Inspect

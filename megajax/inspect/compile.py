@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,8 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from megajax.config import Config, ConfigError
+from megajax.config import Config
 from megajax.hardware.gpu import gpu_devices
+from megajax.inspect.child import call_in_child, telling_parent
 from megajax.parallel.layout import of_axes
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch
@@ -80,16 +79,7 @@ def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
     with tempfile.TemporaryDirectory() as folder:
         task, result = Path(folder, 'task'), Path(folder, 'result')
         task.write_text(config.model_dump_json())
-        environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
-        child = subprocess.run(
-            [sys.executable, '-m', __name__, task, result, target, str(hosts)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        if 'cuDNN not found' in child.stderr:
-            raise ConfigError(f"--target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'")
-        if child.returncode == ConfigError.exit_code:
-            raise ConfigError(*result.read_text().splitlines())
-        if child.returncode:
-            raise RuntimeError(f'the step did not compile for {target}:\n{child.stderr}')
+        call_in_child(__name__, task, result, target, hosts, target=target)
         return _from_json(result.read_text())
 
 
@@ -103,13 +93,10 @@ def _placement(*, shape: list[int], spec: list[Any], **others: Any) -> Placement
 
 
 def _main(task: str, result: str, target: str, hosts: str) -> None:
-    try:
-        compiled = compile_for(Config.model_validate_json(Path(task).read_bytes()), target, int(hosts))
-    except ConfigError as error:
-        Path(result).write_text(str(error))
-        sys.exit(error.exit_code)
+    compiled = compile_for(Config.model_validate_json(Path(task).read_bytes()), target, int(hosts))
     Path(result).write_text(json.dumps(dataclasses.asdict(compiled), default=tuple))  # a spec is no tuple
 
 
 if __name__ == '__main__':
-    _main(*sys.argv[1:])
+    with telling_parent():
+        _main(*sys.argv[1:])

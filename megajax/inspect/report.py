@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.inspect.result import Inspection, Overlap, Row, Transfer
+from megajax.inspect.run_report import run_lines
 
 _STYLES = {'equal': 'green', 'less': 'green', 'MORE': 'bold red', 'error': 'bold red', 'note': 'dim'}
 _SHORT = {'all-reduce': 'AR', 'all-gather': 'AG', 'reduce-scatter': 'RS', 'all-to-all': 'A2A', 'collective-permute': 'permute'}
@@ -51,7 +52,10 @@ def tables(inspection: Inspection) -> RenderableType:
     ]
     if inspection.schedule:
         parts += [Text(), schedule_table(inspection), _shares(inspection)]
-    parts += [Text(), _memory(inspection), Text(), *_findings(inspection), _conclusion(inspection)]
+    parts += [Text(), _memory(inspection), Text()]
+    for run in inspection.runs:
+        parts += [*run_lines(run), Text()]
+    parts += [*_findings(inspection), _conclusion(inspection)]
     return Group(*parts)
 
 
@@ -138,8 +142,10 @@ def _findings(inspection: Inspection) -> list[Text]:
 
 def _conclusion(inspection: Inspection) -> Text:
     if inspection.ok:
-        return Text('ok: no more than Megatron anywhere', style='green')
+        executed = ', and what the program computes is right' if inspection.runs else ''
+        return Text(f'ok: no more than Megatron anywhere{executed}', style='green')
     more = [f'{row.site} {row.phase} over {row.axis}' for row in inspection.rows if row.verdict == 'MORE']
     errors = sum(one.level == 'error' for one in inspection.findings)
     reasons = ([f'MORE than Megatron: {"; ".join(more)}'] if more else []) + ([f'{errors} lint errors'] if errors else [])
+    reasons += ['the program computes something else than one device'] if not all(run.ok for run in inspection.runs) else []
     return Text(', '.join(reasons), style='bold red')

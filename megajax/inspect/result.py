@@ -65,6 +65,36 @@ class Finding(_Result):
     message: str
 
 
+class Compared(_Result):
+    """One result of an executed step beside that of one device."""
+
+    name: str
+    error: float = Field(description='the largest difference over the largest element of what is expected')
+    limit: float
+
+    @property
+    def ok(self) -> bool:
+        """Within the limit; an error that is not a number is not."""
+        return self.error <= self.limit
+
+
+class StepRun(_Result):
+    """The compiled program of a step, executed on simulated CPU devices and compared with one device."""
+
+    config: str = Field(description='the config that was executed, YAML')
+    shrunk: list[str] = Field(description='each key that was made smaller so that a CPU can execute the step')
+    exact: bool = Field(description='everything of 16 bits was computed in fp32')
+    seconds: float
+    results: list[Compared] = Field(description='loss, gradients and updated parameters, worst first')
+    culprit: str = Field(default='', description='the pass of the compiler after which the program is wrong, with --bisect')
+    smallest: str = Field(default='', description='the smallest config of the family whose step is wrong, YAML, with --reduce')
+
+    @property
+    def ok(self) -> bool:
+        """Every result is within its limit."""
+        return all(one.ok for one in self.results)
+
+
 class Inspection(_Result):
     """The collectives, schedule, memory and lint of one compiled training step."""
 
@@ -81,11 +111,13 @@ class Inspection(_Result):
     overlapped_share: dict[str, float] = Field(description='per axis, the share of bytes whose transfer overlaps with matrix products')
     memory: Memory
     findings: list[Finding]
+    runs: list[StepRun] = Field(default=[], description='the program, executed, with --run')
 
     @property
     def ok(self) -> bool:
-        """Nothing is MORE than Megatron and no lint is an error."""
-        return all(row.verdict != 'MORE' for row in self.rows) and all(finding.level != 'error' for finding in self.findings)
+        """Nothing is MORE than Megatron, no lint is an error and what was executed is right."""
+        no_more = all(row.verdict != 'MORE' for row in self.rows)
+        return no_more and all(finding.level != 'error' for finding in self.findings) and all(run.ok for run in self.runs)
 
     def _repr_html_(self) -> str:
         from megajax.inspect.report import to_html

@@ -118,7 +118,8 @@ def _attend_xla(
     batch, length, heads, head_dim = q_BSNH.shape
     groups = k_BTKH.shape[2]
     grouped = batch, length, groups, heads // groups, head_dim
-    q_BSKGH = (q_BSNH * head_dim**-0.5).reshape(grouped, out_sharding=by_group(q_BSNH))
+    scaled_BSNH = (q_BSNH.astype(jnp.float32) * head_dim**-0.5).astype(q_BSNH.dtype)  # 128**-0.5 has no close number in 16 bits
+    q_BSKGH = scaled_BSNH.reshape(grouped, out_sharding=by_group(q_BSNH))
     score_BKGST = jnp.einsum('bskgh,btkh->bkgst', q_BSKGH, k_BTKH, preferred_element_type=jnp.float32)
     if (allowed := _allowed(length, segment_BS, causal=causal)) is not None:
         score_BKGST = jnp.where(allowed, score_BKGST, jnp.finfo(jnp.float32).min)

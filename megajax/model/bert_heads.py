@@ -10,6 +10,7 @@ from flax import nnx
 
 from megajax.config import ModelConfig
 from megajax.config.parameters import NUM_ORDERS
+from megajax.model.activation import activate
 from megajax.model.linear import add_bias, normal
 from megajax.model.norm import make_norm
 from megajax.model.product import product
@@ -50,14 +51,14 @@ class MaskedHead(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout, *, key: jax.Array):
         hidden = config.hidden_size
-        self.approximate = config.activation == 'gelu_tanh'
+        self.activation = 'gelu_tanh' if config.activation == 'gelu_tanh' else 'gelu'
         self.dense = WholeLinear(hidden, hidden, std=config.init_std, layout=layout, key=key)
         self.norm = make_norm(config, hidden)
         self.bias = nnx.Param(jnp.zeros((config.padded_vocab_size,), out_sharding=layout.vocab_V))
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """x_BSD in the residual placement, where it stays."""
-        return self.norm(jax.nn.gelu(self.dense(x_BSD), approximate=self.approximate))
+        return self.norm(activate(self.dense(x_BSD), self.activation))
 
 
 class OrderHead(nnx.Module):

@@ -4,12 +4,11 @@ The activation is not linear, so it must see whole sums: splitting `up` by colum
 layer, splitting it by rows would need a reduction before the activation. B batch, S sequence, D model, F feed-forward.
 """
 
-from functools import partial
-
 import jax
 from flax import nnx
 
 from megajax.config import ModelConfig
+from megajax.model.activation import activate
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.parallel.layout import Layout
 
@@ -28,13 +27,5 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """x_BSD whole and normed, to the residual placement."""
-        h_BSF = _activate(self.up(x_BSD), self.activation)  # column-parallel: no communication
+        h_BSF = activate(self.up(x_BSD), self.activation)  # column-parallel: no communication
         return self.down(h_BSF)  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
-
-
-# Only the input is kept for the backward pass, as in Megatron's fused kernels.
-@partial(jax.checkpoint, static_argnums=(1,))
-def _activate(h: jax.Array, activation: str) -> jax.Array:
-    if activation == 'swiglu':
-        return jax.nn.silu(h[:, :, 0]) * h[:, :, 1]
-    return jax.nn.gelu(h, approximate=activation == 'gelu_tanh')

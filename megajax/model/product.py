@@ -44,8 +44,11 @@ def _backward(
     contract: int, out_sharding: P, out_dtype: DTypeLike, saved: Saved, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     x, w, has_zeros = saved
-    # Where the result is sharded over the sequence, gathered once for both products (SP).
-    dy = jax.reshard(dy.astype(x.dtype), with_rows_of(x, dy, x.ndim - contract))
+    dy, rows = dy.astype(x.dtype), with_rows_of(x, dy, x.ndim - contract)
+    if jax.typeof(dy).sharding.spec != rows:  # SP: the result is sharded over the sequence
+        # Gathered once for both products. A cotangent that a loop carries has no placement of its own yet, and Shardy would let its
+        # other readers, such as the residual stream, read the gathered array and slice it: the barrier is a value of its own.
+        dy = jax.reshard(lax.optimization_barrier(dy), rows)
     out_dims = w.ndim - contract
     dims = tuple(range(dy.ndim - out_dims, dy.ndim)), tuple(range(contract, w.ndim))
     dx = _dot(dy, w.astype(x.dtype), dims, jax.typeof(x).sharding.spec, x.dtype)

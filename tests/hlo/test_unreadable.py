@@ -33,6 +33,14 @@ def test_the_text_that_the_others_are_made_of_is_read():
     assert read(TEXT) == 1
 
 
+def test_an_instruction_keeps_the_text_of_its_result_and_between_its_brackets():
+    constant = '%table = (s32[4]{0}, f32[]) constant(({0, 32, 64, 96}, 2.5))'
+    main = Program(TEXT.replace('%one =', f'{constant}\n  %one =')).entry.by_name
+    assert (main['one'].type, main['one'].inputs) == ('f32[8,16]{1,0}', '%p')
+    assert (main['p'].inputs, main['p'].operands) == ('0', ())
+    assert (main['table'].type, main['table'].inputs) == ('(s32[4]{0}, f32[])', '({0, 32, 64, 96}, 2.5)')
+
+
 @pytest.mark.parametrize(
     ('old', 'new', 'line'),
     [

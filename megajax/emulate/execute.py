@@ -1,0 +1,110 @@
+"""A jitted function compiled for GPUs that are not there, and its program run on simulated CPU devices."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+# jax has no public way to compile for other devices than those of the arguments, nor from HLO text
+# to an executable of replicas.
+from jax._src.lib import _jax, hlo, xla_client  # type: ignore[attr-defined]
+from jax._src.sharding_impls import GSPMDSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.stages import Traced
+
+from megajax.emulate.translate import for_cpu
+
+# The programs run once: machine code need not be fast. The HLO stays the same.
+QUICK: dict[str, Any] = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuProgram:
+    """The last module of the GPU compiler, as text, and what it takes and gives.
+
+    `kept` are the places among all arguments of those that the program reads; shardings are of the
+    devices that the function was traced or compiled for.
+    """
+
+    text: str
+    kept: tuple[int, ...]
+    inputs: tuple[Sharding, ...]
+    outputs: tuple[Sharding, ...]
+    output_shapes: tuple[tuple[int, ...], ...]
+
+
+def compile_for_gpu(traced: Traced, devices: Sequence[Any], options: Mapping[str, Any]) -> GpuProgram:
+    """Compile for `devices` (see `hardware/gpu.py`), whichever devices it was traced for."""
+    computation: Any = traced.lower(lowering_platforms=('cuda',))._lowering
+    computation._device_list = None
+    computation.compile_args['backend'] = devices[0].client
+    # Autotuning would need a GPU.
+    options = {'xla_gpu_autotune_level': 0, **QUICK, **options}
+    compiled = computation.compile(options, device_assignment=tuple(devices))
+    return GpuProgram(
+        text=full_text(compiled.xla_executable.hlo_modules()[0]),
+        kept=tuple(sorted(compiled._kept_var_idx)),
+        inputs=tuple(compiled._in_shardings),
+        outputs=tuple(compiled._out_shardings),
+        output_shapes=tuple(one.shape for one in jax.tree.leaves(traced.out_info)),
+    )
+
+
+def full_text(module: hlo.HloModule) -> str:
+    """The text of a module with all constants."""
+    printed = hlo.HloPrintOptions()
+    printed.print_large_constants = True
+    return module.to_string(printed)
+
+
+def run_on_cpu(
+    program: GpuProgram, values: Sequence[Any], devices: Sequence[jax.Device], *, exact: bool = False
+) -> list[list[tuple[Index, np.ndarray]]]:
+    """Execute with all of the function's arguments as whole arrays; for each result its pieces.
+
+    A piece is what one device has and where it lies in the whole, so that replicas are all there.
+    With `exact`, everything of 16 bits is in fp32 instead, arguments and results too.
+    """
+    executable = compile_on_cpu(for_cpu(program.text, len(devices), exact=exact), devices)
+    arrays = [
+        jax.device_put(_widened(values[place]) if exact else values[place], _on(devices, sharding))
+        for place, sharding in zip(program.kept, program.inputs, strict=True)
+    ]
+    made = executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
+    results = []
+    for pieces, sharding, shape in zip(made, program.outputs, program.output_shapes, strict=True):
+        places = _on(devices, sharding).devices_indices_map(shape)
+        results.append([(places[device], np.asarray(x)) for device, x in zip(devices, pieces, strict=True)])
+    return results
+
+
+def compile_on_cpu(text: str, devices: Sequence[jax.Device]) -> Any:
+    """An executable with one replica for each device."""
+    proto = hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
+    options = xla_client.CompileOptions()
+    options.num_replicas, options.num_partitions = len(devices), 1
+    assignment = np.arange(len(devices), dtype=np.int32)[:, None]
+    options.device_assignment = xla_client.DeviceAssignment.create(assignment)
+    options.env_option_overrides = [*QUICK.items()]
+    module, on = _jax.mlir.hlo_to_stablehlo(proto), xla_client.DeviceList(tuple(devices))
+    return devices[0].client.compile_and_load(module, on, options)
+
+
+def _on(devices: Sequence[jax.Device], sharding: Sharding) -> Sharding:
+    """The same placement on other devices, taken in their order."""
+    if isinstance(sharding, NamedSharding):
+        shape = sharding.mesh.shape
+        mesh = Mesh(np.array(devices).reshape([*shape.values()]), tuple(shape))
+        return NamedSharding(mesh, sharding.spec)
+    if isinstance(sharding, GSPMDSharding):
+        return GSPMDSharding(tuple(devices), sharding._hlo_sharding)
+    assert sharding.is_fully_replicated, sharding
+    return NamedSharding(Mesh(np.array(devices), ('device',)), jax.P())
+
+
+def _widened(x: Any) -> Any:
+    narrow = x.dtype in (jax.numpy.bfloat16, jax.numpy.float16)
+    return np.asarray(x, np.float32) if narrow else x

@@ -1,0 +1,128 @@
+"""The training step that the GPU compiler made, executed, beside the step on one device.
+
+Every parameter gets noise first: biases begin at zero, and a fault in one would not show. The
+learning rate, Adam's epsilon and the clipping of gradients are set so that Adam's first moment is a
+multiple of the gradient, and the update a smooth function of it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from megajax.config import Config, MeshConfig
+from megajax.emulate.compare import Difference, difference
+from megajax.emulate.execute import QUICK, GpuProgram, compile_for_gpu, run_on_cpu
+from megajax.hardware.gpu import gpu_devices
+from megajax.parallel.mesh import concrete, make_mesh, mesh_of
+from megajax.train.feed import abstract_batch, place_batch
+from megajax.train.placements import parameter_name
+from megajax.train.step import TrainState, init_state, make_train_step
+
+NOISE = 0.05
+SMOOTH = {'grad_clip': 1e9, 'lr': 1.0, 'eps': 1.0, 'warmup_steps': 0, 'schedule': 'constant'}
+METRICS = 'loss', 'nll', 'grad_norm'
+Values = dict[str, Any]
+
+
+class EmulatedStep:
+    """The step of a config, compiled for a GPU; it needs as many CPU devices as the mesh has."""
+
+    def __init__(self, config: Config, target: str, options: Mapping[str, Any] | None = None):
+        self.config = updated(config, optim=SMOOTH)
+        mesh, count = self.config.mesh, self.config.mesh.data * self.config.mesh.model
+        gpus = gpu_devices(target, hosts=1, per_host=count)
+        with jax.set_mesh(mesh_of(gpus, mesh.data, mesh.model)):
+            state = concrete(jax.eval_shape(lambda: init_state(self.config)))
+            traced = make_train_step(self.config).trace(state, abstract_batch(self.config))
+            self.program: GpuProgram = compile_for_gpu(traced, gpus, options or {})
+        self._results = traced.out_info
+
+    def differences(self, *, exact: bool = False, text: str | None = None) -> list[Difference]:
+        """Loss, gradients and updated parameters beside those of one device, worst first.
+
+        `exact` computes everything of 16 bits in fp32, here and there. `text` is another module of
+        the same program to run, such as one before the last.
+        """
+        program = self.program if text is None else dataclasses.replace(self.program, text=text)
+        before, expected = reference(_on_one_device(self.config, exact=exact))
+        values = jax.tree.leaves((self._state_before(before), make_batch(self.config)))
+        devices = jax.devices('cpu')[: self.config.mesh.data * self.config.mesh.model]
+        pieces = run_on_cpu(program, values, devices, exact=exact)
+        tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
+        found = [difference(name, x, expected[name]) for name, x in _compared(*tree).items()]
+        return sorted(found, key=lambda one: -one.error)
+
+    def _state_before(self, params: nnx.State) -> TrainState:
+        """The first state of the config, with these parameters."""
+        with jax.set_mesh(make_mesh()):
+            state = init_state(_on_one_device(self.config, exact=False))
+        return jax.tree.map(np.asarray, state._replace(params=params))
+
+
+def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """The config with other values of these keys, checked."""
+    written = config.model_dump(exclude_unset=True)
+    for name, values in sections.items():
+        written[name] = written.get(name, {}) | dict(values)
+    return Config.model_validate(written)
+
+
+def _on_one_device(config: Config, *, exact: bool) -> Config:
+    """What every variant of a model has in common, so that they share one reference."""
+    train = {'microbatches': 1, 'recompute': 'none', 'xla': 'default'}
+    if exact:
+        train['dtype'] = 'float32'
+    return updated(config, mesh=MeshConfig().model_dump(), train=train, optim={'shard': False})
+
+
+@functools.lru_cache(maxsize=8)
+def reference(config: Config) -> tuple[nnx.State, Values]:
+    """Parameters with noise before a step on one device, and what is compared after it."""
+    with jax.set_mesh(make_mesh()):
+        state = init_state(config)
+        random = np.random.default_rng(1)
+        params = jax.tree.map(lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params)
+        state = state._replace(params=jax.device_put(params, jax.tree.map(lambda x: x.sharding, state.params)))
+        batch = place_batch(make_batch(config))
+        step = make_train_step(config).lower(state, batch).compile(QUICK)
+        state, metrics = step(state, batch)
+        return params, jax.tree.map(np.asarray, _compared(state, metrics))
+
+
+def _compared(state: TrainState, metrics: Values) -> Values:
+    """By name: the loss, each gradient (as Adam's first moment) and each parameter after the step."""
+    is_adam = lambda part: hasattr(part, 'mu')  # noqa: E731
+    adam = next(filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam)))
+    return (
+        {name: metrics[name] for name in METRICS}
+        | {f'gradient of {name}': x for name, x in _by_name(adam.mu).items()}
+        | {f'{name} after the step': x for name, x in _by_name(state.params).items()}
+    )
+
+
+def _by_name(tree: Any) -> Values:
+    is_leaf = lambda x: isinstance(x, list)  # noqa: E731  (the pieces of an array)
+    return {parameter_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
+
+
+def make_batch(config: Config) -> dict[str, np.ndarray]:
+    """Random tokens, of which more count in later rows, and what else a step of the config reads."""
+    random, rows, length = np.random.default_rng(0), config.train.batch_size, config.train.seq_len
+    token = random.integers(config.model.vocab_size, size=(rows, length + 1))
+    position = np.arange(length)[None].repeat(rows, 0)
+    counts = random.random((rows, length)) < np.linspace(0.2, 1, rows)[:, None]
+    batch = {'tokens': token[:, :-1], 'labels': token[:, 1:], 'loss_mask': counts}
+    if config.data.document_mask:
+        document = length // 2 + 1
+        batch |= {'segment_ids': position // document, 'positions': position % document}
+    if not config.model.causal:
+        padding = position >= length - np.arange(rows)[:, None]
+        batch |= {'token_types': position > length // 2, 'segment_ids': padding}
+        batch |= {'loss_mask': counts & ~padding, 'swapped': random.integers(2, size=(rows, 1))}
+    dtypes = {'loss_mask': np.float32}
+    return {name: np.ascontiguousarray(x, dtypes.get(name, np.int32)) for name, x in batch.items()}

@@ -1,0 +1,39 @@
+"""Activations, computed in fp32 whatever the dtype of the model. B batch, S sequence, F feed-forward."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def activate(h: jax.Array, activation: str) -> jax.Array:
+    """GELU of h_BSF, or SwiGLU of [gate, up] in h [B, S, 2, F], in the dtype of h.
+
+    The kernels of PyTorch and Megatron compute in fp32 too; in 16 bits even the constants of GELU
+    would be rounded. Only h is kept for the backward pass, as in Megatron's fused kernels.
+    """
+    return _in_fp32(h, activation)
+
+
+def _in_fp32(h: jax.Array, activation: str) -> jax.Array:
+    x = h.astype(jnp.float32)
+    if activation == 'swiglu':
+        return (jax.nn.silu(x[:, :, 0]) * x[:, :, 1]).astype(h.dtype)
+    return jax.nn.gelu(x, approximate=activation == 'gelu_tanh').astype(h.dtype)
+
+
+def _forward(h: jax.Array, activation: str) -> tuple[jax.Array, jax.Array]:
+    return _in_fp32(h, activation), h
+
+
+def _backward(activation: str, h: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+    _, transposed = jax.vjp(lambda h: _in_fp32(h, activation), h)
+    (dh,) = transposed(dy)
+    # The barrier keeps the gradient in the dtype of h: XLA would write it in fp32 for the sum that
+    # makes the gradient of a bias, and cast it in a second kernel.
+    return (lax.optimization_barrier(dh),)
+
+
+activate.defvjp(_forward, _backward)
