@@ -12,7 +12,7 @@ from megajax.config import Config, ConfigError
 from megajax.hardware.gpu import check_target, num_hosts
 from megajax.inspect.result import Inspection
 
-__all__ = ['Inspection', 'assert_collectives', 'inspect']
+__all__ = ['Inspection', 'assert_collectives', 'inspect', 'known_miscompiles']
 
 
 def inspect(config: Config, *, target: str = 'cpu', hosts: int | None = None, run: bool = False) -> Inspection:
@@ -68,6 +68,18 @@ def assert_collectives(
     from megajax.inspect.check import check_collectives
 
     check_collectives(function, args, expected, mesh=mesh, trip_count=trip_count, permutes=permutes)
+
+
+def known_miscompiles(program: Any) -> list[str]:
+    """A line for each instruction of a compiled program that shows what XLA is known to compile wrongly.
+
+    `program` is a text of compiled HLO or what `jax.jit(f).lower(...).compile()` returns. `docs/miscompiles.md` lists what is known,
+    and which findings a right program may show too.
+    """
+    from megajax.miscompiles import detect
+
+    text = program if isinstance(program, str) else program.as_text()
+    return [str(finding) for finding in detect(text)]
 
 
 class _Inspect(types.ModuleType):

@@ -9,7 +9,7 @@ from megajax.hlo.collectives import Collective, collectives
 from megajax.hlo.groups import crosses_hosts, groups_text
 from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
-from megajax.inspect.lint import lint, replicated_over_model
+from megajax.inspect.lint import known_miscompiles, lint, replicated_over_model
 from megajax.inspect.megatron import Expected, expected
 from megajax.inspect.overlap import rates_of, transfer_seconds
 from megajax.inspect.products import count_products, products_run_twice
@@ -46,7 +46,7 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         hidden_seconds=_by_axis(compiled.mesh, schedule, lambda one: one.hidden_seconds),
         products=products,
         memory=_memory(compiled, target),
-        findings=lint(config, compiled, placed, wanted, twice),
+        findings=lint(config, compiled, placed, wanted, [*known_miscompiles(program, target), *twice]),
     )
 
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from megajax.config import Config
 from megajax.hardware.gpu import gpu_devices
 from megajax.hlo.text import program_text
-from megajax.inspect.child import call_in_child
+from megajax.inspect.child import call_in_child, telling_parent
 from megajax.parallel.layout import of_axes
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch
@@ -98,4 +98,5 @@ def _main(task: str, result: str, target: str, hosts: str) -> None:
 
 
 if __name__ == '__main__':
-    _main(*sys.argv[1:])
+    with telling_parent():
+        _main(*sys.argv[1:])

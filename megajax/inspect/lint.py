@@ -7,10 +7,12 @@ from math import prod
 from megajax.config import Config
 from megajax.hlo.collectives import Collective
 from megajax.hlo.permutes import fault
+from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
 from megajax.inspect.megatron import Expected
 from megajax.inspect.result import Finding
 from megajax.inspect.sites import Site, site_of
+from megajax.miscompiles import confirmed, detect_in
 from megajax.train.placements import Placement
 
 REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard than to hold
@@ -37,6 +39,12 @@ def lint(
         *_padded(config),
     ]
     return sorted(findings, key=lambda finding: finding.level)
+
+
+def known_miscompiles(program: Program, target: str) -> list[Finding]:
+    """Every instruction that shows what XLA is known to compile wrongly."""
+    findings = confirmed(detect_in(program), target)
+    return [_error(f'miscompiled: {finding.entry.name}', str(finding)) for finding in findings]
 
 
 def replicated_over_model(compiled: CompiledStep) -> list[Placement]:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from megajax.config import Config, dump
-from megajax.inspect.child import call_in_child
+from megajax.inspect.child import call_in_child, telling_parent
 from megajax.inspect.limits import Say, judged
 from megajax.inspect.result import StepRun
 from megajax.inspect.shrink import shrink
@@ -80,4 +80,5 @@ def _main(task: str, result: str) -> None:
 
 
 if __name__ == '__main__':
-    _main(*sys.argv[1:])
+    with telling_parent():
+        _main(*sys.argv[1:])
