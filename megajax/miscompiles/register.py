@@ -4,6 +4,7 @@ from megajax.hlo.program import Program
 from megajax.miscompiles.double_product import DOUBLE_PRODUCT
 from megajax.miscompiles.empty_permute import EMPTY_PERMUTE
 from megajax.miscompiles.entry import Finding, Miscompile, find
+from megajax.miscompiles.misplaced_bias import MISPLACED_BIAS
 from megajax.miscompiles.scaled_bias import SCALED_BIAS
 from megajax.miscompiles.sliced_scatter import SLICED_SCATTER
 from megajax.miscompiles.small_dot import SMALL_DOT
@@ -12,6 +13,7 @@ from megajax.miscompiles.split_cycles import SPLIT_CYCLES
 REGISTER: tuple[Miscompile, ...] = (
     EMPTY_PERMUTE,
     SCALED_BIAS,
+    MISPLACED_BIAS,
     SPLIT_CYCLES,
     DOUBLE_PRODUCT,
     SLICED_SCATTER,

@@ -9,6 +9,7 @@ from megajax.miscompiles import REGISTER, detect
 from megajax.miscompiles.double_product import DOUBLE_PRODUCT
 from megajax.miscompiles.empty_permute import EMPTY_PERMUTE
 from megajax.miscompiles.entry import Miscompile
+from megajax.miscompiles.misplaced_bias import MISPLACED_BIAS
 from megajax.miscompiles.scaled_bias import SCALED_BIAS
 from megajax.miscompiles.sliced_scatter import SLICED_SCATTER
 from megajax.miscompiles.small_dot import SMALL_DOT
@@ -20,6 +21,7 @@ WRONG = [
     (EMPTY_PERMUTE, texts.permute('')),
     (SCALED_BIAS, texts.product(1.5, 'BIAS')),
     (SCALED_BIAS, texts.product(1.5, 'BIAS_GELU_AUX')),
+    (MISPLACED_BIAS, texts.product(1, 'BIAS', rows=8)),
     (SPLIT_CYCLES, texts.ring('{1,0},{3,2}', '{0,1},{2,3}', 2)),
     (DOUBLE_PRODUCT, texts.products('layers/dot')),
     (SLICED_SCATTER, texts.scatter('{{0,2},{1,3}}')),
@@ -27,7 +29,7 @@ WRONG = [
 ]
 RIGHT = [
     texts.permute('{0,0},{1,1}'),
-    texts.product(1.5, 'DEFAULT'),
+    texts.product(1.5, 'DEFAULT', rows=8),
     texts.product(1, 'BIAS'),
     texts.ring('{1,0}', '{0,1}', 0),
     texts.ring('{1,0},{3,2}', '{0,1},{2,3},{1,0}', 2),

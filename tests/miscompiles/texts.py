@@ -24,16 +24,16 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
 """
 
 
-def product(alpha: float, epilogue: str) -> str:
-    """A call of cuBLASLt with a bias."""
+def product(alpha: float, epilogue: str, rows: int = 4) -> str:
+    """A call of cuBLASLt with a bias and a result [rows, 8]."""
     config = f'{{"gemm_backend_config":{{"alpha_real":{alpha},"beta":0,"epilogue":"{epilogue}"}}}}'
     return f"""HloModule m
 
-ENTRY %main (x: f32[8,8], w: f32[8,8], b: f32[8]) -> (f32[8,8], s8[64]) {{
-  %x = f32[8,8]{{1,0}} parameter(0)
+ENTRY %main (x: f32[{rows},8], w: f32[8,8], b: f32[8]) -> (f32[{rows},8], s8[64]) {{
+  %x = f32[{rows},8]{{1,0}} parameter(0)
   %w = f32[8,8]{{1,0}} parameter(1)
   %b = f32[8]{{0}} parameter(2)
-  ROOT %call = (f32[8,8]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w, %b), custom_call_target="__cublas$lt$matmul", backend_config={config}
+  ROOT %call = (f32[{rows},8]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w, %b), custom_call_target="__cublas$lt$matmul", backend_config={config}
 }}
 """
 
