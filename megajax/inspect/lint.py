@@ -126,9 +126,9 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
 
 
 def _lossy_permutes(compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
-    for one in placed:
-        found = fault(one.groups, prod(compiled.mesh.values())) if one.kind == 'collective-permute' else None
-        if found:
+    permutes = [one for one in placed if one.kind == 'collective-permute' and one.groups]  # without pairs: the register has it
+    for one in permutes:
+        if found := fault(one.groups, prod(compiled.mesh.values())):
             rule, sentence = found
             yield _error(rule, f'{one.times} x of {one.whole} at {one.op_name} ({one.source}): {sentence}')
 

@@ -48,7 +48,6 @@ def permuted(*pairs: tuple[int, int]) -> Inspection:
 @pytest.mark.parametrize(
     ('pairs', 'rule', 'sentence'),
     [
-        ((), 'permute without pairs', 'it has no pairs, so every device gets zeros'),
         (((0, 1), (1, 2), (2, 3)), 'permute without a source', 'devices 0, 4 have no source and get zeros'),
         (((2, 2),), 'permute without a source', 'devices 0, 1, 3, 4, 5, 7 have no source and get zeros'),
     ],
@@ -63,6 +62,12 @@ def test_a_permute_that_loses_data_is_an_error_with_its_place(pairs, rule, sente
     assert f'{__file__}:' in error.message
     assert not found.ok
     assert '1 lint errors' in to_text(found)
+
+
+def test_a_permute_without_pairs_is_found_once_with_what_is_known_of_it():
+    [error] = [one for one in permuted().findings if one.level == 'error']
+    assert error.rule == 'miscompiled: permute without pairs'
+    assert 'openxla/xla#45218' in error.message
 
 
 @pytest.mark.parametrize(('pairs', 'axis', 'sent'), [([(i, i) for i in range(4)], '', 0), ([(i, 3 - i) for i in range(4)], 'model', 512)])
