@@ -20,7 +20,8 @@ def difference(name: str, pieces: Sequence[tuple[Index, np.ndarray]], expected: 
     wanted = np.asarray(expected, np.float64)
     worst = max(_largest(np.asarray(piece, np.float64) - wanted[place]) for place, piece in pieces)
     scale = _largest(wanted)
-    return Difference(name, worst / scale if scale and worst else worst)
+    error = worst / scale if scale and worst else worst
+    return Difference(name, np.inf if np.isnan(error) else error)
 
 
 def _largest(x: np.ndarray) -> float:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from megajax.config import Config, MeshConfig
 from megajax.emulate.compare import Difference, difference
@@ -24,6 +23,7 @@ from megajax.train.placements import parameter_name
 from megajax.train.step import TrainState, init_state, make_train_step
 
 NOISE = 0.05
+LOSS_SCALE = 64.0  # of fp16
 SMOOTH = {'grad_clip': 1e9, 'lr': 1.0, 'eps': 1.0, 'warmup_steps': 0, 'schedule': 'constant'}
 METRICS = 'loss', 'nll', 'grad_norm'
 Values = dict[str, Any]
@@ -49,19 +49,14 @@ class EmulatedStep:
         the same program to run, such as one before the last.
         """
         program = self.program if text is None else dataclasses.replace(self.program, text=text)
-        before, expected = reference(_on_one_device(self.config, exact=exact))
-        values = jax.tree.leaves((self._state_before(before), make_batch(self.config)))
+        expected = reference(_on_one_device(self.config, exact=exact))
+        before = first_state(_on_one_device(self.config, exact=False))
+        values = jax.tree.leaves((before, make_batch(self.config)))
         devices = jax.devices('cpu')[: self.config.mesh.data * self.config.mesh.model]
         pieces = run_on_cpu(program, values, devices, exact=exact)
         tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
         found = [difference(name, x, expected[name]) for name, x in _compared(*tree).items()]
         return sorted(found, key=lambda one: -one.error)
-
-    def _state_before(self, params: nnx.State) -> TrainState:
-        """The first state of the config, with these parameters."""
-        with jax.set_mesh(make_mesh()):
-            state = init_state(_on_one_device(self.config, exact=False))
-        return jax.tree.map(np.asarray, state._replace(params=params))
 
 
 def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
@@ -80,18 +75,26 @@ def _on_one_device(config: Config, *, exact: bool) -> Config:
     return updated(config, mesh=MeshConfig().model_dump(), train=train, optim={'shard': False})
 
 
-@functools.lru_cache(maxsize=8)
-def reference(config: Config) -> tuple[nnx.State, Values]:
-    """Parameters with noise before a step on one device, and what is compared after it."""
+@functools.lru_cache(maxsize=32)
+def first_state(config: Config) -> TrainState:
+    """The state before a step on one device, in numpy, with noise on every parameter."""
+    random = np.random.default_rng(1)
     with jax.set_mesh(make_mesh()):
-        state = init_state(config)
-        random = np.random.default_rng(1)
-        params = jax.tree.map(lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params)
-        state = state._replace(params=jax.device_put(params, jax.tree.map(lambda x: x.sharding, state.params)))
-        batch = place_batch(make_batch(config))
+        state = jax.tree.map(np.array, init_state(config))
+    noisy = jax.tree.map(lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params)
+    if state.loss_scale is not None:  # the noise would overflow at the scale that a run begins with
+        state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
+    return state._replace(params=noisy)
+
+
+@functools.lru_cache(maxsize=32)
+def reference(config: Config) -> Values:
+    """By name, the results of a step on one device that are compared."""
+    with jax.set_mesh(make_mesh()):
+        placed = jax.tree.map(lambda x: x.sharding, concrete(jax.eval_shape(lambda: init_state(config))))
+        state, batch = jax.device_put(first_state(config), placed), place_batch(make_batch(config))
         step = make_train_step(config).lower(state, batch).compile(QUICK)
-        state, metrics = step(state, batch)
-        return params, jax.tree.map(np.asarray, _compared(state, metrics))
+        return jax.tree.map(np.asarray, _compared(*step(state, batch)))
 
 
 def _compared(state: TrainState, metrics: Values) -> Values:
