@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from megajax.config import Config, MeshConfig
-from megajax.emulate.compare import Difference, difference
-from megajax.emulate.execute import QUICK, GpuProgram, compile_for_gpu, run_on_cpu
+from megajax.emulate.compare import Difference, difference, largest
+from megajax.emulate.execute import QUICK, GpuProgram, compile_for_gpu, run_on_cpu, stored_program
 from megajax.hardware.gpu import gpu_devices
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch, place_batch
@@ -25,21 +25,27 @@ from megajax.train.step import TrainState, init_state, make_train_step
 NOISE = 0.05
 LOSS_SCALE = 64.0  # of fp16
 SMOOTH = {'grad_clip': 1e9, 'lr': 1.0, 'eps': 1.0, 'warmup_steps': 0, 'schedule': 'constant'}
+GRADIENT = 'gradient of '
 METRICS = 'loss', 'nll', 'grad_norm'
 Values = dict[str, Any]
 
 
 class EmulatedStep:
-    """The step of a config, compiled for a GPU; it needs as many CPU devices as the mesh has."""
+    """The step of a config, compiled for a GPU; it needs as many CPU devices as the mesh has.
 
-    def __init__(self, config: Config, target: str, options: Mapping[str, Any] | None = None):
+    With `stored`, the text of a program that was compiled before, nothing is compiled for a GPU.
+    """
+
+    def __init__(self, config: Config, target: str, options: Mapping[str, Any] | None = None, *, stored: str | None = None):
         self.config = updated(config, optim=SMOOTH)
         mesh, count = self.config.mesh, self.config.mesh.data * self.config.mesh.model
-        gpus = gpu_devices(target, hosts=1, per_host=count)
-        with jax.set_mesh(mesh_of(gpus, mesh.data, mesh.model)):
-            state = concrete(jax.eval_shape(lambda: init_state(self.config)))
-            traced = make_train_step(self.config).trace(state, abstract_batch(self.config))
-            self.program: GpuProgram = compile_for_gpu(traced, gpus, options or {})
+        devices = gpu_devices(target, hosts=1, per_host=count) if stored is None else jax.devices('cpu')[:count]
+        with jax.set_mesh(mesh_of(devices, mesh.data, mesh.model)):
+            arguments = concrete(jax.eval_shape(lambda: init_state(self.config))), abstract_batch(self.config)
+            traced = make_train_step(self.config).trace(*arguments)
+            self.program: GpuProgram = (
+                compile_for_gpu(traced, devices, options or {}) if stored is None else stored_program(traced, arguments, stored)
+            )
         self._results = traced.out_info
 
     def differences(self, *, exact: bool = False, text: str | None = None) -> list[Difference]:
@@ -55,7 +61,10 @@ class EmulatedStep:
         devices = jax.devices('cpu')[: self.config.mesh.data * self.config.mesh.model]
         pieces = run_on_cpu(program, values, devices, exact=exact)
         tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
-        found = [difference(name, x, expected[name]) for name, x in _compared(*tree).items()]
+        scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
+        found = [
+            difference(name, x, expected[name], scale=scale if name.startswith(GRADIENT) else 0.0) for name, x in _compared(*tree).items()
+        ]
         return sorted(found, key=lambda one: -one.error)
 
 
@@ -103,7 +112,7 @@ def _compared(state: TrainState, metrics: Values) -> Values:
     adam = next(filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam)))
     return (
         {name: metrics[name] for name in METRICS}
-        | {f'gradient of {name}': x for name, x in _by_name(adam.mu).items()}
+        | {f'{GRADIENT}{name}': x for name, x in _by_name(adam.mu).items()}
         | {f'{name} after the step': x for name, x in _by_name(state.params).items()}
     )
 
