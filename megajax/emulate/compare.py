@@ -7,8 +7,6 @@ import numpy as np
 
 from megajax.emulate.execute import Index
 
-ROUNDING = 1e-6
-
 
 class Difference(NamedTuple):
     """The largest difference of a result from what is expected, over the largest element of that."""
@@ -17,16 +15,18 @@ class Difference(NamedTuple):
     error: float
 
 
-def difference(name: str, pieces: Sequence[tuple[Index, np.ndarray]], expected: Any, *, scale: float = 0.0) -> Difference:
+def difference(
+    name: str, pieces: Sequence[tuple[Index, np.ndarray]], expected: Any, *, scale: float = 0.0, rounding: float = 0.0
+) -> Difference:
     """Compare every device's piece, replicas too; infinite where one is not a number.
 
-    What is expected to be less than ROUNDING of `scale`, the size of its like, is rounding alone
+    What is expected to be less than `rounding` of `scale`, the size of its like, is rounding alone
     and is measured on that scale.
     """
     wanted = np.asarray(expected, np.float64)
     worst = max(largest(np.asarray(piece, np.float64) - wanted[place]) for place, piece in pieces)
     own = largest(wanted)
-    scale = own if own > ROUNDING * scale else scale
+    scale = own if own > rounding * scale else scale
     error = worst / scale if scale and worst else worst
     return Difference(name, np.inf if np.isnan(error) else error)
 

@@ -17,6 +17,7 @@ from megajax.config import Config, MeshConfig
 from megajax.emulate.compare import Difference, difference, largest
 from megajax.emulate.execute import QUICK, GpuProgram, compile_for_gpu, run_on_cpu, stored_program
 from megajax.hardware.gpu import gpu_devices
+from megajax.inspect.limits import limits
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch, place_batch
 from megajax.train.placements import parameter_name
@@ -25,6 +26,7 @@ from megajax.train.step import TrainState, init_state, make_train_step
 NOISE = 0.05
 LOSS_SCALE = 64.0  # of fp16
 SMOOTH = {'grad_clip': 1e9, 'lr': 1.0, 'eps': 1.0, 'warmup_steps': 0, 'schedule': 'constant'}
+ROUNDING = 0.1  # of the limit of a gradient, relative to the largest of all gradients
 GRADIENT = 'gradient of '
 METRICS = 'loss', 'nll', 'grad_norm'
 Values = dict[str, Any]
@@ -62,8 +64,11 @@ class EmulatedStep:
         pieces = run_on_cpu(program, values, devices, exact=exact)
         tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
         scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
+        rounding = ROUNDING * limits(self.config, exact=exact)[0]  # a bias of keys has no gradient but that of rounding
+        of_gradient = {'scale': scale, 'rounding': rounding}
         found = [
-            difference(name, x, expected[name], scale=scale if name.startswith(GRADIENT) else 0.0) for name, x in _compared(*tree).items()
+            difference(name, x, expected[name], **(of_gradient if name.startswith(GRADIENT) else {}))
+            for name, x in _compared(*tree).items()
         ]
         return sorted(found, key=lambda one: -one.error)
 

@@ -12,8 +12,12 @@ LOSSES = 'loss', 'nll'
 Say = Callable[[str], None]
 
 
+def limits(config: Config, *, exact: bool) -> tuple[float, float]:
+    """Those of a gradient and of the loss."""
+    return LIMITS['float32' if config.train.dtype == 'float32' else 'exact' if exact else '16 bits']
+
+
 def judged(differences: Iterable[Difference], config: Config, *, exact: bool) -> list[Compared]:
     """Each difference with its limit."""
-    kind = 'float32' if config.train.dtype == 'float32' else 'exact' if exact else '16 bits'
-    gradient, loss = LIMITS[kind]
+    gradient, loss = limits(config, exact=exact)
     return [Compared(name=name, error=error, limit=loss if name in LOSSES else gradient) for name, error in differences]

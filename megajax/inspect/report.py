@@ -55,9 +55,7 @@ def tables(inspection: Inspection) -> RenderableType:
     if inspection.schedule:
         parts += [Text(), schedule_table(inspection), _shares(inspection), *_seconds(inspection)]
     parts += [Text(), _memory(inspection), Text()]
-    for run in inspection.runs:
-        parts += [*run_lines(run), Text()]
-    parts += [*_findings(inspection), _conclusion(inspection)]
+    parts += [*run_lines(inspection.runs), *_findings(inspection), _conclusion(inspection)]
     return Group(*parts)
 
 
