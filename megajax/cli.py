@@ -105,15 +105,33 @@ def inspect(
     hosts: Annotated[int | None, typer.Option(help='Over how many hosts the mesh lies; 8 devices each unless given.')] = None,
     json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
     hlo: Annotated[Path | None, typer.Option(help='Write the compiled program to this file.')] = None,
+    run: Annotated[
+        bool, typer.Option('--run', help='Execute the GPU program on simulated CPU devices and compare with one device.')
+    ] = False,
+    bisect: Annotated[bool, typer.Option('--bisect', help='With --run: name the pass of the compiler that makes it wrong.')] = False,
+    reduce: Annotated[bool, typer.Option('--reduce', help='With --run: print the smallest config that is wrong.')] = False,
 ) -> None:
-    """Show the collectives that XLA inserted beside those that Megatron places by hand; exits with 1 where there are more."""
+    """Show the collectives that XLA inserted beside those that Megatron places by hand; exits with 1 where there are more.
+
+    With --run the compiled step is executed too, without a GPU, and every gradient compared with that of one device.
+    """
     config = load(source, overrides or ())
+    if (bisect or reduce) and not run:
+        raise ConfigError('--bisect and --reduce explain what --run finds wrong: add --run')
+    if run and target == 'cpu':
+        raise ConfigError('--run executes the program of a GPU: add --target h100, or a100, h200, b200')
     if missing := [path for path in (json, hlo) if path and not path.parent.is_dir()]:
         raise ConfigError(*(f'{path}: there is no folder {path.parent}: make it first' for path in missing))
     from megajax.inspect import inspect_with_text
     from megajax.inspect.report import tables
 
     inspection, text = inspect_with_text(config, target=target, hosts=hosts)
+    if run:
+        from megajax.inspect.step_run import run_in_child
+
+        progress = Console(stderr=True, highlight=False)
+        runs = run_in_child(config, target, bisect=bisect, reduce=reduce, say=lambda line: progress.print(line, style='dim', markup=False))
+        inspection = inspection.model_copy(update={'runs': runs})
     if json:
         json.write_text(inspection.model_dump_json(indent=2))
     if hlo:

@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
+from megajax.hardware.gpu import has_compiler
 from megajax.parallel.environment import visible_gpus
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
@@ -68,6 +69,7 @@ def diagnose(folder: Path, *, environ: Mapping[str, str] = os.environ, timeout: 
     found = Diagnosis()
     _packages(found)
     _jax(found, environ, timeout)
+    _miscompiles(found, environ, timeout)
     _network(found, environ)
     _files(found, folder)
     return found
@@ -142,6 +144,22 @@ def _missing_gpus(found: Diagnosis, kind: str, count: int, environ: Mapping[str,
         found.wrong(
             f'{gpus} GPUs are visible, and jax uses {count}', 'unset JAX_LOCAL_DEVICE_IDS, or show only those in CUDA_VISIBLE_DEVICES'
         )
+
+
+def _miscompiles(found: Diagnosis, environ: Mapping[str, str], timeout: float) -> None:
+    """Tell which known miscompiles XLA's GPU compiler has, where it is installed; its answers are kept for the next time."""
+    if not has_compiler():
+        return
+    environment = {**environ, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}  # the GPUs may be in use
+    command = [sys.executable, '-m', 'megajax.miscompiles']
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        found.fact('miscompiles', f'unknown: XLA does not compile the repros within {timeout:g} s')
+        return
+    reason = (done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]
+    for line in [f'unknown: {reason}'] if done.returncode else done.stdout.splitlines():
+        found.fact('miscompiles', line)
 
 
 def _network(found: Diagnosis, environ: Mapping[str, str]) -> None:

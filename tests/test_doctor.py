@@ -10,6 +10,7 @@ import pytest
 
 from megajax import doctor
 from megajax.doctor import Diagnosis, diagnose
+from megajax.hardware.gpu import has_compiler
 
 CPU = {name: value for name, value in os.environ.items() if name not in ('XLA_FLAGS', 'CUDA_VISIBLE_DEVICES')} | {'JAX_PLATFORMS': 'cpu'}
 
@@ -108,3 +109,21 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(doctor.tempfile, 'NamedTemporaryFile', refuse)
     (what,) = whats(diagnose(tmp_path, environ=CPU))
     assert what == f'{tmp_path} cannot be written: Permission denied'
+
+
+@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
+def test_known_miscompiles_of_the_compiler_at_hand_are_told_and_are_no_finding(tmp_path: Path) -> None:
+    environ = CPU | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
+    first = diagnose(tmp_path, environ=environ)
+    lines = [line for name, line in first.facts if name == 'miscompiles']
+    assert lines
+    assert not any(line.startswith('unknown') for line in lines)
+    assert not first.findings
+    assert any((tmp_path / 'cache').rglob('*.json'))
+    again = diagnose(tmp_path, environ=environ)
+    assert [line for name, line in again.facts if name == 'miscompiles'] == lines
+
+
+@pytest.mark.skipif(has_compiler(), reason="XLA's GPU compiler is installed, so it is asked")
+def test_without_a_gpu_compiler_none_is_asked(tmp_path: Path) -> None:
+    assert 'miscompiles' not in dict(diagnose(tmp_path, environ=CPU).facts)

@@ -1,6 +1,6 @@
 """What a run is made of: the schema, presets, files and overrides, and the rules that keys obey together. Imports no jax."""
 
-from megajax.config.errors import CheckpointError, ConfigError, NumericError, Problem, RunError, StopRequested
+from megajax.config.errors import CheckpointError, ConfigError, MiscompileError, NumericError, Problem, RunError, StopRequested
 from megajax.config.load import dump, load, presets, reload
 from megajax.config.parameters import num_matrix_parameters, num_parameters
 from megajax.config.schema import (
@@ -25,6 +25,7 @@ __all__ = [
     'DataConfig',
     'LossConfig',
     'MeshConfig',
+    'MiscompileError',
     'ModelConfig',
     'NumericError',
     'OptimConfig',

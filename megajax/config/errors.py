@@ -52,3 +52,9 @@ class StopRequested(RunError):  # noqa: N818
     """The run was asked to stop, by what its text says, and has saved; EX_TEMPFAIL: start it again."""
 
     exit_code = 75
+
+
+class MiscompileError(RunError):
+    """XLA has compiled a step that computes something else than was written; do not retry."""
+
+    exit_code = 1  # as `inspect` exits for the same program

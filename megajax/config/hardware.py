@@ -61,6 +61,24 @@ class Hardware(Section):
     efficiency: Efficiency
     sources: dict[str, str]
 
+    def product_rate(self, dtype: str, *, is_attention: bool = False) -> float:
+        """FLOPs a second of large matrix products, or of flash attention, of what a mask leaves.
+
+        A dtype that the record lacks has the highest peak: no product seems longer than it is.
+        """
+        peaks = {str(name): peak for name, peak in self.peak_flops.items()}
+        flash = self.efficiency.flash if is_attention else None
+        return peaks.get(dtype, max(peaks.values())) * (flash or self.efficiency.matmul)
+
+    def ring_bandwidth(self, *, members: int, hosts: int) -> float:
+        """Bytes a second that each GPU sends in a ring over `hosts` with `members` of it on each.
+
+        NCCL makes as many rings as a group has GPUs on a host, which leave it in different places,
+        so that the network cards of all of them serve the group; other groups have theirs.
+        """
+        inside = self.inside_host.bandwidth
+        return inside if hosts == 1 else min(inside, self.across_hosts.bandwidth * members)
+
 
 def hardware_names() -> list[str]:
     """Those that `hardware` knows, in alphabetical order."""

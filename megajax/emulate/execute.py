@@ -33,7 +33,7 @@ class GpuProgram:
     text: str
     kept: tuple[int, ...]
     inputs: tuple[Sharding, ...]
-    outputs: tuple[Sharding, ...]
+    outputs: tuple[Sharding | None, ...]
     output_shapes: tuple[tuple[int, ...], ...]
 
 
@@ -62,6 +62,20 @@ def num_devices(traced: Traced) -> int:
     """The devices that the function was traced for."""
     lowering: Any = traced.lower(lowering_platforms=('cuda',))._lowering
     return lowering.compile_args['num_devices']
+
+
+def stored_program(traced: Traced, arguments: Any, text: str) -> GpuProgram:
+    """A program that was compiled before from the same function, with `arguments` that have shardings and results that have."""
+    computation: Any = traced.lower()._lowering
+    kept = tuple(sorted(computation.compile_args['kept_var_idx']))
+    leaves, results = jax.tree.leaves(arguments), jax.tree.leaves(traced.out_info)
+    return GpuProgram(
+        text=text,
+        kept=kept,
+        inputs=tuple(leaves[place].sharding for place in kept),
+        outputs=tuple(one.sharding for one in results),
+        output_shapes=tuple(one.shape for one in results),
+    )
 
 
 def full_text(module: hlo.HloModule) -> str:
@@ -111,15 +125,15 @@ def _stored_shape(info: Any) -> tuple[int, ...]:
     return info.shape
 
 
-def _on(devices: Sequence[Any], sharding: Sharding) -> Sharding:
-    """The same placement on other devices, taken in their order."""
+def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
+    """The same placement on other devices, taken in their order; None is one of the whole on each."""
     if isinstance(sharding, NamedSharding):
         shape = sharding.mesh.shape
         mesh = Mesh(np.array(devices).reshape([*shape.values()]), tuple(shape))
         return NamedSharding(mesh, sharding.spec)
     if isinstance(sharding, GSPMDSharding):
         return GSPMDSharding(tuple(devices), sharding._hlo_sharding)
-    assert sharding.is_fully_replicated, sharding
+    assert sharding is None or sharding.is_fully_replicated, sharding
     return NamedSharding(Mesh(np.array(devices), ('device',)), jax.P())
 
 

@@ -62,6 +62,7 @@ def run(
     compiler_options: Mapping[str, Any] | None = None,
     bisect: bool = False,
     seed: int = 0,
+    detect: Callable[[str], list[str]],
 ) -> GpuRun:
     """See `megajax.inspect.run`."""
     start = time.perf_counter()
@@ -86,6 +87,7 @@ def run(
         limit=limit,
         leaves=sorted(leaves, key=lambda leaf: (leaf.ok, -leaf.error)),
         culprit=culprit,
+        known_miscompiles=detect(step.program.text),
         seconds=time.perf_counter() - start,
     )
 

@@ -9,8 +9,8 @@ from rich.text import Text
 
 from megajax.render.console import as_html, as_text
 
-_KERNELS = 'kernels themselves (Triton, cuBLAS, cuDNN, NCCL)'
-NOT_COVERED = f"Not covered: {_KERNELS}, buffer assignment, streams, the autotuner's choices, TF32."
+_LEFT_OUT = 'the kernels themselves, the assignment of buffers, streams, the choices of an autotuner'
+NOT_COVERED = f'not covered: {_LEFT_OUT}, TF32'
 _OWN_PROGRAM = (
     'A manual region (jax.shard_map) cannot run on one device, so this does not check what the '
     'function itself sends: reference= gives an independent answer.'
@@ -43,6 +43,7 @@ class GpuRun(_Result):
     limit: float = Field(description='for the error of floating-point outputs')
     leaves: list[Leaf] = Field(description='worst first')
     culprit: str | None = Field(description='the pass that made it wrong, if it was sought')
+    known_miscompiles: list[str] = Field(description='as `megajax.inspect.known_miscompiles`')
     seconds: float
 
     @property
@@ -73,6 +74,7 @@ def _tables(run: GpuRun) -> RenderableType:
     parts += [Text(), _conclusion(run)]
     if run.culprit:
         parts.append(Text(f'first wrong after {run.culprit}', style='bold red'))
+    parts += [Text(f'known miscompile: {line}') for line in run.known_miscompiles]
     if run.compared_with.startswith("the CPU's own"):
         parts.append(Text(_OWN_PROGRAM))
     return Group(*parts, Text(NOT_COVERED))

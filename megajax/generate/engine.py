@@ -15,6 +15,7 @@ from megajax.config import Config
 from megajax.generate.cache import KeysValues, decode, prefill, write
 from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
 from megajax.generate.weights import Weights, graphs, inference_config
+from megajax.miscompiles import cures, mesh_target
 from megajax.model.decoder import Decoder
 from megajax.parallel import layout
 
@@ -36,13 +37,14 @@ Carry = tuple[Rows, jax.Array, jax.Array, jax.Array]  # rows, made_BM, how many,
 
 
 class Engine:
-    """The compiled functions for a config, for any prompts and any mesh; each shape compiles once."""
+    """The compiled functions for a config and a target, for any prompts and any mesh; each shape compiles once."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, target: str):
         self.config = config = inference_config(config)
         self._decoder, self._block = graphs(config)
-        self.read = jax.jit(self._read, static_argnames=('num_slots', 'sampling'))
-        self.make = jax.jit(self._make, static_argnames=('num_tokens', 'sampling'), donate_argnames=('rows',))
+        options = cures(target)
+        self.read = jax.jit(self._read, static_argnames=('num_slots', 'sampling'), compiler_options=options)
+        self.make = jax.jit(self._make, static_argnames=('num_tokens', 'sampling'), donate_argnames=('rows',), compiler_options=options)
 
     def _read(
         self,
@@ -131,7 +133,11 @@ def _any_left(rows: Rows) -> jax.Array:
     return (rows.left_B > 0).any()
 
 
-@functools.cache
 def engine(config: Config) -> Engine:
-    """The engine of a config; the functions that it has compiled stay."""
-    return Engine(config)
+    """The engine of a config for the devices of the current mesh; the functions that it has compiled stay."""
+    return _engine(config, mesh_target())
+
+
+@functools.cache
+def _engine(config: Config, target: str) -> Engine:
+    return Engine(config, target)

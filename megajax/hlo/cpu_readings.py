@@ -1,45 +1,51 @@
-"""What XLA's CPU backend cannot say, read as what it means: it has no reduce-scatter, and reduces and moves in fp32 alone."""
+"""What XLA's CPU backend cannot say, read as what it means: it does not make reduce-scatters, and reduces and moves in fp32 alone."""
 
 import re
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import NamedTuple
 
+from megajax.hlo.evaluate import run_of
+from megajax.hlo.groups import Groups
 from megajax.hlo.paths import SAME
-from megajax.hlo.program import Array, Computation, Instruction, Program
+from megajax.hlo.program import DTYPE_BITS, Array, Computation, Instruction, Program
+from megajax.hlo.transfers import Sent
 
-_NARROW = 'bf16', 'f16'
+# What an XLA for CPUs widens to a dtype on its way.
+_NARROW = {'f32': {'bf16', 'f16'}, 'f16': {dtype for dtype in DTYPE_BITS if dtype.startswith('f8')}}
 
 
 def as_meant(
-    program: Program, computation: Computation, instruction: Instruction, kind: str, index: int, operand: Array, result: Array, count: int
+    program: Program, computation: Computation, instruction: Instruction, kind: str, sent: Sent, groups: Groups
 ) -> tuple[str, Array, Array]:
-    """Kind, operand and result; only an XLA for CPUs hides them, and it starts nothing in the background."""
-    if instruction.opcode.endswith('-start'):
+    """Kind, operand and result; only an XLA for CPUs hides them, and it starts nothing in the background and configures nothing."""
+    index, operand, result = sent
+    if instruction.opcode.endswith('-start') or '"collective_backend_config"' in instruction.attributes:
         return kind, operand, result
     readers = list(_readers(program, computation, instruction, index if len(instruction.results) > 1 and kind != 'all-to-all' else None))
-    dtype = _narrow_dtype(program, computation, instruction, index, readers) if operand.dtype == 'f32' else ''
+    dtype = _narrow_dtype(program, computation, instruction, index, readers) if operand.dtype in _NARROW else ''
     if dtype:
         operand, result = operand._replace(dtype=dtype), result._replace(dtype=dtype)
-    parts = {reader.instruction.results[0].shape if _is_own_part(program, reader) else () for reader in readers}
-    if kind == 'all-reduce' and len(parts) == 1 and count * prod(part := parts.pop()) == prod(operand.shape):
-        return 'reduce-scatter', operand, result._replace(shape=part)
+    # A sum that the author wrote stays one on every backend, whatever is taken of it.
+    is_own = re.search(r'/psum\w*$', instruction.op_name)
+    if kind == 'all-reduce' and not is_own and readers and all(_is_own_part(program, reader, groups) for reader in readers):
+        return 'reduce-scatter', operand, result._replace(shape=readers[0].instruction.results[0].shape)
     return kind, operand, result
 
 
 def _narrow_dtype(program: Program, computation: Computation, instruction: Instruction, index: int, readers: Sequence['_Reader']) -> str:
-    """The smaller dtype that an array has on its way; empty where it is fp32 itself."""
-    before = _dtype_before(program, computation, computation.by_name[instruction.operands[index]])
+    """The smaller dtype that an array has on its way; empty where it has its own."""
+    operand = computation.by_name[instruction.operands[index]]
+    before, narrow = _dtype_before(program, computation, operand), _NARROW[operand.results[0].dtype]
     after = set[str]()
     for reader in readers:
         is_part = not reader.dtype and reader.instruction.opcode == 'dynamic-slice'
         after |= {one.dtype for one in _readers(program, reader.home, reader.instruction)} if is_part else {reader.dtype}
     reduction = instruction.attribute('to_apply')
     if reduction is None:  # moved as it is
-        return before if before in _NARROW and after == {before} else ''
+        return before if before in narrow and after == {before} else ''
     # Partial sums of a product are in fp32 here and in the product's dtype elsewhere; a sum that the author wrote is as written.
     is_own = re.search(r'/(psum|reduce_scatter)\w*$', instruction.op_name) and '_promoted' not in reduction
-    return next(iter(after)) if len(after) == 1 and after <= {*_NARROW} and not is_own else ''
+    return next(iter(after)) if len(after) == 1 and after <= narrow and not is_own else ''
 
 
 class _Reader(NamedTuple):
@@ -86,18 +92,21 @@ def _dtype_before(program: Program, computation: Computation, made: Instruction)
     return _dtype_before(program, *given) if given else ''
 
 
-def _is_own_part(program: Program, reader: _Reader) -> bool:
-    """Whether it takes a slice whose place follows from the device's own."""
+def _is_own_part(program: Program, reader: _Reader, groups: Groups) -> bool:
+    """Whether each device takes the part at its place in its group, along one dim."""
     if reader.instruction.opcode != 'dynamic-slice':
         return False
-    ahead = [(reader.home, reader.home.by_name[name]) for name in reader.instruction.operands[1:]]
-    for home, one in ahead:
-        if one.opcode in ('partition-id', 'replica-id'):
-            return True
-        given = _given(program, home, one)
-        before = [given] if given else [(home, home.by_name[name]) for name in one.operands]
-        ahead += [pair for pair in before if pair not in ahead]
-    return False
+    array, *starts = reader.instruction.operands
+    whole, part = (one.results[0].shape for one in (reader.home.by_name[array], reader.instruction))
+    cut = [dim for dim, (size, own) in enumerate(zip(whole, part, strict=True)) if size != own]
+    if len(cut) != 1 or any(whole[cut[0]] != part[cut[0]] * len(group) for group in groups):
+        return False
+    for group in groups:
+        for place, device in enumerate(group):
+            start = run_of(program, reader.home, device).value(starts[cut[0]])
+            if start is None or min(max(int(start), 0), whole[cut[0]] - part[cut[0]]) != place * part[cut[0]]:
+                return False
+    return True
 
 
 def _given(program: Program, computation: Computation, made: Instruction) -> tuple[Computation, Instruction] | None:

@@ -26,6 +26,12 @@ def device_groups(instruction: Instruction, num_devices: int) -> Groups:
     raise HloError(f'no replica groups: {instruction.line}')
 
 
+def groups_text(instruction: Instruction) -> str:
+    """The groups or pairs as the text spells them."""
+    found = re.search(r'(?:source_target_pairs|replica_groups)=(.*?)(?:, (?!device_ids)\w+=|$)', instruction.attributes)
+    return found[1] if found else ''
+
+
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     """The fewest axes of the mesh that join every group: ('data',), ('data', 'model'), ...; () where each device is alone."""
     devices = np.arange(prod(mesh.values())).reshape([*mesh.values()])

@@ -3,8 +3,8 @@
 import re
 from math import prod
 
+from megajax.hlo.products import flops
 from megajax.hlo.program import Computation, Instruction, Program
-from megajax.hlo.schedule import flops
 
 # What hands an array on as it is, or in another layout or dtype.
 SAME = {'bitcast', 'copy', 'reshape', 'transpose', 'convert', 'get-tuple-element', 'optimization-barrier', 'copy-start', 'copy-done'}

@@ -9,7 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from megajax.hlo.runs import Runs
 
 DTYPE_BITS = {
     'pred': 8, 's2': 2, 'u2': 2, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8, 's16': 16, 'u16': 16, 's32': 32, 'u32': 32, 's64': 64, 'u64': 64,
@@ -76,7 +79,7 @@ class Instruction:
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ''
 
-    @property
+    @cached_property
     def called(self) -> tuple[str, ...]:
         """The computations that it names."""
         attributes = _QUOTED.sub('', self.attributes)
@@ -136,9 +139,12 @@ class Computation:
 
 
 class Program:
-    """A compiled module: its computations by name, who calls each, and how many times a step runs it."""
+    """A compiled module: its computations by name, who calls each, and how often a run of it runs each.
 
-    def __init__(self, text: str):
+    `trip_count` is that of loops whose length the compiler does not know.
+    """
+
+    def __init__(self, text: str, *, trip_count: int | None = None):
         self.computations = {one.name: one for one in _computations(text)}
         entries = re.findall(r'^ENTRY %?([\w.\-]+)', text, re.MULTILINE)
         if len(entries) != 1:
@@ -147,6 +153,9 @@ class Program:
         for one in self.computations.values():
             one.check()
         self.callers = self._callers()
+        self._trip_count = trip_count
+        found = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', text.split('\n', 1)[0])
+        self.num_devices = prod(map(int, found))
         self._sources = _Sources(text)
 
     def _callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
@@ -160,52 +169,20 @@ class Program:
         return callers
 
     @cached_property
+    def runs(self) -> 'Runs':
+        """How often each computation runs."""
+        from megajax.hlo.runs import Runs  # here, because it reads programs
+
+        return Runs(self, self._trip_count)
+
+    @property
     def times(self) -> dict[str, int]:
-        """How often each computation runs in one run of the program: trip counts of nested loops multiplied in, every branch counted."""
-        times: dict[str, int] = {}
-
-        def count(name: str) -> int:
-            if name not in times:
-                calls = self.callers.get(name, [])
-                times[name] = sum(count(caller.name) * _runs(one, name) for caller, one in calls) if calls else int(name == self.entry.name)
-            return times[name]
-
-        for name in self.computations:
-            count(name)
-        return times
-
-    @cached_property
-    def unbounded(self) -> set[str]:
-        """Computations in a loop whose length the compiler does not know: `times` counts it as one."""
-        found: set[str] = set()
-        for computation in self.computations.values():
-            for one in computation.instructions:
-                if one.opcode == 'while' and one.trip_count is None:
-                    found |= self._reached(one.called)
-        return found
+        """How often each computation runs in one run of the program, by name; see `megajax.hlo.runs`."""
+        return self.runs.times
 
     def source(self, instruction: Instruction) -> str:
         """`file:line < file:line < ...` of the Python frames that made it, innermost first; empty where not recorded."""
         return self._sources.of(instruction)
-
-    def _reached(self, names: tuple[str, ...]) -> set[str]:
-        reached: set[str] = set()
-        ahead = list(names)
-        while ahead:
-            name = ahead.pop()
-            if name not in reached:
-                reached.add(name)
-                ahead += [called for one in self.computations[name].instructions for called in one.called]
-        return reached
-
-
-def _runs(caller: Instruction, name: str) -> int:
-    if caller.opcode in ('async-update', 'async-done'):
-        return 0  # older XLAs name again what async-start has started
-    if caller.opcode != 'while':
-        return 1
-    runs = 1 if caller.trip_count is None else caller.trip_count
-    return runs + 1 if caller.attribute('condition') == name else runs
 
 
 def _computations(text: str) -> Iterator[Computation]:

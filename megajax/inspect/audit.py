@@ -1,17 +1,19 @@
 """From a compiled step to an inspection: rows beside Megatron's, the schedule, memory, lint."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from megajax.config import Config, dump
 from megajax.hardware.gpu import GPUS
 from megajax.hlo.collectives import Collective, collectives
-from megajax.hlo.groups import crosses_hosts
+from megajax.hlo.groups import crosses_hosts, groups_text
 from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
-from megajax.inspect.lint import lint, replicated_over_model
+from megajax.inspect.lint import known_miscompiles, lint, replicated_over_model
 from megajax.inspect.megatron import Expected, expected
-from megajax.inspect.result import Inspection, Memory, Overlap, Row, Transfer, Verdict
+from megajax.inspect.overlap import rates_of, transfer_seconds
+from megajax.inspect.products import count_products, products_run_twice
+from megajax.inspect.result import CollectiveInstruction, Inspection, Memory, Overlap, Row, Transfer, Verdict
 from megajax.inspect.sites import ORDER, Site, site_of
 
 NUM_REPLICATED = 5
@@ -19,9 +21,14 @@ NUM_REPLICATED = 5
 
 def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     """Everything that `megajax inspect` says of a compiled step."""
-    placed = collectives(Program(compiled.text), compiled.mesh)
+    program = Program(compiled.text)
+    every = collectives(program, compiled.mesh)
+    placed = [one for one in every if one.times]
     wanted = expected(config)
     rows = _rows(config, placed, wanted)
+    schedule = _schedule(config, program, placed, target, compiled.devices_per_host)
+    products = count_products(config, program, target)
+    twice = () if target == 'cpu' else products_run_twice(config, program, products)
     return Inspection(
         config=dump(config),
         target=target,
@@ -30,11 +37,16 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         jax_version=compiled.jax_version,
         compile_seconds=compiled.seconds,
         rows=rows,
+        collectives=_instructions(config, program, every),
         ratios=_ratios(rows, compiled.mesh),
-        schedule=[] if target == 'cpu' else _schedule(config, placed, compiled.devices_per_host),
+        schedule=schedule,
         overlapped_share={} if target == 'cpu' else _overlapped_share(placed, compiled.mesh),
+        rates=None if target == 'cpu' else rates_of(config, target),
+        wire_seconds=_by_axis(compiled.mesh, schedule, lambda one: one.seconds),
+        hidden_seconds=_by_axis(compiled.mesh, schedule, lambda one: one.hidden_seconds),
+        products=products,
         memory=_memory(compiled, target),
-        findings=lint(config, compiled, placed, wanted),
+        findings=lint(config, compiled, placed, wanted, [*known_miscompiles(program, target), *twice]),
     )
 
 
@@ -52,6 +64,30 @@ def _place(site: Site) -> tuple[int, int, str]:
     return ORDER.index(site.name) if site.name in ORDER else len(ORDER), phases.index(site.phase), site.axis
 
 
+def _instructions(config: Config, program: Program, every: Sequence[Collective]) -> list[CollectiveInstruction]:
+    """One record for each collective instruction of the text."""
+    by_name = defaultdict[tuple[str, str], list[Collective]](list)
+    for one in every:
+        by_name[one.computation, one.instruction].append(one)
+    return [
+        CollectiveInstruction(
+            instruction=name,
+            computation=computation,
+            kind=' and '.join(dict.fromkeys(one.kind for one in arrays)),
+            axis=arrays[0].axis,
+            groups=groups_text(program.computations[computation].by_name[name]),
+            arrays=[str(one.whole) for one in arrays],
+            times=arrays[0].times,
+            at_most=arrays[0].at_most,
+            wire_bytes=sum(one.times * one.wire_bytes for one in arrays),
+            op_name=' and '.join(dict.fromkeys(one.op_name for one in arrays)),
+            source=arrays[0].source,
+            site=' and '.join(dict.fromkeys(site_of(one, config).name for one in arrays)),
+        )
+        for (computation, name), arrays in by_name.items()
+    ]
+
+
 def _row(site: Site, placed: list[Collective], wanted: list[Expected]) -> Row:
     ours = sum(one.wire_bytes * one.times for one in placed)
     theirs = sum(one.wire_bytes * one.times for one in wanted)
@@ -62,20 +98,26 @@ def _row(site: Site, placed: list[Collective], wanted: list[Expected]) -> Row:
         site=site.name,
         phase=site.phase,
         axis=site.axis,
-        placed=_transfers((one.kind, one.whole, one.times, one.wire_bytes) for one in placed),
-        megatron=_transfers((one.kind, one.array, one.times, one.wire_bytes) for one in wanted),
+        placed=_transfers((one.kind, one.whole, one.times, one.wire_bytes, one.at_most) for one in placed),
+        megatron=_transfers((one.kind, one.array, one.times, one.wire_bytes, False) for one in wanted),
         wire_bytes=ours,
         megatron_wire_bytes=theirs,
         verdict=verdict,
     )
 
 
-def _transfers(parts: Iterable[tuple[str, object, int, float]]) -> list[Transfer]:
+def _transfers(parts: Iterable[tuple[str, object, int, float, bool]]) -> list[Transfer]:
     times, wire = defaultdict[tuple[str, str], int](int), defaultdict[tuple[str, str], float](float)
-    for kind, array, count, bytes_each in parts:
+    at_most = set[tuple[str, str]]()
+    for kind, array, count, bytes_each, is_limit in parts:
         times[kind, str(array)] += count
         wire[kind, str(array)] += count * bytes_each
-    return [Transfer(kind=kind, array=array, times=times[kind, array], wire_bytes=wire[kind, array]) for kind, array in times]
+        if is_limit:
+            at_most.add((kind, str(array)))
+    return [
+        Transfer(kind=kind, array=array, times=times[kind, array], wire_bytes=wire[kind, array], at_most=(kind, array) in at_most)
+        for kind, array in times
+    ]
 
 
 def _ratios(rows: list[Row], mesh: dict[str, int]) -> dict[str, float | None]:
@@ -87,7 +129,16 @@ def _ratios(rows: list[Row], mesh: dict[str, int]) -> dict[str, float | None]:
     return ratios
 
 
-def _schedule(config: Config, placed: list[Collective], devices_per_host: int) -> list[Overlap]:
+def _schedule(
+    config: Config,
+    program: Program,
+    placed: list[Collective],
+    target: str,
+    devices_per_host: int,
+) -> list[Overlap]:
+    if target == 'cpu':
+        return []
+    seconds = transfer_seconds(program, placed, target, devices_per_host)
     return [
         Overlap(
             site=site_of(one, config).name,
@@ -96,12 +147,23 @@ def _schedule(config: Config, placed: list[Collective], devices_per_host: int) -
             transfer=Transfer(kind=one.kind, array=str(one.whole), times=one.times, wire_bytes=one.times * one.wire_bytes),
             synchronous=one.synchronous,
             overlapped_gflops=one.overlapped_flops / 1e9,
+            seconds=one.times * on_wire,
+            hidden_seconds=one.times * hidden,
             crosses_hosts=crosses_hosts(one.groups, devices_per_host),
             source=one.source,
         )
-        for one in placed
+        for one, (on_wire, hidden) in zip(placed, seconds, strict=True)
         if not one.is_scalar
     ]
+
+
+def _by_axis(
+    mesh: dict[str, int],
+    schedule: list[Overlap],
+    seconds: Callable[[Overlap], float],
+) -> dict[str, float]:
+    on_axis = {axis: [one for one in schedule if axis in one.axis.split('+')] for axis in mesh}
+    return {axis: sum(map(seconds, over)) for axis, over in on_axis.items() if over}
 
 
 def _overlapped_share(placed: list[Collective], mesh: dict[str, int]) -> dict[str, float]:

@@ -1,55 +1,188 @@
-"""Collectives of any jitted function, held to what its author expects."""
+"""Collectives of any compiled function, held to what its author expects."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from megajax.hlo.collectives import KINDS, Collective, collectives
+from megajax.hlo.collectives import Collective, collectives
+from megajax.hlo.permutes import SHOWN, DevicePairs, Pairs, along, fault
 from megajax.hlo.program import Program
+from megajax.hlo.text import program_text
+from megajax.hlo.transfers import KINDS
+
+Declared = str | Pairs | Sequence[str | Pairs]
 
 
-def check_collectives(function: Any, args: tuple[Any, ...], expected: Mapping[str, Mapping[str, int]]) -> None:
+def check_collectives(
+    function: Any,
+    args: tuple[Any, ...],
+    expected: Mapping[str, Mapping[str, int]],
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    trip_count: int | None = None,
+    permutes: Mapping[str, Declared] | None = None,
+) -> None:
     """See `megajax.inspect.assert_collectives`."""
-    mesh = _mesh(args)
-    axes = {_joined(name, mesh): Counter(counts) for name, counts in expected.items()}
-    if unknown := {kind for counts in axes.values() for kind in counts} - {*KINDS}:
-        raise ValueError(f'no kind of collective {", ".join(sorted(unknown))}: choose among {", ".join(KINDS)}')
-    text = function.lower(*args).compile().as_text()
-    found = [one for one in collectives(Program(text), mesh) if not one.is_scalar]
-    actual: dict[str, Counter[str]] = {axis: Counter() for axis in axes}
+    _check_trip_count(trip_count)
+    declared = {name: _declarations(name, value) for name, value in (permutes or {}).items()}
+    if unknown := {kind for counts in expected.values() for kind in counts} - {*KINDS}:
+        names = ', '.join(sorted(unknown))
+        raise ValueError(f'no kind of collective {names}: choose among {", ".join(KINDS)}')
+    if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
+        function = _compiled(function, args)
+        args = ()
+        sizes = _mesh(mesh, function.input_shardings) or _current_mesh()
+    else:
+        sizes = _mesh(mesh, args) or _current_mesh()
+    axes = {'+'.join(_axes(name, sizes)): Counter(counts) for name, counts in expected.items()}
+    allowed = {_axes(name, sizes): _allowed(name, pairs, sizes) for name, pairs in declared.items()}
+    program = Program(program_text(_compiled(function, args)), trip_count=trip_count)
+    found = [one for one in collectives(program, sizes) if one.times]
+    if faults := [*_faulty_permutes(found, allowed, prod(sizes.values()))]:
+        head = 'the compiled function has permutes that lose data or are not as declared'
+        raise AssertionError('\n'.join([head, *faults]))
+    _check_counts(axes, [one for one in found if one.axes and not one.is_scalar])
+
+
+def _check_trip_count(count: Any) -> None:
+    if count is None or (isinstance(count, int) and not isinstance(count, bool) and count >= 0):
+        return
+    reason = 'give the number of steps of the loops whose length XLA does not know'
+    raise ValueError(f'trip_count={count!r}: {reason}')
+
+
+def _check_counts(expected: Mapping[str, Counter[str]], found: Sequence[Collective]) -> None:
+    actual: dict[str, Counter[str]] = {axis: Counter() for axis in expected}
     for one in found:
         actual.setdefault(one.axis, Counter())[one.kind] += one.times
-    if any(+actual[axis] != +axes.get(axis, Counter()) for axis in actual):
-        raise AssertionError(_message(axes, actual, found))
+    if any(+actual[axis] != +expected.get(axis, Counter()) for axis in actual):
+        raise AssertionError(_message(expected, actual, found))
 
 
-def _joined(name: str, mesh: Mapping[str, int]) -> str:
-    """`model_and_data` in the order of the mesh: `data+model`."""
+def _compiled(function: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
+    """A compiled program from whatever holds one or can be compiled to one."""
+    if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
+        if args:
+            name = type(function).__name__
+            raise ValueError(f'a {name} program has its arguments already: give none beside it')
+        return function.compile() if isinstance(function, jax.stages.Lowered) else function
+    if not hasattr(function, 'lower') and callable(function):
+        function = jax.jit(function)
+    takes = hasattr(function, 'lower') and not isinstance(function, str | bytes)
+    compiled = function.lower(*args).compile() if takes else None
+    compiled = getattr(compiled, 'compiled', compiled)  # equinox keeps jax's own in a wrapper
+    if not isinstance(compiled, jax.stages.Compiled):
+        raise ValueError(
+            'assert_collectives takes a function, a jitted one (jax.jit, equinox.filter_jit: '
+            'anything with .lower), a jax.stages.Lowered or a jax.stages.Compiled, '
+            f'not {function!r}'
+        )
+    return compiled
+
+
+def _axes(name: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """`model_and_data` in the order of the mesh: ('data', 'model')."""
     axes = {name} if name in mesh else {*name.split('_and_')}
     if unknown := axes - {*mesh}:
-        raise ValueError(f'no mesh axis {", ".join(sorted(unknown))}: the mesh has {", ".join(mesh)}')
-    return '+'.join(axis for axis in mesh if axis in axes)
+        names = ', '.join(sorted(unknown))
+        raise ValueError(f'no mesh axis {names}: the mesh has {", ".join(mesh)}')
+    return tuple(axis for axis in mesh if axis in axes)
 
 
-def _mesh(args: tuple[Any, ...]) -> dict[str, int]:
-    for leaf in jax.tree.leaves(args):
-        sharding = getattr(leaf, 'sharding', None)
+def _mesh(mesh: Mesh | AbstractMesh | None, shardings: Any) -> dict[str, int] | None:
+    """The sizes of the axes of a mesh, or of that on which shardings or what has one lie."""
+    if mesh is not None:
+        return dict(mesh.shape)
+    for leaf in jax.tree.leaves(shardings):
+        sharding = getattr(leaf, 'sharding', leaf)
         if isinstance(sharding, NamedSharding):
             return dict(sharding.mesh.shape)
+    return None
+
+
+def _current_mesh() -> dict[str, int]:
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        raise ValueError('no mesh: place the arguments on one (jax.device_put, or ShapeDtypeStruct with a sharding) or call jax.set_mesh')
+        forms = '(jax.device_put, or ShapeDtypeStruct with a sharding)'
+        ways = f'place the arguments on one {forms}, call jax.set_mesh or give mesh='
+        raise ValueError(f'no mesh: {ways}')
     return dict(mesh.shape)
 
 
-def _message(expected: Mapping[str, Counter[str]], actual: Mapping[str, Counter[str]], found: list[Collective]) -> str:
+def _declarations(name: str, value: Declared) -> list[str | Pairs]:
+    """What an author allows along an axis: one declaration, or several in a list."""
+    is_one = isinstance(value, str) or not value or all(_is_pair(one) for one in value)
+    declarations: list[Any] = [value] if is_one else [*value]
+    for one in declarations:
+        if one in ('chain', 'ring'):
+            continue
+        if not isinstance(one, tuple | list) or not one or not all(_is_pair(pair) for pair in one):
+            forms = "pairs of positions along the axis such as [(0, 1), (1, 2)], 'chain' or 'ring'"
+            raise ValueError(f'permutes: {name}={one!r}: give {forms}; no pairs at all lose data')
+        if any(len({*places}) < len(places) for places in zip(*one, strict=True)):
+            reason = 'a position is the source, and the target, of one pair at most'
+            raise ValueError(f'permutes: {name}={one!r}: {reason}')
+    return declarations
+
+
+def _is_pair(one: Any) -> bool:
+    if not isinstance(one, tuple | list) or len(one) != 2:
+        return False
+    return all(isinstance(place, int) for place in one)
+
+
+def _allowed(
+    name: str,
+    declarations: Sequence[str | Pairs],
+    mesh: Mapping[str, int],
+) -> list[DevicePairs]:
+    """The pairs of devices that an author's declarations for an axis allow."""
+    size = prod(mesh[axis] for axis in _axes(name, mesh))
+    for pairs in declarations:
+        places = [] if isinstance(pairs, str) else [place for pair in pairs for place in pair]
+        if beyond := [place for place in places if not 0 <= place < size]:
+            raise ValueError(f'permutes: {name} has no position {beyond[0]}: there are {size}')
+    axes = _axes(name, mesh)
+    return [choice for pairs in declarations for choice in along(pairs, axes, mesh)]
+
+
+def _faulty_permutes(
+    found: Sequence[Collective],
+    allowed: Mapping[tuple[str, ...], list[DevicePairs]],
+    num_devices: int,
+) -> Iterator[str]:
+    anywhere = [pairs for choices in allowed.values() for pairs in choices]
+    for one in found:
+        if one.kind != 'collective-permute' or frozenset(one.groups) in anywhere:
+            continue
+        rule, sentence = fault(one.groups, num_devices) or ('', '')
+        if one.axes in allowed:
+            shown = ', '.join(map(str, one.groups[:SHOWN])) + ', ...' * (len(one.groups) > SHOWN)
+            sentence = f'its pairs of devices are not the declared ones: {shown}'
+        elif rule == 'permute without a source' and one.axes:
+            name = '_and_'.join(one.axes)
+            sentence += f"; if that is meant, declare its pairs: permutes={{'{name}': ...}}"
+        if sentence:
+            axis = one.axis or 'no axis'
+            place = f'{one.op_name} ({one.source})'
+            yield f'  {one.times:4d} x of {one.whole} over {axis} at {place}: {sentence}'
+
+
+def _message(
+    expected: Mapping[str, Counter[str]],
+    actual: Mapping[str, Counter[str]],
+    found: Sequence[Collective],
+) -> str:
     lines = ['the compiled function has other collectives than expected']
     for axis in sorted({*expected, *actual}):
-        lines.append(f'  over {axis}: expected {dict(expected.get(axis, {})) or "none"}, found {dict(actual.get(axis, {})) or "none"}')
+        wanted, there = (dict(counts.get(axis, {})) or 'none' for counts in (expected, actual))
+        lines.append(f'  over {axis}: expected {wanted}, found {there}')
     for one in found:
-        times = f'{one.times:4d} x' + (' at least' if one.in_unbounded_loop else '')
-        lines.append(f'  {times} {one.kind} over {one.axis} of {one.whole} at {one.op_name} ({one.source})')
+        times = ('at most ' if one.at_most else '') + f'{one.times} x'
+        place = f'{one.op_name} ({one.source})'
+        lines.append(f'  {times:>6} {one.kind} over {one.axis} of {one.whole} at {place}')
     return '\n'.join(lines)

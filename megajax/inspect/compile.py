@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,8 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from megajax.config import Config, ConfigError
+from megajax.config import Config
 from megajax.hardware.gpu import gpu_devices
+from megajax.hlo.text import program_text
+from megajax.inspect.child import call_in_child, telling_parent
 from megajax.parallel.layout import of_axes
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch
@@ -50,11 +50,10 @@ def compile_step(
         # Autotuning would need a GPU.
         options: dict[str, str | bool] = {} if on_cpu else {'xla_gpu_autotune_level': '0'}
         compiled = make_train_step(config).lower(state, abstract_batch(config)).compile(options | dict(compiler_options or {}))
-        text, memory = compiled.as_text(), compiled.memory_analysis()
-        assert text is not None
+        memory = compiled.memory_analysis()
         assert memory is not None
         return CompiledStep(
-            text=text,
+            text=program_text(compiled),
             mesh=dict(mesh.shape),
             devices_per_host=devices_per_host,
             arguments=memory.argument_size_in_bytes,
@@ -80,14 +79,7 @@ def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
     with tempfile.TemporaryDirectory() as folder:
         task, result = Path(folder, 'task'), Path(folder, 'result')
         task.write_text(config.model_dump_json())
-        environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
-        child = subprocess.run(
-            [sys.executable, '-m', __name__, task, result, target, str(hosts)], env=environment, stderr=subprocess.PIPE, text=True
-        )
-        if 'cuDNN not found' in child.stderr:
-            raise ConfigError(f"--target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'")
-        if child.returncode:
-            raise RuntimeError(f'the step did not compile for {target}:\n{child.stderr}')
+        call_in_child(__name__, task, result, target, hosts, target=target)
         return _from_json(result.read_text())
 
 
@@ -106,4 +98,5 @@ def _main(task: str, result: str, target: str, hosts: str) -> None:
 
 
 if __name__ == '__main__':
-    _main(*sys.argv[1:])
+    with telling_parent():
+        _main(*sys.argv[1:])

@@ -12,34 +12,42 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from megajax.config import Config, MeshConfig
-from megajax.emulate.compare import Difference, difference
-from megajax.emulate.execute import QUICK, GpuProgram, compile_for_gpu, run_on_cpu
+from megajax.emulate.compare import Difference, difference, largest
+from megajax.emulate.execute import QUICK, GpuProgram, compile_for_gpu, run_on_cpu, stored_program
 from megajax.hardware.gpu import gpu_devices
+from megajax.inspect.limits import limits
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch, place_batch
 from megajax.train.placements import parameter_name
 from megajax.train.step import TrainState, init_state, make_train_step
 
 NOISE = 0.05
+LOSS_SCALE = 64.0  # of fp16
 SMOOTH = {'grad_clip': 1e9, 'lr': 1.0, 'eps': 1.0, 'warmup_steps': 0, 'schedule': 'constant'}
+ROUNDING = 0.1  # of the limit of a gradient, relative to the largest of all gradients
+GRADIENT = 'gradient of '
 METRICS = 'loss', 'nll', 'grad_norm'
 Values = dict[str, Any]
 
 
 class EmulatedStep:
-    """The step of a config, compiled for a GPU; it needs as many CPU devices as the mesh has."""
+    """The step of a config, compiled for a GPU; it needs as many CPU devices as the mesh has.
 
-    def __init__(self, config: Config, target: str, options: Mapping[str, Any] | None = None):
+    With `stored`, the text of a program that was compiled before, nothing is compiled for a GPU.
+    """
+
+    def __init__(self, config: Config, target: str, options: Mapping[str, Any] | None = None, *, stored: str | None = None):
         self.config = updated(config, optim=SMOOTH)
         mesh, count = self.config.mesh, self.config.mesh.data * self.config.mesh.model
-        gpus = gpu_devices(target, hosts=1, per_host=count)
-        with jax.set_mesh(mesh_of(gpus, mesh.data, mesh.model)):
-            state = concrete(jax.eval_shape(lambda: init_state(self.config)))
-            traced = make_train_step(self.config).trace(state, abstract_batch(self.config))
-            self.program: GpuProgram = compile_for_gpu(traced, gpus, options or {})
+        devices = gpu_devices(target, hosts=1, per_host=count) if stored is None else jax.devices('cpu')[:count]
+        with jax.set_mesh(mesh_of(devices, mesh.data, mesh.model)):
+            arguments = concrete(jax.eval_shape(lambda: init_state(self.config))), abstract_batch(self.config)
+            traced = make_train_step(self.config).trace(*arguments)
+            self.program: GpuProgram = (
+                compile_for_gpu(traced, devices, options or {}) if stored is None else stored_program(traced, arguments, stored)
+            )
         self._results = traced.out_info
 
     def differences(self, *, exact: bool = False, text: str | None = None) -> list[Difference]:
@@ -49,19 +57,20 @@ class EmulatedStep:
         the same program to run, such as one before the last.
         """
         program = self.program if text is None else dataclasses.replace(self.program, text=text)
-        before, expected = reference(_on_one_device(self.config, exact=exact))
-        values = jax.tree.leaves((self._state_before(before), make_batch(self.config)))
+        expected = reference(_on_one_device(self.config, exact=exact))
+        before = first_state(_on_one_device(self.config, exact=False))
+        values = jax.tree.leaves((before, make_batch(self.config)))
         devices = jax.devices('cpu')[: self.config.mesh.data * self.config.mesh.model]
         pieces = run_on_cpu(program, values, devices, exact=exact)
         tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
-        found = [difference(name, x, expected[name]) for name, x in _compared(*tree).items()]
+        scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
+        rounding = ROUNDING * limits(self.config, exact=exact)[0]  # a bias of keys has no gradient but that of rounding
+        of_gradient = {'scale': scale, 'rounding': rounding}
+        found = [
+            difference(name, x, expected[name], **(of_gradient if name.startswith(GRADIENT) else {}))
+            for name, x in _compared(*tree).items()
+        ]
         return sorted(found, key=lambda one: -one.error)
-
-    def _state_before(self, params: nnx.State) -> TrainState:
-        """The first state of the config, with these parameters."""
-        with jax.set_mesh(make_mesh()):
-            state = init_state(_on_one_device(self.config, exact=False))
-        return jax.tree.map(np.asarray, state._replace(params=params))
 
 
 def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
@@ -80,18 +89,26 @@ def _on_one_device(config: Config, *, exact: bool) -> Config:
     return updated(config, mesh=MeshConfig().model_dump(), train=train, optim={'shard': False})
 
 
-@functools.lru_cache(maxsize=8)
-def reference(config: Config) -> tuple[nnx.State, Values]:
-    """Parameters with noise before a step on one device, and what is compared after it."""
+@functools.lru_cache(maxsize=32)
+def first_state(config: Config) -> TrainState:
+    """The state before a step on one device, in numpy, with noise on every parameter."""
+    random = np.random.default_rng(1)
     with jax.set_mesh(make_mesh()):
-        state = init_state(config)
-        random = np.random.default_rng(1)
-        params = jax.tree.map(lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params)
-        state = state._replace(params=jax.device_put(params, jax.tree.map(lambda x: x.sharding, state.params)))
-        batch = place_batch(make_batch(config))
+        state = jax.tree.map(np.array, init_state(config))
+    noisy = jax.tree.map(lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params)
+    if state.loss_scale is not None:  # the noise would overflow at the scale that a run begins with
+        state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
+    return state._replace(params=noisy)
+
+
+@functools.lru_cache(maxsize=32)
+def reference(config: Config) -> Values:
+    """By name, the results of a step on one device that are compared."""
+    with jax.set_mesh(make_mesh()):
+        placed = jax.tree.map(lambda x: x.sharding, concrete(jax.eval_shape(lambda: init_state(config))))
+        state, batch = jax.device_put(first_state(config), placed), place_batch(make_batch(config))
         step = make_train_step(config).lower(state, batch).compile(QUICK)
-        state, metrics = step(state, batch)
-        return params, jax.tree.map(np.asarray, _compared(state, metrics))
+        return jax.tree.map(np.asarray, _compared(*step(state, batch)))
 
 
 def _compared(state: TrainState, metrics: Values) -> Values:
@@ -100,7 +117,7 @@ def _compared(state: TrainState, metrics: Values) -> Values:
     adam = next(filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam)))
     return (
         {name: metrics[name] for name in METRICS}
-        | {f'gradient of {name}': x for name, x in _by_name(adam.mu).items()}
+        | {f'{GRADIENT}{name}': x for name, x in _by_name(adam.mu).items()}
         | {f'{name} after the step': x for name, x in _by_name(state.params).items()}
     )
 

@@ -1,15 +1,18 @@
 """What is wrong with a compiled step, and what its user should know; each finding names the place and the fix."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from megajax.config import Config
 from megajax.hlo.collectives import Collective
+from megajax.hlo.permutes import fault
+from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
 from megajax.inspect.megatron import Expected
 from megajax.inspect.result import Finding
 from megajax.inspect.sites import Site, site_of
+from megajax.miscompiles import confirmed, detect_in
 from megajax.train.placements import Placement
 
 REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard than to hold
@@ -17,18 +20,31 @@ REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard tha
 WHOLE_IN_MEGATRON = ('norm', 'attention.out.bias', 'mlp.down.bias', 'position.table', 'token_type.table', 'masked_head.dense', 'order_head')
 
 
-def lint(config: Config, compiled: CompiledStep, placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Finding]:
-    """Every finding, errors first."""
+def lint(
+    config: Config,
+    compiled: CompiledStep,
+    placed: Sequence[Collective],
+    wanted: Sequence[Expected],
+    others: Iterable[Finding] = (),
+) -> list[Finding]:
+    """Every finding, those of others among them, errors first."""
     findings = [
         *_replicated(config, compiled),
         *_optimizer_elsewhere(compiled),
         *_reduced_twice(config, placed, wanted),
         *_gathered_weights(config, compiled, placed),
         *_wide(config, placed),
-        *_unbounded(placed),
+        *_lossy_permutes(compiled, placed),
+        *others,
         *_padded(config),
     ]
     return sorted(findings, key=lambda finding: finding.level)
+
+
+def known_miscompiles(program: Program, target: str) -> list[Finding]:
+    """Every instruction that shows what XLA is known to compile wrongly."""
+    findings = confirmed(detect_in(program), target)
+    return [_error(f'miscompiled: {finding.entry.name}', str(finding)) for finding in findings]
 
 
 def replicated_over_model(compiled: CompiledStep) -> list[Placement]:
@@ -109,9 +125,12 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
             yield _error('fp32 on the wire', message)
 
 
-def _unbounded(placed: Sequence[Collective]) -> Iterator[Finding]:
-    for name in {one.computation for one in placed if one.in_unbounded_loop}:
-        yield _error('loop of unknown length', f'{name} has collectives and XLA does not know how often it runs: it is counted once')
+def _lossy_permutes(compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
+    permutes = [one for one in placed if one.kind == 'collective-permute' and one.groups]  # without pairs: the register has it
+    for one in permutes:
+        if found := fault(one.groups, prod(compiled.mesh.values())):
+            rule, sentence = found
+            yield _error(rule, f'{one.times} x of {one.whole} at {one.op_name} ({one.source}): {sentence}')
 
 
 def _padded(config: Config) -> Iterator[Finding]:

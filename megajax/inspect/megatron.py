@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config, num_matrix_parameters, num_parameters
-from megajax.hlo.collectives import ring_bytes
 from megajax.hlo.program import Array
+from megajax.hlo.transfers import ring_bytes
 from megajax.inspect.result import Phase
 from megajax.inspect.sites import Site
 

@@ -1,12 +1,14 @@
 """An inspection as tables: on a terminal, and the same as HTML."""
 
 from collections import defaultdict
+from typing import Literal
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from megajax.inspect.result import Inspection, Overlap, Row, Transfer
+from megajax.inspect.run_report import run_lines
 from megajax.render.console import as_html, as_text
 
 _STYLES = {'equal': 'green', 'less': 'green', 'MORE': 'bold red', 'error': 'bold red', 'note': 'dim'}
@@ -31,10 +33,12 @@ def tables(inspection: Inspection) -> RenderableType:
         Text(),
         collectives_table(inspection.rows),
         _totals(inspection),
+        _products(inspection),
     ]
     if inspection.schedule:
-        parts += [Text(), schedule_table(inspection), _shares(inspection)]
-    parts += [Text(), _memory(inspection), Text(), *_findings(inspection), _conclusion(inspection)]
+        parts += [Text(), schedule_table(inspection), _shares(inspection), *_seconds(inspection)]
+    parts += [Text(), _memory(inspection), Text()]
+    parts += [*run_lines(inspection.runs), *_findings(inspection), _conclusion(inspection)]
     return Group(*parts)
 
 
@@ -46,7 +50,7 @@ def collectives_table(rows: list[Row]) -> Table:
     for row in rows:
         ratio = f'{row.wire_bytes / row.megatron_wire_bytes:.3f}' if row.megatron_wire_bytes else '-'
         theirs = si(row.megatron_wire_bytes) if row.megatron else '-'
-        cells = row.site, row.phase, row.axis, _cell(row.placed), si(row.wire_bytes), _cell(row.megatron), theirs, ratio
+        cells = row.site, row.phase, row.axis or '-', _cell(row.placed), si(row.wire_bytes), _cell(row.megatron), theirs, ratio
         table.add_row(*cells, Text(row.verdict, style=_STYLES[row.verdict]))
     return table
 
@@ -54,15 +58,20 @@ def collectives_table(rows: list[Row]) -> Table:
 def schedule_table(inspection: Inspection) -> Table:
     """A row per collective of the GPU program, those that send most first; alike ones share a row."""
     table = Table(box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left')
-    for name in ('site', 'phase', 'axis', 'collective', 'bytes', 'overlaps with', 'link', 'source'):
-        table.add_column(name, justify='right' if name == 'bytes' else 'left', no_wrap=name != 'source')
+    numbers = 'bytes', 'ms', 'ms hidden'
+    for name in ('site', 'phase', 'axis', 'collective', *numbers, 'overlaps with', 'link', 'source'):
+        justify: Literal['left', 'right'] = 'right' if name in numbers else 'left'
+        table.add_column(name, justify=justify, no_wrap=name != 'source')
     alike = defaultdict[tuple[str, ...], list[Overlap]](list)
     for one in sorted(inspection.schedule, key=lambda one: -one.transfer.wire_bytes):
         alike[one.site, one.phase, one.axis, one.transfer.kind, _matched(one), _link(one)].append(one)
     for (site, phase, axis, _, matched, link), group in alike.items():
         collective = _cell([group[0].transfer]) + (f' and {len(group) - 1} more' if len(group) > 1 else '')
         size = si(sum(one.transfer.wire_bytes for one in group))
-        table.add_row(site, phase, axis, collective, size, matched, link, group[0].source.split(' < ')[0].rpartition('megajax/')[2])
+        on_wire = _ms(sum(one.seconds for one in group))
+        hidden = _ms(sum(one.hidden_seconds for one in group))
+        source = group[0].source.split(' < ')[0].rpartition('megajax/')[2]
+        table.add_row(site, phase, axis, collective, size, on_wire, hidden, matched, link, source)
     return table
 
 
@@ -86,7 +95,7 @@ def si(count: float) -> str:
 
 
 def _cell(transfers: list[Transfer], limit: int = 3) -> str:
-    lines = [f'{one.times} {_SHORT.get(one.kind, one.kind)} {one.array}' for one in transfers[:limit]]
+    lines = [f'{"at most " * one.at_most}{one.times} {_SHORT.get(one.kind, one.kind)} {one.array}' for one in transfers[:limit]]
     if len(transfers) > limit:
         lines.append(f'... {len(transfers) - limit} more arrays')
     return '\n'.join(lines) or '-'
@@ -100,6 +109,41 @@ def _totals(inspection: Inspection) -> Text:
 def _shares(inspection: Inspection) -> Text:
     parts = [f'{axis}: {share:.0%}' for axis, share in inspection.overlapped_share.items()]
     return Text(f'share of bytes that overlap with matrix products  {", ".join(parts)}')
+
+
+def _seconds(inspection: Inspection) -> list[Text]:
+    """Milliseconds on the wire and beside products, by axis and in all, and at which rates."""
+    rates = inspection.rates
+    if rates is None:
+        return []
+    hidden = inspection.hidden_seconds
+    parts = [_hidden(axis, seconds, hidden[axis]) for axis, seconds in inspection.wire_seconds.items()]
+    whole = sum(one.seconds for one in inspection.schedule)
+    parts.append(_hidden('in all', whole, sum(one.hidden_seconds for one in inspection.schedule)))
+    return [
+        Text(f'ms on the wire  {", ".join(parts)}'),
+        Text(
+            f'at {rates.products / 1e12:.4g} TFLOP/s of {rates.dtype} products, '
+            f'{rates.attention / 1e12:.4g} of attention, {rates.inside_host / 1e9:.4g} GB/s inside '
+            f'a host, {rates.between_hosts / 1e9:.4g} a GPU between hosts; without latency',
+            style='dim',
+        ),
+    ]
+
+
+def _hidden(name: str, seconds: float, hidden: float) -> str:
+    share = f' ({hidden / seconds:.0%})' if seconds else ''
+    return f'{name}: {_ms(seconds)}, {_ms(hidden)} beside products{share}'
+
+
+def _ms(seconds: float) -> str:
+    return f'{1e3 * seconds:,.2f}'
+
+
+def _products(inspection: Inspection) -> Text:
+    products = inspection.products
+    line = f'matrix products  {products.compiled / 1e12:,.3f} TFLOP a step and device'
+    return Text(f'{line}, {products.ratio:.3f} of what the config computes')
 
 
 def _memory(inspection: Inspection) -> Text:
@@ -121,8 +165,10 @@ def _findings(inspection: Inspection) -> list[Text]:
 
 def _conclusion(inspection: Inspection) -> Text:
     if inspection.ok:
-        return Text('ok: no more than Megatron anywhere', style='green')
+        executed = ', and what the program computes is right' if inspection.runs else ''
+        return Text(f'ok: no more than Megatron anywhere{executed}', style='green')
     more = [f'{row.site} {row.phase} over {row.axis}' for row in inspection.rows if row.verdict == 'MORE']
     errors = sum(one.level == 'error' for one in inspection.findings)
     reasons = ([f'MORE than Megatron: {"; ".join(more)}'] if more else []) + ([f'{errors} lint errors'] if errors else [])
+    reasons += ['the program computes something else than one device'] if not all(run.ok for run in inspection.runs) else []
     return Text(', '.join(reasons), style='bold red')

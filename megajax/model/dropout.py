@@ -25,6 +25,5 @@ def dropout(x: jax.Array, rate: float, key_B: jax.Array | None) -> jax.Array:
         return x
     spec = without_first(x)
     keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:], out_sharding=spec))(key_B)
-    # Chosen before they are scaled: XLA's GPU compiler would move a factor that stands right after a product into it, and leave the
-    # product's bias unscaled (openxla/xla#46110). In fp32, because 1 / 0.9 has no close number in 16 bits.
+    # In fp32, because 1 / 0.9 has no close number in 16 bits; the backward pass keeps the choices alone.
     return (jnp.where(keep, x, 0).astype(jnp.float32) / (1 - rate)).astype(x.dtype)

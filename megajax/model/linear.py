@@ -6,7 +6,7 @@ B batch, S sequence, D model; a weight is stored [contracted dims, made dims], t
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import P
+from jax import P, lax
 
 from megajax.model.product import product
 from megajax.model.vector import along_last
@@ -55,4 +55,8 @@ def normal(key: jax.Array, shape: tuple[int, ...], std: float, spec: P) -> jax.A
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """Add in fp32, so that the gradient of the bias is summed in fp32."""
+    if y.dtype == jnp.float32 and jax.typeof(y).sharding.mesh.abstract_device.platform != 'cpu':
+        # The bias stays out of cuBLAS's epilogue: XLA has put it along the wrong dim of a square result (openxla/xla#46897), and left it
+        # unscaled where a factor followed (openxla/xla#46110). What reads the sum is a kernel of its own anyway.
+        y = lax.optimization_barrier(y)
     return (y.astype(jnp.float32) + bias).astype(y.dtype)

@@ -12,6 +12,7 @@ from jax import P, lax
 
 from megajax.config import Config
 from megajax.config.chunks import num_chunks
+from megajax.model.linear import add_bias
 from megajax.model.product import product
 from megajax.parallel import layout
 from megajax.parallel.layout import Layout
@@ -62,7 +63,7 @@ class Loss:
         """Logits [B, ..., V] of x [B, ..., D] in fp32, sharded over V: no communication. Those of padding are the lowest number."""
         logits = product(x, head_DV, 1, self.layout.logit_BSV(x), jnp.float32)
         if bias_V is not None:
-            logits = logits + jnp.expand_dims(bias_V, tuple(range(logits.ndim - 1)))
+            logits = add_bias(logits, jnp.expand_dims(bias_V, tuple(range(logits.ndim - 1))))
         if self.vocab_size == head_DV.shape[-1]:
             return logits
         return jnp.where(self._token_ids(logits) < self.vocab_size, logits, LOWEST)

@@ -37,15 +37,11 @@ class Cluster:
         return min(config.mesh.data, max(1, self.devices_per_host // model))
 
     def ring(self, config: Config, axis: str) -> 'Ring':
-        """Of the GPUs of one group over a mesh axis.
-
-        NCCL makes as many rings as a group has GPUs on a host, which leave it in different places, so that the network cards of all of
-        them serve the group; those of other groups serve theirs.
-        """
+        """Of the GPUs of one group over a mesh axis."""
         inside, across = self.hardware.inside_host, self.hardware.across_hosts
         size, members = (config.mesh.model if axis == 'model' else config.mesh.data), self.members_per_host(config, axis)
         hosts = -(-size // members)
-        bandwidth = inside.bandwidth if hosts == 1 else min(inside.bandwidth, across.bandwidth * members)
+        bandwidth = self.hardware.ring_bandwidth(members=members, hosts=hosts)
         return Ring(size=size, hosts=hosts, bandwidth=bandwidth, latency_inside=inside.latency, latency_across=across.latency)
 
 

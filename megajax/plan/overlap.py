@@ -1,9 +1,13 @@
 """What a collective overlaps with in the program that XLA compiles for GPUs, as `megajax inspect --target h100` shows it (jax 0.10.2).
 
-For each site and kind: the share of the bytes that are on the wire while matrix products run, and which products these are. Nothing
-else overlaps, gradients over `data` among it. XLA's scheduler decides by the sizes of a model: the share of all bytes over `model` is that
-of the compiled step for GPT-2 345M (`tests/plan/test_overlap.py`), within 7 points where halves take turns; for the 8.3B model and Llama
-3 8B it is up to 21 points off. In a step that does not fit nothing overlaps.
+For each site and kind: the share of the bytes that are on the wire while matrix products run, and
+which products these are; the same share of the products runs beside them. Nothing else overlaps,
+gradients over `data` among it. What is hidden is the smaller of transfers and products (`time.py`).
+
+XLA's scheduler decides by the sizes of a model. The share of all bytes over `model` is that of the
+compiled step for GPT-2 345M (`tests/plan/test_overlap.py`), within 7 points where halves take turns,
+and the share of the seconds that products hide within 9; for the 8.3B model and Llama 3 8B they are
+up to 21 and 29 points off. In a step that does not fit nothing overlaps.
 """
 
 from typing import NamedTuple
@@ -14,7 +18,7 @@ from megajax.inspect.megatron import GATHER, REDUCE, SCATTER, Expected
 
 
 class Beside(NamedTuple):
-    """The share of a collective's bytes that can hide, and the products of the same phase that hide them."""
+    """The share of a collective's transfers that can hide, and products whose same share hides them."""
 
     share: float
     products: tuple[str, ...]

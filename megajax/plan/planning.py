@@ -11,7 +11,7 @@ from megajax.plan.memory import largest_microbatch, memory
 from megajax.plan.network import Cluster
 from megajax.plan.result import Layout, MemoryLine, Plan, TransferLine
 from megajax.plan.search import Choice, Ranking, changed, describe, search, usable_memory, why_slower
-from megajax.plan.time import StepTime, step_time
+from megajax.plan.time import StepTime, Transfer, step_time
 
 
 def plan(
@@ -57,7 +57,7 @@ def _report(config: Config, cluster: Cluster, ranking: Ranking, tokens: float | 
         largest_microbatch=largest_microbatch(config, available),
         products=time.products,
         memory_bound=time.memory_bound,
-        transfers=[TransferLine(**dataclasses.asdict(one)) for one in time.transfers],
+        transfers=[_transfer(one) for one in time.transfers],
         seconds=time.total,
         tokens_per_second=time.tokens_per_second,
         tflops_per_gpu=time.flops_per_gpu / 1e12,
@@ -72,6 +72,10 @@ def _report(config: Config, cluster: Cluster, ranking: Ranking, tokens: float | 
         best_config=dump(ranking.best.config),
         impossible={f'data={data} x model={model}': reason for (data, model), reason in ranking.impossible.items()},
     )
+
+
+def _transfer(one: Transfer) -> TransferLine:
+    return TransferLine(**dataclasses.asdict(one), exposed=one.exposed)
 
 
 def _layout(choice: Choice, ranking: Ranking, available: int) -> Layout:

@@ -80,9 +80,11 @@ def time_table(plan: Plan) -> Table:
         over = [one for one in plan.transfers if one.axis == axis]
         if over:
             exposed, whole = sum(one.exposed for one in over), sum(one.seconds for one in over)
+            hidden = sum(one.hidden for one in over)
             link = 'between hosts' if any(one.crosses_hosts for one in over) else 'inside a host'
             sent = f'{si(sum(one.wire_bytes for one in over))} in {1e3 * whole:,.1f} ms'
-            note = f'{link}, {sent}, {1e3 * (whole - exposed):,.1f} of it beside products'
+            share = f'{1e3 * hidden:,.1f} ({hidden / whole:.0%}) of it beside products'
+            note = f'{link}, {sent}, {share}'
             rows.append((f'collectives over {axis}', exposed, note))
     for name, seconds, note in [*rows, ('total', plan.seconds, '')]:
         table.add_row(name, f'{1e3 * seconds:,.1f}', f'{seconds / plan.seconds:.1%}', note)

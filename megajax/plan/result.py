@@ -29,7 +29,8 @@ class TransferLine(_Result):
     times: int
     wire_bytes: float = Field(description='that a GPU sends')
     crosses_hosts: bool
-    seconds: float
+    seconds: float = Field(description='on the wire, with latencies')
+    hidden: float = Field(description='of these, beside products, each of which hides one transfer')
     exposed: float = Field(description='seconds that no matrix product hides')
 
 

@@ -37,7 +37,7 @@ MEGATRON = Program(collectives=expected, beside=lambda *_: NOTHING, uses_flash=l
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The collectives of one site, phase, axis and kind: seconds in a step, and those that nothing hides."""
+    """The collectives of one site, phase, axis and kind: seconds in a step, and those beside products."""
 
     site: str
     phase: Phase
@@ -47,7 +47,12 @@ class Transfer:
     wire_bytes: float
     crosses_hosts: bool
     seconds: float
-    exposed: float
+    hidden: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that no matrix product hides, in which a GPU waits."""
+        return self.seconds - self.hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +149,11 @@ def traffic_seconds(one: Traffic, cluster: Cluster) -> float:
 
 
 def _transfers(config: Config, cluster: Cluster, program: Program, seconds: dict[tuple[str, Phase], float]) -> list[Transfer]:
-    """Collectives that overlap with the same products share their seconds, in the order given."""
+    """Collectives that overlap with the same products share their seconds, in the order given.
+
+    Of each transfer the smaller of its time and of the products beside it is hidden: where a share
+    of the transfers overlaps, that share of the products runs beside them.
+    """
     left = dict(seconds)
     found = []
     for one in program.collectives(config):
@@ -155,8 +164,9 @@ def _transfers(config: Config, cluster: Cluster, program: Program, seconds: dict
         share, names = program.beside(one, config)
         hidden = 0.0
         for name in names:
-            taken = min(share * needed - hidden, left.get((name, one.site.phase), 0.0))
-            left[name, one.site.phase] = left.get((name, one.site.phase), 0.0) - taken
+            at = name, one.site.phase
+            taken = min(share * needed - hidden, share * seconds.get(at, 0.0), left.get(at, 0.0))
+            left[at] = left.get(at, 0.0) - taken
             hidden += taken
         found.append(
             Transfer(
@@ -168,7 +178,7 @@ def _transfers(config: Config, cluster: Cluster, program: Program, seconds: dict
                 wire_bytes=one.times * wire,
                 crosses_hosts=ring.hosts > 1,
                 seconds=needed,
-                exposed=needed - hidden,
+                hidden=hidden,
             )
         )
     return found

@@ -4,8 +4,6 @@ In a layer of Megatron's every product waits for the collective before it. Two h
 one is on the wire the other computes (Domino, Wang et al., 2024). The bytes are the same.
 """
 
-import jax
-
 from megajax.config import Config
 
 MEBIBYTE = 2**20
@@ -22,10 +20,3 @@ OPTIONS = {
 def num_parts(config: Config) -> int:
     """Into how many parts the rows of a microbatch are cut."""
     return 2 if config.train.xla == 'overlap' else 1
-
-
-def compiler_options(config: Config) -> dict[str, str]:
-    """For the devices of the current mesh."""
-    mesh = jax.sharding.get_mesh()
-    on_gpu = not mesh.empty and mesh.devices.flat[0].platform != 'cpu'
-    return OPTIONS if config.train.xla == 'overlap' and on_gpu else {}

@@ -22,11 +22,12 @@ from megajax.model.loss import Loss
 from megajax.model.main_gradient import hand_on_gradients, separate
 from megajax.model.vector import add_copies, one_copy_per_shard
 from megajax.parallel import layout
+from megajax.train.compiler_options import evaluation_options, step_options
 from megajax.train.feed import Batch
 from megajax.train.guard import Guard, init_guard, judge
 from megajax.train.loss_scale import LossScale, adjust, init_loss_scale, overflows, scale_weights, unscale
 from megajax.train.optimizer import make_optimizer, make_schedule
-from megajax.train.overlap import compiler_options, num_parts
+from megajax.train.overlap import num_parts
 from megajax.train.zero1 import gather_over_data, shard_over_data, sum_over_data
 
 Metrics = dict[str, jax.Array]
@@ -96,7 +97,7 @@ def make_train_step(config: Config) -> Wrapped:
         loss_scale = adjust(state.loss_scale, overflow)
         return TrainState(state.step + 1, state.batches + 1, params, opt_state, guard, loss_scale), metrics
 
-    return jax.jit(train_step, donate_argnums=0, compiler_options=compiler_options(config))
+    return jax.jit(train_step, donate_argnums=0, compiler_options=step_options(config))
 
 
 def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State]]:
@@ -156,7 +157,7 @@ def make_eval_step(config: Config) -> Wrapped:
             sums['rows'] = _real_rows(batch).sum()
         return sums | {'bytes': batch['label_bytes'].sum()} if 'label_bytes' in batch else sums
 
-    return jax.jit(eval_step)
+    return jax.jit(eval_step, compiler_options=evaluation_options())
 
 
 def _make_shard_loss(config: Config) -> Callable[[nnx.State, nnx.State | None, Batch, jax.Array], Sums]:

@@ -10,6 +10,7 @@ from jax.stages import Compiled
 
 from megajax.config import Config, NumericError
 from megajax.data import Data
+from megajax.miscompiles import check_compiled, mesh_target
 from megajax.train.checkpoint import Checkpoints
 from megajax.train.clock import Activity, Summary
 from megajax.train.feed import Batch, abstract_batch, local_rows, place_batch, placed_batches
@@ -67,6 +68,7 @@ class Trainer:
         self._begin('compile', 'compiling', patient=True)
         with self.report.waiting('compiling the training step'):
             self._train_step = make_train_step(self.config).lower(self.state, abstract_batch(self.config)).compile()
+            self._check_compiled(self._train_step)
         self._meter = Meter(self.config, self._train_step, list(jax.sharding.get_mesh().devices.flat))
         self.clock.begin('other')
         self._batches = self._read_on()
@@ -80,6 +82,13 @@ class Trainer:
                     self._save_if_due(taken=bool(values['taken']), validation_loss=values.get('validation_loss'))
                 else:
                     self._roll_back()
+
+    def _check_compiled(self, step: Compiled) -> None:
+        """Raise MiscompileError for a step that XLA has compiled wrongly for these GPUs."""
+        target = mesh_target()
+        if target != 'cpu':
+            for finding in check_compiled(step.as_text() or '', target):
+                self.report.say(str(finding))
 
     def save_now(self) -> None:
         """Save the state unless it is saved; before a run that was asked to stop leaves."""

@@ -146,11 +146,12 @@ def test_a_result_says_what_is_wrong_what_it_was_compared_with_and_what_it_does_
     leaves = [Leaf(name="['w']", error=0.5, limit=1e-5, ok=False)]
     leaves += [Leaf(name=f'[{i}]', error=1e-7, limit=1e-5, ok=True) for i in range(30)]
     about = {'target': 'h100', 'jax_version': '0', 'mesh': {'data': 8}, 'seconds': 1}
-    make = functools.partial(GpuRun, **about, exact=False, limit=1e-5)
+    about |= {'exact': False, 'limit': 1e-5, 'known_miscompiles': ['f of a line']}
+    make = functools.partial(GpuRun, **about)
     run = make(compared_with='one device', leaves=leaves, culprit='a-pass (pipeline p)')
     text = str(run)
     assert not run.ok
-    for part in ("['w']", 'WRONG: 1 of 31', '... 11 more', 'one device', 'a-pass', 'data=8'):
+    for part in ("['w']", 'WRONG: 1 of 31', '... 11 more', 'one device', 'a-pass', 'data=8', 'f of a line'):
         assert part in text
     assert NOT_COVERED in ' '.join(text.split())
     assert '<pre' in run._repr_html_()

@@ -248,3 +248,46 @@ def test_the_condition_of_a_loop_runs_once_more_than_its_body():
 def test_a_start_without_an_end_raises_with_the_line():
     with pytest.raises(HloError, match=r'no end of start: .*all-reduce-start'):
         read(f'%start = f32[8,16]{{1,0}} all-reduce-start(%p), {GROUPS}, to_apply=%add')
+
+
+def test_a_sum_that_is_narrowed_after_it_was_sent_on_a_gpu_is_sent_wide():
+    config = ', backend_config={"collective_backend_config":{"is_sync":true}}'
+    lines = f"""
+        %sum = f32[8,16]{{1,0}} all-reduce(%p), {GROUPS}, to_apply=%add, metadata={{op_name="jit(f)/dot_general"}}CONFIG
+        %narrow = bf16[8,16]{{1,0}} convert(%sum)
+    """
+    assert [read(lines.replace('CONFIG', text))[0].operand.dtype for text in ('', config)] == ['bf16', 'f32']
+
+
+RAGGED = '%p, %o, %n, %n, %n, %n), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}'
+OPERANDS = '(f32[8,16]{1,0}, f32[32,16]{1,0}, s64[4]{0}, s64[4]{0}, s64[4]{0}, /*index=5*/s64[4]{0})'
+
+
+@pytest.mark.parametrize(
+    'exchange',
+    [
+        f"""%start = ({OPERANDS}, f32[32,16]{{1,0}}) ragged-all-to-all-start({RAGGED}
+        %done = f32[32,16]{{1,0}} ragged-all-to-all-done(%start)""",
+        f'%sent = f32[32,16]{{1,0:S(7)}} ragged-all-to-all({RAGGED}',
+    ],
+)
+def test_a_ragged_exchange_is_one_that_sends_at_most_all_of_its_array(exchange):
+    [one] = read(f"""
+        %o = f32[32,16]{{1,0}} iota(), iota_dimension=0
+        %n = s64[4]{{0}} iota(), iota_dimension=0
+        {exchange}
+    """)
+    assert (one.kind, one.axis, one.times, one.at_most) == ('ragged-all-to-all', 'model', 1, True)
+    assert (str(one.operand), str(one.result), one.wire_bytes) == ('f32[8,16]', 'f32[32,16]', 512)
+
+
+@pytest.mark.parametrize(
+    ('pairs', 'axis', 'sent'),
+    [('{}', '', 0), ('{{0,0},{1,1},{2,2},{3,3},{4,4},{5,5},{6,6},{7,7}}', '', 0), ('{{0,1},{1,0},{2,2}}', 'model', 512)],
+)
+def test_a_permute_that_sends_nothing_is_in_the_list(pairs, axis, sent):
+    [one] = read(f"""
+        %start = (f32[8,16]{{1,0}}, f32[8,16]{{1,0}}) collective-permute-start(%p), source_target_pairs={pairs}
+        %done = f32[8,16]{{1,0}} collective-permute-done(%start)
+    """)
+    assert (one.kind, one.axis, one.times, one.wire_bytes) == ('collective-permute', axis, 1, sent)

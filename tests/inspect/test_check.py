@@ -1,4 +1,6 @@
+import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -91,11 +93,153 @@ def test_loops_multiply_and_single_numbers_are_not_counted(mesh):
     assert_collectives(mapped(loop), x, model={'all-reduce': 5})
 
 
-def test_in_a_loop_of_unknown_length_the_message_says_at_least(mesh):
-    loop = mapped(lambda x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: jnp.sin(jax.lax.psum(x, 'model')), x))
-    x = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P('data', 'model')))
-    with pytest.raises(AssertionError, match='1 x at least all-reduce over model'):
-        assert_collectives(loop, x)
+def sharded(*spec: str | None) -> jax.ShapeDtypeStruct:
+    """f32[8,16] on the current mesh."""
+    return jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=jax.NamedSharding(jax.sharding.get_mesh(), jax.P(*spec)))
+
+
+def test_a_loop_of_unknown_length_is_an_error_with_its_place_or_takes_a_trip_count(mesh):
+    def loop(x: jax.Array, n: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, n[0, 0].astype(int), lambda _, x: jnp.sin(jax.lax.psum(x, 'model')), x)
+
+    function = jax.jit(jax.shard_map(loop, in_specs=(jax.P('data', 'model'),) * 2, out_specs=jax.P('data', 'model'), check_vma=False))
+    arguments = sharded('data', 'model'), sharded('data', 'model')
+    with pytest.raises(ValueError, match=r'give a trip_count, .*while at .*test_check.py:\d+'):
+        assert_collectives(function, *arguments, model={'all-reduce': 6})
+    assert_collectives(function, *arguments, trip_count=6, model={'all-reduce': 6})
+    with pytest.raises(AssertionError, match=r"found {'all-reduce': 5}"):
+        assert_collectives(function, *arguments, trip_count=5, model={'all-reduce': 6})
+
+
+@pytest.mark.parametrize('trip_count', [-1, True, 2.5])
+def test_a_trip_count_that_cannot_be_is_an_error_before_anything_compiles(mesh, trip_count):
+    with pytest.raises(ValueError, match=rf'trip_count={trip_count}: give the number of steps'):
+        assert_collectives(None, *arguments(mesh), trip_count=trip_count)
+
+
+def test_a_branch_that_hangs_on_data_says_at_most(mesh):
+    def branch(x: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0, 0] > 0, lambda x: jax.lax.psum(x, 'model'), jnp.sin, x)
+
+    with pytest.raises(AssertionError, match=r'at most 1 x all-reduce over model of f32\[4,4\]'):
+        assert_collectives(mapped(branch), sharded('data', 'model'))
+
+
+class Filtered:
+    """What equinox.filter_jit makes: `.lower` and `.compile` return wrappers of jax's own."""
+
+    def __init__(self, function):
+        self.function = jax.jit(function)
+
+    def lower(self, *args):
+        lowered = self.function.lower(*args)
+        return types.SimpleNamespace(compile=lambda: types.SimpleNamespace(compiled=lowered.compile()))
+
+
+def test_it_takes_a_plain_function_and_whatever_can_be_lowered(mesh):
+    for function in (mlp.__wrapped__, mlp, Filtered(mlp.__wrapped__), functools.partial(mlp)):
+        assert_collectives(function, *arguments(mesh), model={'all-reduce': 1})
+
+
+def test_it_takes_what_equinox_compiles(mesh):
+    equinox = pytest.importorskip('equinox', reason='needs equinox: pip install equinox')
+    arrays = [jax.device_put(jnp.ones(one.shape), one.sharding) for one in arguments(mesh)]
+    assert_collectives(equinox.filter_jit(mlp.__wrapped__), *arrays, model={'all-reduce': 1})
+
+
+def test_it_takes_what_is_lowered_or_compiled_with_the_mesh_of_its_arguments():
+    mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=EXPLICIT)
+    with jax.set_mesh(mesh):
+        lowered = mlp.lower(*arguments(mesh))
+    for program in (lowered, lowered.compile()):
+        assert_collectives(program, model={'all-reduce': 1})
+        assert_collectives(program, mesh=mesh, model={'all-reduce': 1})
+        assert_collectives(program, mesh=mesh.abstract_mesh, model={'all-reduce': 1})
+        with pytest.raises(ValueError, match='has its arguments already: give none beside it'):
+            assert_collectives(program, 1.0)
+    other = jax.make_mesh((8,), ('x',))
+    assert_collectives(lowered, mesh=other, x={'all-reduce': 1})
+
+
+@pytest.mark.parametrize('function', [3, 'mlp', None])
+def test_what_it_does_not_take_is_told_in_one_sentence(mesh, function):
+    with pytest.raises(ValueError, match=rf'takes a function, a jitted one .*, a jax.stages.Lowered or a .*Compiled, not {function!r}$'):
+        assert_collectives(function, *arguments(mesh))
+
+
+def permute(*pairs: tuple[int, int], axis: str = 'model'):
+    return mapped(lambda x: jnp.sin(jax.lax.ppermute(x, axis, pairs)))
+
+
+RING = (0, 1), (1, 2), (2, 3), (3, 0)
+BACK = (1, 0), (2, 1), (3, 2), (0, 3)
+CHAIN = RING[:3]
+KEPT = (0, 0), (1, 2), (2, 3), (3, 1)
+
+
+@pytest.mark.parametrize(
+    ('pairs', 'declared'),
+    [
+        (RING, {}),
+        (KEPT, {}),
+        (RING, {'model': 'ring'}),
+        (BACK, {'model': 'ring'}),
+        (CHAIN, {'model': 'chain'}),
+        (CHAIN, {'model': [(0, 1), (1, 2), (2, 3)]}),
+        (CHAIN[:1], {'model': [(0, 1)]}),
+        (BACK[:3], {'model': ['chain', [(1, 0), (2, 1), (3, 2)]], 'data': 'ring'}),
+        (KEPT[:1], {'model': [(0, 0)]}),
+    ],
+)
+def test_a_permute_that_gives_every_device_a_source_passes_and_one_that_is_declared(mesh, pairs, declared):
+    assert_collectives(permute(*pairs), sharded('data', 'model'), permutes=declared, model={'collective-permute': int(pairs != KEPT[:1])})
+
+
+@pytest.mark.parametrize(
+    ('pairs', 'declared', 'message'),
+    [
+        (CHAIN, {}, r"devices 0, 4 have no source and get zeros; if that is meant, declare its pairs: permutes={'model': \.\.\.}"),
+        (KEPT[1:], {}, 'devices 0, 1, 4, 5 have no source|devices 0, 4 have no source'),
+        (KEPT[:1], {}, 'devices 1, 2, 3, 5, 6, 7 have no source and get zeros'),
+        (CHAIN, {'data': 'ring'}, 'devices 0, 4 have no source'),
+        (CHAIN, {'model': 'ring'}, r'its pairs of devices are not the declared ones: \(0, 1\), \(1, 2\), \(2, 3\), \(4, 5\)'),
+        (CHAIN[:2], {'model': 'chain'}, 'not the declared ones'),
+        (BACK[:3], {'model': 'chain'}, 'not the declared ones'),
+        (RING, {'model': 'chain'}, 'not the declared ones'),
+        (CHAIN[:1], {'model': [(1, 0)]}, 'not the declared ones'),
+        ((), {}, 'it has no pairs, so every device gets zeros$'),
+        ((), {'model': 'ring', 'data': [(0, 1)]}, 'it has no pairs, so every device gets zeros$'),
+    ],
+)
+def test_a_permute_that_hands_a_device_zeros_is_an_error_unless_its_pairs_are_declared(mesh, pairs, declared, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_collectives(permute(*pairs), sharded('data', 'model'), permutes=declared, model={'collective-permute': 1})
+
+
+def test_a_permute_over_two_axes_is_declared_by_both(mesh):
+    chain = tuple((place, place + 1) for place in range(7))
+    x, function = sharded('data', 'model'), permute(*chain, axis=('data', 'model'))
+    assert_collectives(function, x, permutes={'data_and_model': 'chain'}, data_and_model={'collective-permute': 1})
+    with pytest.raises(AssertionError, match=r"device 0 has no source .* permutes={'data_and_model': \.\.\.}"):
+        assert_collectives(function, x, data_and_model={'collective-permute': 1})
+
+
+@pytest.mark.parametrize(
+    ('declared', 'message'),
+    [
+        ({'model': []}, r'permutes: model=\[\]: give pairs of positions along the axis'),
+        ({'model': ['chain', []]}, r'permutes: model=\[\]: give pairs'),
+        ({'model': 'star'}, "permutes: model='star': give pairs"),
+        ({'model': (0, 1)}, 'permutes: model=0: give pairs'),
+        ({'model': [(0, 1), (2, 1)]}, 'the target, of one pair at most'),
+        ({'model': [(0, 1), (0, 2)]}, 'the source, and the target, of one pair at most'),
+        ({'model': [(0, 4)]}, 'permutes: model has no position 4: there are 4'),
+        ({'stage': 'ring'}, 'no mesh axis stage: the mesh has data, model'),
+    ],
+)
+def test_a_declaration_that_cannot_be_is_an_error_before_anything_compiles(mesh, declared, message):
+    with pytest.raises(ValueError, match=message):
+        assert_collectives(None, *arguments(mesh), permutes=declared)
 
 
 def test_a_gather_and_an_exchange_are_one_each(mesh):

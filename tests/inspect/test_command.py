@@ -1,6 +1,7 @@
 """`megajax inspect` as a user calls it, on a terminal, in a notebook and for GPUs that are not there."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def test_it_prints_the_table_and_exits_0_where_nothing_is_more(inspected):
     assert done.returncode == 0, done.stderr
     assert 'attention  backward  model  2 AR f32[1,4,256,256]' in done.stdout
     assert 'bytes on the wire  data: 1.000 of Megatron, model: 1.000 of Megatron' in done.stdout
+    assert re.search(r'matrix products  \S+ TFLOP a step and device, 1.000 of what the config', done.stdout)
     assert done.stdout.rstrip().endswith('ok: no more than Megatron anywhere')
 
 
@@ -37,7 +39,13 @@ def test_json_holds_all_of_it_in_the_documented_schema(inspected):
     inspection = Inspection.model_validate_json(written.read_text())
     assert inspection.ok
     assert inspection.mesh == {'data': 2, 'model': 2}
-    assert all(field['description'] for field in Inspection.model_json_schema()['$defs']['Transfer']['properties'].values())
+    schema = Inspection.model_json_schema()['$defs']
+    assert all(field['description'] for field in schema['Transfer']['properties'].values())
+    described = {'Overlap': ('seconds', 'hidden_seconds'), 'Products': ('compiled', 'expected')}
+    for name, keys in described.items():
+        assert all(schema[name]['properties'][key]['description'] for key in keys)
+    assert inspection.products.ratio == pytest.approx(1, abs=1e-3)
+    assert (inspection.rates, inspection.schedule, inspection.wire_seconds) == (None, [], {})
     assert json.loads(written.read_text())['schema_version'] == 1
     assert text.read_text().startswith('HloModule jit_train_step')
 
@@ -87,6 +95,7 @@ def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
     assert {one.crosses_hosts for one in inspection.schedule if one.axis == 'data'} == {True}
     assert {one.crosses_hosts for one in inspection.schedule if one.axis == 'model'} == {False}
     assert inspection.memory.device > 80e9
+    assert inspection.products.ratio == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it")
@@ -100,3 +109,8 @@ def test_halves_that_take_turns_hide_more_of_the_same_bytes():
     assert overlap.ok
     assert overlap.ratios == plain.ratios
     assert overlap.overlapped_share['model'] > plain.overlapped_share['model'] + 0.2
+    assert overlap.wire_seconds['model'] == pytest.approx(plain.wire_seconds['model'])
+    assert overlap.hidden_seconds['model'] > 1.5 * plain.hidden_seconds['model'] > 0
+    for one in overlap.schedule:
+        assert 0 <= one.hidden_seconds <= one.seconds
+        assert one.overlapped_gflops or not one.hidden_seconds

@@ -21,7 +21,7 @@ def all_reduce(op_name: str, *shape: int) -> Collective:
         operand=array,
         result=array,
         times=1,
-        in_unbounded_loop=False,
+        at_most=False,
         op_name=op_name,
         source='',
         computation='main',

@@ -1,18 +1,43 @@
 """What overlaps, beside the schedule of compiled steps."""
 
+import csv
+from pathlib import Path
+
 import pytest
 
 import megajax
 from megajax.config import Config
+from megajax.config.hardware import hardware
 from megajax.hardware.gpu import has_compiler
 from megajax.plan.communication import communication
+from megajax.plan.network import Cluster
 from megajax.plan.overlap import beside
+from megajax.plan.time import step_time
 
-STEP = 'mesh.data=1', 'mesh.model=4', 'model.num_layers=4', 'train.batch_size=4', 'train.microbatches=1', 'train.dtype=bfloat16'
+STEP = (
+    'mesh.data=1',
+    'mesh.model=4',
+    'model.num_layers=4',
+    'model.dropout=0.0',
+    'train.batch_size=4',
+    'train.microbatches=1',
+    'train.dtype=bfloat16',
+)
+
+FITS = 50e9  # bytes of temporaries beside which an H100 holds the state of these models
+RESULTS = Path(__file__).parents[2] / 'benchmarks/results/2026-11-22_overlap.csv'
+LINES = [*csv.DictReader(RESULTS.open(newline=''))]
+
+
+def hidden(config: Config) -> float:
+    """The share of the seconds over `model` that the plan hides."""
+    cluster = Cluster.of(hardware('h100'), config.mesh.data * config.mesh.model)
+    over_model = [one for one in step_time(config, cluster).transfers if one.axis == 'model']
+    return sum(one.hidden for one in over_model) / sum(one.seconds for one in over_model)
 
 
 def share(config: Config) -> float:
-    """Of the bytes over `model`."""
+    """The share of the bytes over `model` that the plan sees beside products."""
     found = [(one.times * one.wire_bytes, beside(one, config).share) for one in communication(config) if one.site.axis == 'model']
     return sum(size * part for size, part in found) / sum(size for size, _ in found)
 
@@ -25,7 +50,24 @@ def share(config: Config) -> float:
 def test_the_share_is_that_of_a_compiled_step(sequence_parallel, recompute, xla):
     overrides = f'mesh.sequence_parallel={sequence_parallel}', f'train.recompute={recompute}', f'train.xla={xla}'
     config = megajax.load('gpt2_345m', [*STEP, *overrides])
-    assert megajax.inspect(config, target='h100').overlapped_share['model'] == pytest.approx(share(config), abs=0.12)
+    found = megajax.inspect(config, target='h100')
+    assert found.overlapped_share['model'] == pytest.approx(share(config), abs=0.12)
+    beside_products = found.hidden_seconds['model'] / found.wire_seconds['model']
+    assert beside_products == pytest.approx(hidden(config), abs=0.1)
+
+
+@pytest.mark.parametrize('line', LINES, ids=lambda line: ' '.join([*line.values()][:4]))
+def test_what_is_hidden_is_that_of_the_stored_steps(line):
+    parallel = line['sequence_parallel'].lower()
+    layout = f'mesh.sequence_parallel={parallel}', f'train.xla={line["xla"]}'
+    size = 'mesh.data=2', 'mesh.model=4', 'train.batch_size=8', 'train.microbatches=1'
+    fixed = 'train.dtype=bfloat16', 'model.dropout=0.0', f'train.recompute={line["recompute"]}'
+    config = megajax.load(line['preset'], [*layout, *size, *fixed])
+    if int(line['temporaries']) < FITS:
+        limit = 0.1 if line['preset'] == 'gpt2_345m' else 0.3
+        assert float(line['hidden']) == pytest.approx(hidden(config), abs=limit)
+    else:
+        assert float(line['hidden']) == 0
 
 
 def test_only_products_of_the_same_phase_hide_and_never_more_than_all():

@@ -1,5 +1,6 @@
 """The time of a step: all FLOPs are there, nothing is counted twice, and faster hardware is never slower."""
 
+from collections import defaultdict
 from itertools import product
 
 import pytest
@@ -8,8 +9,10 @@ from support import make_config
 from megajax.config import Config, ConfigError, load
 from megajax.config.flops import step_flops
 from megajax.config.hardware import Hardware, hardware
+from megajax.plan.communication import communication
 from megajax.plan.network import Cluster
-from megajax.plan.time import MEGATRON, step_time
+from megajax.plan.overlap import beside
+from megajax.plan.time import MEGATRON, product_seconds, step_time
 from megajax.plan.work import products
 
 H100 = hardware('h100')
@@ -63,11 +66,31 @@ def test_the_parts_make_the_step(overrides):
     time = step_time(llama(*overrides), Cluster.of(H100, 16))
     assert time.total == pytest.approx(time.products + time.memory_bound + sum(one.exposed for one in time.transfers))
     assert time.share() == pytest.approx(time.share('data') + time.share('model'))
-    assert all(0 <= one.exposed <= one.seconds * (1 + 1e-9) for one in time.transfers)
-    hidden = sum(one.seconds - one.exposed for one in time.transfers)
-    assert 0 < hidden <= time.products
+    assert all(0 <= one.hidden <= one.seconds * (1 + 1e-9) for one in time.transfers)
+    assert all(one.exposed == one.seconds - one.hidden for one in time.transfers)
+    assert 0 < sum(one.hidden for one in time.transfers) <= time.products
     assert time.mfu <= time.hfu < 1
     assert time.days(86400 * time.tokens_per_second) == pytest.approx(1)
+
+
+@pytest.mark.parametrize('xla', ['default', 'overlap'])
+@pytest.mark.parametrize('parallel', ['false', 'true'])
+def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(xla, parallel):
+    sizes = 'mesh.data=1', 'mesh.model=4', 'train.batch_size=4', 'train.microbatches=1'
+    layout = f'train.xla={xla}', f'mesh.sequence_parallel={parallel}'
+    fixed = 'train.dtype=bfloat16', 'model.dropout=0.0'
+    config = load('gpt2_345m', [*sizes, *layout, *fixed])
+    cluster, seconds = Cluster.of(H100, 4), defaultdict[tuple[str, str], float](float)
+    for one in products(config, flash=True):
+        seconds[one.name, one.phase] += product_seconds(one, config, cluster)
+    limited = 0
+    sent = zip(communication(config), step_time(config, cluster).transfers, strict=True)
+    for one, transfer in sent:
+        share, names = beside(one, config)
+        there = sum(seconds[name, transfer.phase] for name in names)
+        assert transfer.hidden <= share * min(transfer.seconds, there) * (1 + 1e-9)
+        limited += 0 < transfer.hidden < 0.999 * share * transfer.seconds
+    assert limited  # the share of the bytes alone would say more
 
 
 def test_halves_that_take_turns_wait_less():

@@ -1,0 +1,81 @@
+"""The matrix products of a compiled program: dots, fused or not, and calls of cuBLAS and cuDNN."""
+
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple, TypeVar
+
+from megajax.hlo.program import Computation, Instruction, Program
+
+Number = TypeVar('Number', int, float)
+
+_CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
+
+
+class Product(NamedTuple):
+    """One matrix product on one device, or the products of one attention kernel.
+
+    `flops` counts every query with every key, although a causal kernel skips the half that the mask
+    hides. `dtype` is that of the operands.
+    """
+
+    flops: int
+    dtype: str
+    is_attention: bool = False
+    is_causal: bool = False
+
+
+def product_of(computation: Computation, instruction: Instruction) -> Product | None:
+    """The product that an instruction itself is; None for any other instruction."""
+    if instruction.opcode not in ('dot', 'custom-call'):
+        return None
+    operands = [computation.by_name[name].results[0] for name in instruction.operands]
+    if 'fmha' in instruction.attributes:
+        size = _score_elements(instruction) * operands[0].shape[-1]
+        flops = (10 if 'Backward' in instruction.attributes else 4) * size
+        is_causal = bool(re.search(r'"mask_type": ?"CAUSAL"', instruction.attributes))
+        return Product(flops, operands[0].dtype, is_attention=True, is_causal=is_causal)
+    contracted = _CONTRACTED.search(instruction.attributes)
+    if not contracted:
+        return None
+    dims = [int(number) for number in re.findall(r'\d+', contracted[1])]
+    length = prod(operands[0].shape[dim] for dim in dims)
+    return Product(2 * prod(instruction.results[0].shape) * length, operands[0].dtype)
+
+
+def flops(program: Program, computation: Computation, instruction: Instruction) -> int:
+    """FLOPs of the products in an instruction and in what it calls, on one device."""
+    if product := product_of(computation, instruction):
+        return product.flops
+    inside = [
+        sum(flops(program, called, one) for one in called.instructions)
+        for called in (program.computations[name] for name in instruction.called)
+    ]
+    return in_all(instruction, inside)
+
+
+def in_all(instruction: Instruction, inside: list[Number]) -> Number:
+    """The work of an instruction, given that of one run of each computation that it calls."""
+    if not inside or instruction.opcode in ('async-update', 'async-done'):
+        return 0  # older XLAs name again what async-start has started
+    if instruction.opcode == 'conditional':
+        return max(inside)
+    runs = 1 if instruction.trip_count is None else instruction.trip_count
+    return runs * sum(inside)
+
+
+def products(program: Program) -> Iterator[tuple[Product, Computation, Instruction, int]]:
+    """Every product of a program, where it stands, its instruction, and how often that runs."""
+    for computation in program.computations.values():
+        for instruction in computation.instructions:
+            product = product_of(computation, instruction)
+            if product and program.times[computation.name]:
+                yield product, computation, instruction, program.times[computation.name]
+
+
+def _score_elements(instruction: Instruction) -> int:
+    scores = re.search(
+        r'"intermediate_tensor_shape": ?\{"element_type": ?"\w+", ?"dimensions": ?\[([^\]]*)\]',
+        instruction.attributes,
+    )
+    return prod(int(number) for number in re.findall(r'\d+', scores[1])) if scores else 0

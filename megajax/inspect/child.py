@@ -1,0 +1,46 @@
+"""A process of its own for what compiles, so that the caller's backend and devices stay as they are."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+from megajax.config import ConfigError
+
+MARK = 'megajax config: '  # before each line of a ConfigError, since plugins write to stderr too
+
+
+def call_in_child(module: str, *arguments: object, target: str, say: Callable[[str], None] | None = None) -> None:
+    """Run `python -m module arguments` on the CPU; `say` gets each line that it prints.
+
+    Raises ConfigError where cuDNN's library is missing and where the child does, RuntimeError with its errors where it fails.
+    """
+    environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
+    command = [sys.executable, '-m', module, *map(str, arguments)]
+    with tempfile.TemporaryFile('w+') as errors:
+        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert child.stdout is not None
+        with child:
+            for line in child.stdout:
+                if say is not None:
+                    say(line.rstrip())
+        errors.seek(0)
+        told = errors.read()
+    if 'cuDNN not found' in told:
+        raise ConfigError(f"--target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'")
+    if child.returncode == ConfigError.exit_code:
+        raise ConfigError(*(line.removeprefix(MARK) for line in told.splitlines() if line.startswith(MARK)))
+    if child.returncode:
+        raise RuntimeError(f'the step did not compile for {target}:\n{told}')
+
+
+@contextlib.contextmanager
+def telling_parent() -> Iterator[None]:
+    """In the child: hand a ConfigError on to the parent, which raises it again."""
+    try:
+        yield
+    except ConfigError as error:
+        print(*(f'{MARK}{line}' for line in str(error).splitlines()), sep='\n', file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,21 @@
+"""The pass of XLA's GPU compiler after which the step of a config is wrong."""
+
+import tempfile
+from pathlib import Path
+
+from megajax.config import Config
+from megajax.emulate.bisect import dump_options, first_wrong, modules
+from megajax.inspect.emulated_step import EmulatedStep
+from megajax.inspect.limits import Say, judged
+
+
+def culprit(config: Config, target: str, *, exact: bool, say: Say) -> str:
+    """Compile once more with a dump of every pass, and execute as many of them as halving asks for."""
+    with tempfile.TemporaryDirectory() as folder:
+        say('compiling with a dump of every pass ...')
+        step = EmulatedStep(config, target, dump_options(Path(folder)))
+
+        def is_right(text: str) -> bool:
+            return all(one.ok for one in judged(step.differences(exact=exact, text=text), config, exact=exact))
+
+        return str(first_wrong(modules(Path(folder)), is_right, say))

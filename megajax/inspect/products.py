@@ -1,0 +1,72 @@
+"""The matrix products of a compiled step, counted against those that its config computes."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from megajax.config import Config
+from megajax.config.flops import step_flops
+from megajax.config.parameters import NUM_ORDERS
+from megajax.hlo.products import products
+from megajax.hlo.program import Program
+from megajax.inspect.result import Finding, Products
+
+TOLERANCE = 1e-3
+PADDED = 8  # elements, to a multiple of which XLA pads the sizes of cuBLAS's 16-bit products
+
+
+def count_products(config: Config, program: Program, target: str) -> Products:
+    """FLOPs of a step on one device: of the compiled program, and of the config.
+
+    `Flops.hardware` is what XLA computes, to the last product, whatever the family, the layout and
+    what is recomputed; only a CPU has no flash attention.
+    """
+    devices = config.mesh.data * config.mesh.model
+    expected = step_flops(config, flash=False if target == 'cpu' else None).hardware / devices
+    return Products(
+        compiled=sum(times * product.flops for product, *_, times in products(program)),
+        expected=expected,
+    )
+
+
+def padding(config: Config) -> int:
+    """FLOPs that XLA may add on one device where it pads 16-bit products for cuBLAS.
+
+    It pads sizes to multiples of 8. Those of BERT's first tokens, a row a sequence, are the ones
+    that have less; the difference shows in tiny models alone.
+    """
+    if config.model.causal or config.train.dtype == 'float32':
+        return 0
+    D, rows = config.model.hidden_size, config.microbatch_rows
+    padded = -(-rows // PADDED) * PADDED
+    added = D * (padded * (D + PADDED) - rows * (D + NUM_ORDERS))
+    return 3 * 2 * added * config.train.microbatches
+
+
+def products_run_twice(config: Config, program: Program, products: Products) -> Iterator[Finding]:
+    """An error where the compiled step computes more than its config."""
+    if products.compiled - padding(config) <= products.expected * (1 + TOLERANCE):
+        return
+    more = (products.compiled - products.expected) / 1e9
+    again = _repeated(program)
+    which = f'; there is more than one of {", ".join(again)}' if again else ''
+    message = (
+        f'each device computes {more:,.1f} GFLOP of matrix products more than the config says '
+        f'({products.ratio:.3f} of it){which}: jax 0.11 clones a product that is both used and '
+        'stored, unless XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false'
+    )
+    yield Finding(level='error', rule='products run twice', message=message)
+
+
+def _repeated(program: Program, limit: int = 3) -> list[str]:
+    """The largest products of the same path and the same arrays as another."""
+    seen = set[tuple[Any, ...]]()
+    again = Counter[str]()
+    for product, computation, instruction, times in products(program):
+        arrays = [computation.by_name[name].results[0] for name in instruction.operands]
+        key = instruction.op_name, tuple(arrays), instruction.results[0]
+        if key in seen:
+            source = ' < '.join(program.source(instruction).split(' < ')[:2])
+            again[f'{instruction.op_name} ({source})'] += times * product.flops
+        seen.add(key)
+    return [f'{place}, {flops / 1e9:,.1f} GFLOP' for place, flops in again.most_common(limit)]

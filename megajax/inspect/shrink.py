@@ -1,0 +1,72 @@
+"""A smaller model of the same family, mesh, layout and options, whose step can be executed on a CPU."""
+
+import math
+
+from megajax.config import Config, num_parameters
+
+LARGEST = 10_000_000  # parameters of a model that is executed as it is
+MOST_TOKENS = 8192  # of its step
+MOST_DEVICES = 16  # of its mesh, which one process simulates
+HEAD_DIM = 64  # Triton cannot tile every product of smaller heads
+MAX_SEQ_LEN = 64
+VOCAB_SIZE = 1000  # padded to 1024 rows, so that the padding is executed too
+
+
+def shrink(config: Config) -> tuple[Config, list[str]]:
+    """A config that can be executed, and each key that was changed for it: `model.num_layers 32 -> 2`.
+
+    The data axis is cut only where the mesh has more than MOST_DEVICES devices.
+    """
+    if _is_small(config):
+        return config, []
+    written = config.model_dump(mode='json')
+    changes = []
+    for path, value in _changes(config).items():
+        section, key = path.split('.')
+        if written[section][key] != value:
+            changes.append(f'{path} {written[section][key]} -> {value}')
+            written[section][key] = value
+    return Config.model_validate(written, strict=False), changes
+
+
+def _is_small(config: Config) -> bool:
+    return (
+        num_parameters(config.model) <= LARGEST
+        and config.train.batch_size * config.train.seq_len <= MOST_TOKENS
+        and config.mesh.data * config.mesh.model <= MOST_DEVICES
+    )
+
+
+def _changes(config: Config) -> dict[str, int]:
+    shards, rows = config.mesh.model, min(config.microbatch_rows, 2)
+    data, microbatches = _data(config), min(config.train.microbatches, 2)
+    kv_heads, heads = _heads(config)
+    seq_len = min(config.train.seq_len, MAX_SEQ_LEN)
+    return {
+        'model.num_layers': min(config.model.num_layers, 2),
+        'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, data) * 2),
+        'model.num_heads': heads,
+        'model.num_kv_heads': kv_heads,
+        'model.head_dim': min(config.model.head_dim, HEAD_DIM),
+        'model.ffn_size': min(config.model.ffn_size, 4 * math.lcm(HEAD_DIM, shards)),
+        'model.vocab_size': min(config.model.vocab_size, VOCAB_SIZE),
+        'model.max_seq_len': seq_len,
+        'train.seq_len': seq_len,
+        'train.batch_size': rows * data * microbatches,
+        'train.microbatches': microbatches,
+        'mesh.data': data,
+    }
+
+
+def _data(config: Config) -> int:
+    data, fits = config.mesh.data, max(2, MOST_DEVICES // config.mesh.model)
+    return min(data, fits)
+
+
+def _heads(config: Config) -> tuple[int, int]:
+    """Key/value and query heads, as few as leave each device whole key/value heads, or a part of one, as before."""
+    model, shards = config.model, config.mesh.model
+    kv_heads = model.num_kv_heads if model.num_kv_heads < shards else max(shards, min(model.num_kv_heads, 2))
+    per_device = max(kv_heads, shards)
+    is_grouped = model.num_kv_heads < model.num_heads and model.num_heads > per_device
+    return kv_heads, per_device * 2 if is_grouped else per_device

@@ -1,0 +1,27 @@
+"""What XLA is known to compile wrongly: detectors, repros that ask the compiler, and workarounds.
+
+`detect(text)` runs every detector on a compiled program's text; `docs/miscompiles.md` describes
+each entry.
+"""
+
+from megajax.miscompiles.entry import Finding, Miscompile, Repro
+from megajax.miscompiles.guard import check_compiled, cures, mesh_target, refuse_bitten, target_of
+from megajax.miscompiles.probe import Answer, ask, confirmed
+from megajax.miscompiles.register import REGISTER, detect, detect_in
+
+__all__ = [
+    'REGISTER',
+    'Answer',
+    'Finding',
+    'Miscompile',
+    'Repro',
+    'ask',
+    'check_compiled',
+    'confirmed',
+    'cures',
+    'detect',
+    'detect_in',
+    'mesh_target',
+    'refuse_bitten',
+    'target_of',
+]

@@ -1,0 +1,94 @@
+"""What the register does for megajax: options that cure, configs and steps that are refused."""
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from megajax.config import Config, ConfigError, MiscompileError
+from megajax.config.errors import Problem
+from megajax.hardware.gpu import GPUS
+from megajax.miscompiles.entry import Finding, Miscompile, Option, Options
+from megajax.miscompiles.probe import ask, confirmed
+from megajax.miscompiles.register import REGISTER, detect
+
+DEFAULT_TARGET = 'h100'  # asked for a GPU that has no record
+_LISTS = ('xla_disable_hlo_passes',)  # options whose values are joined by commas
+
+
+def target_of(device: Any) -> str:
+    """The target that stands for a device: `cpu`, or the GPU that its kind names."""
+    if device.platform == 'cpu':
+        return 'cpu'
+    kind = device.device_kind.lower()
+    return next((target for target in GPUS if target in kind), DEFAULT_TARGET)
+
+
+def mesh_target() -> str:
+    """The target of the current mesh; `cpu` where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 'cpu' if mesh.empty else target_of(mesh.abstract_device)
+
+
+def cures(target: str) -> dict[str, Option]:
+    """Options that cure every fault which the compiler for `target` has; nothing for a CPU."""
+    if target == 'cpu':
+        return {}
+    entries = [entry for entry in REGISTER if entry.platform == 'gpu' and entry.workaround]
+    answers = [ask(entry, target) for entry in entries]
+    return merged(answer.cure for answer in answers if answer.cure)
+
+
+def merged(several: Iterable[Options]) -> dict[str, Option]:
+    """All options as one mapping.
+
+    An option that is a list gets the values of all, and those of XLA_FLAGS, which it would hide.
+    """
+    options: dict[str, Option] = {}
+    for one in several:
+        for name, value in one.items():
+            before = options.get(name, _flag(name)) if name in _LISTS else ''
+            options[name] = f'{before},{value}' if before else value
+    return options
+
+
+def _flag(name: str) -> str:
+    flags = [flag.partition('=') for flag in os.environ.get('XLA_FLAGS', '').split()]
+    return next((value for key, _, value in flags if key == f'--{name}'), '')
+
+
+def refuse_bitten(config: Config, target: str, register: Sequence[Miscompile] = REGISTER) -> None:
+    """Raise ConfigError for a config that has a fault which no option cures."""
+    bitten = [] if target == 'cpu' else [entry for entry in register if entry.bites(config)]
+    if uncured := [entry for entry in bitten if _is_uncured(entry, target)]:
+        raise ConfigError(*(_problem(config, entry, target) for entry in uncured))
+
+
+def _is_uncured(entry: Miscompile, target: str) -> bool:
+    answer = ask(entry, target)
+    return bool(answer.is_faulty) and answer.cure is None
+
+
+def _problem(config: Config, entry: Miscompile, target: str) -> Problem:
+    path, *others = entry.bitten_keys
+    values = ', '.join(f'{key}={_value(config, key)}' for key in entry.bitten_keys)
+    message = (
+        f'XLA compiles {values} wrongly for {target} ({entry.source}: {entry.what}), '
+        f'and {ask(entry, target).why}; use another jaxlib, or change one of these keys'
+    )
+    return Problem(path=path, message=message, others=tuple(others))
+
+
+def _value(config: Config, key: str) -> str:
+    section, name = key.split('.')
+    return str(getattr(getattr(config, section), name)).lower()
+
+
+def check_compiled(text: str, target: str) -> list[Finding]:
+    """Raise MiscompileError for a program that computes something else; return what wastes time."""
+    findings = confirmed(detect(text), target)
+    wrong = [finding for finding in findings if finding.entry.effect == 'wrong']
+    if wrong:
+        raise MiscompileError('\n'.join(f'XLA has compiled {finding}' for finding in wrong))
+    return findings

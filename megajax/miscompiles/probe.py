@@ -1,0 +1,100 @@
+"""Ask the compiler at hand whether it has a fault: compile the repro once, keep the answer."""
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from megajax.hardware.gpu import GPUS, gpu_devices, has_compiler
+from megajax.hlo.program import Program
+from megajax.miscompiles import answers
+from megajax.miscompiles.entry import Finding, Miscompile, Options, find
+
+_FAILURES = RuntimeError, ValueError, TypeError  # XLA's errors are RuntimeErrors
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """Whether the compiler at hand has a fault, what cures it, and why nothing does.
+
+    `is_faulty` is None where it cannot be asked: the repro does not compile, or no GPU compiler is
+    installed. `cure` is None where nothing cures it.
+    """
+
+    is_faulty: bool | None
+    cure: Options | None
+    why: str = ''
+
+
+@functools.cache
+def ask(entry: Miscompile, target: str) -> Answer:
+    """The answer of the compiler for `target`, which is asked once and then remembered."""
+    if entry.platform == 'gpu' and (target not in GPUS or not has_compiler()):
+        return Answer(is_faulty=None, cure=None, why='no GPU compiler is asked')
+    identity = answers.identity(entry, target)
+    kept = answers.read(identity)
+    if kept is not None:
+        return Answer(**kept)
+    with ThreadPoolExecutor(1) as fresh:  # a thread does not have its caller's mesh
+        answer = fresh.submit(probe, entry, target).result()
+    if answer.is_faulty is not None:
+        answers.write(identity, dataclasses.asdict(answer))
+    return answer
+
+
+def probe(entry: Miscompile, target: str) -> Answer:
+    """Compile the repro, and once more with the workaround if it shows the fault."""
+    try:
+        is_faulty = shows_fault(entry, target, {})
+    except _FAILURES as error:
+        why = f'its repro does not compile: {_reason(error)}'
+        return Answer(is_faulty=None, cure=None, why=why)
+    if not is_faulty:
+        return Answer(is_faulty=False, cure=None)
+    if entry.workaround is None:
+        return Answer(is_faulty=True, cure=None, why='no option cures it')
+    given = ' '.join(f'{name}={value}' for name, value in entry.workaround.items())
+    try:
+        is_cured = not shows_fault(entry, target, entry.workaround)
+    except _FAILURES as error:
+        why = f'the compiler rejects {given}: {_reason(error)}'
+        return Answer(is_faulty=True, cure=None, why=why)
+    if is_cured:
+        return Answer(is_faulty=True, cure=dict(entry.workaround))
+    return Answer(is_faulty=True, cure=None, why=f'{given} does not cure it')
+
+
+def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
+    """Whether the repro, compiled for `target` with more options, shows the fault."""
+    lowered = entry.repro.lower(_devices(entry, target))
+    # Autotuning would need a GPU.
+    autotuning: Options = {} if entry.platform == 'cpu' else {'xla_gpu_autotune_level': '0'}
+    with warnings.catch_warnings():
+        # Programs for GPUs that are not there cannot be read back from jax's compilation cache.
+        warnings.filterwarnings('ignore', '.*persistent compilation cache')
+        compiled = lowered.compile({**autotuning, **entry.repro.options, **options})
+    if entry.repro.is_wrong is not None:
+        return entry.repro.is_wrong(compiled)
+    return bool(find(entry, Program(compiled.as_text() or '')))
+
+
+def confirmed(findings: Sequence[Finding], target: str) -> list[Finding]:
+    """The findings that count for `target`.
+
+    Those that a right program may show too are left out where its compiler has no such fault.
+    """
+    return [one for one in findings if one.entry.is_certain or ask(one.entry, target).is_faulty]
+
+
+def _devices(entry: Miscompile, target: str) -> list[Any]:
+    if entry.platform == 'cpu':
+        return jax.devices('cpu')[: entry.repro.num_devices]
+    return gpu_devices(target, hosts=1, per_host=entry.repro.num_devices)
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,34 @@
+"""The register, and the detectors of all its entries run on one compiled program."""
+
+from megajax.hlo.program import Program
+from megajax.miscompiles.double_product import DOUBLE_PRODUCT
+from megajax.miscompiles.empty_permute import EMPTY_PERMUTE
+from megajax.miscompiles.entry import Finding, Miscompile, find
+from megajax.miscompiles.misplaced_bias import MISPLACED_BIAS
+from megajax.miscompiles.scaled_bias import SCALED_BIAS
+from megajax.miscompiles.sliced_scatter import SLICED_SCATTER
+from megajax.miscompiles.small_dot import SMALL_DOT
+from megajax.miscompiles.split_cycles import SPLIT_CYCLES
+
+REGISTER: tuple[Miscompile, ...] = (
+    EMPTY_PERMUTE,
+    SCALED_BIAS,
+    MISPLACED_BIAS,
+    SPLIT_CYCLES,
+    DOUBLE_PRODUCT,
+    SLICED_SCATTER,
+    SMALL_DOT,
+)
+
+
+def detect(text: str) -> list[Finding]:
+    """Every place of a compiled program's text that shows a known miscompile.
+
+    What an entry with `is_certain=False` finds may be right: `confirmed` asks the compiler.
+    """
+    return detect_in(Program(text))
+
+
+def detect_in(program: Program) -> list[Finding]:
+    """Run all detectors on a program that is read already."""
+    return [finding for entry in REGISTER for finding in find(entry, program)]

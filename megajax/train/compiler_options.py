@@ -1,0 +1,23 @@
+"""Options for XLA: those of `train.xla`, and cures of what XLA is known to compile wrongly."""
+
+from megajax.config import Config
+from megajax.miscompiles import cures, mesh_target, refuse_bitten
+from megajax.train.overlap import OPTIONS
+
+Options = dict[str, str | bool]
+
+
+def step_options(config: Config) -> Options:
+    """Options for the training step on the current mesh.
+
+    Raises ConfigError for a config that the compiler would compile wrongly whatever it is given.
+    """
+    target = mesh_target()
+    refuse_bitten(config, target)
+    overlap = OPTIONS if config.train.xla == 'overlap' and target != 'cpu' else {}
+    return {**overlap, **cures(target)}
+
+
+def evaluation_options() -> Options:
+    """Options for the evaluation step on the current mesh."""
+    return cures(mesh_target())
