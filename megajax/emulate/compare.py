@@ -8,6 +8,9 @@ import numpy as np
 
 from megajax.emulate.execute import Index
 
+# Of the largest element of a result: in fp32, with 16-bit numbers, and with these computed in fp32.
+LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
+
 
 class Difference(NamedTuple):
     """The largest difference of a result from what is expected, over the largest element of that.

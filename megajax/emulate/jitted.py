@@ -27,7 +27,7 @@ from megajax.emulate.arguments import (
     values,
 )
 from megajax.emulate.bisect import dump_options, first_wrong, modules
-from megajax.emulate.compare import difference
+from megajax.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, difference
 from megajax.emulate.execute import (
     QUICK,
     GpuProgram,
@@ -41,7 +41,6 @@ from megajax.emulate.one_device import CpuModule
 from megajax.emulate.result import GpuRun, Leaf
 from megajax.hardware.gpu import GPUS, check_target, gpu_devices, num_hosts
 
-LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
 _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
 _PASS_OTHERS = ': pass arguments for which it is (abstract ones are drawn at random)'
 _NO_BITS = 'exact=True: the function reads the bits of 16-bit numbers as integers'

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterable
 
 from megajax.config import Config
-from megajax.emulate.compare import Difference
+from megajax.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, Difference
 from megajax.inspect.result import Compared
 
-# Of the largest element of a gradient, and of the loss; 16 bits as they are carry 8 of a number.
-LIMITS = {'float32': (1e-5, 1e-5), 'exact': (2e-5, 1e-5), '16 bits': (3e-2, 1e-3)}
+# Of the largest element of a gradient, and of the loss; bf16 as it is carries 8 bits of a number.
+LIMITS = {'float32': (LIMIT, 1e-5), 'exact': (LIMIT_EXACT, 1e-5), '16 bits': (LIMIT_16_BITS, 1e-3)}
 LOSSES = 'loss', 'nll'
 Say = Callable[[str], None]
 
