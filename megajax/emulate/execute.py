@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Traced
 
 from megajax.emulate.translate import for_cpu
+from megajax.hardware.gpu import WITHOUT_GPU
 
 # The programs run once: machine code need not be fast. The HLO stays the same.
 QUICK: dict[str, Any] = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
@@ -46,9 +47,7 @@ def compile_for_gpu(traced: Traced, devices: Sequence[Any], options: Mapping[str
         computation.compile_args[part] = tuple(
             _on(devices, one) if isinstance(one, NamedSharding) else one for one in computation.compile_args[part]
         )
-    # Autotuning would need a GPU.
-    options = {'xla_gpu_autotune_level': 0, **QUICK, **options}
-    compiled = computation.compile(options, device_assignment=tuple(devices))
+    compiled = computation.compile({**WITHOUT_GPU, **options}, device_assignment=tuple(devices))
     return GpuProgram(
         text=full_text(compiled.xla_executable.hlo_modules()[0]),
         kept=tuple(sorted(compiled._kept_var_idx)),

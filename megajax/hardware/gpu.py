@@ -43,6 +43,9 @@ GPUS = {
 }  # fmt: skip
 TARGETS = 'cpu', *GPUS
 DEVICES_PER_HOST = 8
+# Autotuning would need a GPU, and nobody runs the machine code: without its optimization the HLO is
+# the same to the letter, a sixth sooner.
+WITHOUT_GPU: dict[str, Any] = {'xla_gpu_autotune_level': 0, 'xla_backend_optimization_level': 0}
 
 
 def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:

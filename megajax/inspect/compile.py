@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.config import Config
-from megajax.hardware.gpu import gpu_devices
+from megajax.hardware.gpu import WITHOUT_GPU, gpu_devices
 from megajax.hlo.text import program_text
 from megajax.inspect.child import call_in_child, telling_parent
 from megajax.parallel.layout import of_axes
@@ -47,8 +47,7 @@ def compile_step(
     with jax.set_mesh(mesh):
         state = concrete(jax.eval_shape(lambda: init_state(config)))
         on_cpu = mesh.devices.flat[0].platform == 'cpu'
-        # Autotuning would need a GPU.
-        options: dict[str, str | bool] = {} if on_cpu else {'xla_gpu_autotune_level': '0'}
+        options: dict[str, Any] = {} if on_cpu else WITHOUT_GPU
         compiled = make_train_step(config).lower(state, abstract_batch(config)).compile(options | dict(compiler_options or {}))
         memory = compiled.memory_analysis()
         assert memory is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from megajax.hardware.gpu import GPUS, gpu_devices, has_compiler
+from megajax.hardware.gpu import GPUS, WITHOUT_GPU, gpu_devices, has_compiler
 from megajax.hlo.program import Program
 from megajax.miscompiles import answers
 from megajax.miscompiles.entry import Finding, Miscompile, Options, find
@@ -71,12 +71,11 @@ def probe(entry: Miscompile, target: str) -> Answer:
 def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
     """Whether the repro, compiled for `target` with more options, shows the fault."""
     lowered = entry.repro.lower(_devices(entry, target))
-    # Autotuning would need a GPU.
-    autotuning: Options = {} if entry.platform == 'cpu' else {'xla_gpu_autotune_level': '0'}
+    common: Options = {} if entry.platform == 'cpu' else WITHOUT_GPU
     with warnings.catch_warnings():
         # Programs for GPUs that are not there cannot be read back from jax's compilation cache.
         warnings.filterwarnings('ignore', '.*persistent compilation cache')
-        compiled = lowered.compile({**autotuning, **entry.repro.options, **options})
+        compiled = lowered.compile({**common, **entry.repro.options, **options})
     if entry.repro.is_wrong is not None:
         return entry.repro.is_wrong(compiled)
     return bool(find(entry, Program(compiled.as_text() or '')))
