@@ -4,6 +4,7 @@ from megajax.hlo.program import Program
 from megajax.miscompiles.double_product import DOUBLE_PRODUCT
 from megajax.miscompiles.empty_permute import EMPTY_PERMUTE
 from megajax.miscompiles.entry import Finding, Miscompile, find
+from megajax.miscompiles.lost_places import LOST_PLACES
 from megajax.miscompiles.misplaced_bias import MISPLACED_BIAS
 from megajax.miscompiles.scaled_bias import SCALED_BIAS
 from megajax.miscompiles.sliced_scatter import SLICED_SCATTER
@@ -17,6 +18,7 @@ REGISTER: tuple[Miscompile, ...] = (
     SPLIT_CYCLES,
     DOUBLE_PRODUCT,
     SLICED_SCATTER,
+    LOST_PLACES,
     SMALL_DOT,
 )
 

@@ -41,7 +41,7 @@ def _lower(devices: Sequence[Any]) -> Lowered:
     def scaled(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
         return 1.5 * (x @ w + jnp.expand_dims(b, 0))
 
-    return jax.jit(scaled).lower(shape(256, 256), shape(256, 256), shape(256))
+    return jax.jit(scaled).lower(shape(256, 256), shape(256, 512), shape(512))
 
 
 SCALED_BIAS = Miscompile(

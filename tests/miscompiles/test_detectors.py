@@ -9,6 +9,7 @@ from megajax.miscompiles import REGISTER, detect
 from megajax.miscompiles.double_product import DOUBLE_PRODUCT
 from megajax.miscompiles.empty_permute import EMPTY_PERMUTE
 from megajax.miscompiles.entry import Miscompile
+from megajax.miscompiles.lost_places import LOST_PLACES
 from megajax.miscompiles.misplaced_bias import MISPLACED_BIAS
 from megajax.miscompiles.scaled_bias import SCALED_BIAS
 from megajax.miscompiles.sliced_scatter import SLICED_SCATTER
@@ -26,6 +27,7 @@ WRONG = [
     (DOUBLE_PRODUCT, texts.products('layers/dot')),
     (SLICED_SCATTER, texts.scatter('{{0,2},{1,3}}')),
     (SMALL_DOT, texts.small_dot(32_769, 3)),
+    (LOST_PLACES, texts.top_k('zeros')),
 ]
 RIGHT = [
     texts.permute('{0,0},{1,1}'),
@@ -37,6 +39,7 @@ RIGHT = [
     texts.scatter('{{0,1},{2,3}}'),
     texts.small_dot(32_768, 3),
     texts.small_dot(40_000, 64),
+    texts.top_k('sorted'),
 ]
 
 

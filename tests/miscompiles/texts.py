@@ -133,3 +133,33 @@ ENTRY %main (w: f32[3,{contracted}], x: f32[{rows},{contracted}]) -> f32[{rows}]
   ROOT %fused = f32[{rows}]{{0}} fusion(%w, %x), kind=kCustom, calls=%both, backend_config={{"fusion_config":{{"kind":"__ynn_fusion"}}}}
 }}
 """
+
+
+def top_k(places: str) -> str:
+    """The two largest of each row, and their places, either zeros or from the sort."""
+    path = 'metadata={op_name="jit(f)/top_k"}'
+    return f"""HloModule m
+
+%greater (a: f32[], b: f32[], i: s32[], j: s32[]) -> pred[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  %i = s32[] parameter(2)
+  %j = s32[] parameter(3)
+  ROOT %is_greater = pred[] compare(%a, %b), direction=GT
+}}
+
+%fill () -> s32[4,2] {{
+  %zero = s32[] constant(0)
+  ROOT %nowhere = s32[4,2]{{1,0}} broadcast(%zero), dimensions={{}}, {path}
+}}
+
+ENTRY %main (x: f32[4,2]) -> (f32[4,2], s32[4,2]) {{
+  %x = f32[4,2]{{1,0}} parameter(0)
+  %iota = s32[4,2]{{1,0}} iota(), iota_dimension=1, {path}
+  %both = (f32[4,2]{{1,0}}, s32[4,2]{{1,0}}) sort(%x, %iota), dimensions={{1}}, to_apply=%greater, {path}
+  %values = f32[4,2]{{1,0}} get-tuple-element(%both), index=0, {path}
+  %sorted = s32[4,2]{{1,0}} get-tuple-element(%both), index=1, {path}
+  %zeros = s32[4,2]{{1,0}} fusion(), kind=kLoop, calls=%fill, {path}
+  ROOT %results = (f32[4,2]{{1,0}}, s32[4,2]{{1,0}}) tuple(%values, %{places})
+}}
+"""

@@ -1,0 +1,48 @@
+"""The places of a sharded top-k that a program returns as they are: XLA puts zeros there."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import P
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Lowered
+
+from megajax.hlo.program import Instruction, Program
+from megajax.miscompiles.entry import Miscompile, Repro
+from megajax.miscompiles.trace import Place, trace
+
+PASS = 'topk-rewriter'
+
+
+def detect(program: Program) -> Iterator[Instruction]:
+    """Every constant of integers that a top-k is said to have made and that the program returns."""
+    root = Place(program.entry, program.entry.root)
+    is_tuple = root.instruction.opcode == 'tuple'
+    count = len(root.instruction.operands)
+    for place in [root.operand(index) for index in range(count)] if is_tuple else [root]:
+        made = trace(program, place).instruction
+        is_constant = made.opcode in ('broadcast', 'constant')
+        if is_constant and made.op_name.endswith('/top_k') and made.results[0].dtype == 's32':
+            yield made
+
+
+def _lower(devices: Sequence[Any]) -> Lowered:
+    mesh = Mesh(np.array(devices), ('data',))
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32, sharding=NamedSharding(mesh, P('data')))
+    return jax.jit(lambda x: jax.lax.top_k(x, 2)).lower(x)
+
+
+LOST_PLACES = Miscompile(
+    name='lost places of a top-k',
+    what='the program returns zeros for the places of the largest elements; the values are right',
+    where='a sharded jax.lax.top_k whose places a program returns as they are',
+    platform='gpu',
+    source='openxla/xla#49005',
+    detect=detect,
+    repro=Repro(num_devices=2, lower=_lower),
+    workaround={'xla_disable_hlo_passes': PASS},
+    remedy=f'give the compiler xla_disable_hlo_passes={PASS}, or constrain the sharding of both results',
+)
