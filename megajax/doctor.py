@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
-from megajax.hardware.gpu import has_compiler
+from megajax.hardware.gpu import GPUS, has_compiler
 from megajax.parallel.environment import visible_gpus
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
@@ -68,8 +68,8 @@ def diagnose(folder: Path, *, environ: Mapping[str, str] = os.environ, timeout: 
     """Look at the packages, jax's devices, the network of this host and the file system of `folder`."""
     found = Diagnosis()
     _packages(found)
-    _jax(found, environ, timeout)
-    _miscompiles(found, environ, timeout)
+    target = _jax(found, environ, timeout)
+    _miscompiles(found, target, environ, timeout)
     _network(found, environ)
     _files(found, folder)
     return found
@@ -95,7 +95,8 @@ def _plugins() -> dict[str, str]:
     return {plugin.dist.name: plugin.dist.version for plugin in entry_points(group='jax_plugins') if plugin.dist}
 
 
-def _jax(found: Diagnosis, environ: Mapping[str, str], timeout: float) -> None:
+def _jax(found: Diagnosis, environ: Mapping[str, str], timeout: float) -> str | None:
+    """Tell what jax finds, and return the target that its GPUs are; None for a CPU, or where jax does not start."""
     # A run may be using the GPUs, and jax would take most of what is left of their memory.
     environment = {**environ, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
     command = [sys.executable, '-m', 'megajax.doctor']
@@ -104,17 +105,18 @@ def _jax(found: Diagnosis, environ: Mapping[str, str], timeout: float) -> None:
     except subprocess.TimeoutExpired:
         found.fact('devices', 'unknown')
         found.wrong(f'jax does not start within {timeout:g} s', 'see whether nvidia-smi answers; with JAX_PLATFORMS=cpu no GPU is asked')
-        return
+        return None
     answer = next((line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)), None)
     if done.returncode or answer is None:
         found.fact('devices', 'unknown')
         _why_jax_fails(found, environ, done)
-        return
+        return None
     told = json.loads(answer)
     for line in told['devices']:
         found.fact('devices', line)
     found.fact('attention', told['attention'])
     _missing_gpus(found, told['platform'], told['count'], environ)
+    return told['target'] if told['target'] in GPUS else None
 
 
 def _why_jax_fails(found: Diagnosis, environ: Mapping[str, str], done: subprocess.CompletedProcess[str]) -> None:
@@ -146,12 +148,12 @@ def _missing_gpus(found: Diagnosis, kind: str, count: int, environ: Mapping[str,
         )
 
 
-def _miscompiles(found: Diagnosis, environ: Mapping[str, str], timeout: float) -> None:
+def _miscompiles(found: Diagnosis, target: str | None, environ: Mapping[str, str], timeout: float) -> None:
     """Tell which known miscompiles XLA's GPU compiler has, where it is installed; its answers are kept for the next time."""
     if not has_compiler():
         return
     environment = {**environ, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}  # the GPUs may be in use
-    command = [sys.executable, '-m', 'megajax.miscompiles']
+    command = [sys.executable, '-m', 'megajax.miscompiles', *([target] if target else [])]
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:
@@ -217,6 +219,7 @@ def ask_jax() -> dict[str, Any]:
     """jax's devices by kind, and which attention runs on the first, for `diagnose`."""
     import jax
 
+    from megajax.miscompiles import target_of
     from megajax.model.flash import can_flash
 
     devices = jax.local_devices()
@@ -225,7 +228,7 @@ def ask_jax() -> dict[str, Any]:
     kind = devices[0].platform
     flash = {dtype: all(can_flash(kind, dtype, head_dim) for head_dim in HEAD_DIMS) for dtype in ('bfloat16', 'float32')}
     attention = ', '.join(f'{dtype}: {"cuDNN flash" if can else "XLA"}' for dtype, can in flash.items())
-    return {'devices': lines, 'attention': attention, 'platform': kind, 'count': len(devices)}
+    return {'devices': lines, 'attention': attention, 'platform': kind, 'count': len(devices), 'target': target_of(devices[0])}
 
 
 def _memory(device: Any) -> str:
