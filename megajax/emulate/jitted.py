@@ -7,7 +7,8 @@ import re
 import tempfile
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,10 @@ from megajax.emulate.arguments import (
     values,
 )
 from megajax.emulate.bisect import dump_options, first_wrong, modules
-from megajax.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, difference
+from megajax.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, Difference, difference
 from megajax.emulate.execute import (
     QUICK,
     GpuProgram,
-    Index,
     compile_for_gpu,
     num_devices,
     run_on_cpu,
@@ -44,9 +44,9 @@ from megajax.hardware.gpu import GPUS, check_target, gpu_devices, num_hosts
 _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
 _PASS_OTHERS = ': pass arguments for which it is (abstract ones are drawn at random)'
 _NO_BITS = 'exact=True: the function reads the bits of 16-bit numbers as integers'
+MARGIN = 4  # over what nudging the arguments moves an output by
 Arrays = Sequence[np.ndarray]
 Reference = Callable[..., Any] | None
-Pieces = list[tuple[Index, np.ndarray]]
 
 
 def run(
@@ -74,9 +74,13 @@ def run(
     step = _Step(traced, args, target, exact, compiler_options or {}, seed)
     expected, compared_with = step.expected(args, reference)
     limit = step.default_limit if limit is None else limit
-    leaves, culprit = step.leaves(step.program, expected, limit), None
+    limits, culprit = step.limits(limit), None
+    leaves = step.leaves(step.program, expected, limits)
+    if not all(leaf.ok for leaf in leaves):
+        limits = step.limits(limit, step.rounding(args, reference, expected))
+        leaves = step.judged(leaves, limits)
     if bisect and not all(leaf.ok for leaf in leaves):
-        culprit = step.culprit(expected, limit)
+        culprit = step.culprit(expected, limits)
     return GpuRun(
         target=target,
         jax_version=jax.__version__,
@@ -128,27 +132,46 @@ class _Step:
         self.gpus = gpu_devices(target, hosts=hosts, per_host=count // hosts)
         self.program = compile_for_gpu(traced, self.gpus, options)
         paths, _ = jax.tree_util.tree_flatten_with_path(traced.out_info)
+        self.is_narrow = bool(_NARROW_FLOAT.search(self.program.text))
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]
 
     @property
     def default_limit(self) -> float:
         """By the widest rounding that the program has."""
-        if not _NARROW_FLOAT.search(self.program.text):
+        if not self.is_narrow:
             return LIMIT
         return LIMIT_EXACT if self.exact else LIMIT_16_BITS
 
     def expected(self, args: tuple[Any, ...], reference: Reference) -> tuple[list[np.ndarray], str]:
         """The right outputs, and where they come from. Raises ValueError if one is not a number."""
         if reference is not None:
-            found, source = self._of_reference(args, reference), 'the reference given'
+            found, source = self._of_reference(args, reference, self.inputs), 'the reference given'
         else:
-            found, source = self._of_module()
+            found, source = self._of_module(self.inputs)
         for name, x in zip(self.names, found, strict=True):
             if jnp.issubdtype(x.dtype, jnp.inexact) and np.isnan(x).any():
                 raise ValueError(f'the output{name} is not a number even by {source}{_PASS_OTHERS}')
         return found, source
 
-    def _of_module(self) -> tuple[list[np.ndarray], str]:
+    def rounding(self, args: tuple[Any, ...], reference: Reference, expected: Arrays) -> list[float]:
+        """How far each expected output moves with the last places of all that goes in.
+
+        An output that is zero but for rounding, such as the gradient of a bias of keys, moves by as
+        much as it has.
+        """
+        narrow = jnp.bfloat16 if 'bf16[' in self.program.text else jnp.float16
+        rounded_to = narrow if self.is_narrow and not self.exact else jnp.float32
+        unit = float(jnp.finfo(rounded_to).eps)
+        nudged = [_nudged(x, unit, exact=self.exact) for x in self.inputs]
+        if reference is not None:
+            moved = self._of_reference(args, reference, nudged)
+        else:
+            moved, _ = self._of_module(nudged)
+        whole = [(slice(None),) * x.ndim for x in expected]
+        named = zip(self.names, whole, moved, expected, strict=True)
+        return [difference(name, [(place, x)], y).error for name, place, x, y in named]
+
+    def _of_module(self, inputs: Arrays) -> tuple[list[np.ndarray], str]:
         try:
             module = CpuModule(self.traced)
         except NotImplementedError as error:
@@ -159,11 +182,11 @@ class _Step:
         if self.exact and module.reads_16_bits:
             raise ValueError(_NO_BITS)
         # Rounded to 16 bits, one device's sums are no nearer to the truth than the GPU's.
-        return module.run(self.inputs, self.devices, exact=not module.reads_16_bits), source
+        return module.run(inputs, self.devices, exact=not module.reads_16_bits), source
 
-    def _of_reference(self, args: tuple[Any, ...], reference: Any) -> list[np.ndarray]:
+    def _of_reference(self, args: tuple[Any, ...], reference: Any, inputs: Arrays) -> list[np.ndarray]:
         place = functools.partial(_on_one_device, device=self.devices[0], exact=self.exact)
-        leaves = map(place, self.inputs, self.dtypes)
+        leaves = map(place, inputs, self.dtypes)
         given = jax.tree.unflatten(jax.tree.structure(args), leaves)
         with jax.set_mesh(empty_concrete_mesh), jax.default_device(self.devices[0]):
             made = jax.jit(reference).lower(*given).compile(QUICK)(*given)
@@ -172,18 +195,32 @@ class _Step:
             raise ValueError(f'the reference returns {have}, and the function {wanted}')
         return [_stored(x) for x in jax.tree.leaves(made)]
 
-    def leaves(self, program: GpuProgram, expected: Arrays, limit: float) -> list[Leaf]:
+    def limits(self, limit: float, rounding: Sequence[float] | None = None) -> list[float]:
+        """That of each output: none for integers, and more where rounding alone moves it by more."""
+        infos = jax.tree.leaves(self.traced.out_info)
+        moves = rounding or [0.0] * len(infos)
+        pairs = zip(infos, moves, strict=True)
+        is_inexact = lambda info: jnp.issubdtype(info.dtype, jnp.inexact)  # noqa: E731
+        return [max(limit, MARGIN * move) if is_inexact(info) else 0.0 for info, move in pairs]
+
+    def leaves(self, program: GpuProgram, expected: Arrays, limits: Sequence[float]) -> list[Leaf]:
         """Every output of the program beside the expected one, in the order of the outputs."""
         results = run_on_cpu(program, self.inputs, self.devices, exact=self.exact)
-        named = zip(self.names, results, expected, strict=True)
-        return [_leaf(name, pieces, x, limit) for name, pieces, x in named]
+        found = starmap(difference, zip(self.names, results, expected, strict=True))
+        return self.judged(found, limits)
 
-    def culprit(self, expected: Arrays, limit: float) -> str:
+    @staticmethod
+    def judged(found: Iterable[Leaf | Difference], limits: Sequence[float]) -> list[Leaf]:
+        """The same errors with these limits."""
+        pairs = zip(found, limits, strict=True)
+        return [_leaf(one.name, one.error, limit) for one, limit in pairs]
+
+    def culprit(self, expected: Arrays, limits: Sequence[float]) -> str:
         """The pass of the compiler after which the program is wrong."""
 
         def is_right(text: str) -> bool:
             program = dataclasses.replace(self.program, text=text)
-            return all(leaf.ok for leaf in self.leaves(program, expected, limit))
+            return all(leaf.ok for leaf in self.leaves(program, expected, limits))
 
         with tempfile.TemporaryDirectory() as folder:
             dumps = dump_options(Path(folder))
@@ -202,8 +239,13 @@ def _stored(x: jax.Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
-def _leaf(name: str, pieces: Pieces, expected: np.ndarray, limit: float) -> Leaf:
-    if not jnp.issubdtype(expected.dtype, jnp.inexact):
-        limit = 0.0
-    error = difference(name, pieces, expected).error
+def _leaf(name: str, error: float, limit: float) -> Leaf:
     return Leaf(name=name, error=error, limit=limit, ok=error <= limit)
+
+
+def _nudged(x: np.ndarray, unit: float, *, exact: bool) -> np.ndarray:
+    """Every number off by `unit` of itself, up or down."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), size=x.shape)
+    return np.asarray(x * (1 + unit * signs), widened(x).dtype if exact else x.dtype)

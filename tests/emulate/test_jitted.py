@@ -15,6 +15,7 @@ from megajax.emulate.result import NOT_COVERED, GpuRun, Leaf
 from megajax.hardware.gpu import has_compiler
 
 P = jax.P
+needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
 EXPLICIT = jax.sharding.AxisType.Explicit
 
 
@@ -140,6 +141,24 @@ def test_differences_are_over_the_largest_element_and_of_integers_a_share():
     assert error([1j, 1.0], [-1j, 1.0]) == 2
     assert error([1, 2, 3, 5], [1, 2, 3, 4]) == 0.25
     assert error([1e-3], [0.0]) == 1e-3
+
+
+@needs_compiler
+def test_a_gradient_that_is_rounding_alone_is_not_wrong():
+    """A bias of keys moves all scores of a query alike, so its gradient is zero but for rounding."""
+    mesh = others.mesh_of(data=8)
+
+    def loss(w, x_BSD):
+        key_BSD = x_BSD @ w['key'] + w['key_bias'][None, None]
+        scores_BST = jnp.einsum('bsd,btd->bst', x_BSD, key_BSD)
+        return jnp.square(jax.nn.softmax(scores_BST) @ x_BSD).sum()
+
+    w = {'key': others.array(mesh, (64, 64)), 'key_bias': others.array(mesh, (64,))}
+    found = megajax.inspect.run(jax.grad(loss), w, others.array(mesh, (16, 32, 64), 'data'))
+    errors = {leaf.name: leaf.error for leaf in found.leaves}
+    assert errors["['key_bias']"] > 1e-2
+    assert errors["['key']"] < 1e-5
+    found.raise_if_wrong()
 
 
 def test_a_result_says_what_is_wrong_what_it_was_compared_with_and_what_it_does_not_cover():
