@@ -18,7 +18,13 @@ from megajax.hardware.gpu import GPUS
 from megajax.miscompiles.entry import Miscompile
 
 # Flags of XLA that change no program.
-_IRRELEVANT = '--xla_dump', '--xla_force_host_platform_device_count', '--xla_gpu_cuda_data_dir'
+_IRRELEVANT = (
+    '--xla_dump',
+    '--xla_force_host_platform_device_count',
+    '--xla_gpu_cuda_data_dir',
+    '--xla_gpu_kernel_cache_file',
+    '--xla_gpu_enable_llvm_module_compilation_parallelism',
+)
 _FIELDS = {'is_faulty', 'cure', 'why'}
 Identity = dict[str, Any]
 
