@@ -73,6 +73,12 @@ def products(program: Program) -> Iterator[tuple[Product, Computation, Instructi
                 yield product, computation, instruction, program.times[computation.name]
 
 
+def is_rematerialized(program: Program, computation: Computation, instruction: Instruction) -> bool:
+    """Whether XLA computes it again, so that the program needs less memory."""
+    callers = [caller for _, caller in program.callers.get(computation.name, ())]
+    return any('.remat' in one.name for one in (instruction, *callers))
+
+
 def _score_elements(instruction: Instruction) -> int:
     scores = re.search(
         r'"intermediate_tensor_shape": ?\{"element_type": ?"\w+", ?"dimensions": ?\[([^\]]*)\]',

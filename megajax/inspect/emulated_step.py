@@ -94,7 +94,8 @@ def first_state(config: Config) -> TrainState:
     """The state before a step on one device, in numpy, with noise on every parameter."""
     random = np.random.default_rng(1)
     with jax.set_mesh(make_mesh()):
-        state = jax.tree.map(np.array, init_state(config))
+        make = jax.jit(functools.partial(init_state, config)).lower().compile(QUICK)
+        state = jax.tree.map(np.array, make())
     noisy = jax.tree.map(lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params)
     if state.loss_scale is not None:  # the noise would overflow at the scale that a run begins with
         state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))

@@ -7,7 +7,7 @@ from typing import Any
 from megajax.config import Config
 from megajax.config.flops import step_flops
 from megajax.config.parameters import NUM_ORDERS
-from megajax.hlo.products import products
+from megajax.hlo.products import is_rematerialized, products
 from megajax.hlo.program import Program
 from megajax.inspect.result import Finding, Products
 
@@ -23,10 +23,12 @@ def count_products(config: Config, program: Program, target: str) -> Products:
     """
     devices = config.mesh.data * config.mesh.model
     expected = step_flops(config, flash=False if target == 'cpu' else None).hardware / devices
-    return Products(
-        compiled=sum(times * product.flops for product, *_, times in products(program)),
-        expected=expected,
-    )
+    compiled = rematerialized = 0
+    for product, computation, instruction, times in products(program):
+        compiled += times * product.flops
+        if is_rematerialized(program, computation, instruction):
+            rematerialized += times * product.flops
+    return Products(compiled=compiled, expected=expected, rematerialized=rematerialized)
 
 
 def padding(config: Config) -> int:
@@ -44,10 +46,18 @@ def padding(config: Config) -> int:
 
 
 def products_run_twice(config: Config, program: Program, products: Products) -> Iterator[Finding]:
-    """An error where the compiled step computes more than its config."""
-    if products.compiled - padding(config) <= products.expected * (1 + TOLERANCE):
+    """An error where the compiled step computes more than its config, a note where memory asks it."""
+    if products.rematerialized:
+        message = (
+            f'XLA computes {products.rematerialized / 1e9:,.1f} GFLOP of matrix products a second '
+            'time, because the step does not fit into the memory of a device: use more devices or '
+            'microbatches, or recompute more (train.recompute)'
+        )
+        yield Finding(level='note', rule='products run again for memory', message=message)
+    wanted = products.compiled - products.rematerialized
+    if wanted - padding(config) <= products.expected * (1 + TOLERANCE):
         return
-    more = (products.compiled - products.expected) / 1e9
+    more = (wanted - products.expected) / 1e9
     again = _repeated(program)
     which = f'; there is more than one of {", ".join(again)}' if again else ''
     message = (

@@ -91,6 +91,7 @@ class Products(_Result):
 
     compiled: float = Field(description='of the compiled program, trip counts multiplied in')
     expected: float = Field(description='of the config, with what it recomputes')
+    rematerialized: float = Field(default=0, description='of the compiled ones, what XLA repeats to save memory')
 
     @property
     def ratio(self) -> float:

@@ -12,6 +12,7 @@ from jax import P, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.stages import Lowered
 
+from megajax.hlo.products import is_rematerialized
 from megajax.hlo.program import Computation, Instruction, Program
 from megajax.miscompiles.entry import Miscompile, Repro
 from megajax.miscompiles.trace import Place, trace
@@ -24,7 +25,8 @@ def detect(program: Program) -> Iterator[Instruction]:
     first: dict[str, set[Key]] = defaultdict(set)
     for computation in program.computations.values():
         for instruction in computation.instructions:
-            if instruction.opcode == 'custom-call' and '"__cublas$' in instruction.attributes:
+            is_cublas = '"__cublas$' in instruction.attributes
+            if is_cublas and not is_rematerialized(program, computation, instruction):
                 home = _home(program, computation)
                 key = _product(program, Place(computation, instruction))
                 if key in first[home]:

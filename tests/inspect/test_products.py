@@ -72,6 +72,17 @@ def test_a_gpu_computes_what_the_config_says(name, data, model, train, others, t
     assert products.compiled - padding(config) <= (1 + 1e-3) * products.expected
 
 
+def test_what_xla_computes_again_to_save_memory_is_no_error_but_a_note():
+    config = small('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True})
+    step = compiled_here(config)
+    again = dataclasses.replace(step, text=with_second_product(step.text, '.remat'))
+    found = audit(config, again, 'h100')
+    assert not [one for one in found.findings if one.rule == 'products run twice']
+    [note] = [one.message for one in found.findings if one.rule == 'products run again for memory']
+    assert 'does not fit' in note
+    assert found.products.rematerialized > 0.01 * found.products.expected
+
+
 def test_a_product_that_runs_twice_is_an_error_that_names_it():
     config = small('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True})
     step = compiled_here(config)
@@ -100,10 +111,10 @@ def errors(config: Config, step: CompiledStep) -> list[str]:
     return [one.message for one in findings if one.rule == 'products run twice']
 
 
-def with_second_product(text: str) -> str:
-    """The text with a copy of the first dot of an MLP after it."""
+def with_second_product(text: str, suffix: str = '') -> str:
+    """The text with a copy of the first dot of an MLP after it, its name ending as given."""
     line = next(one for one in text.splitlines() if re.search(r' dot\(.*/mlp/', one))
-    copy = re.sub(r'^(\s+)(?:ROOT )?%?\S+ =', r'\1%again =', line)
+    copy = re.sub(r'^(\s+)(?:ROOT )?%?\S+ =', rf'\1%again{suffix} =', line)
     if line.strip().startswith('ROOT'):
         return text.replace(line, f'{copy}\n{line}')
     return text.replace(line, f'{line}\n{copy}')
