@@ -1,6 +1,7 @@
 """A jitted function compiled for GPUs that are not there, and its program run on simulated CPU devices."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,12 +19,6 @@ from jax.stages import Traced
 from megajax.emulate.translate import for_cpu
 from megajax.hardware.gpu import WITHOUT_GPU
 
-# The programs run once: their machine code need not be fast, but soon there.
-QUICK: dict[str, Any] = {
-    'xla_backend_optimization_level': 0,
-    'xla_llvm_disable_expensive_passes': True,
-    'xla_cpu_use_fusion_emitters': False,  # theirs takes three times as long to make
-}
 Index = tuple[slice, ...]
 
 
@@ -40,6 +35,18 @@ class GpuProgram:
     inputs: tuple[Sharding, ...]
     outputs: tuple[Sharding | None, ...]
     output_shapes: tuple[tuple[int, ...], ...]
+
+
+@functools.cache
+def quick() -> dict[str, Any]:
+    """Options for a program that runs once on a CPU: machine code that is soon there, not fast."""
+    options: dict[str, Any] = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+    older = options | {'xla_cpu_use_fusion_emitters': False}  # which take three times as long
+    try:
+        jax.jit(lambda: 0).lower().compile(older)
+    except jax.errors.JaxRuntimeError:  # a later XLA has no other emitters
+        return options
+    return older
 
 
 def compile_for_gpu(traced: Traced, devices: Sequence[Any], options: Mapping[str, Any]) -> GpuProgram:
@@ -116,7 +123,7 @@ def compile_on_cpu(text: str, devices: Sequence[jax.Device]) -> Any:
     options.num_replicas, options.num_partitions = len(devices), 1
     assignment = np.arange(len(devices), dtype=np.int32)[:, None]
     options.device_assignment = xla_client.DeviceAssignment.create(assignment)
-    options.env_option_overrides = [*QUICK.items()]
+    options.env_option_overrides = [*quick().items()]
     module, on = _jax.mlir.hlo_to_stablehlo(proto), xla_client.DeviceList(tuple(devices))
     return devices[0].client.compile_and_load(module, on, options)
 

@@ -30,10 +30,10 @@ from megajax.emulate.arguments import (
 from megajax.emulate.bisect import dump_options, first_wrong, modules
 from megajax.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, Difference, difference
 from megajax.emulate.execute import (
-    QUICK,
     GpuProgram,
     compile_for_gpu,
     num_devices,
+    quick,
     run_on_cpu,
     widened,
 )
@@ -189,7 +189,7 @@ class _Step:
         leaves = map(place, inputs, self.dtypes)
         given = jax.tree.unflatten(jax.tree.structure(args), leaves)
         with jax.set_mesh(empty_concrete_mesh), jax.default_device(self.devices[0]):
-            made = jax.jit(reference).lower(*given).compile(QUICK)(*given)
+            made = jax.jit(reference).lower(*given).compile(quick())(*given)
         wanted, have = (str(jax.tree.structure(one)) for one in (self.traced.out_info, made))
         if wanted != have:
             raise ValueError(f'the reference returns {have}, and the function {wanted}')

@@ -22,7 +22,7 @@ from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import Sharding, SingleDeviceSharding
 from jax.stages import Traced
 
-from megajax.emulate.execute import QUICK, widened
+from megajax.emulate.execute import quick, widened
 
 Devices = Sequence[jax.Device]
 _CONSTRAINTS = {'sdy.sharding_constraint', 'sdy.reshard', 'sdy.propagation_barrier'}
@@ -146,7 +146,7 @@ def _compiled(bytecode: bytes, devices: Devices) -> Any:
     options.num_replicas, options.num_partitions = 1, len(devices)
     assignment = np.arange(len(devices), dtype=np.int32)[None]
     options.device_assignment = xla_client.DeviceAssignment.create(assignment)
-    options.env_option_overrides = [*QUICK.items()]
+    options.env_option_overrides = [*quick().items()]
     build = options.executable_build_options
     build.use_spmd_partitioning = True
     build.use_shardy_partitioner = jax_config.use_shardy_partitioner.value

@@ -15,7 +15,7 @@ import numpy as np
 
 from megajax.config import Config, MeshConfig
 from megajax.emulate.compare import Difference, difference, largest
-from megajax.emulate.execute import QUICK, GpuProgram, compile_for_gpu, run_on_cpu, stored_program
+from megajax.emulate.execute import GpuProgram, compile_for_gpu, quick, run_on_cpu, stored_program
 from megajax.hardware.gpu import gpu_devices
 from megajax.inspect.limits import limits
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
@@ -94,7 +94,7 @@ def first_state(config: Config) -> TrainState:
     """The state before a step on one device, in numpy, with noise on every parameter."""
     random = np.random.default_rng(1)
     with jax.set_mesh(make_mesh()):
-        make = jax.jit(functools.partial(init_state, config)).lower().compile(QUICK)
+        make = jax.jit(functools.partial(init_state, config)).lower().compile(quick())
         state = jax.tree.map(np.array, make())
     noisy = jax.tree.map(lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params)
     if state.loss_scale is not None:  # the noise would overflow at the scale that a run begins with
@@ -108,7 +108,7 @@ def reference(config: Config) -> Values:
     with jax.set_mesh(make_mesh()):
         placed = jax.tree.map(lambda x: x.sharding, concrete(jax.eval_shape(lambda: init_state(config))))
         state, batch = jax.device_put(first_state(config), placed), place_batch(make_batch(config))
-        step = make_train_step(config).lower(state, batch).compile(QUICK)
+        step = make_train_step(config).lower(state, batch).compile(quick())
         return jax.tree.map(np.asarray, _compared(*step(state, batch)))
 
 
