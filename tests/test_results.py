@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROWS = [*csv.DictReader((ROOT / 'benchmarks/results/2026-11-21_collectives.csv').open(newline=''))]
+ROWS = [*csv.DictReader((ROOT / 'benchmarks/results/2026-11-22_collectives.csv').open(newline=''))]
 
 OVERLAP = [*csv.DictReader((ROOT / 'benchmarks/results/2026-11-22_overlap.csv').open(newline=''))]
 
