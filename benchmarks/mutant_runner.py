@@ -26,7 +26,7 @@ FAST = 'not slow and not faults'
 LIMIT_SECONDS, SLOWER = 60, 10  # a test hangs if it takes longer than this and so many times what it took unchanged
 OUT_OF_TIME = 'none in time'
 
-TRACER = '''
+TRACER = """
 import os, sys, threading
 _folder, _file, _seen = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'megajax') + os.sep, None, set()
 
@@ -48,7 +48,7 @@ def trace(file):
 
 if 'MEGAJAX_TRACE' in os.environ:
     trace(os.environ['MEGAJAX_TRACE'])
-'''
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,7 +66,11 @@ def parse() -> argparse.Namespace:
 
 def package_files(since: str | None) -> list[str]:
     """The modules of the package, from the root of the repository."""
-    command = ['git', 'ls-files', 'megajax/*.py'] if since is None else ['git', 'diff', '--name-only', '--diff-filter=d', since, '--', 'megajax/*.py']
+    command = (
+        ['git', 'ls-files', 'megajax/*.py']
+        if since is None
+        else ['git', 'diff', '--name-only', '--diff-filter=d', since, '--', 'megajax/*.py']
+    )
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 
 

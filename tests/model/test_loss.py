@@ -84,7 +84,9 @@ def test_chunks_change_nothing(place, monkeypatch):
 
 @pytest.mark.parametrize('sequence_parallel', [False, True])
 @pytest.mark.parametrize('shards', [1, 2, 8])
-@pytest.mark.parametrize(('rows', 'length', 'vocab'), [(1, 8192, 32768), (4, 1024, 50304), (16, 2048, 128256), (3, 1536, 1024), (64, 96, 262144)])
+@pytest.mark.parametrize(
+    ('rows', 'length', 'vocab'), [(1, 8192, 32768), (4, 1024, 50304), (16, 2048, 128256), (3, 1536, 1024), (64, 96, 262144)]
+)
 def test_the_fewest_chunks_are_made_whose_logits_fit(rows, length, vocab, shards, sequence_parallel):
     config = make_config('gpt', 1, shards, sequence_parallel=sequence_parallel and shards > 1)
     place = layout.Layout.of(config)
