@@ -155,12 +155,16 @@ def _changes_at(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         yield from _negated(node)
     if isinstance(node, ast.Call):
         yield from _changed_arguments(node)
-    if isinstance(node, ast.Raise | ast.AugAssign | ast.Break | ast.Continue | ast.Delete):
+    if _can_be_removed(node):
         yield 'removed statement', ast.Pass()
-    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-        yield 'removed statement', ast.Pass()
-    elif isinstance(node, ast.Assign) and all(isinstance(target, ast.Subscript) for target in node.targets):
-        yield 'removed statement', ast.Pass()
+
+
+def _can_be_removed(node: ast.AST) -> bool:
+    """Whether a statement acts on what is there: without one that makes a name, any use of the name fails."""
+    if isinstance(node, ast.Assign):
+        return all(isinstance(target, ast.Subscript | ast.Attribute) for target in node.targets)
+    is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    return is_call or isinstance(node, ast.Raise | ast.AugAssign | ast.Break | ast.Continue | ast.Delete)
 
 
 def _changed_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:

@@ -24,6 +24,7 @@ import pytest
 LIBRARIES = 'jax', 'flax.nnx', 'optax', 'orbax.checkpoint', 'grain', 'pydantic', 'ruamel.yaml', 'rich', 'tokenizers', 'typer', 'hypothesis'
 FAST = 'not slow and not faults'
 LIMIT_SECONDS, SLOWER = 60, 10  # a test hangs if it takes longer than this and so many times what it took unchanged
+MOST_SECONDS = 7200  # of a file of tests
 OUT_OF_TIME = 'none in time'
 
 TRACER = """
@@ -155,7 +156,8 @@ def record(file: str, scratch: Path) -> list[Test]:
     out = scratch / 'recorded'
     out.write_text('')
     arguments = [file, '-m', FAST, '-p', 'no:cacheprovider', '-p', 'no:xdist']
-    fork(lambda: exit_of(arguments, Recorder(out, scratch / 'trace')), output=scratch / 'output', seconds=1800)
+    if fork(lambda: exit_of(arguments, Recorder(out, scratch / 'trace')), output=scratch / 'output', seconds=MOST_SECONDS) is None:
+        raise SystemExit(f'{file} was not done in {MOST_SECONDS} s')
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     return [Test(name=line['name'], seconds=line['seconds'], calls=frozenset(line['calls'])) for line in lines]
 

@@ -25,7 +25,7 @@ from mutant_runner import OUT_OF_TIME, Test, copied, first_to_notice, import_lib
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = ['room', 'file', 'line', 'kind', 'change', 'noticed_by', 'tests', 'seconds', 'equivalent']
-HELPERS = 'conftest.py', 'support.py', 'runs.py', 'checkpoints.py'
+HELPERS = 'conftest.py', 'support.py', 'runs.py', 'checkpoints.py', 'inspect_collectives.py'
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     with copied(ROOT) as tree, out.open('a', newline='') as file:
         import_libraries()
         scratch = tree.parent
-        tests = measure_calls(tree, recorded, scratch)
+        tests = measure_calls(tree, arguments.tests, recorded, scratch)
         drawn = sample(tree, package_files(arguments.since), seed=arguments.seed, rooms=arguments.rooms)
         writer = csv.DictWriter(file, COLUMNS)
         if not rows:
@@ -59,6 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument('--first', type=int, default=0, help='the number of the change to begin with')
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument('--rooms', nargs='+', default=(), help='folders of megajax/; `megajax` for the files that are in none')
+    parser.add_argument('--tests', nargs='+', default=['tests'], help='folders of tests to choose from')
     parser.add_argument('--since', metavar='COMMIT', help='only in files that differ from those of a commit')
     parser.add_argument('--seconds', type=float, default=600, help='the most that is spent on one change')
     return parser.parse_args()
@@ -74,11 +75,11 @@ def package_files(since: str | None) -> list[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
 
 
-def measure_calls(tree: Path, recorded: Path, scratch: Path) -> list[Test]:
+def measure_calls(tree: Path, folders: Sequence[str], recorded: Path, scratch: Path) -> list[Test]:
     """Every fast test with the functions that it calls: what `recorded` has of files that have not changed, and the rest measured."""
     known = json.loads(recorded.read_text()) if recorded.exists() else {}
     tests: list[Test] = []
-    for path in sorted((tree / 'tests').rglob('test_*.py')):
+    for path in sorted({path for folder in folders for path in (tree / folder).rglob('test_*.py')}):
         file = str(path.relative_to(tree))
         digest = hashlib.sha256(b''.join(each.read_bytes() for each in (path, *(tree / 'tests' / name for name in HELPERS)))).hexdigest()
         if known.get(file, {}).get('sha256') != digest:
