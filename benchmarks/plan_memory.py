@@ -78,6 +78,8 @@ qwen3_8b       4x2 sp selective 2 2
 megatron_4.2b  2x8 sp full      2 4 model.dropout=0.1
 llama3_8b      2x8 tp none      2 1 train.seq_len=2048
 megatron_1.2b  4x2 sp selective 4 1 train.dtype=float16
+llama3_8b      1x2 tp none      4 1 train.seq_len=2048 model.num_layers=6
+llama3_8b      1x2 tp none      4 1 train.seq_len=2048 model.num_layers=6 model.ffn_size=28672
 """
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
 PREDICTED = ['predicted_bytes', 'predicted_gflops', 'predicted_model_wire', 'predicted_data_wire']

@@ -11,7 +11,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 # The tests, and the processes that they start, compile far more than they run. This halves the time; the SPMD partitioner works all the
 # same. What one of them has compiled the others read.
 os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = 'true'
-if 'PYTEST_XDIST_WORKER' not in os.environ:
+if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix='megajax-compiled-')
     os.environ['JAX_COMPILATION_CACHE_DIR'] = compiled.name
     os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'

@@ -69,6 +69,18 @@ def test_scores_are_the_models_log_probabilities(mesh: tuple[int, int]) -> None:
     np.testing.assert_allclose(found[0].nll, found[4].nll, rtol=1e-5)
 
 
+def test_a_window_may_be_as_long_as_the_model_reads_and_one_where_positions_are_learned() -> None:
+    config = make_config('gpt', model={'vocab_size': 257, 'dropout': 0.0, 'max_seq_len': 20}, train={'seq_len': 20})
+    tokens = np.random.default_rng(0).integers(257, size=21)
+    with on_mesh(config):
+        params = random_params(config, std=0.3)
+        [found] = Scorer(config, params)([Window(tokens, 20)])
+        logits = jax.jit(lambda params, token_BS: nnx.merge(model_graph(config), params)(token_BS))
+        logit_SV = np.asarray(logits(params, tokens[None, :-1]), np.float64)[0, :, :257]
+    expected = np.log(np.exp(logit_SV).sum(-1)) - logit_SV[np.arange(20), tokens[1:]]
+    np.testing.assert_allclose(found.nll, expected, rtol=1e-4)
+
+
 def test_the_most_probable_token_is_counted_right() -> None:
     config = small(1, 4)
     with on_mesh(config):

@@ -1,34 +1,15 @@
 """Arrays that XLA has joined are told apart by shape and path, also where they are of one size."""
 
 import pytest
+from inspect_collectives import reduced
 from support import make_config
 
-from megajax.hlo.collectives import Collective
 from megajax.hlo.program import Array
 from megajax.inspect.sites import Site, site_of
 
 IN_THE_LOSS = 'jit(train_step)/vmap(jvp(loss))/while/body/closed_call/transpose(jvp(head))/jit(_where)/select_n'
 OF_THE_NORM = 'jit(train_step)/vmap(transpose(jvp(head)))/vmap(transpose(jvp(norm)))/reduce_sum'
 CONFIG = make_config('bert', 1, 2, train={'batch_size': 2, 'seq_len': 32})  # as many tokens as hidden_size
-
-
-def all_reduce(op_name: str, *shape: int) -> Collective:
-    array = Array('f32', shape)
-    return Collective(
-        kind='all-reduce',
-        axes=('model',),
-        groups=((0, 1),),
-        operand=array,
-        result=array,
-        times=1,
-        at_most=False,
-        op_name=op_name,
-        source='',
-        computation='main',
-        instruction='all-reduce',
-        synchronous=False,
-        overlapped_flops=0,
-    )
 
 
 @pytest.mark.parametrize(
@@ -43,4 +24,4 @@ def all_reduce(op_name: str, *shape: int) -> Collective:
     ],
 )
 def test_numbers_of_tokens_are_the_losss_and_vectors_are_gradients(op_name: str, shape: tuple[int, ...], site: Site) -> None:
-    assert site_of(all_reduce(op_name, *shape), CONFIG) == site
+    assert site_of(reduced(op_name, Array('f32', shape)), CONFIG) == site

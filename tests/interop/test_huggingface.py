@@ -325,3 +325,30 @@ directories.export_huggingface(Path('run'), Path('out'), shard_bytes=8000)
     assert not (tmp_path / 'out.partial').exists()
     with pytest.raises(ConfigError, match='out is there already'):
         export_huggingface(tmp_path / 'run', tmp_path / 'out')
+
+
+# Keys without which a config.json is of another model or of none: sizes, and in OTHERS what a file sets to other than the default.
+SET = {
+    'model_type',
+    *('n_layer', 'n_embd', 'n_head', 'n_inner', 'n_positions'),
+    *('num_hidden_layers', 'hidden_size', 'num_attention_heads', 'num_key_value_heads', 'head_dim', 'intermediate_size'),
+    *('vocab_size', 'max_position_embeddings', 'rope_parameters', 'rope_theta', 'rope_scaling', 'sliding_window'),
+}
+
+
+OTHERS = {
+    'llama3': {'tie_word_embeddings'},
+    'llama_bias': {'attention_bias', 'mlp_bias'},
+    'mistral': {'rms_norm_eps'},
+    'qwen2': {'tie_word_embeddings'},
+}
+
+
+@for_each_family
+def test_a_key_that_says_what_is_the_default_can_be_left_out(name: str) -> None:
+    keys = json.loads((DATA / name / 'config.json').read_text())
+    expected = read_family(keys, name)[:2]
+    for key in keys.keys() - SET:
+        without = {other: value for other, value in keys.items() if other != key}
+        if key not in OTHERS.get(name, set()):
+            assert read_family(without, name)[:2] == expected, key

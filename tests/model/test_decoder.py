@@ -1,5 +1,7 @@
 """The decoder looks back and never ahead, stays inside a document, and knows nothing of how it is run."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,3 +189,41 @@ def test_every_place_of_the_model_and_every_row_has_its_own_dropout_key(monkeypa
         make_decoder(config).hidden(token_BS, key_B=sequence_keys(jax.random.key(0), jnp.arange(2)))
         jax.effects_barrier()
     assert len(keys) == len(set(keys)) == 2 * (1 + 3 * config.model.num_layers)  # the embedding; attention and two branches of a layer
+
+
+@pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
+def test_weights_begin_at_init_std_and_those_that_add_to_the_residual_stream_at_less(name):
+    config = make_config(name, model={'num_layers': 3, 'init_std': 0.05})
+    with on_mesh(config):
+        params = gather(jax.jit(lambda: nnx.state(Decoder(config, key=jax.random.key(0))))())
+    for path, values in params.items():
+        if 'norm' in path or 'bias' in path:
+            assert (values == (1 if path.endswith('norm.weight') else 0)).all(), path
+            continue
+        adds = path in ('layers.attention.out.weight', 'layers.mlp.down.weight')
+        expected = 0.05 / math.sqrt(2 * 3) if adds else 0.05  # Radford et al. (2019)
+        error = 4 / math.sqrt(2 * values.size)  # four standard deviations of what is measured
+        assert np.square(values).mean() ** 0.5 == pytest.approx(expected, rel=error), path
+        assert abs(values.mean()) < 4 * expected / math.sqrt(values.size), path
+        assert values.size < 1000 or error < 0.1
+
+
+@both_models
+def test_recomputation_keeps_less_for_the_backward_pass(name):
+    """Selective keeps no scores, full nothing of a layer but its input."""
+    kept: dict[str, list[tuple[int, ...]]] = {}
+    for recompute in ('none', 'selective', 'full'):
+        config = make_config(name, model={'dropout': 0.1, 'num_layers': 4}, train={'recompute': recompute, 'seq_len': 24, 'batch_size': 2})
+        with on_mesh(config):
+            kept[recompute] = [x.shape for x in jax.eval_shape(lambda config=config: residuals(config))]
+    scores = {how: sum(shape[-2:] == (24, 24) for shape in shapes) for how, shapes in kept.items()}
+    assert scores['none'] > scores['selective'] == scores['full'] == 0
+    none, selective, full = (sum(map(math.prod, shapes)) for shapes in kept.values())
+    assert full < selective < none
+
+
+def residuals(config: Config) -> list[jax.Array]:
+    """What the backward pass of the layers reads of the forward pass."""
+    graph, params = nnx.split(Decoder(config, key=jax.random.key(0)))
+    token_BS, key_B = jnp.zeros((2, 24), jnp.int32), jax.random.split(jax.random.key(0), 2)
+    return jax.tree.leaves(jax.vjp(lambda params: nnx.merge(graph, params).hidden(token_BS, key_B=key_B), params)[1])

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 from support import assert_close, gather, make_batch, make_config, on_mesh, pack, random_params, relative_error, slow
 
@@ -56,3 +57,17 @@ def test_flash_is_for_16_bit_on_a_gpu_and_head_dims_that_cudnn_has():
     assert not can('bfloat16', 60)
     assert not can('bfloat16', 256)
     assert not flash.can_flash('cpu', 'bfloat16', 64)
+
+
+@pytest.mark.parametrize(('rate', 'has_keys'), [(0.0, False), (0.0, True), (0.5, False), (0.5, True)])
+def test_attention_with_dropout_to_apply_never_runs_the_kernel_which_has_none(rate, has_keys, monkeypatch):
+    seen = []
+    monkeypatch.setattr(attention, 'can_flash', lambda *_: True)
+    monkeypatch.setattr(attention, 'flash_attention', lambda q, *_: seen.append(q) or q)
+    with on_mesh(make_config()):
+        q_BSNH = jnp.ones((2, 8, 4, 16))
+        key_B = jax.random.split(jax.random.key(0), 2) if has_keys else None
+        o_BSNH = attention.attend(q_BSNH, q_BSNH, q_BSNH, rate=rate, key_B=key_B)
+    is_dropped = rate > 0 and has_keys
+    assert len(seen) == (0 if is_dropped else 1)
+    assert bool((o_BSNH == 1).all()) != is_dropped

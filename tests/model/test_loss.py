@@ -1,6 +1,7 @@
 """The loss on logits that are split over the vocabulary, against float64 on whole ones."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 from support import make_config, on_mesh, relative_error
 
+from megajax.config.chunks import CHUNK_BYTES
 from megajax.model import loss as loss_module
 from megajax.model.loss import Loss
 from megajax.parallel import layout
@@ -78,6 +80,29 @@ def test_chunks_change_nothing(place, monkeypatch):
     assert len(chunks[0][0]) == (LENGTH // 4 if place[2] else LENGTH)  # a token of each sequence shard at a time
     for x, reference in zip(jax.tree.leaves(chunked), jax.tree.leaves(whole), strict=True):
         assert relative_error(x, reference) < 2e-6
+
+
+@pytest.mark.parametrize('sequence_parallel', [False, True])
+@pytest.mark.parametrize('shards', [1, 2, 8])
+@pytest.mark.parametrize(
+    ('rows', 'length', 'vocab'), [(1, 8192, 32768), (4, 1024, 50304), (16, 2048, 128256), (3, 1536, 1024), (64, 96, 262144)]
+)
+def test_the_fewest_chunks_are_made_whose_logits_fit(rows, length, vocab, shards, sequence_parallel):
+    config = make_config('gpt', 1, shards, sequence_parallel=sequence_parallel and shards > 1)
+    place = layout.Layout.of(config)
+
+    def lengths() -> tuple[jax.Array, ...]:
+        x_BSD = jnp.zeros((rows, length, 8), out_sharding=jax.P(None, *place.residual_SD))
+        token_BS = jnp.zeros((rows, length))
+        return loss_module._chunks(x_BSD, (jnp.zeros((8, vocab)), None), token_BS, token_BS, place)
+
+    with on_mesh(config):
+        chunks = jax.eval_shape(lengths)[1]
+    count, tokens = len(chunks), length // (shards if place.sequence_parallel else 1)
+    logit_bytes = 4 * rows * length * vocab // shards
+    assert 4 * math.prod(chunks.shape[1:]) * vocab // shards == logit_bytes // count
+    assert logit_bytes <= count * CHUNK_BYTES
+    assert not any(logit_bytes <= fewer * CHUNK_BYTES for fewer in range(1, count) if tokens % fewer == 0)
 
 
 @every_place

@@ -47,6 +47,16 @@ def test_a_config_on_its_own_mesh_is_planned_as_it_is():
     assert plan.memory_available == int(USABLE * hardware('h100').memory)
 
 
+@pytest.mark.parametrize('recompute', ['none', 'full'])
+def test_the_papers_rate_counts_recomputation_where_there_is_some(recompute):
+    config = megajax.load('gpt2_345m', ['mesh.data=2', 'mesh.model=4', f'train.recompute={recompute}'])
+    plan, model, train = megajax.plan(config, gpu='h100'), config.model, config.train
+    layer, head = 24 * model.hidden_size**2 + 4 * train.seq_len * model.hidden_size, 2 * model.hidden_size * model.padded_vocab_size
+    flops = train.batch_size * train.seq_len * ((4 if recompute == 'full' else 3) * model.num_layers * layer + 3 * head)
+    assert plan.paper_tflops_per_gpu == pytest.approx(flops / plan.seconds / 8 / 1e12)
+    assert megajax.plan(megajax.load('llama3_8b'), gpu='h100').paper_tflops_per_gpu is None
+
+
 def test_the_largest_microbatch_fits_and_one_row_more_does_not():
     keys = 'mesh.data=8', 'mesh.model=8', 'train.microbatches=1'
     rows = megajax.plan(megajax.load('llama3_8b', [*keys, 'train.batch_size=8']), gpu='h100').largest_microbatch

@@ -49,6 +49,15 @@ def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(mesh: tuple
         assert any((old != new).any() for old, new in zip(leaves(state), leaves(after), strict=True))
 
 
+def test_a_batch_without_a_token_that_counts_has_no_loss_and_no_gradient_and_is_no_fault() -> None:
+    with on_mesh(config(2, 2)):
+        state, batch = init_state(config(2, 2)), make_batch(config())
+        _, metrics = kept_step((2, 2))(state, place_batch(batch | {'loss_mask': np.zeros_like(batch['loss_mask'])}))
+    assert (metrics['loss'], metrics['nll'], metrics['grad_norm']) == (0, 0, 0)
+    assert metrics['finite']
+    assert metrics['taken']
+
+
 @functools.partial(jax.jit, static_argnames='spikes')
 def judged(guard: Any, loss: float, grad_norm: float, *, spikes: bool) -> Any:
     return judge(guard, jnp.float32(loss), jnp.float32(grad_norm), overflow=jnp.array(False), spikes=spikes)

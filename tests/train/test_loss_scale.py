@@ -10,8 +10,8 @@ from support import assert_close, gather, make_batch, make_config, on_mesh, rand
 
 from megajax.config import NumericError
 from megajax.train.feed import place_batch
-from megajax.train.guard import SKIPS_IN_A_ROW, respond
-from megajax.train.loss_scale import HYSTERESIS, LARGEST, SMALLEST, WINDOW, LossScale, adjust, init_loss_scale
+from megajax.train.guard import SKIPS_IN_A_ROW, init_guard, judge, respond
+from megajax.train.loss_scale import HYSTERESIS, LARGEST, SMALLEST, WINDOW, LossScale, adjust, init_loss_scale, overflows
 from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
 
 
@@ -90,6 +90,22 @@ def test_an_overflow_changes_nothing_but_the_scale_and_does_not_end_the_run():
         while not metrics['taken']:
             state, metrics = step(state, batch)
         assert metrics['loss_scale'] > 2.0**15
+
+
+def test_gradients_that_are_not_finite_at_the_smallest_scale_end_the_run_as_without_one():
+    loss, infinite = jnp.float32(3.0), jnp.float32(jnp.inf)
+    assert overflows(scale(2 * SMALLEST), loss, infinite)
+    assert not overflows(scale(SMALLEST), loss, infinite)
+    assert not overflows(scale(2 * SMALLEST), loss, loss)
+    guard, config = init_guard(), make_config(train={'dtype': 'float16'})
+    for count in range(1, SKIPS_IN_A_ROW + 1):
+        verdict, guard = judge(guard, loss, infinite, overflow=overflows(scale(SMALLEST), loss, infinite), spikes=False)
+        values = {'loss': 3.0, 'grad_norm': np.inf} | {name: float(value) for name, value in verdict._asdict().items()}
+        assert values['skipped_in_a_row'] == count
+        if count < SKIPS_IN_A_ROW:
+            assert respond(config, count, values) == 'go on'
+    with pytest.raises(NumericError):
+        respond(config, SKIPS_IN_A_ROW, values)
 
 
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale():

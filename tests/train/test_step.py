@@ -65,6 +65,16 @@ def test_every_step_and_every_row_has_its_own_dropout():
     assert min(np.diff(losses)) > 1e-5
 
 
+def test_the_dropout_of_a_train_step_is_its_own():
+    config = make_config(model={'num_layers': 1, 'hidden_size': 32, 'dropout': 0.5})
+    with on_mesh(config):
+        step = jax.jit(make_train_step(config), donate_argnums=())
+        state, batch = init_state(config), place_batch(make_batch(config))
+        first, again, *later = (float(step(state._replace(step=jnp.int32(number)), batch)[1]['loss']) for number in (0, 0, 1, 2))
+    assert first == again
+    assert len({first, *later}) == 3
+
+
 def test_a_step_reports_the_loss_norm_and_rate_that_it_used_clips_and_deletes_the_state_it_got():
     config = make_config('gpt', 2, 2, model={'dropout': 0.0}, optim={'warmup_steps': 4, 'grad_clip': 0.05})
     with on_mesh(config):
@@ -136,7 +146,8 @@ def adamw(optim: OptimConfig, steps: int, params: dict, gradients: list[dict], c
 
 
 def test_updates_are_those_of_adamw_in_numpy_with_gradients_above_the_limit_scaled_to_it():
-    config = make_config(optim={'lr': 0.1, 'warmup_steps': 8, 'weight_decay': 0.2, 'beta1': 0.8, 'beta2': 0.95, 'grad_clip': 1.5})
+    optim = {'lr': 0.1, 'warmup_steps': 8, 'weight_decay': 0.2, 'beta1': 0.8, 'beta2': 0.95, 'grad_clip': 1.5, 'eps': 1e-2}
+    config = make_config(optim=optim)
     random = np.random.default_rng(0)
     shapes = {'norm': (7,), 'up': (7, 5), 'down': (5, 7)}
     # Norms of about 0.4, 4, 0.9 and 40: Adam does not see the scale of one gradient, but the ratios between several.

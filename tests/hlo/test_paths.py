@@ -1,0 +1,47 @@
+"""Where an array goes is told by the path of the product that reads it, also through what XLA has fused."""
+
+import pytest
+
+from megajax.hlo.paths import destination
+from megajax.hlo.program import Program
+
+DOT = 'f32[8,32]{1,0} dot(%read, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}'
+
+
+def program(between: str) -> Program:
+    """A gather whose result a dot reads after `between` has handed it on."""
+    return Program(f"""HloModule jit_f, is_scheduled=true
+
+%transposed (inside: f32[16,8]) -> f32[8,16] {{
+  %inside = f32[16,8]{{1,0}} parameter(0)
+  ROOT %turned = f32[8,16]{{1,0}} transpose(%inside), dimensions={{1,0}}
+}}
+
+ENTRY %main (p: f32[4,8], w: f32[16,32]) -> f32[8,32] {{
+  %p = f32[4,8]{{1,0}} parameter(0)
+  %w = f32[16,32]{{1,0}} parameter(1)
+  %gather = f32[16,8]{{1,0}} all-gather(%p), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
+  %kept = f32[1,16,8]{{2,1,0}} reshape(%gather), metadata={{op_name="jit(f)/layers/while/body/dynamic_update_slice"}}
+  %read = f32[8,16]{{1,0}} {between}
+  ROOT %dot = {DOT}, metadata={{op_name="jit(f)/mlp/dot_general"}}
+}}
+""")
+
+
+@pytest.mark.parametrize(
+    'between',
+    [
+        'fusion(%gather), kind=kLoop, calls=%transposed',
+        'fusion(%gather), kind=kLoop, calls=%transposed, metadata={op_name="jit(f)/attention/transpose"}',
+        'transpose(%gather), dimensions={1,0}',
+    ],
+    ids=['fusion', 'fusion of another site', 'transpose'],
+)
+def test_the_product_behind_what_hands_an_array_on_is_its_destination(between):
+    text = program(between)
+    assert destination(text, text.entry, text.entry.by_name['gather'], 0) == 'jit(f)/mlp/dot_general'
+
+
+def test_without_a_product_the_first_reader_is_its_destination():
+    text = program('sine(%gather), metadata={op_name="jit(f)/norm/sin"}')
+    assert destination(text, text.entry, text.entry.by_name['gather'], 0) == 'jit(f)/norm/sin'

@@ -1,0 +1,91 @@
+"""Random changes of code, for `benchmarks/mutants.py`: one place at a time, the same from the same seed, and no text among them."""
+
+import ast
+import importlib.util
+import itertools
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f'benchmarks/{name}.py')
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+code = load_script('code_changes')
+
+SOURCE = '''"""1 < 2"""
+LIMIT = 3
+
+@cache(size=4)
+def f(x: Annotated[int, 5 < 6], y=7) -> Literal[8]:
+    """9 + 10"""
+    count: Annotated[int, 11] = 12
+    if x < y and not y:
+        raise ValueError(f'{x + 13} is not {y}', x + 14)
+    assert x + 15 < 16
+    logger.info('%d', x + 17)
+    print(x,
+          y, sep=f'{x * 18}')  # a comment
+    return g(x, count, key=-y)
+'''
+
+
+def changes() -> list[object]:
+    return [change for change in code.changes_of('megajax/a/b.py', SOURCE) if code.is_valid(change, SOURCE)]
+
+
+def test_each_change_is_one_place_inside_a_function_and_no_text_or_annotation():
+    assert {(change.kind, change.text) for change in changes()} == {
+        ('constant', '12 -> 13'),
+        ('operator', 'x < y and (not y) -> x < y or not y'),
+        ('negated condition', 'x < y and (not y) -> not (x < y and (not y))'),
+        ('comparison', 'x < y -> x <= y'),
+        ('negated condition', 'not y -> y'),
+        ('removed statement', "raise ValueError(f'{x + 13} is not {y}', x + 14) -> pass"),
+        ('removed statement', "print(x, y, sep=f'{x * 18}') -> pass"),
+        ('swapped arguments', "print(x, y, sep=f'{x * 18}') -> print(y, x, sep=f'{x * 18}')"),
+        ('dropped argument', "print(x, y, sep=f'{x * 18}') -> print(x, y)"),
+        ('swapped arguments', 'g(x, count, key=-y) -> g(count, x, key=-y)'),
+        ('dropped argument', 'g(x, count, key=-y) -> g(x, count)'),
+        ('operator', '-y -> y'),
+    }
+
+
+def test_a_change_keeps_the_other_lines_where_they_are():
+    for change in changes():
+        changed = change.apply(SOURCE)
+        assert len(changed.splitlines()) == len(SOURCE.splitlines())
+        assert changed.splitlines()[: change.line - 1] == SOURCE.splitlines()[: change.line - 1]
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(SOURCE))
+
+
+def test_a_change_names_the_outermost_function():
+    source = 'class A:\n    def f(self):\n        def inner():\n            return 1\n        return inner\n'
+    assert [change.function for change in code.changes_of('megajax/a/b.py', source)] == ['A.f']
+
+
+@pytest.fixture(scope='module')
+def files() -> list[str]:
+    return [f'megajax/{name}.py' for name in ('parallel/layout', 'parallel/mesh', 'render/console', 'train/keep', 'launch')]
+
+
+def test_rooms_take_turns_and_leaving_one_out_changes_nothing_in_the_others(files):
+    drawn = [*itertools.islice(code.sample(ROOT, files, seed=1), 40)]
+    assert len(set(drawn)) == 40
+    counts = Counter(code.room_of(change.file) for change in drawn)
+    assert counts.keys() == {'parallel', 'render', 'train', 'megajax'}
+    assert max(counts.values()) - min(counts['parallel'], counts['train']) <= 1
+    alone = code.sample(ROOT, files, seed=1, rooms=['train'])
+    assert [*itertools.islice(alone, 5)] == [change for change in drawn if code.room_of(change.file) == 'train'][:5]
+    assert [*itertools.islice(code.sample(ROOT, files, seed=2), 40)] != drawn

@@ -1,0 +1,85 @@
+"""The loop around the step, with a step that computes nothing: what is refused, rolled back, saved and written down."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import steps
+from support import write_run
+
+from megajax.config import Config, NumericError, load
+from megajax.data import Batches
+from megajax.train import trainer
+from megajax.train.guard import judge
+from megajax.train.loop import run
+from megajax.train.step import TrainState
+
+CONFIG = """
+model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 300, max_seq_len: 16}
+mesh: {data: 1, model: 1}
+train: {steps: 8, batch_size: 2, seq_len: 16, dtype: float32, log_every: 1, nonfinite: rollback, sample_prompts: []}
+checkpoint: {every: 1, keep: 2}
+optim: {schedule: constant, warmup_steps: 0}
+"""
+
+
+def make_counting_step(config: Config) -> Any:
+    """A step whose loss is the sum of the batch's mask; parameters stay as they are."""
+
+    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+        loss = batch['loss_mask'].sum()
+        verdict, guard = judge(state.guard, loss, jnp.float32(1), overflow=jnp.array(False), spikes=False)
+        metrics = {'loss': loss, 'nll': loss, 'grad_norm': jnp.float32(1), 'lr': jnp.float32(0), **verdict._asdict()}
+        return state._replace(step=state.step + 1, batches=state.batches + 1, guard=guard), metrics
+
+    return jax.jit(step, donate_argnums=0)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A run whose batches of these numbers are bad; the numbers of the batches that it read for training."""
+    folder, read = write_run(tmp_path, CONFIG), list[int]()
+    whole = Batches.rows
+
+    def start(*bad: int) -> list[int]:
+        def rows(batches: Batches, number: int, first: int, last: int) -> dict[str, np.ndarray]:
+            batch = whole(batches, number, first, last)
+            if len(batches) > 1000:  # training has no end
+                read.append(number)
+                if number in bad:
+                    batch['loss_mask'][0, 0] = np.nan
+            return batch
+
+        monkeypatch.setattr(Batches, 'rows', rows)
+        monkeypatch.setattr(trainer, 'make_train_step', make_counting_step)
+        run(load(folder / 'small.yaml', [f'run.dir={folder}/run', 'data.split=1,0,0']), name='small')
+        return read
+
+    return start
+
+
+def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(start: Any, tmp_path: Path) -> None:
+    bad = 1, 3, 5, 7, 9
+    assert len(bad) > trainer.ROLLBACKS
+    start(*bad)
+    lines = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
+    assert [line['step'] for line in lines if 'loss' in line] == list(range(1, 9))
+    assert steps(tmp_path / 'run') == [7, 8]
+
+
+def test_a_run_that_gets_to_no_other_checkpoint_ends(start: Any, tmp_path: Path) -> None:
+    with pytest.raises(NumericError, match=f'rolled back {trainer.ROLLBACKS} times without getting to another'):
+        start(*range(4, 5 + trainer.ROLLBACKS))
+    assert steps(tmp_path / 'run') == [3, 4]
+
+
+def test_a_batch_that_is_refused_is_not_read_again(start: Any) -> None:
+    read = start(2)
+    restarted = len(read) - 1 - read[::-1].index(3)  # before, it was read ahead
+    assert 2 in read[:restarted]
+    assert read[restarted : restarted + 6] == list(range(3, 9))
+    assert 2 not in read[restarted:]
