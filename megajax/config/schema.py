@@ -179,6 +179,7 @@ class RunConfig(Section):
     """Where a run lives; without `dir` each run gets a fresh one."""
 
     dir: str | None = None
+    start_from: str | None = None  # RUN or RUN/STEP: begin with the weights of that checkpoint, at step 0 with a fresh optimizer
     resume: Literal['auto', 'must', 'never'] = 'auto'  # from the newest checkpoint in `dir`: if there is one, always, never
     allow_changed_data: bool = False  # resume though a corpus of the same name holds something else than when the checkpoint was written
     max_minutes: PositiveFloat | None = None  # save and leave then, before a queue's time limit
