@@ -18,6 +18,7 @@ from megajax.cli_generate import evaluate, generate
 from megajax.cli_interop import export_app, import_app
 from megajax.cli_plan import plan_app
 from megajax.config import Config, ConfigError, ModelConfig, RunError, StopRequested, dump, load, num_parameters, presets
+from megajax.train.named import config_of_overrides
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at configs.')
@@ -60,7 +61,10 @@ def megajax(
 def train(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar='CONFIG | KEY=VALUE', help='A preset or a YAML file (tiny if left out), then overrides.'),
+        typer.Argument(
+            metavar='CONFIG | KEY=VALUE',
+            help="A preset or a YAML file, then overrides. Without: the config of run.dir's run, of run.start_from, or tiny.",
+        ),
     ] = None,
 ) -> None:
     """Train the model of a config."""
@@ -174,15 +178,8 @@ def _read(arguments: list[str] | None) -> tuple[Config, str]:
     """The config that `train` is given, and its name."""
     source, *overrides = arguments or ['tiny']
     if '=' in source:
-        source, overrides = _source_of_run([source, *overrides]), [source, *overrides]
+        return config_of_overrides([source, *overrides])
     return load(source, overrides), Path(source).name.removesuffix('.yaml')
-
-
-def _source_of_run(overrides: list[str]) -> str:
-    """The config that the run of these overrides began with, or the default."""
-    folders = [override.removeprefix('run.dir=') for override in overrides if override.startswith('run.dir=')]
-    began = Path(folders[-1]) / 'config.yaml' if folders else None
-    return str(began) if began and began.is_file() else 'tiny'
 
 
 def _parameters(model: ModelConfig) -> str:

@@ -1,7 +1,7 @@
 """What a run is made of: the schema, presets, files and overrides, and the rules that keys obey together. Imports no jax."""
 
 from megajax.config.errors import CheckpointError, ConfigError, MiscompileError, NumericError, Problem, RunError, StopRequested
-from megajax.config.load import dump, load, presets, reload
+from megajax.config.load import dump, load, overridden, presets, reload
 from megajax.config.parameters import num_matrix_parameters, num_parameters
 from megajax.config.schema import (
     CheckpointConfig,
@@ -40,6 +40,7 @@ __all__ = [
     'load',
     'num_matrix_parameters',
     'num_parameters',
+    'overridden',
     'presets',
     'reload',
 ]

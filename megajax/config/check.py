@@ -1,5 +1,6 @@
 """What a config's keys demand of one another, found before jax is imported or anything compiles."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,12 @@ if TYPE_CHECKING:
 
 
 SHORTEST_PAIR = 16  # tokens of a sequence of BERT's
+LARGEST_LOSS_SCALE = 2**32  # the one that Megatron begins with
 
 
 def incompatibilities(config: 'Config') -> list[Problem]:
     """Every pair of keys that cannot work together."""
-    rules = _heads, _rope, _kv_heads, _widths, _batches, _optimizer, _profile, _data, _masked
+    rules = _heads, _rope, _kv_heads, _widths, _batches, _loss_scale, _optimizer, _profile, _data, _masked
     return [problem for rule in rules for problem in rule(config)]
 
 
@@ -93,6 +95,20 @@ def _batches(config: 'Config') -> Iterator[Problem]:
             f'use {_multiples(batch_size, 2 * data * microbatches)}, or train.xla=default'
         )
         yield Problem(path='train.batch_size', message=message, others=('train.xla', 'mesh.data', 'train.microbatches'))
+
+
+def _loss_scale(config: 'Config') -> Iterator[Problem]:
+    train, path = config.train, 'train.loss_scale'
+    if train.loss_scale == 'auto':
+        return
+    if train.dtype != 'float16':
+        message = f'{train.loss_scale:g}, and only float16 has a loss scale, not train.dtype={train.dtype}; leave it out'
+        yield Problem(path=path, message=message, others=('train.dtype',))
+    below = min(2 ** max(math.floor(math.log2(train.loss_scale)), 0), LARGEST_LOSS_SCALE)
+    if train.loss_scale != below:
+        near = f'{below} or {2 * below}' if below < train.loss_scale < LARGEST_LOSS_SCALE else below
+        message = f'{train.loss_scale:g} is not a power of two from 1 to {LARGEST_LOSS_SCALE}, by which nothing is rounded; use {near}'
+        yield Problem(path=path, message=message)
 
 
 def _optimizer(config: 'Config') -> Iterator[Problem]:

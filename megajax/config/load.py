@@ -86,6 +86,12 @@ def _resolve(written: dict[str, _Setting] | None, overridden: dict[str, _Setting
     return Config(**sections)
 
 
+def overridden(overrides: Sequence[str], path: str) -> Any:
+    """The value that the last override of a key gives, None if there is none that can be read."""
+    setting = _read_overrides(overrides, []).get(path)
+    return setting.value if setting else None
+
+
 def dump(config: Config) -> str:
     """Write every key as YAML that `load` reads back to an equal config."""
     yaml: Any = YAML(typ='safe', pure=True)

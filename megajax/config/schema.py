@@ -3,11 +3,13 @@
 Sizes count elements, `seq_len` counts tokens, `batch_size` counts the sequences of one global batch.
 """
 
-from typing import Annotated, Literal, Self
+import math
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -16,12 +18,22 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from megajax.config.check import incompatibilities
 
 VOCAB_MULTIPLE = 1024  # as in the Megatron paper, 128 x 8; the same on every mesh, so that a checkpoint fits any of them
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _check_loss_scale(value: Any) -> Any:
+    if value == 'auto' or (isinstance(value, (int, float)) and value is not True and 0 < value < math.inf):
+        return value
+    raise PydanticCustomError('loss_scale', "Input should be 'auto' or a power of two")
+
+
+FirstLossScale = Annotated[Literal['auto'] | float, BeforeValidator(_check_loss_scale)]  # one message for both of its types
 
 
 class Weights(dict[str, float]):
@@ -116,6 +128,7 @@ class TrainConfig(Section):
     microbatches: PositiveInt = 1  # forward and backward passes per step, their gradients accumulated
     seq_len: PositiveInt = 1024
     dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'  # of the computation; parameters are float32
+    loss_scale: FirstLossScale = 'auto'  # of fp16, when a run begins: a power of two, or found with the first batch
     recompute: Literal['none', 'selective', 'full'] = 'none'  # in the backward pass: nothing, the attention core, whole layers
     xla: Literal['default', 'overlap'] = 'default'  # overlap: two halves of a microbatch take turns, see `train/overlap.py`
     eval_every: PositiveInt = 500  # steps
@@ -179,6 +192,7 @@ class RunConfig(Section):
     """Where a run lives; without `dir` each run gets a fresh one."""
 
     dir: str | None = None
+    start_from: str | None = None  # RUN or RUN/STEP: begin with the weights of that checkpoint, at step 0 with a fresh optimizer
     resume: Literal['auto', 'must', 'never'] = 'auto'  # from the newest checkpoint in `dir`: if there is one, always, never
     allow_changed_data: bool = False  # resume though a corpus of the same name holds something else than when the checkpoint was written
     max_minutes: PositiveFloat | None = None  # save and leave then, before a queue's time limit

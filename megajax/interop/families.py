@@ -28,6 +28,10 @@ INERT = frozenset(
     | {'summary_activation', 'summary_first_dropout', 'summary_proj_to_labels', 'summary_type', 'summary_use_proj'}
     | {'keys_to_ignore_at_inference'}
 )
+ROPE = frozenset(
+    {'rope_type', 'type', 'rope_theta', 'factor', 'low_freq_factor', 'high_freq_factor'}
+    | {'original_max_position_embeddings', 'partial_rotary_factor'}
+)
 IN_TRAINING = frozenset({'dropout', 'init_std'})  # which only some families have a key for
 
 Keys = dict[str, Any]
@@ -200,7 +204,20 @@ def _read_rope(read: _Reader) -> Keys:
     old = read.get('rope_theta', 10000.0), read.get('rope_scaling', None) or {}
     new = read.get('rope_parameters', None)
     key, scaling = ('rope_scaling', old[1]) if new is None else ('rope_parameters', new)
-    theta = float(scaling.get('rope_theta', old[0]))
+    if not isinstance(scaling, Mapping):
+        read.refuse(key, scaling, 'only an object is supported')
+        return {}
+    for name in scaling.keys() - ROPE:
+        per_layer = isinstance(scaling[name], Mapping)
+        why = 'only one rope for all layers is supported' if per_layer else 'is not supported'
+        read.refuse(f'{key}.{name}', scaling[name], why)
+    theta = scaling.get('rope_theta', old[0])
+    if not isinstance(theta, (int, float)) or not theta > 0:
+        read.refuse(f'{key}.rope_theta' if 'rope_theta' in scaling else 'rope_theta', theta, 'only a number above 0 is supported')
+        return {}
+    theta = float(theta)
+    if new is not None and 'rope_theta' not in {*scaling, *read.keys}:
+        read.problems.append(f'{read.file}: {key}.rope_theta: required, and missing')
     kind = scaling.get('rope_type', scaling.get('type', 'default'))
     if scaling.get('partial_rotary_factor', 1) != 1:
         read.refuse(f'{key}.partial_rotary_factor', scaling['partial_rotary_factor'], 'only 1 is supported')

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.config import Config, ConfigError, ModelConfig
-from megajax.interop.pieces import Pieces, Shape, check, dims_here, make_pieces, place, shapes_of
+from megajax.interop.pieces import Pieces, Shape, check, check_finite, dims_here, make_pieces, place, shapes_of
 from megajax.train.open import abstract_params
 
 HEAD = 'lm_head.weight'
@@ -148,7 +148,7 @@ def from_huggingface(config: Config, tensors: Mapping[str, np.ndarray], *, sourc
     pieces = huggingface_pieces(config.model, shapes_of(abstract))
     tensors = _named_as_saved(config.model, tensors, source)
     check(abstract, pieces, tensors, of=source, keys='config.json decides which there are')
-    return place(abstract, pieces, tensors)
+    return place(abstract, pieces, tensors, of=source)
 
 
 def _named_as_saved(model: ModelConfig, tensors: Mapping[str, np.ndarray], source: str) -> dict[str, np.ndarray]:
@@ -159,6 +159,7 @@ def _named_as_saved(model: ModelConfig, tensors: Mapping[str, np.ndarray], sourc
     for copy in TIED.keys() & named.keys() if model.tie_embeddings else ():
         name, x = next(((name, x) for name, x in named.items() if name.endswith(TIED[copy])), ('', None))
         if x is not None and not np.array_equal(named[copy], x):
+            check_finite(name, x, of=source)  # NaN is not even equal to itself
             what = 'the embedding' if copy.endswith('weight') else name
             raise ConfigError(f'{source}: {copy} is not {what}, and tie_word_embeddings says that it is')
         del named[copy]

@@ -55,7 +55,7 @@ def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
     abstract = abstract_params(config)
     pieces = megatron_pieces(config.model, shapes_of(abstract))
     check(abstract, pieces, weights, of='Megatron weights', keys=KEYS)
-    return place(abstract, pieces, weights)
+    return place(abstract, pieces, weights, of='Megatron weights')
 
 
 def to_megatron(config: Config, params: nnx.State) -> dict[str, np.ndarray]:

@@ -156,14 +156,25 @@ def _fix(expected: Shape, got: Shape) -> str:
     return f'; where the rest is padding, pass [:{expected[0]}]' if padded else ''
 
 
-def place(abstract: nnx.State, pieces: Pieces, weights: Mapping[str, np.ndarray]) -> nnx.State:
+def check_finite(name: str, x: np.ndarray, *, of: str) -> None:
+    """Raises ConfigError if a tensor holds NaN or infinity, with the first place; `of` says where the tensor is."""
+    finite = np.isfinite(x)
+    if not finite.all():
+        place = tuple(map(int, np.unravel_index(int(np.argmin(finite)), x.shape)))
+        count = x.size - int(np.count_nonzero(finite))
+        found = f'{count} of {x.size} numbers are not finite, the first, {x[place]}, at {place}'
+        raise ConfigError(f'{of}: {name}: {found}: the weights are of no use, take them from another checkpoint')
+
+
+def place(abstract: nnx.State, pieces: Pieces, weights: Mapping[str, np.ndarray], *, of: str) -> nnx.State:
     """The parameters that the pieces in `weights` make up, in the places and dtype of `abstract`, and zero where no piece lies.
 
-    Host memory holds one shard of one parameter at a time, and a process reads only what its devices get.
+    Host memory holds one shard of one parameter at a time, and a process reads only what its devices get. Raises ConfigError for
+    a number that is not finite, by the name of its tensor `of` this source.
     """
     flat = nnx.to_flat_state(abstract)
     with ThreadPoolExecutor(THREADS) as pool:
-        placed = [(path, param.replace(_place(param.get_value(), pieces[name_of(path)], weights, pool))) for path, param in flat]
+        placed = [(path, param.replace(_place(param.get_value(), pieces[name_of(path)], weights, pool, of))) for path, param in flat]
     return nnx.from_flat_state(placed)
 
 
@@ -177,20 +188,22 @@ def shapes_of(params: nnx.State) -> dict[str, Shape]:
     return {name_of(path): tuple(param.shape) for path, param in nnx.to_flat_state(params)}
 
 
-def _place(param: jax.ShapeDtypeStruct, pieces: Sequence[Piece], weights: Mapping[str, np.ndarray], pool: ThreadPoolExecutor) -> jax.Array:
+def _place(
+    param: jax.ShapeDtypeStruct, pieces: Sequence[Piece], weights: Mapping[str, np.ndarray], pool: ThreadPoolExecutor, of: str
+) -> jax.Array:
     devices = defaultdict(list)
     for device, index in param.sharding.addressable_devices_indices_map(param.shape).items():
         devices[tuple(part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True))].append(device)
     shards = []
     for bounds, holders in devices.items():
-        block = _read_block(tuple(slice(*bound) for bound in bounds), param.dtype, pieces, weights, pool)
+        block = _read_block(tuple(slice(*bound) for bound in bounds), param.dtype, pieces, weights, pool, of)
         shards += [jax.device_put(block, device) for device in holders]
         jax.block_until_ready(shards)  # before the next block is made
     return jax.make_array_from_single_device_arrays(param.shape, param.sharding, shards)
 
 
 def _read_block(
-    index: At, dtype: np.dtype, pieces: Sequence[Piece], weights: Mapping[str, np.ndarray], pool: ThreadPoolExecutor
+    index: At, dtype: np.dtype, pieces: Sequence[Piece], weights: Mapping[str, np.ndarray], pool: ThreadPoolExecutor, of: str
 ) -> np.ndarray:
     """The part of a parameter at `index`."""
     block = _zeros(tuple(part.stop - part.start for part in index), dtype)
@@ -206,6 +219,8 @@ def _read_block(
             copy_tiles(halves[..., 1][_shifted(both, index)], source.view(np.uint16))
         else:
             copy_tiles(block[_shifted(both, index)], source)
+        if not np.isfinite(block[_shifted(both, index)]).all():  # of the copy, which is in fp32 and in the processor's cache
+            check_finite(piece.name, weights[piece.name], of=of)
 
     list(pool.map(copy, pieces))
     return block

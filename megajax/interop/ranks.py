@@ -175,11 +175,13 @@ def _merge(config: Config, files: Sequence[RankFile]) -> Any:
             merged.setdefault(path, []).extend(piece._replace(name=f'{rank}/{piece.name}') for piece in group)
     tensors = {f'{rank}/{name}': x for rank, file in enumerate(files) for name, x in file.tensors.items()}
     _check_copies(merged, files)
-    return place(abstract, merged, tensors)
+    return place(abstract, merged, tensors, of=f'{files[0].path.parent.parent}: rank')
 
 
 def _check_copies(merged: 'Pieces', files: Sequence[RankFile]) -> None:
     """Raises ConfigError if ranks that should hold copies of a tensor hold different ones."""
+    from megajax.interop.pieces import check_finite
+
     for group in merged.values():
         firsts: dict[Any, int] = {}
         for piece in group:
@@ -189,4 +191,5 @@ def _check_copies(merged: 'Pieces', files: Sequence[RankFile]) -> None:
             if any(start == stop for start, stop in where):  # nothing but padding of the vocabulary
                 continue
             if first != rank and not np.array_equal(files[first].tensors[name], files[rank].tensors[name]):
+                check_finite(name, files[rank].tensors[name], of=str(files[rank].path))  # NaN is not even equal to itself
                 raise ConfigError(f'{files[rank].path}: {name} is another than in {files[first].path}, and every rank should have the same')

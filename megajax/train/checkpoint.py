@@ -22,7 +22,7 @@ from megajax.config import CheckpointError, Config, ConfigError
 from megajax.data.tokenizer import Tokenizer
 from megajax.parallel.mesh import concrete
 from megajax.train.agree import SaveBarrier, from_all, from_first
-from megajax.train.compare import check_same_arrays, check_same_data, check_same_model, holds_parameters_only
+from megajax.train.compare import check_same_arrays, check_same_data, check_same_model, holds_parameters_only, log_differences
 from megajax.train.digests import (
     COMMIT,
     STAMP,
@@ -36,7 +36,7 @@ from megajax.train.digests import (
 )
 from megajax.train.keep import preservation_policy
 from megajax.train.open import restore_params
-from megajax.train.record import RECORD, TOKENIZER, Record, make_record, other_differences, read_record, version_differences
+from megajax.train.record import RECORD, TOKENIZER, Record, make_record, read_record
 from megajax.train.step import TrainState, init_state
 
 TIMEOUT = 3600  # seconds in which all processes must have written their part, and the first must have hashed it
@@ -55,6 +55,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: Config, *, tokenizer: Tokenizer | None = None, data: Mapping[str, str] | None = None):
         self.folder, self.config, self.tokenizer, self.data = folder.absolute(), config, tokenizer, data
+        self.origin: Mapping[str, str] = {}  # of the records
         self._saving: Record | None = None
         self._failed: str | None = None  # why the newest state is not on disk
         self._retry, self._is_retry = False, False
@@ -104,11 +105,9 @@ class Checkpoints:
         here, there = self._record(step), read_record(path)
         check_same_model(path, there, here)
         check_same_data(path, there, here)
-        for key, (old, new) in other_differences(there, here).items():
-            logger.info('resume     %s: %s -> %s', key, old, new)
-        for name, (old, new) in version_differences(there, here).items():
-            logger.warning('resume     %s %s -> %s: what follows may differ from a run of one version in its last bits', name, old, new)
-        if holds_parameters_only(path):  # an import
+        self.origin, is_import = there.origin, holds_parameters_only(path)
+        log_differences(there, here, is_import=is_import)
+        if is_import:
             return init_state(self.config, restore_params(path, self.config))
         abstract = concrete(jax.eval_shape(lambda: init_state(self.config)))
         check_same_arrays(path, abstract)
@@ -307,7 +306,9 @@ class Checkpoints:
 
     def _record(self, step: int, validation_loss: float | None = None) -> Record:
         fingerprint = self.tokenizer.fingerprint if self.tokenizer else None
-        return make_record(self.config, step, tokenizer_sha256=fingerprint, validation_loss=validation_loss, data=self.data)
+        return make_record(
+            self.config, step, tokenizer_sha256=fingerprint, validation_loss=validation_loss, data=self.data, origin=self.origin
+        )
 
 
 class _Manager(ocp.CheckpointManager):

@@ -1,5 +1,6 @@
 """What differs between a checkpoint and the run that wants it, and between two checkpoints."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,21 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from megajax.config import CheckpointError, ConfigError
-from megajax.train.record import Record, changed_corpora, config_differences, is_fixed
+from megajax.train.record import (
+    AT_THE_START,
+    START_FROM,
+    Record,
+    changed_corpora,
+    config_differences,
+    is_fixed,
+    other_differences,
+    version_differences,
+)
 
 BLOCK = 1 << 24  # elements that are compared at a time
 SHOWN = 3
+
+logger = logging.getLogger(__name__)
 
 Kinds = dict[str, tuple[tuple[int, ...], str]]
 
@@ -33,6 +45,16 @@ def check_same_data(path: Path, there: Record, here: Record) -> None:
         lines = [f'{name} {a[:12]} there, {b[:12]} here' for name, (a, b) in changed.items()]
         fix = 'bring it back, choose another run.dir, or set run.allow_changed_data=true'
         raise ConfigError(f'{path} was trained on other data of the same name (SHA-256 of {"; ".join(lines)}): {fix}')
+
+
+def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
+    """Log what a resumed run may change and has changed, and which of it has no effect on a run that has begun."""
+    without_effect = {START_FROM} if is_import else AT_THE_START
+    for key, (old, new) in other_differences(there, here).items():
+        effect = ', without effect: this run has begun; choose another run.dir for it' if key in without_effect else ''
+        logger.info('resume     %s: %s -> %s%s', key, old, new, effect)
+    for name, (old, new) in version_differences(there, here).items():
+        logger.warning('resume     %s %s -> %s: what follows may differ from a run of one version in its last bits', name, old, new)
 
 
 def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:

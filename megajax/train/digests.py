@@ -103,11 +103,15 @@ def find_step(path: Path) -> Path:
     raise ConfigError(f'{path}: no finished checkpoint there; {choice}')
 
 
+def find_candidates(path: Path) -> list[Path]:
+    """The finished checkpoints that RUN, the newest first, or RUN/STEP stands for. Raises ConfigError if there is none."""
+    folder = path / 'checkpoints' if (path / 'checkpoints').is_dir() else path
+    return [folder / str(step) for step in reversed(find_steps(folder))] or [find_step(path)]
+
+
 def find_sound(path: Path) -> Path:
     """The folder of the checkpoint that `path` stands for, of a run the newest; all its files hold what was written."""
-    folder = path / 'checkpoints' if (path / 'checkpoints').is_dir() else path
-    steps = find_steps(folder)
-    for candidate in [folder / str(step) for step in reversed(steps)] or [find_step(path)]:
+    for candidate in find_candidates(path):
         wrong = problems(candidate)
         if not wrong:
             return candidate.absolute()

@@ -12,7 +12,8 @@ from megajax.config import CheckpointConfig
 def preservation_policy(config: CheckpointConfig, loss_of: Callable[[int], float | None], is_junk: Callable[[int], bool | None]) -> Any:
     """The newest, every n-th step and the best, as far as `config` asks for them; `loss_of` knows a step's validation loss.
 
-    Steps that `is_junk` take no sound one's place: True goes when the next is written, None is not ours and stays.
+    Steps that `is_junk` take no sound one's place: True goes when the next is written, None is not ours and stays. So does step 0:
+    training never writes it, so it is an import, which this run may not be the last to begin with.
     """
     policies: list[Any] = [checkpoint_managers.LatestN(config.keep)]
     if config.keep_every:
@@ -30,7 +31,7 @@ class _OfTheSound:
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         """As Orbax asks: for each checkpoint whether it stays."""
-        junk = {info.step: self.is_junk(info.step) for info in checkpoints}
+        junk = {info.step: self.is_junk(info.step) if info.step else None for info in checkpoints}
         sound = [info for info in checkpoints if junk[info.step] is False]
         stays = dict(zip((info.step for info in sound), self.policy.should_preserve(sound, context=context), strict=True))
         return [stays.get(info.step, junk[info.step] is None) for info in checkpoints]

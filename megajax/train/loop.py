@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 
 from megajax.config import Config, ConfigError, StopRequested, dump, num_parameters
@@ -17,10 +18,12 @@ from megajax.train.checkpoint import Checkpoints
 from megajax.train.clock import Clock, Summary
 from megajax.train.lock import run_lock
 from megajax.train.metrics import MetricsWriter, check_wandb
+from megajax.train.open import restore_params
 from megajax.train.placements import placements
 from megajax.train.profile import Profiler
 from megajax.train.report import Report
 from megajax.train.sampler import Sampler
+from megajax.train.start import check_tokenizer, find_start, origin_of
 from megajax.train.step import TrainState, init_state
 from megajax.train.stop import StopWatch
 from megajax.train.trainer import Trainer
@@ -42,21 +45,25 @@ def run(config: Config, *, name: str) -> Path:
         folder = _run_folder(config, name)
         watchdog = Watchdog(folder, config.run.watchdog_seconds)
         with run_lock(folder), _summed(folder, clock, report) as summary, watchdog, jax.set_mesh(mesh):
+            watchdog.beat('verifying what the run starts from', patient=True)
+            start = find_start(config, folder)
             watchdog.beat('reading the corpus', patient=True)
             with report.waiting('reading the corpus'):
                 data = load_data(config)
             report.say(f'data       {data.summary}')
             stop.check()
-            _train(config, data, folder, report, summary, stop, watchdog)
+            _train(config, data, folder, start, report, summary, stop, watchdog)
     report.say(f'run        {folder}\nmetrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard')
     report.say(f'checkpoint {folder}/checkpoints/{config.train.steps}')
     return folder
 
 
-def _train(config: Config, data: Data, folder: Path, report: Report, summary: Summary, stop: StopWatch, watchdog: Watchdog) -> None:
+def _train(
+    config: Config, data: Data, folder: Path, start: Path | None, report: Report, summary: Summary, stop: StopWatch, watchdog: Watchdog
+) -> None:
     watchdog.beat('restoring', patient=True)
     with Checkpoints(folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints) as checkpoints:
-        state = _first_state(config, checkpoints, report, summary.clock)
+        state = _first_state(config, checkpoints, start, report, summary.clock)
         _write_inputs(folder, config, data)
         report.placements(placements(state.params), num_parameters(config.model))
         report.say(f'run        {folder}')
@@ -116,20 +123,28 @@ def _run_folder(config: Config, name: str) -> Path:
     return Path('runs') / f'{name}-{datetime.datetime.fromtimestamp(now):%Y%m%d-%H%M%S}'
 
 
-def _first_state(config: Config, checkpoints: Checkpoints, report: Report, clock: Clock) -> TrainState:
+def _first_state(config: Config, checkpoints: Checkpoints, start: Path | None, report: Report, clock: Clock) -> TrainState:
     clock.begin('restore')
     step = checkpoints.newest_verified()
     if step is None:
         if config.run.resume == 'must':
             raise ConfigError(f'run.resume=must, and {checkpoints.folder} holds no checkpoint: set run.dir, or run.resume=auto')
+        params = _restore_start(config, checkpoints, start, report) if start else None
         clock.begin('setup')
-        return init_state(config)
+        return init_state(config, params)
     if config.run.resume == 'never':
         raise ConfigError(f'run.resume=never, and {checkpoints.folder} holds step {step}: choose another run.dir, or run.resume=auto')
     report.say(f'resume     {checkpoints.folder}, step {step}')
     state = checkpoints.restore(step)
     clock.begin('setup')
     return state
+
+
+def _restore_start(config: Config, checkpoints: Checkpoints, start: Path, report: Report) -> nnx.State:
+    check_tokenizer(start, checkpoints.tokenizer)
+    checkpoints.origin = origin_of(start)
+    report.say(f'start      {start}: its weights, with a fresh optimizer')
+    return restore_params(start, config)
 
 
 def _write_inputs(folder: Path, config: Config, data: Data) -> None:

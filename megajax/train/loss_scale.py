@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
+from megajax.config.check import LARGEST_LOSS_SCALE
 from megajax.train.feed import Batch
 
-LARGEST = 2.0**32
 SMALLEST = 1.0
 WINDOW = 1000  # steps without an overflow, after which the scale is doubled
 HYSTERESIS = 2  # overflows, the last of which halves it, and each one after that until it is doubled
 HEADROOM = 2.0**15  # the largest power of two in fp16
+MARGIN = 4.0  # of a run's first scale below the largest that holds for the first batch: gradients of others may be larger
 
 
 class LossScale(NamedTuple):
@@ -29,14 +30,18 @@ class LossScale(NamedTuple):
 
 
 def init_loss_scale(config: Config) -> LossScale | None:
-    """2^32, or the largest at which the gradient of a logit, at most 1 / tokens of a batch, is finite; None but for fp16.
+    """The scale before the first step, `train.loss_scale`; None but for fp16.
 
-    That of the order of BERT's segments is at most 1 / sequences.
+    With `auto`, from which `train/first_step.py` comes down: 2^32, or the largest at which the gradient of a logit, at most
+    1 / tokens of a batch, is finite. That of the order of BERT's segments is at most 1 / sequences.
     """
     if config.train.dtype != 'float16':
         return None
-    terms = config.train.batch_size * (config.train.seq_len if config.model.causal else 1)
-    first = min(LARGEST, HEADROOM * 2.0 ** math.floor(math.log2(terms)))
+    if config.train.loss_scale == 'auto':
+        terms = config.train.batch_size * (config.train.seq_len if config.model.causal else 1)
+        first = min(LARGEST_LOSS_SCALE, HEADROOM * 2.0 ** math.floor(math.log2(terms)))
+    else:
+        first = config.train.loss_scale
     return LossScale(jnp.float32(first), jnp.int32(0), jnp.int32(HYSTERESIS))
 
 

@@ -15,6 +15,8 @@ RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
 PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 FIXED = ('model.', 'train.dtype')  # other arrays, or other numbers from the same ones
 OWN = ('run.', 'checkpoint.')  # of a process, not of the training
+START_FROM = 'run.start_from'
+AT_THE_START = frozenset({START_FROM, 'train.loss_scale'})  # keys that a run begins with, and which change nothing afterwards
 
 
 class Record(BaseModel):
@@ -29,6 +31,7 @@ class Record(BaseModel):
     validation_loss: float | None = None  # nats per token, None if it was not measured
     data: dict[str, str] = {}
     versions: dict[str, str] = {}
+    origin: dict[str, str] = {}  # of a run that `run.start_from` began: the checkpoint, its step and the SHA-256 of its SHA256SUMS
 
     @property
     def mesh(self) -> str:
@@ -43,6 +46,7 @@ def make_record(
     tokenizer_sha256: str | None = None,
     validation_loss: float | None = None,
     data: Mapping[str, str] | None = None,
+    origin: Mapping[str, str] | None = None,
 ) -> Record:
     """The record of a state of this run after `step`."""
     return Record(
@@ -52,6 +56,7 @@ def make_record(
         tokenizer_sha256=tokenizer_sha256,
         validation_loss=validation_loss,
         data=dict(data or {}),
+        origin=dict(origin or {}),
         versions={name: _version(name) for name in PACKAGES} | {'python': platform.python_version()},
     )
 
@@ -78,7 +83,8 @@ def config_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]
 
 def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
     """What a resumed run may have changed: keys of the config that are not fixed, and the contents of the data."""
-    config = {key: pair for key, pair in config_differences(there, here).items() if not is_fixed(key) and not key.startswith(OWN)}
+    different = {key: pair for key, pair in config_differences(there, here).items() if not is_fixed(key)}
+    config = {key: pair for key, pair in different.items() if key in AT_THE_START or not key.startswith(OWN)}
     return {**config, **{f'data {name}': pair for name, pair in _changed(there.data, here.data).items()}}
 
 

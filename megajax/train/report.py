@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.parallel.mesh import is_simulated
+from megajax.train.loss_scale import MARGIN
 from megajax.train.placements import Placement
 
 LEARNING = {'loss': 'loss {:.3f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad norm {:.2f}'}
@@ -38,6 +39,11 @@ class Report:
         else:
             where = f'{mesh.size} x {device.device_kind}' if device.platform != 'cpu' else _cpus(mesh)
         self.say(f'mesh       {axes}, {where}')
+
+    def loss_scale(self, first: float, held: float) -> None:
+        """Which scales the first batch in fp16 was tried at: from the first one down to that which held."""
+        before = f'overflow at {first:,.0f}, and ' if held < first else ''
+        self.say(f'loss scale the gradients of the first batch {before}hold at {held:,.0f}: the run begins with {held / MARGIN:,.0f}')
 
     def placements(self, parameters: list[Placement], num_parameters: int) -> None:
         """The table of who holds what."""
@@ -69,7 +75,11 @@ class Report:
             TextColumn('step'), MofNCompleteColumn(), BarColumn(bar_width=16), _Values(), TextColumn('left'), TimeRemainingColumn()
         )  # fmt: skip
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
-            yield StepReport(self, bar, start=start, steps=steps, log_every=log_every)
+            report = StepReport(self, bar, start=start, steps=steps, log_every=log_every)
+            try:
+                yield report
+            finally:
+                report.close()
 
 
 def _cpus(mesh: Mesh) -> str:
@@ -83,11 +93,15 @@ class StepReport:
         self.report, self.bar, self.steps, self.log_every = report, bar, steps, log_every
         self.task = bar.add_task('train', total=steps, completed=start, values='')
         self._sums: Counter[str] = Counter()  # since the last line
+        self._skipped: Counter[str] = Counter()
+        self._count = 0
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """After each step, with its numbers as in `metrics.jsonl`."""
         if not values['taken']:
             self.report.say(f'step {step} is skipped: {_why_skipped(values)}; {values["skipped_steps"]:.0f} so far')
+            self._skipped[_kind_of_skip(values)] += 1
+        self._count += 1
         self._sums.update({name: values[name] for name in ('step_ms', 'data_wait_ms', 'checkpoint_ms')})
         self._sums.update({name: values[name] * values['step_ms'] for name in RATES if name in values})
         rates = {name: self._sums[name] / self._sums['step_ms'] for name in RATES if name in values}
@@ -100,6 +114,12 @@ class StepReport:
                 self.report.say(f'step {step}  {remark}')
             self._sums.clear()
 
+    def close(self) -> None:
+        """Say how many steps of this start were skipped, and why."""
+        if self._skipped:
+            reasons = ', '.join(f'{count} for {kind}' for kind, count in self._skipped.items())
+            self.report.say(f'skipped    {self._skipped.total()} of {self._count} steps: {reasons}')
+
 
 def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
     """The numbers that `forms` has a form for, in its order; those that are not known are left out."""
@@ -109,7 +129,13 @@ def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
 def _why_skipped(values: Mapping[str, float]) -> str:
     if values['overflow']:
         return f'in fp16 its gradients overflow at a loss scale of {values["loss_scale"]:,.0f}'
-    return f'its loss is {values["loss"]:.4g}'
+    return f'its loss is {values["loss"]:.4g} and its gradient norm {values["grad_norm"]:.4g}'
+
+
+def _kind_of_skip(values: Mapping[str, float]) -> str:
+    if values['overflow']:
+        return 'gradients that overflow in fp16'
+    return 'a spike in the loss' if values['finite'] else 'a loss or gradient that is not finite'
 
 
 def _memory(values: Mapping[str, float]) -> Iterator[str]:

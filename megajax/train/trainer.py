@@ -14,13 +14,14 @@ from megajax.miscompiles import check_compiled, mesh_target
 from megajax.train.checkpoint import Checkpoints
 from megajax.train.clock import Activity, Summary
 from megajax.train.feed import Batch, abstract_batch, local_rows, place_batch, placed_batches
+from megajax.train.first_step import take_first_step
 from megajax.train.guard import respond
 from megajax.train.meter import Meter, slowest
 from megajax.train.metrics import MetricsWriter
 from megajax.train.profile import Profiler
 from megajax.train.report import Report
 from megajax.train.sampler import Sampler
-from megajax.train.step import TrainState, make_eval_step, make_train_step
+from megajax.train.step import Metrics, TrainState, make_eval_step, make_train_step
 from megajax.train.stop import StopWatch
 from megajax.train.watchdog import Watchdog
 
@@ -104,7 +105,7 @@ class Trainer:
             start = self._begin('data_wait', 'data')
             batch = next(self._batches)
             dispatched = self._begin('productive', f'step {step}', patient=step == self._first)
-            self.state, metrics = self._train_step(self.state, batch)
+            self.state, metrics = self._run_step(batch)
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             end = self.clock.begin('other')
         self.step = self.summary.step = step
@@ -117,6 +118,16 @@ class Trainer:
             values |= self._find_slowest()
             self.summary.write_sometimes()
         return values
+
+    def _run_step(self, batch: Batch) -> tuple[TrainState, Metrics]:
+        """The compiled step; the first one that a run takes in fp16 finds its loss scale, unless the config gives it."""
+        if self.state.loss_scale is None or self.config.train.loss_scale != 'auto' or self.step > self._skipped:
+            return self._train_step(self.state, batch)
+        first = float(self.state.loss_scale.value)
+        state, metrics = take_first_step(self._train_step, self.state, batch)
+        if metrics['taken']:
+            self.report.loss_scale(first, float(metrics['loss_scale']))
+        return state, metrics
 
     def _goes_on(self, values: dict[str, float]) -> bool:
         """Evaluate if it is time, and write what is known of the step; False if it is to be rolled back."""

@@ -62,6 +62,12 @@ def test_a_section_may_be_empty(tmp_path: Path) -> None:
     assert load(write(tmp_path, MODEL + 'train:\n')) == load(write(tmp_path, MODEL))
 
 
+@pytest.mark.parametrize('value', ['big', '-4', 'null', '.inf', 'true', '0'])
+def test_a_loss_scale_is_auto_or_a_number(tmp_path: Path, value: str) -> None:
+    (message,) = mistakes(write(tmp_path, MODEL), f'train.loss_scale={value}')
+    assert message.startswith(f"override train.loss_scale={value}: train.loss_scale: must be 'auto' or a power of two, not ")
+
+
 def test_every_mistake_is_reported_at_once_with_its_place(tmp_path: Path) -> None:
     file = write(
         tmp_path,

@@ -1,5 +1,7 @@
 """From another project's checkpoint to a trained one and back, by the commands."""
 
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from interop.stored import DATA, assert_same_tensors
+from runs import finish, losses, read_until, steps
 from support import by_name, on_mesh, write_run
 from typer.testing import CliRunner
 
@@ -48,6 +51,34 @@ def test_a_run_that_begins_with_an_import_has_a_fresh_optimizer(shard: str, tmp_
     assert all(np.array_equal(a, b) for a, b in zip(*(jax.tree.leaves(x._replace(params=None)) for x in (state, fresh)), strict=True))
     expected = by_name(open_model(tmp_path).params)
     assert all(np.array_equal(x, expected[name]) for name, x in by_name(state.params).items())
+
+
+@pytest.mark.faults
+def test_two_runs_begin_with_one_import_which_stays_as_it_is(tmp_path: Path) -> None:
+    write_run(tmp_path, '')
+    megajax('import', 'hf', DATA / 'gpt2', tmp_path / 'import', 'train.seq_len=16', 'train.dtype=float32')
+    shutil.copytree(tmp_path / 'import', tmp_path / 'in_place')
+    before = {path: path.read_bytes() for path in (tmp_path / 'import/checkpoints').rglob('*') if path.is_file()}
+    settings = ['data.corpus=corpus', 'data.split="6,2,0"', 'train.steps=3', 'train.batch_size=4', 'mesh.data=2', 'checkpoint.keep=1']
+
+    def train(*arguments: str, processes: int = 1) -> subprocess.Popen[str]:
+        launch = [] if processes == 1 else ['launch', '--processes', str(processes), '--']
+        command = [sys.executable, '-m', 'megajax', *launch, 'train', *arguments, *settings]
+        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    code, said = finish(train('run.dir=in_place'))
+    assert code == 0, said
+    killed = train('run.dir=new', 'run.start_from=import')
+    read_until(killed, 'step 0  validation')
+    killed.kill()
+    assert finish(killed)[0] == -signal.SIGKILL
+    code, said = finish(train('run.dir=new', processes=2))  # its config.yaml knows where it begins
+    assert (code, f'start      {tmp_path}/import/checkpoints/0' in said) == (0, True), said
+    assert losses(tmp_path / 'new') == losses(tmp_path / 'in_place')
+    assert steps(tmp_path / 'in_place') == [0, 3]
+    assert {path: path.read_bytes() for path in (tmp_path / 'import/checkpoints').rglob('*') if path.is_file()} == before
+    code, said = finish(train('run.dir=imprt'))
+    assert (code, 'did you mean run.dir=import?' in said) == (2, True), said
 
 
 @pytest.mark.slow

@@ -191,6 +191,17 @@ def test_sets_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     refused('mp_rank_00_000 is a pipeline or expert stage')
 
 
+@pytest.mark.parametrize(('name', 'rank'), [('decoder.layers.1.mlp.linear_fc2.weight', 1), ('decoder.final_layernorm.weight', 0)])
+def test_weights_that_are_not_finite_are_refused_by_name(name: str, rank: int, tmp_path: Path) -> None:
+    oracle = oracle_of('llama')
+    weights = {key: x.copy() for key, x in weights_of(oracle).items()}
+    weights[name][..., -1] = np.nan
+    write_ranks(tmp_path / 'in', weights, 2, arguments_of(oracle))
+    with pytest.raises(ConfigError, match=rf'{tmp_path}/in.* {rank}?.*{name}: \d+ of \d+ numbers are not finite, the first, nan, at'):
+        import_megatron(tmp_path / 'in', tmp_path / 'run')
+    assert not (tmp_path / 'run').exists()
+
+
 def test_ranks_must_divide_the_key_value_heads(tmp_path: Path) -> None:
     oracle = oracle_of('llama')
     write_ranks(tmp_path / 'in', weights_of(oracle), 1, arguments_of(oracle))

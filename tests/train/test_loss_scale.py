@@ -1,17 +1,21 @@
 """The loss scale of fp16: Megatron's rules, gradients that do not vanish, and overflows that cost a step and nothing else."""
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import assert_close, gather, make_batch, make_config, on_mesh, random_params, relative_error
+from runs import CONFIG, losses, train
+from support import assert_close, gather, make_batch, make_config, on_mesh, random_params, relative_error, write_run
 
-from megajax.config import NumericError
+from megajax.config import Config, NumericError
 from megajax.train.feed import place_batch
+from megajax.train.first_step import take_first_step
 from megajax.train.guard import SKIPS_IN_A_ROW, init_guard, judge, respond
-from megajax.train.loss_scale import HYSTERESIS, LARGEST, SMALLEST, WINDOW, LossScale, adjust, init_loss_scale, overflows
+from megajax.train.loss_scale import HYSTERESIS, LARGEST, MARGIN, SMALLEST, WINDOW, LossScale, adjust, init_loss_scale, overflows
 from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
 
 
@@ -39,6 +43,14 @@ def scale(value: float) -> LossScale:
     return LossScale(jnp.float32(value), jnp.int32(0), jnp.int32(HYSTERESIS))
 
 
+@functools.cache
+def fp16() -> tuple[Config, Any]:
+    """A config, and its step, which is compiled once for all tests."""
+    config = make_config('gpt', 2, 1, train={'dtype': 'float16', 'nonfinite': 'stop'})
+    with on_mesh(config):
+        return config, jax.jit(make_train_step(config))
+
+
 @pytest.mark.parametrize('share', [0.0, 0.0005, 0.3])
 def test_the_scale_follows_megatrons_rule(share):
     overflow_N = np.random.default_rng(1).random(3 * WINDOW) < share
@@ -54,7 +66,7 @@ def test_it_does_not_fall_below_one_and_begins_where_a_logits_gradient_is_finite
     assert low.value == SMALLEST
     assert init_loss_scale(make_config(train={'dtype': 'float16'})).value == 2.0**15 * 256
     large = make_config(train={'dtype': 'float16', 'batch_size': 2**14, 'microbatches': 2**13})
-    assert init_loss_scale(large).value == LARGEST
+    assert init_loss_scale(large).value == 2.0**32
     assert init_loss_scale(make_config()) is None
 
 
@@ -73,9 +85,9 @@ def test_gradients_are_those_of_fp32_however_small_they_are():
 
 
 def test_an_overflow_changes_nothing_but_the_scale_and_does_not_end_the_run():
-    config = make_config('gpt', 2, 1, train={'dtype': 'float16', 'nonfinite': 'stop'})
+    config, step = fp16()
     with on_mesh(config):
-        step, batch = jax.jit(make_train_step(config)), place_batch(make_batch(config))
+        batch = place_batch(make_batch(config))
         state = start = init_state(config)._replace(loss_scale=scale(2.0**30))
         scales = []
         for _ in range(SKIPS_IN_A_ROW + 2):
@@ -108,14 +120,56 @@ def test_gradients_that_are_not_finite_at_the_smallest_scale_end_the_run_as_with
         respond(config, SKIPS_IN_A_ROW, values)
 
 
+def test_the_first_step_is_taken_at_the_largest_scale_that_holds_and_later_ones_below_it():
+    config, step = fp16()
+    with on_mesh(config):
+        batches = [place_batch(make_batch(config, seed=seed)) for seed in range(8)]
+
+        def at(value: float) -> TrainState:
+            return init_state(config)._replace(loss_scale=scale(value))
+
+        state, metrics = take_first_step(step, at(2.0**32), batches[0])
+        held = float(metrics['loss_scale'])
+        assert (metrics['taken'], state.step, state.batches, state.guard.taken) == (1, 1, 1, 1)
+        assert (state.loss_scale.value, state.loss_scale.overflows_left) == (held / MARGIN, HYSTERESIS)
+        assert step(at(2 * held), batches[0])[1]['overflow']
+        straight, other = step(at(held), batches[0])  # nothing but the scale tells that there were others before
+        assert other['loss'] == metrics['loss']
+        for a, b in zip(*(jax.tree.leaves(s._replace(loss_scale=None)) for s in (state, straight)), strict=True):
+            np.testing.assert_array_equal(a, b)
+        for batch in batches[1:]:
+            state, metrics = step(state, batch)
+            assert metrics['taken']
+
+
+def test_a_scale_that_the_config_gives_is_the_first():
+    assert init_loss_scale(make_config(train={'dtype': 'float16', 'loss_scale': 4096})).value == 4096
+
+
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale():
     config = make_config(train={'dtype': 'float16', 'nonfinite': 'stop'})
     bad = make_batch(config)
     bad['loss_mask'][0, 0] = np.nan
     with on_mesh(config):
-        state, metrics = make_train_step(config)(init_state(config), place_batch(bad))
+        state, metrics = take_first_step(make_train_step(config), init_state(config), place_batch(bad))
     values = {name: float(value) for name, value in metrics.items()}
     assert (values['taken'], values['overflow'], values['skipped_in_a_row']) == (0, 0, 1)
-    assert isinstance(state, TrainState)
+    assert (state.step, state.loss_scale.value) == (1, init_loss_scale(config).value)
     with pytest.raises(NumericError):
         respond(config, 1, values)
+
+
+@pytest.mark.faults
+def test_a_run_in_fp16_finds_its_scale_and_skips_no_batch_for_it(tmp_path: Path) -> None:
+    write_run(tmp_path, CONFIG)
+    fp16 = ['train.dtype=float16', 'train.eval_every=100', 'optim.schedule=constant']
+    said = train(tmp_path, *fp16, 'train.steps=6')
+    assert 'loss scale the gradients of the first batch' in said
+    assert 'skipped' not in said
+    assert sorted(losses(tmp_path / 'run')) == [1, 2, 3, 4, 5, 6]
+    resumed = train(tmp_path, *fp16, 'train.steps=7', 'train.loss_scale=1024')
+    assert 'train.loss_scale: auto -> 1024.0, without effect: this run has begun' in resumed
+    assert 'loss scale the gradients' not in resumed
+    given = train(tmp_path, *fp16, 'train.steps=6', 'train.loss_scale=4294967296', name='given')
+    assert 'step 1 is skipped: in fp16 its gradients overflow at a loss scale of 4,294,967,296; 1 so far' in given
+    assert 'skipped    6 of 6 steps: 6 for gradients that overflow in fp16' in given

@@ -46,7 +46,17 @@ def test_what_holds_the_steps_up_is_said(capsys: pytest.CaptureFixture[str], val
 
 
 def test_skipped_steps_are_said_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    skipped = {**STEP, 'taken': 0.0, 'overflow': 0.0, 'loss': float('nan'), 'skipped_steps': 2}
-    assert said(capsys, skipped)[0] == 'step 1 is skipped: its loss is nan; 2 so far'
+    skipped = {**STEP, 'taken': 0.0, 'overflow': 0.0, 'finite': 0.0, 'loss': float('nan'), 'skipped_steps': 2}
+    assert said(capsys, skipped)[0] == 'step 1 is skipped: its loss is nan and its gradient norm 0.3125; 2 so far'
     overflow = {**skipped, 'overflow': 1.0, 'loss_scale': 2.0**16}
     assert said(capsys, overflow)[0] == 'step 1 is skipped: in fp16 its gradients overflow at a loss scale of 65,536; 2 so far'
+    lines = said(capsys, overflow, skipped, {**STEP, 'taken': 1.0}, overflow)
+    assert lines[-1] == 'skipped    3 of 4 steps: 2 for gradients that overflow in fp16, 1 for a loss or gradient that is not finite'
+    assert said(capsys, {**skipped, 'finite': 1.0})[-1] == 'skipped    1 of 1 steps: 1 for a spike in the loss'
+
+
+@pytest.mark.parametrize(('first', 'tried'), [(2.0**25, 'overflow at 33,554,432, and hold'), (2.0**19, 'hold')])
+def test_the_scales_that_the_first_batch_was_tried_at_are_said(capsys: pytest.CaptureFixture[str], first: float, tried: str) -> None:
+    Report().loss_scale(first, 2.0**19)
+    said = f'loss scale the gradients of the first batch {tried} at 524,288: the run begins with 131,072'
+    assert capsys.readouterr().out.splitlines() == [said]
