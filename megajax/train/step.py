@@ -87,7 +87,7 @@ def make_train_step(config: Config) -> Wrapped:
         with jax.named_scope('optimizer'):
             grad_norm = optax.tree.norm(grads)
             overflow = overflows(state.loss_scale, loss, grad_norm)
-            verdict, guard = judge(state.guard, loss, grad_norm, overflow=overflow, spikes=config.train.spike != 'off')
+            verdict, guard = judge(state.guard, loss, nll, grad_norm, overflow=overflow, spikes=config.train.spike != 'off')
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             new = optax.apply_updates(state.params, updates), opt_state
             params, opt_state = jax.tree.map(partial(jnp.where, verdict.taken), new, (state.params, state.opt_state))
