@@ -53,7 +53,7 @@ class _WatchedTokens:
         if time.monotonic() >= self._next_look:
             self._look_again()
         found = np.empty(stop - start, self._sequences.tokens.dtype)
-        self._fill(memoryview(found.view(np.uint8)), start * found.itemsize)
+        self._fill(found.view(np.uint8).data, start * found.itemsize)
         negative = found.dtype.kind == 'i' and found.min(initial=0) < 0
         if negative or found.max(initial=0) >= self._vocab_size:
             wrong = int(((found < 0) | (found >= self._vocab_size)).argmax())
@@ -84,7 +84,9 @@ class _WatchedTokens:
                 raise _problem(path, 'was written to: its first or last million entries are not those that it had when it was opened')
             if path not in self._touched:
                 self._touched.add(path)
-                logger.warning('%s was touched while the run reads it: its size, and its first and last million entries, are as before', path)
+                logger.warning(
+                    '%s was touched while the run reads it: its size, and its first and last million entries, are as before', path
+                )
 
     def _size(self) -> int:
         return self._sequences.tokens.nbytes

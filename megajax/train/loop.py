@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from megajax.config import Config, ConfigError, StopRequested, dump, num_parameters
+from megajax.config import CheckpointError, Config, ConfigError, NumericError, StopRequested, dump, num_parameters
 from megajax.data import Data, load_data
 from megajax.parallel.mesh import make_mesh
 from megajax.train.checkpoint import Checkpoints
@@ -82,6 +82,12 @@ def _train(config: Config, data: Data, folder: Path, report: Report, summary: Su
                 watchdog.beat('saving', patient=True)
                 trainer.save_now()
                 checkpoints.close(final=True)
+                raise
+            except (NumericError, CheckpointError):  # the newest state may be what is wrong
+                raise
+            except Exception:
+                watchdog.beat('saving', patient=True)
+                trainer.rescue()
                 raise
     stop.check()
 

@@ -70,6 +70,12 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
     return init(params)
 
 
+def before_skipped(state: TrainState) -> TrainState:
+    """The state before a step that was skipped, from that after it: only what counts steps has changed (and fp16's count of steady ones, left so)."""
+    guard = state.guard._replace(skipped_in_a_row=state.guard.skipped_in_a_row - 1)
+    return state._replace(step=state.step - 1, batches=state.batches - 1, guard=guard)
+
+
 def make_train_step(config: Config) -> Wrapped:
     """`train_step(state, batch) -> (state, metrics)`, compiled at its first call; the state that goes in is donated.
 
