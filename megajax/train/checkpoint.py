@@ -36,6 +36,7 @@ from megajax.train.digests import (
 )
 from megajax.train.keep import preservation_policy
 from megajax.train.open import restore_params
+from megajax.train.quiet import leave_failed_saves_to_us
 from megajax.train.record import RECORD, TOKENIZER, VALIDATION, Record, make_record, other_differences, read_record, version_differences
 from megajax.train.step import TrainState, init_state
 from megajax.train.strays import move_aside, sweep, warn_of_strays
@@ -66,6 +67,7 @@ class Checkpoints:
         self._named: set[Path] = set()
         self._swept = self._closed = False
         self._begun = time.monotonic()
+        leave_failed_saves_to_us()
         try:
             self._manager = _Manager(self.folder, options=self._options())
         except OSError as error:
