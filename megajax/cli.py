@@ -1,5 +1,6 @@
 """The command line: parse, call, render."""
 
+import io
 import logging
 import os
 import signal
@@ -36,6 +37,9 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help
 
 def main() -> None:
     """Run the command; what a run can end with is printed, a line each, and has its exit code (`config/errors.py`)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks must not end a run
+            stream.reconfigure(errors='backslashreplace')
     try:
         app()
     except RunError as error:

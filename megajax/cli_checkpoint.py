@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megajax.config import CheckpointError, ConfigError
-from megajax.train.digests import find_step, find_steps, problems, read_sums
+from megajax.train.digests import find_foreign, find_step, find_steps, problems, read_sums
 from megajax.train.record import config_differences, read_record
 
 checkpoint_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at the checkpoints of a run.')
@@ -68,8 +68,9 @@ def diff(
 def _steps(run: Path) -> list[Path]:
     """The finished checkpoints that RUN or RUN/STEP stands for."""
     folder = run / 'checkpoints' if (run / 'checkpoints').is_dir() else run
-    if steps := find_steps(folder):
-        return [folder / str(step) for step in steps]
+    foreign = find_foreign(folder)
+    if steps := [folder / str(step) for step in find_steps(folder)] + foreign:
+        return sorted(steps, key=lambda path: int(path.name))
     return [find_step(run)]
 
 

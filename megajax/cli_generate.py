@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -39,6 +39,7 @@ def generate(
 ) -> None:
     """Continue prompts with a trained model; on a terminal one text appears as it is made."""
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts else [])]
+    _check_unicode({'--prompt': prompt or [], '--stop': stop or [], str(prompts): texts[len(prompt or []) :]})
     from megajax.generate import Generator, Request, Sampling, encode_prompts  # here, because it imports jax
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -129,6 +130,15 @@ def _open(run: Path, overrides: Sequence[str]) -> tuple['Opened', Any]:
     from megajax.train.open import open_model
 
     return open_model(run, overrides), jax
+
+
+def _check_unicode(texts: Mapping[str, Sequence[str]]) -> None:
+    for where, several in texts.items():
+        for text in several:
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(f'{where}: {text!r} is not UTF-8 at character {error.start}: write it in UTF-8') from error
 
 
 def _read_prompts(file: Path) -> list[str]:

@@ -35,21 +35,30 @@ class Batches:
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         """Rows `start` to `stop` of the batch of `step`; no others are read."""
-        self._check(step)
-        first = step * self.batch_size
-        window_RS = np.zeros((stop - start, self._seq_len + 1), np.int32)
-        loss_mask_RS = np.zeros((stop - start, self._seq_len), np.float32)
+        return self._rows(self._places(step, start, stop), stop - start)
+
+    def unreadable(self, count: int) -> Batch:
+        """Rows to stand for what cannot be read: their loss is not a number, so no step is taken with them."""
+        batch = self._rows(range(0), count)
+        return {**batch, 'loss_mask': np.full_like(batch['loss_mask'], np.nan)}
+
+    def _rows(self, places: range, count: int) -> Batch:
+        """`count` rows, of which the first hold the samples at these places of the order."""
+        window_RS = np.zeros((count, self._seq_len + 1), np.int32)
+        loss_mask_RS = np.zeros((count, self._seq_len), np.float32)
         begins = []
-        for row, index in enumerate(range(first + start, min(first + stop, len(self._order)))):
+        for row, index in enumerate(places):
             found, row_begins = self._samples.read(self._order[index], window_RS[row])
             loss_mask_RS[row, : found - 1] = 1
             begins += [(row, begin) for begin in row_begins]
         batch = {'tokens': window_RS[:, :-1], 'labels': window_RS[:, 1:], 'loss_mask': loss_mask_RS}
         return _separate(batch, begins) if self._document_mask else batch
 
-    def _check(self, step: int) -> None:
+    def _places(self, step: int, start: int, stop: int) -> range:
         if not 0 <= step < len(self):
             raise IndexError(f'step {step} of {len(self)}')
+        first = step * self.batch_size
+        return range(first + start, min(first + stop, len(self._order)))
 
     def read_ahead(self, first: int, last: int, rows: slice) -> Iterator[Batch]:
         """These rows of the batches of steps `first` up to `last`, read in a thread a little before they are asked for."""

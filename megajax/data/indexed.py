@@ -7,7 +7,7 @@ as megatron-core's `indexed_dataset.py` writes it. A document has any number of 
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -31,7 +31,7 @@ class Sequences:
     """Token ids of sequences in a row, in memory or mapped from files; `name` is what errors call them.
 
     `tokens` [T]; `lengths` int32 [S]; `pointers` int64 [S], the byte of `tokens` where a sequence begins; `documents` int64 [D], the
-    sequence with which each document begins, and S at the end.
+    sequence with which each document begins, and S at the end. `read` goes through `reader` where there is one.
     """
 
     name: str
@@ -39,9 +39,15 @@ class Sequences:
     lengths: np.ndarray
     pointers: np.ndarray
     documents: np.ndarray
+    reader: Callable[[int, int], np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Token ids `start` to `stop`, or to the end, for a batch."""
+        stop = min(stop, len(self.tokens))
+        return self.tokens[start:stop] if self.reader is None else self.reader(start, stop)
 
     def start(self, sequence: int) -> int:
         """The first token of a sequence; of sequence S, the number of tokens."""

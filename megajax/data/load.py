@@ -17,6 +17,7 @@ from megajax.data.parts import Part, split_sequences
 from megajax.data.samples import Joined, Samples, Windows
 from megajax.data.token_ids import check_token_ids
 from megajax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer, make_tokenizer
+from megajax.data.watched import watched
 
 CORPUS = ('data.corpus', 'data.blend')
 
@@ -42,7 +43,7 @@ def load_data(config: Config) -> Data:
     tokenizer = _tokenizer_of_pairs(config, manifests)
     for one, manifest in zip(sequences, manifests.values(), strict=True):
         check_token_ids(one, config.model.vocab_size, manifest.max_token if manifest else None)
-    parts = [split_sequences(one, config.data.split) for one in sequences]
+    parts = [split_sequences(watched(one, config.model.vocab_size), config.data.split) for one in sequences]
     train, validation = [part[0] for part in parts], [part[1] for part in parts]
     summary = f'{_size(train)} to train on, {_size(validation)} to validate, of {", ".join(prefixes)}'
     return _make(config, tokenizer, train, validation, summary)

@@ -60,7 +60,7 @@ class DocumentPieces:
         document = int(np.searchsorted(self._first, index, side='right')) - 1
         number = index - int(self._first[document])
         start, stop = self._cut(document, number), self._cut(document, number + 1)
-        found = self._sequences.tokens[start : min(stop, start + len(window))]
+        found = self._sequences.read(start, min(stop, start + len(window)))
         if found[-1] == self._eod:
             found = found[:-1]
         window[: len(found)] = found
@@ -98,15 +98,12 @@ class MaskedBatches(Batches):
         super().__init__(samples, order, seq_len=seq_len, batch_size=batch_size)
         self._seed, self._vocabulary = seed, vocabulary
 
-    def rows(self, step: int, start: int, stop: int) -> Batch:
-        """As `Batches.rows`."""
-        self._check(step)
-        shape = stop - start, self._seq_len
+    def _rows(self, places: range, count: int) -> Batch:
+        shape = count, self._seq_len
         batch: Batch = {name: np.zeros(shape, np.int32) for name in ('labels', 'token_types')}
         batch |= {'tokens': np.full(shape, self._vocabulary.pad, np.int32), 'segment_ids': np.ones(shape, np.int32)}
-        batch |= {'loss_mask': np.zeros(shape, np.float32), 'swapped': np.zeros((stop - start, 1), np.int32)}
-        first = step * self.batch_size
-        for row, index in enumerate(range(first + start, min(first + stop, len(self._order)))):
+        batch |= {'loss_mask': np.zeros(shape, np.float32), 'swapped': np.zeros((count, 1), np.int32)}
+        for row, index in enumerate(places):
             self._fill({name: x[row] for name, x in batch.items()}, index)
         return batch
 

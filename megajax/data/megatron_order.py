@@ -66,7 +66,7 @@ class MegatronSamples:
             last = self.part.sequences.start(sequence) + int(self.part.sequences.lengths[sequence])
             count = min(end - start - filled, len(window) - filled)
             first = last - (end - start - filled)
-            window[filled : filled + count] = self.part.sequences.tokens[first : first + count]
+            window[filled : filled + count] = self.part.sequences.read(first, first + count)
             if filled and count:
                 begins.append(filled)
             filled, position = filled + count, position + 1

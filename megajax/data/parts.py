@@ -23,9 +23,14 @@ class Part:
         return self.sequences.start(self.first)
 
     @property
+    def stop(self) -> int:
+        """The token after its last one."""
+        return self.sequences.start(self.last)
+
+    @property
     def tokens(self) -> np.ndarray:
         """Its token ids, in a row."""
-        return self.sequences.tokens[self.start : self.sequences.start(self.last)]
+        return self.sequences.tokens[self.start : self.stop]
 
     @property
     def lengths(self) -> np.ndarray:

@@ -25,19 +25,18 @@ class Windows:
 
     def __init__(self, part: Part, *, seq_len: int, find_documents: bool = True):
         self.part, self.seq_len, self.find_documents = part, seq_len, find_documents
-        self._tokens, self._start = part.tokens, part.start
+        self._start, self._stop = part.start, part.stop
 
     def __len__(self) -> int:
-        return -(-max(len(self._tokens) - 1, 0) // self.seq_len)
+        return -(-max(self._stop - self._start - 1, 0) // self.seq_len)
 
     def read(self, index: int, window: np.ndarray) -> tuple[int, list[int]]:
         """As `Samples.read`; the last window may be short. Without `find_documents`, where documents begin is not looked up."""
-        first = index * self.seq_len
-        found = self._tokens[first : first + len(window)]
+        first = self._start + index * self.seq_len
+        found = self.part.sequences.read(first, min(first + len(window), self._stop))
         window[: len(found)] = found
         if not self.find_documents:
             return len(found), []
-        first += self._start
         return len(found), [token - first for token in self.part.sequences.document_starts(first, first + len(found))]
 
 

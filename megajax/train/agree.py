@@ -17,6 +17,17 @@ def gather(value: float) -> list[float]:
     return [float(one) for one in np.ravel(multihost_utils.process_allgather(np.float32(value)))]
 
 
+def all_are_here(where: str, seconds: float) -> bool:
+    """Whether all processes come to the same `where`, which none has come to before, within `seconds`."""
+    if jax.process_count() == 1:
+        return True
+    try:
+        multihost.get_jax_distributed_client().wait_at_barrier(f'megajax_{where}', int(1000 * seconds))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
 def from_first(*values: int) -> list[int]:
     """What the first process says; all must ask."""
     if jax.process_count() == 1:

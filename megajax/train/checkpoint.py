@@ -25,10 +25,10 @@ from megajax.train.agree import SaveBarrier, from_all, from_first
 from megajax.train.compare import check_same_arrays, check_same_data, check_same_model, holds_parameters_only, log_differences
 from megajax.train.digests import (
     COMMIT,
-    STAMP,
+    find_foreign,
     find_steps,
+    foreign_step,
     is_finished,
-    is_step_name,
     problems,
     strangers,
     write_file,
@@ -36,8 +36,10 @@ from megajax.train.digests import (
 )
 from megajax.train.keep import preservation_policy
 from megajax.train.open import restore_params
-from megajax.train.record import RECORD, TOKENIZER, Record, make_record, read_record
+from megajax.train.quiet import leave_failed_saves_to_us
+from megajax.train.record import RECORD, TOKENIZER, VALIDATION, Record, make_record, read_record
 from megajax.train.step import TrainState, init_state
+from megajax.train.strays import move_aside, sweep, warn_of_strays
 
 TIMEOUT = 3600  # seconds in which all processes must have written their part, and the first must have hashed it
 LONGEST = 300  # characters of a reason; tensorstore's errors are pages
@@ -62,8 +64,11 @@ class Checkpoints:
         self._verified: int | None = None
         self._refused: set[int] = set()
         self._losses: dict[int, float | None] = {}
+        self._unwritten_losses: dict[int, float] = {}
+        self._named: set[Path] = set()
         self._swept = self._closed = False
         self._begun = time.monotonic()
+        leave_failed_saves_to_us()
         try:
             self._manager = _Manager(self.folder, options=self._options())
         except OSError as error:
@@ -81,9 +86,10 @@ class Checkpoints:
         self._settle()
         steps = find_steps(self.folder) if jax.process_index() == 0 else []
         if jax.process_index() == 0:
-            self._warn_of_strays()
+            warn_of_strays(self.folder, self._named)
         newest = next((step for step in reversed(steps) if not self._refuses(step)), -1)
-        newest, count, num_refused = from_first(newest, len(steps), len(self._refused))
+        foreign = find_foreign(self.folder) if jax.process_index() == 0 else []
+        newest, count, num_refused = from_first(newest, len(steps) + len(foreign), len(self._refused))
         self._refused = set(from_first(*(sorted(self._refused) or [0] * num_refused)))
         if count and newest < 0:
             raise CheckpointError(
@@ -147,7 +153,7 @@ class Checkpoints:
         if not self._make_room(step):
             return
         self._saving = self._record(step, validation_loss)
-        self._losses.pop(step, None)
+        self._losses[step] = validation_loss
         self._refused.discard(step)
         error = None
         try:
@@ -156,6 +162,16 @@ class Checkpoints:
             error = failure
         if from_all(error is not None).any():
             self._settle(error)
+
+    def note_validation_loss(self, step: int, loss: float) -> None:
+        """Keep the loss that was measured after the save of `step` began, beside its checkpoint, once that is there."""
+        self._losses[step] = self._unwritten_losses[step] = loss
+        if self._saving is None:
+            self._write_losses()
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the validation loss of a finished step is known; the same in all processes."""
+        return bool(from_first(self._loss(step) is not None)[0])
 
     def wait(self) -> bool:
         """Wait for the save in the background; whether the newest state is on disk, so that it may be tried again."""
@@ -186,10 +202,18 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close(final=kind is None)
 
+    def abandon(self) -> None:
+        """Let the save under way come to its end where the other processes will not come to ask about it, and close."""
+        self._closed = True
+        if self._saving is not None:
+            self._saving = None
+            with contextlib.suppress(Exception):  # the error that the run leaves with is told
+                self._manager.wait_until_finished()
+
     def _options(self) -> ocp.CheckpointManagerOptions:
         return ocp.CheckpointManagerOptions(
             preservation_policy=preservation_policy(self.config.checkpoint, self._loss, self._is_junk),
-            # Orbax would take any folder without its marks for a save that was interrupted, so `_sweep` does this.
+            # Orbax would take any folder without its marks for a save that was interrupted, so `sweep` does this.
             cleanup_tmp_directories=False,
             async_options=ocp.AsyncOptions(
                 timeout_secs=TIMEOUT,
@@ -222,6 +246,8 @@ class Checkpoints:
         step, self._saving = self._saving.step, None
         failed = bool(from_all(error is not None).any())
         finished = bool(from_first(is_finished(self.folder / str(step)))[0])
+        if finished:
+            self._write_losses()
         if finished and not failed:
             self._failed = None
             return
@@ -236,12 +262,22 @@ class Checkpoints:
             logger.warning('checkpoint %d could not be written (%s); %s', step, reason, then)
         self._manager.reload()
 
+    def _write_losses(self) -> None:
+        for step, loss in self._unwritten_losses.items():
+            if jax.process_index() == 0 and is_finished(self.folder / str(step)):
+                try:
+                    write_file(self.folder / str(step) / VALIDATION, f'{loss!r}\n'.encode())
+                except OSError as error:
+                    logger.warning('the validation loss of checkpoint %d could not be written: %s', step, error.strerror)
+        self._unwritten_losses.clear()
+
     def _make_room(self, step: int) -> bool:
         """Take away what is in the way of a new `step`; False if that is a checkpoint that can be used."""
         path, sound, in_the_way = self.folder / str(step), False, False
         if jax.process_index() == 0:
             if not self._swept:
-                self._sweep()
+                sweep(self.folder)
+            move_aside(path)
             in_the_way = is_finished(path) or path.is_symlink()
             sound = is_finished(path) and step not in self._refused and not problems(path, contents=False)
         self._swept = True
@@ -252,12 +288,6 @@ class Checkpoints:
             self._remove([step])
             self._manager.reload()
         return True
-
-    def _sweep(self) -> None:
-        """Take away what Orbax began and did not finish; `STAMP` is its first file, so that no other folder is touched."""
-        for path in self.folder.iterdir():
-            if is_step_name(path.name) and not path.is_symlink() and (path / STAMP).is_file() and not is_finished(path):
-                shutil.rmtree(path, ignore_errors=True)
 
     def _remove(self, steps: Sequence[int]) -> None:
         """The first process takes away these steps, the newest first; a kill leaves nothing that looks finished."""
@@ -282,17 +312,8 @@ class Checkpoints:
             logger.warning('checkpoint %s holds %s, which does not belong to it: ignored', path, ', '.join(extra[:3]))
         return bool(wrong)
 
-    def _warn_of_strays(self) -> None:
-        for path in sorted(self.folder.iterdir()):
-            if not is_step_name(path.name):
-                logger.warning('%s is no checkpoint: ignored', path)
-            elif not is_finished(path):
-                logger.warning('%s was never finished: ignored', path)
-
     def _loss(self, step: int) -> float | None:
         """The validation loss at a step, None if it was not measured or its record is damaged."""
-        if self._saving and self._saving.step == step:
-            return self._saving.validation_loss
         if step not in self._losses:
             try:
                 self._losses[step] = read_record(self.folder / str(step)).validation_loss
@@ -301,8 +322,9 @@ class Checkpoints:
         return self._losses[step]
 
     def _is_junk(self, step: int) -> bool | None:
-        """Whether a step was refused; None for a link, which Orbax must not try to take away."""
-        return None if (self.folder / str(step)).is_symlink() else step in self._refused
+        """Whether a step was refused; None for what is not the run's: a link, or another step than its name says."""
+        path = self.folder / str(step)
+        return None if path.is_symlink() or foreign_step(path) is not None else step in self._refused
 
     def _record(self, step: int, validation_loss: float | None = None) -> Record:
         fingerprint = self.tokenizer.fingerprint if self.tokenizer else None

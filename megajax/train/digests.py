@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megajax.config import CheckpointError, ConfigError
+from megajax.train.record import VALIDATION, recorded_step
 
 SUMS = 'SHA256SUMS'
 COMMIT = 'commit_success.txt'  # Orbax's last file; a step without it was never finished
 STAMP = '_CHECKPOINT_METADATA'  # Orbax adds the time to it after the digests, and restores without it
-LATER = frozenset({SUMS, COMMIT, STAMP})
+LATER = frozenset({SUMS, COMMIT, STAMP, VALIDATION})
 THREADS = min(4, os.cpu_count() or 1)
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ def problems(folder: Path, *, contents: bool = True) -> list[str]:
         return ['is a symbolic link']
     if not (folder / COMMIT).is_file():
         return [f'was never finished: there is no {COMMIT}']
+    if (step := foreign_step(folder)) is not None:
+        return [f'holds step {step}: rename it to {step} if that is free, or to what is no number']
     try:
         sums = read_sums(folder)
     except FileNotFoundError:
@@ -85,11 +88,28 @@ def is_finished(folder: Path) -> bool:
     return (folder / COMMIT).is_file()
 
 
-def find_steps(folder: Path) -> list[int]:
-    """The steps that were finished, in order, sound or not. Links count, so that they can be refused by name."""
+def foreign_step(folder: Path) -> int | None:
+    """The step that a folder holds under the number of another one, as a copy or an exchange leaves it; None if it does not."""
+    if not is_step_name(folder.name) or folder.is_symlink() or not is_finished(folder):
+        return None
+    step = recorded_step(folder)
+    return None if step == int(folder.name) else step
+
+
+def find_foreign(folder: Path) -> list[Path]:
+    """The finished checkpoints that lie under the number of another step, in order; they are no steps of the run."""
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if is_step_name(path.name) and is_finished(path))
+    found = [path for path in folder.iterdir() if foreign_step(path) is not None]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def find_steps(folder: Path) -> list[int]:
+    """The steps that were finished, in order, sound or not. Links count, so that they can be refused by name; foreign ones do not."""
+    if not folder.is_dir():
+        return []
+    finished = (path for path in folder.iterdir() if is_step_name(path.name) and is_finished(path))
+    return sorted(int(path.name) for path in finished if foreign_step(path) is None)
 
 
 def find_step(path: Path) -> Path:

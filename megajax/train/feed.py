@@ -1,23 +1,58 @@
 """Batches from the host onto the mesh; each process reads and places its own rows. B batch, S sequence."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from megajax.config import Config
+from megajax.config import Config, ConfigError
+from megajax.data import Batch as HostBatch
 from megajax.data import Batches
 from megajax.parallel import layout
+from megajax.train.agree import from_all
 
 Batch = dict[str, jax.Array]
 
 
-def placed_batches(batches: Batches, first: int, last: int) -> Iterator[Batch]:
-    """The batches of steps `first` up to `last` on the current mesh, read ahead."""
-    for batch in batches.read_ahead(first, last, local_rows(batches.batch_size)):
-        yield place_batch(batch, batch_size=batches.batch_size)
+class PlacedBatches:
+    """The batches of steps `first` up to `last` on the current mesh, read ahead; each process reads its own rows.
+
+    Alone, a process raises what it cannot read. With others it must take part in the step that all of them compute, or they would wait
+    for ever: it hands in rows whose loss is not a number, and `check`, which all call when they see that, raises in every one.
+    """
+
+    def __init__(self, batches: Batches, first: int, last: int, *, prepare: Callable[[HostBatch], HostBatch] = lambda batch: batch):
+        self._batches, self._prepare, self._rows = batches, prepare, local_rows(batches.batch_size)
+        self._read = batches.read_ahead(first, last, self._rows)
+        self._error: Exception | None = None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            batch = next(self._read)
+        except StopIteration:
+            raise
+        except Exception as error:
+            if jax.process_count() == 1:
+                raise
+            self._error = self._error or error
+            batch = self._batches.unreadable(self._rows.stop - self._rows.start)
+        return place_batch(self._prepare(batch), batch_size=self._batches.batch_size)
+
+    def check(self) -> None:
+        """Raise in all processes, which must all ask, if one of them could not read its rows."""
+        if jax.process_count() == 1:
+            return
+        failed = from_all(self._error is not None)[:, 0]
+        if self._error is not None:
+            raise self._error
+        if failed.any():
+            raise ConfigError(f'process {int(failed.argmax())} could not read its rows of a batch: see what it printed')
 
 
 def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = None) -> Batch:

@@ -13,6 +13,7 @@ DEVIATIONS = 6.0  # a loss this many standard deviations above their mean is a s
 
 
 SKIPS_IN_A_ROW = 3  # after so many the run ends
+ROUNDING = 1e-3  # nats that a cross entropy may be below zero
 
 
 class Guard(NamedTuple):
@@ -41,9 +42,14 @@ def init_guard() -> Guard:
     return Guard(losses=jnp.zeros(WINDOW, jnp.float32), taken=jnp.zeros((), jnp.int32), skipped_in_a_row=jnp.zeros((), jnp.int32))
 
 
-def judge(guard: Guard, loss: jax.Array, grad_norm: jax.Array, *, overflow: jax.Array, spikes: bool) -> tuple[Verdict, Guard]:
-    """A step is taken if its loss and gradients are finite and, with `spikes`, its loss is no spike; the guard after it."""
-    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+def judge(
+    guard: Guard, loss: jax.Array, nll: jax.Array, grad_norm: jax.Array, *, overflow: jax.Array, spikes: bool
+) -> tuple[Verdict, Guard]:
+    """A step is taken if its loss and gradients are finite and, with `spikes`, its loss is no spike; the guard after it.
+
+    A negative log-likelihood below zero, which only a label outside the vocabulary has, counts as not finite.
+    """
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (nll >= -ROUNDING)
     usual = guard.losses.mean() + DEVIATIONS * guard.losses.std()
     spike = finite & (guard.taken >= WINDOW) & (loss > usual)
     taken = finite & ~spike if spikes else finite
@@ -63,6 +69,8 @@ def respond(config: Config, step: int, metrics: Mapping[str, float]) -> Literal[
         return 'go on'
     key, policy = ('spike', config.train.spike) if metrics['finite'] else ('nonfinite', config.train.nonfinite)
     what = 'is a spike' if metrics['finite'] else 'or its gradient is not finite'
+    if metrics['nll'] < -ROUNDING:
+        what = f'has a cross entropy of {metrics["nll"]:.4g}, which is never below zero: a label is no token of the vocabulary'
     event = f'step {step}: the loss ({metrics["loss"]:.4g}, gradient norm {metrics["grad_norm"]:.4g}) {what}'
     if policy == 'stop':
         raise NumericError(f'{event}; train.{key}=stop: look at the batch, lower optim.lr, or set train.{key}=skip')

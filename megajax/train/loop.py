@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from megajax.config import Config, ConfigError, StopRequested, dump, num_parameters
+from megajax.config import CheckpointError, Config, ConfigError, NumericError, StopRequested, dump, num_parameters
 from megajax.data import Data, load_data
 from megajax.parallel.mesh import make_mesh
 from megajax.train.checkpoint import Checkpoints
@@ -89,6 +89,12 @@ def _train(
                 watchdog.beat('saving', patient=True)
                 trainer.save_now()
                 checkpoints.close(final=True)
+                raise
+            except (NumericError, CheckpointError):  # the newest state may be what is wrong
+                raise
+            except Exception:
+                watchdog.beat('saving', patient=True)
+                trainer.rescue()
                 raise
     stop.check()
 

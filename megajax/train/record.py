@@ -1,6 +1,7 @@
 """What is kept with each checkpoint beside the state: config, tokenizer, versions, data; and what may differ on resume. Imports no jax."""
 
 import datetime
+import json
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from megajax.config import CheckpointError, Config
 
 RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
+VALIDATION = 'validation_loss.json'  # of a state that was evaluated after it was saved
 PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 FIXED = ('model.', 'train.dtype')  # other arrays, or other numbers from the same ones
 OWN = ('run.', 'checkpoint.')  # of a process, not of the training
@@ -64,9 +66,27 @@ def make_record(
 def read_record(folder: Path) -> Record:
     """The record in a step's folder. Raises CheckpointError if it cannot be read."""
     try:
-        return Record.model_validate_json((folder / RECORD).read_bytes())
+        record = Record.model_validate_json((folder / RECORD).read_bytes())
     except (OSError, ValidationError) as error:
         raise CheckpointError(f'{folder / RECORD} cannot be read: run megajax checkpoint verify {folder}') from error
+    if record.validation_loss is None:
+        return record.model_copy(update={'validation_loss': _noted_loss(folder)})
+    return record
+
+
+def recorded_step(folder: Path) -> int | None:
+    """The step of the state in a checkpoint's folder, None if its record does not tell."""
+    try:
+        return int(json.loads((folder / RECORD).read_bytes())['step'])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _noted_loss(folder: Path) -> float | None:
+    try:
+        return float(json.loads((folder / VALIDATION).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def is_fixed(key: str) -> bool:

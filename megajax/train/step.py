@@ -70,6 +70,12 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
     return init(params)
 
 
+def before_skipped(state: TrainState) -> TrainState:
+    """The state before a step that was skipped, from that after it: only counts have changed, of which fp16's of steady steps is left."""
+    guard = state.guard._replace(skipped_in_a_row=state.guard.skipped_in_a_row - 1)
+    return state._replace(step=state.step - 1, batches=state.batches - 1, guard=guard)
+
+
 def make_train_step(config: Config) -> Wrapped:
     """`train_step(state, batch) -> (state, metrics)`, compiled at its first call; the state that goes in is donated.
 
@@ -87,7 +93,7 @@ def make_train_step(config: Config) -> Wrapped:
         with jax.named_scope('optimizer'):
             grad_norm = optax.tree.norm(grads)
             overflow = overflows(state.loss_scale, loss, grad_norm)
-            verdict, guard = judge(state.guard, loss, grad_norm, overflow=overflow, spikes=config.train.spike != 'off')
+            verdict, guard = judge(state.guard, loss, nll, grad_norm, overflow=overflow, spikes=config.train.spike != 'off')
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             new = optax.apply_updates(state.params, updates), opt_state
             params, opt_state = jax.tree.map(partial(jnp.where, verdict.taken), new, (state.params, state.opt_state))

@@ -2,18 +2,19 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 
 import jax
 import numpy as np
 from jax.stages import Compiled
 
 from megajax.config import Config, NumericError
+from megajax.data import Batch as HostBatch
 from megajax.data import Data
 from megajax.miscompiles import check_compiled, mesh_target
+from megajax.train.agree import all_are_here
 from megajax.train.checkpoint import Checkpoints
 from megajax.train.clock import Activity, Summary
-from megajax.train.feed import Batch, abstract_batch, local_rows, place_batch, placed_batches
+from megajax.train.feed import Batch, PlacedBatches, abstract_batch
 from megajax.train.first_step import take_first_step
 from megajax.train.guard import respond
 from megajax.train.meter import Meter, slowest
@@ -21,11 +22,12 @@ from megajax.train.metrics import MetricsWriter
 from megajax.train.profile import Profiler
 from megajax.train.report import Report
 from megajax.train.sampler import Sampler
-from megajax.train.step import Metrics, TrainState, make_eval_step, make_train_step
+from megajax.train.step import Metrics, TrainState, before_skipped, make_eval_step, make_train_step
 from megajax.train.stop import StopWatch
 from megajax.train.watchdog import Watchdog
 
 ROLLBACKS = 3  # without a new checkpoint between them; then the run ends
+COMPANY = 5.0  # seconds in which the other processes fail in the same place, or do not
 
 
 class Trainer:
@@ -61,11 +63,11 @@ class Trainer:
         """All steps that are left. Raises StopRequested at a safe point, NumericError if the numbers end the run."""
         steps = self.config.train.steps
         self.stop.check()
+        if self.step == 0 or (len(self.data.validation) and not self.checkpoints.is_evaluated(self.step)):
+            self._evaluate_if_due()
         if self.step >= steps:
             self.report.say(f'nothing to do: the checkpoint is of step {self.step} and train.steps is {steps}')
             return
-        if self.step == 0 and (losses := self._evaluate()):
-            self.metrics.write(0, **losses)
         self._begin('compile', 'compiling', patient=True)
         with self.report.waiting('compiling the training step'):
             self._train_step = make_train_step(self.config).lower(self.state, abstract_batch(self.config)).compile()
@@ -80,7 +82,8 @@ class Trainer:
                 values = self._take_step()
                 progress.step(self.step, values)
                 if self._goes_on(values):
-                    self._save_if_due(taken=bool(values['taken']), validation_loss=values.get('validation_loss'))
+                    self._save_if_due(taken=bool(values['taken']))
+                    self._evaluate_if_due()
                 else:
                     self._roll_back()
 
@@ -98,6 +101,29 @@ class Trainer:
         if not self.checkpoints.wait():
             self._save()
 
+    def rescue(self) -> None:
+        """Save the newest state, if it is whole and not itself the reason, before the run leaves with an error; say where it is.
+
+        A process that fails alone, while the others are in a step, cannot save: they will not come to write their part.
+        """
+        if not self._is_whole():
+            self.checkpoints.abandon()
+            return
+        if not all_are_here(f'failed_after_{self.step}', COMPANY):
+            self.report.say(f'step {self.step} is not saved: the other processes did not fail with this one')
+            self.checkpoints.abandon()
+            return
+        if self.step:
+            self.save_now()
+            if self.checkpoints.wait():
+                self.report.say(f'step {self.step} is saved: {self.checkpoints.folder}/{self.step}')
+
+    def _is_whole(self) -> bool:
+        try:
+            return int(self.state.step) == self.step
+        except RuntimeError:  # a step that failed took the state with it
+            return False
+
     def _take_step(self) -> dict[str, float]:
         """One step, timed from its batch to its metrics; all that is known of it so far."""
         step = self.step + 1
@@ -108,6 +134,8 @@ class Trainer:
             self.state, metrics = self._run_step(batch)
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             end = self.clock.begin('other')
+        if not values['finite']:
+            self._check_read()
         self.step = self.summary.step = step
         if not values['taken']:
             self._skipped += 1
@@ -130,30 +158,42 @@ class Trainer:
         return state, metrics
 
     def _goes_on(self, values: dict[str, float]) -> bool:
-        """Evaluate if it is time, and write what is known of the step; False if it is to be rolled back."""
-        try:
-            goes_on = respond(self.config, self.step, values) == 'go on'
-            if goes_on and (self.step == self.config.train.steps or self.step % self.config.train.eval_every == 0):
-                values |= self._evaluate()
-            return goes_on
-        finally:
-            self.metrics.write(self.step, **values)
+        """Write what is known of the step; False if it is to be rolled back."""
+        self.metrics.write(self.step, **values)
+        return respond(self.config, self.step, values) == 'go on'
 
-    def _save_if_due(self, *, taken: bool, validation_loss: float | None) -> None:
+    def _check_read(self) -> None:
+        """Raise in all processes what one of them could not read for this step, with the state before it."""
+        try:
+            self._batches.check()
+        except Exception:
+            self.state = before_skipped(self.state)
+            raise
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluate a state that is saved already: what fails here costs no step. A run that was stopped here does it when it goes on."""
+        if self.step % self.config.train.eval_every and self.step != self.config.train.steps:
+            return
+        if losses := self._evaluate():
+            self.metrics.write(self.step, **losses)
+            if self.step:
+                self.checkpoints.note_validation_loss(self.step, losses['validation_loss'])
+
+    def _save_if_due(self, *, taken: bool) -> None:
         """Save if it is time; what a skipped step left is saved after the next one that is taken."""
         last = self.step == self.config.train.steps
         self._begin('checkpoint', 'checkpoint')
         due = self.checkpoints.poll(self.step) or self._save_due
         self._save_due = due and not taken
         if (due and taken) or last:
-            self._save(validation_loss)
+            self._save()
         if last and not self.checkpoints.wait():
-            self._save(validation_loss)
+            self._save()
         self.clock.begin('other')
 
-    def _save(self, validation_loss: float | None = None) -> None:
+    def _save(self) -> None:
         self._begin('checkpoint', 'saving', patient=True)
-        self.checkpoints.save(self.state, self.step, validation_loss=validation_loss)
+        self.checkpoints.save(self.state, self.step)
         self._saved, self._rollbacks = self.step, 0
 
     def _roll_back(self) -> None:
@@ -180,9 +220,9 @@ class Trainer:
         self._batches = self._read_on()
         self.clock.begin('other')
 
-    def _read_on(self) -> Iterator[Batch]:
+    def _read_on(self) -> PlacedBatches:
         first = int(self.state.batches)
-        return placed_batches(self.data.train, first, first + self.config.train.steps - self.step)
+        return PlacedBatches(self.data.train, first, first + self.config.train.steps - self.step)
 
     def _evaluate(self) -> dict[str, float]:
         """Validation loss in nats per token, and in bits per byte of text, which no tokenizer can flatter; nothing without data.
@@ -194,7 +234,8 @@ class Trainer:
             return {}
         sums: Counter[str] = Counter()
         start = self._begin('evaluation', 'evaluation', patient=True)  # with its first batch it is compiled
-        for batch in self._validation_batches():
+        batches = self._validation_batches()
+        for batch in batches:
             self.stop.check()
             if self._eval_step is None:
                 self.clock.begin('compile')
@@ -202,6 +243,8 @@ class Trainer:
                 start = self.clock.begin('evaluation')
             sums.update({name: float(value) for name, value in self._eval_step(self.state.params, batch).items()})
             self.watchdog.beat('evaluation')
+        if not math.isfinite(sums['nll']):
+            batches.check()
         losses = {'validation_loss': sums['nll'] / sums['tokens']}
         text = f'{losses["validation_loss"]:.3f} nats per token'
         if 'rows' in sums:
@@ -222,14 +265,16 @@ class Trainer:
             self.sampler.sample(self.step, self.state.params, self.stop.check)
             self.clock.begin('other')
 
-    def _validation_batches(self) -> Iterator[Batch]:
+    def _validation_batches(self) -> PlacedBatches:
         """The first `train.eval_batches` batches, with the bytes that each label stands for."""
-        validation, tokenizer = self.data.validation, self.data.tokenizer
-        rows = local_rows(validation.batch_size)
-        for batch in validation.read_ahead(0, min(self.config.train.eval_batches, len(validation)), rows):
-            if tokenizer is not None and self.config.model.causal:
-                batch = {**batch, 'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0)}
-            yield place_batch(batch, batch_size=validation.batch_size)
+        validation = self.data.validation
+        return PlacedBatches(validation, 0, min(self.config.train.eval_batches, len(validation)), prepare=self._with_label_bytes)
+
+    def _with_label_bytes(self, batch: HostBatch) -> HostBatch:
+        tokenizer = self.data.tokenizer
+        if tokenizer is None or not self.config.model.causal:
+            return batch
+        return {**batch, 'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0)}
 
     def _begin(self, activity: Activity, phase: str, *, patient: bool = False) -> float:
         """What follows is `activity` for the clock and `phase` for the watchdog; the time, in seconds."""

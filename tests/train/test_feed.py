@@ -14,7 +14,7 @@ import pytest
 from megajax.config import Config, load
 from megajax.data import load_data
 from megajax.parallel.mesh import make_mesh
-from megajax.train.feed import local_rows, placed_batches
+from megajax.train.feed import PlacedBatches, local_rows
 
 ORACLES = Path(__file__).parents[1] / 'data/oracles/gpt_dataset'
 FIRST, LAST = 7, 10
@@ -31,7 +31,7 @@ def make_config(order: str) -> Config:
 def test_the_same_batches_on_every_mesh(mesh: tuple[int, int], order: str) -> None:
     train = load_data(make_config(order)).train
     with jax.set_mesh(make_mesh(*mesh)):
-        for step, batch in enumerate(placed_batches(train, FIRST, LAST), FIRST):
+        for step, batch in enumerate(PlacedBatches(train, FIRST, LAST), FIRST):
             expected = train[step]
             assert batch.keys() == expected.keys()
             for name, placed in batch.items():
@@ -58,7 +58,7 @@ def rows_of_this_process(order: str) -> dict[str, object]:
     found: dict[str, object] = {}
     with jax.set_mesh(make_mesh(4, 2)):
         rows = local_rows(train.batch_size)
-        for step, batch in enumerate(placed_batches(train, FIRST, LAST), FIRST):
+        for step, batch in enumerate(PlacedBatches(train, FIRST, LAST), FIRST):
             for shard in batch['labels'].addressable_shards:
                 for row, labels in enumerate(np.asarray(shard.data), shard.index[0].start):
                     found[f'{step} {row}'] = labels.tolist()
@@ -84,8 +84,8 @@ def test_processes_read_their_own_rows_of_the_same_batches(count: int, order: st
 def test_a_resumed_run_reads_on_where_the_straight_one_was() -> None:
     config = make_config('stateless')
     with jax.set_mesh(make_mesh(2, 2)):
-        straight = islice(placed_batches(load_data(config).train, 0, 40), FIRST, LAST)
-        resumed = placed_batches(load_data(config).train, FIRST, LAST)
+        straight = islice(PlacedBatches(load_data(config).train, 0, 40), FIRST, LAST)
+        resumed = PlacedBatches(load_data(config).train, FIRST, LAST)
         for a, b in zip(straight, resumed, strict=True):
             for name in a:
                 np.testing.assert_array_equal(np.asarray(a[name]), np.asarray(b[name]))

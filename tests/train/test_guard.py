@@ -59,8 +59,15 @@ def test_a_batch_without_a_token_that_counts_has_no_loss_and_no_gradient_and_is_
 
 
 @functools.partial(jax.jit, static_argnames='spikes')
-def judged(guard: Any, loss: float, grad_norm: float, *, spikes: bool) -> Any:
-    return judge(guard, jnp.float32(loss), jnp.float32(grad_norm), overflow=jnp.array(False), spikes=spikes)
+def judged(guard: Any, loss: float, grad_norm: float, nll: float | None = None, *, spikes: bool) -> Any:
+    return judge(
+        guard,
+        jnp.float32(loss),
+        jnp.float32(loss if nll is None else nll),
+        jnp.float32(grad_norm),
+        overflow=jnp.array(False),
+        spikes=spikes,
+    )
 
 
 def usual(count: int, *, spikes: bool = True) -> Any:
@@ -88,8 +95,17 @@ def test_numbers_that_are_not_finite_do_not_reach_the_window(loss: float, grad_n
     np.testing.assert_array_equal(after.losses, usual(5).losses)
 
 
-def metrics(*, taken: bool, finite: bool = True, in_a_row: int = 1) -> dict[str, float]:
-    return {'taken': taken, 'finite': finite, 'overflow': False, 'loss': 7.0, 'grad_norm': 1.0, 'skipped_in_a_row': in_a_row}
+def test_a_cross_entropy_below_zero_is_not_finite() -> None:
+    assert judged(usual(5), 3.0, 1.0, -1e-5, spikes=True)[0].taken  # by rounding
+    verdict, after = judged(usual(5), 3.0, 1.0, -0.01, spikes=True)
+    assert (bool(verdict.taken), bool(verdict.finite)) == (False, False)
+    np.testing.assert_array_equal(after.losses, usual(5).losses)
+    with pytest.raises(NumericError, match=r'cross entropy of -0\.01, which is never below zero'):
+        respond(config(nonfinite='stop'), 4, metrics(taken=False, finite=False, nll=-0.01))
+
+
+def metrics(*, taken: bool, finite: bool = True, in_a_row: int = 1, nll: float = 7.0) -> dict[str, float]:
+    return {'taken': taken, 'finite': finite, 'overflow': False, 'loss': 7.0, 'nll': nll, 'grad_norm': 1.0, 'skipped_in_a_row': in_a_row}
 
 
 def test_the_config_decides_what_follows() -> None:

@@ -15,7 +15,7 @@ from megajax.config import Config, NumericError
 from megajax.train.feed import place_batch
 from megajax.train.first_step import take_first_step
 from megajax.train.guard import SKIPS_IN_A_ROW, init_guard, judge, respond
-from megajax.train.loss_scale import HYSTERESIS, LARGEST, MARGIN, SMALLEST, WINDOW, LossScale, adjust, init_loss_scale, overflows
+from megajax.train.loss_scale import HYSTERESIS, MARGIN, SMALLEST, WINDOW, LossScale, adjust, init_loss_scale, overflows
 from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
 
 
@@ -111,7 +111,7 @@ def test_gradients_that_are_not_finite_at_the_smallest_scale_end_the_run_as_with
     assert not overflows(scale(2 * SMALLEST), loss, loss)
     guard, config = init_guard(), make_config(train={'dtype': 'float16'})
     for count in range(1, SKIPS_IN_A_ROW + 1):
-        verdict, guard = judge(guard, loss, infinite, overflow=overflows(scale(SMALLEST), loss, infinite), spikes=False)
+        verdict, guard = judge(guard, loss, loss, infinite, overflow=overflows(scale(SMALLEST), loss, infinite), spikes=False)
         values = {'loss': 3.0, 'grad_norm': np.inf} | {name: float(value) for name, value in verdict._asdict().items()}
         assert values['skipped_in_a_row'] == count
         if count < SKIPS_IN_A_ROW:

@@ -32,7 +32,7 @@ def make_counting_step(config: Config) -> Any:
 
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         loss = batch['loss_mask'].sum()
-        verdict, guard = judge(state.guard, loss, jnp.float32(1), overflow=jnp.array(False), spikes=False)
+        verdict, guard = judge(state.guard, loss, loss, jnp.float32(1), overflow=jnp.array(False), spikes=False)
         metrics = {'loss': loss, 'nll': loss, 'grad_norm': jnp.float32(1), 'lr': jnp.float32(0), **verdict._asdict()}
         return state._replace(step=state.step + 1, batches=state.batches + 1, guard=guard), metrics
 
