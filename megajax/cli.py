@@ -1,8 +1,6 @@
 """The command line: parse, call, render."""
 
 import logging
-import os
-import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +15,8 @@ from megajax.cli_data import data_app
 from megajax.cli_generate import evaluate, generate
 from megajax.cli_interop import export_app, import_app
 from megajax.cli_plan import plan_app
-from megajax.config import Config, ConfigError, ModelConfig, RunError, StopRequested, dump, load, num_parameters, presets
+from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, num_parameters, presets
+from megajax.parallel.signals import leave_when_asked
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at configs.')
@@ -64,8 +63,7 @@ def train(
     ] = None,
 ) -> None:
     """Train the model of a config."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # until there is a run to save; `train/stop.py` takes over
-        signal.signal(number, lambda *_: os._exit(StopRequested.exit_code))
+    leave_when_asked()  # until there is a run to save; `train/stop.py` takes over
     config, name = _read(arguments)
     logging.basicConfig(format='%(message)s')
     logging.getLogger('megajax').setLevel(logging.INFO)

@@ -42,6 +42,8 @@ def run(config: Config, *, name: str) -> Path:
         folder = _run_folder(config, name)
         watchdog = Watchdog(folder, config.run.watchdog_seconds)
         with run_lock(folder), _summed(folder, clock, report) as summary, watchdog, jax.set_mesh(mesh):
+            if jax.process_index() == 0:
+                stop.progress = lambda: _what_is_saved(summary)
             watchdog.beat('reading the corpus', patient=True)
             with report.waiting('reading the corpus'):
                 data = load_data(config)
@@ -84,6 +86,12 @@ def _train(config: Config, data: Data, folder: Path, report: Report, summary: Su
                 checkpoints.close(final=True)
                 raise
     stop.check()
+
+
+def _what_is_saved(summary: Summary) -> str:
+    if not summary.step:
+        return 'leaving before the first step, as soon as what runs now is done'
+    return f'saving after the step that runs now ({summary.step} are done), then leaving'
 
 
 @contextmanager

@@ -166,7 +166,7 @@ def _libc() -> ctypes.CDLL:
 
 def report(shared: int, stacks: int, pid: int, log: str, limits: tuple[float, ...]) -> None:
     """Write the stacks of process `pid` to stderr and `log` when they come; none come from a run that ends well."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)  # as long as the run lives, so does this
     text = os.read(stacks, mmap.PAGESIZE)
     if not text:
