@@ -183,7 +183,8 @@ class RunConfig(Section):
     allow_changed_data: bool = False  # resume though a corpus of the same name holds something else than when the checkpoint was written
     max_minutes: PositiveFloat | None = None  # save and leave then, before a queue's time limit
     wandb: str | None = None  # the project of Weights & Biases that is told the metrics, for example megajax
-    watchdog_seconds: PositiveFloat | None = None  # without a step that finishes; then write all stacks and exit with 124
+    # Without a step that finishes; then write all stacks and exit with 124. auto: ten minutes, or ten of the longest steps so far.
+    watchdog_seconds: PositiveFloat | Literal['auto'] | None = 'auto'
 
 
 class Config(Section):

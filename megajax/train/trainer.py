@@ -15,6 +15,7 @@ from megajax.train.checkpoint import Checkpoints
 from megajax.train.clock import Activity, Summary
 from megajax.train.feed import Batch, abstract_batch, local_rows, place_batch, placed_batches
 from megajax.train.guard import respond
+from megajax.train.limits import MEASURED
 from megajax.train.meter import Meter, slowest
 from megajax.train.metrics import MetricsWriter
 from megajax.train.profile import Profiler
@@ -65,7 +66,7 @@ class Trainer:
             return
         if self.step == 0 and (losses := self._evaluate()):
             self.metrics.write(0, **losses)
-        self._begin('compile', 'compiling', patient=True)
+        self._begin('compile', 'compiling', 'compile')
         with self.report.waiting('compiling the training step'):
             self._train_step = make_train_step(self.config).lower(self.state, abstract_batch(self.config)).compile()
             self._check_compiled(self._train_step)
@@ -103,10 +104,12 @@ class Trainer:
         with self.profiler.step(step):
             start = self._begin('data_wait', 'data')
             batch = next(self._batches)
-            dispatched = self._begin('productive', f'step {step}', patient=step == self._first)
+            dispatched = self._begin('productive', f'step {step}', 'first step' if step == self._first else 'step')
             self.state, metrics = self._train_step(self.state, batch)
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             end = self.clock.begin('other')
+        if self.config.run.watchdog_seconds == 'auto':
+            self.watchdog.allow('step', MEASURED * (end - start))
         self.step = self.summary.step = step
         if not values['taken']:
             self._skipped += 1
@@ -141,14 +144,14 @@ class Trainer:
         self.clock.begin('other')
 
     def _save(self, validation_loss: float | None = None) -> None:
-        self._begin('checkpoint', 'saving', patient=True)
+        self._begin('checkpoint', 'saving', 'checkpoint')
         self.checkpoints.save(self.state, self.step, validation_loss=validation_loss)
         self._saved, self._rollbacks = self.step, 0
 
     def _roll_back(self) -> None:
         """Go back to the newest checkpoint, and on from there with the batches after the one that was refused."""
         self._rollbacks += 1
-        self._begin('restore', 'rolling back', patient=True)
+        self._begin('restore', 'rolling back', 'checkpoint')
         self.checkpoints.wait()
         step = self.checkpoints.newest_verified()
         if step is None or self._rollbacks > ROLLBACKS:
@@ -182,7 +185,7 @@ class Trainer:
             self._sample()
             return {}
         sums: Counter[str] = Counter()
-        start = self._begin('evaluation', 'evaluation', patient=True)  # with its first batch it is compiled
+        start = self._begin('evaluation', 'evaluation', 'compile')  # with its first batch it is compiled
         for batch in self._validation_batches():
             self.stop.check()
             if self._eval_step is None:
@@ -207,7 +210,7 @@ class Trainer:
     def _sample(self) -> None:
         """Continue the prompts of the config; before the first step there is nothing to read."""
         if self.step and self.sampler.prompts:
-            self._begin('evaluation', 'sampling', patient=True)
+            self._begin('evaluation', 'sampling', 'compile')
             self.sampler.sample(self.step, self.state.params, self.stop.check)
             self.clock.begin('other')
 
@@ -220,9 +223,9 @@ class Trainer:
                 batch = {**batch, 'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0)}
             yield place_batch(batch, batch_size=validation.batch_size)
 
-    def _begin(self, activity: Activity, phase: str, *, patient: bool = False) -> float:
-        """What follows is `activity` for the clock and `phase` for the watchdog; the time, in seconds."""
-        self.watchdog.beat(phase, patient=patient)
+    def _begin(self, activity: Activity, phase: str, kind: str = 'step') -> float:
+        """What follows is `activity` for the clock and `phase`, of a kind with a limit, for the watchdog; the time, in seconds."""
+        self.watchdog.beat(phase, kind)
         return self.clock.begin(activity)
 
     def _checkpoint_ms(self) -> float:

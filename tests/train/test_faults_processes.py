@@ -129,6 +129,11 @@ def test_where_one_process_hangs_all_tell_where_they_are_and_end(folder: Path, p
     told = {pid: where for where, pid in re.findall(r"in phase '([^']+)': pid (\d+) ", log)}
     assert told.keys() == {str(pid) for pid in pids}, log
     assert told[str(pids[1])] == phase
+    named = rf"the others wait for process 1 \(pid {pids[1]} on host \S+\), which is in phase '{phase}'"
+    assert re.search(
+        rf"^\[0\] watchdog: process 0 of 2 .* is in phase '.*' for {WATCHDOG / 2:g} s and ends at .*; {named}$", said, re.MULTILINE
+    )
+    assert len(re.findall(named, log)) == 2  # at the end both say it
     assert all(gone(pid) for pid in pids)
 
 

@@ -30,6 +30,9 @@ trainer.Trainer.save_now = save_now
 """
 
 
+LONG = 'mesh.model=1', 'train.steps=100000', 'optim.schedule=constant'
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path, CONFIG)
@@ -38,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize('processes', [1, 2])
 @pytest.mark.parametrize('pause', [0.005, 2 * SAME_SECONDS])
 def test_a_second_sigterm_is_the_first(folder: Path, processes: int, pause: float) -> None:
-    process = start(folder, 'train.steps=100000', 'optim.schedule=constant', processes=processes, fault=SLOW_SAVE)
+    process = start(folder, *LONG, f'mesh.data={processes}', processes=processes, fault=SLOW_SAVE)
     read_until(process, 'step 13/')
     process.terminate()
     time.sleep(pause)
@@ -49,7 +52,7 @@ def test_a_second_sigterm_is_the_first(folder: Path, processes: int, pause: floa
 
 
 def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(folder: Path) -> None:
-    process = start(folder, 'train.steps=100000', 'optim.schedule=constant', fault=SLOW_SAVE)
+    process = start(folder, *LONG, 'mesh.data=1', fault=SLOW_SAVE)
     read_until(process, 'step 13/')
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGINT)  # the same, passed on by a wrapper
@@ -69,7 +72,7 @@ def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(f
     assert time.monotonic() - sent < 3 * SAME_SECONDS
     newest = steps(folder / 'run')[-1]
     assert newest % 10 == 0
-    train(folder, f'train.steps={newest + 5}', 'optim.schedule=constant', 'run.resume=must')
+    train(folder, *LONG, 'mesh.data=1', f'train.steps={newest + 5}', 'run.resume=must')
     assert sorted(losses(folder / 'run')) == list(range(1, newest + 6))
 
 
@@ -78,10 +81,10 @@ def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(f
 def test_when_its_terminal_is_closed_a_run_saves(folder: Path, processes: int, piped: bool) -> None:
     terminal, end = pty.openpty()
     launched = ['launch', '--processes', '2', '--'] if processes > 1 else []
-    command = [sys.executable, '-m', 'megajax', *launched, 'train', 'small.yaml', 'run.dir=run', 'train.steps=100000']
+    command = [sys.executable, '-m', 'megajax', *launched, 'train', 'small.yaml', 'run.dir=run', *LONG]
     reader = subprocess.Popen(['cat'], stdin=subprocess.PIPE, stdout=end) if piped else None
     process = subprocess.Popen(
-        [*command, 'optim.schedule=constant'],
+        [*command, f'mesh.data={processes}'],
         cwd=folder, stdin=end, stdout=reader.stdin if reader else end, stderr=end, start_new_session=True,
         preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
@@ -97,7 +100,6 @@ def test_when_its_terminal_is_closed_a_run_saves(folder: Path, processes: int, p
         reader.wait()
     assert process.wait(timeout=100) == 75
     assert steps(folder / 'run')[-1] >= 10
-    train(folder, f'train.steps={steps(folder / "run")[-1] + 1}', 'optim.schedule=constant', 'run.resume=must')
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT])
