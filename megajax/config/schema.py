@@ -3,11 +3,13 @@
 Sizes count elements, `seq_len` counts tokens, `batch_size` counts the sequences of one global batch.
 """
 
-from typing import Annotated, Literal, Self
+import math
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -16,6 +18,7 @@ from pydantic import (
     PositiveInt,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from megajax.config.check import incompatibilities
 
@@ -175,6 +178,12 @@ class CheckpointConfig(Section):
     keep_best: PositiveInt | None = None  # those of the least validation loss
 
 
+def _check_patience(value: Any) -> Any:
+    if value is None or value == 'auto' or (type(value) in (int, float) and 0 < value < math.inf):
+        return value
+    raise PydanticCustomError('patience', 'a number above 0, auto or null')
+
+
 class RunConfig(Section):
     """Where a run lives; without `dir` each run gets a fresh one."""
 
@@ -184,7 +193,7 @@ class RunConfig(Section):
     max_minutes: PositiveFloat | None = None  # save and leave then, before a queue's time limit
     wandb: str | None = None  # the project of Weights & Biases that is told the metrics, for example megajax
     # Without a step that finishes; then write all stacks and exit with 124. auto: ten minutes, or ten of the longest steps so far.
-    watchdog_seconds: PositiveFloat | Literal['auto'] | None = 'auto'
+    watchdog_seconds: Annotated[float | Literal['auto'] | None, BeforeValidator(_check_patience)] = 'auto'
 
 
 class Config(Section):

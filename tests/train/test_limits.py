@@ -30,6 +30,12 @@ def test_a_number_is_the_limit_of_a_step_and_shortens_no_other():
         assert limits == {kind: max(default[kind], seconds) for kind in limits}
 
 
+@pytest.mark.parametrize('value', [0, -1, 'off', True, float('inf')])
+def test_what_is_no_limit_is_refused_with_what_is_one(value):
+    with pytest.raises(ValueError, match='a number above 0, auto or null'):
+        make_config(run={'watchdog_seconds': value})
+
+
 def test_a_checkpoint_has_the_time_of_a_slow_disk_for_what_a_process_has_of_it():
     config = load('megatron_8.3b')
     one, many = (phase_limits(config, processes)['checkpoint'] for processes in (1, 512))
