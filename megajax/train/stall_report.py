@@ -6,6 +6,7 @@ therefore wait for it. At the limit the stacks of the run come through a pipe, a
 """
 
 import calendar
+import contextlib
 import mmap
 import os
 import platform
@@ -70,7 +71,7 @@ def report(shared: int, stacks: int, pid: int, log: str) -> None:
     head = [line + (f'; {waited}' if waited else '') + '; its stacks:', HINT]
     text = '\n'.join(head).encode() + b'\n' + text
     # At the same time: the file system, or who reads stderr, may be what the run waits for.
-    for write in (lambda: _write(2, text), lambda: _append(log, text)):
+    for write in (lambda: _say(text), lambda: _append(log, text)):
         threading.Thread(target=write).start()
 
 
@@ -89,7 +90,7 @@ def _tell_half(shared: int, place: Place, who: str, log: str) -> None:
         time.sleep(min(place.limit / 10, MAX_SLEEP) if place.count > 1 else 0)
         if place == _place(shared):
             waited = _waited_for(place, log)
-            _write(2, f'watchdog: {line}{f"; {waited}" if waited else ""}\n'.encode())
+            _say(f'watchdog: {line}{f"; {waited}" if waited else ""}\n'.encode())
 
 
 def _waited_for(place: Place, log: str) -> str:
@@ -133,7 +134,12 @@ def _append(path: str, text: bytes) -> None:
     try:
         _write(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640), text)
     except OSError as error:
-        _write(2, f'watchdog: {path} cannot be written: {error.strerror}\n'.encode())
+        _say(f'watchdog: {path} cannot be written: {error.strerror}\n'.encode())
+
+
+def _say(text: bytes) -> None:
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        _write(2, text)
 
 
 def _write(file: int, text: bytes) -> None:

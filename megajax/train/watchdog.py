@@ -8,6 +8,7 @@ of the C library's at `_exit`, with the exit code as its argument. Imports no ja
 
 import ctypes
 import faulthandler
+import fcntl
 import math
 import mmap
 import os
@@ -102,7 +103,7 @@ class Watchdog:
         if self.limits:
             if sys.platform != 'linux':
                 raise ConfigError(f'run.watchdog_seconds needs the timers of Linux, and this is {sys.platform}: set it to null')
-            self._shared = os.memfd_create('watchdog')
+            self._shared = _above_stderr(os.memfd_create('watchdog'))
             os.truncate(self._shared, PAGE)
             self._page = mmap.mmap(self._shared, PAGE)
             self._place('starting', 'start')
@@ -148,7 +149,7 @@ class Watchdog:
         os._exit(STALLED)
 
     def _start_reporter(self) -> None:
-        stacks, self._pipe = os.pipe()
+        stacks, self._pipe = map(_above_stderr, os.pipe())
         log = self.folder.absolute() / LOG
         command = [sys.executable, '-I', '-S', stall_report.__file__, *map(str, (self._shared, stacks, os.getpid(), log))]
         # Out of reach of Ctrl-C: the run may go on for a while after that.
@@ -165,6 +166,13 @@ class Watchdog:
         # The function gets the value in the register of a first argument, whether it is declared as a union, a pointer or an int.
         leave = _Event(STALLED, 0, SIGEV_THREAD, ctypes.cast(libc._exit, ctypes.c_void_p))
         self._timers = _Timer(libc, tell, limit, 0), _Timer(libc, leave, limit, GRACE)
+
+
+def _above_stderr(file: int) -> int:
+    """The same file under a number that nobody takes for stderr, as where a run was started without one."""
+    number = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)
+    os.close(file)
+    return number
 
 
 def _libc() -> ctypes.CDLL:
