@@ -1,6 +1,18 @@
-"""`python -m megajax` is the `megajax` command."""
+"""`megajax` and `python -m megajax` are one command."""
 
-from megajax.cli import main
+import sys
+
+from megajax.parallel.signals import leave_when_asked
+
+
+def main() -> None:
+    """Run the command; the imports below take seconds on a busy machine, and a run may be asked to leave meanwhile."""
+    if sys.argv[1:2] in (['train'], ['launch']):
+        leave_when_asked()
+    from megajax.cli import main
+
+    main()
+
 
 if __name__ == '__main__':
     main()

@@ -2,8 +2,6 @@
 
 import io
 import logging
-import os
-import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +16,8 @@ from megajax.cli_data import data_app
 from megajax.cli_generate import evaluate, generate
 from megajax.cli_interop import export_app, import_app
 from megajax.cli_plan import plan_app
-from megajax.config import Config, ConfigError, ModelConfig, RunError, StopRequested, dump, load, num_parameters, presets
+from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, num_parameters, presets
+from megajax.parallel.signals import leave_when_asked
 from megajax.train.named import config_of_overrides
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -72,8 +71,7 @@ def train(
     ] = None,
 ) -> None:
     """Train the model of a config."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # until there is a run to save; `train/stop.py` takes over
-        signal.signal(number, lambda *_: os._exit(StopRequested.exit_code))
+    leave_when_asked()  # until there is a run to save; `train/stop.py` takes over
     config, name = _read(arguments)
     logging.basicConfig(format='%(message)s')
     logging.getLogger('megajax').setLevel(logging.INFO)

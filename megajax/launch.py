@@ -21,11 +21,15 @@ from typing import IO
 from megajax.config.errors import ConfigError
 from megajax.parallel.environment import COORDINATOR, LOCAL_DEVICES, PROCESS, PROCESSES, visible_gpus
 from megajax.parallel.peers import RETRY
+from megajax.parallel.signals import STOPS, Patience, drop_lost_outputs, take_stops
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL, once a process has failed
 GRACE_IF_ASKED = 30.0  # seconds after the first process has ended on a signal that was passed on: the others may be saving
 LAST_LINES = 20  # of a process that failed
 POLL = 0.05  # seconds
+# Signals that come from outside (a scheduler, the kernel out of memory) or from jax, which aborts where another process is lost: a new
+# start can mend what led to them. The others are crashes, such as SIGSEGV, that would repeat.
+MENDABLE = (*STOPS, signal.SIGKILL, signal.SIGABRT)
 PATIENCE = '--xla_cpu_collective_call_terminate_timeout_seconds'
 
 
@@ -76,10 +80,11 @@ def make_plan(
 
 
 def launch(plan: Plan, *, grace: float = GRACE) -> int:
-    """Run the plan to its end and return the exit code: 0, or that of the process that failed first, 128 + n for signal n.
+    """Run the plan to its end and return the exit code: 0, or that of the process that failed first.
 
-    When one fails the others get SIGTERM and, after `grace` seconds, SIGKILL. Where they ended because one was stopped (SIGSTOP) the code
-    is 75. SIGINT and SIGTERM are passed on, the second as SIGKILL.
+    Of one that a signal ended it is 75 where a new start can mend that (MENDABLE), or where one was stopped (SIGSTOP), else 128 + n
+    for signal n. When one fails the others get SIGTERM and, after `grace` seconds, SIGKILL. The first signal that asks to leave is passed
+    on; another SIGINT, more than a second later, ends them with SIGKILL.
     """
     group = _Group(plan, grace)
     with group.passing_signals():
@@ -95,12 +100,13 @@ class _Group:
         self.processes: list[subprocess.Popen[str]] = []
         self.tails: list[collections.deque[str]] = [collections.deque(maxlen=LAST_LINES) for _ in plan.variables]
         self.readers: list[threading.Thread] = []
-        self.signals: list[int] = []
+        self.signals: list[signal.Signals] = []  # the first that asked to leave, and the SIGINT that insisted
+        self.patience = Patience()
         self.stopped: list[int] = []  # when another failed
 
     @contextlib.contextmanager
     def passing_signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._received) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = take_stops(self._received)
         try:
             yield
         finally:
@@ -111,7 +117,7 @@ class _Group:
     def start(self) -> None:
         for one in self.plan.variables:
             if self.signals:
-                return
+                break
             self.processes.append(
                 subprocess.Popen(
                     self.plan.command,
@@ -132,6 +138,8 @@ class _Group:
                 self.readers.append(threading.Thread(target=self._pass_on, args=(index, source, target), daemon=True))
         for reader in self.readers:
             reader.start()
+        if self.signals:
+            self._send(self.signals[0])  # again, for the one that was being started when it came
 
     def wait(self) -> int:
         """Until all have ended; the exit code of the run."""
@@ -149,12 +157,13 @@ class _Group:
 
     def _result(self, failed: list[int]) -> int:
         if not failed:
-            return 0
+            return RETRY if len(self.processes) < len(self.plan.variables) else 0  # asked to leave before all had started
         # 75 says that another process ended first.
         first = min(failed, key=lambda index: self.processes[index].returncode == RETRY)
         code = self.processes[first].returncode
+        drop_lost_outputs()
         if self.signals:
-            print(f'launch: ended by {signal.Signals(self.signals[0]).name}', file=sys.stderr)
+            print(f'launch: ended by {self.signals[0].name}', file=sys.stderr)
         elif self.stopped and code in (RETRY, -signal.SIGABRT):  # jax aborts where a heartbeat is missing
             which = ', '.join(map(str, self.stopped))
             print(f'launch: process {which} of {len(self.processes)} was stopped, as by SIGSTOP, and the run with it', file=sys.stderr)
@@ -163,7 +172,7 @@ class _Group:
             print(f'launch: process {first} of {len(self.processes)} failed with {_describe(code)}; its last lines:', file=sys.stderr)
             for line in self.tails[first]:
                 print(f'    {line}', file=sys.stderr)
-        return 128 - code if code < 0 else code
+        return _exit_code(code)
 
     def _failed(self) -> list[int]:
         return [index for index, process in enumerate(self.processes) if process.poll()]
@@ -190,8 +199,13 @@ class _Group:
         self._send(signal.SIGKILL)
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        self.signals.append(number)
-        self._send(signal.Signals(number) if len(self.signals) == 1 else signal.SIGKILL)
+        match self.patience.meaning(number):
+            case 'first':
+                self.signals.append(signal.Signals(number))
+                self._send(signal.Signals(number))
+            case 'insists':
+                self.signals.append(signal.Signals(number))
+                self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
         for process in self.processes:
@@ -234,8 +248,18 @@ def _free_port() -> int:
     return port
 
 
+def _exit_code(code: int) -> int:
+    """The exit code of the launch for that of a process, which is -n where signal n has ended it."""
+    if -code in MENDABLE:
+        return RETRY
+    return 128 - code if code < 0 else code
+
+
 def _describe(code: int) -> str:
-    return f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'
+    if code >= 0:
+        return f'exit code {code}'
+    retried = f', and the launch with {RETRY}: start it again' if -code in MENDABLE else ''
+    return f'signal {signal.Signals(-code).name} ({128 - code}){retried}'
 
 
 def _is_stopped(pid: int) -> bool:

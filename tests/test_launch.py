@@ -13,6 +13,7 @@ from runs import gone
 
 from megajax.config import ConfigError
 from megajax.launch import make_plan
+from megajax.parallel.signals import SAME_SECONDS
 
 ROOT = Path(__file__).parents[1]
 # Process 0 and 1 of a plan that needs no jax: each runs its own line.
@@ -25,7 +26,8 @@ sys.exit(launch(plan, grace=1))
 IGNORE = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); time.sleep(60)'
 COUNT = (
     'import signal, time\n'
-    'signal.signal(signal.SIGINT, lambda *_: print("interrupted"))\n'
+    'for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:\n'
+    '    signal.signal(number, lambda number, _: print("got", number))\n'
     'print(os.getpid())\n'
     'end = time.monotonic() + 60\n'
     'while time.monotonic() < end: time.sleep(0.1)'
@@ -124,12 +126,14 @@ def test_lines_carry_the_number_of_their_process_and_the_streams_stay_apart():
 @pytest.mark.parametrize(
     ('failure', 'code', 'described'),
     [
-        ('print("last words"); import time; time.sleep(0.3); os._exit(7)', 7, 'exit code 7'),
-        ('print("last words"); import time; time.sleep(0.3); os.kill(os.getpid(), 9)', 137, 'signal SIGKILL'),
+        ('os._exit(7)', 7, 'exit code 7'),
+        ('os.kill(os.getpid(), 9)', 75, 'signal SIGKILL (137), and the launch with 75: start it again'),
+        ('os.kill(os.getpid(), 6)', 75, 'signal SIGABRT (134), and the launch with 75: start it again'),
+        ('os.kill(os.getpid(), 11)', 139, 'signal SIGSEGV (139)'),
     ],
 )
 def test_when_one_fails_the_others_are_ended_though_they_ignore_sigterm(failure, code, described):
-    process = start('-c', PAIR, IGNORE, failure)
+    process = start('-c', PAIR, IGNORE, f'print("last words"); import time; time.sleep(0.3); {failure}')
     began = time.monotonic()
     out, err = process.communicate(timeout=30)
     assert time.monotonic() - began < 5
@@ -147,15 +151,21 @@ def test_the_first_cause_is_named_and_not_the_process_that_ended_because_of_it(l
 
 
 @pytest.mark.faults
-def test_a_signal_is_passed_on_once_and_a_second_one_kills():
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_is_passed_on_once_and_a_later_sigint_kills(number):
     process = start('-c', PAIR, COUNT, COUNT)
     children = pids(process)
-    process.send_signal(signal.SIGINT)
-    assert sorted(process.stdout.readline() for _ in children) == ['[0] interrupted\n', '[1] interrupted\n']
+    for _ in range(2):  # within milliseconds, as Slurm does
+        process.send_signal(number)
+    assert sorted(process.stdout.readline() for _ in children) == [f'[{index}] got {number}\n' for index in (0, 1)]
+    time.sleep(1.2 * SAME_SECONDS)
+    if number != signal.SIGINT:
+        process.send_signal(number)
+        time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=10)
-    assert (out, err, process.returncode) == ('', 'launch: ended by SIGINT\n', 137)
+    assert (out, err, process.returncode) == ('', f'launch: ended by {number.name}\n', 75)
     assert all(gone(pid) for pid in children)
 
 

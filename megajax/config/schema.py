@@ -188,6 +188,12 @@ class CheckpointConfig(Section):
     keep_best: PositiveInt | None = None  # those of the least validation loss
 
 
+def _check_patience(value: Any) -> Any:
+    if value is None or value == 'auto' or (type(value) in (int, float) and 0 < value < math.inf):
+        return value
+    raise PydanticCustomError('patience', 'a number above 0, auto or null')
+
+
 class RunConfig(Section):
     """Where a run lives; without `dir` each run gets a fresh one."""
 
@@ -197,7 +203,8 @@ class RunConfig(Section):
     allow_changed_data: bool = False  # resume though a corpus of the same name holds something else than when the checkpoint was written
     max_minutes: PositiveFloat | None = None  # save and leave then, before a queue's time limit
     wandb: str | None = None  # the project of Weights & Biases that is told the metrics, for example megajax
-    watchdog_seconds: PositiveFloat | None = None  # without a step that finishes; then write all stacks and exit with 124
+    # Without a step that finishes; then write all stacks and exit with 124. auto: ten minutes, or ten of the longest steps so far.
+    watchdog_seconds: Annotated[float | Literal['auto'] | None, BeforeValidator(_check_patience)] = 'auto'
 
 
 class Config(Section):

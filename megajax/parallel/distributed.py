@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,11 +12,17 @@ import jax
 
 from megajax.config import RunError
 from megajax.parallel.environment import LOCAL_DEVICES, Start, read_start
-from megajax.parallel.peers import RETRY, Peers
+from megajax.parallel.peers import RETRY, Peers, end
 from megajax.parallel.rendezvous import gather
 
 HEARTBEAT_TIMEOUT = 30  # seconds; of a process that lives and is frozen, which only jax's own heartbeats find
 PROXIES, NO_PROXIES = ('grpc_proxy', 'https_proxy', 'http_proxy'), ('no_grpc_proxy', 'no_proxy')  # as gRPC reads them
+# How jax, Gloo and NCCL say that processes did not reach each other in time. What a new start would meet again (an invalid argument of
+# NCCL, a CUDA error, a lack of memory) is not among it.
+UNREACHED = re.compile(
+    r'Gloo .*failed|DEADLINE_EXCEEDED|UNAVAILABLE|Barrier timed out'
+    r'|NCCL operation .* failed: (unhandled system error|remote process exited|NCCL operation in progress)'
+)
 LAST_WORDS = 3  # seconds for what runs at exit; then it may be waiting for a process that is gone
 
 
@@ -23,13 +30,15 @@ LAST_WORDS = 3  # seconds for what runs at exit; then it may be waiting for a pr
 def processes() -> Iterator[None]:
     """The processes that the environment tells of, as one jax while the block runs; just this process if it tells of none.
 
-    A process that leaves with an exception ends the others with 75; `SystemExit(75)` is one that all raise. Raises ConfigError as
-    `initialize` does.
+    A process that leaves with an exception ends the others with 75; `SystemExit(75)` is one that all raise. Where the processes did not
+    reach each other in time, they end with 75 too. Raises ConfigError as `initialize` does.
     """
     peers = initialize()
     try:
         yield
     except BaseException as error:
+        if peers:
+            _end_if_unreached(peers, error)
         code = _exit_code(error)
         if peers and code in (0, RETRY):  # all stop here, as after a checkpoint on SIGTERM
             peers.done()
@@ -53,16 +62,20 @@ def initialize() -> Peers | None:
     peers, port = gather(start)
     _avoid_proxies(start)
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(
-        _address(start.host, port),
-        start.count,
-        start.index,
-        local_device_ids=None if LOCAL_DEVICES in os.environ else start.gpus,
-        cluster_detection_method='deactivate',  # it would give a Slurm task one GPU, however many are its own
-        initialization_timeout=int(start.timeout),
-        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
-        coordinator_bind_address=_address(start.bind, port) if start.bind else None,
-    )
+    try:
+        jax.distributed.initialize(
+            _address(start.host, port),
+            start.count,
+            start.index,
+            local_device_ids=None if LOCAL_DEVICES in os.environ else start.gpus,
+            cluster_detection_method='deactivate',  # it would give a Slurm task one GPU, however many are its own
+            initialization_timeout=int(start.timeout),
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            coordinator_bind_address=_address(start.bind, port) if start.bind else None,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        _end_if_unreached(peers, error)
+        raise
     return peers
 
 
@@ -76,6 +89,14 @@ def _avoid_proxies(start: Start) -> None:
 
 def _address(host: str, port: int) -> str:
     return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
+
+
+def _end_if_unreached(peers: Peers, error: BaseException) -> None:
+    """End this process with 75 if `error` says that another was not reached; where one told why it ended, with what that told."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and UNREACHED.search(str(error)):
+        why = _one_line(error)
+        peers.failed(why, own=False)
+        end(f'the processes did not reach each other in time ({why}): start the run again to go on from its last checkpoint')
 
 
 def _exit_without_waiting(peers: Peers, code: int) -> None:

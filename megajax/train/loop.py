@@ -1,8 +1,9 @@
 """A run from config to result: data, state, training, a sample."""
 
 import datetime
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from megajax.data import Data, load_data
 from megajax.parallel.mesh import make_mesh
 from megajax.train.checkpoint import Checkpoints
 from megajax.train.clock import Clock, Summary
+from megajax.train.limits import phase_limits
 from megajax.train.lock import run_lock
 from megajax.train.metrics import MetricsWriter, check_wandb
 from megajax.train.open import restore_params
@@ -43,11 +45,13 @@ def run(config: Config, *, name: str) -> Path:
         report = Report()
         report.mesh(mesh)
         folder = _run_folder(config, name)
-        watchdog = Watchdog(folder, config.run.watchdog_seconds)
+        watchdog = Watchdog(folder, _limits(config), index=jax.process_index(), count=jax.process_count())
         with run_lock(folder), _summed(folder, clock, report) as summary, watchdog, jax.set_mesh(mesh):
-            watchdog.beat('verifying what the run starts from', patient=True)
+            if jax.process_index() == 0:
+                stop.progress = lambda: _what_is_saved(summary)
+            watchdog.beat('verifying what the run starts from', 'checkpoint')
             start = find_start(config, folder)
-            watchdog.beat('reading the corpus', patient=True)
+            watchdog.beat('reading the corpus', 'corpus')
             with report.waiting('reading the corpus'):
                 data = load_data(config)
             report.say(f'data       {data.summary}')
@@ -61,7 +65,7 @@ def run(config: Config, *, name: str) -> Path:
 def _train(
     config: Config, data: Data, folder: Path, start: Path | None, report: Report, summary: Summary, stop: StopWatch, watchdog: Watchdog
 ) -> None:
-    watchdog.beat('restoring', patient=True)
+    watchdog.beat('restoring', 'checkpoint')
     with Checkpoints(folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints) as checkpoints:
         state = _first_state(config, checkpoints, start, report, summary.clock)
         _write_inputs(folder, config, data)
@@ -86,17 +90,29 @@ def _train(
             try:
                 trainer.train()
             except StopRequested:
-                watchdog.beat('saving', patient=True)
+                watchdog.beat('saving', 'checkpoint')
                 trainer.save_now()
                 checkpoints.close(final=True)
                 raise
             except (NumericError, CheckpointError):  # the newest state may be what is wrong
                 raise
             except Exception:
-                watchdog.beat('saving', patient=True)
+                watchdog.beat('saving', 'checkpoint')
                 trainer.rescue()
                 raise
     stop.check()
+
+
+def _limits(config: Config) -> Mapping[str, float] | None:
+    if sys.platform != 'linux' and config.run.watchdog_seconds == 'auto':
+        return None
+    return phase_limits(config, jax.process_count())
+
+
+def _what_is_saved(summary: Summary) -> str:
+    if not summary.step:
+        return 'leaving before the first step, as soon as what runs now is done'
+    return f'saving after the step that runs now ({summary.step} are done), then leaving'
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.parallel.mesh import is_simulated
+from megajax.parallel.signals import drop_lost_outputs
 from megajax.train.loss_scale import MARGIN
 from megajax.train.placements import Placement
 
@@ -24,7 +25,7 @@ class Report:
     """The terminal of a run; processes other than the first stay silent."""
 
     def __init__(self) -> None:
-        self.console = Console(highlight=False, soft_wrap=True, quiet=jax.process_index() != 0)
+        self.console = _Console(highlight=False, soft_wrap=True, quiet=jax.process_index() != 0)
 
     def say(self, text: str) -> None:
         """One line."""
@@ -80,6 +81,12 @@ class Report:
                 yield report
             finally:
                 report.close()
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on without being read, as after `megajax train | tee log` in a terminal that was closed; rich would exit."""
+        drop_lost_outputs()
 
 
 def _cpus(mesh: Mesh) -> str:

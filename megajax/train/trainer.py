@@ -17,6 +17,7 @@ from megajax.train.clock import Activity, Summary
 from megajax.train.feed import Batch, PlacedBatches, abstract_batch
 from megajax.train.first_step import take_first_step
 from megajax.train.guard import respond
+from megajax.train.limits import MEASURED
 from megajax.train.meter import Meter, slowest
 from megajax.train.metrics import MetricsWriter
 from megajax.train.profile import Profiler
@@ -68,7 +69,7 @@ class Trainer:
         if self.step >= steps:
             self.report.say(f'nothing to do: the checkpoint is of step {self.step} and train.steps is {steps}')
             return
-        self._begin('compile', 'compiling', patient=True)
+        self._begin('compile', 'compiling', 'compile')
         with self.report.waiting('compiling the training step'):
             self._train_step = make_train_step(self.config).lower(self.state, abstract_batch(self.config)).compile()
             self._check_compiled(self._train_step)
@@ -130,12 +131,14 @@ class Trainer:
         with self.profiler.step(step):
             start = self._begin('data_wait', 'data')
             batch = next(self._batches)
-            dispatched = self._begin('productive', f'step {step}', patient=step == self._first)
+            dispatched = self._begin('productive', f'step {step}', 'first step' if step == self._first else 'step')
             self.state, metrics = self._run_step(batch)
             values = {name: float(value) for name, value in jax.device_get(metrics).items()}
             end = self.clock.begin('other')
         if not values['finite']:
             self._check_read()
+        if self.config.run.watchdog_seconds == 'auto':
+            self.watchdog.allow('step', MEASURED * (end - start))
         self.step = self.summary.step = step
         if not values['taken']:
             self._skipped += 1
@@ -192,14 +195,14 @@ class Trainer:
         self.clock.begin('other')
 
     def _save(self) -> None:
-        self._begin('checkpoint', 'saving', patient=True)
+        self._begin('checkpoint', 'saving', 'checkpoint')
         self.checkpoints.save(self.state, self.step)
         self._saved, self._rollbacks = self.step, 0
 
     def _roll_back(self) -> None:
         """Go back to the newest checkpoint, and on from there with the batches after the one that was refused."""
         self._rollbacks += 1
-        self._begin('restore', 'rolling back', patient=True)
+        self._begin('restore', 'rolling back', 'checkpoint')
         self.checkpoints.wait()
         step = self.checkpoints.newest_verified()
         if step is None or self._rollbacks > ROLLBACKS:
@@ -233,7 +236,7 @@ class Trainer:
             self._sample()
             return {}
         sums: Counter[str] = Counter()
-        start = self._begin('evaluation', 'evaluation', patient=True)  # with its first batch it is compiled
+        start = self._begin('evaluation', 'evaluation', 'compile')  # with its first batch it is compiled
         batches = self._validation_batches()
         for batch in batches:
             self.stop.check()
@@ -261,7 +264,7 @@ class Trainer:
     def _sample(self) -> None:
         """Continue the prompts of the config; before the first step there is nothing to read."""
         if self.step and self.sampler.prompts:
-            self._begin('evaluation', 'sampling', patient=True)
+            self._begin('evaluation', 'sampling', 'compile')
             self.sampler.sample(self.step, self.state.params, self.stop.check)
             self.clock.begin('other')
 
@@ -276,9 +279,9 @@ class Trainer:
             return batch
         return {**batch, 'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0)}
 
-    def _begin(self, activity: Activity, phase: str, *, patient: bool = False) -> float:
-        """What follows is `activity` for the clock and `phase` for the watchdog; the time, in seconds."""
-        self.watchdog.beat(phase, patient=patient)
+    def _begin(self, activity: Activity, phase: str, kind: str = 'step') -> float:
+        """What follows is `activity` for the clock and `phase`, of a kind with a limit, for the watchdog; the time, in seconds."""
+        self.watchdog.beat(phase, kind)
         return self.clock.begin(activity)
 
     def _checkpoint_ms(self) -> float:

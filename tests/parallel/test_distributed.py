@@ -12,11 +12,13 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from megajax.config import ConfigError
-from megajax.parallel import mesh
+from megajax.parallel import distributed, mesh
 from megajax.parallel.environment import Start
+from megajax.parallel.peers import Peers
 from megajax.parallel.rendezvous import gather
 
 pytestmark = pytest.mark.faults
@@ -207,6 +209,52 @@ def test_a_port_that_is_taken_is_refused_with_the_fix():
         start = Start(index=0, count=2, host='127.0.0.1', port=port, bind='127.0.0.1', timeout=1)
         with pytest.raises(ConfigError, match=rf'cannot listen on 127.0.0.1, port {port} .*: choose another port in MEGAJAX_COORDINATOR'):
             gather(start)
+
+
+LATE = """
+import sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from megajax.parallel.distributed import processes
+from megajax.parallel.mesh import make_mesh
+
+with processes():
+    with jax.set_mesh(make_mesh(2, 1)) as mesh:
+        scatter = jax.jit(jax.shard_map(lambda x: jax.lax.psum_scatter(x, 'data'), in_specs=P(None), out_specs=P('data')))
+        x = jax.make_array_from_callback((2,), NamedSharding(jax.sharding.get_mesh(), P(None)), lambda index: np.ones(2))
+        for pause in (0, 40):  # gloo's reduce-scatter waits for 30 s (jax-ml/jax#40831)
+            if jax.process_index() == 1:
+                time.sleep(pause)
+            jax.block_until_ready(scatter(x))
+"""
+
+
+def test_where_a_process_comes_too_late_for_a_collective_all_leave_with_75():
+    with Run(LATE) as run:
+        assert set(run.codes(timeout=200).values()) == {75}
+        lines = [line for lines in run.lines.values() for line in lines]
+        assert any(
+            re.match(r'error: the processes did not reach each other in time \(JaxRuntimeError: UNKNOWN: Gloo', line) for line in lines
+        )
+        assert not any('Traceback' in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ('error', 'code'),
+    [
+        (jax.errors.JaxRuntimeError('UNKNOWN: Gloo context initialization failed: [..] Connect timeout [::1]:8'), 75),
+        (jax.errors.JaxRuntimeError('DEADLINE_EXCEEDED: GetKeyValue() timed out with key: gpu:nccl/0'), 75),
+        (jax.errors.JaxRuntimeError('INTERNAL: NCCL operation ncclCommInitRank(..) failed: unhandled system error'), 75),
+        (jax.errors.JaxRuntimeError('INTERNAL: NCCL operation ncclCommInitRank(..) failed: invalid usage'), None),
+        (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory'), None),
+        (ValueError('DEADLINE_EXCEEDED'), None),
+    ],
+)
+def test_only_what_a_new_start_can_mend_is_taken_for_a_lost_peer(monkeypatch, error, code):
+    ended = []
+    monkeypatch.setattr(distributed, 'end', lambda line: ended.append((75, line)))
+    distributed._end_if_unreached(Peers(1, []), error)
+    assert [one for one, _ in ended] == ([code] if code else [])
 
 
 @pytest.mark.parametrize('said', [b'', b'GET / HTTP/1.1\r\n\r\n', b'{"event": "hello", "process": "one"}\n', b'[1]\n'])

@@ -89,8 +89,8 @@ def assert_goes_on_as_if_nothing_had_been(folder: Path, straight: Path) -> None:
 def test_killed_while_saving_none_of_the_processes_has_saved(folder: Path, straight: Path) -> None:
     for victim in (1, 0):
         code, said = finish(start(folder, processes=2, fault=ON_1.replace("'1'", f"'{victim}'") + SAVE))
-        assert code == 137, said
-        assert f'launch: process {victim} of 2 failed with signal SIGKILL' in said
+        assert code == 75, said
+        assert f'launch: process {victim} of 2 failed with signal SIGKILL (137)' in said
         assert find_steps(folder / 'run/checkpoints') == [25]
     assert_goes_on_as_if_nothing_had_been(folder, straight)
     assert hashes(folder)['restored 25'] == hashes(straight)['saved 25']
@@ -129,6 +129,11 @@ def test_where_one_process_hangs_all_tell_where_they_are_and_end(folder: Path, p
     told = {pid: where for where, pid in re.findall(r"in phase '([^']+)': pid (\d+) ", log)}
     assert told.keys() == {str(pid) for pid in pids}, log
     assert told[str(pids[1])] == phase
+    named = rf"the others wait for process 1 \(pid {pids[1]} on host \S+\), which is in phase '{phase}'"
+    assert re.search(
+        rf"^\[0\] watchdog: process 0 of 2 .* is in phase '.*' for {WATCHDOG / 2:g} s and ends at .*; {named}$", said, re.MULTILINE
+    )
+    assert len(re.findall(named, log)) == 2  # at the end both say it
     assert all(gone(pid) for pid in pids)
 
 
@@ -219,7 +224,7 @@ def test_four_processes_lose_one_and_two_or_one_go_on_with_the_same_state_and_to
     os.kill(pids[2], signal.SIGKILL)
     killed = time.monotonic()
     code, said = finish(process)
-    assert (code, 'launch: process 2 of 4 failed with signal SIGKILL' in said) == (137, True), said
+    assert (code, 'launch: process 2 of 4 failed with signal SIGKILL (137)' in said) == (75, True), said
     assert time.monotonic() - killed < SECONDS
     assert all(gone(pid) for pid in pids)
     seen = [tokens(folder)]

@@ -1,0 +1,152 @@
+"""The process beside a run that says when it stalls; it is this file alone, of the standard library, so it needs nothing of the run.
+
+It reads a page of memory that both see, into which the run writes where it is. When half of the limit of a phase has passed, each
+process of the run tells `watchdog.log`; all have one, so the first can name the process that got less far than the others, which
+therefore wait for it. At the limit the stacks of the run come through a pipe, and are written down.
+"""
+
+import calendar
+import contextlib
+import mmap
+import os
+import platform
+import re
+import select
+import signal
+import sys
+import threading
+import time
+from dataclasses import dataclass
+
+PAGE = 512  # bytes: limit, beat, time of the beat, index and number of processes, phase; as text
+QUIET = 1.0  # seconds without another line of the stacks; then they are complete
+MAX_SLEEP = 10.0  # seconds between two looks at the page
+TAIL = 1 << 20  # bytes at the end of the log that may be of this stall
+HINT = 'run.watchdog_seconds sets the limit of a step, null turns the watchdog off'
+HALF = re.compile(
+    r"^watchdog: (\S+) process (\d+) of \d+ \((pid \d+ on host \S+)\) is in phase '([^'\n]*)'.* \[beat (\d+)\]$", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process of the run is."""
+
+    limit: float  # seconds that the phase may take
+    beat: int  # phases begun so far: processes of one run begin the same ones
+    since: float  # seconds, of the monotonic clock that the processes of a host share
+    index: int
+    count: int  # processes
+    phase: str
+
+    def encode(self) -> bytes:
+        """The page."""
+        text = '\t'.join(map(str, (self.limit, self.beat, self.since, self.index, self.count, self.phase)))
+        return text.encode()[:PAGE].ljust(PAGE, b'\0')
+
+
+def decode(page: bytes) -> Place:
+    """The place in a page."""
+    limit, beat, since, index, count, phase = page.rstrip(b'\0').decode(errors='replace').split('\t', 5)
+    return Place(float(limit), int(beat), float(since), int(index), int(count), phase)
+
+
+def report(shared: int, stacks: int, pid: int, log: str) -> None:
+    """Speak when a phase has lasted half of its limit, and write the stacks of process `pid` when they come."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # as long as the run lives, so does this
+    who, told = f'pid {pid} on host {platform.node()}', -1
+    while not select.select([stacks], [], [], _until_half(place := _place(shared), told))[0]:
+        if place == _place(shared) and place.beat != told and _age(place) >= place.limit / 2:
+            told = place.beat
+            threading.Thread(target=_tell_half, args=(shared, place, who, log), daemon=True).start()
+    text = os.read(stacks, mmap.PAGESIZE)
+    if not text:
+        return
+    place = _place(shared)
+    while select.select([stacks], [], [], QUIET)[0] and (more := os.read(stacks, mmap.PAGESIZE)):
+        text += more
+    line = f'watchdog: no progress for {place.limit:g} s in phase {place.phase!r}: {who} ends, {_now()}'
+    waited = _waited_for(place, log)
+    head = [line + (f'; {waited}' if waited else '') + '; its stacks:', HINT]
+    text = '\n'.join(head).encode() + b'\n' + text
+    # At the same time: the file system, or who reads stderr, may be what the run waits for.
+    for write in (lambda: _say(text), lambda: _append(log, text)):
+        threading.Thread(target=write).start()
+
+
+def _until_half(place: Place, told: int) -> float:
+    if place.beat == told:
+        return min(MAX_SLEEP, place.limit / 10)
+    return min(MAX_SLEEP, place.limit / 10, max(place.limit / 2 - _age(place), 0.01))
+
+
+def _tell_half(shared: int, place: Place, who: str, log: str) -> None:
+    """Tell the log, and from the first process the terminal, once the others have told the log too."""
+    line = f'process {place.index} of {place.count} ({who}) is in phase {place.phase!r} for {place.limit / 2:g} s'
+    line += f' and ends at {place.limit:g} s'
+    _append(log, f'watchdog: {_now()} {line} [beat {place.beat}]\n'.encode())
+    if place.index == 0:
+        time.sleep(min(place.limit / 10, MAX_SLEEP) if place.count > 1 else 0)
+        if place == _place(shared):
+            waited = _waited_for(place, log)
+            _say(f'watchdog: {line}{f"; {waited}" if waited else ""}\n'.encode())
+
+
+def _waited_for(place: Place, log: str) -> str:
+    """The process that got less far than others, if the log of the last minutes tells; else nothing."""
+    try:
+        with open(log, 'rb') as file:
+            file.seek(max(os.fstat(file.fileno()).st_size - TAIL, 0))
+            text = file.read().decode(errors='replace')
+    except OSError:
+        return ''
+    oldest = time.time() - _age(place) - place.limit
+    latest = {
+        int(index): (int(beat), f"process {index} ({who}), which is in phase '{phase}'")
+        for when, index, who, phase, beat in HALF.findall(text)
+        if calendar.timegm(time.strptime(when, '%Y-%m-%dT%H:%M:%SZ')) >= oldest
+    }
+    latest.setdefault(place.index, (place.beat, ''))
+    behind = min(beat for beat, _ in latest.values())
+    if behind == max(beat for beat, _ in latest.values()):
+        return ''
+    names = [name for beat, name in latest.values() if beat == behind and name]
+    return f'the others wait for {", ".join(names)}' if names else ''
+
+
+def _place(shared: int) -> Place:
+    page = os.pread(shared, PAGE, 0)
+    while page != (page := os.pread(shared, PAGE, 0)):  # it was being written
+        pass
+    return decode(page)
+
+
+def _age(place: Place) -> float:
+    return time.monotonic() - place.since
+
+
+def _now() -> str:
+    return time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())
+
+
+def _append(path: str, text: bytes) -> None:
+    try:
+        _write(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640), text)
+    except OSError as error:
+        _say(f'watchdog: {path} cannot be written: {error.strerror}\n'.encode())
+
+
+def _say(text: bytes) -> None:
+    with contextlib.suppress(OSError):  # a terminal that was closed
+        _write(2, text)
+
+
+def _write(file: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(file, text) :]
+
+
+if __name__ == '__main__':
+    _shared, _stacks, _pid, _log = sys.argv[1:]
+    report(int(_shared), int(_stacks), int(_pid), _log)
