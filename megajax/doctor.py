@@ -116,6 +116,7 @@ def _jax(found: Diagnosis, environ: Mapping[str, str], timeout: float) -> str | 
         found.fact('devices', line)
     found.fact('attention', told['attention'])
     _missing_gpus(found, told['platform'], told['count'], environ)
+    _compilation_cache(found, told['platform'], environ)
     return told['target'] if told['target'] in GPUS else None
 
 
@@ -146,6 +147,12 @@ def _missing_gpus(found: Diagnosis, kind: str, count: int, environ: Mapping[str,
         found.wrong(
             f'{gpus} GPUs are visible, and jax uses {count}', 'unset JAX_LOCAL_DEVICE_IDS, or show only those in CUDA_VISIBLE_DEVICES'
         )
+
+
+def _compilation_cache(found: Diagnosis, platform: str, environ: Mapping[str, str]) -> None:
+    """Tell where jax's cache does not help: on CPUs each process has keys of its own, and jax writes those of the first."""
+    if platform == 'cpu' and environ.get('JAX_COMPILATION_CACHE_DIR'):
+        found.fact('compilation cache', 'kept for process 0 alone; others on a CPU compile every time, and it waits for them')
 
 
 def _miscompiles(found: Diagnosis, target: str | None, environ: Mapping[str, str], timeout: float) -> None:

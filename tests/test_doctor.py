@@ -127,3 +127,12 @@ def test_known_miscompiles_of_the_compiler_at_hand_are_told_and_are_no_finding(t
 @pytest.mark.skipif(has_compiler(), reason="XLA's GPU compiler is installed, so it is asked")
 def test_without_a_gpu_compiler_none_is_asked(tmp_path: Path) -> None:
     assert 'miscompiles' not in dict(diagnose(tmp_path, environ=CPU).facts)
+
+
+def test_a_compilation_cache_that_does_not_help_several_processes_is_told(tmp_path: Path) -> None:
+    with_cache = diagnose(tmp_path, environ=CPU | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path)})
+    assert dict(with_cache.facts)['compilation cache'].startswith('kept for process 0 alone')
+    assert with_cache.findings == []
+    for platform, environ in (('cpu', {}), ('gpu', {'JAX_COMPILATION_CACHE_DIR': 'x'})):
+        doctor._compilation_cache(without := Diagnosis(), platform, environ)
+        assert without.facts == []

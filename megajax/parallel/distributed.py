@@ -20,8 +20,9 @@ PROXIES, NO_PROXIES = ('grpc_proxy', 'https_proxy', 'http_proxy'), ('no_grpc_pro
 # How jax, Gloo and NCCL say that processes did not reach each other in time. What a new start would meet again (an invalid argument of
 # NCCL, a CUDA error, a lack of memory) is not among it.
 UNREACHED = re.compile(
-    r'Gloo .*failed|DEADLINE_EXCEEDED|UNAVAILABLE|Barrier timed out'
-    r'|NCCL operation .* failed: (unhandled system error|remote process exited|NCCL operation in progress)'
+    r'(DEADLINE_EXCEEDED|UNAVAILABLE): |[A-Z_]+: .*?(Gloo [\w -]+ failed: '
+    r'|NCCL operation .* failed: (unhandled system error|remote process exited|NCCL operation in progress))',
+    re.DOTALL,
 )
 LAST_WORDS = 3  # seconds for what runs at exit; then it may be waiting for a process that is gone
 
@@ -93,9 +94,11 @@ def _address(host: str, port: int) -> str:
 
 def _end_if_unreached(peers: Peers, error: BaseException) -> None:
     """End this process with 75 if `error` says that another was not reached; where one told why it ended, with what that told."""
-    if isinstance(error, jax.errors.JaxRuntimeError) and UNREACHED.search(str(error)):
+    # jax raises a ValueError for what fails in a collective that was dispatched before.
+    if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and UNREACHED.match(str(error)):
         why = _one_line(error)
         peers.failed(why, own=False)
+        peers.wait(LAST_WORDS)
         end(f'the processes did not reach each other in time ({why}): start the run again to go on from its last checkpoint')
 
 

@@ -220,7 +220,7 @@ from megajax.parallel.mesh import make_mesh
 
 with processes():
     with jax.set_mesh(make_mesh(2, 1)) as mesh:
-        scatter = jax.jit(jax.shard_map(lambda x: jax.lax.psum_scatter(x, 'data'), in_specs=P(None), out_specs=P('data')))
+        scatter = jax.jit(jax.shard_map(lambda x: jax.lax.psum_scatter(x, 'data', tiled=True), in_specs=P(None), out_specs=P('data')))
         x = jax.make_array_from_callback((2,), NamedSharding(jax.sharding.get_mesh(), P(None)), lambda index: np.ones(2))
         for pause in (0, 40):  # gloo's reduce-scatter waits for 30 s (jax-ml/jax#40831)
             if jax.process_index() == 1:
@@ -233,9 +233,7 @@ def test_where_a_process_comes_too_late_for_a_collective_all_leave_with_75():
     with Run(LATE) as run:
         assert set(run.codes(timeout=200).values()) == {75}
         lines = [line for lines in run.lines.values() for line in lines]
-        assert any(
-            re.match(r'error: the processes did not reach each other in time \(JaxRuntimeError: UNKNOWN: Gloo', line) for line in lines
-        )
+        assert any(re.match(r'error: the processes did not reach each other in time \(\w+: UNKNOWN: Gloo', line) for line in lines)
         assert not any('Traceback' in line for line in lines)
 
 
@@ -247,13 +245,14 @@ def test_where_a_process_comes_too_late_for_a_collective_all_leave_with_75():
         (jax.errors.JaxRuntimeError('INTERNAL: NCCL operation ncclCommInitRank(..) failed: unhandled system error'), 75),
         (jax.errors.JaxRuntimeError('INTERNAL: NCCL operation ncclCommInitRank(..) failed: invalid usage'), None),
         (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory'), None),
-        (ValueError('DEADLINE_EXCEEDED'), None),
+        (ValueError('UNKNOWN: Gloo ReduceScatter failed: [buffer.cc:72] Read timeout [127.0.0.1]:4491'), 75),
+        (ValueError('run.dir=Gloo all failed: not a folder'), None),
     ],
 )
 def test_only_what_a_new_start_can_mend_is_taken_for_a_lost_peer(monkeypatch, error, code):
     ended = []
     monkeypatch.setattr(distributed, 'end', lambda line: ended.append((75, line)))
-    distributed._end_if_unreached(Peers(1, []), error)
+    distributed._end_if_unreached(Peers(1, []), error)  # not the first, which waits for the others
     assert [one for one, _ in ended] == ([code] if code else [])
 
 
