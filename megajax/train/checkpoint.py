@@ -278,8 +278,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             if not self._swept:
                 sweep(self.folder)
-            move_aside(path)
-            in_the_way = is_finished(path) or path.is_symlink()
+            in_the_way = move_aside(path) or is_finished(path) or path.is_symlink()
             sound = is_finished(path) and step not in self._refused and not problems(path, contents=False)
         self._swept = True
         sound, in_the_way = map(bool, from_first(sound, in_the_way))

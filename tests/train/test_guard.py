@@ -91,7 +91,7 @@ def test_a_cross_entropy_below_zero_is_not_finite() -> None:
     verdict, after = judged(usual(5), 3.0, 1.0, -0.01, spikes=True)
     assert (bool(verdict.taken), bool(verdict.finite)) == (False, False)
     np.testing.assert_array_equal(after.losses, usual(5).losses)
-    with pytest.raises(NumericError, match='cross entropy of -0.01, which is never below zero'):
+    with pytest.raises(NumericError, match=r'cross entropy of -0\.01, which is never below zero'):
         respond(config(nonfinite='stop'), 4, metrics(taken=False, finite=False, nll=-0.01))
 
 
