@@ -1,6 +1,8 @@
 """Generation with a cache: the same as recomputing everything, on every mesh and in every batch."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -355,3 +357,11 @@ def test_the_command_writes_the_same_on_another_mesh(run: Path, tmp_path: Path, 
 def test_a_wrong_command_is_refused(run: Path, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         cli_generate.generate(run, **settings)
+
+
+@pytest.mark.parametrize('option', ['--prompt', '--stop'])
+def test_a_prompt_that_is_not_utf_8_is_refused_before_anything_is_opened(option: str) -> None:
+    command = [sys.executable, '-m', 'megajax', 'generate', 'nowhere', option, b'caf\xe9']
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count('\n')) == (2, 1), done.stderr
+    assert f"error: {option}: 'caf\\udce9' is not UTF-8 at character 3" in done.stderr

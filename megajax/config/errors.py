@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+MAX_REASON_CHARACTERS = 300
+
 
 class RunError(Exception):
     """What the command prints in a line or more and exits with `exit_code` for; anything else is a mistake of the program's."""
@@ -58,3 +60,9 @@ class MiscompileError(RunError):
     """XLA has compiled a step that computes something else than was written; do not retry."""
 
     exit_code = 1  # as `inspect` exits for the same program
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, or its kind; tensorstore's are pages."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:MAX_REASON_CHARACTERS]

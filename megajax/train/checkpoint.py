@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from megajax.config import CheckpointError, Config, ConfigError
+from megajax.config.errors import reason
 from megajax.data.tokenizer import Tokenizer
 from megajax.parallel.mesh import concrete
 from megajax.train.agree import SaveBarrier, from_all, from_first
@@ -42,7 +43,6 @@ from megajax.train.step import TrainState, init_state
 from megajax.train.strays import move_aside, sweep, warn_of_strays
 
 TIMEOUT = 3600  # seconds in which all processes must have written their part, and the first must have hashed it
-LONGEST = 300  # characters of a reason; tensorstore's errors are pages
 
 ParametersOnly = dict[Literal['params'], nnx.State]
 
@@ -72,11 +72,11 @@ class Checkpoints:
         try:
             self._manager = _Manager(self.folder, options=self._options())
         except OSError as error:
-            raise ConfigError(f'{self.folder} cannot be used: {_reason(error)}; allow it, or choose another run.dir') from error
+            raise ConfigError(f'{self.folder} cannot be used: {reason(error)}; allow it, or choose another run.dir') from error
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
         except Exception as error:
-            raise CheckpointError(f'{self.folder} cannot be read: {_reason(error)}') from error
+            raise CheckpointError(f'{self.folder} cannot be read: {reason(error)}') from error
 
     def newest_verified(self) -> int | None:
         """The newest step that holds what was written, by its digests; None if no step was ever finished.
@@ -123,7 +123,7 @@ class Checkpoints:
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
         except Exception as error:
-            raise CheckpointError(f'{path} cannot be restored: {_reason(error)}') from error
+            raise CheckpointError(f'{path} cannot be restored: {reason(error)}') from error
 
     def poll(self, step: int) -> bool:
         """Whether to save the state after `step` now; all processes call it after each step, and a save that failed is logged here.
@@ -251,15 +251,15 @@ class Checkpoints:
         if finished and not failed:
             self._failed = None
             return
-        reason = _reason(error) if error else 'another process could not write its part' if failed else 'it was interrupted'
+        why = reason(error) if error else 'another process could not write its part' if failed else 'it was interrupted'
         if finished:
             self._failed = None
-            logger.warning('checkpoint %d is written, but older ones were not taken away: %s', step, reason)
+            logger.warning('checkpoint %d is written, but older ones were not taken away: %s', step, why)
         else:
             self._remove([step])
-            self._failed, self._retry = reason, not self._is_retry
+            self._failed, self._retry = why, not self._is_retry
             then = 'trying again' if self._retry else 'the next is tried when it is due'
-            logger.warning('checkpoint %d could not be written (%s); %s', step, reason, then)
+            logger.warning('checkpoint %d could not be written (%s); %s', step, why, then)
         self._manager.reload()
 
     def _write_losses(self) -> None:
@@ -277,8 +277,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             if not self._swept:
                 sweep(self.folder)
-            move_aside(path)
-            in_the_way = is_finished(path) or path.is_symlink()
+            in_the_way = move_aside(path) or is_finished(path) or path.is_symlink()
             sound = is_finished(path) and step not in self._refused and not problems(path, contents=False)
         self._swept = True
         sound, in_the_way = map(bool, from_first(sound, in_the_way))
@@ -349,8 +348,3 @@ def _parts(state: TrainState | ParametersOnly) -> dict[str, Any]:
     """A state by its parts, but for those that the config does without: so what was written before there were such still restores."""
     parts = state if isinstance(state, dict) else state._asdict()
     return {str(name): part for name, part in parts.items() if part is not None}
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:LONGEST]

@@ -15,10 +15,9 @@ from typing import Any, Protocol, Self
 import jax
 
 from megajax.config import Config, ConfigError
+from megajax.config.errors import reason
 from megajax.train.append import AppendedFile
 from megajax.train.trackers import TensorBoard, WandB
-
-LONGEST = 300  # characters of a reason
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class MetricsWriter:
                 try:
                     self._sinks['wandb'] = WandB(folder, config.run.wandb, config.model_dump(mode='json'))
                 except Exception as error:
-                    logger.warning('wandb is left out: %s', _reason(error))
+                    logger.warning('wandb is left out: %s', reason(error))
         self.rewind(step)
 
     def write(self, step: int, **values: float) -> None:
@@ -74,7 +73,7 @@ class MetricsWriter:
                 action(sink)
             except Exception as error:
                 if name not in self._failed:
-                    logger.warning('%s cannot be written (%s); the run goes on', name, _reason(error))
+                    logger.warning('%s cannot be written (%s); the run goes on', name, reason(error))
                 self._failed.add(name)
 
     def __enter__(self) -> Self:
@@ -152,8 +151,3 @@ def check_wandb(config: Config) -> None:
     """Raises ConfigError where `run.wandb` asks for a package that is not there."""
     if config.run.wandb and find_spec('wandb') is None:
         raise ConfigError(f"run.wandb={config.run.wandb} needs a package that is not there: pip install 'megajax[wandb]', or leave it out")
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:LONGEST]

@@ -71,7 +71,7 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
 
 
 def before_skipped(state: TrainState) -> TrainState:
-    """The state before a step that was skipped, from that after it: only counts have changed, of which fp16's of steady steps is left."""
+    """The state before a step that was skipped, from that after it: only counts have changed. fp16's of steady steps stays."""
     guard = state.guard._replace(skipped_in_a_row=state.guard.skipped_in_a_row - 1)
     return state._replace(step=state.step - 1, batches=state.batches - 1, guard=guard)
 

@@ -24,15 +24,16 @@ def warn_of_strays(folder: Path, named: set[Path]) -> None:
         named.add(path)
 
 
-def move_aside(path: Path) -> None:
-    """Rename a folder that holds another step than its name says: it is not ours to take away, and the run must save there."""
+def move_aside(path: Path) -> bool:
+    """Rename a folder that holds another step than its name says, which is not the run's to take away; whether it was one."""
     step = foreign_step(path)
     if step is None:
-        return
+        return False
     new = path.with_name(f'{path.name}.holds-{step}')
     with contextlib.suppress(OSError):
         path.rename(new)
         logger.warning('%s holds step %d and is in the way: it is now %s', path, step, new)
+    return True
 
 
 def sweep(folder: Path) -> None:

@@ -90,11 +90,11 @@ class WandB:
         if self._failed or step < self._next:
             return
         try:
-            self._run.log(dict(values), step=step, commit=True)
+            self._run.log(dict(values), step=step)  # sent with the next step, so that a step may have two parts
         except Exception:
             self._failed = True  # each call might wait for it as long
             raise
-        self._next = step + 1
+        self._next = step
 
     def rewind(self, step: int) -> None:
         """Nothing: see `write`."""

@@ -128,7 +128,9 @@ def test_a_refused_step_is_written_anew_when_the_run_comes_there_again(folder: P
 
 
 def test_a_refused_step_takes_no_sound_ones_place(folder: Path) -> None:
-    shutil.copytree(folder / '2', folder / '9')
+    with Checkpoints(folder, tiny(checkpoint={'keep': 3})) as checkpoints:
+        checkpoints.save(make_state(tiny(), 9), 9)
+    shutil.rmtree(folder / '1')
     flip(folder / '9' / largest(folder / '9'))
     with Checkpoints(folder, tiny()) as checkpoints:
         assert checkpoints.newest_verified() == 2
@@ -160,6 +162,51 @@ def test_junk_is_ignored_and_left_alone(folder: Path, caplog: pytest.LogCaptureF
         checkpoints.save(make_state(tiny(), 99), 99)
     assert newest(folder) == 99
     assert {path.name for path in folder.iterdir()} == {'2', '99', 'abc', '98.orbax-checkpoint-tmp', '007', 'stray', '50'}
+
+
+def test_a_folder_under_the_number_of_another_step_is_left_alone_and_named_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(folder / '2', folder / '20261121')
+    with Checkpoints(folder, tiny(checkpoint={'keep': 1})) as checkpoints:
+        assert checkpoints.newest_verified() == 2
+        assert checkpoints.newest_verified() == 2
+        checkpoints.save(make_state(tiny(), 3), 3)
+        assert checkpoints.wait()
+        checkpoints.delete_after(3)
+        assert checkpoints.newest_verified() == 3
+    assert [record.message for record in caplog.records if '20261121' in record.message] == [
+        f'{folder}/20261121 holds step 2, not the one of its name: ignored'
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == ['20261121', '3']
+    verify = CliRunner().invoke(checkpoint_app, ['verify', str(folder.parent)])
+    assert verify.exit_code == 4
+    assert '3  ok\n20261121  1 wrong\n  holds step 2: rename it to 2' in verify.output
+
+
+def test_exchanged_folders_are_no_reason_to_start_afresh_and_make_room_without_being_lost(folder: Path) -> None:
+    (folder / '1').rename(folder / 'x')
+    (folder / '2').rename(folder / '1')
+    (folder / 'x').rename(folder / '2')
+    with Checkpoints(folder, tiny()) as checkpoints:
+        with pytest.raises(CheckpointError, match='none of the 2 checkpoints'):
+            checkpoints.newest_verified()
+        checkpoints.save(make_state(tiny(), 5), 2)
+    assert sorted(path.name for path in folder.iterdir()) == ['1', '2', '2.holds-1']
+    with Checkpoints(folder, tiny()) as checkpoints:
+        assert checkpoints.newest_verified() == 2
+        assert equal(checkpoints.restore(2), tiny(), 5)
+
+
+def test_a_loss_that_is_measured_after_the_save_is_kept_beside_it(folder: Path) -> None:
+    with Checkpoints(folder, tiny(checkpoint={'keep': 1, 'keep_best': 1})) as checkpoints:
+        for step, loss in ((3, 0.5), (4, 0.7)):
+            checkpoints.save(make_state(tiny(), step), step)
+            checkpoints.note_validation_loss(step, loss)
+            assert checkpoints.is_evaluated(step)
+        checkpoints.save(make_state(tiny(), 5), 5)
+    assert sorted(path.name for path in folder.iterdir()) == ['3', '5']
+    assert read_record(folder / '3').validation_loss == 0.5
+    assert read_record(folder / '5').validation_loss is None
+    assert CliRunner().invoke(checkpoint_app, ['verify', str(folder.parent)]).exit_code == 0
 
 
 @pytest.mark.faults

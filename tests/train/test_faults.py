@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import CONFIG, finish, flip_a_bit, largest_file, losses, read_until, start, steps
+from runs import CONFIG, finish, flip_a_bit, largest_file, losses, read_until, start, steps, train
 from support import write_run
 
 from megajax.config import NumericError, load
@@ -69,6 +69,30 @@ def test_killed_a_run_goes_on_from_its_last_checkpoint(folder: Path, straight: d
     code, said = finish(start(folder))
     assert (code, 'ended without a word; taking over' in said) == (0, True), said
     assert losses(folder / 'run') == straight
+
+
+FAILS = """
+from megajax.train import trainer
+def evaluate(loop, evaluate=trainer.Trainer._evaluate):
+    if loop.step == {step}:
+        raise MemoryError('of the evaluation')
+    return evaluate(loop)
+trainer.Trainer._evaluate = evaluate
+"""
+
+
+@pytest.mark.parametrize(('step', 'overrides'), [(40, []), (30, ['checkpoint.every=20'])])
+def test_an_evaluation_that_fails_costs_no_step(folder: Path, straight: dict[int, float], step: int, overrides: list[str]) -> None:
+    code, said = finish(start(folder, *overrides, fault=FAILS.format(step=step)))
+    assert (code, f'step {step} is saved: ' in said, 'MemoryError: of the evaluation' in said) == (1, True, True), said
+    assert max(steps(folder / 'run')) == step
+    assert f'step {step}  validation' in train(folder, *overrides)  # it is made up for
+    assert losses(folder / 'run') == straight
+
+
+def test_output_that_cannot_be_encoded_ends_nothing(folder: Path) -> None:
+    said = train(folder, "train.sample_prompts=['é ☃']", 'train.steps=2', 'optim.schedule=constant', PYTHONIOENCODING='ascii')
+    assert r"sample after '\xe9 \u2603'" in said
 
 
 def test_of_two_runs_in_one_directory_the_second_is_refused(folder: Path) -> None:
