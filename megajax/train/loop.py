@@ -35,8 +35,9 @@ from megajax.train.watchdog import Watchdog
 def run(config: Config, *, name: str) -> Path:
     """Train `config` on its mesh and return the run directory, a new one named after `name` unless `run.dir` is set.
 
-    Asked to stop, by a signal (`parallel/signals.py`) or `run.max_minutes`, it saves and exits with 75. Raises ConfigError for what the config asks
-    and the machine, the data or the run directory cannot give, CheckpointError and NumericError where the run cannot go on.
+    Asked to stop, by a signal (`parallel/signals.py`) or `run.max_minutes`, it saves and exits with 75. Raises ConfigError for what
+    the config asks and the machine, the data or the run directory cannot give, CheckpointError and NumericError where the run cannot
+    go on.
     """
     check_wandb(config)
     clock = Clock()
