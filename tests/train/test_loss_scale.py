@@ -112,7 +112,7 @@ def test_gradients_that_are_not_finite_at_the_smallest_scale_end_the_run_as_with
     guard, config = init_guard(), make_config(train={'dtype': 'float16'})
     for count in range(1, SKIPS_IN_A_ROW + 1):
         verdict, guard = judge(guard, loss, loss, infinite, overflow=overflows(scale(SMALLEST), loss, infinite), spikes=False)
-        values = {'loss': 3.0, 'grad_norm': np.inf} | {name: float(value) for name, value in verdict._asdict().items()}
+        values = {'loss': 3.0, 'nll': 3.0, 'grad_norm': np.inf} | {name: float(value) for name, value in verdict._asdict().items()}
         assert values['skipped_in_a_row'] == count
         if count < SKIPS_IN_A_ROW:
             assert respond(config, count, values) == 'go on'
