@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import ConfigError, ModelConfig
+from megajax.interop.reader import Keys, Reader
 
 ARCHITECTURES = {
     'gpt2': 'GPT2LMHeadModel',
@@ -21,50 +22,11 @@ ARCHITECTURES = {
 }
 POST_NORM = ('bert', 'roberta')
 GELUS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gelu'}
-# Of the training or the tokenizer, or without effect on the logits.
-INERT = frozenset(
-    {'architectures', 'model_type', 'transformers_version', 'torch_dtype', 'dtype', 'use_cache', 'pretraining_tp', 'max_window_layers'}
-    | {'bos_token_id', 'eos_token_id', 'pad_token_id', '_name_or_path', 'task_specific_params', 'initializer_range', 'n_ctx'}
-    | {'summary_activation', 'summary_first_dropout', 'summary_proj_to_labels', 'summary_type', 'summary_use_proj'}
-    | {'keys_to_ignore_at_inference'}
-)
 ROPE = frozenset(
     {'rope_type', 'type', 'rope_theta', 'factor', 'low_freq_factor', 'high_freq_factor'}
     | {'original_max_position_embeddings', 'partial_rotary_factor'}
 )
 IN_TRAINING = frozenset({'dropout', 'init_std'})  # which only some families have a key for
-
-Keys = dict[str, Any]
-
-
-class _Reader:
-    """A config.json, key by key; `problems` are all that was found wrong, and `left` the keys that nobody asked for."""
-
-    def __init__(self, keys: Mapping[str, Any], file: str):
-        self.keys, self.file, self.problems, self._asked = keys, file, list[str](), set(INERT)
-
-    def get(self, key: str, default: Any = ...) -> Any:
-        """The value, or the default of transformers' where the key may be left out."""
-        self._asked.add(key)
-        value = self.keys.get(key, default)
-        if value is ...:
-            self.problems.append(f'{self.file}: {key}: required, and missing')
-        return None if value is ... else value
-
-    def only(self, key: str, *allowed: Any, default: Any) -> None:
-        """Refuse any value but the allowed ones."""
-        value = self.get(key, default)
-        if value not in allowed:
-            self.refuse(key, value, f'only {" or ".join(map(json.dumps, allowed))} is supported')
-
-    def refuse(self, key: str, value: Any, why: str) -> None:
-        """Note that this value cannot be had."""
-        self.problems.append(f'{self.file}: {key}: {json.dumps(value)}: {why}')
-
-    @property
-    def left(self) -> list[str]:
-        """The keys that nobody asked for."""
-        return sorted(self.keys.keys() - self._asked)
 
 
 def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str]]:
@@ -78,7 +40,7 @@ def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str
         raise ConfigError(f'{file}: model_type: {json.dumps(family)}: {why}')
     if family not in ARCHITECTURES:
         raise ConfigError(f'{file}: model_type: {json.dumps(family)}: only {", ".join(ARCHITECTURES)} are supported')
-    read = _Reader(keys, file)
+    read = Reader(keys, file)
     read.only('architectures', [ARCHITECTURES[family]], None, default=None)
     read.only('quantization_config', None, default=None)
     match family:
@@ -93,7 +55,7 @@ def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str
     return family, model, read.left
 
 
-def _read_gpt2(read: _Reader) -> Keys:
+def _read_gpt2(read: Reader) -> Keys:
     read.only('scale_attn_weights', True, default=True)
     read.only('scale_attn_by_inverse_layer_idx', False, default=False)
     read.only('reorder_and_upcast_attn', False, default=False)
@@ -118,7 +80,7 @@ def _read_gpt2(read: _Reader) -> Keys:
     }
 
 
-def _read_megatron_bert(read: _Reader) -> Keys:
+def _read_megatron_bert(read: Reader) -> Keys:
     read.only('tie_word_embeddings', True, default=True)
     read.only('type_vocab_size', 2, default=2)
     read.only('position_embedding_type', 'absolute', default='absolute')
@@ -142,14 +104,14 @@ def _read_megatron_bert(read: _Reader) -> Keys:
     }
 
 
-def _read_dropouts(read: _Reader, *keys: str) -> float:
+def _read_dropouts(read: Reader, *keys: str) -> float:
     rates = {key: read.get(key, 0.1) for key in keys}
     if len(set(rates.values())) > 1:
         read.refuse(keys[-1], rates[keys[-1]], f'the dropouts must be the same, and are {rates}')
     return float(rates[keys[0]])
 
 
-def _read_llama_like(read: _Reader, family: str) -> Keys:
+def _read_llama_like(read: Reader, family: str) -> Keys:
     read.only('hidden_act', 'silu', 'swish', default='silu')
     read.only('attention_dropout', 0, default=0)
     hidden, heads, length = read.get('hidden_size'), read.get('num_attention_heads'), read.get('max_position_embeddings')
@@ -184,7 +146,7 @@ def _read_llama_like(read: _Reader, family: str) -> Keys:
     }
 
 
-def _refuse_windows(read: _Reader, family: str, length: int | None) -> None:
+def _refuse_windows(read: Reader, family: str, length: int | None) -> None:
     """Attention to the last tokens only, where it would be used."""
     if family == 'mistral':
         window = read.get('sliding_window', 4096)
@@ -198,7 +160,7 @@ def _refuse_windows(read: _Reader, family: str, length: int | None) -> None:
         read.refuse('layer_types', other[0], 'only "full_attention" is supported')
 
 
-def _read_rope(read: _Reader) -> Keys:
+def _read_rope(read: Reader) -> Keys:
     """Theta and scaling, under `rope_parameters` since transformers 5, and before that under `rope_theta` and `rope_scaling`."""
     read.only('partial_rotary_factor', 1, default=1)
     old = read.get('rope_theta', 10000.0), read.get('rope_scaling', None) or {}

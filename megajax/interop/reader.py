@@ -1,0 +1,45 @@
+"""Reads a config.json strictly: each value that is not supported, and each key that nobody asked for. Imports no jax."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+# Of the training or the tokenizer, or without effect on the logits.
+INERT = frozenset(
+    {'architectures', 'model_type', 'transformers_version', 'torch_dtype', 'dtype', 'use_cache', 'pretraining_tp', 'max_window_layers'}
+    | {'bos_token_id', 'eos_token_id', 'pad_token_id', '_name_or_path', 'task_specific_params', 'initializer_range', 'n_ctx'}
+    | {'summary_activation', 'summary_first_dropout', 'summary_proj_to_labels', 'summary_type', 'summary_use_proj'}
+    | {'keys_to_ignore_at_inference'}
+)
+
+Keys = dict[str, Any]
+
+
+class Reader:
+    """A config.json, key by key; `problems` are all that was found wrong, and `left` the keys that nobody asked for."""
+
+    def __init__(self, keys: Mapping[str, Any], file: str):
+        self.keys, self.file, self.problems, self._asked = keys, file, list[str](), set(INERT)
+
+    def get(self, key: str, default: Any = ...) -> Any:
+        """The value, or the default of transformers' where the key may be left out."""
+        self._asked.add(key)
+        value = self.keys.get(key, default)
+        if value is ...:
+            self.problems.append(f'{self.file}: {key}: required, and missing')
+        return None if value is ... else value
+
+    def only(self, key: str, *allowed: Any, default: Any) -> None:
+        """Refuse any value but the allowed ones."""
+        value = self.get(key, default)
+        if value not in allowed:
+            self.refuse(key, value, f'only {" or ".join(map(json.dumps, allowed))} is supported')
+
+    def refuse(self, key: str, value: Any, why: str) -> None:
+        """Note that this value cannot be had."""
+        self.problems.append(f'{self.file}: {key}: {json.dumps(value)}: {why}')
+
+    @property
+    def left(self) -> list[str]:
+        """The keys that nobody asked for."""
+        return sorted(self.keys.keys() - self._asked)
