@@ -1,0 +1,253 @@
+"""How processes meet and hear of one another's end, each a thread here; `test_distributed.py` has it with real processes."""
+
+import errno
+import itertools
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from megajax.config import ConfigError
+from megajax.parallel import peers, rendezvous
+from megajax.parallel.distributed import NO_PROXIES, PROXIES, _avoid_proxies
+from megajax.parallel.environment import Start
+from megajax.parallel.peers import LONGEST, Link, Peers
+from megajax.parallel.rendezvous import gather
+
+# A process that ends is a thread that does.
+pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What processes said that ended early: here only their thread ends."""
+    lines: list[str] = []
+
+    def end(line: str) -> None:
+        lines.append(line)
+        raise SystemExit(75)
+
+    monkeypatch.setattr(peers, 'end', end)
+    monkeypatch.setattr(rendezvous, 'end', end)
+    monkeypatch.setattr(peers, 'OWN_ERROR', 0.3)
+    return lines
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def start(port: int, index: int, count: int, timeout: float = 20) -> Start:
+    return Start(index=index, count=count, host='127.0.0.1', port=port, bind='127.0.0.1', timeout=timeout)
+
+
+def say(port: int, line: bytes, answers: list[bytes]) -> threading.Thread:
+    """Send a line to process 0 as soon as it listens, from a thread, and note what it answers."""
+
+    def talk() -> None:
+        for _ in range(1000):
+            try:
+                connection = socket.create_connection(('127.0.0.1', port))
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+        with connection:
+            connection.settimeout(20)
+            connection.sendall(line)
+            answers.append(connection.recv(1 << 16))
+
+    thread = threading.Thread(target=talk, daemon=True)
+    thread.start()
+    return thread
+
+
+def hello(index: int, count: int) -> bytes:
+    return json.dumps({'event': 'hello', 'process': index, 'processes': count, 'host': 'h'}).encode() + b'\n'
+
+
+def test_all_processes_meet_agree_on_a_port_and_part_in_peace(port: int, ended: list[str]) -> None:
+    met: dict[int, tuple[Peers, int]] = {}
+
+    def join(index: int) -> None:
+        met[index] = gather(start(port, index, 3))
+
+    threads = [threading.Thread(target=join, args=(index,)) for index in (2, 0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(met) == [0, 1, 2]
+    assert len({agreed for _, agreed in met.values()}) == 1
+    assert sorted(link.name.split(' on ')[0] for link in met[0][0].links) == ['process 1', 'process 2']
+    for each, _ in met.values():
+        each.done()
+    for index in (1, 2):
+        met[index][0].links[0].socket.shutdown(socket.SHUT_RDWR)
+    met[0][0].wait(10)
+    assert not met[0][0]._watcher.is_alive()
+    assert ended == []
+
+
+@pytest.mark.parametrize('said', [hello(0, 2), hello(2, 2), hello(1, 3), hello(-1, 2)], ids=['0 of 2', '2 of 2', '1 of 3', '-1 of 2'])
+def test_a_process_that_cannot_be_one_of_the_run_is_refused(said: bytes, port: int, ended: list[str]) -> None:
+    answers: list[bytes] = []
+    thread = say(port, said, answers)
+    with pytest.raises(ConfigError, match='where process 0 of 2 waits for each other one once') as error:
+        gather(start(port, 0, 2))
+    thread.join(30)
+    assert json.loads(answers[0]) == {'event': 'refused', 'why': str(error.value)}
+    assert ended == []
+
+
+def test_an_index_that_comes_twice_is_refused(port: int, ended: list[str]) -> None:
+    answers: list[bytes] = []
+    threads = [say(port, hello(1, 3), answers) for _ in range(2)]
+    with pytest.raises(ConfigError, match='each its own index'):
+        gather(start(port, 0, 3))
+    for thread in threads:
+        thread.join(30)
+    assert ended == []
+
+
+@pytest.mark.parametrize('said', [b'GET / HTTP/1.1\r\n\r\n', b'{"event": "hello", "process": "one"}\n', b'[1]\n'])
+def test_a_stranger_is_dropped_and_the_process_that_is_waited_for_is_welcome(said: bytes, port: int, ended: list[str]) -> None:
+    answers: list[bytes] = []
+    threads = [say(port, line, answers) for line in (said, hello(1, 2))]
+    met, agreed = gather(start(port, 0, 2))
+    assert [link.name for link in met.links] == ['process 1 on h']
+    met.done()
+    met.links[0].done = True
+    threads[1].join(30)
+    assert {'event': 'welcome', 'jax_port': agreed} in [json.loads(line) for answer in answers for line in answer.splitlines()]
+
+
+def test_who_did_not_come_in_time_is_named(port: int, ended: list[str]) -> None:
+    thread = say(port, hello(2, 4), [])
+    with pytest.raises(SystemExit):
+        gather(start(port, 0, 4, timeout=2))
+    thread.join(30)
+    assert ended[0].startswith(f'of 4 processes, 1, 3 did not come to process 0 at 127.0.0.1:{port} within 2 s: ')
+    with pytest.raises(SystemExit):
+        gather(start(port, 1, 4, timeout=0.1))
+    assert ended[1].startswith(f'process 1 could not reach process 0 at 127.0.0.1:{port} within 0.1 s (Connection refused): ')
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Link, Link]]:
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    with near, far:
+        yield Link(near, 'process 1 on h'), Link(far, 'process 0 on h')
+
+
+def test_messages_come_whole_however_they_were_cut_and_the_end_last(pair: tuple[Link, Link]) -> None:
+    near, far = pair
+    far.socket.sendall(b'{"event": "a"}\n{"ev')
+    assert near.receive() == [{'event': 'a'}]
+    far.socket.sendall(b'ent": "b"}\n')
+    assert near.receive() == [{'event': 'b'}]
+    far.send(event='c', x=1)
+    far.socket.close()
+    found = [*near.receive(), *([] if near.closed else near.receive())]
+    assert found == [{'event': 'c', 'x': 1}, {'event': 'closed'}]
+    near.send(event='d')  # which nobody hears
+
+
+def test_silence_is_a_timeout_and_a_host_that_is_gone_an_end(pair: tuple[Link, Link]) -> None:
+    near, _ = pair
+    near.socket.settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        near.receive()
+    assert not near.closed
+
+    def recv(_: int) -> bytes:
+        raise TimeoutError(errno.ETIMEDOUT, 'the keepalive probes were not answered')
+
+    near.socket = SimpleNamespace(recv=recv)  # type: ignore[assignment]
+    assert near.receive() == [{'event': 'closed'}]
+
+
+@pytest.mark.parametrize('said', [b'[1]\n', b'{}\n', b'x\n'])
+def test_what_is_no_message_is_refused(said: bytes, pair: tuple[Link, Link]) -> None:
+    near, far = pair
+    far.socket.sendall(said)
+    with pytest.raises(ValueError, match=r'no message|Expecting value'):
+        near.receive()
+
+
+def test_a_line_that_does_not_end_is_refused(pair: tuple[Link, Link]) -> None:
+    near, far = pair
+    threading.Thread(target=far.socket.sendall, args=(b'x' * (2 * LONGEST),), daemon=True).start()
+    with pytest.raises(ValueError, match='no message'):  # noqa: PT012
+        for _ in itertools.count():
+            near.receive()
+
+
+LOST = 'process 1 on h was lost, so this process ends too: start the run again to go on from its last checkpoint'
+FAILED = 'process 1 on h failed (why), so this process ends too: see what that one printed'
+
+
+@pytest.mark.parametrize(
+    ('said', 'expected'),
+    [([], LOST), ([{'event': 'done'}], None), ([{'event': 'failed', 'why': 'why'}], FAILED)],
+    ids=['lost', 'done', 'failed'],
+)
+@pytest.mark.parametrize('fails_itself', [False, True])
+def test_a_process_ends_when_another_does_early_unless_it_fails_itself(
+    said: list[dict[str, Any]], expected: str | None, fails_itself: bool, pair: tuple[Link, Link], ended: list[str]
+) -> None:
+    near, far = pair
+    own = Peers(0, [near])
+    if fails_itself:
+        own.failed('an error of its own', own=True)
+    for message in said:
+        far.send(**message)
+    far.socket.shutdown(socket.SHUT_WR)
+    own.watch()
+    own.wait(10)
+    assert ended == ([] if fails_itself or expected is None else [expected])
+    heard = far.socket.recv(LONGEST) if fails_itself or expected else b''
+    if fails_itself:
+        assert json.loads(heard) == {'event': 'failed', 'why': 'an error of its own'}
+    elif expected:
+        assert json.loads(heard) == {'event': 'other', 'what': expected, 'patience': 0.3 if said else 0}
+
+
+def test_process_0_passes_on_what_it_heard(pair: tuple[Link, Link], ended: list[str]) -> None:
+    near, far = pair
+    own = Peers(1, [near])
+    far.send(event='other', what=LOST, patience=0)
+    own.watch()
+    own._watcher.join(10)
+    assert ended == [LOST]
+
+
+@pytest.mark.parametrize(
+    ('given', 'expected'),
+    [
+        ({}, None),
+        ({'no_proxy': 'a'}, None),
+        ({'https_proxy': 'p'}, 'here'),
+        ({'http_proxy': 'p', 'no_proxy': 'a,b'}, 'a,b,here'),
+        ({'grpc_proxy': 'p', 'no_grpc_proxy': 'c', 'no_proxy': 'a'}, 'c,here'),
+    ],
+    ids=str,
+)
+def test_a_proxy_for_the_web_is_not_asked_for_process_0(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax.config, 'update', lambda *_: None)
+    for name in (*PROXIES, *NO_PROXIES):
+        monkeypatch.setenv(name, given.get(name, ''))
+    _avoid_proxies(Start(index=1, count=2, host='here', port=1, bind=None, timeout=1))
+    assert os.environ[NO_PROXIES[0]] == (expected or given.get('no_grpc_proxy', ''))
