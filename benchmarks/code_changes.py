@@ -1,7 +1,7 @@
 """Small changes of Python code, one place at a time, for `benchmarks/mutants.py`.
 
-A change is inside the body of a function. Docstrings, other strings, annotations, decorators, assertions, and what is said in
-errors and logs, stay as they are: no test need notice them.
+A change is inside the body of a function. Docstrings, other strings, annotations, decorators,
+assertions, and what is said in errors and logs, stay as they are: no test need notice them.
 """
 
 import ast
@@ -79,7 +79,7 @@ def room_of(file: str) -> str:
 
 
 def changes_of(file: str, source: str) -> list[Change]:
-    """Every change of a file, and a few of which it would not be Python any more (see `is_valid`)."""
+    """Every change of a file, and a few that would leave no Python (see `is_valid`)."""
     return [
         _change(file, name, kind, node, changed)
         for function, name in _functions(ast.parse(source).body)
@@ -88,7 +88,7 @@ def changes_of(file: str, source: str) -> list[Change]:
 
 
 def sample(root: Path, files: Sequence[str], *, seed: int, rooms: Sequence[str] = ()) -> Iterator[Change]:
-    """Changes without end or repetition: of each room in turn, first a kind and then a place at random."""
+    """Changes, none twice: of each room in turn, first a kind and then a place at random."""
     places: dict[str, dict[str, list[Change]]] = {}
     for file in sorted(files):
         if not rooms or room_of(file) in rooms:
@@ -160,7 +160,7 @@ def _changes_at(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _can_be_removed(node: ast.AST) -> bool:
-    """Whether a statement acts on what is there: without one that makes a name, any use of the name fails."""
+    """Whether a statement acts on what is there; without one that makes a name, its uses fail."""
     if isinstance(node, ast.Assign):
         return all(isinstance(target, ast.Subscript | ast.Attribute) for target in node.targets)
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
@@ -171,7 +171,10 @@ def _changed_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and not any(_is_text(x) for x in (node.left, node.right)):
         yield 'operator', _with(node, op=OPERATORS[type(node.op)]())
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Invert | ast.Not):
-        yield ('negated condition' if isinstance(node.op, ast.Not) else 'operator'), copy.deepcopy(node.operand)
+        yield (
+            ('negated condition' if isinstance(node.op, ast.Not) else 'operator'),
+            copy.deepcopy(node.operand),
+        )
     elif isinstance(node, ast.BoolOp):
         yield 'operator', _with(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
     elif isinstance(node, ast.Compare) and len(node.ops) == 1:
@@ -179,7 +182,10 @@ def _changed_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
         yield 'constant', ast.Constant(not node.value)
     elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        yield 'constant', ast.Constant(node.value + 1 if isinstance(node.value, int) else 2 * node.value or 1.0)
+        yield (
+            'constant',
+            ast.Constant(node.value + 1 if isinstance(node.value, int) else 2 * node.value or 1.0),
+        )
 
 
 def _is_text(node: ast.expr) -> bool:
@@ -197,12 +203,18 @@ def _negated(node: ast.If | ast.While | ast.IfExp) -> Iterator[tuple[str, ast.AS
 def _changed_arguments(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     for index, keyword in enumerate(node.keywords):
         if keyword.arg is not None:
-            yield 'dropped argument', _with(node, keywords=[*node.keywords[:index], *node.keywords[index + 1 :]])
+            yield (
+                'dropped argument',
+                _with(node, keywords=[*node.keywords[:index], *node.keywords[index + 1 :]]),
+            )
     plain = [not isinstance(argument, ast.Starred | ast.GeneratorExp) for argument in node.args]
     for index in range(len(node.args) - 1):
         first, second = node.args[index : index + 2]
         if plain[index] and plain[index + 1] and ast.dump(first) != ast.dump(second):
-            yield 'swapped arguments', _with(node, args=[*node.args[:index], second, first, *node.args[index + 2 :]])
+            yield (
+                'swapped arguments',
+                _with(node, args=[*node.args[:index], second, first, *node.args[index + 2 :]]),
+            )
 
 
 def _with(node: ast.AST, **fields: object) -> ast.AST:

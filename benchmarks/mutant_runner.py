@@ -1,7 +1,7 @@
-"""Tests in processes forked from this one, which has jax and what else the tests need imported, for `benchmarks/mutants.py`.
+"""Tests in processes forked from this one, which has jax imported, for `benchmarks/mutants.py`.
 
-They see a copy of the repository, and so do the processes that they start themselves: it comes first on PYTHONPATH. A `sitecustomize`
-in it writes down which functions of the package each test calls.
+They see a copy of the repository, and so do the processes that they start themselves: it comes first
+on PYTHONPATH. A `sitecustomize` in it writes down which functions of the package each test calls.
 """
 
 import dataclasses
@@ -21,9 +21,22 @@ from typing import Any
 
 import pytest
 
-LIBRARIES = 'jax', 'flax.nnx', 'optax', 'orbax.checkpoint', 'grain', 'pydantic', 'ruamel.yaml', 'rich', 'tokenizers', 'typer', 'hypothesis'
+LIBRARIES = (
+    'jax',
+    'flax.nnx',
+    'optax',
+    'orbax.checkpoint',
+    'grain',
+    'pydantic',
+    'ruamel.yaml',
+    'rich',
+    'tokenizers',
+    'typer',
+    'hypothesis',
+)
 FAST = 'not slow and not faults'
-LIMIT_SECONDS, SLOWER = 60, 10  # a test hangs if it takes longer than this and so many times what it took unchanged
+# A test hangs if it takes longer than this, and so many times what it took unchanged.
+LIMIT_SECONDS, SLOWER = 60, 10
 MOST_SECONDS = 7200  # of a file of tests
 OUT_OF_TIME = 'none in time'
 
@@ -54,7 +67,7 @@ if 'MEGAJAX_TRACE' in os.environ:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Test:
-    """A fast test that passes, how long it takes, and which functions of the package it calls, as `file:function`."""
+    """A fast test that passes, its seconds, and the functions it calls, as `file:function`."""
 
     name: str
     seconds: float
@@ -67,11 +80,15 @@ class Test:
 
 @contextmanager
 def copied(root: Path) -> Iterator[Path]:
-    """A copy of the repository at `root`, as it is now, where this process and its children find the package."""
+    """A copy of the repository at `root`, where this process and its children find the package."""
     with tempfile.TemporaryDirectory(prefix='megajax-mutants-') as folder:
         tree = Path(folder) / 'repository'
         listed = subprocess.run(
-            ['git', 'ls-files', '--cached', '--others', '--exclude-standard'], cwd=root, capture_output=True, text=True, check=True
+            ['git', 'ls-files', '--cached', '--others', '--exclude-standard'],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         for name in listed.stdout.splitlines():
             if (root / name).is_file():
@@ -80,7 +97,8 @@ def copied(root: Path) -> Iterator[Path]:
         (tree / 'sitecustomize.py').write_text(TRACER)
         os.environ |= {
             'PYTHONPATH': str(tree),
-            'PYTHONDONTWRITEBYTECODE': '1',  # a change of the same second and size would be taken for the file before it
+            # A change of the same second and size would be taken for the file before it.
+            'PYTHONDONTWRITEBYTECODE': '1',
             'JAX_COMPILATION_CACHE_DIR': str(Path(folder) / 'compiled'),
             'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
         }
@@ -91,14 +109,17 @@ def copied(root: Path) -> Iterator[Path]:
 
 
 def import_libraries() -> None:
-    """Import what takes longest, but nothing of the package, and start no backend: its threads would not be there after a fork."""
+    """Import what takes longest, but nothing of the package.
+
+    No backend is started: its threads would not be there after a fork.
+    """
     for name in ('conftest', *LIBRARIES):
         importlib.import_module(name)
     assert not any(name.partition('.')[0] == 'megajax' for name in sys.modules)
 
 
 def fork(function: Callable[[], None], *, output: Path, seconds: float) -> int | None:
-    """Exit status of a forked process that calls `function`; None if it, or what it started, was not done in time."""
+    """Exit status of a forked process that calls `function`; None if it was not done in time."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -142,7 +163,11 @@ class Recorder:
         sys.settrace(None)
         if self.outcomes == ['passed'] * 3:
             calls = sorted(set(self.trace_file.read_text().split()))
-            line = {'name': item.nodeid, 'seconds': round(time.monotonic() - start, 3), 'calls': calls}
+            line = {
+                'name': item.nodeid,
+                'seconds': round(time.monotonic() - start, 3),
+                'calls': calls,
+            }
             with self.out.open('a') as file:
                 file.write(json.dumps(line) + '\n')
         return result
@@ -156,7 +181,14 @@ def record(file: str, scratch: Path) -> list[Test]:
     out = scratch / 'recorded'
     out.write_text('')
     arguments = [file, '-m', FAST, '-p', 'no:cacheprovider', '-p', 'no:xdist']
-    if fork(lambda: exit_of(arguments, Recorder(out, scratch / 'trace')), output=scratch / 'output', seconds=MOST_SECONDS) is None:
+    if (
+        fork(
+            lambda: exit_of(arguments, Recorder(out, scratch / 'trace')),
+            output=scratch / 'output',
+            seconds=MOST_SECONDS,
+        )
+        is None
+    ):
         raise SystemExit(f'{file} was not done in {MOST_SECONDS} s')
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     return [Test(name=line['name'], seconds=line['seconds'], calls=frozenset(line['calls'])) for line in lines]
@@ -169,7 +201,7 @@ def exit_of(arguments: list[str], *plugins: object) -> None:
 
 
 class Chooser:
-    """A pytest plugin that runs these tests in their order, up to the first that fails, whose name it writes down."""
+    """A pytest plugin that runs these tests in their order and writes down which one is running."""
 
     def __init__(self, tests: Sequence[Test], out: Path, seconds: float):
         self.tests, self.out, self.deadline = tests, out, time.monotonic() + seconds
@@ -201,7 +233,11 @@ def first_to_notice(tests: Sequence[Test], scratch: Path, *, seconds: float) -> 
     out.write_text('')
     files = list(dict.fromkeys(test.file for test in tests))
     arguments = [*files, '-m', FAST, '-x', '-p', 'no:cacheprovider', '-p', 'no:xdist']
-    status = fork(lambda: exit_of(arguments, Chooser(tests, out, seconds)), output=scratch / 'output', seconds=2 * seconds)
+    status = fork(
+        lambda: exit_of(arguments, Chooser(tests, out, seconds)),
+        output=scratch / 'output',
+        seconds=2 * seconds,
+    )
     running = out.read_text()
     if status == 0:
         return running

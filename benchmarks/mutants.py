@@ -1,12 +1,15 @@
-"""What the fast tests notice of small random changes of the code: `python benchmarks/mutants.py OUT.csv --count 150 --seed 1`.
+"""What the fast tests notice of random small changes: `python benchmarks/mutants.py OUT.csv --seed 1`.
 
-Changes are drawn from each room of the package in turn, and applied one at a time to a copy of the repository. Of a change those fast
-tests are run that call the changed function, the folder that mirrors its room first, up to the first that fails; which tests call what
-is measured once (half an hour) and kept beside OUT.csv for each file of tests as long as it is the same. A change that OUT.csv has is
-left out, so a run that was stopped goes on. The column `equivalent` is for hand: why a change that no test noticed makes no difference.
+Changes are drawn from each room of the package in turn, and applied one at a time to a copy of the
+repository. Of a change those fast tests are run that call the changed function, the folder that
+mirrors its room first, up to the first that fails. Which tests call what is measured once (half an
+hour) and kept beside OUT.csv, for each file of tests as long as it is the same. A change that
+OUT.csv has is left out, so a run that was stopped goes on. The column `equivalent` is for hand: why
+a change that no test noticed makes no difference. `--count 0` shows the shares again.
 
-mutmut leaves out decorated functions (here every `custom_vjp`, cached function and property) and draws no sample, and cosmic-ray starts a
-process, which imports jax anew, for each change: so this forks from a process that has jax imported.
+mutmut leaves out decorated functions (here every `custom_vjp`, cached function and property) and
+draws no sample, and cosmic-ray starts a process, which imports jax anew, for each change: so this
+forks from a process that has jax imported.
 """
 
 import argparse
@@ -55,10 +58,20 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('out', type=Path)
-    parser.add_argument('--count', type=int, default=150, help='how many changes of the sequence that the seed gives')
+    parser.add_argument(
+        '--count',
+        type=int,
+        default=150,
+        help='how many changes of the sequence that the seed gives',
+    )
     parser.add_argument('--first', type=int, default=0, help='the number of the change to begin with')
     parser.add_argument('--seed', type=int, default=1)
-    parser.add_argument('--rooms', nargs='+', default=(), help='folders of megajax/; `megajax` for the files that are in none')
+    parser.add_argument(
+        '--rooms',
+        nargs='+',
+        default=(),
+        help='folders of megajax/; `megajax` for the files that are in none',
+    )
     parser.add_argument('--tests', nargs='+', default=['tests'], help='folders of tests to choose from')
     parser.add_argument('--since', metavar='COMMIT', help='only in files that differ from those of a commit')
     parser.add_argument('--seconds', type=float, default=600, help='the most that is spent on one change')
@@ -76,7 +89,10 @@ def package_files(since: str | None) -> list[str]:
 
 
 def measure_calls(tree: Path, folders: Sequence[str], recorded: Path, scratch: Path) -> list[Test]:
-    """Every fast test with the functions that it calls: what `recorded` has of files that have not changed, and the rest measured."""
+    """Every fast test with the functions that it calls.
+
+    What `recorded` has of files of tests that have not changed is taken from there.
+    """
     known = json.loads(recorded.read_text()) if recorded.exists() else {}
     tests: list[Test] = []
     for path in sorted({path for folder in folders for path in (tree / folder).rglob('test_*.py')}):
@@ -84,8 +100,14 @@ def measure_calls(tree: Path, folders: Sequence[str], recorded: Path, scratch: P
         digest = hashlib.sha256(b''.join(each.read_bytes() for each in (path, *(tree / 'tests' / name for name in HELPERS)))).hexdigest()
         if known.get(file, {}).get('sha256') != digest:
             found = record(file, scratch)
-            print(f'{sum(test.seconds for test in found):6.1f} s  {file}: {len(found)} fast tests pass', flush=True)
-            known[file] = {'sha256': digest, 'tests': [{'name': x.name, 'seconds': x.seconds, 'calls': sorted(x.calls)} for x in found]}
+            print(
+                f'{sum(test.seconds for test in found):6.1f} s  {file}: {len(found)} fast tests pass',
+                flush=True,
+            )
+            known[file] = {
+                'sha256': digest,
+                'tests': [{'name': x.name, 'seconds': x.seconds, 'calls': sorted(x.calls)} for x in found],
+            }
             recorded.write_text(json.dumps(known))
         tests += [Test(name=x['name'], seconds=x['seconds'], calls=frozenset(x['calls'])) for x in known[file]['tests']]
     return tests
@@ -115,7 +137,10 @@ def try_change(change: Change, tests: Sequence[Test], tree: Path, scratch: Path,
 
 
 def in_order(tests: Sequence[Test], change: Change) -> list[Test]:
-    """The folder that mirrors the changed room first, then by the time that a file of tests takes; a file's tests stay together."""
+    """The folder that mirrors the changed room first, then the quickest file of tests.
+
+    The tests of a file stay together.
+    """
     seconds: dict[str, float] = {}
     for test in tests:
         seconds[test.file] = seconds.get(test.file, 0) + test.seconds

@@ -1,4 +1,4 @@
-"""Random changes of code, for `benchmarks/mutants.py`: one place at a time, the same from the same seed, and no text among them."""
+"""Random changes of code: one place at a time, the same from the same seed, and no text."""
 
 import ast
 import importlib.util

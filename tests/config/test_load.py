@@ -135,6 +135,13 @@ def test_a_missing_file_names_the_nearest_preset() -> None:
     assert message.startswith('configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: bert_1.3b, ')
 
 
+def test_what_is_no_file_or_no_text_is_told(tmp_path: Path) -> None:
+    assert mistakes(tmp_path) == [f'{tmp_path}: cannot be read: Is a directory']
+    (tmp_path / 'binary.yaml').write_bytes(b'\xff\xfe')
+    (message,) = mistakes(tmp_path / 'binary.yaml')
+    assert message.startswith(f'{tmp_path}/binary.yaml: not valid YAML: ')
+
+
 def test_a_config_can_be_hashed_and_a_blend_survives_its_dump(tmp_path: Path) -> None:
     config = load('tiny', ['data.blend={web: 0.7, code: 3}'])
     (tmp_path / 'again.yaml').write_text(dump(config))

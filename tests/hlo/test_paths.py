@@ -1,4 +1,4 @@
-"""Where an array goes is told by the path of the product that reads it, also through what XLA has fused."""
+"""Where an array goes is told by the path of the product that reads it, also through fusions."""
 
 import pytest
 

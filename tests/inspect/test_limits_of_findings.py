@@ -1,4 +1,4 @@
-"""A step with exactly what Megatron has passes, and one with the least more does not: rows and lint, on collectives made by hand."""
+"""A step with exactly what Megatron has passes, and one with the least more does not."""
 
 import dataclasses
 

@@ -44,7 +44,11 @@ def test_matrices_alone_are_computed_with_in_16_bits(name):
     matrices |= {
         'gpt': set(),
         'llama': {'head'},
-        'bert': {'masked_head.dense.weight', 'order_head.pooler.weight', 'order_head.classifier.weight'},
+        'bert': {
+            'masked_head.dense.weight',
+            'order_head.pooler.weight',
+            'order_head.classifier.weight',
+        },
     }[name]
     dtypes = {path: x.dtype for path, x in by_name(cast).items()}
     assert {path for path, dtype in dtypes.items() if dtype == jnp.bfloat16} == matrices

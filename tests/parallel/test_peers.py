@@ -1,4 +1,7 @@
-"""How processes meet and hear of one another's end, each a thread here; `test_distributed.py` has it with real processes."""
+"""How processes meet and hear of one another's end, each a thread here.
+
+`test_distributed.py` has it with real processes.
+"""
 
 import errno
 import itertools
@@ -26,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExc
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What processes said that ended early: here only their thread ends."""
     lines: list[str] = []
 
@@ -34,10 +37,14 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         lines.append(line)
         raise SystemExit(75)
 
-    # For good: a thread that outlives its test would end pytest.
-    peers.end = rendezvous.end = end
+    monkeypatch.setattr(peers, 'end', end)
+    monkeypatch.setattr(rendezvous, 'end', end)
     monkeypatch.setattr(peers, 'OWN_ERROR', 0.3)
-    return lines
+    yield lines
+    for thread in threading.enumerate():
+        if thread.name == 'megajax-peers':
+            thread.join(10)
+            assert not thread.is_alive(), 'it would end the tests with it'
 
 
 @pytest.fixture
@@ -87,7 +94,10 @@ def test_all_processes_meet_agree_on_a_port_and_part_in_peace(port: int, ended: 
         thread.join(30)
     assert sorted(met) == [0, 1, 2]
     assert len({agreed for _, agreed in met.values()}) == 1
-    assert sorted(link.name.split(' on ')[0] for link in met[0][0].links) == ['process 1', 'process 2']
+    assert sorted(link.name.split(' on ')[0] for link in met[0][0].links) == [
+        'process 1',
+        'process 2',
+    ]
     for each, _ in met.values():
         each.done()
     for index in (1, 2):
@@ -97,7 +107,11 @@ def test_all_processes_meet_agree_on_a_port_and_part_in_peace(port: int, ended: 
     assert ended == []
 
 
-@pytest.mark.parametrize('said', [hello(0, 2), hello(2, 2), hello(1, 3), hello(-1, 2)], ids=['0 of 2', '2 of 2', '1 of 3', '-1 of 2'])
+@pytest.mark.parametrize(
+    'said',
+    [hello(0, 2), hello(2, 2), hello(1, 3), hello(-1, 2)],
+    ids=['0 of 2', '2 of 2', '1 of 3', '-1 of 2'],
+)
 def test_a_process_that_cannot_be_one_of_the_run_is_refused(said: bytes, port: int, ended: list[str]) -> None:
     answers: list[bytes] = []
     thread = say(port, said, answers)
@@ -150,7 +164,9 @@ def pair() -> Iterator[tuple[Link, Link]]:
         yield Link(near, 'process 1 on h'), Link(far, 'process 0 on h')
 
 
-def test_messages_come_whole_however_they_were_cut_and_the_end_last(pair: tuple[Link, Link]) -> None:
+def test_messages_come_whole_however_they_were_cut_and_the_end_last(
+    pair: tuple[Link, Link],
+) -> None:
     near, far = pair
     far.socket.sendall(b'{"event": "a"}\n{"ev')
     assert near.receive() == [{'event': 'a'}]
@@ -204,7 +220,11 @@ FAILED = 'process 1 on h failed (why), so this process ends too: see what that o
 )
 @pytest.mark.parametrize('fails_itself', [False, True])
 def test_a_process_ends_when_another_does_early_unless_it_fails_itself(
-    said: list[dict[str, Any]], expected: str | None, fails_itself: bool, pair: tuple[Link, Link], ended: list[str]
+    said: list[dict[str, Any]],
+    expected: str | None,
+    fails_itself: bool,
+    pair: tuple[Link, Link],
+    ended: list[str],
 ) -> None:
     near, far = pair
     own = Peers(0, [near])
@@ -220,7 +240,24 @@ def test_a_process_ends_when_another_does_early_unless_it_fails_itself(
     if fails_itself:
         assert json.loads(heard) == {'event': 'failed', 'why': 'an error of its own'}
     elif expected:
-        assert json.loads(heard) == {'event': 'other', 'what': expected, 'patience': 0.3 if said else 0}
+        assert json.loads(heard) == {
+            'event': 'other',
+            'what': expected,
+            'patience': 0.3 if said else 0,
+        }
+
+
+def test_an_error_that_follows_from_anothers_does_not_hide_it(
+    pair: tuple[Link, Link],
+    ended: list[str],
+) -> None:
+    near, far = pair
+    own = Peers(1, [near])
+    far.send(event='other', what=LOST, patience=0.8)
+    own.watch()
+    own.failed('a collective failed', own=False)
+    own._watcher.join(10)
+    assert ended == [LOST]
 
 
 def test_process_0_passes_on_what_it_heard(pair: tuple[Link, Link], ended: list[str]) -> None:

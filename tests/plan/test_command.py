@@ -31,6 +31,8 @@ def test_the_command_says_what_the_call_says(tmp_path):
     called = megajax.plan(megajax.load('gpt2_345m'), gpu='h100', gpus=16, tokens=300e9)
     assert Plan.model_validate_json(json.read_text()) == called
     assert str(called) in done.stdout
+    titles = [line.strip() for line in done.stdout.splitlines()]
+    assert {f'memory per GPU, at its peak ({called.memory_moment})', 'time per step', 'layouts'} <= set(titles)
     assert megajax.load(winner) == called.fastest()
     assert called.fastest().mesh.data * called.fastest().mesh.model == 16
 

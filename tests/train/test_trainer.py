@@ -1,4 +1,4 @@
-"""The loop around the step, with a step that computes nothing: what is refused, rolled back, saved and written down."""
+"""The loop around a step that computes nothing: what is refused, rolled back, saved and written."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,8 @@ from megajax.train.step import TrainState
 CONFIG = """
 model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 300, max_seq_len: 16}
 mesh: {data: 1, model: 1}
-train: {steps: 8, batch_size: 2, seq_len: 16, dtype: float32, log_every: 1, nonfinite: rollback, sample_prompts: []}
+train: {steps: 8, batch_size: 2, seq_len: 16, dtype: float32, log_every: 1,
+        nonfinite: rollback, sample_prompts: []}
 checkpoint: {every: 1, keep: 2}
 optim: {schedule: constant, warmup_steps: 0}
 """
@@ -33,7 +34,13 @@ def make_counting_step(config: Config) -> Any:
     def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
         loss = batch['loss_mask'].sum()
         verdict, guard = judge(state.guard, loss, loss, jnp.float32(1), overflow=jnp.array(False), spikes=False)
-        metrics = {'loss': loss, 'nll': loss, 'grad_norm': jnp.float32(1), 'lr': jnp.float32(0), **verdict._asdict()}
+        metrics = {
+            'loss': loss,
+            'nll': loss,
+            'grad_norm': jnp.float32(1),
+            'lr': jnp.float32(0),
+            **verdict._asdict(),
+        }
         return state._replace(step=state.step + 1, batches=state.batches + 1, guard=guard), metrics
 
     return jax.jit(step, donate_argnums=0)
@@ -41,7 +48,7 @@ def make_counting_step(config: Config) -> Any:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A run whose batches of these numbers are bad; the numbers of the batches that it read for training."""
+    """A run in which some batches are bad, by number; it returns the numbers of those it read."""
     folder, read = write_run(tmp_path, CONFIG), list[int]()
     whole = Batches.rows
 
