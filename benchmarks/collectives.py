@@ -15,6 +15,8 @@ from pathlib import Path
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
+import jax
+
 import megajax
 from megajax.config import presets
 from megajax.hardware.gpu import num_hosts
@@ -40,7 +42,9 @@ def main() -> None:
 
 def share_kernels(file: Path) -> None:
     """Have XLA compile a kernel once that several steps have; half of the time goes there."""
-    flags = f'--xla_gpu_kernel_cache_file={file} --xla_gpu_enable_llvm_module_compilation_parallelism=true'
+    flags = f'--xla_gpu_kernel_cache_file={file}'
+    if jax.__version_info__ < (0, 11):  # later ones have no such flag and need none
+        flags += ' --xla_gpu_enable_llvm_module_compilation_parallelism=true'
     os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flags}'
 
 

@@ -1,7 +1,9 @@
 """Orbax's and tensorstore's own account of a save that failed is hundreds of lines; that of `train/checkpoint.py` is one."""
 
+import functools
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -9,12 +11,8 @@ def leave_failed_saves_to_us() -> None:
     """Drop the tracebacks of saves that Orbax's threads log or leave behind; everything else is told as before."""
     for name in ('absl', 'asyncio'):
         logging.getLogger(name).addFilter(_is_told)
-    if sys.unraisablehook is not _tell:
-        _hooks.append(sys.unraisablehook)
-        sys.unraisablehook = _tell
-
-
-_hooks = [sys.__unraisablehook__]
+    if getattr(sys.unraisablehook, 'func', None) is not _tell:
+        sys.unraisablehook = functools.partial(_tell, sys.unraisablehook)
 
 
 def _is_told(record: logging.LogRecord) -> bool:
@@ -22,7 +20,7 @@ def _is_told(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or not of_a_save
 
 
-def _tell(unraisable: Any) -> None:
+def _tell(others: Callable[[Any], object], unraisable: Any) -> None:
     # tensorstore, in C++, reports to the event loop of a save, which is closed when the first of its writes has failed
     if str(unraisable.exc_value) != 'Event loop is closed':
-        _hooks[-1](unraisable)
+        others(unraisable)

@@ -1,5 +1,6 @@
 """The training loop: steps, what follows from them, evaluation and checkpoints."""
 
+import logging
 import math
 from collections import Counter
 
@@ -26,6 +27,8 @@ from megajax.train.sampler import Sampler
 from megajax.train.step import Metrics, TrainState, before_skipped, make_eval_step, make_train_step
 from megajax.train.stop import StopWatch
 from megajax.train.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
 
 ROLLBACKS = 3  # without a new checkpoint between them; then the run ends
 COMPANY = 5.0  # seconds in which the other processes fail in the same place, or do not
@@ -111,7 +114,7 @@ class Trainer:
             self.checkpoints.abandon()
             return
         if not all_are_here(f'failed_after_{self.step}', COMPANY):
-            self.report.say(f'step {self.step} is not saved: the other processes did not fail with this one')
+            logger.warning('step %d is not saved: the other processes did not fail with this one', self.step)
             self.checkpoints.abandon()
             return
         if self.step:

@@ -38,15 +38,16 @@ SAVE = """
             os.kill(os.getpid(), signal.SIGKILL)
     Checkpoints.save = save
 """
-HOLD_THE_GIL = """
+AT_33 = """
     import ctypes
     from megajax.train import trainer
     def take_step(loop, take=trainer.Trainer._take_step):
         if loop.step == 33:
-            ctypes.PyDLL(None).sleep(1000)
+            {fault}
         return take(loop)
     trainer.Trainer._take_step = take_step
 """
+HOLD_THE_GIL = AT_33.format(fault='ctypes.PyDLL(None).sleep(1000)')
 # A run that has time to agree on a signal: jax needs half a second, and far more on a busy machine.
 SLOW = """
 from megajax.train import trainer
@@ -189,6 +190,14 @@ def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(fo
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root')
+def test_a_process_that_fails_alone_while_the_others_train_does_not_wait_for_them(folder: Path, straight: Path) -> None:
+    code, said = finish(start(folder, processes=2, fault=ON_1 + AT_33.format(fault="raise MemoryError('of this process')")))
+    assert (code, 'step 33 is not saved: the other processes did not fail with this one' in said) == (1, True), said
+    assert 'MemoryError: of this process' in said
+    assert max(steps(folder / 'run')) == 25
+    assert_goes_on_as_if_nothing_had_been(folder, straight)
+
+
 def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_compiles(folder: Path) -> None:
     (folder / 'run').mkdir()
     if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'ro', 'tmpfs', folder / 'run'], check=False, capture_output=True).returncode:
