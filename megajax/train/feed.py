@@ -1,5 +1,6 @@
 """Batches from the host onto the mesh; each process reads and places its own rows. B batch, S sequence."""
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Self
 
@@ -8,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from megajax.config import Config, ConfigError
+from megajax.config import Config, ConfigError, RunError
 from megajax.data import Batch as HostBatch
 from megajax.data import Batches
 from megajax.parallel import layout
 from megajax.train.agree import from_all
+
+logger = logging.getLogger(__name__)
 
 Batch = dict[str, jax.Array]
 
@@ -40,6 +43,8 @@ class PlacedBatches:
         except Exception as error:
             if jax.process_count() == 1:
                 raise
+            if not isinstance(error, RunError):  # the others may end this process before it has told of it
+                logger.exception('this process could not read its rows of a batch')
             self._error = self._error or error
             batch = self._batches.unreadable(self._rows.stop - self._rows.start)
         return place_batch(self._prepare(batch), batch_size=self._batches.batch_size)

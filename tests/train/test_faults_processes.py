@@ -179,11 +179,14 @@ def test_a_number_that_is_not_finite_in_one_process_skips_the_step_in_all(folder
     assert len([line for line in lines if 'loss' in line]) == 80
 
 
-def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(folder: Path, straight: Path) -> None:
-    fault = ON_1 + '    from megajax.config import ConfigError\n' + ROWS.format(fault="raise ConfigError('corpus.bin: at byte 7')")
+@pytest.mark.parametrize(
+    ('kind', 'told'), [('ConfigError', 'error: corpus.bin: at byte 7'), ('MemoryError', 'MemoryError: corpus.bin: at byte 7')]
+)
+def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(folder: Path, straight: Path, kind: str, told: str) -> None:
+    fault = ON_1 + '    from megajax.config import ConfigError\n' + ROWS.format(fault=f"raise {kind}('corpus.bin: at byte 7')")
     code, said = finish(start(folder, processes=2, fault=fault))
     assert code == 2, said
-    assert '[1] error: corpus.bin: at byte 7' in said
+    assert f'[1] {told}' in said
     assert '[0] error: process 1 could not read its rows of a batch: see what it printed' in said
     assert max(find_steps(folder / 'run/checkpoints')) == 33
     assert_goes_on_as_if_nothing_had_been(folder, straight)
