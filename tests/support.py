@@ -1,10 +1,13 @@
 """What several tests need: small configs and batches, and parameters as numpy arrays."""
 
+import importlib.util
 import resource
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -18,6 +21,7 @@ from megajax.data.tokenizer import byte_tokenizer
 from megajax.parallel.mesh import concrete, make_mesh
 from megajax.train.step import init_state
 
+ROOT = Path(__file__).parents[1]
 # Together: tied and untied, learned and rotary positions, both norms, GELU and SwiGLU, MHA and GQA (key/value heads at least and fewer
 # than `model`), qk_norm, biases and none, vocabularies that no mesh divides, dropout, label smoothing and z-loss. Eight heads for model=8.
 MODELS: dict[str, dict[str, Any]] = {
@@ -148,3 +152,13 @@ def write_run(folder: Path, config: str) -> Path:
         (folder / f'corpus/{number}.txt').write_text(f'def f{number}(x):\n    return x + {number}\n' * 30)
     (folder / 'small.yaml').write_text(config + f'data: {{corpus: {folder}/corpus, tokenizer: bytes, split: "6,2,0"}}\n')
     return folder
+
+
+def load_script(name: str) -> ModuleType:
+    """A program of `benchmarks/` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f'benchmarks/{name}.py')
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,26 +1,11 @@
 """Random changes of code: one place at a time, the same from the same seed, and no text."""
 
 import ast
-import importlib.util
 import itertools
-import sys
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-
-
-def load_script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f'benchmarks/{name}.py')
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from support import ROOT, load_script
 
 code = load_script('code_changes')
 
