@@ -17,6 +17,7 @@ from megajax.cli_generate import evaluate, generate
 from megajax.cli_interop import export_app, import_app
 from megajax.cli_plan import plan_app
 from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, num_parameters, presets
+from megajax.config.outputs import check_outputs
 from megajax.parallel.signals import leave_when_asked
 from megajax.train.named import config_of_overrides
 
@@ -126,8 +127,7 @@ def inspect(
         raise ConfigError('--bisect and --reduce explain what --run finds wrong: add --run')
     if run and target == 'cpu':
         raise ConfigError('--run executes the program of a GPU: add --target h100, or a100, h200, b200')
-    if missing := [path for path in (json, hlo) if path and not path.parent.is_dir()]:
-        raise ConfigError(*(f'{path}: there is no folder {path.parent}: make it first' for path in missing))
+    check_outputs(json, hlo)
     from megajax.inspect import inspect_with_text
     from megajax.inspect.report import tables
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from megajax.config import ConfigError
+from megajax.config.outputs import output_problems
 
 if TYPE_CHECKING:
     from megajax.generate import Continuation
@@ -117,8 +118,7 @@ def _check(files: Sequence[str], task: str | None, harness: str | None, stride: 
     if task == 'lambada' and stride:
         problems.append('--task lambada has no --stride')
     problems += [f'{file}: no such file or folder' for file in files if not Path(file).expanduser().exists()]
-    if out and not out.parent.is_dir():
-        problems.append(f'{out}: there is no folder {out.parent}: make it first')
+    problems += output_problems(out)
     if problems:
         raise ConfigError(*problems)
 

@@ -8,6 +8,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from megajax.config import Config, ConfigError, load
+from megajax.config.outputs import check_outputs
 
 if TYPE_CHECKING:
     from megajax.plan.network import Cluster
@@ -53,8 +54,7 @@ def for_config(
     if source is None:
         raise ConfigError('plan needs a config: megajax plan CONFIG --gpu h100 --gpus 64, or --table scaling')
     config = load(source, overrides or ())
-    if missing := [path for path in (json, write) if path and not path.parent.is_dir()]:
-        raise ConfigError(*(f'{path}: there is no folder {path.parent}: make it first' for path in missing))
+    check_outputs(json, write)
     pictures = {name: path for name, path in (('roofline', roofline), ('scaling', scaling)) if path}
     if pictures:
         from megajax.plan.plot import check_picture  # here, because it needs matplotlib

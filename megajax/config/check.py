@@ -1,7 +1,9 @@
 """What a config's keys demand of one another, found before jax is imported or anything compiles."""
 
+import bisect
+import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megajax.config.errors import Problem
@@ -54,7 +56,7 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
         return model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0
 
     if not fits(shards):
-        near = _nearest(fits, shards, limit=2 * model.num_kv_heads)
+        near = _nearest([n for n in range(1, 2 * model.num_kv_heads + 1) if fits(n)], shards)
         message = f'{model.num_kv_heads} is neither a multiple nor a divisor of mesh.model={shards}; use mesh.model {near}'
         yield Problem(path='model.num_kv_heads', message=message, others=('mesh.model',))
     elif shards > model.num_kv_heads and model.head_dim % shards:  # fewer key/value heads than shards: the fused QKV is cut along head_dim
@@ -71,7 +73,7 @@ def _widths(config: 'Config') -> Iterator[Problem]:
     yield from _divides('model.ffn_size', model.ffn_size, 'mesh.model', shards)
     padded = model.padded_vocab_size
     if padded % shards:
-        near = _nearest(lambda n: padded % n == 0, shards, limit=padded)
+        near = _nearest(divisors(padded), shards)
         message = f'{model.vocab_size} is padded to {padded}, which mesh.model={shards} does not divide; use mesh.model {near}'
         yield Problem(path='model.vocab_size', message=message, others=('mesh.model',))
     if seq_len > model.max_seq_len:
@@ -166,7 +168,7 @@ def _masked(config: 'Config') -> Iterator[Problem]:
 
 def _divides(path: str, value: int, by: str, divisor: int, *, under: str | None = None) -> Iterator[Problem]:
     if value % divisor:
-        fixes = f'{_multiples(value, divisor)}, or {by} {_nearest(lambda n: value % n == 0, divisor, limit=value)}'
+        fixes = f'{_multiples(value, divisor)}, or {by} {_nearest(divisors(value), divisor)}'
         limit = f'{by}={divisor}' + (f' under {under}' if under else '')
         yield Problem(path=path, message=f'{value} is not a multiple of {limit}; use {fixes}', others=(by, under) if under else (by,))
 
@@ -176,8 +178,14 @@ def _multiples(value: int, divisor: int) -> str:
     return f'{below} or {below + divisor}' if below else str(divisor)
 
 
-def _nearest(works: Callable[[int], bool], value: int, *, limit: int) -> str:
-    """The numbers from 1 to `limit` on either side of `value` that work, looking 1024 upwards."""
-    below = next((n for n in range(min(value - 1, limit), 0, -1) if works(n)), None)
-    above = next((n for n in range(value + 1, min(limit, value + 1024) + 1) if works(n)), None)
-    return ' or '.join(str(n) for n in (below, above) if n)
+@functools.cache
+def divisors(number: int) -> tuple[int, ...]:
+    """In ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return tuple(sorted({*small, *(number // n for n in small)}))
+
+
+def _nearest(these: Sequence[int], value: int) -> str:
+    """Those in ascending order on either side of `value`, which is none of them."""
+    at = bisect.bisect(these, value)
+    return ' or '.join(str(n) for n in these[max(0, at - 1) : at + 1])

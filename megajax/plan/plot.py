@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megajax.config import Config, ConfigError
+from megajax.config.outputs import check_outputs
 from megajax.plan.memory import BYTES
 from megajax.plan.network import Cluster
 from megajax.plan.search import Choice, search
@@ -22,8 +23,7 @@ def check_picture(path: Path) -> None:
     """Raise ConfigError unless a picture can be drawn and written there."""
     if path.suffix not in _FORMATS:
         raise ConfigError(f'{path}: a picture ends in {", ".join(_FORMATS)}')
-    if not path.parent.is_dir():
-        raise ConfigError(f'{path}: there is no folder {path.parent}: make it first')
+    check_outputs(path)
     _figure()
 
 

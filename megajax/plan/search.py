@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from megajax.config import Config, ConfigError
-from megajax.config.check import incompatibilities
+from megajax.config.check import divisors, incompatibilities
 from megajax.config.flops import uses_flash
 from megajax.plan.memory import memory
 from megajax.plan.network import Cluster
@@ -61,6 +61,8 @@ def search(config: Config, cluster: Cluster) -> Ranking:
         for candidate in _layouts(config, data, model, cluster.devices_per_host):
             if problems := incompatibilities(candidate):
                 impossible.setdefault((data, model), str(problems[0]))
+                if not found:  # the first asks the least of all
+                    break
                 continue
             found += 1
             needed = memory(candidate, capacity_bytes=usable_memory(cluster)).total
@@ -83,11 +85,6 @@ def usable_memory(cluster: Cluster) -> int:
     return int(USABLE * cluster.hardware.memory)
 
 
-def divisors(number: int) -> list[int]:
-    """In ascending order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def changed(config: Config, **keys: object) -> Config:
     """The config with other values, `section__key=value`, unchecked: `incompatibilities` says whether they work together."""
     sections: dict[str, dict[str, object]] = {}
@@ -98,6 +95,7 @@ def changed(config: Config, **keys: object) -> Config:
 
 
 def _layouts(config: Config, data: int, model: int, per_host: int) -> Iterator[Config]:
+    """Of one mesh; what the first demands of the config, all the others do."""
     if config.train.batch_size % data:
         return
     sequence_parallel = (False, True) if model > 1 else (False,)

@@ -85,6 +85,7 @@ def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
         ('gpt2_124m --gpu v100', 'train.dtype=bfloat16: NVIDIA V100 SXM3 32 GB computes in float16, float32'),
         ('gpt2_124m --gpu v100 --verify', '--verify with --gpu v100: the step can be compiled for a100, h100, h200, b200'),
         ('gpt2_124m --json nowhere/x.json', 'nowhere/x.json: there is no folder nowhere'),
+        ('gpt2_124m --write tests', 'tests is a folder: give the name of a file in it'),
         ('gpt2_124m --roofline x.gif', 'x.gif: a picture ends in .png, .svg, .pdf'),
         ('--table megatron', '--table megatron: choose among scaling, narayanan, heads, strong'),
         ('--gpu h100', 'plan needs a config'),
