@@ -1,122 +1,144 @@
-"""The training step of Megatron's 1.2B model on one GPU, in bf16 with flash attention: `python benchmarks/gpu.py [key=value ...]`.
+"""Everything worth measuring on one GPU, in eight minutes: `python benchmarks/gpu.py --out FOLDER`.
 
-Prints TFLOP/s and MFU by the formula of Narayanan et al., 2021, with PyTorch's GPT-2 of the same size beside it where PyTorch sees the
-GPU too. Takes the largest of megatron_1.2b, gpt2_345m and gpt2_124m that fits, and refuses to run without a GPU.
+Each measurement is a process of its own with a limit of its own, what matters most first, and ends
+as one JSON line on standard output and in FOLDER/results.jsonl, whatever befalls the others. `--list`
+shows them, `--only` takes some. Traces, the compiled step and the autotuner's choices lie beside, in
+at most 8 files of 16 MiB. `--small` runs tiny sizes, on a CPU too. `--wheels` is a folder of wheels
+that this machine lacks (`pip download` makes one); they are installed for these processes alone.
 """
 
 import argparse
-import statistics
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import jax
-import numpy as np
+ROOT = Path(__file__).parents[1]
+LEAST = 15.0  # seconds for which a measurement is still begun
+MOST_BYTES = 16 << 20  # of a file that is kept
 
-import megajax
 
-PRESETS = ('megatron_1.2b', 'gpt2_345m', 'gpt2_124m')
-# Dense bf16 peaks from the vendor's data sheets, in TFLOP/s.
-PEAK = {'V100': 125.0, 'A100': 312.0, 'H100': 989.0, 'H200': 989.0, 'B200': 2250.0}
+class Measurement(NamedTuple):
+    """What `gpu_measurements.py` calls so, how many seconds it may take, and what memory the GPU must have."""
+
+    name: str
+    seconds: int
+    what: str
+    gigabytes: int = 0
+
+
+MEASUREMENTS = (
+    Measurement('machine', 30, 'versions, driver, clocks'),
+    Measurement('products', 60, 'twelve products of the models in bf16, and the rate of a copy'),
+    Measurement('step-1.2b-8', 100, 'megatron_1.2b, 8 rows', 70),
+    Measurement('step-1.2b-4x8', 100, 'megatron_1.2b, 32 rows as four microbatches', 70),
+    Measurement('losses', 60, 'five losses of a small model beside those of the CPU'),
+    Measurement('step-345m', 60, 'gpt2_345m, 32 rows', 30),
+    Measurement('step-124m', 50, 'gpt2_124m, 32 rows', 30),
+    Measurement('attention', 40, "cuDNN's attention, forward and backward, at two sizes"),
+    Measurement('torch-1.2b-8', 90, "PyTorch's GPT-2 of the size of megatron_1.2b, 8 rows", 70),
+    Measurement('trace-1.2b-8', 120, 'a trace, the compiled text and the choices of the autotuner', 70),
+    Measurement('step-1.2b-32', 100, 'megatron_1.2b, 32 rows at once', 130),
+    Measurement('step-4.2b', 110, 'megatron_4.2b, 8 rows', 130),
+    Measurement('step-llama', 110, 'llama3_8b of 16 layers, 2 rows of 8192', 130),
+)
 
 
 def main() -> None:
+    arguments = parse()
+    chosen = [one for one in MEASUREMENTS if one.name in (arguments.only or [each.name for each in MEASUREMENTS])]
+    if arguments.list:
+        for one in chosen:
+            memory = f', from {one.gigabytes} GB' if one.gigabytes else ''
+            print(f'{one.name:14} {one.seconds:4d} s  {one.what}{memory}')
+        return
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, (out / 'results.jsonl').open('a') as results:
+        environment = prepared(arguments.wheels, Path(folder), small=arguments.small)
+        for line in run_all(chosen, out, environment, arguments.seconds):
+            text = json.dumps(line)
+            print(text, flush=True)
+            results.write(text + '\n')
+            results.flush()
+    bound(out)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('overrides', nargs='*', help='config keys, for example train.batch_size=16')
-    parser.add_argument('--steps', type=int, default=20, help='timed steps')
-    arguments = parser.parse_args()
-    device = jax.devices()[0]
-    if device.platform != 'gpu':
-        parser.error(f'jax has no GPU here, only {device.device_kind}: install megajax[cuda] on a GPU host, or run benchmarks/cpu.py')
-    jax.set_mesh(megajax.make_mesh(1, 1))
-    name, config, compiled, batch = largest_that_fits(arguments.overrides, device)
-    state = megajax.init_state(config)
-
-    def step() -> None:
-        nonlocal state
-        state, metrics = compiled(state, batch)
-        jax.block_until_ready(metrics)
-
-    print(f'{name} on {device.device_kind}, jax {jax.__version__}')
-    show('megajax', config, timed(step, arguments.steps), device.device_kind)
-    del state
-    if torch_sees_gpu():
-        show('PyTorch', config, timed(torch_step(config), arguments.steps), device.device_kind)
+    parser.add_argument('--out', type=Path, default=Path('gpu'), metavar='FOLDER')
+    parser.add_argument('--only', nargs='+', metavar='NAME', choices=[one.name for one in MEASUREMENTS])
+    parser.add_argument('--seconds', type=float, default=480, help='for all of them together')
+    parser.add_argument('--small', action='store_true', help='tiny sizes, to see that everything runs')
+    parser.add_argument('--wheels', type=Path, metavar='DIR')
+    parser.add_argument('--list', action='store_true')
+    return parser.parse_args()
 
 
-def largest_that_fits(overrides: list[str], device: jax.Device) -> tuple[str, megajax.Config, Callable[..., Any], Any]:
-    """The first preset whose compiled step needs less than the GPU's memory."""
-    limit = device.memory_stats()['bytes_limit']
-    for name in PRESETS:
-        settings = ['mesh.data=1', 'mesh.model=1', 'train.batch_size=8', 'train.dtype=bfloat16', 'train.recompute=none', 'model.dropout=0']
-        config = megajax.load(name, [*settings, *overrides])
-        train = config.train
-        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (train.batch_size, train.seq_len + 1), np.int32)
-        batch = megajax.place_batch(
-            {'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': np.ones((train.batch_size, train.seq_len), np.float32)}
-        )
-        compiled = megajax.make_train_step(config).lower(jax.eval_shape(lambda config=config: megajax.init_state(config)), batch).compile()
-        memory = compiled.memory_analysis()
-        needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        print(f'{name}: {needed / 1e9:.1f} GB of {limit / 1e9:.1f} GB')
-        if needed < limit:
-            return name, config, compiled, batch
-    raise SystemExit('error: none of them fits: set a smaller train.batch_size, or train.recompute=full')
+def prepared(wheels: Path | None, folder: Path, *, small: bool) -> dict[str, str]:
+    """The environment of the measurements."""
+    paths = [str(ROOT)]
+    if wheels:
+        names = sorted(str(path) for path in wheels.glob('*.whl'))
+        command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-index', '--no-deps', '--target', str(folder), *names]
+        subprocess.run(command, check=True)
+        paths.append(str(folder))
+    if before := os.environ.get('PYTHONPATH'):
+        paths.append(before)
+    memory = {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.92', 'TF_CPP_MIN_LOG_LEVEL': '3'}
+    return {**memory, **os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'MEGAJAX_SMALL': '1' if small else ''}
 
 
-def timed(step: Callable[[], None], steps: int) -> float:
-    for _ in range(3):
-        step()
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+def run_all(chosen: list[Measurement], out: Path, environment: dict[str, str], seconds: float) -> Iterator[dict[str, Any]]:
+    """A line for each measurement: what it found, or why there is nothing."""
+    deadline, gigabytes = time.monotonic() + seconds, None
+    for one in chosen:
+        left = deadline - time.monotonic()
+        if left < LEAST:
+            yield {'name': one.name, 'skipped': 'no time was left'}
+        elif gigabytes is not None and gigabytes < one.gigabytes:
+            yield {'name': one.name, 'skipped': f'the GPU has {gigabytes:.0f} GB of {one.gigabytes}'}
+        else:
+            line = run_one(one, out, environment, min(left, one.seconds))
+            gigabytes = line.get('gigabytes', gigabytes)
+            yield line
 
 
-def show(name: str, config: megajax.Config, seconds: float, kind: str) -> None:
-    model, train = config.model, config.train
-    hidden, layers, length = model.hidden_size, model.num_layers, train.seq_len
-    terms = 1 + length / (6 * hidden) + model.padded_vocab_size / (12 * hidden * layers)
-    rate = 72 * train.batch_size * length * layers * hidden**2 * terms / seconds / 1e12
-    peak = next((peak for gpu, peak in PEAK.items() if gpu in kind), None)
-    mfu = f'{rate / peak:.1%} MFU' if peak else f'no peak known for {kind}'
-    print(f'{name:8s} {1e3 * seconds:8.1f} ms/step {train.batch_size * length / seconds:10,.0f} tokens/s {rate:7.1f} TFLOP/s  {mfu}')
+def run_one(one: Measurement, out: Path, environment: dict[str, str], seconds: float) -> dict[str, Any]:
+    start = time.monotonic()
+    command = [sys.executable, str(ROOT / 'benchmarks/gpu_measurements.py'), one.name, str(out)]
+    with tempfile.TemporaryFile('w+') as said, tempfile.TemporaryFile('w+') as errors:
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=errors, start_new_session=True)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            return {'name': one.name, 'failed': f'was not done in {seconds:.0f} s'}
+        lines, reasons = (read(file) for file in (said, errors))
+    taken = round(time.monotonic() - start, 1)
+    if process.returncode:
+        reason = next((line for line in reversed(reasons) if line.strip()), '')
+        return {'name': one.name, 'failed': f'exit {process.returncode}: {reason[:300]}', 'process_s': taken}
+    return {'name': one.name, **json.loads(lines[-1]), 'process_s': taken}
 
 
-def torch_sees_gpu() -> bool:
-    try:
-        import torch
-        import transformers  # noqa: F401
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
+def read(file: Any) -> list[str]:
+    file.seek(0)
+    return str(file.read()).splitlines()
 
 
-def torch_step(config: megajax.Config) -> Callable[[], None]:
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model, train = config.model, config.train
-    gpt2 = GPT2Config(
-        vocab_size=model.padded_vocab_size, n_positions=model.max_seq_len, n_embd=model.hidden_size, n_layer=model.num_layers,
-        n_head=model.num_heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation='sdpa',
-    )  # fmt: skip
-    network = torch.compile(GPT2LMHeadModel(gpt2).cuda().train())
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
-    tokens = torch.randint(0, model.vocab_size, (train.batch_size, train.seq_len), device='cuda')
-
-    def step() -> None:
-        with torch.autocast('cuda', torch.bfloat16):
-            loss = network(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.cuda.synchronize()
-
-    return step
+def bound(out: Path) -> None:
+    """Leave no file that is larger than what can be brought home."""
+    for path in out.iterdir():
+        if path.is_file() and path.stat().st_size > MOST_BYTES:
+            print(f'{path.name} had {path.stat().st_size / 1e6:.0f} MB and is not kept', file=sys.stderr)
+            path.unlink()
 
 
 if __name__ == '__main__':

@@ -1,0 +1,350 @@
+"""One measurement of `benchmarks/gpu.py`: `python benchmarks/gpu_measurements.py NAME FOLDER` ends with a JSON line."""
+
+import functools
+import gzip
+import importlib.metadata
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SMALL = bool(os.environ.get('MEGAJAX_SMALL'))
+WARM_UP, STEPS = 3, 3 if SMALL else 20
+STEP = 'mesh.data=1', 'mesh.model=1', 'train.dtype=bfloat16', 'train.recompute=none', 'model.dropout=0'
+TINY = 'model.num_layers=2', 'model.hidden_size=64', 'model.num_heads=4', 'model.vocab_size=512'
+# By the name of a step: the preset, rows, microbatches, and what else differs from it.
+SIZES: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
+    '1.2b-8': ('megatron_1.2b', 8, 1, ()),
+    '1.2b-4x8': ('megatron_1.2b', 32, 4, ()),
+    '1.2b-32': ('megatron_1.2b', 32, 1, ()),
+    '345m': ('gpt2_345m', 32, 1, ()),
+    '124m': ('gpt2_124m', 32, 1, ()),
+    '4.2b': ('megatron_4.2b', 8, 1, ()),
+    'llama': ('llama3_8b', 2, 1, ('model.num_layers=16',)),
+}
+
+
+def main() -> None:
+    name, out = sys.argv[1], Path(sys.argv[2])
+    kind, _, size = name.partition('-')
+    found = {'machine': machine, 'products': products, 'attention': attention, 'losses': losses}
+    if kind in found:
+        line = found[kind]()
+    elif kind == 'torch':
+        line = torch_step(size)
+    else:
+        line = traced(size, out) if kind == 'trace' else step(size)
+    print(json.dumps(line))
+
+
+def machine() -> dict[str, Any]:
+    import jax
+
+    device = jax.devices()[0]
+    if device.platform != 'gpu' and not SMALL:
+        raise SystemExit(f'jax has no GPU here, only {device.device_kind}: install megajax[cuda] on a GPU host, or give --small')
+    versions = {name: version(name) for name in ('jax', 'jaxlib', 'flax', 'optax', 'torch', 'transformers')}
+    memory = (device.memory_stats() or {}).get('bytes_limit')
+    return {
+        'device': device.device_kind,
+        'gigabytes': memory / 0.92 / 1e9 if memory else 1000.0,  # of a CPU, enough for what is small
+        'python': sys.version.split()[0],
+        'versions': versions,
+        'driver': query('driver_version'),
+        'power_limit_w': query('power.limit'),
+        'max_clock_mhz': query('clocks.max.sm'),
+    }
+
+
+def version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def query(what: str) -> str | None:
+    """What nvidia-smi says of the first GPU; None without one."""
+    command = ['nvidia-smi', '--id=0', f'--query-gpu={what}', '--format=csv,noheader,nounits']
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class Sensors:
+    """Clock and power of the GPU while it works, by nvidia-smi, four times a second."""
+
+    def __enter__(self) -> 'Sensors':
+        self.seen: list[tuple[float, float]] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.is_set() and (answer := query('clocks.sm,power.draw')):
+            clock, power = (float(value) for value in answer.split(','))
+            self.seen.append((clock, power))
+            self._stop.wait(0.25)
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def result(self) -> dict[str, float | None]:
+        """Their medians."""
+        clocks, powers = zip(*self.seen, strict=True) if self.seen else ((), ())
+        return {
+            'clock_mhz': statistics.median(clocks) if clocks else None,
+            'power_w': statistics.median(powers) if powers else None,
+        }
+
+
+def timed(run: Callable[[], object], steps: int = STEPS) -> dict[str, float]:
+    """Milliseconds of some runs after those that warm up."""
+    for _ in range(WARM_UP):
+        run()
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    tenths = statistics.quantiles(seconds, n=10, method='inclusive')
+    return {'median_ms': 1e3 * statistics.median(seconds), 'min_ms': 1e3 * min(seconds), 'p90_ms': 1e3 * tenths[-1]}
+
+
+def products() -> dict[str, Any]:
+    """Of one layer and the head of the 1.2B model and of Llama 3 8B: 8,192 tokens forward, TFLOP/s."""
+    import jax
+    import jax.numpy as jnp
+
+    tokens = 256 if SMALL else 8192
+    sizes = {
+        '1.2b': {'qkv': (1536, 4608), 'out': (1536, 1536), 'up': (1536, 6144), 'down': (6144, 1536), 'head': (1536, 51200)},
+        'llama': {'qkv': (4096, 6144), 'out': (4096, 4096), 'up': (4096, 28672), 'down': (14336, 4096), 'head': (4096, 128256)},
+        'square': {'4096': (4096, 4096), '8192': (8192, 8192)},
+    }
+    multiply = jax.jit(lambda x, w: x @ w)
+    found = {}
+    for model, shapes in sizes.items():
+        for name, (k, n) in shapes.items():
+            k, n = (min(size, 256) for size in (k, n)) if SMALL else (k, n)
+            x = jax.random.normal(jax.random.key(0), (tokens, k), jnp.bfloat16)
+            w = jax.random.normal(jax.random.key(1), (k, n), jnp.bfloat16)
+            median = timed(functools.partial(in_turn, multiply, x, w))['median_ms'] / TURNS
+            found[f'{model} {name}'] = round(2 * tokens * k * n / median / 1e9, 2)
+    x = jnp.zeros(1 << (20 if SMALL else 29), jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    rate = 2 * x.nbytes / (timed(functools.partial(in_turn, copy, x))['median_ms'] / TURNS) / 1e6
+    return {'tflops': found, 'copy_gb_per_s': round(rate, 1)}
+
+
+TURNS = 8  # kernels between two synchronizations, so that none waits for its launch
+
+
+def in_turn(function: Callable[..., Any], *arguments: Any) -> None:
+    result = None
+    for _ in range(TURNS):
+        result = function(*arguments)
+    result.block_until_ready()
+
+
+def attention() -> dict[str, Any]:
+    """TFLOP/s of what the causal mask leaves, forward, and forward with backward."""
+    import jax
+    import jax.numpy as jnp
+
+    implementation = 'xla' if SMALL else 'cudnn'
+    found = {}
+    for rows, length, heads, kv_heads, dim in ((8, 1024, 16, 16, 96), (2, 8192, 32, 8, 128)):
+        length = 64 if SMALL else length
+        q = jax.random.normal(jax.random.key(0), (rows, length, heads, dim), jnp.bfloat16)
+        k = jax.random.normal(jax.random.key(1), (rows, length, kv_heads, dim), jnp.bfloat16)
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+        forward = jax.jit(lambda q, k, v, attend=attend: attend(q, k, v))
+        both = jax.jit(jax.grad(lambda q, k, v, attend=attend: attend(q, k, v).astype(jnp.float32).sum(), (0, 1, 2)))
+        flops = 2 * rows * length**2 * heads * dim
+        name = f'{rows}x{length}x{heads}x{dim}'
+        ahead = timed(lambda f=forward, q=q, k=k: jax.block_until_ready(f(q, k, k)))['median_ms']
+        whole = timed(lambda f=both, q=q, k=k: jax.block_until_ready(f(q, k, k)))['median_ms']
+        found[name] = {'forward': round(flops / ahead / 1e9, 1), 'both': round(3.5 * flops / whole / 1e9, 1)}
+    return {'tflops': found, 'implementation': implementation}
+
+
+def config_of(size: str) -> Any:
+    import megajax
+
+    preset, rows, microbatches, more = SIZES[size]
+    if SMALL:
+        return megajax.load('tiny', [*STEP, *TINY, f'train.batch_size={microbatches}', f'train.microbatches={microbatches}'])
+    return megajax.load(preset, [*STEP, *more, f'train.batch_size={rows}', f'train.microbatches={microbatches}'])
+
+
+def prepared(config: Any) -> tuple[Any, Any, Any, float]:
+    """The compiled step, its first state and a batch, and the seconds that compiling took."""
+    import jax
+    import numpy as np
+
+    import megajax
+
+    jax.set_mesh(megajax.make_mesh(1, 1))
+    train = config.train
+    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (train.batch_size, train.seq_len + 1), np.int32)
+    mask = np.ones((train.batch_size, train.seq_len), np.float32)
+    batch = megajax.place_batch({'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': mask})
+    start = time.perf_counter()
+    abstract = jax.eval_shape(lambda: megajax.init_state(config))
+    compiled = megajax.make_train_step(config).lower(abstract, batch).compile()
+    return compiled, megajax.init_state(config), batch, time.perf_counter() - start
+
+
+def step(size: str) -> dict[str, Any]:
+    """The training step as a run takes it, on one GPU."""
+    import jax
+
+    from megajax.config.flops import step_flops
+
+    config = config_of(size)
+    compiled, state, batch, compile_seconds = prepared(config)
+    held: list[Any] = [state, None]
+
+    def run() -> None:
+        held[0], held[1] = compiled(held[0], batch)
+        jax.block_until_ready(held[1])
+
+    with Sensors() as sensors:
+        times = timed(run)
+    device, flops = jax.devices()[0], step_flops(config)
+    return {
+        'device': device.device_kind,
+        'jax': jax.__version__,
+        'compile_s': round(compile_seconds, 1),
+        **rates(config, times, flops.model, 3 * flops.attention, device.device_kind),
+        **sensors.result(),
+        'peak_bytes': (device.memory_stats() or {}).get('peak_bytes_in_use'),
+        'loss': float(held[1]['loss']),
+    }
+
+
+def rates(config: Any, times: dict[str, float], flops: int, attention: int, kind: str) -> dict[str, Any]:
+    """Of a step: tokens a second, and the share of the peak with attention in full and as a causal mask leaves it."""
+    from megajax.config.hardware import hardware_of
+
+    known, seconds = hardware_of(kind), times['median_ms'] / 1e3
+    peak = known.peak_flops['bfloat16'] if known else None
+    return {
+        **times,
+        'rows': config.train.batch_size,
+        'microbatches': config.train.microbatches,
+        'tokens_per_s': config.train.batch_size * config.train.seq_len / seconds,
+        'tflops': flops / seconds / 1e12,
+        'mfu': flops / seconds / peak if peak else None,
+        'mfu_causal': (flops - attention / 2) / seconds / peak if peak else None,
+    }
+
+
+def losses() -> dict[str, Any]:
+    """Five steps of a small model in fp32 and in bf16, here and on the CPU."""
+    here, there = own_losses(), None
+    if os.environ.get('JAX_PLATFORMS') != 'cpu':
+        environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+        command = [sys.executable, __file__, 'losses', '.']
+        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        there = json.loads(said.splitlines()[-1])['losses']
+    differences = {
+        dtype: max(abs(a - b) / abs(b) for a, b in zip(here[dtype], there[dtype], strict=True)) if there else None for dtype in here
+    }
+    return {'losses': here, 'difference': differences}
+
+
+def own_losses() -> dict[str, list[float]]:
+    import megajax
+
+    found: dict[str, list[float]] = {}
+    for dtype in ('float32', 'bfloat16'):
+        config = megajax.load('tiny', [*STEP, *TINY, 'train.batch_size=4', f'train.dtype={dtype}'])
+        compiled, state, batch, _ = prepared(config)
+        found[dtype] = []
+        for _ in range(5):
+            state, metrics = compiled(state, batch)
+            found[dtype].append(float(metrics['loss']))
+    return found
+
+
+def torch_step(size: str) -> dict[str, Any]:
+    """PyTorch's GPT-2 of the same size, compiled, with its fused AdamW."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from megajax.config.flops import step_flops
+
+    config = config_of(size)
+    model, train, device = config.model, config.train, 'cuda' if torch.cuda.is_available() else 'cpu'
+    gpt2 = GPT2Config(
+        vocab_size=model.padded_vocab_size,
+        n_positions=model.max_seq_len,
+        n_embd=model.hidden_size,
+        n_layer=model.num_layers,
+        n_head=model.num_heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        attn_implementation='sdpa',
+    )
+    network = GPT2LMHeadModel(gpt2).to(device).train()
+    network = network if SMALL else torch.compile(network)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, weight_decay=0.1, fused=device == 'cuda')
+    tokens = torch.randint(0, model.vocab_size, (train.batch_size, train.seq_len), device=device)
+
+    def run() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            loss = network(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device == 'cuda':
+            torch.cuda.synchronize()
+
+    with Sensors() as sensors:
+        times = timed(run)
+    flops, kind = step_flops(config), torch.cuda.get_device_name() if device == 'cuda' else 'cpu'
+    peak = torch.cuda.max_memory_allocated() if device == 'cuda' else None
+    found = rates(config, times, flops.model, 3 * flops.attention, kind)
+    return {'device': kind, 'torch': torch.__version__, **found, **sensors.result(), 'peak_bytes': peak}
+
+
+def traced(size: str, out: Path) -> dict[str, Any]:
+    """Two steps under the profiler; the compiled text, and which kernels the autotuner chose."""
+    choices = out / 'autotune.txt'
+    if not SMALL:
+        os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_gpu_dump_autotune_results_to={choices}'.strip()
+    import jax
+
+    compiled, state, batch, _ = prepared(config_of(size))
+    with gzip.open(out / 'step.hlo.gz', 'wt') as file:
+        file.write(compiled.as_text() or '')
+    for _ in range(WARM_UP):
+        state, metrics = compiled(state, batch)
+    jax.block_until_ready(metrics)
+    folder = out / 'trace'
+    with jax.profiler.trace(str(folder)):
+        for _ in range(2):
+            state, metrics = compiled(state, batch)
+        jax.block_until_ready(metrics)
+    shutil.make_archive(str(folder), 'gztar', folder)
+    shutil.rmtree(folder)
+    kept = [path for path in (out / 'step.hlo.gz', out / 'trace.tar.gz', choices) if path.exists()]
+    return {'files': {path.name: path.stat().st_size for path in kept}}
+
+
+if __name__ == '__main__':
+    main()
