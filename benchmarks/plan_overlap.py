@@ -1,0 +1,76 @@
+"""What the plan says overlaps beside what the compiled steps have: `python benchmarks/plan_overlap.py`, as Markdown.
+
+The steps are those of `benchmarks/collectives.py`, compiled for H100s; a step that does not fit is
+left out, because XLA's scheduler then saves memory instead, and nothing overlaps.
+"""
+
+import csv
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+from megajax.config import Config, load
+from megajax.config.hardware import hardware
+from megajax.plan.communication import communication
+from megajax.plan.memory import memory
+from megajax.plan.network import Cluster
+from megajax.plan.overlap import beside
+from megajax.plan.search import usable_memory
+
+RESULTS = Path(__file__).parent / 'results'
+
+
+class Step(NamedTuple):
+    """A compiled step: the share of the bytes over `model` that runs beside products, there and in the plan."""
+
+    kind: str
+    compiled: float
+    planned: float
+
+    @property
+    def error(self) -> float:
+        """In shares of all bytes."""
+        return abs(self.planned - self.compiled)
+
+
+def steps() -> Iterator[Step]:
+    """Of the newest table."""
+    file = max(RESULTS.glob('*_collectives.csv'))
+    with file.open(newline='') as lines:
+        for line in csv.DictReader(lines):
+            config = config_of(line)
+            available = usable_memory(Cluster.of(hardware('h100'), 1))
+            if line['model_overlap'] and memory(config, capacity_bytes=available).total <= available:
+                kind = f'{"SP" if line["sequence_parallel"] == "True" else "TP"}, recompute={line["recompute"]}'
+                yield Step(kind, float(line['model_overlap']), planned(config))
+
+
+def config_of(line: dict[str, str]) -> Config:
+    overrides = [f'mesh.{name}={line[name].lower()}' for name in ('data', 'model', 'sequence_parallel')]
+    overrides += [f'train.{name}={line[name]}' for name in ('recompute', 'microbatches')]
+    overrides += [f'train.batch_size={4 * int(line["data"])}', 'train.dtype=bfloat16', 'model.dropout=0.0']
+    return load(line['preset'], overrides)
+
+
+def planned(config: Config) -> float:
+    """The share of the bytes over `model` that can run beside products."""
+    found = [(one.times * one.wire_bytes, beside(one, config).share) for one in communication(config) if one.site.axis == 'model']
+    return sum(size * share for size, share in found) / sum(size for size, _ in found)
+
+
+def main() -> None:
+    by_kind = defaultdict[str, list[Step]](list)
+    for one in steps():
+        by_kind[one.kind].append(one)
+        by_kind['all'].append(one)
+    print('| steps | how many | in the program | in the plan | mean error | within 10 points |\n|---|---|---|---|---|---|')
+    for kind, found in sorted(by_kind.items(), key=lambda item: (item[0] == 'all', item[0])):
+        shares = ' | '.join(f'{100 * fmean(values):.0f} %' for values in ([one.compiled for one in found], [one.planned for one in found]))
+        near = sum(one.error <= 0.1 for one in found) / len(found)
+        print(f'| {kind} | {len(found)} | {shares} | {100 * fmean(one.error for one in found):.1f} points | {near:.0%} |')
+
+
+if __name__ == '__main__':
+    main()
