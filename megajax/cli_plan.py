@@ -1,7 +1,7 @@
 """The verbs of `megajax plan`: parse, call, render."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -39,12 +39,16 @@ def for_config(
     gpus_per_host: Annotated[int | None, typer.Option(min=1, help='As the GPU is sold if left out.')] = None,
     tokens: Annotated[float | None, typer.Option(min=1, help='To be trained on, for example 300e9.')] = None,
     target_batch: Annotated[int | None, typer.Option(min=1, help='Sequences of a step; those of the config if left out.')] = None,
+    program: Annotated[Literal['megajax', 'megatron'], typer.Option(help='Whose step: ours, or that of Megatron-Core.')] = 'megajax',
+    price: Annotated[float | None, typer.Option(min=0.01, help='Of a GPU hour, in any currency.')] = None,
+    storage: Annotated[float | None, typer.Option(min=1, help='Bytes a second that all hosts write; 1e9 a host if left out.')] = None,
+    failures: Annotated[float | None, typer.Option(min=1, help='GPU hours between two failures; those of Llama 3 if left out.')] = None,
     verify: Annotated[bool, typer.Option('--verify', help='Compile the step for that GPU and show its memory beside.')] = False,
     json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
     write: Annotated[Path | None, typer.Option(help='Write the fastest layout to this file, as a config.')] = None,
     roofline: Annotated[Path | None, typer.Option(help='Draw the matrix products under the roofline: .png, .svg or .pdf.')] = None,
     scaling: Annotated[Path | None, typer.Option(help='Draw MFU over the number of GPUs.')] = None,
-    table: Annotated[str | None, typer.Option(help="A paper's table beside what is predicted: scaling, narayanan, heads, strong.")] = None,
+    table: Annotated[str | None, typer.Option(help="A published table beside what is predicted; 'all' for how well.")] = None,
 ) -> None:
     """Show memory, time and every layout of a config on GPUs that need not be there; exits with 1 where its own mesh does not fit."""
     console = Console(highlight=False)
@@ -62,6 +66,7 @@ def for_config(
         for path in pictures.values():
             check_picture(path)
     from megajax.config.hardware import hardware
+    from megajax.plan.faults import GPU_HOURS_TO_FAILURE
     from megajax.plan.network import Cluster
     from megajax.plan.planning import plan
     from megajax.plan.report import tables
@@ -69,7 +74,18 @@ def for_config(
 
     if verify:
         check_verify(gpu)
-    found = plan(config, gpu=gpu, gpus=gpus, gpus_per_host=gpus_per_host, tokens=tokens, target_batch=target_batch)
+    found = plan(
+        config,
+        gpu=gpu,
+        gpus=gpus,
+        gpus_per_host=gpus_per_host,
+        tokens=tokens,
+        target_batch=target_batch,
+        program=program,
+        price=price,
+        storage=storage,
+        gpu_hours_to_failure=failures or GPU_HOURS_TO_FAILURE,
+    )
     if verify:
         found = verified(found, gpu)
     if json:
@@ -98,14 +114,15 @@ def calibrate(
 
 def _show_table(name: str, console: Console) -> None:
     from megajax.plan.predictions import TABLES
-    from megajax.plan.tables import table_of
+    from megajax.plan.tables import summary, table_of
 
-    if name not in TABLES:
-        raise ConfigError(f'--table {name}: choose among {", ".join(TABLES)}')
+    if name not in (*TABLES, 'all'):
+        raise ConfigError(f'--table {name}: choose among {", ".join(TABLES)}, all')
+    shown = summary() if name == 'all' else table_of(name)
     if console.is_terminal:
-        console.print(table_of(name))
+        console.print(shown)
     else:
-        Console(width=150, highlight=False).print(table_of(name))
+        Console(width=150, highlight=False).print(shown)
 
 
 def _draw(pictures: dict[str, Path], config: Config, cluster: 'Cluster') -> None:

@@ -27,17 +27,39 @@ class Link(Section):
     latency: NonNegativeFloat
 
 
-class Efficiency(Section):
-    """What programs reach of the peaks.
+class Reference(Section):
+    """What the fastest kernels alone reach of the peaks: a roofline's rates, against which `inspect` holds transfers."""
 
-    A matrix product [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size) for each d of m, n and k; flash attention
-    reaches `flash` of it, where only what the causal mask leaves counts; operations bound by memory reach `memory` of its bandwidth.
+    matmul: Share
+    flash: Share | None = None
+    memory: Share
+
+
+class Fit(Section):
+    """How well the efficiencies predict the published rates that they were fitted on: a mean error, and what nine of ten are within."""
+
+    rows: PositiveInt
+    mean: Share
+    band: Share
+
+
+class Efficiency(Section):
+    """What training reaches of the peaks.
+
+    A matrix product [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size) for each d of m, n and k. Attention in
+    one kernel reaches `flash` of it if the kernel is cuDNN's and `flash_2` if it is that of Dao (2023), FlashAttention-2, where only
+    what the causal mask leaves counts. Operations bound by memory reach `memory` of its bandwidth.
     """
 
     matmul: Share
     half_size: NonNegativeFloat
     flash: Share | None = None  # null where there is no such kernel
+    flash_2: Share | None = None
     memory: Share
+
+    def of_attention(self, kernel: Literal['flash', 'flash_2']) -> float | None:
+        """The share of the peak that attention in one kernel reaches; None where the GPU has none."""
+        return self.flash if kernel == 'flash' else self.flash_2 or self.flash
 
     def of_product(self, *sizes: int) -> float:
         """The share of the peak that a product of these sizes reaches."""
@@ -55,20 +77,23 @@ class Hardware(Section):
     peak_flops: dict[Dtype, PositiveFloat]  # of dense matrix products, without sparsity
     memory: PositiveInt  # bytes that a program can have
     memory_bandwidth: PositiveFloat
+    power: PositiveFloat  # watts, at the limit of its board
     devices_per_host: PositiveInt
     inside_host: Link
     across_hosts: Link
     efficiency: Efficiency
+    fit: Fit | None = None  # null where no rate of training was published: unverified
+    reference: Reference
     sources: dict[str, str]
 
     def product_rate(self, dtype: str, *, is_attention: bool = False) -> float:
-        """FLOPs a second of large matrix products, or of flash attention, of what a mask leaves.
+        """FLOPs a second of the fastest matrix products, or of flash attention, of what a mask leaves.
 
         A dtype that the record lacks has the highest peak: no product seems longer than it is.
         """
         peaks = {str(name): peak for name, peak in self.peak_flops.items()}
-        flash = self.efficiency.flash if is_attention else None
-        return peaks.get(dtype, max(peaks.values())) * (flash or self.efficiency.matmul)
+        flash = self.reference.flash if is_attention else None
+        return peaks.get(dtype, max(peaks.values())) * (flash or self.reference.matmul)
 
     def ring_bandwidth(self, *, members: int, hosts: int) -> float:
         """Bytes a second that each GPU sends in a ring over `hosts` with `members` of it on each.

@@ -14,13 +14,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from ruamel.yaml import YAML
 
-from megajax.config.hardware import Dtype, Efficiency, Hardware, Link, hardware_of
+from megajax.config.hardware import Dtype, Efficiency, Hardware, Link, Reference, hardware_of
 from megajax.parallel.layout import DATA_SHARDS, SCALAR
+from megajax.plan.real_step import busy, config_for, fitted_to_step, real_seconds
 
 SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
 ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # of the arrays that are reduced
 MEMORY_ELEMENTS = 1 << 26
 UNKNOWN = Link(bandwidth=1e9, latency=1e-5)
+UNKNOWN_POWER = 100.0
 
 
 class Rate(NamedTuple):
@@ -34,9 +36,11 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     """Measure, say what was found, and write a hardware file; `seconds` bound each kind of measurement.
 
     Peaks and memory of a GPU that is known by its name are the vendor's. Where there is no peak, as for a CPU, it is the fastest product
-    that was seen.
+    that was seen. Products alone are the reference; the efficiency is that of five real steps.
     """
     device = jax.devices()[0]
+    if warning := busy():
+        yield warning
     known = hardware_of(device.device_kind)
     yield f'{len(jax.devices())} x {device.device_kind}'
     narrow: Dtype = 'bfloat16' if known is None or 'bfloat16' in known.peak_flops else 'float16'
@@ -50,7 +54,14 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     link = _link(seconds) if len(jax.devices()) > 1 else None
     if link:
         yield f'all-reduce over {len(jax.devices())} devices: {link.bandwidth / 1e9:.2f} GB/s, {1e6 * link.latency:.1f} us a step'
-    found = _hardware(device, known, rates, bandwidth, link)
+    alone = _hardware(device, known, rates, bandwidth, link)
+    config = config_for(len(jax.devices()), is_gpu=device.platform == 'gpu')
+    taken = real_seconds(config)
+    found = fitted_to_step(alone, config, taken)
+    yield (
+        f'{len(taken)} training steps: {1e3 * median(taken):,.1f} ms ({1e3 * min(taken):,.1f} to {1e3 * max(taken):,.1f}); '
+        f'products reach {found.efficiency.matmul:.1%} of the peak in them, and {alone.efficiency.matmul:.1%} alone'
+    )
     beside = out.with_suffix('.partial')
     beside.write_text(_yaml(found), encoding='utf-8')
     os.replace(beside, out)
@@ -147,6 +158,7 @@ def _hardware(device: jax.Device, known: Hardware | None, rates: dict[Dtype, lis
         peak_flops=peaks,
         memory=known.memory if known else _memory(device),
         memory_bandwidth=memory_bandwidth,
+        power=known.power if known else UNKNOWN_POWER,
         devices_per_host=jax.local_device_count(),
         inside_host=link or (known.inside_host if known else UNKNOWN),
         across_hosts=known.across_hosts if known else (link or UNKNOWN),
@@ -156,13 +168,20 @@ def _hardware(device: jax.Device, known: Hardware | None, rates: dict[Dtype, lis
             flash=known.efficiency.flash if known else None,
             memory=min(1.0, bandwidth / memory_bandwidth),
         ),
+        reference=Reference(
+            matmul=min(1.0, best[training] / peaks[training]),
+            flash=known.reference.flash if known else None,
+            memory=min(1.0, bandwidth / memory_bandwidth),
+        ),
         sources={
             'peak_flops': "the vendor's" if known else f'the fastest product, {by}',
             'memory_bandwidth': "the vendor's" if known else by,
+            'power': "the vendor's" if known else 'not measured: set it',
             'inside_host': by if link else 'not measured: there is one device',
             'across_hosts': 'not measured: set it',
             'memory': "the vendor's" if known else 'what jax has on this machine',
-            'efficiency': f'{by}, products of {training}; flash is not measured',
+            'efficiency': f'{by}: half_size by products of {training}, matmul by training steps; flash is not measured',
+            'reference': f'{by}, the fastest product of {training}; flash is not measured',
         },
     )
 

@@ -2,16 +2,21 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from megajax.config import Config, ConfigError, ModelConfig, dump
 from megajax.config.check import incompatibilities
 from megajax.config.flops import narayanan_flops
-from megajax.config.hardware import hardware
+from megajax.config.hardware import Hardware, hardware
+from megajax.plan.faults import GPU_HOURS_TO_FAILURE, Faults, faults
 from megajax.plan.memory import largest_microbatch, memory
 from megajax.plan.network import Cluster
-from megajax.plan.result import Layout, MemoryLine, Plan, TransferLine
+from megajax.plan.programs import BY_NAME, ProgramName
+from megajax.plan.result import CostLine, FaultsLine, Layout, MemoryLine, Plan, TransferLine
 from megajax.plan.search import Choice, Ranking, changed, describe, search, usable_memory, why_slower
 from megajax.plan.time import StepTime, Transfer, step_time
+
+TOKENS = 1e9  # that the cost is of, unless it is said
 
 
 def plan(
@@ -22,10 +27,15 @@ def plan(
     gpus_per_host: int | None = None,
     tokens: float | None = None,
     target_batch: int | None = None,
+    program: ProgramName = 'megajax',
+    price: float | None = None,
+    storage: float | None = None,
+    gpu_hours_to_failure: float = GPU_HOURS_TO_FAILURE,
 ) -> Plan:
     """Memory and time of `config` on its mesh, if that has so many GPUs, else of the fastest layout; and every other layout.
 
-    `gpus` are those of the mesh unless given, `target_batch` replaces `train.batch_size`, `tokens` are to be trained on. Raises
+    `gpus` are those of the mesh unless given, `target_batch` replaces `train.batch_size`, `tokens` are to be trained on, `program` is
+    whose step is timed, `price` is that of a GPU hour, `storage` takes so many bytes a second from all hosts together. Raises
     ConfigError where nothing fits or nothing divides, with what would.
     """
     if target_batch:
@@ -35,22 +45,37 @@ def plan(
     is_own = cluster.num_devices == own
     if is_own and (problems := incompatibilities(config)):  # the new batch may not divide
         raise ConfigError(*problems)
-    ranking = search(config, cluster)
-    return _report(config if is_own else ranking.best.config, cluster, ranking, tokens, is_from_search=not is_own)
+    ranking = search(config, cluster, BY_NAME[program])
+    planned = config if is_own else ranking.best.config
+    time = step_time(planned, cluster, BY_NAME[program])
+    lost = faults(planned, time, cluster, storage=storage, gpu_hours_to_failure=gpu_hours_to_failure)
+    return _report(
+        planned,
+        cluster,
+        ranking,
+        time,
+        program=program,
+        is_from_search=not is_own,
+        tokens=tokens,
+        days=time.days(tokens) if tokens else None,
+        cost=_cost(time, cluster, tokens or TOKENS, price),
+        faults=_faults(time, lost),
+    )
 
 
-def _report(config: Config, cluster: Cluster, ranking: Ranking, tokens: float | None, *, is_from_search: bool) -> Plan:
-    time, available = step_time(config, cluster), usable_memory(cluster)
+def _report(config: Config, cluster: Cluster, ranking: Ranking, time: StepTime, **known: Any) -> Plan:
+    available = usable_memory(cluster)
     needed = memory(config, capacity_bytes=available)
     chosen = Choice(config=config, bytes=needed.total, time=time)
     fits = needed.total <= available
     return Plan(
         config=dump(config),
         hardware=cluster.hardware.name,
+        efficiencies=_efficiencies(cluster.hardware),
+        band=cluster.hardware.fit.band if cluster.hardware.fit else None,
         gpus=cluster.num_devices,
         gpus_per_host=cluster.devices_per_host,
         layout=_layout(chosen, ranking, available).model_copy(update={} if fits else {'reason': _too_large(needed.total, available)}),
-        is_from_search=is_from_search,
         memory=[MemoryLine(name=name, bytes=size) for name, size in dataclasses.asdict(needed).items() if isinstance(size, int)],
         memory_moment=needed.moment,
         memory_available=available,
@@ -64,14 +89,49 @@ def _report(config: Config, cluster: Cluster, ranking: Ranking, tokens: float | 
         paper_tflops_per_gpu=_paper_tflops(config, time),
         mfu=time.mfu,
         hfu=time.hfu,
-        tokens=tokens,
-        days=time.days(tokens) if tokens else None,
         communication_share={axis: time.share(axis) for axis in ('data', 'model')},
         verdict=_verdict(ranking, available),
         layouts=[_layout(choice, ranking, available) for choice in (*ranking.fitting, *ranking.too_large)],
         best_config=dump(ranking.best.config),
         impossible={f'data={data} x model={model}': reason for (data, model), reason in ranking.impossible.items()},
+        **known,
     )
+
+
+def _cost(time: StepTime, cluster: Cluster, tokens: float, price: float | None) -> CostLine:
+    hours = time.total * time.devices / 3600 * tokens / time.tokens
+    cost = None if price is None else price * hours
+    return CostLine(
+        tokens=tokens,
+        gpu_hours=hours,
+        kilowatt_hours=hours * cluster.hardware.power / 1000,
+        price=price,
+        cost=cost,
+        tokens_per_unit=tokens / cost if cost else None,
+    )
+
+
+def _faults(time: StepTime, lost: Faults) -> FaultsLine:
+    every = max(1, round(lost.best_interval / time.total))
+    return FaultsLine(
+        checkpoint_bytes=lost.checkpoint_bytes,
+        hold_up=lost.hold_up,
+        write=lost.write,
+        between_failures=lost.between_failures,
+        interval=lost.interval,
+        goodput=lost.goodput(lost.interval),
+        best_every=every,
+        best_goodput=lost.goodput(every * time.total),
+    )
+
+
+def _efficiencies(gpu: Hardware) -> str:
+    reached, alone, fit = gpu.efficiency, gpu.reference, gpu.fit
+    parts = [f'products {reached.matmul:.0%} ({alone.matmul:.0%})']
+    if reached.flash and alone.flash:
+        parts.append(f'attention {reached.flash:.0%} ({alone.flash:.0%})')
+    source = f'fitted on {fit.rows} published rates, mean error {fit.mean:.1%}' if fit else 'unverified: on no published rate'
+    return f'{", ".join(parts)} of the peak in training (alone), {source}'
 
 
 def _transfer(one: Transfer) -> TransferLine:
@@ -93,6 +153,7 @@ def _layout(choice: Choice, ranking: Ranking, available: int) -> Layout:
         microbatches=config.train.microbatches,
         microbatch_rows=config.microbatch_rows,
         shard_optimizer=config.optim.shard,
+        overlap=config.train.xla == 'overlap',
         bytes=choice.bytes,
         fits=choice.bytes <= available,
         seconds=time.total if time else None,

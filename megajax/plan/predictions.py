@@ -1,36 +1,36 @@
-"""The papers' tables, as published and as predicted, and the efficiencies of a GPU fitted on half of their rows."""
+"""Published rates of training, and what is predicted of them; a GPU's efficiencies are fitted on those that are not held out."""
 
 import csv
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib import resources
-from math import log
 
-from megajax.config import Config, MeshConfig, ModelConfig, TrainConfig
-from megajax.config.flops import narayanan_flops
-from megajax.config.hardware import Efficiency, Hardware, hardware
+from megajax.config import Config, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from megajax.config.flops import narayanan_flops, step_flops
+from megajax.config.hardware import Hardware, hardware
 from megajax.plan.memory import largest_microbatch
 from megajax.plan.network import Cluster
-from megajax.plan.time import MEGATRON, StepTime, step_time
+from megajax.plan.programs import FSDP, FSDP_IN_JAX, MEGATRON, MEGATRON_2021, MEGATRON_WITHOUT_OVERLAP, Program
+from megajax.plan.time import StepTime, step_time
 
-TABLES = {
-    'scaling': ('megatron_2019_scaling', 'v100'),
-    'narayanan': ('narayanan_2021_table1', 'a100'),
-    'heads': ('megatron_2019_heads', 'v100'),
-    'strong': ('megatron_2019_strong', 'v100'),
-}
 BASELINE = 39.0  # TFLOP/s of one V100, of which the tables of 2019 give percentages
 ROWS_2019 = 8  # sequences of each model-parallel group
-VOCABULARY = 51200
+Values = Mapping[str, str]  # of a line, by column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row of a paper: what was run, the TFLOP/s of a GPU that were published, and whether the efficiencies were fitted on it."""
+    """One published rate: what ran, on which GPU, and the TFLOP/s of a GPU as its source counts them."""
 
-    params_b: float
+    name: str
+    gpu: str
     config: Config
+    program: Program
     published: float
-    fitted: bool
+    flops: int  # of a step, as the source counts them
+    held_out: bool
+    baseline: 'Row | None' = None  # whose published rate the source gives shares of; only these are predicted
 
     @property
     def num_gpus(self) -> int:
@@ -44,7 +44,13 @@ class Prediction:
 
     row: Row
     time: StepTime
-    tflops: float
+    baseline: 'Prediction | None'
+
+    @property
+    def tflops(self) -> float:
+        """Of one GPU, as the source counts them."""
+        rate = self.row.flops / self.time.total / self.row.num_gpus / 1e12
+        return rate * self.baseline.row.published / self.baseline.tflops if self.baseline else rate
 
     @property
     def error(self) -> float:
@@ -53,75 +59,215 @@ class Prediction:
 
 
 def rows(table: str) -> list[Row]:
-    """The rows of a table without pipeline parallelism."""
-    name, gpu = TABLES[table]
-    lines = (resources.files('megajax') / 'plan' / 'papers' / f'{name}.csv').read_text(encoding='utf-8').splitlines()
-    return [_row(values, hardware(gpu)) for values in csv.DictReader(line for line in lines if not line.startswith('#'))]
+    """Those of a table whose layouts there are: without pipeline or context parallelism, and not in fp8."""
+    file, read = TABLES[table]
+    return list(read(csv.DictReader(_lines(file)[1:])))
 
 
 def source(table: str) -> str:
     """Where a table is from."""
-    text = (resources.files('megajax') / 'plan' / 'papers' / f'{TABLES[table][0]}.csv').read_text(encoding='utf-8')
-    return text.splitlines()[0].removeprefix('# ')
+    return _lines(TABLES[table][0])[0].removeprefix('# ')
 
 
-def predict(table: str, efficiency: Efficiency | None = None) -> list[Prediction]:
-    """Every row of a table, with the efficiencies of its GPU unless others are given."""
-    gpu = hardware(TABLES[table][1])
-    if efficiency:
-        gpu = gpu.model_copy(update={'efficiency': efficiency})
-    return [_predict(row, gpu) for row in rows(table)]
+def predict(table: str, gpus: Mapping[str, Hardware] = {}) -> list[Prediction]:
+    """Every row of a table, with the record of its GPU unless another is given."""
+    return [predicted(row, gpus.get(row.gpu) or hardware(row.gpu)) for row in rows(table)]
 
 
-def fit(table: str, *, on_fitted: bool = True) -> Efficiency:
-    """The `matmul` and `half_size` of least squared logarithmic error on the rows that are marked, or on the others.
+def predicted(row: Row, gpu: Hardware) -> Prediction:
+    """What a step of the row takes on such GPUs."""
+    time = step_time(row.config, Cluster.of(gpu, row.num_gpus), row.program)
+    return Prediction(row=row, time=time, baseline=predicted(row.baseline, gpu) if row.baseline else None)
 
-    The share of the memory's bandwidth stays as the hardware's file has it: a few rows cannot tell it from the others.
-    """
-    gpu = hardware(TABLES[table][1])
-    chosen = [row for row in rows(table) if row.fitted == on_fitted]
 
-    def loss(efficiency: Efficiency) -> float:
-        with_it = gpu.model_copy(update={'efficiency': efficiency})
-        return sum(log(_predict(row, with_it).tflops / row.published) ** 2 for row in chosen)
+def rows_to_fit(gpu: str) -> list[Row]:
+    """Of every table the rows with a GPU that are not held out."""
+    return [row for table in TABLES for row in rows(table) if row.gpu == gpu and not row.held_out]
 
-    grid = (
-        gpu.efficiency.model_copy(update={'matmul': percent / 100, 'half_size': float(half_size)})
-        for percent in range(20, 101)
-        for half_size in range(0, 257, 32)
+
+def _lines(file: str) -> list[str]:
+    return (resources.files('megajax') / 'plan' / 'papers' / f'{file}.csv').read_text(encoding='utf-8').splitlines()
+
+
+def _model(values: Values, *, vocab_size: int, seq_len: int, **keys: object) -> ModelConfig:
+    return ModelConfig.model_validate(
+        {
+            'num_layers': int(values['layers']),
+            'hidden_size': int(values['hidden']),
+            'num_heads': int(values['heads']),
+            'vocab_size': vocab_size,
+            'max_seq_len': seq_len,
+            'dropout': 0.0,
+            **keys,
+        }
     )
-    return min(grid, key=loss)
 
 
-def _row(values: dict[str, str], gpu: Hardware) -> Row:
-    model = ModelConfig(
-        num_layers=int(values['layers']),
-        hidden_size=int(values['hidden']),
-        num_heads=int(values['heads']),
-        vocab_size=VOCABULARY,
-        max_seq_len=2048 if 'batch' in values else 1024,
-        dropout=0.1,
+def _llama(values: Values, *, vocab_size: int, seq_len: int) -> ModelConfig:
+    return _model(
+        values,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        num_kv_heads=int(values['kv_heads']),
+        ffn_size=int(values['ffn']),
+        activation='swiglu',
+        norm='rmsnorm',
+        position='rope',
+        bias=False,
+        tie_embeddings=False,
     )
-    mesh = MeshConfig(data=int(values['data_parallel']), model=int(values['tensor_parallel']))
-    batch = int(values.get('batch') or ROWS_2019 * mesh.data)
-    train = TrainConfig(batch_size=batch, seq_len=model.max_seq_len, dtype='float16', recompute='full')
-    config = Config(model=model, mesh=mesh, train=train)
-    if 'batch' in values:
-        config = _with_largest_microbatch(config, gpu)
-    published = float(values['tflops']) if 'tflops' in values else BASELINE * float(values['percent']) / 100
-    return Row(params_b=float(values['params_b']), config=config, published=published, fitted=values['fitted'] == 'yes')
+
+
+def _config(model: ModelConfig, data: int, tensor: int, *, batch: int, rows: int | None = None, **keys: object) -> Config:
+    """On a mesh, with microbatches of so many rows, or one."""
+    microbatches = batch // data // rows if rows else 1
+    mesh = MeshConfig(data=data, model=tensor, sequence_parallel=bool(keys.pop('sequence_parallel', False)))
+    train = {'batch_size': batch, 'seq_len': model.max_seq_len, 'microbatches': microbatches, **keys}
+    return Config(model=model, mesh=mesh, train=TrainConfig.model_validate(train))
+
+
+def _sharded(config: Config) -> Config:
+    """With the optimizer's state sharded over `data`; where it does not divide, with padding."""
+    return config.model_copy(update={'optim': OptimConfig(shard=True)})
+
+
+def _of_2021(values: Values, gpu: str, published: float, batch: int, data: int, seq_len: int) -> Row:
+    """fp16, dropout, every layer computed again, which the papers count."""
+    model = _model(values, vocab_size=51200, seq_len=seq_len, dropout=0.1)
+    config = _config(model, data, int(values['tensor_parallel']), batch=batch, dtype='float16', recompute='full')
+    return Row(
+        name=f'{values["params_b"]}B',
+        gpu=gpu,
+        config=config,
+        program=MEGATRON_2021,
+        published=published,
+        flops=narayanan_flops(model, batch_size=batch, seq_len=seq_len, recompute=True),
+        held_out=values['held_out'] == 'yes',
+    )
+
+
+def _megatron_2019(lines: Iterator[Values]) -> Iterator[Row]:
+    """Shares of one GPU's 39 TFLOP/s: the PyTorch of 2020 had 72 on the same GPU, so that rate is of its time."""
+    one_gpu = {'params_b': '1.2', 'hidden': '1536', 'heads': '16', 'layers': '40', 'tensor_parallel': '1', 'held_out': 'no'}
+    baseline = _of_2021(one_gpu, 'v100', BASELINE, ROWS_2019, 1, 1024)
+    for values in lines:
+        data = int(values['data_parallel'])
+        row = _of_2021(values, 'v100', BASELINE * float(values['percent']) / 100, ROWS_2019 * data, data, 1024)
+        yield dataclasses.replace(row, baseline=baseline)
+
+
+def _megatron_2020(lines: Iterator[Values]) -> Iterator[Row]:
+    for values in lines:
+        data = int(values['gpus']) // int(values['tensor_parallel'])
+        row = _of_2021(values, values['gpu'], float(values['tflops']), int(values['batch']), data, 1024)
+        yield dataclasses.replace(row, config=_with_largest_microbatch(row.config, hardware(row.gpu)))
+
+
+def _narayanan(lines: Iterator[Values]) -> Iterator[Row]:
+    for values in lines:
+        row = _of_2021(values, 'a100', float(values['tflops']), int(values['batch']), int(values['data_parallel']), 2048)
+        yield dataclasses.replace(row, config=_with_largest_microbatch(row.config, hardware(row.gpu)))
 
 
 def _with_largest_microbatch(config: Config, gpu: Hardware) -> Config:
-    """Narayanan et al. do not give the microbatch of these rows: the largest that fits and divides the batch."""
+    """Where a source does not give the microbatch: the largest that fits and divides the batch."""
     limit = largest_microbatch(config, gpu.memory)
     each = config.train.batch_size // config.mesh.data
     microbatches = next(count for count in range(1, each + 1) if each % count == 0 and each // count <= limit)
     return config.model_copy(update={'train': config.train.model_copy(update={'microbatches': microbatches})})
 
 
-def _predict(row: Row, gpu: Hardware) -> Prediction:
-    config = row.config
-    time = step_time(config, Cluster.of(gpu, row.num_gpus), MEGATRON)
-    flops = narayanan_flops(config.model, batch_size=config.train.batch_size, seq_len=config.train.seq_len, recompute=True)
-    return Prediction(row=row, time=time, tflops=flops / time.total / row.num_gpus / 1e12)
+def _korthikanti(lines: Iterator[Values]) -> Iterator[Row]:
+    for values in lines:
+        if values['pipeline_parallel'] != '1':
+            continue
+        model = _model(values, vocab_size=51200, seq_len=2048, dropout=0.1)
+        tensor, batch, rows = (int(values[name]) for name in ('tensor_parallel', 'batch', 'microbatch'))
+        for recompute, column in (('full', 'seconds_full'), ('selective', 'seconds_sequence_selective')):
+            keys = {'dtype': 'float16', 'recompute': recompute, 'sequence_parallel': recompute == 'selective'}
+            config = _config(model, 1, tensor, batch=batch, rows=rows, **keys)
+            name, seconds = f'{values["params_b"]}B {recompute}', float(values[column])
+            yield _of_model_flops(values, name, 'a100', config, MEGATRON_2021, seconds)
+
+
+def _megatron_core(lines: Iterator[Values]) -> Iterator[Row]:
+    """The microbatch is not said: one row, which all of them can have."""
+    for values in lines:
+        if values['pipeline_parallel'] != '1':
+            continue
+        model = _model(values, vocab_size=131072, seq_len=4096, tie_embeddings=False)
+        data, tensor = int(values['data_parallel']), int(values['tensor_parallel'])
+        config = _sharded(_config(model, data, tensor, batch=int(values['batch']), rows=1, sequence_parallel=tensor > 1))
+        row = _of_model_flops(values, f'{values["params_b"]}B', 'h100', config, MEGATRON, 1.0)
+        yield dataclasses.replace(row, published=float(values['tflops']))
+
+
+def _llm_foundry(lines: Iterator[Values], *, gpu: str, peak: float) -> Iterator[Row]:
+    for values in lines:
+        rate = float(values['tflops'])
+        is_bf16 = abs(rate / peak / (float(values['mfu_percent']) / 100) - 1) < 0.05  # else the peak is that of fp8
+        if values['gpu'] != gpu or not is_bf16:
+            continue
+        length = int(values['seq_len'])
+        model = _model(values, vocab_size=50368, seq_len=length, bias=False)
+        recompute = 'full' if values['checkpointing'] == 'True' else 'none'
+        batch, rows = int(values['global_batch']), int(values['microbatch'])
+        config = _sharded(_config(model, int(values['gpus']), 1, batch=batch, rows=rows, recompute=recompute))
+        row = _of_model_flops(values, f'{values["model"]} x {length}', gpu.removesuffix('_80gb'), config, FSDP, 1.0)
+        yield dataclasses.replace(row, published=rate)
+
+
+def _nvidia(lines: Iterator[Values]) -> Iterator[Row]:
+    for values in lines:
+        if values['context_parallel'] != '1':
+            continue
+        tensor, sizes = int(values['tensor_parallel']), {'vocab_size': int(values['vocabulary']), 'seq_len': int(values['seq_len'])}
+        if 'llama' in values['model']:
+            model = _llama(values, **sizes)
+        else:
+            heads, ffn = int(values['kv_heads']), int(values['ffn'])
+            model = _model(values, **sizes, num_kv_heads=heads, ffn_size=ffn, tie_embeddings=values['program'] == 'pax')
+        data = int(values['gpus']) // tensor
+        batch, rows = int(values['batch']), int(values['rows'])
+        config = _sharded(_config(model, data, tensor, batch=batch, rows=rows, sequence_parallel=tensor > 1))
+        program = MEGATRON if values['program'] == 'megatron' else FSDP_IN_JAX
+        yield _of_model_flops(values, values['model'], 'h100', config, program, float(values['seconds']))
+
+
+def _simumax(lines: Iterator[Values]) -> Iterator[Row]:
+    for values in lines:
+        model = _llama(values, vocab_size=128256, seq_len=4096)
+        tensor, microbatches = int(values['tensor_parallel']), int(values['microbatches'])
+        data = int(values['gpus']) // tensor
+        config = _sharded(_config(model, data, tensor, batch=data * microbatches, rows=1, sequence_parallel=True))
+        seconds = float(values['milliseconds']) / 1e3
+        yield _of_model_flops(values, f'{values["model"]} x {microbatches}', 'b200', config, MEGATRON_WITHOUT_OVERLAP, seconds)
+
+
+def _of_model_flops(values: Values, name: str, gpu: str, config: Config, program: Program, seconds: float) -> Row:
+    flops = step_flops(config).model
+    return Row(
+        name=name,
+        gpu=gpu,
+        config=config,
+        program=program,
+        published=flops / seconds / config.mesh.data / config.mesh.model / 1e12,
+        flops=flops,
+        held_out=values['held_out'] == 'yes',
+    )
+
+
+TABLES: dict[str, tuple[str, Callable[..., Iterator[Row]]]] = {
+    'scaling': ('megatron_2019_scaling', _megatron_2019),
+    'heads': ('megatron_2019_heads', _megatron_2019),
+    'strong': ('megatron_2019_strong', _megatron_2019),
+    'megatron': ('megatron_2020', _megatron_2020),
+    'narayanan': ('narayanan_2021_table1', _narayanan),
+    'korthikanti': ('korthikanti_2022', _korthikanti),
+    'foundry-a100': ('llm_foundry', partial(_llm_foundry, gpu='a100_80gb', peak=312.0)),
+    'foundry-a100-40': ('llm_foundry', partial(_llm_foundry, gpu='a100_40gb', peak=312.0)),
+    'foundry-h100': ('llm_foundry', partial(_llm_foundry, gpu='h100_80gb', peak=989.4)),
+    'nvidia': ('nvidia_dgxc_h100', _nvidia),
+    'simumax': ('simumax_b200', _simumax),
+    'core': ('megatron_core_h100', _megatron_core),
+}

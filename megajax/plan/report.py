@@ -30,12 +30,15 @@ def tables(plan: Plan) -> RenderableType:
     origin = 'the fastest layout' if plan.is_from_search else 'as the config says'
     return Group(
         Text(f'{plan.gpus} x {plan.hardware}, {hosts} host{"s" if hosts > 1 else ""} of {plan.gpus_per_host}'),
-        Text(f'{plan.layout.name}: {origin}'),
+        Text(f'{plan.layout.name}: {origin}' + (f', as {plan.program} runs it' if plan.program != 'megajax' else '')),
+        Text(plan.efficiencies),
         Text(),
         memory_table(plan),
         Text(),
         time_table(plan),
         _rates(plan),
+        Text(),
+        *_run(plan),
         Text(),
         layouts_table(plan),
         *_impossible(plan),
@@ -70,7 +73,7 @@ def memory_table(plan: Plan) -> Table:
 
 def time_table(plan: Plan) -> Table:
     """A row per kind of work; of collectives what nothing hides."""
-    table = Table(box=None, header_style='bold', pad_edge=False, title='time per step', title_justify='left')
+    table = Table(box=None, header_style='bold', pad_edge=False, title=f'time per step, {_band(plan)}', title_justify='left')
     table.add_column('')
     for name in ('ms', 'share'):
         table.add_column(name, justify='right')
@@ -91,19 +94,45 @@ def time_table(plan: Plan) -> Table:
     return table
 
 
+def _band(plan: Plan) -> str:
+    """How far a time may be off."""
+    return f'\u00b1 {plan.band:.0%}' if plan.band else 'unverified'
+
+
 def _rates(plan: Plan) -> Text:
-    parts = [f'{plan.tokens_per_second:,.0f} tokens/s', f'{plan.tflops_per_gpu:.3g} TFLOP/s per GPU']
+    parts = [f'{plan.tokens_per_second:,.0f} tokens/s ({_band(plan)})', f'{plan.tflops_per_gpu:.3g} TFLOP/s per GPU']
     if plan.paper_tflops_per_gpu is not None:
         parts[-1] += f" ({plan.paper_tflops_per_gpu:.3g} by the paper's formula)"
     parts += [f'MFU {plan.mfu:.1%}', f'HFU {plan.hfu:.1%}']
     if plan.tokens and plan.days:
-        parts.append(f'{plan.days:,.1f} days for {plan.tokens:,.0f} tokens')
+        parts.append(f'{plan.days:,.1f} days ({_band(plan)}) for {plan.tokens:,.0f} tokens')
     return Text(', '.join(parts))
+
+
+def _run(plan: Plan) -> list[Text]:
+    """What the whole run takes beside its steps."""
+    cost, faults = plan.cost, plan.faults
+    spent = [
+        f'{cost.tokens:,.0f} tokens take {cost.gpu_hours:,.0f} GPU hours ({_band(plan)})',
+        f'{cost.kilowatt_hours:,.0f} kWh at the limit of the boards',
+    ]
+    if cost.cost and cost.tokens_per_unit:
+        spent.append(f'{cost.cost:,.0f} at {cost.price:g} a GPU hour, {cost.tokens_per_unit:,.0f} tokens for 1')
+    written = f'is on disk after {faults.write:,.0f} s and holds the steps up for {faults.hold_up:.1f} s'
+    return [
+        Text(', '.join(spent)),
+        Text(f'a checkpoint of {si(faults.checkpoint_bytes)} {written}'),
+        Text(
+            f'goodput {faults.goodput:.2%} with a failure every {faults.between_failures / 3600:,.0f} hours '
+            f'and a checkpoint every {faults.interval / 60:,.0f} minutes; '
+            f'{faults.best_goodput:.2%} with checkpoint.every={faults.best_every}'
+        ),
+    ]
 
 
 def layouts_table(plan: Plan) -> Table:
     """The fastest of each mesh with and without sequence parallelism, and why it lost; for those that do not fit, the smallest."""
-    table = Table(box=None, header_style='bold', pad_edge=False, title='layouts', title_justify='left')
+    table = Table(box=None, header_style='bold', pad_edge=False, title=f'layouts, times {_band(plan)}', title_justify='left')
     table.add_column('', no_wrap=True)
     for name in ('ms', 'MFU', 'bytes'):
         table.add_column(name, justify='right', no_wrap=True)

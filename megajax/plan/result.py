@@ -34,6 +34,30 @@ class TransferLine(_Result):
     exposed: float = Field(description='seconds that no matrix product hides')
 
 
+class CostLine(_Result):
+    """Of the tokens that are to be trained on, or of a thousand million."""
+
+    tokens: float
+    gpu_hours: float
+    kilowatt_hours: float = Field(description='of the GPUs at the limit of their boards, without hosts and cooling')
+    price: float | None = Field(description='of a GPU hour, as it was given')
+    cost: float | None = Field(description='in the unit of the price')
+    tokens_per_unit: float | None = Field(description='tokens for one unit of the price')
+
+
+class FaultsLine(_Result):
+    """What checkpoints and failures take; all times in seconds."""
+
+    checkpoint_bytes: int
+    hold_up: float = Field(description='of the steps, by a save')
+    write: float = Field(description='until a checkpoint is on disk, beside the steps')
+    between_failures: float = Field(description='of any GPU')
+    interval: float = Field(description='between two checkpoints, by checkpoint.every')
+    goodput: float = Field(description='the share of the time in which steps are taken that stay')
+    best_every: int = Field(description='the checkpoint.every of the highest goodput')
+    best_goodput: float
+
+
 class Layout(_Result):
     """One way to lay the model over the GPUs, whether it fits, and why it lost."""
 
@@ -45,6 +69,7 @@ class Layout(_Result):
     microbatches: int
     microbatch_rows: int
     shard_optimizer: bool
+    overlap: bool = Field(description='the halves of a microbatch take turns')
     bytes: int
     fits: bool
     seconds: float | None
@@ -57,7 +82,10 @@ class Plan(_Result):
 
     schema_version: Literal[1] = 1
     config: str = Field(description='the resolved config that the figures are of, YAML')
+    program: str = Field(description='whose step it is: megajax, or megatron for Megatron-Core; the memory is always that of megajax')
     hardware: str
+    efficiencies: str = Field(description='what training reaches of the peaks, and what the fastest kernels alone do')
+    band: float | None = Field(description='what nine of ten published rates of the GPU are within; None where none was fitted')
     gpus: int
     gpus_per_host: int
     layout: Layout
@@ -79,6 +107,8 @@ class Plan(_Result):
     hfu: float
     tokens: float | None
     days: float | None
+    cost: CostLine
+    faults: FaultsLine
     communication_share: dict[str, float] = Field(description='per axis, the share of the step in which a GPU waits for collectives')
     verdict: str = Field(description='whether tensor parallelism is worth it here')
     layouts: list[Layout] = Field(description='all of them: those that fit, fastest first, then those that do not, smallest first')

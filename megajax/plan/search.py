@@ -9,6 +9,7 @@ from megajax.config.check import divisors, incompatibilities
 from megajax.config.flops import uses_flash
 from megajax.plan.memory import memory
 from megajax.plan.network import Cluster
+from megajax.plan.programs import MEGAJAX, Program
 from megajax.plan.time import StepTime, peak_flops, step_time
 
 USABLE = 0.92  # of a GPU's memory, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92; CUDA and NCCL need the rest
@@ -48,8 +49,8 @@ class Ranking:
         return self.fitting[0]
 
 
-def search(config: Config, cluster: Cluster) -> Ranking:
-    """Every (data, model, sequence parallelism, recompute, microbatches, ZeRO-1) for the batch of `config` on all GPUs of the cluster.
+def search(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> Ranking:
+    """Every (data, model, sequence parallelism, overlap, recompute, microbatches, ZeRO-1) for the batch of `config` on all GPUs.
 
     Raises ConfigError where none fits, and says what would.
     """
@@ -67,7 +68,7 @@ def search(config: Config, cluster: Cluster) -> Ranking:
             found += 1
             needed = memory(candidate, capacity_bytes=usable_memory(cluster)).total
             fits = needed <= usable_memory(cluster)
-            choice = Choice(config=candidate, bytes=needed, time=step_time(candidate, cluster) if fits else None)
+            choice = Choice(config=candidate, bytes=needed, time=step_time(candidate, cluster, program) if fits else None)
             (fitting if fits else too_large).append(choice)
         if found:
             impossible.pop((data, model), None)
@@ -102,7 +103,9 @@ def _layouts(config: Config, data: int, model: int, per_host: int) -> Iterator[C
     # With flash attention selective recomputation has nothing to do.
     recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
     shards = (False, True) if data > 1 else (False,)
-    for microbatches, sp, recompute, shard in product(divisors(config.train.batch_size // data), sequence_parallel, recomputes, shards):
+    overlaps = ('default', 'overlap') if model > 1 else ('default',)
+    counts = divisors(config.train.batch_size // data)
+    for microbatches, sp, overlap, recompute, shard in product(counts, sequence_parallel, overlaps, recomputes, shards):
         yield changed(
             config,
             mesh__data=data,
@@ -111,15 +114,17 @@ def _layouts(config: Config, data: int, model: int, per_host: int) -> Iterator[C
             mesh__allow_model_across_hosts=config.mesh.allow_model_across_hosts or model > per_host,
             train__microbatches=microbatches,
             train__recompute=recompute,
+            train__xla=overlap,
             optim__shard=shard,
         )
 
 
-def _order(choice: Choice) -> tuple[float, int, bool, int, int]:
+def _order(choice: Choice) -> tuple[float, int, bool, bool, int, int]:
     """Fastest first; of equals, the simpler."""
     config = choice.config
     recompute = ('none', 'selective', 'full').index(config.train.recompute)
-    return choice.timed.total, config.mesh.model, config.optim.shard, recompute, config.train.microbatches
+    overlap = config.train.xla == 'overlap'
+    return choice.timed.total, config.mesh.model, overlap, config.optim.shard, recompute, config.train.microbatches
 
 
 def _indivisible(config: Config, data: int) -> str:
@@ -163,6 +168,7 @@ def describe(config: Config) -> str:
     count = config.train.microbatches
     words += [f'{count} microbatch{"es" if count > 1 else ""} of {config.microbatch_rows}']
     words += ['ZeRO-1'] if config.optim.shard else []
+    words += ['overlap'] if config.train.xla == 'overlap' else []
     return ', '.join(words)
 
 

@@ -6,33 +6,14 @@ Products run at a share of the peak that depends on their sizes, the rest at a s
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable
 
 from megajax.config import Config, ConfigError
-from megajax.config.flops import Flops, step_flops, uses_flash
-from megajax.inspect.megatron import Expected, expected
+from megajax.config.flops import Flops, step_flops
 from megajax.inspect.result import Phase
-from megajax.plan.communication import communication
 from megajax.plan.memory import BYTES
 from megajax.plan.network import Cluster
-from megajax.plan.overlap import NOTHING, Beside, beside
+from megajax.plan.programs import MEGAJAX, Attention, Program
 from megajax.plan.work import Product, Traffic, products, traffic
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
-    """Who runs the step: what it sends, what that overlaps with, and whether attention is one kernel."""
-
-    collectives: Callable[[Config], list[Expected]]
-    beside: Callable[[Expected, Config], Beside]
-    uses_flash: Callable[[Config], bool]
-    gradient_bytes: int  # of each element that is reduced over `data`
-    recomputes_last: bool  # the last product of a layer too, which its backward pass does not need
-
-
-MEGAJAX = Program(collectives=communication, beside=beside, uses_flash=uses_flash, gradient_bytes=4, recomputes_last=False)
-# As the papers ran it: attention in parts, gradients in fp16, nothing overlaps.
-MEGATRON = Program(collectives=expected, beside=lambda *_: NOTHING, uses_flash=lambda _: False, gradient_bytes=2, recomputes_last=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,14 +89,15 @@ class StepTime:
 def step_time(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> StepTime:
     """Of `config` on its mesh of GPUs of the cluster. Raises ConfigError where the GPU has no such dtype."""
     peak = peak_flops(config, cluster)
-    flash = cluster.hardware.efficiency.flash is not None and program.uses_flash(config)
+    attention = program.attention if program.uses_flash(config) else None
+    flash = attention is not None and cluster.hardware.efficiency.of_attention(attention) is not None
     work = products(config, flash=flash, recomputes_last=program.recomputes_last)
     seconds = defaultdict[tuple[str, Phase], float](float)
     for one in work:
-        seconds[one.name, one.phase] += product_seconds(one, config, cluster)
+        seconds[one.name, one.phase] += product_seconds(one, config, cluster, program.attention)
     return StepTime(
         products=sum(seconds.values()),
-        memory_bound=sum(traffic_seconds(one, cluster) for one in traffic(config, flash=flash)),
+        memory_bound=sum(traffic_seconds(one, cluster) for one in traffic(config, flash=flash, adds_shards=program.adds_shards)),
         transfers=tuple(_transfers(config, cluster, program, seconds)),
         flops=step_flops(config, flash=flash),
         tokens=config.train.batch_size * config.train.seq_len,
@@ -132,12 +114,12 @@ def peak_flops(config: Config, cluster: Cluster) -> float:
     return peaks[config.train.dtype]
 
 
-def product_seconds(one: Product, config: Config, cluster: Cluster) -> float:
+def product_seconds(one: Product, config: Config, cluster: Cluster, attention: Attention = 'flash') -> float:
     """All times that it runs in a step: bound by its FLOPs, of which flash attention skips the masked half, or by what it moves."""
     hardware, peak = cluster.hardware, peak_flops(config, cluster)
     if one.flash:
         done = one.flops / 2 if config.model.causal else one.flops
-        return one.times * done / (peak * (hardware.efficiency.flash or hardware.efficiency.matmul))
+        return one.times * done / (peak * (hardware.efficiency.of_attention(attention) or hardware.efficiency.matmul))
     compute = one.flops / (peak * hardware.efficiency.of_product(*one.sizes))
     moved = one.elements * BYTES[config.train.dtype]
     return one.times * max(compute, moved / (hardware.memory_bandwidth * hardware.efficiency.memory))
@@ -161,10 +143,10 @@ def _transfers(config: Config, cluster: Cluster, program: Program, seconds: dict
         wire = one.wire_bytes * (program.gradient_bytes / 4 if one.site.name == 'gradients' else 1)
         ring = cluster.ring(config, axis)
         needed = one.times * ring.seconds(one.kind, wire)
-        share, names = program.beside(one, config)
+        share, names, phase = program.beside(one, config)
         hidden = 0.0
         for name in names:
-            at = name, one.site.phase
+            at = name, phase or one.site.phase
             taken = min(share * needed - hidden, share * seconds.get(at, 0.0), left.get(at, 0.0))
             left[at] = left.get(at, 0.0) - taken
             hidden += taken

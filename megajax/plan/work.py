@@ -87,9 +87,12 @@ def _bert_heads(config: Config) -> Iterator[Product]:
         yield Product(name=name, phase='backward', sizes=(m, n, D), times=2 * config.train.microbatches)
 
 
-def traffic(config: Config, *, flash: bool) -> list[Traffic]:
-    """Of a step: each fused operation reads its operands once and writes its result once."""
-    return [*_of_layers(config, flash=flash), *_of_loss(config), *_of_weights(config)]
+def traffic(config: Config, *, flash: bool, adds_shards: bool = False) -> list[Traffic]:
+    """Of a step: each fused operation reads its operands once and writes its result once.
+
+    Gradients of microbatches are added up whole, or, as FSDP does, only the part that a data shard keeps.
+    """
+    return [*_of_layers(config, flash=flash), *_of_loss(config), *_of_weights(config, adds_shards=adds_shards)]
 
 
 def _of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
@@ -119,13 +122,13 @@ def _of_loss(config: Config) -> Iterator[Traffic]:
     yield Traffic(name='loss', bytes=4 * logits, times=config.train.microbatches)  # maximum, sum; gradient read and written
 
 
-def _of_weights(config: Config) -> Iterator[Traffic]:
+def _of_weights(config: Config, *, adds_shards: bool) -> Iterator[Traffic]:
     count = num_parameters(config.model, padded=True, shards=config.mesh.model)
     own = count / (config.mesh.data if config.optim.shard else 1)
     microbatches = config.train.microbatches
     if BYTES[config.train.dtype] == 2:
         yield Traffic(name='cast of weights', bytes=6 * count, times=1)
     if microbatches > 1:
-        yield Traffic(name='gradient accumulation', bytes=12 * count, times=microbatches)
+        yield Traffic(name='gradient accumulation', bytes=12 * (own if adds_shards else count), times=microbatches)
     yield Traffic(name='gradient norm', bytes=4 * own, times=1)
     yield Traffic(name='AdamW', bytes=7 * 4 * own, times=1)  # parameter and both moments read and written, gradient read

@@ -6,7 +6,7 @@ from megajax.config import ConfigError
 from megajax.config.hardware import Efficiency, Hardware, hardware, hardware_names, hardware_of
 from megajax.hardware.gpu import GPUS
 
-FIGURES = {'peak_flops', 'memory', 'memory_bandwidth', 'inside_host', 'across_hosts', 'efficiency'}
+FIGURES = {'peak_flops', 'memory', 'memory_bandwidth', 'power', 'inside_host', 'across_hosts', 'efficiency', 'reference'}
 
 
 @pytest.mark.parametrize('name', hardware_names())
@@ -56,11 +56,11 @@ def test_a_mistake_names_the_file_and_the_key(tmp_path, text, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(('name', 'message'), [('h10', 'choose among a100, b200, h100'), ('missing.yaml', 'no such file')])
+@pytest.mark.parametrize(('name', 'message'), [('h10', 'choose among a100, a100_40gb, b200, h100'), ('missing.yaml', 'no such file')])
 def test_an_unknown_name_lists_the_known(name, message):
     with pytest.raises(ConfigError, match=message):
         hardware(name)
 
 
 def test_a_file_has_what_the_schema_has():
-    assert set(Hardware.model_fields) - {'name', 'device_kinds', 'devices_per_host', 'sources'} == FIGURES
+    assert set(Hardware.model_fields) - {'name', 'device_kinds', 'devices_per_host', 'sources', 'fit'} == FIGURES

@@ -61,7 +61,7 @@ def test_every_gpu_that_a_step_is_compiled_for_has_rates():
     assert {*GPUS} <= {*hardware_names()}
     for target in GPUS:
         gpu, rates = hardware(target), rates_of(load('tiny', ['train.dtype=bfloat16']), target)
-        assert rates.products == gpu.peak_flops['bfloat16'] * gpu.efficiency.matmul
+        assert rates.products == gpu.peak_flops['bfloat16'] * gpu.reference.matmul
 
 
 def test_a_causal_kernel_computes_half_at_its_own_rate_and_fp32_has_its_own_peak():

@@ -1,11 +1,15 @@
 """Calibration: it recovers what it measures, and the planner reads what it writes."""
 
 import pytest
+from support import make_config
 
 import megajax
 from megajax.config.hardware import Efficiency, hardware
 from megajax.plan import calibrate
 from megajax.plan.calibrate import Rate, fit_link, fit_products
+from megajax.plan.network import Cluster
+from megajax.plan.real_step import busy, config_for, fitted_to_step
+from megajax.plan.time import step_time
 
 
 def test_the_curve_of_products_is_recovered():
@@ -24,12 +28,38 @@ def test_bandwidth_and_latency_are_recovered(devices):
 def test_the_devices_at_hand_are_measured_and_planned_for(tmp_path, monkeypatch):
     for name, value in {'SIZES': (32, 64), 'ELEMENTS': (1 << 8, 1 << 12), 'MEMORY_ELEMENTS': 1 << 16}.items():
         monkeypatch.setattr(calibrate, name, value)
+    monkeypatch.setattr(calibrate, 'config_for', lambda devices, **_: make_config('gpt', devices, 1, model={'num_layers': 1}))
     file = tmp_path / 'here.yaml'
     *_, last = calibrate.calibrate(file, seconds=0.1)
     assert last == f'written to {file}'
     assert [path.name for path in tmp_path.iterdir()] == ['here.yaml']
     found = hardware(file)
     assert found.devices_per_host == 8
+    assert (found.fit.rows, found.reference.matmul) == (1, 1.0)
     plan = megajax.plan(megajax.load('tiny'), gpu=file, gpus=8)
     assert plan.hardware == 'cpu'
     assert plan.seconds > 0
+
+
+@pytest.mark.parametrize('matmul', [0.05, 0.31, 0.9])
+def test_the_rate_of_training_is_that_of_the_steps(matmul):
+    h100, config = hardware('h100'), config_for(8, is_gpu=True)
+    true = h100.model_copy(update={'efficiency': h100.efficiency.model_copy(update={'matmul': matmul})})
+    seconds = step_time(config, Cluster.of(true, 8)).total
+    found = fitted_to_step(h100, config, [seconds, 1.1 * seconds, 0.95 * seconds])
+    assert found.efficiency.matmul == pytest.approx(matmul, abs=1e-3)
+    assert found.fit.band == pytest.approx(0.1)
+    assert found.reference == h100.reference
+
+
+def test_steps_that_no_rate_explains_leave_their_error():
+    config = config_for(8, is_gpu=True)
+    found = fitted_to_step(hardware('h100'), config, [1e-6] * 5)
+    assert (found.efficiency.matmul, found.fit.band) == (1.0, 1.0)
+
+
+def test_a_machine_where_others_work_is_said_to_be_busy(monkeypatch):
+    monkeypatch.setattr('os.cpu_count', lambda: 4)
+    for load, says in ((0.3, False), (2.0, True)):
+        monkeypatch.setattr('os.getloadavg', lambda load=load: (load, 9.0, 9.0))
+        assert bool(busy()) == says

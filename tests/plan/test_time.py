@@ -6,13 +6,14 @@ from itertools import product
 import pytest
 from support import make_config
 
-from megajax.config import Config, ConfigError, load
+from megajax.config import Config, ConfigError, load, num_parameters
 from megajax.config.flops import step_flops
 from megajax.config.hardware import Hardware, hardware
 from megajax.plan.communication import communication
 from megajax.plan.network import Cluster
 from megajax.plan.overlap import beside
-from megajax.plan.time import MEGATRON, product_seconds, step_time
+from megajax.plan.programs import FSDP, MEGATRON, MEGATRON_2021
+from megajax.plan.time import product_seconds, step_time
 from megajax.plan.work import products
 
 H100 = hardware('h100')
@@ -86,7 +87,7 @@ def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(xla, par
     limited = 0
     sent = zip(communication(config), step_time(config, cluster).transfers, strict=True)
     for one, transfer in sent:
-        share, names = beside(one, config)
+        share, names, _ = beside(one, config)
         there = sum(seconds[name, transfer.phase] for name in names)
         assert transfer.hidden <= share * min(transfer.seconds, there) * (1 + 1e-9)
         limited += 0 < transfer.hidden < 0.999 * share * transfer.seconds
@@ -103,9 +104,23 @@ def test_one_gpu_waits_for_nothing():
     assert time.transfers == ()
 
 
-def test_nothing_of_megatron_overlaps():
-    time = step_time(llama(), Cluster.of(H100, 16), MEGATRON)
+def test_nothing_of_the_papers_overlaps():
+    time = step_time(llama(), Cluster.of(H100, 16), MEGATRON_2021)
     assert all(one.exposed == one.seconds for one in time.transfers)
+
+
+def test_of_megatron_core_what_has_products_beside_it_overlaps():
+    time = step_time(llama('mesh.sequence_parallel=true'), Cluster.of(H100, 16), MEGATRON)
+    for one in time.transfers:
+        can_hide = one.axis == 'data' or one.site in ('attention', 'mlp', 'head')
+        assert (one.hidden > 0) == can_hide, one
+
+
+def test_fsdp_sends_all_weights_three_times_a_microbatch():
+    config = llama('mesh.data=16', 'mesh.model=1', 'train.microbatches=2')
+    time = step_time(config, Cluster.of(H100, 16), FSDP)
+    weights = 2 * num_parameters(config.model, padded=True)
+    assert sum(one.wire_bytes for one in time.transfers) == pytest.approx(2 * 3 * 15 / 16 * weights)
 
 
 def test_a_dtype_that_the_gpu_lacks_is_refused():

@@ -1,0 +1,81 @@
+"""Real training steps at the end of a calibration, from which the rate of products in training follows."""
+
+import os
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from megajax.config import Config, MeshConfig, ModelConfig, TrainConfig
+from megajax.config.hardware import Efficiency, Fit, Hardware
+from megajax.parallel.mesh import make_mesh
+from megajax.plan.network import Cluster
+from megajax.plan.time import step_time
+from megajax.train.feed import place_batch
+from megajax.train.step import init_state, make_train_step
+
+STEPS = 5
+BUSY = 0.25  # of the cores, by the load of the last minute
+
+
+def busy() -> str | None:
+    """What to say where others are at work on this machine; None where it is idle."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load < BUSY * cores:
+        return None
+    return f'the machine is busy (load {load:.1f} on {cores} cores), so what follows is too slow: measure again when it is idle'
+
+
+def config_for(devices: int, *, is_gpu: bool) -> Config:
+    """A GPT whose step takes some tenths of a second on a CPU or on a GPU, with rows for every device."""
+    width, length, rows = (2048, 2048, 4) if is_gpu else (512, 256, 2)
+    return Config(
+        model=ModelConfig(num_layers=4, hidden_size=width, num_heads=width // 64, vocab_size=8192, max_seq_len=length, dropout=0.0),
+        mesh=MeshConfig(data=devices, model=1),
+        train=TrainConfig(batch_size=rows * devices, seq_len=length, dtype='bfloat16' if is_gpu else 'float32', recompute='none'),
+    )
+
+
+def real_seconds(config: Config) -> list[float]:
+    """The seconds of some steps after two that warm up."""
+    train = config.train
+    with jax.set_mesh(make_mesh(config.mesh.data, 1)):
+        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (train.batch_size, train.seq_len + 1), np.int32)
+        mask = np.ones((train.batch_size, train.seq_len), np.float32)
+        batch = place_batch({'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': mask})
+        state, step, seconds = init_state(config), make_train_step(config), list[float]()
+        for _ in range(2 + STEPS):
+            start = time.perf_counter()
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+            seconds.append(time.perf_counter() - start)
+    return seconds[2:]
+
+
+def fitted_to_step(found: Hardware, config: Config, seconds: list[float]) -> Hardware:
+    """The record with the rate of products at which the step takes the median of these seconds, or the nearest that there can be."""
+    median = float(np.median(seconds))
+
+    def planned(matmul: float) -> float:
+        return step_time(config, Cluster.of(_with(found, matmul=matmul), config.mesh.data)).total
+
+    matmul = _where(planned, median, 1e-3, 1.0)
+    error = abs(planned(matmul) / median - 1)
+    spread = max(abs(one / median - 1) for one in seconds)
+    mean, band = (min(1.0, max(1e-3, one)) for one in (error, max(error, spread)))
+    fit = Fit(rows=1, mean=mean, band=band)
+    return _with(found, matmul=round(matmul, 4)).model_copy(update={'fit': fit})
+
+
+def _where(falls: Callable[[float], float], value: float, low: float, high: float) -> float:
+    """Where a function that falls has a value, between two bounds, by halving."""
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if falls(middle) > value else (low, middle)
+    return high
+
+
+def _with(found: Hardware, *, matmul: float) -> Hardware:
+    efficiency: Efficiency = found.efficiency.model_copy(update={'matmul': matmul})
+    return found.model_copy(update={'efficiency': efficiency})
