@@ -34,7 +34,7 @@ plan_app = typer.Typer(
 def for_config(
     source: Annotated[str | None, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')] = None,
     overrides: Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help='For example train.seq_len=4096.')] = None,
-    gpu: Annotated[str, typer.Option(help='a100, b200, h100, h200, v100, or a YAML file such as calibrate writes.')] = 'h100',
+    gpu: Annotated[str, typer.Option(help='a100, b200, h100, ..., or a YAML file such as calibrate writes.')] = 'h100',
     gpus: Annotated[int | None, typer.Option(min=1, help='How many; those of the mesh of the config if left out.')] = None,
     gpus_per_host: Annotated[int | None, typer.Option(min=1, help='As the GPU is sold if left out.')] = None,
     tokens: Annotated[float | None, typer.Option(min=1, help='To be trained on, for example 300e9.')] = None,

@@ -81,7 +81,7 @@ def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
         ('gpt2_124m --gpus 5', '512 is not a multiple of mesh.data=5; use 510 or 515'),
         ('gpt2_124m --gpus 12', '--gpus 12 does not fill hosts of 8: use 8 or 16, or --gpus-per-host'),
         ('gpt2_124m --target-batch 3', 'train.batch_size: 3 is not a multiple of mesh.data=8 x train.microbatches=4'),
-        ('gpt2_124m --gpu tpu', '--gpu tpu: choose among a100, a100_40gb, b200, h100, h200, v100'),
+        ('gpt2_124m --gpu tpu', '--gpu tpu: choose among a100, a100_40gb, b200, h100, h100_pcie, h200, v100'),
         ('gpt2_124m --gpu v100', 'train.dtype=bfloat16: NVIDIA V100 SXM3 32 GB computes in float16, float32'),
         ('gpt2_124m --gpu v100 --verify', '--verify with --gpu v100: the step can be compiled for a100, h100, h200, b200'),
         ('gpt2_124m --json nowhere/x.json', 'nowhere/x.json: there is no folder nowhere'),
