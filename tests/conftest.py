@@ -7,7 +7,7 @@ import tempfile
 # On a busy machine a simulated device may be late to a collective, and XLA's default ends the process then.
 FLAGS = {'--xla_cpu_collective_call_terminate_timeout_seconds': '600'}
 if importlib.metadata.version('jax').startswith('0.10.'):  # later ones have no such flag
-    FLAGS['--xla_cpu_use_fusion_emitters'] = 'false'  # which compile half as fast
+    FLAGS['--xla_cpu_use_fusion_emitters'] = 'false'  # they take twice as long to compile
 for flag, value in FLAGS.items():
     if flag not in os.environ.get('XLA_FLAGS', ''):
         os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}={value}'.strip()

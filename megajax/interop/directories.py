@@ -80,7 +80,7 @@ def export_huggingface(
 
 
 def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
-    with np.errstate(over='ignore'):  # of which more is said here
+    with np.errstate(over='ignore'):  # the error below says more
         made = x.astype(DTYPES[dtype], copy=False)
     if not np.isfinite(made).all():
         largest = float(np.abs(x).max())

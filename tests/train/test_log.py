@@ -77,8 +77,7 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(folder: Path, 
     assert max(steps, key=lambda line: line['checkpoint_ms'])['step'] in (6, 11)  # those after a save
 
     seconds = summary(folder / 'run')['seconds']
-    assert sum(seconds.values()) - seconds['total'] == pytest.approx(seconds['total'], rel=0.01)
-    assert passed - 2 < seconds['total'] <= passed  # the rest is what comes before the clock and after the summary
+    assert sum(seconds.values()) - seconds['total'] == pytest.approx(passed, rel=0.01)
     productive = sum(line['step_ms'] - line['data_wait_ms'] for line in steps) / 1e3
     assert seconds['productive'] == pytest.approx(productive, rel=0.01)
     assert seconds['data_wait'] == pytest.approx(sum(line['data_wait_ms'] for line in steps) / 1e3, rel=0.01, abs=1e-3)
