@@ -1,12 +1,16 @@
 """Eight simulated CPU devices for every test, made before jax is first used."""
 
+import importlib.metadata
 import os
 import tempfile
 
 # On a busy machine a simulated device may be late to a collective, and XLA's default ends the process then.
-PATIENCE = '--xla_cpu_collective_call_terminate_timeout_seconds'
-if PATIENCE not in os.environ.get('XLA_FLAGS', ''):
-    os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {PATIENCE}=600'.strip()
+FLAGS = {'--xla_cpu_collective_call_terminate_timeout_seconds': '600'}
+if importlib.metadata.version('jax').startswith('0.10.'):  # later ones have no such flag
+    FLAGS['--xla_cpu_use_fusion_emitters'] = 'false'  # they take twice as long to compile
+for flag, value in FLAGS.items():
+    if flag not in os.environ.get('XLA_FLAGS', ''):
+        os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}={value}'.strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # The tests, and the processes that they start, compile far more than they run. This halves the time; the SPMD partitioner works all the
 # same. What one of them has compiled the others read.

@@ -22,6 +22,8 @@ from megajax.parallel.mesh import concrete, make_mesh
 from megajax.train.step import init_state
 
 ROOT = Path(__file__).parents[1]
+# Options with which a program is compiled as a user's is, not as quickly as `conftest.py` has it.
+AS_SHIPPED = {'xla_cpu_use_fusion_emitters': True} if jax.__version__.startswith('0.10.') else {}
 # Together: tied and untied, learned and rotary positions, both norms, GELU and SwiGLU, MHA and GQA (key/value heads at least and fewer
 # than `model`), qk_norm, biases and none, vocabularies that no mesh divides, dropout, label smoothing and z-loss. Eight heads for model=8.
 MODELS: dict[str, dict[str, Any]] = {

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from megajax.config import Config, reload
+from megajax.config import Config, ConfigError, reload
 from megajax.interop.families import read_config_json, write_family
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
@@ -73,9 +73,19 @@ def export_huggingface(
         tokens = _write_tokenizer(checkpoint, partial, model.max_seq_len)
         keys |= {'torch_dtype': dtype, 'use_cache': True, **tokens}
         (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
-        arrays = (x.astype(DTYPES[dtype], copy=False) for _, x in parts(checkpoint, [pieces]))
+        names = (tensor.name for tensor in plan)
+        arrays = (_cast(name, x, dtype) for name, (_, x) in zip(names, parts(checkpoint, [pieces]), strict=True))
         write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
     return family, dtype
+
+
+def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
+    with np.errstate(over='ignore'):  # the error below says more
+        made = x.astype(DTYPES[dtype], copy=False)
+    if not np.isfinite(made).all():
+        largest = float(np.abs(x).max())
+        raise ConfigError(f'{name}: {largest:.6g} is beyond what {dtype} has: export it as bfloat16 or float32')
+    return made
 
 
 def _write_tokenizer(checkpoint: Path, folder: Path, length: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-# Of the training or the tokenizer, or without effect on the logits.
+# These keys concern the training or the tokenizer, or have no effect on the logits.
 INERT = frozenset(
     {'architectures', 'model_type', 'transformers_version', 'torch_dtype', 'dtype', 'use_cache', 'pretraining_tp', 'max_window_layers'}
     | {'bos_token_id', 'eos_token_id', 'pad_token_id', '_name_or_path', 'task_specific_params', 'initializer_range', 'n_ctx'}

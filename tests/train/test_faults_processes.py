@@ -192,7 +192,6 @@ def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(fo
     assert_goes_on_as_if_nothing_had_been(folder, straight)
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root')
 def test_a_process_that_fails_alone_while_the_others_train_does_not_wait_for_them(folder: Path, straight: Path) -> None:
     code, said = finish(start(folder, processes=2, fault=ON_1 + AT_33.format(fault="raise MemoryError('of this process')")))
     assert (code, 'step 33 is not saved: the other processes did not fail with this one' in said) == (1, True), said
@@ -201,6 +200,7 @@ def test_a_process_that_fails_alone_while_the_others_train_does_not_wait_for_the
     assert_goes_on_as_if_nothing_had_been(folder, straight)
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root')
 def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_compiles(folder: Path) -> None:
     (folder / 'run').mkdir()
     if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'ro', 'tmpfs', folder / 'run'], check=False, capture_output=True).returncode:

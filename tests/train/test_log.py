@@ -121,7 +121,7 @@ def test_stopped_or_killed_a_run_sums_over_its_starts(folder: Path) -> None:
     said = stop(signal.SIGTERM, f'{first["step"] + 40}')
     found, lines = summary(folder / 'run'), read_lines(folder / 'run')
     assert found['step'] == lines[-1]['step']
-    assert [line['step'] for line in lines] == list(range(found['step'] + 1))
+    assert [line['step'] for line in lines if 'loss' in line] == list(range(1, found['step'] + 1))
     assert found['starts'] in (2, 3)  # a start that is killed in its first seconds leaves no summary
     assert re.search(rf'^{found["starts"]} starts   ', said, re.MULTILINE)
     assert found['seconds']['total'] > first['seconds']['total'] + found['seconds_of_last_start']['total'] - 0.01

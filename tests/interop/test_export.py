@@ -1,0 +1,31 @@
+"""An export holds the numbers of its checkpoint, or there is none."""
+
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from interop.stored import DATA
+from safetensors.numpy import save_file
+
+from megajax.config import ConfigError
+from megajax.interop.directories import export_huggingface, import_huggingface
+from megajax.interop.tensors import SINGLE, read_tensors
+
+NAME = 'transformer.h.1.mlp.c_fc.weight'
+
+
+def test_a_number_that_the_dtype_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
+    tensors = dict(read_tensors(DATA / 'gpt2'))
+    tensors[NAME] = tensors[NAME].copy()
+    tensors[NAME][3, 2] = -70000
+    shutil.copytree(DATA / 'gpt2', tmp_path / 'in')
+    save_file(tensors, tmp_path / 'in' / SINGLE)
+    import_huggingface(tmp_path / 'in', tmp_path / 'run')
+    with pytest.raises(ConfigError, match=f'{NAME}: 70000 is beyond what float16 has: export it as bfloat16 or float32'):
+        export_huggingface(tmp_path / 'run', tmp_path / 'out', dtype='float16')
+    assert not (tmp_path / 'out').exists()
+    export_huggingface(tmp_path / 'run', tmp_path / 'out', dtype='bfloat16')
+    exported = dict(read_tensors(tmp_path / 'out'))[NAME]
+    np.testing.assert_array_equal(exported, tensors[NAME].astype(ml_dtypes.bfloat16))
