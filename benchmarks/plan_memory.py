@@ -80,10 +80,18 @@ llama3_8b      2x8 tp none      2 1 train.seq_len=2048
 megatron_1.2b  4x2 sp selective 4 1 train.dtype=float16
 llama3_8b      1x2 tp none      4 1 train.seq_len=2048 model.num_layers=6
 llama3_8b      1x2 tp none      4 1 train.seq_len=2048 model.num_layers=6 model.ffn_size=28672
+tiny           2x4 sp none      4 1
+tiny           1x1 tp none      8 1 train.dtype=float32
+bert_336m      2x4 sp selective 8 2
+gpt2_345m      4x4 tp none      8 1 model.num_kv_heads=1
+qwen3_8b       8x4 tp full      2 1 optim.shard=true model.num_layers=40 model.hidden_size=5120 model.num_heads=40 model.ffn_size=17408
+qwen3_8b       8x4 sp none      1 2 optim.shard=true model.num_layers=40 model.hidden_size=5120 model.num_heads=40 model.ffn_size=17408
+llama3_8b      1x16 sp full     2 1 model.num_layers=3 model.hidden_size=8192 model.num_heads=64 model.vocab_size=256000
+llama3_8b      1x16 sp none     1 1 model.num_layers=3 model.hidden_size=8192 model.num_heads=64 model.vocab_size=256000
 """
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
 PREDICTED = ['predicted_bytes', 'predicted_gflops', 'predicted_model_wire', 'predicted_data_wire']
-COMPILED = ['compiled_bytes', 'arguments', 'compiled_gflops', 'compiled_model_wire', 'compiled_data_wire', 'jax']
+COMPILED = ['compiled_bytes', 'arguments', 'compiled_gflops', 'compiled_launches', 'compiled_model_wire', 'compiled_data_wire', 'jax']
 Line = dict[str, str]
 
 
@@ -141,6 +149,7 @@ def predict(config: megajax.Config) -> Line:
 
 
 def measure(config: megajax.Config) -> Line:
+    from megajax.hlo.launches import num_launches
     from megajax.hlo.program import Program
     from megajax.hlo.schedule import flops
     from megajax.inspect.audit import audit
@@ -152,7 +161,8 @@ def measure(config: megajax.Config) -> Line:
     rows = [row for row in audit(config, compiled, 'h100').rows if row.site != 'metrics']
     sent = [float(sum(row.wire_bytes for row in rows if row.axis == axis)) for axis in ('model', 'data')]
     total = compiled.arguments + compiled.temporaries + compiled.outputs
-    return dict(zip(COMPILED, map(str, (total, compiled.arguments, f'{gflops:.3f}', *sent, compiled.jax_version)), strict=True))
+    figures = total, compiled.arguments, f'{gflops:.3f}', num_launches(program), *sent, compiled.jax_version
+    return dict(zip(COMPILED, map(str, figures), strict=True))
 
 
 def table(lines: list[Line]) -> None:

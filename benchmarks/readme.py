@@ -1,0 +1,98 @@
+"""What the README's commands show, and what a clock says of them: `python benchmarks/readme.py OUT.md`.
+
+Runs each command of COMMANDS in an empty folder and writes what it printed, its seconds in each
+turn, the versions and the machine. A number that stands in the README without another script's
+name beside it is in OUT.md. The steps for H100s need `pip install 'megajax[gpu-compile]'`.
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A line of the README, how often it is timed, and which of its lines are numbers it quotes."""
+
+    line: str
+    turns: int = 1
+    quoted: str = '.'  # a pattern
+
+
+STEP = 'inspect megatron_8.3b mesh.data=8 train.batch_size=64 --target h100'
+COMMANDS = [
+    Command('train'),
+    Command('train tiny_bert train.steps=200', quoted='validation'),
+    Command('train tiny train.dtype=float16 train.steps=20 train.eval_every=100', quoted='scale|seconds'),
+    Command('inspect megatron_8.3b train.dtype=bfloat16 --target h100', turns=3),
+    Command(STEP, quoted=r'memory|state|temporaries|gradients|parameters'),
+    Command(f'{STEP} optim.shard=true', quoted=r'memory|state|temporaries|gradients|parameters'),
+    Command(
+        'inspect llama3_8b mesh.data=2 mesh.model=4 mesh.sequence_parallel=true --target h100 --run',
+        quoted=r'executed|limit|smaller|covered',
+    ),
+    Command('plan megatron_8.3b model.dropout=0 --gpu h100 --gpus 64 --tokens 300e9', turns=5),
+]
+PACKAGES = 'megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('out', type=Path)
+    arguments = parser.parse_args()
+    found = [heading()]
+    for command in COMMANDS:
+        found.append(shown(command))
+        print(found[-1], flush=True)
+        arguments.out.write_text('\n'.join(found))
+
+
+def heading() -> str:
+    """The day, the versions and the machine."""
+    versions = ', '.join(f'{name} {version(name)}' for name in PACKAGES)
+    return (
+        f"# What the README's commands showed, {datetime.date.today()}\n\n"
+        f'`python benchmarks/readme.py`: {versions}, Python {platform.python_version()}, '
+        f'{os.cpu_count()} cores of {processor()}.\n'
+    )
+
+
+def processor() -> str:
+    """Its name, where the system tells it."""
+    found = re.search(r'model name\s*: (.*)', Path('/proc/cpuinfo').read_text())
+    return found[1] if found else platform.machine()
+
+
+def shown(command: Command) -> str:
+    """The command, its seconds in each turn, and the lines that are quoted from the first."""
+    seconds, said = [], []
+    for _ in range(command.turns):
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            said.append(run(command.line, folder))
+            seconds.append(time.perf_counter() - start)
+    lines = [line for line in said[0].splitlines() if re.search(command.quoted, line)]
+    turns = ', '.join(f'{one:.1f}' for one in seconds)
+    return f'`megajax {command.line}`, {turns} s:\n\n```\n' + '\n'.join(lines) + '\n```\n'
+
+
+def run(line: str, folder: str) -> str:
+    """What it prints; an exit code that is not 0 is said too."""
+    words = [sys.executable, '-m', 'megajax', *shlex.split(line)]
+    environ = os.environ | {'COLUMNS': '140', 'PYTHONPATH': str(Path(__file__).parents[1])}
+    done = subprocess.run(words, cwd=folder, env=environ, text=True, capture_output=True)
+    failed = f'\nexit code {done.returncode}: {done.stderr[-500:]}' if done.returncode else ''
+    return done.stdout + failed
+
+
+if __name__ == '__main__':
+    main()
