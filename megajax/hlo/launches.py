@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from megajax.hlo.program import Computation, Program
 
-# What only names memory, decides what runs, or waits for what was launched before.
-_WITHOUT_KERNEL = frozenset(
-    'parameter constant tuple get-tuple-element bitcast while conditional call after-all partition-id '
-    'replica-id opt-barrier add-dependency async-update async-start async-done'.split()
-)
+_NAMES_MEMORY = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'add-dependency', 'opt-barrier'}
+_DECIDES = {'while', 'conditional', 'call', 'partition-id', 'replica-id'}
+_WAITS = {'after-all', 'async-update', 'async-start', 'async-done'}  # for what was launched before, or is inside
+_WITHOUT_KERNEL = _NAMES_MEMORY | _DECIDES | _WAITS
 
 
 def num_launches(program: Program) -> int:
@@ -34,7 +33,4 @@ def _launching(program: Program) -> Iterator[Computation]:
 
 
 def _own(computation: Computation) -> int:
-    return sum(
-        one.opcode not in _WITHOUT_KERNEL and not one.opcode.endswith('-done')
-        for one in computation.instructions
-    )
+    return sum(one.opcode not in _WITHOUT_KERNEL and not one.opcode.endswith('-done') for one in computation.instructions)

@@ -28,6 +28,7 @@ class Program:
     gradient_bytes: int = 4  # of each element that is reduced over `data`
     adds_shards: bool = False  # of the gradients of microbatches, rather than the whole
     recomputes_last: bool = False  # the last product of a layer too, which its backward pass does not need
+    pads_shards: bool = True  # of ZeRO-1, so that any number of GPUs along `data` can hold them
 
 
 def fully_sharded(config: Config) -> list[Expected]:
@@ -75,7 +76,7 @@ def _names(products: tuple[str, ...], phase: Phase) -> Iterator[str]:
         yield from (f'{name} input', f'{name} weight') if phase == 'backward' else (name,)
 
 
-MEGAJAX = Program(collectives=communication, beside=beside, uses_flash=uses_flash)
+MEGAJAX = Program(collectives=communication, beside=beside, uses_flash=uses_flash, pads_shards=False)
 MEGATRON = Program(
     collectives=expected,
     beside=_beside_its_layer,

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 from itertools import product
 
-from megajax.config import Config, ConfigError
+from megajax.config import Config, ConfigError, Problem
 from megajax.config.check import divisors, incompatibilities
 from megajax.config.flops import uses_flash
 from megajax.plan.memory import memory
@@ -60,7 +60,7 @@ def search(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> Rank
         data = cluster.num_devices // model
         found = 0
         for candidate in _layouts(config, data, model, cluster.devices_per_host):
-            if problems := incompatibilities(candidate):
+            if problems := _problems(candidate, program):
                 impossible.setdefault((data, model), str(problems[0]))
                 if not found:  # the first asks the least of all
                     break
@@ -79,6 +79,11 @@ def search(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> Rank
     if not fitting:
         raise ConfigError(*_why_none(config, cluster, too_large, impossible))
     return Ranking(fitting=tuple(fitting), too_large=tuple(too_large), impossible=impossible)
+
+
+def _problems(config: Config, program: Program) -> list[Problem]:
+    """Why a program cannot run it."""
+    return incompatibilities(changed(config, optim__shard=False) if program.pads_shards else config)
 
 
 def usable_memory(cluster: Cluster) -> int:

@@ -65,3 +65,17 @@ def test_the_results_are_those_of_today():
         assert markdown(table) in text
     for cells in summary_rows():
         assert '| ' + ' | '.join(cells) + ' |' in text
+
+
+@pytest.mark.parametrize('table', ['narayanan', 'core'])
+def test_the_published_mesh_is_the_fastest_or_within_three_percent_of_it(table: str) -> None:
+    ranks = load_script('plan_ranks')
+    for row in rows(table):
+        fastest, slower = ranks.ranked(row)
+        assert slower <= ranks.NEAR, (row.name, fastest)
+
+
+def test_of_the_degrees_that_were_measured_the_plan_chooses_the_fastest() -> None:
+    for name, measured, chosen, share in load_script('plan_ranks').swept():
+        assert len(measured) > 1
+        assert share > 0.97, (name, chosen)

@@ -7,6 +7,7 @@ import pytest
 from megajax.config import Config, ConfigError, load
 from megajax.config.hardware import hardware
 from megajax.plan.network import Cluster
+from megajax.plan.programs import MEGAJAX, MEGATRON
 from megajax.plan.search import Ranking, changed, search, usable_memory, why_slower
 
 
@@ -89,3 +90,13 @@ def test_many_gpus_are_searched_in_seconds(gpus):
     start = time.process_time()
     ranking(changed(load('llama3_8b'), train__batch_size=2 * gpus), 'h100', gpus)
     assert time.process_time() - start < 5
+
+
+def test_megatrons_optimizer_pads_where_ours_does_not():
+    config = changed(small('model.dropout=0'), train__batch_size=80)
+    cluster = Cluster.of(hardware('h100'), 40)
+    shards = {
+        program: {choice.config.optim.shard for choice in search(config, cluster, program).fitting if choice.mesh == (40, 1)}
+        for program in (MEGAJAX, MEGATRON)
+    }
+    assert shards == {MEGAJAX: {False}, MEGATRON: {False, True}}

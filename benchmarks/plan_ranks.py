@@ -1,0 +1,78 @@
+"""Where the mesh that was published ranks among those that the plan would try: `python benchmarks/plan_ranks.py`.
+
+For each row of the tables of tensor parallelism, by how much a step on its mesh is slower than on
+the plan's fastest. A run of before ZeRO-1 or sequence parallelism is ranked among layouts without
+them. SimuMax measured each model with several tensor-parallel degrees: there the plan chooses one
+of those that were measured, and the share of the best published rate that the choice had is given.
+Tables of FSDP are left out, since the search has no such layout.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from megajax.config.hardware import hardware
+from megajax.plan.network import Cluster
+from megajax.plan.predictions import Row, predicted, rows
+from megajax.plan.programs import FSDP_IN_JAX
+from megajax.plan.search import Choice, search
+
+TABLES = 'scaling', 'megatron', 'narayanan', 'korthikanti', 'nvidia', 'core'
+NEAR = 0.03
+
+
+def main() -> None:
+    print('| run | GPUs | published | fastest | slower by | held out |')
+    print(f'|{"---|" * 6}')
+    shares = []
+    for table in TABLES:
+        for row in filter(is_ranked, rows(table)):
+            fastest, slower = ranked(row)
+            shares.append(slower)
+            run = f'{table} {row.name} | {row.num_gpus} | {row.config.mesh.model}'
+            print(f'| {run} | {fastest} | {slower:.1%} | {"yes" if row.held_out else ""} |')
+    count = sum(one <= NEAR for one in shares)
+    print(f'\n{count} of {len(shares)} rank first or within {NEAR:.0%} of the first.\n')
+    print('| run of SimuMax | measured | chosen | share of the best rate |')
+    print(f'|{"---|" * 4}')
+    for name, measured, chosen, share in swept():
+        print(f'| {name} | {", ".join(map(str, measured))} | {chosen} | {share:.1%} |')
+
+
+def is_ranked(row: Row) -> bool:
+    """Whether its layout is one of those that are tried."""
+    return row.program is not FSDP_IN_JAX
+
+
+def ranked(row: Row) -> tuple[int, float]:
+    """The fastest tensor-parallel degree, and by what share of its step the published is slower."""
+    cluster = Cluster.of(hardware(row.gpu), row.num_gpus)
+    best: dict[int, Choice] = {}
+    for choice in search(row.config, cluster, row.program).fitting:
+        if could_have(row, choice):
+            best.setdefault(choice.config.mesh.model, choice)
+    fastest = min(best.values(), key=lambda choice: choice.timed.total)
+    own = best[row.config.mesh.model]
+    return fastest.config.mesh.model, own.timed.total / fastest.timed.total - 1
+
+
+def could_have(row: Row, choice: Choice) -> bool:
+    """Whether the run's software had what the layout uses."""
+    mesh = choice.config.mesh
+    scatters = row.config.mesh.sequence_parallel or row.config.optim.shard
+    return choice.config.optim.shard <= row.config.optim.shard and mesh.sequence_parallel <= scatters
+
+
+def swept() -> Iterator[tuple[str, list[int], int, float]]:
+    """Each run of SimuMax: degrees that were measured, the plan's, its share of the best rate."""
+    runs = defaultdict[str, list[Row]](list)
+    for row in rows('simumax'):
+        runs[row.name].append(row)
+    for name, measured in runs.items():
+        chosen = max(measured, key=lambda row: predicted(row, hardware(row.gpu)).tflops)
+        best = max(row.published for row in measured)
+        degrees = sorted(row.config.mesh.model for row in measured)
+        yield name, degrees, chosen.config.mesh.model, chosen.published / best
+
+
+if __name__ == '__main__':
+    main()
