@@ -1,6 +1,6 @@
 """What `megajax.plan` counts of a training step beside what XLA's compiler made of it: `python benchmarks/plan_memory.py OUT.csv`.
 
-Bytes of memory, FLOPs of the matrix products and bytes on the wire of each H100, for every line of STEPS. No GPU is needed
+Bytes of memory, FLOPs of the matrix products, kernels and bytes on the wire of each H100, for every line of STEPS. No GPU is needed
 (`pip install 'megajax[gpu-compile]'`). What OUT.csv has of compiled steps is not compiled again, so that the run, about half an hour
 on one core, can be interrupted, and what is predicted can be computed anew in seconds.
 """
@@ -18,6 +18,7 @@ import megajax
 from megajax.config.flops import step_flops
 from megajax.hardware.gpu import GPUS, num_hosts
 from megajax.plan.communication import wire_bytes
+from megajax.plan.launches import num_launches
 from megajax.plan.memory import memory
 
 # preset, data x model, sequence parallelism, recompute, rows of a microbatch, microbatches, other overrides
@@ -90,7 +91,7 @@ llama3_8b      1x16 sp full     2 1 model.num_layers=3 model.hidden_size=8192 mo
 llama3_8b      1x16 sp none     1 1 model.num_layers=3 model.hidden_size=8192 model.num_heads=64 model.vocab_size=256000
 """
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
-PREDICTED = ['predicted_bytes', 'predicted_gflops', 'predicted_model_wire', 'predicted_data_wire']
+PREDICTED = ['predicted_bytes', 'predicted_gflops', 'predicted_launches', 'predicted_model_wire', 'predicted_data_wire']
 COMPILED = ['compiled_bytes', 'arguments', 'compiled_gflops', 'compiled_launches', 'compiled_model_wire', 'compiled_data_wire', 'jax']
 Line = dict[str, str]
 
@@ -144,12 +145,13 @@ def load(line: Line) -> megajax.Config:
 def predict(config: megajax.Config) -> Line:
     sent = wire_bytes(config)
     flops = step_flops(config).hardware / (config.mesh.data * config.mesh.model)
-    figures = memory(config, capacity_bytes=GPUS['h100'].memory).total, f'{flops / 1e9:.3f}', sent['model'], sent['data']
+    total = memory(config, capacity_bytes=GPUS['h100'].memory).total
+    figures = total, f'{flops / 1e9:.3f}', num_launches(config), sent['model'], sent['data']
     return dict(zip(PREDICTED, map(str, figures), strict=True))
 
 
 def measure(config: megajax.Config) -> Line:
-    from megajax.hlo.launches import num_launches
+    from megajax.hlo import launches
     from megajax.hlo.program import Program
     from megajax.hlo.schedule import flops
     from megajax.inspect.audit import audit
@@ -161,7 +163,7 @@ def measure(config: megajax.Config) -> Line:
     rows = [row for row in audit(config, compiled, 'h100').rows if row.site != 'metrics']
     sent = [float(sum(row.wire_bytes for row in rows if row.axis == axis)) for axis in ('model', 'data')]
     total = compiled.arguments + compiled.temporaries + compiled.outputs
-    figures = total, compiled.arguments, f'{gflops:.3f}', num_launches(program), *sent, compiled.jax_version
+    figures = total, compiled.arguments, f'{gflops:.3f}', launches.num_launches(program), *sent, compiled.jax_version
     return dict(zip(COMPILED, map(str, figures), strict=True))
 
 

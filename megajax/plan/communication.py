@@ -4,11 +4,12 @@ They are Megatron's (`inspect/megatron.py`) but for what XLA can leave out. `tes
 compiled steps, to the last one.
 """
 
+import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config
 from megajax.hlo.program import Array
-from megajax.inspect.megatron import DTYPES, GATHER, Expected, expected, few_kv_heads, over_data, passes
+from megajax.inspect.megatron import DTYPES, GATHER, REDUCE, Expected, expected, few_kv_heads, over_data, passes
 from megajax.inspect.sites import Site
 
 ALL_TO_ALL = 'all-to-all'
@@ -23,7 +24,7 @@ def communication(config: Config) -> list[Expected]:
             gathered.remove(one)
         elif one.site.axis == 'model' and not _is_kept_from_forward(one, kept) and not _is_last_of_layer(one):
             kept.append(one)
-    return [*kept, *_exchanged_heads(config), *over_data(config, whole_heads=False)]
+    return [*_first_tokens(config, kept), *_exchanged_heads(config), *over_data(config, whole_heads=False)]
 
 
 def wire_bytes(config: Config) -> dict[str, float]:
@@ -40,6 +41,18 @@ def _is_kept_from_forward(one: Expected, before: list[Expected]) -> bool:
 def _is_last_of_layer(one: Expected) -> bool:
     """The backward pass does not need a layer's result, so its last reduction is not computed again."""
     return one.site.name == 'mlp' and one.site.phase == 'recompute' and one.kind != GATHER
+
+
+def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:
+    """BERT's pooler reads the first token of each row: Megatron gathers the whole sequence once more for it, here only that is sent."""
+    for one in kept:
+        if config.model.causal or (one.site.name, one.site.phase, one.kind) != ('head', 'forward', GATHER):
+            yield one
+            continue
+        runs = config.train.microbatches
+        yield dataclasses.replace(one, times=runs)
+        first = Array('f32', (config.microbatch_rows, config.model.hidden_size))
+        yield dataclasses.replace(one, kind=REDUCE, array=first, times=runs)
 
 
 def _exchanged_heads(config: Config) -> Iterator[Expected]:

@@ -19,6 +19,8 @@ from megajax.config.parameters import num_matrix_parameters
 
 FLOAT32, MASK = 4, 1  # bytes of a number, and of an element of a mask of dropout
 BYTES = {'float32': FLOAT32, 'bfloat16': 2, 'float16': 2}  # of a number in `train.dtype`
+FRAGMENTS = 0.02  # of what lives for a while, between the arrays of XLA's heap: from nothing to 4 % in programs for H100s
+UNDERCOUNT = 0.026  # what a program for H100s needed beyond the count at most, as tests/plan/test_compiled.py finds in the results
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +49,7 @@ class Memory:
     activations: int
     logits: int
     buffers: int
+    fragments: int  # see FRAGMENTS
     batch: int
     moment: str  # loss, layout, backward or embedding, see `_moments`
 
@@ -58,7 +61,8 @@ class Memory:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.state + self.weights + self.gradients + self.activations + self.logits + self.buffers + self.batch
+        held = self.gradients + self.activations + self.logits + self.buffers
+        return self.state + self.weights + held + self.fragments + self.batch
 
 
 def memory(config: Config, *, capacity_bytes: int | None = None) -> Memory:
@@ -98,6 +102,11 @@ def kept_by_layer(config: Config) -> int:
     Scores, where there is no flash attention, are a s^2 b (4 + 2 + 1) rather than 5, because their softmax stays in fp32.
     """
     return _Sizes(config).kept_by_layer
+
+
+def num_logit_chunks(config: Config) -> int:
+    """How many chunks the tokens of a microbatch are cut in for the loss (`model/loss.py`)."""
+    return _logits(_Sizes(config))[0]
 
 
 class _Sizes:
@@ -147,6 +156,13 @@ class _Sizes:
         return self.model.num_layers * (self.residual if self.config.train.recompute == 'full' else self.kept_by_layer)
 
     @property
+    def batch(self) -> int:
+        """Tokens, labels and which of them count; for BERT also segments and token types, and the order of each row."""
+        rows, length = self.config.microbatch_rows, self.config.train.seq_len
+        of_row = 3 * length if self.model.causal else 5 * length + 1
+        return 4 * of_row * rows * self.config.train.microbatches
+
+    @property
     def gathered(self) -> int:
         """Weights of a step with ZeRO-1, in `train.dtype`."""
         return self.itemsize * self.matrices
@@ -155,11 +171,13 @@ class _Sizes:
 def _memory(sizes: _Sizes, *, early: bool) -> Memory:
     moments = _moments(sizes, early=early)
     moment = max(moments, key=lambda name: moments[name].total)
+    weights = sizes.gathered if sizes.config.optim.shard else 0
     return Memory(
         parameters=FLOAT32 * sizes.at_rest,
         optimizer=2 * FLOAT32 * sizes.at_rest,
-        weights=sizes.gathered if sizes.config.optim.shard else 0,
-        batch=3 * 4 * sizes.tokens * sizes.config.train.microbatches,  # tokens, labels and which of them count
+        weights=weights,
+        fragments=int(FRAGMENTS * (weights + moments[moment].total)),
+        batch=sizes.batch,
         moment=moment,
         **dataclasses.asdict(moments[moment]),
     )
@@ -170,7 +188,7 @@ def _moments(sizes: _Sizes, *, early: bool) -> dict[str, Held]:
 
     In the loss, with the head's gradient and what makes it. Between the passes, where XLA copies what a layer's loop has stacked to
     another layout, and may have made room for the layers' gradients (`early`). In the backward pass of a layer, and at its end in the
-    gradient of the embedding.
+    gradient of the embedding, which where it is not the head's lies where the transposed head was, and leaves that place empty before.
     """
     table = FLOAT32 * sizes.table
     summed = FLOAT32 * sizes.parameters if sizes.config.train.microbatches > 1 else 0
@@ -180,6 +198,7 @@ def _moments(sizes: _Sizes, *, early: bool) -> dict[str, Held]:
     chunks, logits, dlogits = _logits(sizes)
     # Over several chunks the head's gradient is added up, and XLA transposes the head once for all.
     added, transposed = (table, table) if chunks > 1 else (0, 0)
+    kept_free = 0 if sizes.model.tie_embeddings else transposed
     return {
         'loss': Held(
             gradients=summed + table,
@@ -192,7 +211,7 @@ def _moments(sizes: _Sizes, *, early: bool) -> dict[str, Held]:
             activations=sizes.kept,
             buffers=sizes.model.num_layers * _copied(sizes),
         ),
-        'backward': Held(gradients=gradients, activations=sizes.kept, buffers=recomputed + _buffers_of_layer(sizes)),
+        'backward': Held(gradients=gradients, activations=sizes.kept, buffers=recomputed + _buffers_of_layer(sizes) + kept_free),
         'embedding': Held(gradients=gradients + table, buffers=FLOAT32 * sizes.whole // sizes.itemsize),
     }
 

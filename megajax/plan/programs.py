@@ -11,6 +11,7 @@ from megajax.inspect.megatron import DTYPES, GATHER, REDUCE, SCATTER, Expected, 
 from megajax.inspect.result import Phase
 from megajax.inspect.sites import Site
 from megajax.plan.communication import communication
+from megajax.plan.launches import num_launches
 from megajax.plan.overlap import NOTHING, Beside, beside
 
 ProgramName = Literal['megajax', 'megatron']
@@ -28,6 +29,7 @@ class Program:
     gradient_bytes: int = 4  # of each element that is reduced over `data`
     adds_shards: bool = False  # of the gradients of microbatches, rather than the whole
     recomputes_last: bool = False  # the last product of a layer too, which its backward pass does not need
+    num_launches: Callable[[Config], int] = lambda _: 0  # kernels of a step; 0 where nobody has counted them
     pads_shards: bool = True  # of ZeRO-1, so that any number of GPUs along `data` can hold them
 
 
@@ -76,7 +78,13 @@ def _names(products: tuple[str, ...], phase: Phase) -> Iterator[str]:
         yield from (f'{name} input', f'{name} weight') if phase == 'backward' else (name,)
 
 
-MEGAJAX = Program(collectives=communication, beside=beside, uses_flash=uses_flash, pads_shards=False)
+MEGAJAX = Program(
+    collectives=communication,
+    beside=beside,
+    uses_flash=uses_flash,
+    num_launches=num_launches,
+    pads_shards=False,
+)
 MEGATRON = Program(
     collectives=expected,
     beside=_beside_its_layer,

@@ -78,7 +78,7 @@ def time_table(plan: Plan) -> Table:
     for name in ('ms', 'share'):
         table.add_column(name, justify='right')
     table.add_column('')
-    rows = [('matrix products', plan.products, ''), ('bound by memory', plan.memory_bound, '')]
+    rows = [('matrix products', plan.products, ''), ('bound by memory', plan.memory_bound, ''), ('short kernels', plan.launches, '')]
     for axis in _AXES:
         over = [one for one in plan.transfers if one.axis == axis]
         if over:

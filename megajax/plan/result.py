@@ -98,6 +98,7 @@ class Plan(_Result):
     best_compiled_bytes: int | None = Field(default=None, description='the same for the fastest layout')
     products: float
     memory_bound: float
+    launches: float = Field(description='seconds of kernels that are too short to matter by their work')
     transfers: list[TransferLine]
     seconds: float
     tokens_per_second: float

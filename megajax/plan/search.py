@@ -7,7 +7,7 @@ from itertools import product
 from megajax.config import Config, ConfigError, Problem
 from megajax.config.check import divisors, incompatibilities
 from megajax.config.flops import uses_flash
-from megajax.plan.memory import memory
+from megajax.plan.memory import UNDERCOUNT, memory
 from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, Program
 from megajax.plan.time import StepTime, peak_flops, step_time
@@ -87,8 +87,8 @@ def _problems(config: Config, program: Program) -> list[Problem]:
 
 
 def usable_memory(cluster: Cluster) -> int:
-    """Bytes on each GPU that a program can count on."""
-    return int(USABLE * cluster.hardware.memory)
+    """Bytes on each GPU that a program can count on, less what the count of its memory may be short of."""
+    return int(USABLE * cluster.hardware.memory / (1 + UNDERCOUNT))
 
 
 def changed(config: Config, **keys: object) -> Config:
@@ -183,6 +183,7 @@ def why_slower(choice: Choice, best: Choice) -> str:
     parts = {
         'matrix products': ours.products - theirs.products,
         'bound by memory': ours.memory_bound - theirs.memory_bound,
+        'short kernels': ours.launches - theirs.launches,
         'collectives over model': ours.waits('model') - theirs.waits('model'),
         'collectives over data': ours.waits('data') - theirs.waits('data'),
     }

@@ -1,4 +1,4 @@
-"""How long a training step takes on a GPU that need not be there: matrix products, operations bound by memory, and collectives.
+"""How long a training step takes on a GPU that need not be there: products, operations bound by memory, launches and collectives.
 
 Products run at a share of the peak that depends on their sizes, the rest at a share of the memory's bandwidth, collectives by
 `network.py`. What a collective overlaps with is known from compiled programs (`overlap.py`); only what is left of it counts.
@@ -10,6 +10,7 @@ from collections import defaultdict
 from megajax.config import Config, ConfigError
 from megajax.config.flops import Flops, step_flops
 from megajax.inspect.result import Phase
+from megajax.plan.launches import launch_seconds
 from megajax.plan.memory import BYTES
 from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, Attention, Program
@@ -42,6 +43,7 @@ class StepTime:
 
     products: float
     memory_bound: float
+    launches: float  # what kernels take that are too short to matter by their work
     transfers: tuple[Transfer, ...]
     flops: Flops
     tokens: int
@@ -51,7 +53,7 @@ class StepTime:
     @property
     def total(self) -> float:
         """Seconds of the step."""
-        return self.products + self.memory_bound + self.waits()
+        return self.products + self.memory_bound + self.launches + self.waits()
 
     def waits(self, axis: str | None = None) -> float:
         """Seconds in which a GPU waits for collectives, of one axis or of all."""
@@ -92,12 +94,18 @@ def step_time(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> S
     attention = program.attention if program.uses_flash(config) else None
     flash = attention is not None and cluster.hardware.efficiency.of_attention(attention) is not None
     work = products(config, flash=flash, recomputes_last=program.recomputes_last)
+    moved = traffic(config, flash=flash, adds_shards=program.adds_shards)
+    of_products = [product_seconds(one, config, cluster, program.attention) for one in work]
+    of_traffic = [traffic_seconds(one, cluster) for one in moved]
+    times = [one.times for one in work] + [one.times for one in moved]
+    kernels = zip(times, of_products + of_traffic, strict=True)
     seconds = defaultdict[tuple[str, Phase], float](float)
-    for one in work:
-        seconds[one.name, one.phase] += product_seconds(one, config, cluster, program.attention)
+    for one, taken in zip(work, of_products, strict=True):
+        seconds[one.name, one.phase] += taken
     return StepTime(
         products=sum(seconds.values()),
-        memory_bound=sum(traffic_seconds(one, cluster) for one in traffic(config, flash=flash, adds_shards=program.adds_shards)),
+        memory_bound=sum(of_traffic),
+        launches=launch_seconds(kernels, program.num_launches(config)),
         transfers=tuple(_transfers(config, cluster, program, seconds)),
         flops=step_flops(config, flash=flash),
         tokens=config.train.batch_size * config.train.seq_len,

@@ -16,10 +16,12 @@ from megajax.inspect.compile import CompiledStep, compile_step
 from megajax.inspect.products import count_products
 from megajax.parallel.mesh import make_mesh
 from megajax.plan.communication import wire_bytes
-from megajax.plan.memory import memory
+from megajax.plan.launches import num_launches
+from megajax.plan.memory import FRAGMENTS, UNDERCOUNT, memory
 
-RESULTS = Path(__file__).parents[2] / 'benchmarks/results/2026-11-21_plan_memory.csv'
+RESULTS = Path(__file__).parents[2] / 'benchmarks/results/2026-11-22_plan_memory.csv'
 LINES = [*csv.DictReader(RESULTS.open(newline=''))]
+SMALL = 100e6  # bytes of a program of which some array that is not counted may be a tenth
 
 
 def config_of(line: dict[str, str]) -> Config:
@@ -40,18 +42,27 @@ def test_a_step_for_h100s_is_predicted(line: dict[str, str]) -> None:
     config = config_of(line)
     needed = memory(config, capacity_bytes=GPUS['h100'].memory)
     assert needed.total == int(line['predicted_bytes']), 'python benchmarks/plan_memory.py writes the file anew'
-    assert needed.total == pytest.approx(int(line['compiled_bytes']), rel=0.10)
+    if int(line['compiled_bytes']) > SMALL:
+        assert needed.total == pytest.approx(int(line['compiled_bytes']), rel=0.10)
     assert needed.state + needed.batch == pytest.approx(int(line['arguments']), abs=1000)  # counters
     devices = config.mesh.data * config.mesh.model
     assert step_flops(config).hardware / devices / 1e9 == pytest.approx(float(line['compiled_gflops']), rel=1e-6, abs=1e-3)
+    if int(line['compiled_bytes']) <= GPUS['h100'].memory:  # else XLA computes some of it again
+        assert num_launches(config) == pytest.approx(int(line['compiled_launches']), rel=0.15)
     assert wire_bytes(config) == {axis: float(line[f'compiled_{axis}_wire']) for axis in ('data', 'model')}
 
 
-def test_half_of_the_steps_need_within_four_percent_of_what_is_predicted() -> None:
+def test_in_the_mean_a_step_needs_within_four_percent_of_what_is_predicted() -> None:
     ratios = [int(line['predicted_bytes']) / int(line['compiled_bytes']) for line in LINES]
-    assert statistics.median(abs(ratio - 1) for ratio in ratios) < 0.04
+    assert statistics.mean(abs(ratio - 1) for ratio in ratios) < 0.04
     assert len({line['preset'] for line in LINES}) >= 8
     assert len(LINES) >= 24
+
+
+def test_the_margin_is_what_a_step_needed_beyond_the_count_at_most() -> None:
+    beyond = [int(line['compiled_bytes']) / int(line['predicted_bytes']) - 1 for line in LINES if int(line['compiled_bytes']) > SMALL]
+    assert max(beyond) <= 0.03
+    assert pytest.approx(max(beyond), abs=1e-3) == UNDERCOUNT
 
 
 def test_what_is_said_to_fit_does() -> None:
@@ -94,4 +105,4 @@ def test_a_wider_mlp_needs_as_much_more_as_xla_said() -> None:
         for width in ('', ' model.ffn_size=28672')
     )
     compiled, predicted = (int(wide[key]) - int(narrow[key]) for key in ('compiled_bytes', 'predicted_bytes'))
-    assert predicted == pytest.approx(compiled, rel=1e-3)
+    assert predicted == pytest.approx(compiled, rel=FRAGMENTS)

@@ -10,6 +10,7 @@ from megajax.config import Config, ConfigError, load, num_parameters
 from megajax.config.flops import step_flops
 from megajax.config.hardware import Hardware, hardware
 from megajax.plan.communication import communication
+from megajax.plan.launches import LAUNCH, launch_seconds
 from megajax.plan.network import Cluster
 from megajax.plan.overlap import beside
 from megajax.plan.programs import FSDP, MEGATRON, MEGATRON_2021
@@ -65,7 +66,7 @@ def test_better_hardware_shortens_its_part(better, part):
 @pytest.mark.parametrize('overrides', [(), ('mesh.sequence_parallel=true',), ('train.xla=overlap',), ('train.recompute=full',)], ids=str)
 def test_the_parts_make_the_step(overrides):
     time = step_time(llama(*overrides), Cluster.of(H100, 16))
-    assert time.total == pytest.approx(time.products + time.memory_bound + sum(one.exposed for one in time.transfers))
+    assert time.total == pytest.approx(time.products + time.memory_bound + time.launches + sum(one.exposed for one in time.transfers))
     assert time.share() == pytest.approx(time.share('data') + time.share('model'))
     assert all(0 <= one.hidden <= one.seconds * (1 + 1e-9) for one in time.transfers)
     assert all(one.exposed == one.seconds - one.hidden for one in time.transfers)
@@ -126,3 +127,15 @@ def test_fsdp_sends_all_weights_three_times_a_microbatch():
 def test_a_dtype_that_the_gpu_lacks_is_refused():
     with pytest.raises(ConfigError, match=r'train.dtype=bfloat16: NVIDIA V100 SXM3 32 GB computes in float16, float32'):
         step_time(llama(), Cluster.of(hardware('v100'), 16))
+
+
+def test_a_small_step_waits_for_its_launches():
+    tiny, large = (step_time(config, Cluster.of(H100, 8)) for config in (load('tiny', ['mesh.data=2', 'mesh.model=4']), llama()))
+    assert tiny.launches > tiny.products + tiny.memory_bound
+    assert large.launches < 0.05 * large.total
+
+
+def test_a_kernel_takes_its_work_or_its_launch():
+    assert launch_seconds([(10, 1.0)], 10) == 0
+    assert launch_seconds([(10, 4 * LAUNCH)], 10) == pytest.approx(6 * LAUNCH)
+    assert launch_seconds([(10, 1.0)], 30) == pytest.approx(20 * LAUNCH)
