@@ -4,7 +4,7 @@ A GPU starts one kernel behind the other no faster than LAUNCH, whatever is in i
 kernels were counted in programs that jax 0.10.2 compiled for H100s (`benchmarks/plan_memory.py`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from megajax.config import Config
 from megajax.plan.memory import num_logit_chunks
@@ -30,13 +30,11 @@ def num_launches(config: Config) -> int:
     return OF_STEP + train.microbatches * (model.num_layers * of_layer + of_chunks)
 
 
-def launch_seconds(kernels: Iterable[tuple[float, float]], count: int) -> float:
-    """Seconds beyond the work of `kernels`, given as (how often one runs, its seconds in all).
+def launch_seconds(work: Sequence[tuple[float, float]], count: int) -> float:
+    """Seconds beyond those of the work, given as (how often a part of it runs, its seconds in all).
 
-    Each run takes at least LAUNCH, and so do those of the `count` that are not among them.
+    `count` kernels do it, of which each part has the same number a run and at least one; none takes
+    less than LAUNCH.
     """
-    short, listed = 0.0, 0.0
-    for times, seconds in kernels:
-        short += max(0.0, LAUNCH * times - seconds)
-        listed += times
-    return short + LAUNCH * max(0.0, count - listed)
+    each = LAUNCH * max(1.0, count / sum(times for times, _ in work))
+    return sum(max(0.0, each * times - seconds) for times, seconds in work)

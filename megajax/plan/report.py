@@ -12,6 +12,7 @@ from megajax.render.console import as_html, as_text
 
 _DEFAULT_FRACTION = 0.75  # of the GPU's memory that jax takes unless told otherwise
 _AXES = ('model', 'data')
+_SHOWN = 5e-4  # of the step, above which short kernels have a line
 
 
 def to_text(plan: Plan, *, width: int = 150) -> str:
@@ -78,7 +79,8 @@ def time_table(plan: Plan) -> Table:
     for name in ('ms', 'share'):
         table.add_column(name, justify='right')
     table.add_column('')
-    rows = [('matrix products', plan.products, ''), ('bound by memory', plan.memory_bound, ''), ('short kernels', plan.launches, '')]
+    rows = [('matrix products', plan.products, ''), ('bound by memory', plan.memory_bound, '')]
+    rows += [('short kernels', plan.launches, '')] if plan.launches > _SHOWN * plan.seconds else []
     for axis in _AXES:
         over = [one for one in plan.transfers if one.axis == axis]
         if over:

@@ -98,14 +98,14 @@ def step_time(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> S
     of_products = [product_seconds(one, config, cluster, program.attention) for one in work]
     of_traffic = [traffic_seconds(one, cluster) for one in moved]
     times = [one.times for one in work] + [one.times for one in moved]
-    kernels = zip(times, of_products + of_traffic, strict=True)
+    parts = [*zip(times, of_products + of_traffic, strict=True)]
     seconds = defaultdict[tuple[str, Phase], float](float)
     for one, taken in zip(work, of_products, strict=True):
         seconds[one.name, one.phase] += taken
     return StepTime(
         products=sum(seconds.values()),
         memory_bound=sum(of_traffic),
-        launches=launch_seconds(kernels, program.num_launches(config)),
+        launches=launch_seconds(parts, program.num_launches(config)),
         transfers=tuple(_transfers(config, cluster, program, seconds)),
         flops=step_flops(config, flash=flash),
         tokens=config.train.batch_size * config.train.seq_len,

@@ -138,4 +138,4 @@ def test_a_small_step_waits_for_its_launches():
 def test_a_kernel_takes_its_work_or_its_launch():
     assert launch_seconds([(10, 1.0)], 10) == 0
     assert launch_seconds([(10, 4 * LAUNCH)], 10) == pytest.approx(6 * LAUNCH)
-    assert launch_seconds([(10, 1.0)], 30) == pytest.approx(20 * LAUNCH)
+    assert launch_seconds([(10, 4 * LAUNCH), (10, 1.0)], 60) == pytest.approx(26 * LAUNCH)
