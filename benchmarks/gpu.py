@@ -4,7 +4,10 @@ Each measurement is a process of its own with a limit of its own, what matters m
 as one JSON line on standard output and in FOLDER/results.jsonl, whatever befalls the others. `--list`
 shows them, `--only` takes some. Traces, the compiled step and the autotuner's choices lie beside, in
 at most 8 files of 16 MiB. `--small` runs tiny sizes, on a CPU too. `--wheels` is a folder of wheels
-that this machine lacks (`pip download` makes one); they are installed for these processes alone.
+that this machine lacks; they are installed for these processes alone. A machine with jax, flax and
+optax alone needs those of
+
+    pip download --no-deps --dest WHEELS pydantic pydantic-core annotated-types typing-inspection ruamel.yaml
 """
 
 import argparse
