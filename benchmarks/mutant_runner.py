@@ -130,6 +130,8 @@ def fork(function: Callable[[], None], *, output: Path, seconds: float) -> int |
             os.dup2(descriptor, 2)
             function()
             status = 0
+        except SystemExit as left:  # with pytest's exit code
+            status = int(left.code or 0)
         finally:
             sys.stdout.flush()
             os._exit(status)

@@ -1,8 +1,10 @@
 """Calibration: it recovers what it measures, and the planner reads what it writes."""
 
 import pytest
+from typer.testing import CliRunner
 
 import megajax
+from megajax.cli import app
 from megajax.config.hardware import Efficiency, hardware
 from megajax.plan import calibrate
 from megajax.plan.calibrate import Rate, fit_link, fit_products
@@ -33,3 +35,9 @@ def test_the_devices_at_hand_are_measured_and_planned_for(tmp_path, monkeypatch)
     plan = megajax.plan(megajax.load('tiny'), gpu=file, gpus=8)
     assert plan.hardware == 'cpu'
     assert plan.seconds > 0
+
+
+def test_the_command_measures_for_as_long_as_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, 'calibrate', lambda out, *, seconds: [f'{out.name} in {seconds:g} s'])
+    done = CliRunner().invoke(app, ['plan', 'calibrate', str(tmp_path / 'here.yaml'), '--seconds', '7'])
+    assert done.output == 'here.yaml in 7 s\n'
