@@ -1,5 +1,7 @@
 """`megajax eval` from the command line: what cannot be asked is said before jax, the rest is passed on."""
 
+import dataclasses
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
