@@ -130,6 +130,8 @@ def fork(function: Callable[[], None], *, output: Path, seconds: float) -> int |
             os.dup2(descriptor, 2)
             function()
             status = 0
+        except SystemExit as left:  # with pytest's exit code
+            status = int(left.code or 0)
         finally:
             sys.stdout.flush()
             os._exit(status)
@@ -242,10 +244,10 @@ def first_to_notice(tests: Sequence[Test], scratch: Path, *, seconds: float) -> 
     if status == 0:
         return running
     code = None if status is None else os.waitstatus_to_exitcode(status)
-    if code == pytest.ExitCode.TESTS_FAILED:
+    if code == pytest.ExitCode.TESTS_FAILED and running:
         return running
     if code == -signal.SIGALRM or code is None:
         return f'{running} (hangs)'
-    if code in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.NO_TESTS_COLLECTED) and not running:
-        return f'{files[0]} (cannot be imported)'
+    if not running:  # with -x pytest takes a file that cannot be imported for a test that fails
+        return f'one of {len(files)} files of tests from {files[0]} on (cannot be imported)'
     return f'{running} (exit code {code})'

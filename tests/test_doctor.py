@@ -34,6 +34,20 @@ def test_the_command_tells_what_there_is_and_exits_0(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_every_fact_stands_under_its_name(tmp_path: Path) -> None:
+    known = {'python', *doctor.PACKAGES, 'plugin', 'devices', 'miscompiles', 'loopback', 'proxy', 'folder'}
+    proxy = CPU | {'https_proxy': 'http://proxy:80'}
+    for folder in (tmp_path, tmp_path / 'gone', Path('/proc')):
+        names = {name for name, _ in diagnose(folder, environ=proxy, timeout=0.01).facts}
+        assert {'python', 'jax', 'devices', 'loopback', 'proxy', 'folder'} <= names <= known
+
+
+def test_a_compiler_that_hangs_leaves_the_miscompiles_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, 'has_compiler', lambda: True)
+    facts = dict(diagnose(tmp_path, environ=CPU, timeout=0.01).facts)
+    assert facts['miscompiles'] == 'unknown: XLA does not compile the repros within 0.01 s'
+
+
 def test_the_command_exits_1_with_what_is_wrong_and_its_fix(tmp_path: Path) -> None:
     command = [sys.executable, '-m', 'megajax', 'doctor', '--dir', str(tmp_path / 'gone')]
     done = subprocess.run(command, env=CPU, capture_output=True, text=True, timeout=60, check=False)

@@ -2,9 +2,11 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import jax
 import numpy as np
@@ -13,11 +15,12 @@ from flax import nnx
 from support import make_config, on_mesh, random_params, start_token
 
 from megajax.config import Config, ConfigError
-from megajax.data.tokenizer import byte_tokenizer, load_tokenizer
+from megajax.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from megajax.evaluate import Scorer, Window, lambada, perplexity, wikitext
 from megajax.evaluate.detokenize import detokenize_wikitext
 from megajax.evaluate.perplexity import windows
 from megajax.evaluate.score import Scored
+from megajax.generate import Request, Sampling
 from megajax.model.decoder import model_graph
 
 TOKENIZER = byte_tokenizer()
@@ -31,13 +34,14 @@ def small(*mesh: int, sequence_parallel: bool = True) -> Config:
 class Oracle:
     """Scores without a model: a token costs as many nats as there are tokens before it in its window, and is right unless it is an x."""
 
-    def __init__(self) -> None:
-        self.config = small()
+    def __init__(self, config: Config | None = None) -> None:
+        self.config = config or small()
         self.seen: list[Window] = []
 
     def __call__(self, asked: Sequence[Window]) -> Iterator[Scored]:
         for window in asked:
             self.seen.append(window)
+            assert len(self.seen) < 1000, 'the windows have no end'
             last, ids = len(window.tokens), np.asarray(window.tokens)
             targets = slice(last - window.num_targets, last)
             yield Scored(np.arange(last, dtype=float)[targets], (ids != ord('x'))[targets])
@@ -95,6 +99,52 @@ def test_the_most_probable_token_is_counted_right() -> None:
     assert whole.is_top.all()
 
 
+def spied(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Scorer, list[tuple[int, ...]]]:
+    """A scorer without a model, for which a token costs its id and the even ones are right, and the shapes that it computes."""
+    shapes: list[tuple[int, ...]] = []
+
+    def score(_: object, token_BS: np.ndarray, label_BS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        assert token_BS.shape == label_BS.shape
+        shapes.append(token_BS.shape)
+        return label_BS.astype(np.float32), label_BS % 2 == 0
+
+    monkeypatch.setattr('megajax.evaluate.score._make_score', lambda _: score)
+    return Scorer(config, nnx.State({})), shapes
+
+
+@pytest.mark.parametrize(('predicted', 'padded'), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (65, 100), (100, 100)])
+def test_windows_are_padded_to_16_or_a_power_of_two_that_the_model_reads(
+    predicted: int, padded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scorer, shapes = spied(make_config('llama', model={'max_seq_len': 100}), monkeypatch)
+    [found] = scorer([Window(range(7, 8 + predicted), predicted)])
+    assert shapes == [(8, padded)]
+    assert found.nll.tolist() == list(range(8, 8 + predicted))
+
+
+def test_the_last_tokens_of_each_window_are_scored_in_the_order_of_asking(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scorer, _ = spied(small(), monkeypatch)
+    asked = [Window([1, 2, 3, 4], 2), Window([5, 6], 1), Window([7, 8, 9], 2), *[Window([1, 2], 1)] * 7]
+    for found in (list(scorer(asked)), scorer.in_any_order(asked)):
+        assert [one.nll.tolist() for one in found] == [[3, 4], [6], [8, 9], *[[2]] * 7]
+        assert [one.is_top.tolist() for one in found[:3]] == [[False, True], [True], [True, False]]
+
+
+def test_windows_of_like_lengths_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer, shapes = spied(make_config('llama', model={'max_seq_len': 64}), monkeypatch)
+    scorer.in_any_order([Window(range(50), 1), Window(range(3), 1)] * 8)
+    assert sorted(shapes) == [(8, 16), (8, 64)]
+
+
+@pytest.mark.parametrize(('data', 'rows'), [(1, 8), (3, 9), (4, 8), (16, 16)])
+def test_every_data_shard_scores_as_many_windows(data: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer, shapes = spied(make_config('llama', data, train={'batch_size': data}), monkeypatch)
+    assert len(list(scorer([Window([1, 2], 1)] * (rows + 1)))) == rows + 1
+    assert shapes == [(rows, 16)] * 2
+
+
 @pytest.mark.parametrize(
     ('num_tokens', 'length', 'stride'), [(40, 8, 8), (40, 8, 3), (41, 8, 5), (9, 8, 2), (5, 8, 1), (2, 8, 8), (100, 16, 16)]
 )
@@ -121,6 +171,44 @@ def test_perplexity_counts_tokens_and_bytes(tmp_path: Path) -> None:
     assert found.loss == total / 8
     assert found.perplexity == pytest.approx(math.exp(total / 8))
     assert found.bits_per_byte == pytest.approx(total / 6 / math.log(2))
+
+
+def test_a_window_moves_by_its_own_length_unless_told_otherwise(tmp_path: Path) -> None:
+    (tmp_path / 'a.txt').write_text('x' * 35)
+    for stride, moves in ((None, [16, 16, 4]), (16, [16, 16, 4]), (10, [16, 10, 10]), (1, [16, *[1] * 20])):
+        oracle = Oracle()
+        perplexity(oracle, TOKENIZER, [str(tmp_path)], stride=stride)
+        assert [window.num_targets for window in oracle.seen] == moves
+
+
+def test_the_window_of_wikitext_moves_by_32_tokens_as_in_the_paper(tmp_path: Path) -> None:
+    (tmp_path / 'wiki').write_text('a ' * 80)
+    oracle = Oracle(make_config('llama', model={'max_seq_len': 64}))
+    wikitext(oracle, TOKENIZER, str(tmp_path / 'wiki'))
+    assert [window.num_targets for window in oracle.seen] == [64, 32, 32, 31]
+
+
+def test_a_loss_beyond_all_numbers_is_an_infinite_perplexity(tmp_path: Path) -> None:
+    (tmp_path / 'a.txt').write_text('x' * 2000)
+    oracle = Oracle(make_config('llama', model={'max_seq_len': 2000}))
+    found = perplexity(oracle, TOKENIZER, [str(tmp_path)])
+    assert math.isfinite(found.loss)
+    assert found.perplexity == math.inf
+
+
+def test_two_words_of_two_tokens_are_a_text_for_wikitext(tmp_path: Path) -> None:
+    (tmp_path / 'wiki').write_text('= =')  # of which the rules make ==
+    found = wikitext(Oracle(), TOKENIZER, str(tmp_path / 'wiki'), stride=1)
+    assert (found.original_tokens, found.tokens, found.loss) == (2, 2, 1)
+    assert found.perplexity == found.token_perplexity == pytest.approx(math.e)
+
+
+@pytest.mark.parametrize(('text', 'ids', 'counts'), [('ab', [1, 2], '1 words and 2 tokens'), ('a b', [3], '2 words and 1 tokens')])
+def test_wikitext_of_one_word_or_token_is_refused(text: str, ids: list[int], counts: str, tmp_path: Path) -> None:
+    (tmp_path / 'wiki').write_text(text)
+    tokenizer = SimpleNamespace(start=[], encode_batch=lambda _: [ids])
+    with pytest.raises(ConfigError, match=f'wiki has {counts}: give a text of two at least'):
+        wikitext(Oracle(), tokenizer, str(tmp_path / 'wiki'))
 
 
 def test_wikitext_is_normalised_by_the_words_of_the_file(tmp_path: Path) -> None:
@@ -185,6 +273,17 @@ def test_the_last_word_of_lambada_is_right_if_all_its_tokens_are(tmp_path: Path)
     assert found.perplexity == pytest.approx(math.exp(sum(losses) / 5))
 
 
+def test_a_passage_is_cut_only_if_it_is_longer_than_the_model_reads(tmp_path: Path) -> None:
+    file = tmp_path / 'lambada.jsonl'
+    passages = ['twelve and four', 'thirteen and five', 'fourteen, and six', 'eighteen and seven', '1 wordofmorethansixteen']
+    file.write_text('\n\n'.join(json.dumps({'text': text}) for text in passages))
+    oracle = Oracle()
+    found = lambada(oracle, TOKENIZER, str(file))
+    assert [len(window.tokens) for window in oracle.seen] == [15, 17, 17, 17, 17]
+    assert [window.num_targets for window in oracle.seen] == [5, 5, 4, 6, 16]
+    assert (found.passages, found.cut) == (5, 2)
+
+
 def test_what_a_document_starts_with_is_read_and_the_first_is_not_predicted(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(start_token(tmp_path / 'tokenizer.json'))
     (tmp_path / 'text').mkdir()
@@ -209,9 +308,16 @@ def test_what_is_not_lambada_is_refused_with_its_line(tmp_path: Path) -> None:
 
 
 def test_a_stride_that_leaves_tokens_out_is_refused(tmp_path: Path) -> None:
-    (tmp_path / 'a.txt').write_text('text')
+    (tmp_path / 'long.txt').write_text('a text of more than one window')
     with pytest.raises(ConfigError, match=r'stride 17 must be from 1 to model.max_seq_len=16'):
         perplexity(Oracle(), TOKENIZER, [str(tmp_path)], stride=17)
+    with pytest.raises(ConfigError, match='stride 0 must be from 1'):
+        wikitext(Oracle(), TOKENIZER, str(tmp_path / 'long.txt'), stride=0)
+
+
+def ask(*arguments: object) -> SimpleNamespace:
+    """A request of the harness."""
+    return SimpleNamespace(args=arguments)
 
 
 def test_the_harness_gets_what_it_asks_for() -> None:
@@ -219,10 +325,6 @@ def test_the_harness_gets_what_it_asks_for() -> None:
     from megajax.evaluate.harness import HarnessModel
 
     config = small(1, 2)
-
-    def ask(*arguments: object) -> SimpleNamespace:
-        return SimpleNamespace(args=arguments)
-
     with on_mesh(config):
         params = random_params(config, std=0.3)
         model, scorer = HarnessModel(config, params, TOKENIZER), Scorer(config, params)
@@ -246,6 +348,143 @@ def test_the_harness_gets_what_it_asks_for() -> None:
         assert likelihood == pytest.approx(-expected.nll.sum(), rel=1e-5)
         assert is_greedy == expected.is_top.all()
     assert greedy == stopped != sampled
+
+
+class Base:
+    """What the harness's own base of a model says of it."""
+
+    def __init__(self) -> None:
+        self.rank, self.world_size = 0, 1
+
+
+# What the module takes from lm-evaluation-harness, where that is not installed.
+STAND_INS: dict[str, dict[str, object]] = {
+    'lm_eval': {'simple_evaluate': None},
+    'lm_eval.api': {},
+    'lm_eval.api.model': {'TemplateLM': Base},
+    'lm_eval.tasks': {'TaskManager': None},
+    'lm_eval.utils': {'get_rolling_token_windows': None, 'make_disjoint_window': None},
+}
+
+
+@pytest.fixture(name='harness')
+def import_harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module, whose models score with an `Oracle` and continue a prompt by its bytes in capitals."""
+
+    def scorer(config: Config, params: None) -> Oracle:
+        assert params is None
+        return Oracle(config)
+
+    def generator(config: Config, params: None, tokenizer: Tokenizer) -> SimpleNamespace:
+        assert (config, params, tokenizer) == (small(), None, TOKENIZER)
+        return SimpleNamespace(stream=stream)
+
+    def stream(prompts: Sequence[Sequence[int]], request: Request) -> Iterator[list[SimpleNamespace | None]]:
+        rows = [SimpleNamespace(text=f'{TOKENIZER.decode(ids).upper()}{"".join(request.stops)}') for ids in prompts]
+        yield [None] * len(rows)
+        yield rows
+
+    if not find_spec('lm_eval'):
+        for name, values in STAND_INS.items():
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+            for key, value in values.items():
+                setattr(sys.modules[name], key, value)
+    spec = find_spec('megajax.evaluate.harness')
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, 'Scorer', scorer)
+    monkeypatch.setattr(module, 'Generator', generator)
+    return module
+
+
+GREEDY = Sampling(temperature=0)
+
+
+@pytest.mark.parametrize(
+    ('given', 'wanted'),
+    [
+        ({}, Request(max_tokens=256, sampling=GREEDY)),
+        ({'until': None, 'max_gen_toks': '7'}, Request(max_tokens=7, sampling=GREEDY)),
+        ({'until': 'END'}, Request(max_tokens=256, sampling=GREEDY, stops=('END',))),
+        ({'until': ['\n', '', 'END']}, Request(max_tokens=256, sampling=GREEDY, stops=('\n', 'END'))),
+        ({'temperature': 0.5}, Request(max_tokens=256, sampling=Sampling(temperature=0.5))),
+        ({'temperature': 0.0}, Request(max_tokens=256, sampling=GREEDY)),
+        ({'temperature': 0.5, 'do_sample': False}, Request(max_tokens=256, sampling=GREEDY)),
+        (
+            {'do_sample': True, 'top_k': 5, 'top_p': 0.9},
+            Request(max_tokens=256, sampling=Sampling(temperature=1, top_k=5, top_p=0.9)),
+        ),
+    ],
+)
+def test_a_task_says_how_a_text_goes_on(harness: ModuleType, given: dict[str, object], wanted: Request) -> None:
+    assert harness._request(given) == (wanted, wanted.max_tokens)
+
+
+def test_a_context_begins_as_a_document_does(harness: ModuleType, tmp_path: Path) -> None:
+    model = harness.HarnessModel(small(), None, TOKENIZER)
+    assert (model.eot_token_id, model.prefix_token_id) == (256, 256)
+    assert model.tok_encode('ab') == [*b'ab']
+    model = harness.HarnessModel(small(), None, load_tokenizer(start_token(tmp_path / 'tokenizer.json')))
+    assert (model.eot_token_id, model.prefix_token_id) == (256, 257)
+    assert model.tok_encode('ab') == model.tok_encode('ab', add_special_tokens=True) == [257, *b'ab']
+    assert model.tok_encode('ab', add_special_tokens=False) == [*b'ab']
+
+
+def test_the_harness_finds_one_process(harness: ModuleType) -> None:
+    model = harness.HarnessModel(small(), None, TOKENIZER)
+    assert (model.rank, model.world_size) == (0, 1)
+
+
+def test_the_end_of_what_is_too_long_has_its_likelihood(harness: ModuleType) -> None:
+    model = harness.HarnessModel(small(), None, TOKENIZER)
+    pairs = [(b'one', b' two'), (b'a' * 14, b' end'), (b'b', b'c' * 16), (b'd', b'e' * 30), (b'f', b'xyz')]
+    found = model._loglikelihood_tokens([(None, [*context], [*target]) for context, target in pairs])
+    # A token costs as much as there is before it: of 17 at most.
+    assert found == [(-18.0, True), (-58.0, True), (-136.0, True), (-136.0, True), (-6.0, False)]
+
+
+def test_each_text_has_the_likelihood_of_its_own_windows(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_pieces(ids: list[int], *, prefix_token: int, max_seq_len: int, context_len: int) -> Iterator[tuple[list[int], list[int]]]:
+        assert context_len == 1
+        for start in range(0, len(ids), max_seq_len):
+            yield [ids[start - 1] if start else prefix_token], ids[start : start + max_seq_len]
+
+    monkeypatch.setattr(harness, 'get_rolling_token_windows', in_pieces)
+    monkeypatch.setattr(harness, 'make_disjoint_window', lambda pair: pair)
+    model = harness.HarnessModel(small(), None, TOKENIZER)
+    found = model.loglikelihood_rolling([ask('abc'), ask('d' * 34), ask('ef')])
+    assert found == [-6.0, -(2 * 136 + 3.0), -3.0]
+
+
+def test_continuations_come_in_the_order_of_asking_from_the_end_of_a_context(harness: ModuleType) -> None:
+    short, long = {'until': '.', 'max_gen_toks': 6}, {'until': [], 'max_gen_toks': 99}
+    requests = [('abc', short), ('def', long), ('', short), ('a context that is long', short)]
+    model = harness.HarnessModel(small(), None, TOKENIZER)
+    found = model.generate_until([ask(*request) for request in requests])
+    assert found == ['ABC.', 'F', '<|ENDOFTEXT|>.', 'AT IS LONG.']  # 16 positions less 6, and one at least
+
+
+def test_a_task_is_looked_for_in_its_folder_and_only_its_numbers_are_kept(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[object] = []
+
+    def manager(include_path: object) -> SimpleNamespace:
+        folders.append(include_path)
+        return SimpleNamespace(match_tasks=lambda names: [name for name in names if name != 'bogus'])
+
+    def evaluate(*, model: object, tasks: list[str], task_manager: object, **_: object) -> dict[str, object]:
+        assert isinstance(model, harness.HarnessModel)
+        assert task_manager
+        return {'results': {task: {'alias': task, 'acc,none': 0.5, 'acc_stderr,none': 'N/A'} for task in tasks}}
+
+    monkeypatch.setattr(harness, 'TaskManager', manager)
+    monkeypatch.setattr(harness, 'simple_evaluate', evaluate)
+    mine = ['b/own', 'a/other', 'b/third', 'theirs']
+    found = harness.evaluate_tasks(small(), None, TOKENIZER, mine)
+    assert found == {name: {'acc,none': 0.5} for name in ('own', 'other', 'third', 'theirs')}
+    harness.evaluate_tasks(small(), None, TOKENIZER, ['theirs'])
+    assert folders == [['a', 'b'], None]
+    with pytest.raises(ConfigError, match='knows no task bogus: lm_eval ls tasks'):
+        harness.evaluate_tasks(small(), None, TOKENIZER, ['theirs', 'a/bogus'])
 
 
 TASK = """

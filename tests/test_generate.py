@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from support import make_config, on_mesh, random_params, start_token
 from megajax import cli_generate
 from megajax.config import Config, ConfigError
 from megajax.data.tokenizer import byte_tokenizer, load_tokenizer
-from megajax.generate import Continuation, Generator, Request, Sampling, encode_prompts
+from megajax.generate import Continuation, Generator, Request, Sampling, encode_prompts, generate
 from megajax.generate.engine import Rows, engine
 from megajax.generate.sampling import choose, most_probable, row_keys
 from megajax.generate.weights import Weights, make_weights
@@ -201,12 +202,27 @@ def frequencies(sampling: Sampling, probability: Sequence[float], draws: int = 4
         (Sampling(temperature=1, top_p=0.71), [0, 4 / 9, 2 / 9, 3 / 9]),
         (Sampling(temperature=1, top_p=0.1), [0, 1, 0, 0]),
         (Sampling(temperature=1, top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7]),  # of the three, 4/9 is not enough
+        (Sampling(temperature=1, top_k=1), [0, 1, 0, 0]),
+        (Sampling(temperature=1, top_k=9, top_p=1), [0.1, 0.4, 0.2, 0.3]),  # there are no nine
     ],
 )
 def test_tokens_come_as_often_as_asked(sampling: Sampling, expected: Sequence[float]) -> None:
     found = frequencies(sampling, [0.1, 0.4, 0.2, 0.3])
     assert not found[np.array(expected) == 0].any()
     np.testing.assert_allclose(found, expected, atol=0.03)
+
+
+@pytest.mark.parametrize(('top_p', 'kept'), [(0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4)])
+def test_no_token_is_kept_beyond_the_fewest_that_add_up_to_top_p(top_p: float, kept: int) -> None:
+    found = frequencies(Sampling(temperature=1, top_p=top_p), [0.5, 0.25, 0.125, 0.125])  # sums without rounding
+    assert (found > 0).tolist() == [True] * kept + [False] * (4 - kept)
+
+
+def test_each_row_and_position_draws_for_itself() -> None:
+    with on_mesh(small('gpt')):
+        places = np.indices((5, 5)).reshape(2, -1)
+        key_B = row_keys(jax.random.key(0), *places)
+    assert len(np.unique(jax.random.key_data(key_B), axis=0)) == 25
 
 
 def texts_of(pieces: Sequence[bytes], **settings: object) -> tuple[list[str], Continuation]:
@@ -236,6 +252,121 @@ def test_what_only_begins_a_stop_is_shown_at_the_end() -> None:
     known, row = texts_of([b'one E', b'N'], stops=['END'], limit=6)
     assert known == ['one ', 'one EN']
     assert row.end == 'length'
+
+
+def test_of_several_stops_the_first_in_the_text_counts_and_may_be_all_there_is() -> None:
+    known, row = texts_of([b'one, two. three'], stops=['.', ',', '?'])
+    assert (known, row.end) == (['one'], 'stop')
+    known, row = texts_of([b'. one'], stops=['.'])
+    assert (known, row.end) == ([''], 'stop')
+
+
+def test_the_longest_beginning_of_any_stop_is_held_back() -> None:
+    known, _ = texts_of([b'abab', b'c', b'ab'], stops=['ababd', 'bc!'])
+    assert known == ['', 'aba', 'ababc']
+
+
+def test_what_comes_after_the_end_is_left_out() -> None:
+    eod = byte_tokenizer().eod
+    _, row = texts_of([[*b'one', eod, *b'two', eod], b'three'])
+    assert (row.text, row.ids, row.end) == ('one', [*b'one'], 'eod')
+    _, row = texts_of([b'one', b'two'], limit=3)
+    assert (row.text, row.ids, row.end) == ('one', [*b'one'], 'length')
+
+
+def test_a_text_is_what_comes_after_its_prompt() -> None:
+    row = Continuation([*b'prompt '], byte_tokenizer(), limit=9, eod=256)
+    row.add([*b'text'])
+    assert (row.text, row.end) == ('text', None)
+    row = Continuation([5], None, limit=1, eod=256)
+    row.add([7])
+    assert (row.text, row.ids, row.end) == ('', [7], 'length')
+
+
+class FakeEngine:
+    """Makes in each row its number, again and again, at most two in a dispatch, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.reads: list[SimpleNamespace] = []
+        self.wanted: list[list[bool]] = []
+
+    def read(self, _: object, *arrays: np.ndarray, num_slots: int, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+        names = ('token_BS', 'length_B', 'left_B', 'number_B', 'seed', 'eod')
+        asked = SimpleNamespace(**dict(zip(names, arrays, strict=True)), num_slots=num_slots, sampling=sampling)
+        self.reads.append(asked)
+        return asked.left_B - 1, np.where(asked.left_B > 0, asked.number_B, -1)[:, None]
+
+    def make(
+        self, _: object, left_B: np.ndarray, is_wanted_B: np.ndarray, seed: int, eod: int, *, num_tokens: int, sampling: Sampling
+    ) -> tuple[np.ndarray, np.ndarray]:
+        asked = self.reads[-1]
+        assert (seed, eod, sampling) == (asked.seed, asked.eod, asked.sampling)
+        self.wanted.append(is_wanted_B.tolist())
+        assert len(self.wanted) < 100, 'a row never ends'
+        is_made_BM = (np.arange(num_tokens) < np.minimum(left_B, 2)[:, None]) & is_wanted_B[:, None]
+        return left_B - 2, np.where(is_made_BM, asked.number_B[:, None], -1)
+
+
+@pytest.fixture(name='fake')
+def make_fake_engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """An engine that computes nothing, for every generator of the test."""
+    fake = FakeEngine()
+    monkeypatch.setattr('megajax.generate.generator.engine', lambda _: fake)
+    monkeypatch.setattr('megajax.generate.generator.make_weights', lambda *_: None)
+    return fake
+
+
+@pytest.mark.parametrize(
+    ('longest', 'max_tokens', 'padded', 'slots'),
+    [(1, 1, 16, 64), (16, 48, 16, 64), (16, 49, 16, 128), (17, 1, 32, 64), (33, 9, 64, 128), (65, 1, 100, 128), (99, 999, 100, 256)],
+)
+def test_prompts_are_padded_to_16_or_a_power_of_two_and_the_cache_holds_all_that_is_wanted(
+    longest: int, max_tokens: int, padded: int, slots: int, fake: FakeEngine
+) -> None:
+    config = small('gpt', max_seq_len=100)
+    next(Generator(config, None).stream([[7] * longest, [8, 9]], Request(max_tokens=max_tokens)))
+    [asked] = fake.reads
+    assert asked.token_BS.tolist() == [[0] * (padded - longest) + [7] * longest, [0] * (padded - 2) + [8, 9]]
+    assert asked.length_B.tolist() == [longest, 2]
+    assert asked.left_B.tolist() == [min(max_tokens, 100 - longest), min(max_tokens, 98)]
+    assert asked.num_slots == slots
+
+
+def test_prompts_beyond_a_batch_wait_and_are_numbered_on(fake: FakeEngine) -> None:
+    config = small('gpt')
+    stream = Generator(config, None).stream([[5]] * 18, Request(max_tokens=1))
+    assert [row is None for row in next(stream)] == [False] * 16 + [True] * 2
+    *_, rows = stream
+    assert [row.ids for row in rows] == [[number] for number in range(18)]
+    assert [asked.token_BS.shape for asked in fake.reads] == [(16, 16)] * 2
+    assert [asked.left_B.tolist() for asked in fake.reads] == [[1] * 16, [1, 1] + [0] * 14]
+
+
+def test_every_data_shard_has_as_many_rows_and_only_those_that_go_on_are_wanted(fake: FakeEngine) -> None:
+    config = small('gpt', 4)
+    *_, rows = Generator(config, None).stream([[5], [5] * 30, [5], [5] * 27, [5]], Request(max_tokens=7))
+    assert [len(row.ids) for row in rows] == [7, 2, 7, 5, 7]
+    assert len(fake.reads[0].token_BS) == 8
+    going_on = ['11111000', '10111000', '10101000']
+    assert [''.join(str(int(is_wanted)) for is_wanted in wanted) for wanted in fake.wanted] == going_on
+
+
+def test_the_engine_gets_the_seed_and_the_end_of_a_document_if_a_text_ends_there(fake: FakeEngine) -> None:
+    config, tokenizer = small('gpt', vocab_size=257), byte_tokenizer()
+    for given, to_eod in ((tokenizer, True), (tokenizer, False), (None, True)):
+        list(Generator(config, None, given).stream([[5]], Request(max_tokens=3, seed=2**32 - 1, to_eod=to_eod, sampling=RANDOM)))
+    assert [int(asked.eod) for asked in fake.reads] == [256, -1, -1]
+    assert {(int(asked.seed), asked.sampling) for asked in fake.reads} == {(2**32 - 1, RANDOM)}
+
+
+def test_generating_passes_on_all_that_is_asked(fake: FakeEngine) -> None:
+    config, tokenizer = small('gpt', vocab_size=257), byte_tokenizer()
+    settings = {'temperature': 0.5, 'top_k': 3, 'top_p': 0.25, 'seed': 7}
+    made = generate(config, None, tokenizer, ['x'] * 16 * 3, max_tokens=4, stops=['!!'], **settings)
+    assert made[ord('!')] == ''
+    assert made[:34:11] == ['\0' * 4, '\x0b' * 4, '\x16' * 4, '']
+    [_, _, asked] = fake.reads
+    assert (int(asked.seed), asked.sampling) == (7, Sampling(temperature=0.5, top_k=3, top_p=0.25))
 
 
 def test_a_document_ends_at_its_last_token_unless_more_is_asked_for() -> None:
@@ -277,13 +408,24 @@ def test_a_prompt_that_leaves_no_position_is_refused() -> None:
         (lambda: Sampling(temperature=-1), 'temperature -1'),
         (lambda: Sampling(top_k=0), 'top-k 0'),
         (lambda: Sampling(top_p=1.5), 'top-p 1.5'),
+        (lambda: Sampling(top_p=0), 'top-p 0'),
+        (lambda: Sampling(temperature=float('inf')), 'temperature inf'),
+        (lambda: Sampling(temperature=float('nan')), 'temperature nan'),
+        (lambda: Sampling(temperature=-1, top_k=0, top_p=2), '(?s)temperature -1.*top-k 0.*top-p 2'),
         (lambda: Request(max_tokens=0), 'max-tokens 0'),
+        (lambda: Request(max_tokens=1, seed=-1), 'seed -1'),
+        (lambda: Request(max_tokens=1, seed=2**32), 'seed 4294967296'),
         (lambda: Request(max_tokens=1, stops=('',)), 'a stop is empty'),
     ],
 )
 def test_what_cannot_be_asked_is_refused(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_a_prompt_for_a_model_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(ConfigError, match='the model has no tokenizer'):
+        encode_prompts(small('gpt'), None, ['x'])
 
 
 @pytest.mark.parametrize('family', ['gpt2', 'llama'])

@@ -13,7 +13,7 @@ from megajax.hlo.program import HloError
 
 _MODULE = r'(?P<module>module_\d+\..*?)'
 _PASS = r'(?P<pipeline>.+?)\.after_(?P<after>.+?)(\.before_.+)?'
-_DUMP = re.compile(rf'{_MODULE}\.(?P<place>\d{{4}})\.{_PASS}\.txt')
+_DUMP = re.compile(rf'{_MODULE}\.(?P<place>\d{{4,}})\.{_PASS}\.txt')
 _LAST = re.compile(rf'{_MODULE}\.sm_[\w.]+_gpu_after_optimizations\.txt')
 _PARTITIONER = 'spmd-partitioning'
 _START = 'pipeline-start'

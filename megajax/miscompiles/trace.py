@@ -38,17 +38,26 @@ class Place(NamedTuple):
         return Place(self.home, self.home.by_name[self.instruction.operands[index]])
 
 
-def trace(program: Program, place: Place, *, through: frozenset[str] = frozenset()) -> Place:
-    """The instruction that computes a value: past copies, fusions, tuples, loops and `through`."""
+def trace(
+    program: Program,
+    place: Place,
+    *,
+    through: frozenset[str] = frozenset(),
+    around: bool = True,
+) -> Place:
+    """The instruction that computes a value: past copies, fusions, tuples, loops and `through`.
+
+    Of what a loop carries and changes it is what an iteration leaves there; not with `around=False`.
+    """
     for _ in range(MAX_DEPTH):
-        before = _before(program, place, through)
+        before = _before(program, place, through, around)
         if before is None:
             return place
         place = before
     return place
 
 
-def _before(program: Program, place: Place, through: frozenset[str]) -> Place | None:
+def _before(program: Program, place: Place, through: frozenset[str], around: bool) -> Place | None:
     instruction = place.instruction
     if instruction.opcode == 'parameter':
         return _given(program, place)
@@ -56,7 +65,8 @@ def _before(program: Program, place: Place, through: frozenset[str]) -> Place | 
         inside = program.computations[instruction.called[0]]
         return Place(inside, inside.root)
     if instruction.opcode == 'get-tuple-element':
-        return _element(program, place.operand(0), int(instruction.attribute('index') or 0))
+        index = int(instruction.attribute('index') or 0)
+        return _element(program, place.operand(0), index, around)
     if instruction.opcode in _SAME or instruction.opcode in through:
         return place.operand(0)
     return None
@@ -72,8 +82,8 @@ def _given(program: Program, place: Place) -> Place | None:
     return Place(*callers[0]).operand(number)
 
 
-def _element(program: Program, owner: Place, index: int) -> Place | None:
-    """One element of a tuple; of what a loop carries, what an iteration leaves there.
+def _element(program: Program, owner: Place, index: int, around: bool) -> Place | None:
+    """One element of a tuple; of what a loop carries, what an iteration leaves there, if `around`.
 
     Where no iteration changes it, that is what the loop begins with.
     """
@@ -82,7 +92,7 @@ def _element(program: Program, owner: Place, index: int) -> Place | None:
         return owner.operand(index)
     if instruction.opcode in ('fusion', 'call'):
         inside = program.computations[instruction.called[0]]
-        return _element(program, Place(inside, inside.root), index)
+        return _element(program, Place(inside, inside.root), index, around)
     if instruction.opcode == 'recv-done' and index == 0:
         return owner.operand(0)
     if instruction.opcode == 'parameter':
@@ -92,8 +102,8 @@ def _element(program: Program, owner: Place, index: int) -> Place | None:
             return None
         left = Place(owner.home, owner.home.root).operand(index)
         if _is_element(left, owner.instruction.name, index):
-            return _element(program, Place(*loops[0]).operand(0), index)
-        return left
+            return _element(program, Place(*loops[0]).operand(0), index, around)
+        return left if around else None
     return None
 
 
@@ -104,8 +114,11 @@ def _is_element(place: Place, owner: str, index: int) -> bool:
 
 
 def integer(program: Program, place: Place, device: int) -> int | None:
-    """A scalar of a device, from its number and tables; None where the text does not say."""
-    place = trace(program, place)
+    """A scalar of a device, from its number and tables; None where the text does not say.
+
+    None, too, where iterations of a loop have different ones.
+    """
+    place = trace(program, place, around=False)
     instruction = place.instruction
     if instruction.opcode in ('partition-id', 'replica-id'):
         return device
@@ -124,7 +137,7 @@ def integer(program: Program, place: Place, device: int) -> int | None:
 
 def _entry(program: Program, lookup: Place, device: int) -> int | None:
     """The entry of a table that a device reads."""
-    table = trace(program, lookup.operand(0)).instruction
+    table = trace(program, lookup.operand(0), around=False).instruction
     numbers = _literal(table) if table.opcode == 'constant' else None
     index = integer(program, lookup.operand(1), device)
     if numbers is None or index is None or lookup.instruction.results[0].dims:

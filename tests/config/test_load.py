@@ -1,5 +1,8 @@
 """One file, or one command line, in; an equal config or every mistake out."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -149,3 +152,11 @@ def test_a_config_can_be_hashed_and_a_blend_survives_its_dump(tmp_path: Path) ->
     assert again == config
     assert hash(again) == hash(config)
     assert dict(again.data.blend) == {'web': 0.7, 'code': 3.0}
+
+
+def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    write(tmp_path, f'{MODEL}data: {{corpus: größe}}\n')
+    code = f'from megajax.config import load; print(ascii(load({str(tmp_path / "run.yaml")!r}).data.corpus))'
+    ascii_only = os.environ | {'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0', 'PYTHONUTF8': '0'}
+    done = subprocess.run([sys.executable, '-c', code], env=ascii_only, capture_output=True, text=True)
+    assert done.stdout == f'{"größe"!a}\n', done.stderr

@@ -110,6 +110,7 @@ def test_the_vocabulary_is_made_from_training_documents_alone(folder: Path) -> N
     assert load_data(config(f'data.corpus={folder}')).tokenizer.fingerprint == before.fingerprint
 
 
+@pytest.mark.slow  # it trains a tokenizer on 30 MB; tests/data/test_tokenizer.py has one on less
 def test_the_standard_library_fills_a_vocabulary_and_compresses() -> None:
     data = load_data(load('tiny', ['mesh.data=1', 'mesh.model=1', 'model.vocab_size=512']))
     assert data.tokenizer.vocab_size == 512

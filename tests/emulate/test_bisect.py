@@ -100,3 +100,30 @@ def test_ends_without_a_translation_are_left_out(folder):
 def test_a_right_program_has_no_wrong_pass(folder):
     with pytest.raises(ValueError, match='no pass is wrong'):
         first_wrong(modules(folder), lambda name: True)
+
+
+def test_of_several_programs_it_is_the_one_that_most_passes_changed(folder):
+    for path in folder.glob('module_0001.jit_f.00*'):
+        path.unlink()
+    for place in ('0000', '0001'):
+        (folder / f'module_0000.jit_g.{place}.p.after_dce.txt').write_text('')
+    assert {path.name.split('.')[1] for path in modules(folder)} == {'jit_g'}
+
+
+def test_no_module_is_run_twice_and_the_neighbour_of_one_that_cannot_run_is_asked_instead(folder):
+    asked = list[str]()
+
+    def is_right(name: str) -> bool:
+        asked.append(name)
+        if DUMPS.index(name) == 5:
+            raise HloError('no translation')
+        return DUMPS.index(name) < 4
+
+    assert first_wrong(modules(folder), is_right).pass_name == 'algsimp'
+    assert len(asked) == len(set(asked))
+
+
+def test_the_ten_thousandth_pass_comes_last(folder):
+    late = folder / 'module_0001.jit_f.10000.fusion.after_cse.txt'
+    late.write_text('')
+    assert modules(folder)[-2:] == [late, folder / DUMPS[-1]]

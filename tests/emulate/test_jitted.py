@@ -1,4 +1,6 @@
+import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from emulate import others
 
 import megajax
 from megajax.config import ConfigError
+from megajax.emulate import jitted
 from megajax.emulate.arguments import on_devices, simulated_mesh, values
 from megajax.emulate.compare import difference
 from megajax.emulate.one_device import CpuModule
@@ -178,3 +181,166 @@ def test_a_result_says_what_is_wrong_what_it_was_compared_with_and_what_it_does_
         run.raise_if_wrong()
     make(compared_with='one device', leaves=leaves[1:], culprit=None).raise_if_wrong()
     assert GpuRun.model_validate_json(run.model_dump_json()) == run
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    """XLA's CPU compiler in the place of that for GPUs; what GPUs were asked for."""
+    asked = list[tuple[str, int, int]]()
+
+    def devices(target: str, *, hosts: int, per_host: int) -> list[jax.Device]:
+        asked.append((target, hosts, per_host))
+        return jax.devices()[: hosts * per_host]
+
+    monkeypatch.setattr(jitted, 'check_target', lambda target: None)
+    monkeypatch.setattr(jitted, 'gpu_devices', devices)
+    return asked
+
+
+@pytest.fixture
+def miscompile(stand_in, monkeypatch: pytest.MonkeyPatch):
+    """Make a pass named `bad-pass`, between two others, write one thing instead of another."""
+    right = jitted.compile_for_gpu
+
+    def miscompile(was: str, made: str) -> None:
+        def compiled(traced, devices, options):
+            folder, program = options.get('xla_dump_to'), right(traced, devices, {})
+            assert was in program.text
+            wrong = program.text.replace(was, made)
+            passes = enumerate(['good-pass', 'bad-pass', 'late-pass'] if folder else [])
+            for place, name in passes:
+                text = wrong if place else program.text
+                Path(folder, f'module_0001.f.{place:04}.pipe.after_{name}.txt').write_text(text)
+            return dataclasses.replace(program, text=wrong)
+
+        monkeypatch.setattr(jitted, 'compile_for_gpu', compiled)
+
+    return miscompile
+
+
+def several(x, count):
+    return {'same': x, 'twice': x * 2, 'later': count.at[5].add(1) - 0}
+
+
+def test_a_right_program_agrees_with_one_device_in_all_that_it_gives(stand_in):
+    mesh = others.mesh_of(data=2, model=4)
+    x = others.abstract(mesh, (8, 16), 'data', 'model')
+    run = megajax.inspect.run(lambda x: (x.sum(0), x.argmax(1)), x, target='a100')
+    run.raise_if_wrong()
+    assert stand_in == [('a100', 1, 8)]
+    assert (run.target, run.mesh) == ('a100', {'data': 2, 'model': 4})
+    assert run.compared_with == 'one device'
+    assert [leaf.name for leaf in run.leaves if leaf.limit == 0] == ['[1]']
+    assert 'ok: 2 outputs agree' in str(run)
+
+
+def test_a_wrong_program_is_found_output_by_output_with_the_pass_that_made_it_wrong(miscompile):
+    miscompile(' multiply(', ' add(')
+    x, count = jnp.linspace(3, 4, 64), jnp.arange(64)
+    run = megajax.inspect.run(several, x, count, bisect=True)
+    assert [leaf.name for leaf in run.leaves if not leaf.ok] == ["['twice']"]
+    assert len(run.leaves) == 3
+    assert run.leaves[0].error == pytest.approx((8 - 6) / 8)
+    assert run.culprit == 'bad-pass (pipeline pipe)'
+    assert megajax.inspect.run(several, x, count).culprit is None
+    assert megajax.inspect.run(several, x, count, limit=0.5, bisect=True).ok
+
+
+def test_one_wrong_integer_is_wrong_under_any_limit_and_comes_before_what_is_right(miscompile):
+    miscompile(' multiply(', ' add(')
+    x, count = jnp.linspace(3, 4, 64), jnp.zeros(64, int).at[5].set(3)
+    run = megajax.inspect.run(lambda x, n: {'x': x * 2, 'n': n * n}, x, count, limit=0.5)
+    assert [(leaf.name, leaf.ok) for leaf in run.leaves] == [("['n']", False), ("['x']", True)]
+    assert run.leaves[0].error == 1 / 64 < run.leaves[1].error
+
+
+def test_an_output_that_is_zero_but_for_rounding_may_be_as_far_off_as_rounding_moves_it(stand_in):
+    mesh = others.mesh_of(data=8)
+    x = others.array(mesh, (64, 500), 'data')
+
+    def centred(x):
+        return {'nothing': (x - x.mean(0)[None]).sum(0), 'sum': x.sum(0)}
+
+    run = megajax.inspect.run(centred, x)
+    run.raise_if_wrong()
+    found = {leaf.name: leaf for leaf in run.leaves}
+    assert found["['nothing']"].error > 1e-2
+    assert found["['sum']"].limit < 1e-4
+
+
+def test_a_wrong_output_is_wrong_though_another_is_rounding_alone(miscompile):
+    miscompile(' multiply(', ' add(')
+    x = others.array(others.mesh_of(data=8), (64, 500), 'data')
+    run = megajax.inspect.run(lambda x: ((x - x.mean(0)[None]).sum(0), 2 * x), x)
+    assert '[1]' in [leaf.name for leaf in run.leaves if not leaf.ok]
+
+
+@pytest.mark.parametrize('exact', [False, True])
+def test_16_bits_are_allowed_their_rounding_unless_they_are_computed_exactly(stand_in, exact):
+    x = jnp.linspace(1, 2, 64)
+    narrow = megajax.inspect.run(lambda x: x * 3, x.astype(jnp.bfloat16), exact=exact)
+    wide = megajax.inspect.run(lambda x: x * 3, x, exact=exact)
+    assert narrow.ok
+    assert wide.ok
+    assert wide.limit < 1e-4
+    assert (narrow.limit < 1e-4) == exact
+    assert exact or narrow.limit > jnp.finfo(jnp.bfloat16).eps
+
+
+def test_a_reference_takes_the_place_of_one_device_and_must_return_as_much(stand_in):
+    x = np.linspace(1, 2, 8, dtype=np.float32)
+    right = megajax.inspect.run(lambda x: 2 * x, x, reference=lambda x: x + x)
+    assert right.ok
+    assert right.compared_with == 'the reference given'
+    wrong = megajax.inspect.run(lambda x: 2 * x, x, reference=lambda x: 3 * x)
+    assert wrong.leaves[0].error == pytest.approx(1 / 3)
+    with pytest.raises(ValueError, match='the reference returns'):
+        megajax.inspect.run(lambda x: 2 * x, x, reference=lambda x: (x, x))
+
+
+def test_a_typed_key_goes_to_a_reference_as_a_key_of_its_own_kind(stand_in):
+    key = jax.random.key(3, impl='rbg')
+    halves = megajax.inspect.run(jax.random.split, key, reference=jax.random.split)
+    assert halves.ok
+    assert halves.leaves[0].limit == 0
+
+
+def test_what_is_not_a_number_even_by_one_device_is_refused(stand_in):
+    with pytest.raises(ValueError, match=r"output\['root'\] is not a number even by one device"):
+        megajax.inspect.run(lambda x: {'root': jnp.sqrt(x)}, jnp.array([1.0, -1.0]))
+
+
+def test_without_a_reference_a_manual_region_is_compared_with_the_cpus_own(stand_in):
+    mesh = others.mesh_of(data=8)
+    specs = {'in_specs': P('data'), 'out_specs': P()}
+    total = jax.shard_map(lambda x: jax.lax.psum(x, 'data'), mesh=mesh, **specs)
+    run = megajax.inspect.run(total, np.arange(8.0, dtype=np.float32))
+    assert run.ok
+    assert run.compared_with == "the CPU's own program on 8 simulated devices"
+    assert 'reference= gives an independent answer' in ' '.join(str(run).split())
+
+
+def test_a_function_of_explicit_axes_has_the_mesh_that_its_caller_could_not_set(stand_in):
+    axes = jax.sharding.AbstractMesh((8,), ('data',), axis_types=(EXPLICIT,))
+
+    def gathered(x):
+        return jax.reshard(x, P()) * 2
+
+    assert megajax.inspect.run(gathered, others.abstract(axes, (16,), 'data')).ok
+    assert megajax.inspect.run(gathered, np.zeros(16, np.float32), mesh=axes).mesh == {'data': 8}
+
+
+def test_what_the_program_shows_of_known_miscompiles_is_told(miscompile):
+    miscompile('HloModule', '// source_target_pairs={}\nHloModule')
+    seen, x = list[str](), np.ones(3, np.float32)
+    detect = lambda text: seen.append(text) or ['one']  # noqa: E731
+    run = jitted.run(jnp.sin, (x,), target='h100', detect=detect)
+    assert run.known_miscompiles == ['one']
+    assert seen[0].startswith('// source_target_pairs')
+
+
+def test_other_seeds_draw_other_numbers(stand_in):
+    x = jax.ShapeDtypeStruct((64,), jnp.float32)
+    run = functools.partial(megajax.inspect.run, jnp.exp, x, reference=jnp.sin)
+    errors = [run(seed=seed).leaves[0].error for seed in (0, 0, 1)]
+    assert errors[0] == errors[1] != errors[2]

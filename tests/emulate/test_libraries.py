@@ -14,6 +14,8 @@ EPILOGUES = (
     'BIAS_GELU_AUX',
 )  # fmt: skip
 
+OPERANDS = [('a', '5,8'), ('b', '8,4'), ('bias', '4')]
+
 
 def product(epilogue: str, *, alpha: float = 1.5, beta: float = 0.0, lhs: int = 1) -> str:
     """What stands after the operands of a call that multiplies [5,8] (lhs 0: [8,5]) by [8,4]."""
@@ -59,6 +61,46 @@ def test_products_of_cublas_are_scaled_then_biased_then_activated():
         close(found[f'%{epilogue}.0'], after)
         if 'AUX' in epilogue:
             close(found[f'%{epilogue}.1'], before)
+
+
+def test_a_product_of_batches_is_one_of_each():
+    a, b, c = random(1, 3, 5, 8), random(1, 8, 3, 4), random(1, 3, 5, 4)
+    dims = {
+        'lhs_batch_dimensions': ['0'], 'rhs_batch_dimensions': ['1'],
+        'lhs_contracting_dimensions': ['2'], 'rhs_contracting_dimensions': ['0'],
+    }  # fmt: skip
+    config = {'alpha_real': 0.5, 'beta': 2, 'epilogue': 'DEFAULT', 'dot_dimension_numbers': dims}
+    target = f'"__cublas$gemm", backend_config={json.dumps({"gemm_backend_config": config})}'
+    lines = [
+        '%a = f32[3,5,8]{2,1,0} parameter(0)',
+        '%b = f32[8,3,4]{2,1,0} parameter(1)',
+        '%c = f32[3,5,4]{2,1,0} parameter(2)',
+        f'%y = f32[3,5,4]{{2,1,0}} custom-call(%a, %b, %c), custom_call_target={target}',
+    ]
+    [found] = executed(module(lines), a, b, c)
+    close(found, 0.5 * np.einsum('bik,kbj->bij', a[0], b[0]) + 2 * c[0])
+
+
+def test_products_of_16_bits_are_summed_and_biased_in_fp32_and_rounded_once():
+    a, b, bias = random(1, 5, 8), random(1, 8, 4), random(1, 4)
+    lines = [
+        *(f'%{name}.wide = f32[{dims}] parameter({i})' for i, (name, dims) in enumerate(OPERANDS)),
+        *(f'%{name} = bf16[{dims}] convert(%{name}.wide)' for name, dims in OPERANDS),
+        f'%y = bf16[5,4]{{1,0}} custom-call(%a, %b, %bias), {product("BIAS")}',
+        '%wide = f32[5,4]{1,0} convert(%y)',
+    ]
+    [found] = executed(module(lines), a, b, bias)
+    a, b, bias = (x[0].astype(jnp.bfloat16).astype(np.float32) for x in (a, b, bias))
+    right = (1.5 * a @ b + bias).astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(found[0], right)
+
+
+def test_what_is_not_a_real_multiple_of_a_product_is_an_error():
+    call = product('DEFAULT', lhs=0).replace('"alpha_imag": 0', '"alpha_imag": 1')
+    array = 'f32[4,4]{1,0}'
+    lines = [f'%a = {array} parameter(0)', f'%y = {array} custom-call(%a, %a), {call}']
+    with pytest.raises(HloError, match='no translation for a product'):
+        for_cpu(module(lines), 1)
 
 
 def test_a_bias_lies_along_the_dim_that_is_contiguous_in_memory():

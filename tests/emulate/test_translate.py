@@ -112,6 +112,31 @@ def test_all_to_alls_of_one_array_and_of_a_part_for_each_device():
     np.testing.assert_array_equal(joined, whole)
 
 
+def test_an_exchange_of_a_device_with_itself_hands_on_what_it_has():
+    a = random(4, 1, 2)
+    alone = 'channel_id=1, replica_groups=[4,1]<=[4], use_global_device_ids=true'
+    lines = [
+        '%a = f32[1,2]{1,0} parameter(0)',
+        f'%parts = (f32[1,2]{{1,0}}) all-to-all(%a), {alone}',
+        '%part = f32[1,2]{1,0} get-tuple-element(%parts), index=0',
+    ]
+    [found] = executed(module(lines), a)
+    np.testing.assert_array_equal(found, a)
+
+
+def test_parts_of_an_exchange_may_have_any_shape():
+    parts = [random(4, 2, 3, seed=device) for device in range(4)]
+    shape = 'f32[2,3]{1,0}'
+    lines = [
+        *(f'%p{i} = {shape} parameter({i})' for i in range(4)),
+        f'%parts = ({", ".join([shape] * 4)}) all-to-all(%p0, %p1, %p2, %p3), {ALL}',
+    ]
+    found = executed(module(lines), *parts)
+    for sender, received in enumerate(np.stack(found, axis=1)):
+        sent = np.stack([part[sender] for part in np.stack(parts, axis=1)])
+        np.testing.assert_array_equal(received, sent)
+
+
 def test_groups_along_mesh_axes_keep_the_order_of_their_devices():
     x = random(8, 2)
     groups = "replica_groups=mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}"

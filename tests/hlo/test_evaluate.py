@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from megajax.hlo.evaluate import Run
+from megajax.hlo.evaluate import Run, run_of
 from megajax.hlo.program import Program
 from megajax.hlo.text import program_text
 
@@ -78,3 +78,41 @@ ENTRY %main (p: pred[], n: s32[]) -> pred[] {
     assert {name: run.value(name) for name in ('both', 'either', 'chosen', 'undefined', 'unknown')} == {
         'both': False, 'either': True, 'chosen': 1, 'undefined': None, 'unknown': None,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    'calls',
+    [
+        '%y = u32[4] fusion(%x), kind=kLoop, calls=%inner',
+        '%y = u32[4] call(%x), to_apply=%inner',
+        '%y = u32[4] map(%x), dimensions={0}, to_apply=%inner',
+        '%y = u32[4] custom-call(%x), custom_call_target="f", called_computations={%inner}',
+        '%z = u32[4] call(%x), to_apply=%inner\n  %y = u32[4] call(%z), to_apply=%inner',
+        '%y = u32[4] while(%x), condition=%goes_on, body=%inner',
+        '%y = u32[4] copy(%x)',
+    ],
+    ids=['fusion', 'call', 'map', 'custom-call', 'two calls', 'while', 'none'],
+)
+def test_a_device_knows_its_number_in_a_computation_wherever_it_is_called_from(calls):
+    text = Program(f"""
+%inner (p: u32[4]) -> u32[4] {{
+  %p = u32[4] parameter(0)
+  %id = u32[] partition-id()
+  %two = u32[] constant(2)
+  %twice = u32[] multiply(%id, %two)
+  ROOT %same = u32[4] copy(%p)
+}}
+
+%goes_on (q: u32[4]) -> pred[] {{
+  %q = u32[4] parameter(0)
+  ROOT %no = pred[] constant(false)
+}}
+
+ENTRY %main (x: u32[4]) -> u32[4] {{
+  %x = u32[4] parameter(0)
+  {calls}
+  ROOT %all = u32[4] copy(%x)
+}}
+""")
+    for device in (0, 3):
+        assert run_of(text, text.computations['inner'], device).value('twice') == 2 * device

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from support import make_config, slow
+from support import AS_SHIPPED, make_config, slow
 
 from megajax.config import Config
 from megajax.inspect.audit import audit
@@ -23,8 +23,6 @@ from megajax.parallel.mesh import make_mesh
 from megajax.train import step as step_module
 
 DATA, MODEL, LAYERS = 2, 4, 3
-# The tests' own settings (conftest.py) turn these down.
-AS_USERS_DO = {'xla_backend_optimization_level': 3, 'xla_llvm_disable_expensive_passes': False}
 
 
 def small(name: str = 'gpt', *, sequence_parallel: bool = False, **sections: dict) -> Config:
@@ -65,7 +63,7 @@ def caught(found: Inspection) -> set[str]:
 )
 def test_no_row_has_more_than_megatron(name, recompute, sequence_parallel):
     config = small(name, sequence_parallel=sequence_parallel, train={'microbatches': 4, 'recompute': recompute})
-    found = inspect_here(config, **AS_USERS_DO)
+    found = inspect_here(config, **AS_SHIPPED)
     assert not caught(found)
     assert found.ok
     assert found.ratios['data'] <= 1
@@ -73,7 +71,7 @@ def test_no_row_has_more_than_megatron(name, recompute, sequence_parallel):
 
 
 def test_a_layer_makes_two_all_reduces_each_way():
-    counts = rows(inspect_here(small(), **AS_USERS_DO))
+    counts = rows(inspect_here(small(), **AS_SHIPPED))
     for site in ('attention', 'mlp'):
         for phase in ('forward', 'backward'):
             assert counts[site, phase, 'model'] == {'all-reduce': LAYERS}
@@ -83,7 +81,7 @@ def test_a_layer_makes_two_all_reduces_each_way():
 
 
 def test_with_sequence_parallelism_two_gathers_and_two_scatters_each_way():
-    counts = rows(inspect_here(small(sequence_parallel=True), **AS_USERS_DO))
+    counts = rows(inspect_here(small(sequence_parallel=True), **AS_SHIPPED))
     for site in ('attention', 'mlp'):
         for phase in ('forward', 'backward'):
             assert counts[site, phase, 'model'] == {'all-gather': LAYERS, 'reduce-scatter': LAYERS}

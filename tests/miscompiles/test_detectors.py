@@ -18,6 +18,8 @@ from megajax.miscompiles.split_cycles import SPLIT_CYCLES
 
 from . import texts
 
+DOUBLE = texts.small_dot(16_385, 3)  # of fp64 it is too much, of fp32 not
+PRODUCTS = texts.products('layers/dot')
 WRONG = [
     (EMPTY_PERMUTE, texts.permute('')),
     (SCALED_BIAS, texts.product(1.5, 'BIAS')),
@@ -27,9 +29,12 @@ WRONG = [
     (DOUBLE_PRODUCT, texts.products('layers/dot')),
     (SLICED_SCATTER, texts.scatter('{{0,2},{1,3}}')),
     (SMALL_DOT, texts.small_dot(32_769, 3)),
+    (SMALL_DOT, texts.small_dot(40_000, 2)),
+    (SMALL_DOT, DOUBLE.replace('f32', 'f64')),
     (LOST_PLACES, texts.top_k('zeros')),
 ]
 RIGHT = [
+    DOUBLE,
     texts.permute('{0,0},{1,1}'),
     texts.product(1.5, 'DEFAULT', rows=8),
     texts.product(1, 'BIAS'),
@@ -39,6 +44,16 @@ RIGHT = [
     texts.scatter('{{0,1},{2,3}}'),
     texts.small_dot(32_768, 3),
     texts.small_dot(40_000, 64),
+    texts.small_dot(40_000, 4),
+    texts.small_dot(40_000, 1),
+    DOUBLE.replace('f32', 'f64').replace('16385', '16384'),
+    texts.small_dot(40_000, 3).replace('reduce(%squares', 'reduce(%unrelated'),
+    texts.products('layers/other'),
+    PRODUCTS.replace('(%all, %i, %null, %null)', '(%all, %null, %i, %null)'),
+    PRODUCTS.replace('fusion(%all, %i, %x)', 'fusion(%all, %i, %other)'),
+    texts.ring('{1,0},{3,2}', '{0,1},{2,3}', 2).replace('direction=EQ', 'direction=NE'),
+    texts.top_k('zeros').replace('/top_k', '/fill'),
+    texts.scatter('{{0,2},{1,3}}').replace('{0, 0, 32, 32}', '{...}'),
     texts.top_k('sorted'),
 ]
 

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -18,9 +19,24 @@ from megajax.hardware.gpu import GPUS, gpu_devices, has_compiler
 from megajax.hlo.program import Program
 from megajax.inspect.compile import compile_step
 from megajax.inspect.lint import known_miscompiles
-from megajax.miscompiles import ask, check_compiled, cures, detect, mesh_target, refuse_bitten, target_of
+from megajax.miscompiles import (
+    REGISTER,
+    __main__,
+    ask,
+    check_compiled,
+    cures,
+    detect,
+    guard,
+    mesh_target,
+    probe,
+    refuse_bitten,
+    target_of,
+)
 from megajax.miscompiles.empty_permute import EMPTY_PERMUTE, PASS
-from megajax.miscompiles.guard import merged
+from megajax.miscompiles.guard import DEFAULT_TARGET, merged
+from megajax.miscompiles.misplaced_bias import MISPLACED_BIAS
+from megajax.miscompiles.probe import Answer
+from megajax.miscompiles.scaled_bias import SCALED_BIAS
 from megajax.miscompiles.split_cycles import SPLIT_CYCLES
 from megajax.model.embedding import VocabParallelEmbedding
 from megajax.parallel.layout import Layout
@@ -151,3 +167,82 @@ def test_the_gradient_of_our_embedding_is_right_and_shows_no_fault(sequence_para
 def test_the_register_is_read_by_no_import_of_megajax() -> None:
     program = "import sys, megajax, megajax.inspect; sys.exit('megajax.miscompiles' in sys.modules)"
     assert subprocess.run([sys.executable, '-c', program], env=os.environ, check=False).returncode == 0
+
+
+CURED = Answer(is_faulty=True, cure=EMPTY_PERMUTE.workaround)
+UNCURED = Answer(is_faulty=True, cure=None, why='no option cures it')
+RIGHT = Answer(is_faulty=False, cure=None)
+UNKNOWN = Answer(is_faulty=None, cure=None, why='no GPU compiler is asked')
+
+
+Answers = dict[str, Answer]
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    """What the compiler answers, by the names of entries; it has none of the other faults."""
+    given = Answers()
+    for module in (guard, probe, __main__):
+        monkeypatch.setattr(module, 'ask', lambda entry, target: given.get(entry.name, RIGHT))
+    return given
+
+
+def test_a_config_that_loses_a_shard_is_refused_where_nothing_cures_it(answers: Answers) -> None:
+    answers[EMPTY_PERMUTE.name] = UNCURED
+    with pytest.raises(ConfigError) as error:
+        refuse_bitten(bitten_config(), 'h100')
+    keys = 'mesh.sequence_parallel=true, model.bias=false, mesh.data=2'
+    for part in (keys, 'for h100', EMPTY_PERMUTE.what, UNCURED.why):
+        assert part in str(error.value)
+    refuse_bitten(make_config('llama', 1, 2, sequence_parallel=True), 'h100')
+    refuse_bitten(make_config('llama', 2, 2), 'h100')
+    refuse_bitten(make_config('gpt', 2, 2, sequence_parallel=True), 'h100')
+    refuse_bitten(bitten_config(), 'cpu')
+
+
+@pytest.mark.parametrize('answer', [CURED, RIGHT, UNKNOWN], ids=['cured', 'right', 'unknown'])
+def test_a_cured_or_unknown_fault_refuses_no_config(answers: Answers, answer: Answer) -> None:
+    answers[EMPTY_PERMUTE.name] = answer
+    refuse_bitten(bitten_config(), 'h100')
+
+
+def test_the_options_are_those_that_cure_what_the_compiler_has(answers: Answers) -> None:
+    assert cures('h100') == {}
+    answers[SPLIT_CYCLES.name] = Answer(is_faulty=True, cure=SPLIT_CYCLES.workaround)
+    assert cures('h100') == SPLIT_CYCLES.workaround
+    answers[EMPTY_PERMUTE.name] = CURED
+    assert cures('h100') == {**SPLIT_CYCLES.workaround, **EMPTY_PERMUTE.workaround}
+    answers[SPLIT_CYCLES.name] = UNCURED
+    assert cures('h100') == EMPTY_PERMUTE.workaround
+    assert cures('cpu') == {}
+
+
+def test_a_text_that_may_be_right_ends_the_run_where_the_fault_is_there(answers: Answers) -> None:
+    assert check_compiled(texts.product(1.5, 'BIAS'), 'h100') == []
+    answers[SCALED_BIAS.name] = UNCURED
+    with pytest.raises(MiscompileError, match='call at no path'):
+        check_compiled(texts.product(1.5, 'BIAS'), 'h100')
+
+
+@pytest.mark.parametrize('target', GPUS)
+def test_a_gpu_has_the_target_that_its_kind_names_or_else_the_default(target: str) -> None:
+    def gpu(kind: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(platform='gpu', device_kind=kind)
+
+    assert target_of(gpu(GPUS[target].name)) == target
+    assert target_of(gpu('Tesla T4')) == DEFAULT_TARGET
+
+
+def test_the_report_says_of_each_fault_what_is_done_about_it(answers: Answers) -> None:
+    assert __main__.report('h100') == [f'none of the {len(REGISTER)} that are known']
+    answers[EMPTY_PERMUTE.name] = CURED
+    answers[MISPLACED_BIAS.name] = UNCURED
+    answers[SPLIT_CYCLES.name] = UNKNOWN
+    cured, misplaced, unknown = __main__.report('h100')
+    assert cured.endswith(f'every program is compiled with xla_disable_hlo_passes={PASS}')
+    name = f'{MISPLACED_BIAS.name} ({MISPLACED_BIAS.source})'
+    assert misplaced == f'{name}: inspect and train refuse a program that shows it'
+    assert unknown.endswith('unknown, no GPU compiler is asked')
+    answers[EMPTY_PERMUTE.name] = UNCURED
+    [uncured, *_] = __main__.report('h100')
+    assert 'are refused (mesh.sequence_parallel, model.bias, mesh.data)' in uncured

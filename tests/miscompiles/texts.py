@@ -84,6 +84,7 @@ ENTRY %main (x: f32[8,8], all: f32[4,8,8], i: s32[]) -> f32[8,8] {{
   %all = f32[4,8,8]{{2,1,0}} parameter(1)
   %i = s32[] parameter(2)
   %null = s32[] constant(0)
+  %other = f32[8,8]{{1,0}} add(%x, %x)
   %slice = f32[1,8,8]{{2,1,0}} dynamic-slice(%all, %i, %null, %null), dynamic_slice_sizes={{1,8,8}}
   %w = f32[8,8]{{1,0}} bitcast(%slice)
   %stacked = (f32[8,8]{{1,0}}, s8[64]{{0}}) fusion(%all, %i, %x), kind=kCustom, calls=%stack
@@ -123,6 +124,7 @@ def small_dot(rows: int, contracted: int) -> str:
   %x = f32[{rows},{contracted}]{{1,0}} parameter(1)
   %y = f32[3,{rows}]{{1,0}} dot(%w, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{1}}
   %squares = f32[3,{rows}]{{1,0}} multiply(%y, %y)
+  %unrelated = f32[3,{rows}]{{1,0}} sine(%y)
   %zero = f32[] constant(0)
   ROOT %sums = f32[{rows}]{{0}} reduce(%squares, %zero), dimensions={{0}}, to_apply=%add
 }}

@@ -10,15 +10,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import jax
 import pytest
 
 from megajax.config import ConfigError
-from megajax.parallel import distributed, mesh
 from megajax.parallel.environment import Start
-from megajax.parallel.peers import Peers
 from megajax.parallel.rendezvous import gather
 
 pytestmark = pytest.mark.faults
@@ -237,25 +233,6 @@ def test_where_a_process_comes_too_late_for_a_collective_all_leave_with_75():
         assert not any('Traceback' in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ('error', 'code'),
-    [
-        (jax.errors.JaxRuntimeError('UNKNOWN: Gloo context initialization failed: [..] Connect timeout [::1]:8'), 75),
-        (jax.errors.JaxRuntimeError('DEADLINE_EXCEEDED: GetKeyValue() timed out with key: gpu:nccl/0'), 75),
-        (jax.errors.JaxRuntimeError('INTERNAL: NCCL operation ncclCommInitRank(..) failed: unhandled system error'), 75),
-        (jax.errors.JaxRuntimeError('INTERNAL: NCCL operation ncclCommInitRank(..) failed: invalid usage'), None),
-        (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory'), None),
-        (ValueError('UNKNOWN: Gloo ReduceScatter failed: [buffer.cc:72] Read timeout [127.0.0.1]:4491'), 75),
-        (ValueError('run.dir=Gloo all failed: not a folder'), None),
-    ],
-)
-def test_only_what_a_new_start_can_mend_is_taken_for_a_lost_peer(monkeypatch, error, code):
-    ended = []
-    monkeypatch.setattr(distributed, 'end', lambda line: ended.append((75, line)))
-    distributed._end_if_unreached(Peers(1, []), error)  # not the first, which waits for the others
-    assert [one for one, _ in ended] == ([code] if code else [])
-
-
 @pytest.mark.parametrize('said', [b'', b'GET / HTTP/1.1\r\n\r\n', b'{"event": "hello", "process": "one"}\n', b'[1]\n'])
 def test_strangers_at_the_port_do_not_disturb(said):
     port = free_port()
@@ -269,11 +246,3 @@ def test_strangers_at_the_port_do_not_disturb(said):
         # Each ends when it has met the other, without a word of farewell.
         run.codes(timeout=15)
         assert not any('Traceback' in line or 'come' in line for line in run.lines[0] + other.lines[1])
-
-
-def test_hosts_whose_processes_are_numbered_in_turn_still_hold_whole_groups(monkeypatch):
-    monkeypatch.setattr(mesh, '_hosts', lambda: ['a', 'b', 'a', 'b'])
-    devices = [SimpleNamespace(process_index=process, id=2 * process + i) for process in range(4) for i in range(2)]
-    assert [device.process_index for device in mesh._within_hosts(devices, 2, 4, False)] == [0, 0, 2, 2, 1, 1, 3, 3]
-    with pytest.raises(ConfigError, match=r'mesh\.model=8 reaches across hosts'):
-        mesh._within_hosts(devices, 1, 8, False)

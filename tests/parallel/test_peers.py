@@ -67,6 +67,8 @@ def say(port: int, line: bytes, answers: list[bytes]) -> threading.Thread:
                 break
             except ConnectionRefusedError:
                 time.sleep(0.01)
+        else:
+            return  # the meeting ended before it was heard
         with connection:
             connection.settimeout(20)
             connection.sendall(line)

@@ -2,8 +2,10 @@
 
 import pytest
 from support import make_config
+from typer.testing import CliRunner
 
 import megajax
+from megajax.cli import app
 from megajax.config.hardware import Efficiency, hardware
 from megajax.plan import calibrate
 from megajax.plan.calibrate import Rate, fit_link, fit_products
@@ -63,3 +65,9 @@ def test_a_machine_where_others_work_is_said_to_be_busy(monkeypatch):
     for load, says in ((0.3, False), (2.0, True)):
         monkeypatch.setattr('os.getloadavg', lambda load=load: (load, 9.0, 9.0))
         assert bool(busy()) == says
+
+
+def test_the_command_measures_for_as_long_as_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, 'calibrate', lambda out, *, seconds: [f'{out.name} in {seconds:g} s'])
+    done = CliRunner().invoke(app, ['plan', 'calibrate', str(tmp_path / 'here.yaml'), '--seconds', '7'])
+    assert done.output == 'here.yaml in 7 s\n'

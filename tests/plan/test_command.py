@@ -4,6 +4,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +17,7 @@ from megajax.hardware.gpu import has_compiler
 from megajax.plan import Plan
 from megajax.plan.memory import UNDERCOUNT
 from megajax.plan.search import USABLE
+from megajax.plan.verify import verified
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,3 +126,16 @@ def test_the_compilers_figure_stands_beside():
     done = command('gpt2_124m', 'mesh.data=4', 'mesh.model=2', '--gpu', 'h100', '--verify')
     assert done.returncode == 0, done.stderr
     assert 'compiled' in done.stdout
+
+
+def test_the_fastest_layout_is_compiled_too_where_it_is_another(monkeypatch):
+    def compiled(config, gpu, hosts):
+        return SimpleNamespace(arguments=config.mesh.model, temporaries=10 * hosts, outputs=100)
+
+    monkeypatch.setattr('megajax.inspect.compile.compile_in_child', compiled)
+    plan = megajax.plan(megajax.load('gpt2_345m', ['mesh.data=2', 'mesh.model=4']), gpu='h100')
+    assert plan.fastest().mesh.model == 1
+    checked = verified(plan, 'h100')
+    assert (checked.compiled_bytes, checked.best_compiled_bytes) == (114, 111)
+    again = verified(megajax.plan(plan.fastest(), gpu='h100'), 'h100')
+    assert (again.compiled_bytes, again.best_compiled_bytes) == (111, 111)

@@ -255,7 +255,6 @@ def test_what_may_change_is_said(folder: Path, caplog: pytest.LogCaptureFixture)
     assert [line.split(maxsplit=1)[1] for line in said] == ['optim.lr: 0.00015 -> 0.5', 'train.steps: 1000 -> 7', 'data corpus: a -> b']
 
 
-@pytest.mark.faults
 def test_other_data_under_the_same_name_is_a_mistake_unless_the_config_asks_for_other_data(folder: Path) -> None:
     with Checkpoints(folder, tiny(), data={'corpus': 'b'}) as checkpoints, pytest.raises(ConfigError, match='corpus a there, b here'):
         checkpoints.restore(2)
@@ -325,7 +324,6 @@ def test_it_is_time_by_steps_and_by_minutes(tmp_path: Path, monkeypatch: pytest.
         assert not checkpoints.poll(32)
 
 
-@pytest.mark.faults
 def test_the_command_lists_and_compares(folder: Path) -> None:
     run = CliRunner()
     listed = run.invoke(checkpoint_app, ['ls', str(folder.parent)]).output.splitlines()

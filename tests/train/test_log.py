@@ -59,8 +59,9 @@ def summary(run: Path) -> dict[str, Any]:
 
 
 def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(folder / 'small.yaml', [f'run.dir={folder}/run', 'train.profile={start: 7, steps: 2}'])
     began = time.perf_counter()
-    run(load(folder / 'small.yaml', [f'run.dir={folder}/run', 'train.profile={start: 7, steps: 2}']), name='small')
+    run(config, name='small')
     passed = time.perf_counter() - began
     lines, said = read_lines(folder / 'run'), capsys.readouterr().out
 

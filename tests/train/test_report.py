@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 
 import pytest
+from jax import P
 
+from megajax.train.placements import Placement
 from megajax.train.report import Report
 
 STEP = {'taken': 1.0, 'loss': 2.34567, 'lr': 3e-4, 'grad_norm': 0.3125, 'step_ms': 500.0, 'data_wait_ms': 1.0, 'checkpoint_ms': 0.1}
@@ -60,3 +62,12 @@ def test_the_scales_that_the_first_batch_was_tried_at_are_said(capsys: pytest.Ca
     Report().loss_scale(first, 2.0**19)
     said = f'loss scale the gradients of the first batch {tried} at 524,288: the run begins with 131,072'
     assert capsys.readouterr().out.splitlines() == [said]
+
+
+def test_a_parameter_has_its_shape_its_axes_and_its_bytes_in_this_order(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Placement(name='embedding.table', shape=(4096, 256), spec=P('model', None), bytes_per_device=2_097_152)
+    Report().placements([table], 1_048_576)
+    head, row, total = capsys.readouterr().out.splitlines()
+    assert head.split() == ['parameter', 'shape', 'placement', 'bytes', 'per', 'device']
+    assert row.split() == ['embedding.table', '4096x256', 'model,-', '2,097,152']
+    assert total.split() == ['1,048,576', 'parameters', '2,097,152']

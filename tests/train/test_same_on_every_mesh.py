@@ -39,8 +39,9 @@ def place_id(place: tuple[int, int, bool]) -> str:
 both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
 
 
-def at(place: tuple[int, int, bool], *values: str) -> Any:
-    return pytest.param(*values, place, id='-'.join([*values, place_id(place)]), marks=() if place in QUICK else pytest.mark.slow)
+def at(place: tuple[int, int, bool], *values: str, quick: bool | None = None) -> Any:
+    marks = () if (place in QUICK if quick is None else quick) else pytest.mark.slow
+    return pytest.param(*values, place, id='-'.join([*values, place_id(place)]), marks=marks)
 
 
 every_mesh = pytest.mark.parametrize('place', [at(place) for place in PLACES])
@@ -66,7 +67,7 @@ def start_on_mesh(name: str, config: Config) -> TrainState:
 
 
 # Without sequence parallelism, which leaves parameters where they are (tests/parallel/test_layout.py).
-@pytest.mark.parametrize('place', [(data, model, False) for data, model in MESHES], ids=place_id)
+@pytest.mark.parametrize('place', [at((data, model, False), quick=data * model == 8) for data, model in MESHES])
 @both_models
 def test_initial_parameters_are_bit_identical(name, place):
     config = make_config(name, *place[:2])

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,7 +17,9 @@ from megajax.data import Batches
 from megajax.train import trainer
 from megajax.train.guard import judge
 from megajax.train.loop import run
+from megajax.train.metrics import MetricsWriter
 from megajax.train.step import TrainState
+from megajax.train.trainer import Trainer
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 300, max_seq_len: 16}
@@ -67,6 +70,51 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return read
 
     return start
+
+
+def test_an_error_leaves_the_newest_state_on_disk_and_says_where(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(writer: MetricsWriter, step: int, **values: float) -> None:
+        if step == 5:
+            raise ValueError('what nobody thought of')
+
+    monkeypatch.setattr(MetricsWriter, 'write', write)
+    with pytest.raises(ValueError, match='nobody thought'):
+        start()
+    assert steps(tmp_path / 'run') == [4, 5]
+    assert f'step 5 is saved: {tmp_path}/run/checkpoints/5' in ''.join(capsys.readouterr().out.split('\n'))
+
+
+@pytest.mark.parametrize('others', [True, False])
+def test_only_a_whole_state_is_saved_and_where_all_processes_come_to_it(
+    others: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Saves:
+        folder, saved, left = 'run', 0, 0
+
+        def wait(self) -> bool:
+            return True
+
+        def abandon(self) -> None:
+            self.left += 1
+
+    def made(state: Any, step: int) -> Trainer:
+        one = object.__new__(Trainer)
+        one.state, one.step, one._saved, one.checkpoints = SimpleNamespace(step=state), step, 0, Saves()
+        one.report = SimpleNamespace(say=lambda _: None)
+        one._save = lambda: setattr(one.checkpoints, 'saved', one.step)
+        return one
+
+    monkeypatch.setattr(trainer, 'all_are_here', lambda *_: others)
+    taken = jnp.int32(3)
+    whole, behind, lost = made(jnp.int32(3), 3), made(jnp.int32(2), 3), made(taken, 3)
+    taken.delete()
+    for one in (whole, behind, lost):
+        one.rescue()
+    assert [one.checkpoints.saved for one in (whole, behind, lost)] == [3 if others else 0, 0, 0]
+    assert [one.checkpoints.left for one in (whole, behind, lost)] == [0 if others else 1, 1, 1]
+    assert ('step 3 is not saved: the other processes did not fail' in caplog.text) != others
 
 
 def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(start: Any, tmp_path: Path) -> None:
