@@ -121,6 +121,8 @@ def test_a_process_that_comes_before_process_0_waits_for_it(port: int, ended: li
     assert met[0][1] == met[1][1]
     for each, _ in met.values():
         each.done()
+    met[1][0].links[0].socket.shutdown(socket.SHUT_RDWR)
+    met[0][0].wait(10)
     assert ended == []
 
 
