@@ -152,6 +152,8 @@ class Recorder:
 
     def __init__(self, out: Path, trace_file: Path):
         self.out, self.trace_file = out, trace_file
+        # Before any test is imported: some keep a copy of the environment for the processes they start.
+        os.environ['MEGAJAX_TRACE'] = str(trace_file)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:

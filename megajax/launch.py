@@ -101,6 +101,7 @@ class _Group:
         self.tails: list[collections.deque[str]] = [collections.deque(maxlen=LAST_LINES) for _ in plan.variables]
         self.readers: list[threading.Thread] = []
         self.signals: list[signal.Signals] = []  # the first that asked to leave, and the SIGINT that insisted
+        self.asked = 0  # processes that got the first signal
         self.patience = Patience()
         self.stopped: list[int] = []  # when another failed
 
@@ -139,7 +140,7 @@ class _Group:
         for reader in self.readers:
             reader.start()
         if self.signals:
-            self._send(self.signals[0])  # again, for the one that was being started when it came
+            self._send(self.signals[0], self.processes[self.asked :])  # to the one that was being started when it came
 
     def wait(self) -> int:
         """Until all have ended; the exit code of the run."""
@@ -202,13 +203,14 @@ class _Group:
         match self.patience.meaning(number):
             case 'first':
                 self.signals.append(signal.Signals(number))
+                self.asked = len(self.processes)
                 self._send(signal.Signals(number))
             case 'insists':
                 self.signals.append(signal.Signals(number))
                 self._send(signal.SIGKILL)
 
-    def _send(self, number: signal.Signals) -> None:
-        for process in self.processes:
+    def _send(self, number: signal.Signals, processes: Sequence['subprocess.Popen[str]'] | None = None) -> None:
+        for process in self.processes if processes is None else processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     # Each leads a group of its own, with the workers that read its data.

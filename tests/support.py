@@ -56,6 +56,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def more(*values: Any) -> Any:
+    """A case for `make test-faults`, where another one shows the same mechanism in `make test`."""
+    return pytest.param(*values, marks=pytest.mark.faults)
+
+
 def make_config(
     name: str = 'gpt', data: int = 1, model: int = 1, /, *, sequence_parallel: bool = False, **sections: dict[str, Any]
 ) -> Config:

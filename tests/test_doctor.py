@@ -42,6 +42,14 @@ def test_every_fact_stands_under_its_name(tmp_path: Path) -> None:
         assert {'python', 'jax', 'devices', 'loopback', 'proxy', 'folder'} <= names <= known
 
 
+def test_a_compiler_that_fails_leaves_the_miscompiles_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, 'has_compiler', lambda: True)
+    monkeypatch.setattr(doctor.sys, 'executable', '/bin/false')
+    found = Diagnosis()
+    doctor._miscompiles(found, None, CPU, 10)
+    assert found.facts == [('miscompiles', 'unknown: exit code 1')]
+
+
 def test_a_compiler_that_hangs_leaves_the_miscompiles_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, 'has_compiler', lambda: True)
     facts = dict(diagnose(tmp_path, environ=CPU, timeout=0.01).facts)

@@ -18,7 +18,7 @@ from megajax import cli_generate
 from megajax.config import Config, ConfigError
 from megajax.data.tokenizer import byte_tokenizer, load_tokenizer
 from megajax.generate import Continuation, Generator, Request, Sampling, encode_prompts, generate
-from megajax.generate.engine import Rows, engine
+from megajax.generate.engine import Rows, _any_left, engine
 from megajax.generate.sampling import choose, most_probable, row_keys
 from megajax.generate.weights import Weights, make_weights
 from megajax.inspect import assert_collectives
@@ -507,3 +507,9 @@ def test_a_prompt_that_is_not_utf_8_is_refused_before_anything_is_opened(option:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count('\n')) == (2, 1), done.stderr
     assert f"error: {option}: 'caf\\udce9' is not UTF-8 at character 3" in done.stderr
+
+
+@pytest.mark.parametrize(('left', 'goes_on'), [([0, 0], False), ([0, 1], True), ([3, 2], True)])
+def test_no_step_is_taken_once_every_row_has_ended(left: list[int], goes_on: bool) -> None:
+    rows = SimpleNamespace(left_B=jnp.array(left))
+    assert bool(_any_left(rows)) == goes_on

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from runs import gone
+from support import more
 
 from megajax.config import ConfigError
 from megajax.launch import make_plan
@@ -117,19 +118,20 @@ def test_a_dry_run_prints_each_process_and_imports_no_jax():
 
 
 def test_lines_carry_the_number_of_their_process_and_the_streams_stay_apart():
-    out, err = start('-c', PAIR, 'print("one\\ntwo")', 'import sys; print("three", file=sys.stderr)').communicate(timeout=60)
+    process = start('-c', PAIR, 'print("one\\ntwo")', 'import sys; print("three", file=sys.stderr)')
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
     assert out.splitlines() == ['[0] one', '[0] two']
     assert err.splitlines() == ['[1] three']
 
 
-@pytest.mark.faults
 @pytest.mark.parametrize(
     ('failure', 'code', 'described'),
     [
-        ('os._exit(7)', 7, 'exit code 7'),
+        more('os._exit(7)', 7, 'exit code 7'),
         ('os.kill(os.getpid(), 9)', 75, 'signal SIGKILL (137), and the launch with 75: start it again'),
-        ('os.kill(os.getpid(), 6)', 75, 'signal SIGABRT (134), and the launch with 75: start it again'),
-        ('os.kill(os.getpid(), 11)', 139, 'signal SIGSEGV (139)'),
+        more('os.kill(os.getpid(), 6)', 75, 'signal SIGABRT (134), and the launch with 75: start it again'),
+        more('os.kill(os.getpid(), 11)', 139, 'signal SIGSEGV (139)'),
     ],
 )
 def test_when_one_fails_the_others_are_ended_though_they_ignore_sigterm(failure, code, described):
@@ -142,16 +144,14 @@ def test_when_one_fails_the_others_are_ended_though_they_ignore_sigterm(failure,
     assert gone(int(re.search(r'\[0\] (\d+)', out)[1]))
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize('later', ['', 'import time; time.sleep(0.5); '])
+@pytest.mark.parametrize('later', [more(''), 'import time; time.sleep(0.5); '])
 def test_the_first_cause_is_named_and_not_the_process_that_ended_because_of_it(later):
     process = start('-c', PAIR, 'os._exit(75)', f'{later}os._exit(3)')
     assert 'process 1 of 2 failed with exit code 3' in process.communicate(timeout=30)[1]
     assert process.returncode == 3
 
 
-@pytest.mark.faults
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize('number', [signal.SIGTERM, *map(more, (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))])
 def test_a_signal_is_passed_on_once_and_a_later_sigint_kills(number):
     process = start('-c', PAIR, COUNT, COUNT)
     children = pids(process)

@@ -19,6 +19,7 @@ def run_python(code: str, timeout: float = 120) -> str:
     return subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=True).stdout
 
 
+@pytest.mark.slow
 def test_the_example_runs_as_it_stands() -> None:
     (example,) = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), flags=re.DOTALL)
     output = run_python(example)

@@ -80,7 +80,6 @@ class Peers:
 
     def failed(self, why: str, *, own: bool) -> None:
         """Tell why this process ends early; where the error is not surely its `own` and another told of one, it ends here with 75."""
-        self._failing = own
         if not own and self._told.wait(OWN_ERROR):
             self._watcher.join()
         self._failing = True

@@ -1,4 +1,4 @@
-"""A rich console's contents as plain text or as HTML."""
+"""A rich console's contents as plain text or as HTML, whatever this process writes to."""
 
 import io
 
@@ -10,7 +10,7 @@ _HTML = f'<pre style="{_STYLE}">{{code}}</pre>'
 
 def as_text(shown: RenderableType, *, width: int = 150) -> str:
     """What a rich console would show, as plain text."""
-    console = Console(file=io.StringIO(), width=width, highlight=False, force_jupyter=False)
+    console = Console(width=width, force_terminal=False, force_jupyter=False)
     with console.capture() as capture:
         console.print(shown)
     return capture.get()

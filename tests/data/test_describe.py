@@ -32,7 +32,8 @@ def built(tmp_path: Path) -> Path:
 def test_what_was_built_is_shown_and_verified(built: Path) -> None:
     shown, verified = data('info', str(built)), data('verify', str(built))
     assert (shown.returncode, verified.returncode) == (0, 0), shown.stderr + verified.stderr
-    for line in ('documents  100', 'tokens     1,890 of uint16, 3,780 bytes', "document 33: 'document number 33<|endoftext|>'"):
+    assert shown.stdout.startswith('documents  100')
+    for line in ('tokens     1,890 of uint16, 3,780 bytes', "document 33: 'document number 33<|endoftext|>'"):
         assert line in shown.stdout
     assert verified.stdout.count('ok  ') == 5
 

@@ -273,11 +273,12 @@ OPERANDS = '(f32[8,16]{1,0}, f32[32,16]{1,0}, s64[4]{0}, s64[4]{0}, s64[4]{0}, /
 )
 def test_a_ragged_exchange_is_one_that_sends_at_most_all_of_its_array(exchange):
     [one] = read(f"""
-        %o = f32[32,16]{{1,0}} iota(), iota_dimension=0
+        %o = f32[32,16]{{1,0}} iota(), iota_dimension=0, metadata={{op_name="where/it/arrives"}}
         %n = s64[4]{{0}} iota(), iota_dimension=0
         {exchange}
     """)
     assert (one.kind, one.axis, one.times, one.at_most) == ('ragged-all-to-all', 'model', 1, True)
+    assert one.op_name != 'where/it/arrives'
     assert (str(one.operand), str(one.result), one.wire_bytes) == ('f32[8,16]', 'f32[32,16]', 512)
 
 

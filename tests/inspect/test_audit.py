@@ -64,6 +64,9 @@ def caught(found: Inspection) -> set[str]:
 def test_no_row_has_more_than_megatron(name, recompute, sequence_parallel):
     config = small(name, sequence_parallel=sequence_parallel, train={'microbatches': 4, 'recompute': recompute})
     found = inspect_here(config, **AS_SHIPPED)
+    for row in found.rows:
+        assert sum(one.wire_bytes for one in row.placed) == pytest.approx(row.wire_bytes)
+        assert sum(one.wire_bytes for one in row.megatron) == pytest.approx(row.megatron_wire_bytes)
     assert not caught(found)
     assert found.ok
     assert found.ratios['data'] <= 1

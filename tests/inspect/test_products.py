@@ -118,3 +118,12 @@ def with_second_product(text: str, suffix: str = '') -> str:
     if line.strip().startswith('ROOT'):
         return text.replace(line, f'{copy}\n{line}')
     return text.replace(line, f'{line}\n{copy}')
+
+
+@pytest.mark.parametrize(('rows', 'added'), [(8, 8 * 6), (6, 2 * 64 + 8 * 8 - 6 * 2)])
+def test_the_rows_and_columns_that_cublas_is_given_beyond_berts_are_allowed(rows, added):
+    config = make_config('bert', train={'batch_size': rows, 'dtype': 'bfloat16', 'microbatches': 1})
+    assert config.model.hidden_size == 64
+    assert padding(config) == 3 * 2 * 64 * added  # three products of an input, two FLOPs each
+    assert padding(make_config('bert', train={'batch_size': rows})) == 0
+    assert padding(make_config('gpt', train={'dtype': 'bfloat16'})) == 0

@@ -1,13 +1,17 @@
 """What is told of a step that was executed: the verdict, the worst results, and why."""
 
+from pathlib import Path
+
 import pytest
 from support import make_config
 
+from megajax.config import Config
 from megajax.emulate.result import NOT_COVERED
 from megajax.inspect import step_run
+from megajax.inspect.report import si
 from megajax.inspect.result import Compared, StepRun
 from megajax.inspect.run_report import run_lines
-from megajax.inspect.step_run import run
+from megajax.inspect.step_run import run, run_in_child
 
 RIGHT = [Compared(name=f'gradient of {letter}', error=1e-6, limit=1e-5) for letter in 'abcdefg']
 WRONG = [Compared(name='gradient of lost', error=1.0, limit=1e-5), *RIGHT]
@@ -82,3 +86,26 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
     assert [one.culprit for one in found] == [f'a pass, exact={one}' for one in exact]
     assert heard[0] == 'compiling the step for h100 ...'
     assert all(one.shrunk == [] and one.smallest == '' for one in found)
+
+
+def test_the_process_of_its_own_runs_what_it_is_told_and_hands_the_result_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {}
+
+    def call(module: str, task: Path, result: Path, *, target: str, say: object) -> None:
+        assert (module, target) == (step_run.__name__, 'h200')
+        step_run._main(str(task), str(result))
+
+    def fake(config: Config, target: str, **options: object) -> list[StepRun]:
+        asked.update(options, config=config, target=target)
+        return [executed(RIGHT)]
+
+    monkeypatch.setattr(step_run, 'call_in_child', call)
+    monkeypatch.setattr(step_run, 'run', fake)
+    config = make_config('gpt', 2, 4)
+    assert run_in_child(config, 'h200', bisect=True, reduce=False, say=print) == [executed(RIGHT)]
+    assert (asked['config'], asked['target'], asked['bisect'], asked['reduce']) == (config, 'h200', True, False)
+
+
+@pytest.mark.parametrize(('count', 'text'), [(999, '999 B'), (1000, '1.0 kB'), (2.5e9, '2.5 GB'), (1e12, '1.0 TB'), (2.5e15, '2500.0 TB')])
+def test_bytes_have_the_largest_unit_that_leaves_a_digit(count: float, text: str) -> None:
+    assert si(count) == text

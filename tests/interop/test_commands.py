@@ -34,6 +34,10 @@ def test_an_import_comes_back_and_goes_to_megatron_and_back(tmp_path: Path, monk
     assert '0' in megajax('checkpoint', 'ls', run).splitlines()[1].split()
     assert megajax('export', 'hf', run, out) == f'{out}: qwen3 in float32\n'
     assert_same_tensors(out, DATA / 'qwen3')
+    megajax('export', 'hf', run, tmp_path / 'cut', '--shard-gb', '2e-5')
+    sizes = [path.stat().st_size for path in (tmp_path / 'cut').glob('*.safetensors')]
+    assert max(sizes) < 22_000  # with its header
+    assert len(sizes) == 2
     assert megajax('export', 'megatron', run, ranks, '--tensor-parallel', 2) == f'{ranks}: 2 ranks in float32\n'
     megajax('import', 'megatron', ranks, again)
     megajax('export', 'hf', again / 'checkpoints' / '0', tmp_path / 'last')

@@ -44,6 +44,7 @@ RIGHT = [
     texts.scatter('{{0,1},{2,3}}'),
     texts.small_dot(32_768, 3),
     texts.small_dot(40_000, 64),
+    texts.scalar_dot(),
     texts.small_dot(40_000, 4),
     texts.small_dot(40_000, 1),
     DOUBLE.replace('f32', 'f64').replace('16385', '16384'),

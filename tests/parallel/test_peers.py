@@ -109,6 +109,23 @@ def test_all_processes_meet_agree_on_a_port_and_part_in_peace(port: int, ended: 
     assert ended == []
 
 
+def test_a_process_that_comes_before_process_0_waits_for_it(port: int, ended: list[str]) -> None:
+    met: dict[int, tuple[Peers, int]] = {}
+    threads = [threading.Thread(target=lambda index=index: met.update({index: gather(start(port, index, 2))})) for index in (1, 0)]
+    threads[0].start()
+    time.sleep(0.3)
+    assert (met, ended) == ({}, [])
+    threads[1].start()
+    for thread in threads:
+        thread.join(30)
+    assert met[0][1] == met[1][1]
+    for each, _ in met.values():
+        each.done()
+    met[1][0].links[0].socket.shutdown(socket.SHUT_RDWR)
+    met[0][0].wait(10)
+    assert ended == []
+
+
 @pytest.mark.parametrize(
     'said',
     [hello(0, 2), hello(2, 2), hello(1, 3), hello(-1, 2)],

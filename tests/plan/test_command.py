@@ -128,6 +128,14 @@ def test_the_compilers_figure_stands_beside():
     assert 'compiled' in done.stdout
 
 
+def test_layouts_that_do_not_fit_are_dim():
+    plan = megajax.plan(megajax.load('llama3_8b', ['train.recompute=none']), gpu='h100', gpus=8)
+    rows = [line for line in plan._repr_html_().splitlines() if 'data=' in line and ' GB ' in line]
+    too_large = ['needs ' in line for line in rows]
+    assert too_large == ['<span' in line for line in rows]
+    assert {*too_large} == {True, False}
+
+
 def test_the_fastest_layout_is_compiled_too_where_it_is_another(monkeypatch):
     def compiled(config, gpu, hosts):
         return SimpleNamespace(arguments=config.mesh.model, temporaries=10 * hosts, outputs=100)

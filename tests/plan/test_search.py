@@ -53,6 +53,13 @@ def test_every_layout_is_there_once_and_in_order():
     assert all(choice.bytes <= usable_memory(Cluster.of(hardware('h100'), 4)) for choice in found.fitting)
 
 
+def test_a_mesh_of_which_some_layout_can_be_is_not_impossible():
+    found = ranking(changed(small(), train__batch_size=40), 'h100', 40)  # ZeRO-1 cannot be on any of them
+    possible = {choice.mesh for choice in (*found.fitting, *found.too_large)}
+    assert possible == {(40, 1), (20, 2), (10, 4)}
+    assert found.impossible.keys() == {(8, 5), (5, 8), (4, 10), (2, 20), (1, 40)}
+
+
 def test_the_reason_says_by_how_much():
     found = ranking(small(), 'h100', 8)
     loser = next(choice for choice in found.fitting if choice.config.mesh.model == 4)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import equal, make_state, newest, tiny
-from support import on_mesh
+from support import more, on_mesh
 from typer.testing import CliRunner
 
 from megajax.cli_checkpoint import checkpoint_app
@@ -25,11 +25,6 @@ from megajax.train.checkpoint import Checkpoints
 from megajax.train.digests import STAMP, SUMS, write_sums
 from megajax.train.record import RECORD, read_record
 from megajax.train.step import init_state
-
-
-def more(*values: int) -> Any:
-    """A case for `make test-faults`."""
-    return pytest.param(*values, marks=pytest.mark.faults)
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,25 @@ def test_a_save_that_fails_is_one_line_and_the_next_one_does_not_fail_with_it(
         assert checkpoints.newest_verified() == 2
 
 
+def test_a_save_that_fails_is_tried_again_at_once_and_then_when_it_is_due(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny(checkpoint={'every': 100})
+    with on_mesh(config), Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:
+        due = []
+        for step in (1, 2, 3):
+            with disk_full_at(2000):
+                checkpoints.save(make_state(config, step), step)
+                assert not checkpoints.wait()
+            due.append(checkpoints.poll(step + 1))
+        checkpoints.save(make_state(config, 4), 4)
+        assert checkpoints.wait()
+        assert due == [True, False, True]
+        assert [record.getMessage().rpartition('; ')[2] for record in caplog.records if record.levelno >= logging.WARNING] == [
+            'trying again',
+            'the next is tried when it is due',
+            'trying again',
+        ]
+
+
 def test_what_is_not_of_a_save_is_told_as_before(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[str] = []
     monkeypatch.setattr(sys, 'unraisablehook', lambda unraisable: heard.append(str(unraisable.exc_value)))

@@ -1,10 +1,13 @@
 """The largest preset of the Megatron paper compiles on a laptop: abstract arguments, eight simulated devices, nothing allocated."""
 
+import pytest
+
 import megajax
 from megajax.config import num_parameters
 from megajax.inspect.compile import compile_for
 
 
+@pytest.mark.slow
 def test_8b_parameters_compile_for_eight_devices() -> None:
     config = megajax.load('megatron_8.3b', ['mesh.data=1', 'mesh.model=8', 'train.batch_size=8'])
     compiled = compile_for(config, 'cpu', hosts=1)

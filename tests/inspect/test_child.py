@@ -1,0 +1,55 @@
+"""What a process of its own prints, refuses and fails with reaches the one that asked for it."""
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megajax.config import ConfigError
+from megajax.inspect.child import call_in_child
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    monkeypatch.setenv('PYTHONPATH', f'{tmp_path}:{Path(__file__).parents[2]}')
+
+    def call(code: str, *arguments: object) -> list[str]:
+        (tmp_path / 'child.py').write_text(textwrap.dedent(code))
+        heard: list[str] = []
+        call_in_child('child', *arguments, target='h100', say=heard.append)
+        return heard
+
+    return call
+
+
+def test_each_line_is_heard(call: Callable[..., list[str]]) -> None:
+    assert call('import sys; print("one"); print(*sys.argv[1:])', 2, Path('a')) == ['one', '2 a']
+
+
+def test_a_child_is_on_the_cpu(call: Callable[..., list[str]]) -> None:
+    assert call('import os; print(os.environ["JAX_PLATFORMS"])') == ['cpu']
+
+
+def test_what_it_refuses_is_refused_here_line_by_line(call: Callable[..., list[str]]) -> None:
+    code = """
+        import sys
+        from megajax.config import ConfigError
+        from megajax.inspect.child import telling_parent
+        with telling_parent():
+            print('a plugin says something', file=sys.stderr)
+            raise ConfigError('mesh.data: 3', 'mesh.model: 5')
+    """
+    with pytest.raises(ConfigError) as error:
+        call(code)
+    assert str(error.value) == 'mesh.data: 3\nmesh.model: 5'
+
+
+def test_what_it_fails_with_is_told(call: Callable[..., list[str]]) -> None:
+    with pytest.raises(RuntimeError, match=r'did not compile for h100:\n(.|\n)*ValueError: what went wrong'):
+        call("raise ValueError('what went wrong')")
+
+
+def test_without_cudnn_the_fix_is_told(call: Callable[..., list[str]]) -> None:
+    with pytest.raises(ConfigError, match=r"^--target h100: flash attention needs cuDNN's library to compile: pip install"):
+        call("raise RuntimeError('INTERNAL: cuDNN not found')")

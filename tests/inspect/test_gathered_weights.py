@@ -1,0 +1,37 @@
+"""A weight that is gathered whole, in the layers' loop or outside, is a finding."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from inspect_collectives import reduced
+from support import make_config
+
+from megajax.hlo.program import Array
+from megajax.inspect.lint import _gathered_weights
+
+PARAMETERS = [
+    SimpleNamespace(name='layers.mlp.up.weight', axes=(None, None, 'model'), shape=(3, 64, 256)),
+    SimpleNamespace(name='embedding.table', axes=('model', None), shape=(1024, 64)),
+    SimpleNamespace(name='norm.weight', axes=(None,), shape=(48,)),
+]
+
+
+@pytest.mark.parametrize(
+    ('shape', 'name'),
+    [
+        ((3, 64, 256), 'layers.mlp.up.weight'),
+        ((64, 256), 'layers.mlp.up.weight'),
+        ((256, 64), 'layers.mlp.up.weight'),
+        ((1024, 64), 'embedding.table'),
+        ((64,), None),
+        ((48,), None),
+        ((8, 32, 64), None),
+    ],
+)
+def test_it_is_named_whatever_its_layout_and_nothing_else_is(shape: tuple[int, ...], name: str | None) -> None:
+    array = Array('bf16', shape)
+    gather = dataclasses.replace(reduced('layers/mlp', array), kind='all-gather', operand=Array('bf16', (shape[0] // 2, *shape[1:])))
+    compiled = SimpleNamespace(parameters=PARAMETERS)
+    found = [*_gathered_weights(make_config('gpt', 2, 4), compiled, [gather])]
+    assert [name in one.message for one in found] == ([True] if name else [])

@@ -1,0 +1,45 @@
+"""A folder that is written appears when it is complete and on disk, or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from megajax.config import ConfigError
+from megajax.interop import folder
+from megajax.interop.folder import new_folder
+
+
+def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, synced = tmp_path / 'out', list[tuple[str, bool]]()
+    monkeypatch.setattr(folder, '_sync', lambda path: synced.append((str(path.relative_to(tmp_path)), out.exists())))
+    with new_folder(out) as partial:
+        (partial / 'deep').mkdir()
+        for name in ('config.json', 'deep/weights'):
+            (partial / name).write_text('text')
+        assert not out.exists()
+    assert (out / 'deep/weights').read_text() == 'text'
+    before = {path for path, is_there in synced if not is_there}
+    assert before == {'out.partial', 'out.partial/deep', 'out.partial/config.json', 'out.partial/deep/weights'}
+    assert [path for path, is_there in synced if is_there] == ['.']
+
+
+def test_what_fails_leaves_no_folder_and_the_next_begins_anew(tmp_path: Path) -> None:
+    out = tmp_path / 'out'
+
+    def fail() -> None:
+        with new_folder(out) as partial:
+            (partial / 'half').write_text('')
+            raise ValueError('half way')
+
+    with pytest.raises(ValueError, match='half way'):
+        fail()
+    assert not out.exists()
+    with new_folder(out) as partial:
+        assert not any(partial.iterdir())
+    with pytest.raises(ConfigError, match='is there already'), new_folder(out):
+        pass
+
+
+def test_two_do_not_write_into_one_folder(tmp_path: Path) -> None:
+    with new_folder(tmp_path / 'out'), pytest.raises(ConfigError, match='is being written by another'), new_folder(tmp_path / 'out'):
+        pass

@@ -1,0 +1,32 @@
+"""A tensor of a file of PyTorch's is a view of its storage, and never reaches beyond."""
+
+import numpy as np
+import pytest
+
+from megajax.interop.torch_files import _rebuild_tensor
+
+STORAGE = np.arange(12)
+
+
+@pytest.mark.parametrize(
+    ('offset', 'size', 'stride', 'expected'),
+    [
+        (0, (3, 4), (4, 1), STORAGE.reshape(3, 4)),
+        (2, (2, 5), (5, 1), STORAGE[2:].reshape(2, 5)),
+        (0, (4, 3), (1, 4), STORAGE.reshape(3, 4).T),
+        (5, (), (), np.array(5)),
+        (1, (2, 3), (0, 1), np.array([[1, 2, 3]] * 2)),
+        (12, (0, 3), (3, 1), np.zeros((0, 3))),
+    ],
+    ids=['whole', 'from a place on', 'transposed', 'scalar', 'repeated', 'empty'],
+)
+def test_a_tensor_is_what_its_strides_say(offset: int, size: tuple[int, ...], stride: tuple[int, ...], expected: np.ndarray) -> None:
+    np.testing.assert_array_equal(_rebuild_tensor(STORAGE, offset, size, stride), expected)
+
+
+@pytest.mark.parametrize(
+    ('offset', 'size', 'stride'), [(1, (3, 4), (4, 1)), (-1, (2,), (1,)), (0, (-2,), (1,)), (4, (2,), (-1,)), (0, (2,), (12,))]
+)
+def test_a_tensor_beyond_its_storage_is_refused(offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match='reaches beyond its storage of 12'):
+        _rebuild_tensor(STORAGE, offset, size, stride)
