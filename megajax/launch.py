@@ -140,7 +140,7 @@ class _Group:
         for reader in self.readers:
             reader.start()
         if self.signals:
-            self._send(self.signals[0], self.processes[self.asked :])  # to the one that was being started when it came
+            self._send(self.signals[0], self.asked)  # to the one that was being started when it came
 
     def wait(self) -> int:
         """Until all have ended; the exit code of the run."""
@@ -209,8 +209,8 @@ class _Group:
                 self.signals.append(signal.Signals(number))
                 self._send(signal.SIGKILL)
 
-    def _send(self, number: signal.Signals, processes: Sequence['subprocess.Popen[str]'] | None = None) -> None:
-        for process in self.processes if processes is None else processes:
+    def _send(self, number: signal.Signals, first: int = 0) -> None:
+        for process in self.processes[first:]:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     # Each leads a group of its own, with the workers that read its data.

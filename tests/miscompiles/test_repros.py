@@ -307,7 +307,7 @@ def test_a_repro_is_lowered_without_the_mesh_of_whoever_asks() -> None:
     ('flag', 'matters'),
     [
         ('--xla_gpu_enable_triton_gemm=false', True),
-        ('--xla_dump_to=/tmp/there', False),
+        ('--xla_dump_to=dumps', False),
         ('--xla_force_host_platform_device_count=4', False),
     ],
 )

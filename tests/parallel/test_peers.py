@@ -111,7 +111,9 @@ def test_all_processes_meet_agree_on_a_port_and_part_in_peace(port: int, ended: 
 
 def test_a_process_that_comes_before_process_0_waits_for_it(port: int, ended: list[str]) -> None:
     met: dict[int, tuple[Peers, int]] = {}
-    threads = [threading.Thread(target=lambda index=index: met.update({index: gather(start(port, index, 2))})) for index in (1, 0)]
+    threads = [
+        threading.Thread(target=lambda index=index: met.update({index: gather(start(port, index, 2, timeout=4))})) for index in (1, 0)
+    ]
     threads[0].start()
     time.sleep(0.3)
     assert (met, ended) == ({}, [])
