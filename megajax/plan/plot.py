@@ -28,7 +28,10 @@ def check_picture(path: Path) -> None:
 
 
 def roofline(config: Config, cluster: Cluster) -> 'Figure':
-    """Each weight's matrix products at their FLOPs per byte and predicted FLOP/s, under the GPU's peak and its memory's bandwidth."""
+    """Each weight's matrix products at their FLOPs per byte and predicted FLOP/s, under what the GPU reaches.
+
+    That is its peak, what large products reach alone and in training, and its memory's bandwidth.
+    """
     figure = _figure()
     from matplotlib.ticker import LogLocator
 
@@ -37,7 +40,12 @@ def roofline(config: Config, cluster: Cluster) -> 'Figure':
     points = _points(config, cluster)
     ridge = peak / hardware.memory_bandwidth
     left, right = min(ridge, *(point.intensity for point in points)) / 4, 4 * max(ridge, *(point.intensity for point in points))
-    for share, style, what in ((1.0, 'solid', 'peak'), (hardware.efficiency.matmul, 'dashed', 'reached by large products')):
+    ceilings = (
+        (1.0, 'solid', 'peak'),
+        (hardware.reference.matmul, 'dashed', 'large products alone'),
+        (hardware.efficiency.matmul, 'dotted', 'large products in training'),
+    )
+    for share, style, what in ceilings:
         axes.plot(
             [left, share * ridge, right], [left * hardware.memory_bandwidth / 1e12, *[share * peak / 1e12] * 2], color='black', ls=style
         )
