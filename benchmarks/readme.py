@@ -32,7 +32,7 @@ STEP = 'inspect megatron_8.3b mesh.data=8 train.batch_size=64 --target h100'
 COMMANDS = [
     Command('train'),
     Command('train tiny_bert train.steps=200', quoted='validation'),
-    Command('train tiny train.dtype=float16 train.steps=20 train.eval_every=100', quoted='scale|seconds'),
+    Command('train tiny train.dtype=float16 train.steps=30 train.eval_every=100', quoted='scale|seconds'),
     Command('inspect megatron_8.3b train.dtype=bfloat16 --target h100', turns=3),
     Command(STEP, quoted=r'memory|state|temporaries|gradients|parameters'),
     Command(f'{STEP} optim.shard=true', quoted=r'memory|state|temporaries|gradients|parameters'),
@@ -86,12 +86,13 @@ def shown(command: Command) -> str:
 
 
 def run(line: str, folder: str) -> str:
-    """What it prints; an exit code that is not 0 is said too."""
+    """What it prints. Raises RuntimeError where it fails."""
     words = [sys.executable, '-m', 'megajax', *shlex.split(line)]
     environ = os.environ | {'COLUMNS': '140', 'PYTHONPATH': str(Path(__file__).parents[1])}
     done = subprocess.run(words, cwd=folder, env=environ, text=True, capture_output=True)
-    failed = f'\nexit code {done.returncode}: {done.stderr[-500:]}' if done.returncode else ''
-    return done.stdout + failed
+    if done.returncode:
+        raise RuntimeError(f'megajax {line}: exit code {done.returncode}: {done.stderr[-500:]}')
+    return done.stdout
 
 
 if __name__ == '__main__':
