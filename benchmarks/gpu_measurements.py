@@ -210,7 +210,7 @@ def step(size: str) -> dict[str, Any]:
     """The training step as a run takes it, on one GPU."""
     import jax
 
-    from megajax.config.flops import step_flops
+    from megajax.counts.flops import step_flops
 
     config = config_of(size)
     compiled, state, batch, compile_seconds = prepared(config)
@@ -284,7 +284,7 @@ def torch_step(size: str) -> dict[str, Any]:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from megajax.config.flops import step_flops
+    from megajax.counts.flops import step_flops
 
     config = config_of(size)
     model, train, device = config.model, config.train, 'cuda' if torch.cuda.is_available() else 'cpu'

@@ -15,7 +15,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import megajax
-from megajax.config.flops import step_flops
+from megajax.counts.flops import step_flops
 from megajax.hardware.gpu import GPUS, num_hosts
 from megajax.plan.communication import wire_bytes
 from megajax.plan.launches import num_launches

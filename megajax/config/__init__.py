@@ -2,7 +2,6 @@
 
 from megajax.config.errors import CheckpointError, ConfigError, MiscompileError, NumericError, Problem, RunError, StopRequested
 from megajax.config.load import dump, load, overridden, presets, reload
-from megajax.config.parameters import num_matrix_parameters, num_parameters
 from megajax.config.schema import (
     CheckpointConfig,
     Config,
@@ -38,8 +37,6 @@ __all__ = [
     'TrainConfig',
     'dump',
     'load',
-    'num_matrix_parameters',
-    'num_parameters',
     'overridden',
     'presets',
     'reload',

@@ -15,12 +15,12 @@ from flax import nnx
 from jax import lax
 
 from megajax.config import Config
-from megajax.config.chunks import num_chunks
+from megajax.counts.chunks import num_chunks
 from megajax.generate.sampling import most_probable
 from megajax.generate.weights import inference_config
-from megajax.model.decoder import model_graph
 from megajax.model.loss import Loss
-from megajax.parallel import layout
+from megajax.model.transformer import Computation, model_graph
+from megajax.parallel.layout import Layout
 
 ROWS = 8  # windows at a time
 SHORTEST = 16  # tokens that windows are padded to, or a power of two above
@@ -79,28 +79,41 @@ class Scorer:
 
 @functools.cache
 def _make_score(config: Config) -> jax.stages.Wrapped:
-    """`score(params, token_BS, label_BS)`: the nll of each label, and whether it is the most probable, on every device."""
+    """`score(params, token_BS, label_BS)`, with results on every device.
+
+    They are the negative log-likelihood of each label, and whether it is the most probable.
+    """
     config = inference_config(config)
-    loss, graph, vocab_size = Loss.of(config), model_graph(config), config.model.vocab_size
+    layout, computation = Layout.of(config), Computation.of(config)
+    loss, graph = Loss.of(config, layout), model_graph(config.model, layout)
 
     @jax.jit
-    def score(params: nnx.State, token_BS: jax.Array, label_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
-        token_BS, label_BS = (jax.reshard(x, layout.BATCH) for x in (token_BS, label_BS))
+    def score(
+        params: nnx.State, token_BS: jax.Array, label_BS: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        token_BS, label_BS = (jax.reshard(x, layout('BS')) for x in (token_BS, label_BS))
         model = nnx.merge(graph, params)
-        x_BSD, head_DV = model.hidden(token_BS), model.head_VD.T
+        x_BSD, head_DV = model.hidden(token_BS, computation), model.head_VD.T
         length = token_BS.shape[1]
-        parts = num_chunks(4 * token_BS.size // config.mesh.data * head_DV.shape[1] // config.mesh.model, length)
+        rows = token_BS.shape[0] // layout.num_shards('B')
+        logit_bytes = 4 * rows * length * head_DV.shape[1] // layout.num_shards('V')
+        parts = num_chunks(logit_bytes, length)
 
         def score_chunk(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            x_BCD, label_BC = (lax.dynamic_slice_in_dim(x, index * (length // parts), length // parts, 1) for x in (x_BSD, label_BS))
-            logits_BCV = loss.logits(x_BCD, head_DV)
-            return loss.per_token(logits_BCV, label_BC)[1], most_probable(logits_BCV, vocab_size) == label_BC
+            start, size = index * (length // parts), length // parts
+            x_BSD_chunk, label_chunk = (
+                lax.dynamic_slice_in_dim(x, start, size, 1) for x in (x_BSD, label_BS)
+            )
+            logits_BSV = loss.logits(x_BSD_chunk, head_DV)
+            nll = loss.per_token(logits_BSV, label_chunk)[1]
+            return nll, most_probable(logits_BSV, config.model.vocab_size, layout) == label_chunk
 
-        def in_row(x_NBC: jax.Array) -> jax.Array:
-            x_NBC = jax.reshard(x_NBC, layout.replicated(x_NBC))
-            return jnp.moveaxis(x_NBC, 0, 1).reshape(label_BS.shape)
+        def in_rows(chunks: jax.Array) -> jax.Array:
+            """[chunk, B, tokens] as [B, S]."""
+            chunks = jax.reshard(chunks, layout('---'))
+            return jnp.moveaxis(chunks, 0, 1).reshape(label_BS.shape)
 
-        nll_NBC, is_top_NBC = lax.map(score_chunk, jnp.arange(parts))
-        return in_row(nll_NBC), in_row(is_top_NBC)
+        nll, is_top = lax.map(score_chunk, jnp.arange(parts))
+        return in_rows(nll), in_rows(is_top)
 
     return score

@@ -1,59 +1,62 @@
-"""A block that keeps the keys and values of the tokens it has read, so that the next token is one row of every product.
+"""The cores of attention that keep keys and values, so that the next token is one row of every product.
 
-The cache lies where attention works: whole key/value heads, sharded over `model`, the rows over `data`; so it adds no communication, and
-a token costs Megatron's two all-reduces a layer. Prompts of several lengths end at the same slot, and each row knows its first: all rows
-then write the same slot, in place.
-
-B batch, S sequence, D model, N query heads, K key/value heads, G query heads per key/value head, H head dim, T slots of the cache.
+The cache lies where attention works: whole key/value heads, sharded over `model`, the rows over
+`data`; so it adds no communication, and a token costs Megatron's two all-reduces a layer. Prompts
+of several lengths end at the same slot, and each row knows its first: all rows then write the same
+slot, in place.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.model.attention import attend
-from megajax.model.block import Block
-from megajax.parallel.layout import by_group
-
-Core = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, 'KeysValues']]
+from megajax.model.attention import Core, attend
+from megajax.parallel.layout import Layout
 
 
 class KeysValues(NamedTuple):
     """What one layer keeps. Slots are the second last dim, so that the products of a token read it as it lies."""
 
-    k_BKTH: jax.Array
-    v_BKTH: jax.Array
+    k_BKYH: jax.Array
+    v_BKYH: jax.Array
 
 
-def prefill(block: Block, x_BSD: jax.Array, position_BS: jax.Array, segment_BS: jax.Array, num_slots: int) -> tuple[jax.Array, KeysValues]:
-    """The block on whole prompts, which fill the first S of `num_slots` slots; attention stays inside a segment."""
+def prefill(layout: Layout, segment_BS: jax.Array, num_slots: int) -> Core[KeysValues]:
+    """Attention of whole prompts, inside their segments.
 
-    def core(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> tuple[jax.Array, KeysValues]:
-        return attend(q_BSNH, k_BSKH, v_BSKH, segment_BS=segment_BS), KeysValues(slots(k_BSKH), slots(v_BSKH))
+    It keeps their keys and values, which fill the first of `num_slots` slots.
+    """
+
+    def core(
+        q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
+    ) -> tuple[jax.Array, KeysValues]:
+        o_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, layout, segment_BS=segment_BS)
+        return o_BSNH, KeysValues(slots(k_BSKH), slots(v_BSKH))
 
     def slots(k_BSKH: jax.Array) -> jax.Array:
         k_BKSH = jnp.swapaxes(k_BSKH, 1, 2)
         return jnp.pad(k_BKSH, ((0, 0), (0, 0), (0, num_slots - k_BKSH.shape[2]), (0, 0)))
 
-    return _run(block, x_BSD, position_BS, core)
+    return core
 
 
 def decode(
-    block: Block, x_B1D: jax.Array, position_B1: jax.Array, cache: KeysValues, slot: jax.Array, first_B: jax.Array
-) -> tuple[jax.Array, KeysValues]:
-    """The block on one token of each row, at `slot`; it attends to the slots from the row's first on, and to itself.
+    layout: Layout, cache: KeysValues, slot: jax.Array, first_B: jax.Array
+) -> Core[KeysValues]:
+    """Attention of one token of each row, at `slot`, to the slots from the row's first on.
 
-    Returns the token's own keys and values [B, K, 1, H], for `write`.
+    It keeps the token's own keys and values [B, K, 1, H], for `write`.
     """
 
-    def core(q_B1NH: jax.Array, k_B1KH: jax.Array, v_B1KH: jax.Array) -> tuple[jax.Array, KeysValues]:
+    def core(
+        q_B1NH: jax.Array, k_B1KH: jax.Array, v_B1KH: jax.Array
+    ) -> tuple[jax.Array, KeysValues]:
         own = KeysValues(jnp.swapaxes(k_B1KH, 1, 2), jnp.swapaxes(v_B1KH, 1, 2))
-        return _attend_to_cache(q_B1NH, cache, own, slot, first_B), own
+        return _attend_to_cache(q_B1NH, cache, own, slot, first_B, layout), own
 
-    return _run(block, x_B1D, position_B1, core)
+    return core
 
 
 def write(cache: KeysValues, own: KeysValues, slot: jax.Array) -> KeysValues:
@@ -61,27 +64,31 @@ def write(cache: KeysValues, own: KeysValues, slot: jax.Array) -> KeysValues:
     return KeysValues(*(lax.dynamic_update_slice_in_dim(x, new, slot, axis=2) for x, new in zip(cache, own, strict=True)))
 
 
-def _run(block: Block, x_BSD: jax.Array, position_BS: jax.Array, core: Core) -> tuple[jax.Array, KeysValues]:
-    """`Block.__call__` without dropout and sequence parallelism, with a core of attention that keeps what it is given."""
-    with jax.named_scope('attention'):
-        q_BSNH, k_BSKH, v_BSKH = block.attention.heads(block.attention_norm(x_BSD), position_BS)
-        with jax.named_scope('core'):
-            o_BSNH, cache = core(q_BSNH, k_BSKH, v_BSKH)
-        x_BSD = x_BSD + block.attention.out(o_BSNH)  # row-parallel, g: all-reduce
-    with jax.named_scope('mlp'):
-        return x_BSD + block.mlp(block.mlp_norm(x_BSD)), cache  # row-parallel, g: all-reduce
+def _attend_to_cache(
+    q_B1NH: jax.Array,
+    cache: KeysValues,
+    own: KeysValues,
+    slot: jax.Array,
+    first_B: jax.Array,
+    layout: Layout,
+) -> jax.Array:
+    """Attention o_B1NH of one query to the slots before its own and to its own key and value.
 
-
-def _attend_to_cache(q_B1NH: jax.Array, cache: KeysValues, own: KeysValues, slot: jax.Array, first_B: jax.Array) -> jax.Array:
-    """Attention of one query to the slots before its own and to its own key and value, softmax in fp32: o_B1NH."""
-    batch, groups, num_slots, head_dim = cache.k_BKTH.shape
+    The softmax is in fp32.
+    """
+    batch, groups, num_slots, head_dim = cache.k_BKYH.shape
     q_BNH = q_B1NH[:, 0] * head_dim**-0.5
-    q_BKGH = q_BNH.reshape(batch, groups, -1, head_dim, out_sharding=by_group(q_BNH))
-    score_BKGT = jnp.einsum('bkgh,bkth->bkgt', q_BKGH, cache.k_BKTH, preferred_element_type=jnp.float32)
-    slot_1T = jnp.arange(num_slots)[None]
-    read_BT = (first_B[:, None] <= slot_1T) & (slot_1T < slot)
-    score_BKGT = jnp.where(jnp.expand_dims(read_BT, (1, 2)), score_BKGT, jnp.finfo(jnp.float32).min)
-    own_BKG1 = jnp.einsum('bkgh,bkth->bkgt', q_BKGH, own.k_BKTH, preferred_element_type=jnp.float32)
-    weight_BKGT = jax.nn.softmax(jnp.concatenate([score_BKGT, own_BKG1], axis=-1), axis=-1).astype(q_B1NH.dtype)
-    o_BKGH = jnp.einsum('bkgt,bkth->bkgh', weight_BKGT[..., :-1], cache.v_BKTH) + weight_BKGT[..., -1:] * own.v_BKTH
-    return o_BKGH.reshape(q_B1NH.shape, out_sharding=jax.typeof(q_B1NH).sharding.spec)
+    q_BKGH = q_BNH.reshape(batch, groups, -1, head_dim, out_sharding=layout('BN-h'))
+    score_BKGY = jnp.einsum(
+        'bkgh,bkyh->bkgy', q_BKGH, cache.k_BKYH, preferred_element_type=jnp.float32
+    )
+    slot_1Y = jnp.arange(num_slots)[None]
+    read_BY = (first_B[:, None] <= slot_1Y) & (slot_1Y < slot)
+    allowed = jnp.expand_dims(read_BY, (1, 2))
+    score_BKGY = jnp.where(allowed, score_BKGY, jnp.finfo(jnp.float32).min)
+    own_BKG1 = jnp.einsum('bkgh,bkyh->bkgy', q_BKGH, own.k_BKYH, preferred_element_type=jnp.float32)
+    weight_BKGY = jax.nn.softmax(jnp.concatenate([score_BKGY, own_BKG1], axis=-1), axis=-1)
+    weight_BKGY = weight_BKGY.astype(q_B1NH.dtype)
+    o_BKGH = jnp.einsum('bkgy,bkyh->bkgh', weight_BKGY[..., :-1], cache.v_BKYH)
+    o_BKGH = o_BKGH + weight_BKGY[..., -1:] * own.v_BKYH
+    return o_BKGH.reshape(q_B1NH.shape, out_sharding=layout('BsNh'))

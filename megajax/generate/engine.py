@@ -16,8 +16,8 @@ from megajax.generate.cache import KeysValues, decode, prefill, write
 from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
 from megajax.generate.weights import Weights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
-from megajax.model.decoder import Decoder
-from megajax.parallel import layout
+from megajax.model.transformer import Decoder
+from megajax.parallel.layout import Layout
 
 NO_TOKEN = -1
 
@@ -41,6 +41,7 @@ class Engine:
 
     def __init__(self, config: Config, target: str):
         self.config = config = inference_config(config)
+        self._layout = Layout.of(config)
         self._decoder, self._block = graphs(config)
         options = cures(target)
         self.read = jax.jit(self._read, static_argnames=('num_slots', 'sampling'), compiler_options=options)
@@ -60,27 +61,32 @@ class Engine:
         sampling: Sampling,
     ) -> tuple[Rows, jax.Array]:
         """Read prompts, each the last `length_B` tokens of its row, and make their first tokens [B, 1]."""
-        token_BS = jax.reshard(token_BS, layout.BATCH)
-        length_B, left_B, number_B = (jax.reshard(x, layout.DATA_SHARDS) for x in (length_B, left_B, number_B))
+        layout = self._layout
+        token_BS = jax.reshard(token_BS, layout('BS'))
+        length_B, left_B, number_B = (
+            jax.reshard(x, layout('B')) for x in (length_B, left_B, number_B)
+        )
         first_B = token_BS.shape[1] - length_B
         position_BS = jnp.arange(token_BS.shape[1])[None] - first_B[:, None]
         segment_BS = (position_BS >= 0).astype(jnp.int32)  # padding is a document of its own
         position_BS = jnp.maximum(position_BS, 0)
         decoder = nnx.merge(self._decoder, weights.rest)
-        x_BSD, caches = self._embed(decoder, token_BS, position_BS), []
+        x_BSD = decoder.embed(token_BS, self.config.train.dtype, position_BS=position_BS)  # all-reduce
+        core, caches = prefill(layout, segment_BS, num_slots), []
         for layer in weights.layers:
-            x_BSD, one = prefill(nnx.merge(self._block, layer), x_BSD, position_BS, segment_BS, num_slots)
-            caches.append(one)
+            block = nnx.merge(self._block, layer)
+            x_BSD, cache = block(x_BSD, core, position_BS=position_BS)
+            caches.append(cache)
         rows = Rows(tuple(caches), token_BS[:, -1], jnp.int32(token_BS.shape[1] - 1), first_B, left_B, number_B)
         rows, token_B = self._sample(decoder, x_BSD[:, -1:], rows, seed, eod, sampling)
-        return rows, jax.reshard(token_B[:, None], layout.replicated(token_BS))
+        return rows, jax.reshard(token_B[:, None], layout('--'))
 
     def _make(
         self, weights: Weights, rows: Rows, wanted_B: jax.Array, seed: jax.Array, eod: jax.Array, *, num_tokens: int, sampling: Sampling
     ) -> tuple[Rows, jax.Array]:
         """Make up to `num_tokens` more tokens [B, M] in the rows that are still wanted; NO_TOKEN after a row's end."""
-        rows = rows._replace(left_B=jnp.where(jax.reshard(wanted_B, layout.DATA_SHARDS), rows.left_B, 0))
-        made_BM = jnp.full((len(wanted_B), num_tokens), NO_TOKEN, jnp.int32, out_sharding=layout.BATCH)
+        rows = rows._replace(left_B=jnp.where(jax.reshard(wanted_B, self._layout('B')), rows.left_B, 0))
+        made_BM = jnp.full((len(wanted_B), num_tokens), NO_TOKEN, jnp.int32, out_sharding=self._layout('B-'))
 
         def go_on(carry: Carry) -> jax.Array:
             _, _, count, is_wanted = carry
@@ -93,15 +99,17 @@ class Engine:
             return rows, made_BM, count + 1, _any_left(rows)
 
         rows, made_BM, _, _ = lax.while_loop(go_on, make_one, (rows, made_BM, jnp.int32(0), _any_left(rows)))
-        return rows, jax.reshard(made_BM, layout.replicated(made_BM))
+        return rows, jax.reshard(made_BM, self._layout('--'))
 
     def _make_one(self, weights: Weights, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling) -> tuple[Rows, jax.Array]:
         """One more token [B] in each row."""
         decoder = nnx.merge(self._decoder, weights.rest)
         position_B1 = (rows.slot - rows.first_B)[:, None]
-        x_B1D, owns = self._embed(decoder, rows.token_B[:, None], position_B1), []
+        dtype, owns = self.config.train.dtype, []
+        x_B1D = decoder.embed(rows.token_B[:, None], dtype, position_BS=position_B1)  # all-reduce
         for layer, cache in zip(weights.layers, rows.caches, strict=True):
-            x_B1D, own = decode(nnx.merge(self._block, layer), x_B1D, position_B1, cache, rows.slot, rows.first_B)
+            block, core = nnx.merge(self._block, layer), decode(self._layout, cache, rows.slot, rows.first_B)
+            x_B1D, own = block(x_B1D, core, position_BS=position_B1)
             owns.append(own)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, eod, sampling)
         # A slot that XLA does not know before the last read of the caches, or it copies them. Where no row goes on, any slot will do.
@@ -109,21 +117,18 @@ class Engine:
         caches = tuple(write(cache, own, slot) for cache, own in zip(rows.caches, owns, strict=True))
         return new._replace(caches=caches), token_B
 
-    def _embed(self, decoder: Decoder, token_BS: jax.Array, position_BS: jax.Array) -> jax.Array:
-        with jax.named_scope('embedding'):
-            vectors_BSD = None if decoder.position is None else decoder.position(token_BS, position_BS)
-            return decoder.embedding(token_BS, jnp.dtype(self.config.train.dtype), vectors_BSD)  # all-reduce
-
     def _sample(
         self, decoder: Decoder, x_B1D: jax.Array, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
     ) -> tuple[Rows, jax.Array]:
         """The token after that at `rows.slot`, which x_B1D is the last layer's view of, or NO_TOKEN in a row that has ended."""
         with jax.named_scope('head'):
-            logits_BV = head_logits(decoder.norm(x_B1D)[:, 0], decoder.head_VD)
+            logits_BV = head_logits(decoder.norm(x_B1D)[:, 0], decoder.head_VD, self._layout)
         with jax.named_scope('sample'):
             slot = rows.slot + 1
             key_B = row_keys(jax.random.key(seed), rows.number_B, slot - rows.first_B)
-            token_B = choose(logits_BV, key_B, sampling, self.config.model.vocab_size)
+            token_B = choose(
+                logits_BV, key_B, sampling, self.config.model.vocab_size, self._layout
+            )
             ended_B = rows.left_B == 0
             left_B = jnp.where(ended_B | (token_B == eod), 0, rows.left_B - 1)
             return rows._replace(token_B=token_B, slot=slot, left_B=left_B), jnp.where(ended_B, NO_TOKEN, token_B)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.config import ConfigError
-from megajax.parallel import layout
+from megajax.parallel.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,22 +34,26 @@ class Sampling:
             raise ConfigError(*problems)
 
 
-def head_logits(x_BD: jax.Array, head_VD: jax.Array) -> jax.Array:
+def head_logits(x_BD: jax.Array, head_VD: jax.Array, layout: Layout) -> jax.Array:
     """Logits [B, V] in fp32 as `Loss.logits` has them, sharded over the vocabulary, but of padding too: no communication.
 
     The head is the left operand, as it lies: on a CPU this product took between all and a quarter of the time of x times its transpose.
     """
     dims = ((1,), (1,)), ((), ())
-    spec = layout.transposed_logits_VB(x_BD)
-    return lax.dot_general(head_VD, x_BD, dims, preferred_element_type=jnp.float32, out_sharding=spec).T
+    logits_VB = lax.dot_general(
+        head_VD, x_BD, dims, preferred_element_type=jnp.float32, out_sharding=layout('VB')
+    )
+    return logits_VB.T
 
 
-def choose(logits_BV: jax.Array, key_B: jax.Array, sampling: Sampling, vocab_size: int) -> jax.Array:
+def choose(
+    logits_BV: jax.Array, key_B: jax.Array, sampling: Sampling, vocab_size: int, layout: Layout
+) -> jax.Array:
     """A token [B] below `vocab_size` for each row; the same on every mesh and in every batch, as each row has a key of its own."""
     if sampling.temperature == 0:
-        return most_probable(logits_BV, vocab_size)
+        return most_probable(logits_BV, vocab_size, layout)
     # all-gather over model, of one position
-    logits_BV = jax.reshard(logits_BV, layout.whole_rows(logits_BV))[:, :vocab_size] / sampling.temperature
+    logits_BV = jax.reshard(logits_BV, layout('Bv'))[:, :vocab_size] / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < vocab_size:
         lowest_B1 = lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
         logits_BV = jnp.where(logits_BV < lowest_B1, -jnp.inf, logits_BV)
@@ -58,9 +62,9 @@ def choose(logits_BV: jax.Array, key_B: jax.Array, sampling: Sampling, vocab_siz
     return jax.vmap(jax.random.categorical)(key_B, logits_BV).astype(jnp.int32)
 
 
-def most_probable(logits: jax.Array, vocab_size: int) -> jax.Array:
+def most_probable(logits: jax.Array, vocab_size: int, layout: Layout) -> jax.Array:
     """The token [B, ...] with the highest of its logits [B, ..., V], of equal ones the first; two all-reduces of [B, ...] over `model`."""
-    token_V = jnp.arange(logits.shape[-1], dtype=jnp.int32, out_sharding=layout.Layout.vocab_V)
+    token_V = jnp.arange(logits.shape[-1], dtype=jnp.int32, out_sharding=layout('V'))
     token = jnp.expand_dims(token_V, tuple(range(logits.ndim - 1)))
     logits = jnp.where(token < vocab_size, logits, -jnp.inf)
     top = jnp.max(logits, axis=-1, keepdims=True)

@@ -12,8 +12,9 @@ from flax import nnx
 
 from megajax.config import Config, ConfigError
 from megajax.model.block import Block
-from megajax.model.decoder import Decoder
-from megajax.model.main_gradient import cast_matrices
+from megajax.model.parameters import cast_matrices
+from megajax.model.transformer import Decoder, model_graph
+from megajax.parallel.layout import Layout
 
 
 class Weights(NamedTuple):
@@ -40,18 +41,26 @@ def make_weights(config: Config, params: nnx.State) -> Weights:
 
 @functools.cache
 def _maker(config: Config) -> Any:
+    layout = Layout.of(config)
+    graph = model_graph(config.model, layout)
+
     def make(params: nnx.State) -> Weights:
-        flat = nnx.to_flat_state(cast_matrices(params, config.train.dtype))
-        stacked = nnx.from_flat_state([(path[1:], p) for path, p in flat if path[0] == 'layers'])
-        layers = tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.model.num_layers))
-        return Weights(nnx.from_flat_state([(path, p) for path, p in flat if path[0] != 'layers']), layers)
+        model = nnx.merge(graph, cast_matrices(params, config.train.dtype, layout))
+        stacked = nnx.state(model.layers)
+        del model.layers
+        layers = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.model.num_layers))
+        return Weights(nnx.state(model), tuple(layers))
 
     return jax.jit(make)
 
 
 def graphs(config: Config) -> tuple[nnx.GraphDef[Decoder], nnx.GraphDef[Block]]:
-    """What `nnx.merge` makes of `Weights.rest` a decoder that lacks its layers, and of one of `Weights.layers` a block."""
-    decoder = jax.eval_shape(lambda: Decoder(config, key=jax.random.key(0)))
+    """The graph definitions to `nnx.merge` with.
+
+    `Weights.rest` goes into a decoder without layers, each of `Weights.layers` into a block.
+    """
+    layout, key = Layout.of(config), jax.random.key(0)
+    decoder = jax.eval_shape(lambda: Decoder(config.model, layout, key=key))
     layers = decoder.layers
     del decoder.layers
     return nnx.graphdef(decoder), nnx.graphdef(layers)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax import P
 from jax.sharding import Mesh
 
 from megajax.config import Config
 from megajax.hardware.gpu import WITHOUT_GPU, gpu_devices
 from megajax.hlo.text import program_text
 from megajax.inspect.child import call_in_child, telling_parent
-from megajax.parallel.layout import of_axes
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch
 from megajax.train.placements import Placement, placements
@@ -88,7 +88,7 @@ def _from_json(text: str) -> CompiledStep:
 
 
 def _placement(*, shape: list[int], spec: list[Any], **others: Any) -> Placement:
-    return Placement(shape=tuple(shape), spec=of_axes(spec), **others)
+    return Placement(shape=tuple(shape), spec=P(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec)), **others)
 
 
 def _main(task: str, result: str, target: str, hosts: str) -> None:

@@ -8,7 +8,8 @@ heads, K key/value heads, H head dim, F feed-forward, L layers.
 import dataclasses
 from collections.abc import Iterator
 
-from megajax.config import Config, num_matrix_parameters, num_parameters
+from megajax.config import Config
+from megajax.counts.parameters import num_matrix_parameters, num_parameters
 from megajax.hlo.program import Array
 from megajax.hlo.transfers import ring_bytes
 from megajax.inspect.result import Phase

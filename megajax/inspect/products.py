@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megajax.config import Config
-from megajax.config.flops import step_flops
-from megajax.config.parameters import NUM_ORDERS
+from megajax.counts.flops import step_flops
+from megajax.counts.parameters import NUM_SEGMENTS
 from megajax.hlo.products import is_rematerialized, products
 from megajax.hlo.program import Program
 from megajax.inspect.result import Finding, Products
@@ -41,7 +41,7 @@ def padding(config: Config) -> int:
         return 0
     D, rows = config.model.hidden_size, config.microbatch_rows
     padded = -(-rows // PADDED) * PADDED
-    added = D * (padded * (D + PADDED) - rows * (D + NUM_ORDERS))
+    added = D * (padded * (D + PADDED) - rows * (D + NUM_SEGMENTS))
     return 3 * 2 * added * config.train.microbatches
 
 

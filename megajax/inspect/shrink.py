@@ -2,7 +2,8 @@
 
 import math
 
-from megajax.config import Config, num_parameters
+from megajax.config import Config
+from megajax.counts.parameters import num_parameters
 
 LARGEST = 10_000_000  # parameters of a model that is executed as it is
 MOST_TOKENS = 8192  # of its step

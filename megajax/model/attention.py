@@ -1,9 +1,8 @@
-"""Self-attention with heads sharded over `model`.
+"""Self-attention with heads sharded over `model`."""
 
-B batch, S (and T) sequence, D model, N query heads, K key/value heads, G query heads per key/value head, C = G + 2, H head dim.
-"""
-
-import functools
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,79 +13,119 @@ from megajax.model.dropout import dropout
 from megajax.model.flash import can_flash, flash_attention
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.norm import make_norm
+from megajax.model.parameters import Parameters
 from megajax.model.rotary import rotate
-from megajax.parallel.layout import Layout, by_group
+from megajax.parallel.layout import Layout
+
+Kept = TypeVar('Kept')
+# From queries, keys and values, whole heads on each shard: what attention makes of them, and what
+# the caller wants kept, as keys and values are for the next token.
+Core = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
 
 
 class Attention(nnx.Module):
     """Fused QKV (column-parallel), attention on whole heads, output projection (row-parallel).
 
-    The columns of QKV are grouped by key/value head, [G queries, key, value] each, so that one product makes all three and its
-    input's gradient is reduced over `model` once, not three times.
+    The columns of QKV are grouped by key/value head, [G queries, key, value] each, so that one
+    product makes all three and its input's gradient is reduced over `model` once, not three times.
     """
 
-    def __init__(self, config: ModelConfig, layout: Layout, *, recompute: bool, out_std: float, key: jax.Array):
-        self.config, self.layout, self.recompute = config, layout, recompute
-        hidden, heads, groups, head_dim = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
+        self.config, self.layout = config, parameters.layout
         qkv_key, out_key = jax.random.split(key)
-        qkv_shape = (hidden, groups, config.queries_per_kv + 2, head_dim)
-        self.qkv = ColumnParallelLinear(qkv_shape, layout.qkv_DKCH, bias=config.qkv_bias, std=config.init_std, layout=layout, key=qkv_key)
-        self.out = RowParallelLinear(
-            (heads, head_dim, hidden), layout.attention_out_NHD, bias=config.bias, std=out_std, layout=layout, key=out_key
+        self.qkv = ColumnParallelLinear(parameters['qkv'], key=qkv_key)
+        self.out = RowParallelLinear(parameters['out'], key=out_key)
+        self.query_norm, self.key_norm = (
+            make_norm(config, parameters[name], 'Nh') if config.qk_norm else None
+            for name in ('query_norm', 'key_norm')
         )
-        self.query_norm = make_norm(config, head_dim) if config.qk_norm else None
-        self.key_norm = make_norm(config, head_dim) if config.qk_norm else None
 
-    def __call__(self, x_BSD: jax.Array, position_BS: jax.Array | None, segment_BS: jax.Array | None, key_B: jax.Array | None) -> jax.Array:
-        """x_BSD whole and normed, to the residual placement; attention stays inside a segment where `segment_BS` is given."""
-        q_BSNH, k_BSKH, v_BSKH = self.heads(x_BSD, position_BS)
+    def __call__(
+        self, x_BSD: jax.Array, position_BS: jax.Array | None, core: Core[Kept]
+    ) -> tuple[jax.Array, Kept]:
+        """Of the normed and gathered x_BSD, in the placement of the residual stream."""
+        qkv = self._heads(x_BSD, position_BS)
         with jax.named_scope('core'):
-            o_BSNH = attend(
-                q_BSNH,
-                k_BSKH,
-                v_BSKH,
-                segment_BS=segment_BS,
-                causal=self.config.causal,
-                rate=self.config.dropout,
-                key_B=key_B,
-                recompute=self.recompute,
-            )
-        return self.out(o_BSNH)  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
+            o_BSNH, kept = core(*qkv)
+        return self.out(o_BSNH), kept  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
 
-    def heads(self, x_BSD: jax.Array, position_BS: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, normed and rotated, whole heads on each shard; also what a cache of keys and values holds."""
-        q_BSNH, k_BSKH, v_BSKH = self._split_heads(self.qkv(x_BSD))  # column-parallel: no communication
+    def _heads(
+        self, x_BSD: jax.Array, position_BS: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values, normed and rotated, whole heads on each shard."""
+        config = self.config
+        q_BSNH, k_BSKH, v_BSKH = self._split(self.qkv(x_BSD))  # column-parallel: no communication
         if self.query_norm is not None and self.key_norm is not None:
             q_BSNH, k_BSKH = self.query_norm(q_BSNH), self.key_norm(k_BSKH)
-        if self.config.position == 'rope':
-            q_BSNH, k_BSKH = rotate(q_BSNH, k_BSKH, position_BS, theta=self.config.rope_theta, scaling=self.config.rope_scaling)
+        if config.position == 'rope':
+            rope = {'theta': config.rope_theta, 'scaling': config.rope_scaling}
+            q_BSNH, k_BSKH = rotate(q_BSNH, k_BSKH, position_BS, **rope)
         return q_BSNH, k_BSKH, v_BSKH
 
-    def _split_heads(self, qkv_BSKCH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _split(self, qkv_BSKCH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         batch, length, *_, head_dim = qkv_BSKCH.shape
         shape = batch, length, self.config.num_heads, head_dim
-        q_BSNH = qkv_BSKCH[:, :, :, :-2].reshape(shape, out_sharding=self.layout.split_BSNH(qkv_BSKCH))
+        within_heads = self.layout.is_sharded('H')
+        dims = 'BSnH' if within_heads else 'BSNh'
+        q_BSNH = qkv_BSKCH[:, :, :, :-2].reshape(shape, out_sharding=self.layout(dims))
         k_BSKH, v_BSKH = qkv_BSKCH[:, :, :, -2], qkv_BSKCH[:, :, :, -1]
-        if self.layout.shard_kv_heads:
+        if not within_heads:
             return q_BSNH, k_BSKH, v_BSKH
-        # Fewer key/value heads than shards: QKV holds a slice of every head. Megatron gathers it whole; here the queries change
-        # places in an all-to-all, and only the few key/value heads are gathered.
-        q_BSNH = jax.reshard(q_BSNH, self.layout.heads_BSNH(q_BSNH))
+        # Fewer key/value heads than shards: QKV holds a slice of every head. Megatron gathers it
+        # whole; here the queries change places in an all-to-all, and only the few key/value heads
+        # are gathered.
+        q_BSNH = jax.reshard(q_BSNH, self.layout('BSNh'))
         return q_BSNH, self._copy_to_shards(k_BSKH), self._copy_to_shards(v_BSKH)
 
     def _copy_to_shards(self, k_BSKH: jax.Array) -> jax.Array:
         """One key/value head per shard: the one that the shard's query heads share."""
-        shape, copies = k_BSKH.shape, self.layout.model_size // k_BSKH.shape[2]
-        k_BSKH = jax.reshard(k_BSKH, self.layout.whole_BSKH(k_BSKH))  # all-gather
-        k_BSKRH = jnp.broadcast_to(k_BSKH[:, :, :, None], (*shape[:3], copies, shape[3]))
-        k_BSKH = k_BSKRH.reshape(*shape[:2], shape[2] * copies, shape[3])
-        return jax.reshard(k_BSKH, self.layout.heads_BSNH(k_BSKH))  # nothing forward, all-gather backward
+        batch, length, heads, head_dim = k_BSKH.shape
+        copies = self.layout.num_shards('N') // heads
+        k_BSKH = jax.reshard(k_BSKH, self.layout('BSkh'))  # all-gather
+        shape = batch, length, heads, copies, head_dim
+        k_BSKH = jnp.broadcast_to(k_BSKH[:, :, :, None], shape).reshape(
+            batch, length, heads * copies, head_dim
+        )
+        return jax.reshard(k_BSKH, self.layout('BSNh'))  # nothing forward, all-gather backward
+
+
+def attention_core(
+    config: ModelConfig,
+    layout: Layout,
+    *,
+    recompute: bool = False,
+    segment_BS: jax.Array | None = None,
+    key_B: jax.Array | None = None,
+) -> Core[None]:
+    """The core of training and evaluation: every token of a sequence at once, nothing kept.
+
+    Attention stays inside a segment where `segment_BS` is given. With `recompute` the backward pass
+    keeps nothing of the [S, S] scores (selective recomputation of Korthikanti et al., 2022).
+    """
+
+    def core(
+        q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
+    ) -> tuple[jax.Array, None]:
+        return attend(
+            q_BSNH,
+            k_BSKH,
+            v_BSKH,
+            layout,
+            segment_BS=segment_BS,
+            causal=config.causal,
+            rate=config.dropout,
+            key_B=key_B,
+            recompute=recompute,
+        ), None
+
+    return core
 
 
 def attend(
     q_BSNH: jax.Array,
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
+    layout: Layout,
     *,
     segment_BS: jax.Array | None = None,
     causal: bool = True,
@@ -94,44 +133,49 @@ def attend(
     key_B: jax.Array | None = None,
     recompute: bool = False,
 ) -> jax.Array:
-    """Attention, softmax in fp32, on the fastest implementation that can do what is asked: o_BSNH, placed as q.
-
-    `recompute` keeps nothing of the [S, S] scores for the backward pass (selective recomputation of Korthikanti et al., 2022).
-    """
+    """Attention o_BSNH, softmax in fp32, on the fastest implementation that can do it."""
     platform = jax.typeof(q_BSNH).sharding.mesh.abstract_device.platform
-    if (rate == 0 or key_B is None) and can_flash(platform, str(q_BSNH.dtype), q_BSNH.shape[-1]):
+    without_dropout = rate == 0 or key_B is None
+    if without_dropout and can_flash(platform, str(q_BSNH.dtype), q_BSNH.shape[-1]):
         return flash_attention(q_BSNH, k_BSKH, v_BSKH, segment_BS, causal)
-    core = functools.partial(_attend_xla, causal=causal, rate=rate)
-    return (jax.checkpoint(core, prevent_cse=False) if recompute else core)(q_BSNH, k_BSKH, v_BSKH, segment_BS, key_B)
+    core = partial(_attend_xla, layout=layout, causal=causal, rate=rate)
+    core = jax.checkpoint(core, prevent_cse=False) if recompute else core
+    return core(q_BSNH, k_BSKH, v_BSKH, segment_BS, key_B)
 
 
 def _attend_xla(
     q_BSNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
+    k_BYKH: jax.Array,
+    v_BYKH: jax.Array,
     segment_BS: jax.Array | None,
     key_B: jax.Array | None,
     *,
+    layout: Layout,
     causal: bool,
     rate: float,
 ) -> jax.Array:
     batch, length, heads, head_dim = q_BSNH.shape
-    groups = k_BTKH.shape[2]
+    groups = k_BYKH.shape[2]
     grouped = batch, length, groups, heads // groups, head_dim
-    scaled_BSNH = (q_BSNH.astype(jnp.float32) * head_dim**-0.5).astype(q_BSNH.dtype)  # 128**-0.5 has no close number in 16 bits
-    q_BSKGH = scaled_BSNH.reshape(grouped, out_sharding=by_group(q_BSNH))
-    score_BKGST = jnp.einsum('bskgh,btkh->bkgst', q_BSKGH, k_BTKH, preferred_element_type=jnp.float32)
+    # In fp32, because 128**-0.5 has no close number in 16 bits.
+    scaled_BSNH = (q_BSNH.astype(jnp.float32) * head_dim**-0.5).astype(q_BSNH.dtype)
+    q_BSKGH = scaled_BSNH.reshape(grouped, out_sharding=layout('BSN-h'))
+    score_BKGSY = jnp.einsum(
+        'bskgh,bykh->bkgsy', q_BSKGH, k_BYKH, preferred_element_type=jnp.float32
+    )
     if (allowed := _allowed(length, segment_BS, causal=causal)) is not None:
-        score_BKGST = jnp.where(allowed, score_BKGST, jnp.finfo(jnp.float32).min)
-    weight_BKGST = dropout(jax.nn.softmax(score_BKGST, axis=-1), rate, key_B).astype(v_BTKH.dtype)
-    o_BSKGH = jnp.einsum('bkgst,btkh->bskgh', weight_BKGST, v_BTKH)
-    return o_BSKGH.reshape(q_BSNH.shape, out_sharding=jax.typeof(q_BSNH).sharding.spec)
+        score_BKGSY = jnp.where(allowed, score_BKGSY, jnp.finfo(jnp.float32).min)
+    weight_BKGSY = dropout(jax.nn.softmax(score_BKGSY, axis=-1), rate, key_B, layout('N-sy'))
+    o_BSKGH = jnp.einsum('bkgsy,bykh->bskgh', weight_BKGSY.astype(v_BYKH.dtype), v_BYKH)
+    return o_BSKGH.reshape(q_BSNH.shape, out_sharding=layout('BSNh'))
 
 
 def _allowed(length: int, segment_BS: jax.Array | None, *, causal: bool) -> jax.Array | None:
-    """Which keys T a query S sees, in a shape that broadcasts against [B, K, G, S, T]; None where it sees all."""
+    """Which keys Y a query S sees, to broadcast against [B, K, G, S, Y]; None where it sees all."""
     position = jnp.arange(length)
-    earlier = jnp.expand_dims(position[:, None] >= position[None, :], (0, 1, 2)) if causal else None
+    earlier = None
+    if causal:
+        earlier = jnp.expand_dims(position[:, None] >= position[None, :], (0, 1, 2))
     if segment_BS is None:
         return earlier
     same = jnp.expand_dims(segment_BS[:, :, None] == segment_BS[:, None, :], (1, 2))

@@ -1,38 +1,48 @@
-"""One pre-norm transformer layer: two branches, each between Megatron's f and g. B batch, S sequence, D model."""
+"""One pre-norm transformer layer: two branches, each between Megatron's f and g."""
 
 import jax
 from flax import nnx
 
 from megajax.config import ModelConfig
-from megajax.model.attention import Attention
+from megajax.model.attention import Attention, Core, Kept
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.mlp import MLP
 from megajax.model.norm import make_norm
-from megajax.parallel.layout import Layout
+from megajax.model.parameters import Parameters
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ModelConfig, layout: Layout, *, recompute_attention: bool, key: jax.Array):
-        self.layout, self.rate = layout, config.dropout
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
+        self.layout, self.rate = parameters.layout, config.dropout
         attention_key, mlp_key = jax.random.split(key)
-        # Each layer adds to the residual stream twice; this keeps its variance at the start (Radford et al., 2019).
-        out_std = config.init_std / (2 * config.num_layers) ** 0.5
-        self.attention_norm = make_norm(config, config.hidden_size)
-        self.attention = Attention(config, layout, recompute=recompute_attention, out_std=out_std, key=attention_key)
-        self.mlp_norm = make_norm(config, config.hidden_size)
-        self.mlp = MLP(config, layout, out_std=out_std, key=mlp_key)
+        self.attention_norm = make_norm(config, parameters['attention_norm'])
+        self.attention = Attention(config, parameters['attention'], key=attention_key)
+        self.mlp_norm = make_norm(config, parameters['mlp_norm'])
+        self.mlp = MLP(config, parameters['mlp'], key=mlp_key)
 
-    def __call__(self, x_BSD: jax.Array, position_BS: jax.Array | None, segment_BS: jax.Array | None, key_B: jax.Array | None) -> jax.Array:
-        full_BSD = self.layout.full_BSD(x_BSD)
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        core: Core[Kept],
+        *,
+        position_BS: jax.Array | None = None,
+        key_B: jax.Array | None = None,
+    ) -> tuple[jax.Array, Kept]:
+        """The residual stream after this layer, and what the attention's core kept.
+
+        Without sequence parallelism T is S, and the gathers before the two branches do nothing:
+        f's all-reduce is made in the backward pass of `product`.
+        """
+        gathered, row = self.layout('BSD'), self.layout('TD')
         with jax.named_scope('attention'):
-            # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)
-            h_BSD = jax.reshard(self.attention_norm(x_BSD), full_BSD)
-            h_BSD = self.attention(h_BSD, position_BS, segment_BS, fold_in(key_B, 0))
-            x_BSD = x_BSD + dropout(h_BSD, self.rate, fold_in(key_B, 1))
+            # SP: all-gather forward, reduce-scatter backward
+            h_BSD = jax.reshard(self.attention_norm(x_BTD), gathered)
+            h_BTD, kept = self.attention(h_BSD, position_BS, core)
+            x_BTD = x_BTD + dropout(h_BTD, self.rate, fold_in(key_B, 1), row)
         with jax.named_scope('mlp'):
-            # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)
-            h_BSD = jax.reshard(self.mlp_norm(x_BSD), full_BSD)
-            h_BSD = self.mlp(h_BSD)
-            return x_BSD + dropout(h_BSD, self.rate, fold_in(key_B, 2))
+            # SP: all-gather forward, reduce-scatter backward
+            h_BSD = jax.reshard(self.mlp_norm(x_BTD), gathered)
+            h_BTD = self.mlp(h_BSD)
+            return x_BTD + dropout(h_BTD, self.rate, fold_in(key_B, 2), row), kept

@@ -5,8 +5,7 @@ Each sequence of the global batch has a key of its own, so a mask depends on the
 
 import jax
 import jax.numpy as jnp
-
-from megajax.parallel.layout import without_first
+from jax import P
 
 
 def sequence_keys(key: jax.Array, row_B: jax.Array) -> jax.Array:
@@ -19,11 +18,17 @@ def fold_in(key_B: jax.Array | None, index: int | jax.Array) -> jax.Array | None
     return None if key_B is None else jax.vmap(lambda key: jax.random.fold_in(key, index))(key_B)
 
 
-def dropout(x: jax.Array, rate: float, key_B: jax.Array | None) -> jax.Array:
-    """Zero each element of x [B, ...] with probability `rate` and scale the rest; without keys, x as it is."""
+def dropout(x: jax.Array, rate: float, key_B: jax.Array | None, row: P) -> jax.Array:
+    """Zero each element of x [B, ...] with probability `rate` and scale the rest.
+
+    Without keys, x as it is. `row` is the placement of one row of x.
+    """
     if key_B is None or rate == 0:
         return x
-    spec = without_first(x)
-    keep = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:], out_sharding=spec))(key_B)
+
+    def draw(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(key, 1 - rate, x.shape[1:], out_sharding=row)
+
+    keep = jax.vmap(draw)(key_B)
     # In fp32, because 1 / 0.9 has no close number in 16 bits; the backward pass keeps the choices alone.
     return (jnp.where(keep, x, 0).astype(jnp.float32) / (1 - rate)).astype(x.dtype)

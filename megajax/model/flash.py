@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import P
 
-from megajax.config.flops import fits_flash
-from megajax.parallel.layout import merged_rows, split_rows
+from megajax.counts.flops import fits_flash
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,18 @@ def _backward(causal: bool, arrays: tuple[jax.Array | None, ...], do_BSNH: jax.A
 flash_attention.defvjp(_forward, _backward)
 
 
+def _merged_rows(x: jax.Array) -> P:
+    """[data shard, row, ...] as [rows of all, ...]."""
+    shards, _, *rest = jax.typeof(x).sharding.spec
+    return P(shards, *rest)
+
+
+def _split_rows(x: jax.Array) -> P:
+    """[rows of all, ...] as [data shard, row, ...]."""
+    shards, *rest = jax.typeof(x).sharding.spec
+    return P(shards, None, *rest)
+
+
 def _given(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
     return tuple(x for x in arrays if x is not None)
 
@@ -62,9 +74,9 @@ def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     @mapped.def_vmap
     def merge(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         assert all(batched)
-        merged = (x.reshape(-1, *x.shape[2:], out_sharding=merged_rows(x)) for x in arrays)
+        merged = (x.reshape(-1, *x.shape[2:], out_sharding=_merged_rows(x)) for x in arrays)
         made = mapped(*merged)
-        split = jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:], out_sharding=split_rows(y)), made)
+        split = jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:], out_sharding=_split_rows(y)), made)
         return split, jax.tree.map(lambda _: True, made)
 
     return mapped

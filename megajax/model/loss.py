@@ -1,6 +1,5 @@
-"""Cross entropy on logits that are sharded over the vocabulary and never whole: not on a device, not in time.
-
-B batch, S sequence, D model, V vocabulary (padded), T sequence shards, C tokens of a chunk.
+"""Cross entropy on logits that are sharded over the vocabulary and never whole: not on a device,
+and, in chunks of tokens, not in time.
 """
 
 import dataclasses
@@ -11,10 +10,9 @@ import jax.numpy as jnp
 from jax import P, lax
 
 from megajax.config import Config
-from megajax.config.chunks import num_chunks
+from megajax.counts.chunks import num_chunks
 from megajax.model.linear import add_bias
 from megajax.model.product import product
-from megajax.parallel import layout
 from megajax.parallel.layout import Layout
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -34,12 +32,13 @@ class Loss:
     layout: Layout
 
     @classmethod
-    def of(cls, config: Config) -> 'Loss':
+    def of(cls, config: Config, layout: Layout) -> 'Loss':
+        """That of a run's config."""
         return cls(
             vocab_size=config.model.vocab_size,
             label_smoothing=config.loss.label_smoothing,
             z_loss=config.loss.z_loss,
-            layout=Layout.of(config),
+            layout=layout,
         )
 
     def per_token(self, logits: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -59,9 +58,14 @@ class Loss:
             objective = objective + self.z_loss * jnp.square(log_total)
         return objective, nll
 
-    def logits(self, x: jax.Array, head_DV: jax.Array, bias_V: jax.Array | None = None) -> jax.Array:
-        """Logits [B, ..., V] of x [B, ..., D] in fp32, sharded over V: no communication. Those of padding are the lowest number."""
-        logits = product(x, head_DV, 1, self.layout.logit_BSV(x), jnp.float32)
+    def logits(
+        self, x: jax.Array, head_DV: jax.Array, bias_V: jax.Array | None = None, rows: str = 'BS'
+    ) -> jax.Array:
+        """Logits [*rows, V] of x [*rows, D] in fp32, sharded over V: no communication.
+
+        Those of padding are the lowest number.
+        """
+        logits = product(f'{rows}D,DV->{rows}V', x, head_DV, self.layout, jnp.float32)
         if bias_V is not None:
             logits = add_bias(logits, jnp.expand_dims(bias_V, tuple(range(logits.ndim - 1))))
         if self.vocab_size == head_DV.shape[-1]:
@@ -69,84 +73,110 @@ class Loss:
         return jnp.where(self._token_ids(logits) < self.vocab_size, logits, LOWEST)
 
     def _token_ids(self, logits: jax.Array) -> jax.Array:
-        token_V = jnp.arange(logits.shape[-1], out_sharding=self.layout.vocab_V)
+        token_V = jnp.arange(logits.shape[-1], out_sharding=self.layout('V'))
         return jnp.expand_dims(token_V, tuple(range(logits.ndim - 1)))
 
     def __call__(
-        self, x_BSD: jax.Array, head_VD: jax.Array, label_BS: jax.Array, weight_BS: jax.Array, bias_V: jax.Array | None = None
+        self,
+        x_BTD: jax.Array,
+        head_VD: jax.Array,
+        label_BS: jax.Array,
+        weight_BS: jax.Array,
+        bias_V: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Sums over tokens, weighted by `weight_BS`: of what is minimised, and of the negative log-likelihood.
+        """Sums over tokens, weighted by `weight_BS`: of what is minimised, and of the negative
+        log-likelihood.
 
-        x_BSD is in the residual placement. Memory holds the logits of one chunk of tokens at a time: where a gradient is
-        wanted it is computed in the same pass, so nothing is computed twice.
+        Memory holds the logits of one chunk of tokens at a time: where a gradient is wanted it is
+        computed in the same pass, so nothing is computed twice.
         """
-        return _sum_over_tokens(x_BSD, (head_VD.T, bias_V), label_BS, weight_BS, self)
+        return _sum_over_tokens(x_BTD, (head_VD.T, bias_V), label_BS, weight_BS, self)
 
 
 Sums = tuple[jax.Array, jax.Array]
 Head = tuple[jax.Array, jax.Array | None]  # head_DV and bias_V
+Chunk = tuple[jax.Array, ...]  # x, labels and weights of some tokens of every shard of T
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _sum_over_tokens(x_BSD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, loss: Loss) -> Sums:
-    def add_chunk(sums: Sums, chunk: tuple[jax.Array, ...]) -> tuple[Sums, None]:
+def _sum_over_tokens(
+    x_BTD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, loss: Loss
+) -> Sums:
+    def add_chunk(sums: Sums, chunk: Chunk) -> tuple[Sums, None]:
         x, label, weight = chunk
         return _add(sums, _sum_over_chunk(x, head, label, weight, loss)), None
 
-    sums, _ = lax.scan(add_chunk, _zero_sums(), _chunks(x_BSD, head, label_BS, weight_BS, loss.layout))
+    chunks = _chunks(x_BTD, head, label_BS, weight_BS, loss.layout)
+    sums, _ = lax.scan(add_chunk, _zero_sums(loss.layout), chunks)
     return sums
 
 
-def _forward(x_BSD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, loss: Loss) -> tuple[Sums, tuple[jax.Array, Head]]:
+def _forward(
+    x_BTD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, loss: Loss
+) -> tuple[Sums, tuple[jax.Array, Head]]:
     chunk_with_gradient = jax.value_and_grad(_sum_over_chunk, argnums=(0, 1), has_aux=True)
 
-    def add_chunk(carry: tuple[Sums, Head], chunk: tuple[jax.Array, ...]) -> tuple[tuple[Sums, Head], jax.Array]:
+    def add_chunk(
+        carry: tuple[Sums, Head], chunk: Chunk
+    ) -> tuple[tuple[Sums, Head], jax.Array]:
         (sums, dhead), (x, label, weight) = carry, chunk
         new_sums, (dx, new_dhead) = chunk_with_gradient(x, head, label, weight, loss)
         return (_add(sums, new_sums), jax.tree.map(jnp.add, dhead, new_dhead)), dx
 
-    chunks = _chunks(x_BSD, head, label_BS, weight_BS, loss.layout)
-    (sums, dhead), dx_NBTCD = lax.scan(add_chunk, (_zero_sums(), jax.tree.map(jnp.zeros_like, head)), chunks)
-    dx_BSD = jnp.moveaxis(dx_NBTCD, 0, 2).reshape(x_BSD.shape, out_sharding=jax.typeof(x_BSD).sharding.spec)
-    return sums, (dx_BSD, dhead)
+    chunks = _chunks(x_BTD, head, label_BS, weight_BS, loss.layout)
+    zeros = _zero_sums(loss.layout), jax.tree.map(jnp.zeros_like, head)
+    (sums, dhead), dx = lax.scan(add_chunk, zeros, chunks)  # dx: [chunks, B, shards of T, -, D]
+    dx_BTD = jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape, out_sharding=loss.layout('BTD'))
+    return sums, (dx_BTD, dhead)
 
 
-def _backward(loss: Loss, saved: tuple[jax.Array, Head], dsums: Sums) -> tuple[jax.Array, Head, None, None]:
-    dx_BSD, dhead = saved
+def _backward(
+    loss: Loss, saved: tuple[jax.Array, Head], dsums: Sums
+) -> tuple[jax.Array, Head, None, None]:
+    dx_BTD, dhead = saved
     dobjective, _ = dsums
-    return (dx_BSD * dobjective).astype(dx_BSD.dtype), jax.tree.map(lambda g: g * dobjective, dhead), None, None
+    dx_BTD = (dx_BTD * dobjective).astype(dx_BTD.dtype)
+    return dx_BTD, jax.tree.map(lambda g: g * dobjective, dhead), None, None
 
 
 _sum_over_tokens.defvjp(_forward, _backward)
 
 
-def _sum_over_chunk(x_BTCD: jax.Array, head: Head, label_BTC: jax.Array, weight_BTC: jax.Array, loss: Loss) -> Sums:
+def _sum_over_chunk(
+    x: jax.Array, head: Head, label: jax.Array, weight: jax.Array, loss: Loss
+) -> Sums:
+    """Of x [B, shards of T, tokens, D]; labels and weights are those of every shard."""
     with jax.named_scope('head'):
         # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)
-        x_BTCD = jax.reshard(x_BTCD, loss.layout.full_BSD(x_BTCD))
-        logits_BTCV = loss.logits(x_BTCD, *head)
-    objective_BTC, nll_BTC = loss.per_token(logits_BTCV, label_BTC)
-    return (objective_BTC * weight_BTC).sum(), (nll_BTC * weight_BTC).sum()
+        x = jax.reshard(x, loss.layout('BS-D'))
+        logits = loss.logits(x, *head, rows='BS-')
+    objective, nll = loss.per_token(logits, label)
+    return (objective * weight).sum(), (nll * weight).sum()
 
 
-def _chunks(x_BSD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, layout: Layout) -> tuple[jax.Array, ...]:
-    """Equal chunks of tokens, first dim the chunk; each takes its share of every sequence shard, so that it stays sharded."""
-    batch, length, _ = x_BSD.shape
-    shards = layout.model_size if layout.sequence_parallel else 1
-    logit_bytes = 4 * batch * length * head[0].shape[-1] // layout.model_size
+def _chunks(
+    x_BTD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, layout: Layout
+) -> Chunk:
+    """Equal chunks of tokens, first dim the chunk.
+
+    Each takes its share of every shard of the sequence, so that it stays sharded.
+    """
+    batch, length, _ = x_BTD.shape
+    shards = layout.num_shards('T')
+    logit_bytes = 4 * batch * length * head[0].shape[-1] // layout.num_shards('V')
     tokens = length // shards
     parts = num_chunks(logit_bytes, tokens)
 
     def split(x: jax.Array, spec: P) -> jax.Array:
-        x = x.reshape(batch, shards, parts, tokens // parts, *x.shape[2:], out_sharding=spec)
-        return jnp.moveaxis(x, 2, 0)
+        shape = batch, shards, parts, tokens // parts, *x.shape[2:]
+        return jnp.moveaxis(x.reshape(shape, out_sharding=spec), 2, 0)
 
-    token_spec = layout.chunked_token_BTNC(label_BS)
-    return split(x_BSD, layout.chunked_BTNCD(x_BSD)), split(label_BS, token_spec), split(weight_BS, token_spec)
+    whole = layout('BS--')
+    return split(x_BTD, layout('BT--D')), split(label_BS, whole), split(weight_BS, whole)
 
 
-def _zero_sums() -> Sums:
-    zero = jnp.zeros((), out_sharding=layout.SCALAR)
+def _zero_sums(layout: Layout) -> Sums:
+    zero = jnp.zeros((), out_sharding=layout(''))
     return zero, zero
 
 

@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm with statistics in fp32. D is the dim that is normalised."""
+"""LayerNorm and RMSNorm with statistics in fp32, over the last dim."""
 
 from functools import partial
 
@@ -8,50 +8,58 @@ from flax import nnx
 from jax import lax
 
 from megajax.config import ModelConfig
-from megajax.model.vector import along_last
+from megajax.model.parameters import Parameters
+from megajax.model.shard_copies import along_last
 from megajax.parallel.layout import Layout
 
 
 class LayerNorm(nnx.Module):
-    """Subtract the mean, divide by the standard deviation, scale and shift; weight and bias are replicated."""
+    """Subtract the mean, divide by the standard deviation, scale and shift.
 
-    def __init__(self, size: int, *, eps: float):
-        self.eps = eps
-        self.weight = nnx.Param(jnp.ones((size,), out_sharding=Layout.vector_D))
-        self.bias = nnx.Param(jnp.zeros((size,), out_sharding=Layout.vector_D))
+    `dims` are the last two of the input, as `TD`.
+    """
+
+    def __init__(self, parameters: Parameters, *, dims: str, eps: float):
+        self.layout, self.dims, self.eps = parameters.layout, dims, eps
+        self.weight = parameters.make('weight')
+        self.bias = parameters.make('bias')
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _layer_norm(x, self.weight[...], self.bias[...], self.eps)
+        vectors = self.weight[...], self.bias[...]
+        return _layer_norm(x, *vectors, self.eps, self.dims, self.layout)
 
 
 class RMSNorm(nnx.Module):
-    """Divide by the root mean square and scale; the weight is replicated."""
+    """Divide by the root mean square and scale. `dims` are the last two of the input, as `TD`."""
 
-    def __init__(self, size: int, *, eps: float):
-        self.eps = eps
-        self.weight = nnx.Param(jnp.ones((size,), out_sharding=Layout.vector_D))
+    def __init__(self, parameters: Parameters, *, dims: str, eps: float):
+        self.layout, self.dims, self.eps = parameters.layout, dims, eps
+        self.weight = parameters.make('weight')
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _rms_norm(x, self.weight[...], self.eps)
+        return _rms_norm(x, self.weight[...], self.eps, self.dims, self.layout)
 
 
-def make_norm(config: ModelConfig, size: int) -> LayerNorm | RMSNorm:
-    """The norm that `config.norm` names, over `size` elements."""
+def make_norm(config: ModelConfig, parameters: Parameters, dims: str = 'TD') -> LayerNorm | RMSNorm:
+    """The norm that `config.norm` names, of inputs whose last two dims are `dims`."""
     kind: type[LayerNorm] | type[RMSNorm] = LayerNorm if config.norm == 'layernorm' else RMSNorm
-    return kind(size, eps=config.norm_eps)
+    return kind(parameters, dims=dims, eps=config.norm_eps)
 
 
 # Only x is kept for the backward pass; the rest is cheaper to compute again than to read.
-@partial(jax.checkpoint, static_argnums=(3,))
-def _layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+@partial(jax.checkpoint, static_argnums=(3, 4, 5))
+def _layer_norm(
+    x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float, dims: str, layout: Layout
+) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
     y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
-    return (y * along_last(weight, y) + along_last(bias, y)).astype(x.dtype)
+    scale, shift = (along_last(vector, y, dims, layout) for vector in (weight, bias))
+    return (y * scale + shift).astype(x.dtype)
 
 
-@partial(jax.checkpoint, static_argnums=(2,))
-def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+@partial(jax.checkpoint, static_argnums=(2, 3, 4))
+def _rms_norm(x: jax.Array, weight: jax.Array, eps: float, dims: str, layout: Layout) -> jax.Array:
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
-    return (y * along_last(weight, y)).astype(x.dtype)
+    return (y * along_last(weight, y, dims, layout)).astype(x.dtype)

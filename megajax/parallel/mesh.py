@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from megajax.config import ConfigError
 from megajax.parallel.environment import visible_gpus
-from megajax.parallel.layout import SCALAR
 
 AXES = ('data', 'model')
 HOST_BYTES = 256  # of a host's name
@@ -58,7 +58,7 @@ def concrete(abstract: Any) -> Any:
     mesh = jax.sharding.get_mesh()
 
     def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = SCALAR if x.sharding is None else x.sharding.spec
+        spec = P() if x.sharding is None else x.sharding.spec
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(on_mesh, abstract)

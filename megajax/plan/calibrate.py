@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from ruamel.yaml import YAML
 
 from megajax.config.hardware import Dtype, Efficiency, Hardware, Link, Reference, hardware_of
-from megajax.parallel.layout import DATA_SHARDS, SCALAR
+from megajax.parallel.layout import BATCH
 from megajax.plan.real_step import busy, config_for, fitted_to_step, real_seconds
 
 SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
@@ -98,7 +98,7 @@ def _on_every_device(shape: tuple[int, ...], dtype: str) -> jax.Array:
     """One array on each device, so that all of them are at work together, as they are in a training step."""
     # Random, because a GPU is faster with numbers that are all alike.
     x = jax.random.normal(jax.random.key(0), (len(jax.devices()), *shape)).astype(dtype)
-    return jax.device_put(x, NamedSharding(_mesh(), DATA_SHARDS))
+    return jax.device_put(x, NamedSharding(_mesh(), BATCH('B')))
 
 
 def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:
@@ -128,7 +128,7 @@ def _link(seconds: float) -> Link:
     found = []
     for elements in ELEMENTS:
         x = _on_every_device((elements,), 'float32')
-        reduce = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(_mesh(), SCALAR))
+        reduce = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(_mesh(), BATCH('')))
         each = _seconds(functools.partial(reduce, x), most=seconds / len(ELEMENTS))
         found.append((2 * (devices - 1) / devices * 4 * elements, each))
     return fit_link(found, devices)

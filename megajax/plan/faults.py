@@ -3,7 +3,8 @@
 import dataclasses
 from math import sqrt
 
-from megajax.config import Config, num_parameters
+from megajax.config import Config
+from megajax.counts.parameters import num_parameters
 from megajax.plan.network import Cluster
 from megajax.plan.time import StepTime
 

@@ -12,10 +12,11 @@ D model, N query heads, K key/value heads, H head dim, F feed-forward, V vocabul
 import dataclasses
 from functools import cached_property
 
-from megajax.config import Config, num_parameters
-from megajax.config.chunks import num_chunks
-from megajax.config.flops import uses_flash
-from megajax.config.parameters import num_matrix_parameters
+from megajax.config import Config
+from megajax.counts.parameters import num_parameters
+from megajax.counts.chunks import num_chunks
+from megajax.counts.flops import uses_flash
+from megajax.counts.parameters import num_matrix_parameters
 
 FLOAT32, MASK = 4, 1  # bytes of a number, and of an element of a mask of dropout
 BYTES = {'float32': FLOAT32, 'bfloat16': 2, 'float16': 2}  # of a number in `train.dtype`

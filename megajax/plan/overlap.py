@@ -14,7 +14,7 @@ overlaps.
 from typing import NamedTuple
 
 from megajax.config import Config
-from megajax.config.flops import uses_flash
+from megajax.counts.flops import uses_flash
 from megajax.inspect.megatron import GATHER, REDUCE, SCATTER, Expected
 from megajax.inspect.result import Phase
 

@@ -7,7 +7,7 @@ from functools import partial
 from importlib import resources
 
 from megajax.config import Config, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from megajax.config.flops import narayanan_flops, step_flops
+from megajax.counts.flops import narayanan_flops, step_flops
 from megajax.config.hardware import Hardware, hardware
 from megajax.plan.memory import largest_microbatch
 from megajax.plan.network import Cluster

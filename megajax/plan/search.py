@@ -6,7 +6,7 @@ from itertools import product
 
 from megajax.config import Config, ConfigError, Problem
 from megajax.config.check import divisors, incompatibilities
-from megajax.config.flops import uses_flash
+from megajax.counts.flops import uses_flash
 from megajax.plan.memory import UNDERCOUNT, memory
 from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, Program

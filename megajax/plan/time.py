@@ -8,7 +8,7 @@ import dataclasses
 from collections import defaultdict
 
 from megajax.config import Config, ConfigError
-from megajax.config.flops import Flops, step_flops
+from megajax.counts.flops import Flops, step_flops
 from megajax.inspect.result import Phase
 from megajax.plan.launches import launch_seconds
 from megajax.plan.memory import BYTES

@@ -7,8 +7,9 @@ B rows of a microbatch on a data shard, S sequence, D model, N query heads, K ke
 import dataclasses
 from collections.abc import Iterator
 
-from megajax.config import Config, num_parameters
-from megajax.config.parameters import NUM_ORDERS
+from megajax.config import Config
+from megajax.counts.parameters import num_parameters
+from megajax.counts.parameters import NUM_SEGMENTS
 from megajax.inspect.result import Phase
 from megajax.plan.memory import BYTES
 
@@ -82,7 +83,7 @@ def _bert_heads(config: Config) -> Iterator[Product]:
         return
     D, rows = config.model.hidden_size, config.microbatch_rows
     tokens = rows * config.train.seq_len // (config.mesh.model if config.mesh.sequence_parallel else 1)
-    for name, m, n in (('dense', tokens, D), ('pooler', rows, D), ('order', rows, NUM_ORDERS)):
+    for name, m, n in (('dense', tokens, D), ('pooler', rows, D), ('order', rows, NUM_SEGMENTS)):
         yield Product(name=name, phase='forward', sizes=(m, n, D), times=config.train.microbatches)
         yield Product(name=name, phase='backward', sizes=(m, n, D), times=2 * config.train.microbatches)
 

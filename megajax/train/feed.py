@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from megajax.config import Config, ConfigError, RunError
 from megajax.data import Batch as HostBatch
 from megajax.data import Batches
-from megajax.parallel import layout
+from megajax.parallel.layout import BATCH
 from megajax.train.agree import from_all
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class PlacedBatches:
 
 def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = None) -> Batch:
     """Host arrays [B, S], the rows of each data shard on its devices; with `batch_size`, the arrays hold this process's rows alone."""
-    sharding = NamedSharding(jax.sharding.get_mesh(), layout.BATCH)
+    sharding = NamedSharding(jax.sharding.get_mesh(), BATCH('BS'))
 
     def place(x: np.ndarray) -> jax.Array:
         shape = batch_size or len(x), *x.shape[1:]
@@ -80,14 +80,14 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
 
 def local_rows(batch_size: int) -> slice:
     """The rows of a batch that this process's devices hold, and perhaps others between them."""
-    sharding = NamedSharding(jax.sharding.get_mesh(), layout.BATCH)
+    sharding = NamedSharding(jax.sharding.get_mesh(), BATCH('BS'))
     rows = [index[0].indices(batch_size) for index in sharding.addressable_devices_indices_map((batch_size, 1)).values() if index]
     return slice(min(start for start, _, _ in rows), max(stop for _, stop, _ in rows))
 
 
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """A batch in shapes and places on the current mesh."""
-    sharding = NamedSharding(jax.sharding.get_mesh(), layout.BATCH)
+    sharding = NamedSharding(jax.sharding.get_mesh(), BATCH('BS'))
     shape = config.train.batch_size, config.train.seq_len
     dtypes = {'tokens': jnp.int32, 'labels': jnp.int32, 'loss_mask': jnp.float32}
     if config.data.document_mask:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from megajax.config import Config, num_parameters
+from megajax.config import Config
+from megajax.counts.parameters import num_parameters
 
 # Measured on two cores, idle unless said otherwise; a limit is at least twenty times that, because machines are shared and file
 # systems slow, and since a hang costs what the limit is, no more than half an hour where a cluster is held.

@@ -12,7 +12,8 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from megajax.config import CheckpointError, Config, ConfigError, NumericError, StopRequested, dump, num_parameters
+from megajax.config import CheckpointError, Config, ConfigError, NumericError, StopRequested, dump
+from megajax.counts.parameters import num_parameters
 from megajax.data import Data, load_data
 from megajax.parallel.mesh import make_mesh
 from megajax.train.checkpoint import Checkpoints

@@ -7,7 +7,7 @@ import jax
 from jax.stages import Compiled
 
 from megajax.config import Config
-from megajax.config.flops import step_flops
+from megajax.counts.flops import step_flops
 from megajax.config.hardware import hardware_of
 from megajax.train.agree import gather
 

@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 
 from megajax.config import CheckpointError, Config, reload
 from megajax.data.tokenizer import Tokenizer, load_tokenizer
-from megajax.model.decoder import Decoder
+from megajax.model.transformer import make_model
+from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete, make_mesh
 from megajax.train.compare import check_same_arrays
 from megajax.train.digests import find_sound
@@ -53,7 +54,8 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
 
 def abstract_params(config: Config) -> nnx.State:
     """The shapes of the model's parameters and their places on the current mesh."""
-    return concrete(jax.eval_shape(lambda: nnx.state(Decoder(config, key=jax.random.key(0)))))
+    layout, key = Layout.of(config), jax.random.key(0)
+    return concrete(jax.eval_shape(lambda: nnx.state(make_model(config.model, layout, key=key))))
 
 
 def restore_params(folder: Path, config: Config) -> nnx.State:

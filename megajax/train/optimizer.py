@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from megajax.config import Config, OptimConfig
+from megajax.model.parameters import map_parameters
 
 WSD_DECAY = 0.2  # the last fifth of the steps, as in MiniCPM (Hu et al., 2024) and after
 
@@ -46,9 +47,4 @@ def make_schedule(optim: OptimConfig, steps: int) -> Callable[[Any], jax.Array]:
 
 def decays(params: Any) -> Any:
     """A tree of booleans: which parameters decay, all but biases and norms."""
-
-    def decays_at(path: tuple[Any, ...], _: Any) -> bool:
-        names = jax.tree_util.keystr(path)
-        return 'norm' not in names and 'bias' not in names
-
-    return jax.tree_util.tree_map_with_path(decays_at, params)
+    return map_parameters(lambda declared, _: declared.decays, params)

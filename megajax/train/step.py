@@ -15,13 +15,15 @@ from jax import lax
 from jax.stages import Wrapped
 
 from megajax.config import Config
+from megajax.counts.parameters import Parameter
 from megajax.model.block import Block
-from megajax.model.decoder import Decoder, model_graph
 from megajax.model.dropout import sequence_keys
+from megajax.model.gradient_slot import separate, value
 from megajax.model.loss import Loss
-from megajax.model.main_gradient import hand_on_gradients, separate
-from megajax.model.vector import add_copies, one_copy_per_shard
-from megajax.parallel import layout
+from megajax.model.parameters import map_parameters
+from megajax.model.shard_copies import add_copies, copied_dims, copy_to_shards
+from megajax.model.transformer import Bert, Computation, Model, make_model, model_graph
+from megajax.parallel.layout import Layout
 from megajax.train.compiler_options import evaluation_options, step_options
 from megajax.train.feed import Batch
 from megajax.train.guard import Guard, init_guard, judge
@@ -48,15 +50,15 @@ class TrainState(NamedTuple):
 def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
     """The state before the first step, created in its place on the current mesh; under `jax.eval_shape`, its shapes and places.
 
-    Of random parameters, unless there are `params` to start from, placed as a Decoder's.
+    Of random parameters, unless there are `params` to start from, placed as a model's.
     """
-    optimizer = make_optimizer(config)
+    layout, optimizer = Layout.of(config), make_optimizer(config)
 
     @jax.jit
     def init(params: nnx.State | None) -> TrainState:
         if params is None:
-            params = nnx.state(Decoder(config, key=jax.random.key(config.train.seed)))
-        params = shard_over_data(params, config)
+            params = nnx.state(make_model(config.model, layout, key=jax.random.key(config.train.seed)))
+        params = shard_over_data(params, layout)
         zero = jnp.zeros((), jnp.int32)
         return TrainState(
             step=zero,
@@ -112,15 +114,16 @@ def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.Sta
     Every data shard differentiates its own rows with the parameters that all share, so gradients come out one per data shard;
     their sum, after the last microbatch, is the one reduction over `data` of a step.
     """
-    num_data, num_microbatches = config.mesh.data, config.train.microbatches
-    shard_loss = _make_shard_loss(config)
+    layout, num_microbatches = Layout.of(config), config.train.microbatches
+    num_data = layout.num_shards('B')
+    shard_loss = _make_shard_loss(config, layout.per_shard)
     over_data = jax.vmap(jax.value_and_grad(shard_loss, has_aux=True), in_axes=(None, None, 0, None), spmd_axis_name='data')
 
     def loss_and_gradients(params: nnx.State, batch: Batch, key: jax.Array, loss_scale: LossScale | None = None) -> tuple[Sums, nnx.State]:
-        batch = scale_weights(loss_scale, _with_rows_and_weights(batch))
-        weights, whole = separate(gather_over_data(params, config))
-        weights, copied = one_copy_per_shard(weights, config), one_copy_per_shard(whole, config)
-        microbatches = jax.tree.map(lambda x: _split(x, num_microbatches, num_data), batch)
+        batch = scale_weights(loss_scale, _with_rows_and_weights(batch, layout))
+        weights, slots = separate(gather_over_data(params, config.train.dtype, layout))
+        weights, copied = copy_to_shards(weights, layout), copy_to_shards(slots, layout)
+        microbatches = jax.tree.map(lambda x: _split(x, num_microbatches, layout), batch)
 
         def accumulate(total: Any, microbatch: Batch) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, over_data(copied, weights, microbatch, key)), None
@@ -128,12 +131,18 @@ def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.Sta
         if num_microbatches == 1:
             total = over_data(copied, weights, jax.tree.map(lambda x: x[0], microbatches), key)
         else:
-            zero = jnp.zeros((num_data,), out_sharding=layout.DATA_SHARDS)
-            zeros = jax.tree.map(lambda p: jnp.zeros((num_data, *p.shape), p.dtype, out_sharding=layout.per_data_shard(p)), copied)
+            zero = jnp.zeros((num_data,), out_sharding=layout('B'))
+
+            def zeros_like(declared: Parameter, x: jax.Array) -> jax.Array:
+                spec = layout(f'B{copied_dims(declared, layout)}')
+                return jnp.zeros((num_data, *x.shape), x.dtype, out_sharding=spec)
+
+            zeros = map_parameters(zeros_like, copied)
             total, _ = lax.scan(accumulate, ((zero, zero), zeros), microbatches)
         with jax.named_scope('data_parallel'):
             sums, gradients = total
-            sums, gradients = jax.tree.map(lambda x: x.sum(0), sums), add_copies(sum_over_data(gradients, params), params)
+            sums = jax.tree.map(lambda x: x.sum(0), sums)
+            gradients = add_copies(sum_over_data(gradients, layout), layout)
         return unscale(loss_scale, (sums, gradients))
 
     return loss_and_gradients
@@ -144,20 +153,22 @@ def make_eval_step(config: Config) -> Wrapped:
 
     Of BERT `nll` and `tokens` are those of masked tokens, and `order_nll` and `rows` those of its other head.
     """
-    loss = Loss.of(config)
-    graph = model_graph(config)
+    layout, computation = Layout.of(config), Computation.of(config)
+    loss = Loss.of(config, layout.per_shard)
+    graph = model_graph(config.model, layout.per_shard)
 
     def shard_sums(params: nnx.State, shard: Batch) -> Metrics:
         model = nnx.merge(graph, params)
-        x_BSD = model.hidden(shard['tokens'], **_beside_tokens(shard))
-        nll = loss(model.before_head(x_BSD), model.head_VD, shard['labels'], shard['loss_mask'], model.head_bias_V)[1]
-        if model.order_head is None:
+        x_BTD = model.hidden(shard['tokens'], computation, **_beside_tokens(shard))
+        nll = loss(model.before_head(x_BTD), model.head_VD, shard['labels'], shard['loss_mask'], model.head_bias_V)[1]
+        if not isinstance(model, Bert):
             return {'nll': nll}
-        return {'nll': nll, 'order_nll': model.order_head.loss(x_BSD, shard['swapped'], _real_rows(shard))}
+        return {'nll': nll, 'order_nll': model.order_head.loss(x_BTD, shard['swapped'], _real_rows(shard))}
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:
-        shards = jax.tree.map(lambda x: _split(x, 1, config.mesh.data)[0], batch)
-        per_shard = jax.vmap(shard_sums, in_axes=(None, 0), spmd_axis_name='data')(gather_over_data(params, config), shards)
+        shards = jax.tree.map(lambda x: _split(x, 1, layout)[0], batch)
+        weights = gather_over_data(params, config.train.dtype, layout)
+        per_shard = jax.vmap(shard_sums, in_axes=(None, 0), spmd_axis_name='data')(weights, shards)
         sums = {name: x.sum() for name, x in per_shard.items()} | {'tokens': batch['loss_mask'].sum()}
         if 'order_nll' in sums:
             sums['rows'] = _real_rows(batch).sum()
@@ -166,26 +177,28 @@ def make_eval_step(config: Config) -> Wrapped:
     return jax.jit(eval_step, compiler_options=evaluation_options())
 
 
-def _make_shard_loss(config: Config) -> Callable[[nnx.State, nnx.State | None, Batch, jax.Array], Sums]:
-    loss = Loss.of(config)
-    graph = model_graph(config)
+def _make_shard_loss(
+    config: Config, layout: Layout
+) -> Callable[[nnx.State, nnx.State | None, Batch, jax.Array], Sums]:
+    loss, graph = Loss.of(config, layout), model_graph(config.model, layout)
+    computation = Computation.of(config)._replace(num_parts=num_parts(config))
 
-    def shard_loss(params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array) -> Sums:
-        model, layers = (nnx.merge(graph, params), None) if weights is None else _model_with_weights(graph, params, weights)
+    def shard_loss(
+        params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array
+    ) -> Sums:
+        model, layers = _model_with_weights(graph, params, weights)
         key_B = sequence_keys(key, shard['rows']) if config.model.dropout else None
-        x_BSD = model.hidden(
-            shard['tokens'],
-            **_beside_tokens(shard),
-            key_B=key_B,
-            num_parts=num_parts(config),
-            weights=layers,
+        x_BTD = model.hidden(
+            shard['tokens'], computation, **_beside_tokens(shard), key_B=key_B, weights=layers
         )
-        head_BSD = model.before_head(x_BSD)
+        head_BTD = model.before_head(x_BTD)
         with jax.named_scope('loss'):
-            objective, nll = loss(head_BSD, model.head_VD, shard['labels'], shard['weights'], model.head_bias_V)
-        if model.order_head is not None:
+            objective, nll = loss(
+                head_BTD, model.head_VD, shard['labels'], shard['weights'], model.head_bias_V
+            )
+        if isinstance(model, Bert):
             with jax.named_scope('head'):
-                objective += model.order_head.loss(x_BSD, shard['swapped'], shard['row_weights'])
+                objective += model.order_head.loss(x_BTD, shard['swapped'], shard['row_weights'])
         return objective, nll
 
     return shard_loss
@@ -195,17 +208,28 @@ def _beside_tokens(shard: Batch) -> dict[str, Any]:
     return {'position_BS': shard.get('positions'), 'segment_BS': shard.get('segment_ids'), 'type_BS': shard.get('token_types')}
 
 
-def _model_with_weights(graph: nnx.GraphDef[Decoder], params: nnx.State, weights: nnx.State) -> tuple[Decoder, Block]:
-    """The model, and what its layers compute with; each layer takes that for itself, because a loop would hold all in fp32."""
-    outside = {name: hand_on_gradients(weights[name], x) for name, x in params.items() if name != 'layers'}
-    return nnx.merge(graph, nnx.State({**params, **outside})), nnx.merge(graph, weights).layers
+def _model_with_weights(
+    graph: nnx.GraphDef[Model], params: nnx.State, weights: nnx.State | None
+) -> tuple[Model, Block | None]:
+    """The model, and what its layers compute with where that is not the parameters themselves.
+
+    Each layer takes its weights in the loop, which would otherwise hold all of them in fp32.
+    """
+    if weights is None:
+        return nnx.merge(graph, params), None
+
+    def outside_layers(declared: Parameter, slot: jax.Array, weight: jax.Array) -> jax.Array:
+        return slot if declared.is_stacked else value(weight, slot)
+
+    params = map_parameters(outside_layers, params, weights)
+    return nnx.merge(graph, params), nnx.merge(graph, weights).layers
 
 
-def _with_rows_and_weights(batch: Batch) -> Batch:
+def _with_rows_and_weights(batch: Batch, layout: Layout) -> Batch:
     # Weights that add up to one over the global batch make the mean exact however the mask is spread over the shards.
     mask_BS = batch['loss_mask']
     weights_BS = mask_BS / jnp.maximum(mask_BS.sum(), 1)
-    rows_B = jnp.arange(mask_BS.shape[0], out_sharding=layout.DATA_SHARDS)
+    rows_B = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
     made = {'weights': weights_BS, 'rows': rows_B}
     if 'swapped' in batch:
         real_B1 = _real_rows(batch)
@@ -218,8 +242,13 @@ def _real_rows(batch: Batch) -> jax.Array:
     return batch['loss_mask'].max(-1, keepdims=True)
 
 
-def _split(x_BS: jax.Array, num_microbatches: int, num_data: int) -> jax.Array:
-    """[M, D, B / (M D), ...]: each data shard cuts its own rows into microbatches, so no row moves."""
-    rows = x_BS.shape[0] // (num_microbatches * num_data)
-    x_DMBS = x_BS.reshape(num_data, num_microbatches, rows, *x_BS.shape[1:], out_sharding=layout.microbatches(x_BS))
-    return jnp.moveaxis(x_DMBS, 1, 0)
+def _split(x: jax.Array, num_microbatches: int, layout: Layout) -> jax.Array:
+    """[batch, ...] as [microbatch, data shard, rows, ...].
+
+    Each data shard cuts its own rows into microbatches, so no row moves.
+    """
+    num_data = layout.num_shards('B')
+    rows = x.shape[0] // (num_microbatches * num_data)
+    shape = num_data, num_microbatches, rows, *x.shape[1:]
+    parts = x.reshape(shape, out_sharding=layout('B' + '-' * (x.ndim + 1)))
+    return jnp.moveaxis(parts, 1, 0)

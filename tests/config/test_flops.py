@@ -7,7 +7,7 @@ import pytest
 from support import make_config
 
 from megajax.config import Config, ModelConfig, load, presets
-from megajax.config.flops import fits_flash, narayanan_flops, step_flops, uses_flash
+from megajax.counts.flops import fits_flash, narayanan_flops, step_flops, uses_flash
 
 PAPER = ['gpt2_124m', 'gpt2_345m', 'megatron_1.2b', 'megatron_2.5b', 'megatron_4.2b', 'megatron_8.3b', 'gpt3_175b']
 

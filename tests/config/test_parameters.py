@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megajax.config import ModelConfig, load, num_parameters, presets
+from megajax.config import ModelConfig, load, presets
+from megajax.counts.parameters import num_parameters
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 TABLE_1 = (CONFIGS.parent / 'megajax/plan/papers/narayanan_2021_table1.csv').read_text().splitlines()

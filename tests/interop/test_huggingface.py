@@ -22,7 +22,8 @@ from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, config_of, l
 from safetensors.numpy import load_file, save_file
 from support import by_name, gather, on_mesh
 
-from megajax.config import Config, ConfigError, num_parameters
+from megajax.config import Config, ConfigError
+from megajax.counts.parameters import num_parameters
 from megajax.interop.directories import export_huggingface, import_huggingface
 from megajax.interop.families import ARCHITECTURES, read_family, write_family
 from megajax.interop.huggingface import from_huggingface

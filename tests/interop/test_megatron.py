@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 from support import assert_close, make_config, on_mesh, relative_error, slow
 
-from megajax.config import Config, ConfigError, num_parameters
+from megajax.config import Config, ConfigError
+from megajax.counts.parameters import num_parameters
 from megajax.interop.megatron import from_megatron, to_megatron
 from megajax.model.decoder import model_graph
 from megajax.model.loss import Loss

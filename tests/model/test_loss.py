@@ -10,7 +10,7 @@ import optax
 import pytest
 from support import make_config, on_mesh, relative_error
 
-from megajax.config.chunks import CHUNK_BYTES
+from megajax.counts.chunks import CHUNK_BYTES
 from megajax.model import loss as loss_module
 from megajax.model.loss import Loss
 from megajax.parallel import layout
@@ -74,7 +74,7 @@ def test_chunks_change_nothing(place, monkeypatch):
     whole = sums_and_gradients(place, 0.1, 1e-2)
     chunks = []
     split = loss_module._chunks
-    monkeypatch.setattr('megajax.config.chunks.CHUNK_BYTES', 1)
+    monkeypatch.setattr('megajax.counts.chunks.CHUNK_BYTES', 1)
     monkeypatch.setattr(loss_module, '_chunks', lambda *a: chunks.append(split(*a)) or chunks[-1])
     chunked = sums_and_gradients(place, 0.1, 1e-2)
     assert len(chunks[0][0]) == (LENGTH // 4 if place[2] else LENGTH)  # a token of each sequence shard at a time

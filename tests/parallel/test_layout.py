@@ -5,7 +5,7 @@ import optax
 import pytest
 from support import by_name, make_config, on_mesh
 
-from megajax.config import num_parameters
+from megajax.counts.parameters import num_parameters
 from megajax.parallel.mesh import concrete
 from megajax.train.step import init_state
 

@@ -8,7 +8,7 @@ import pytest
 from support import make_config
 
 from megajax.config import Config, load
-from megajax.config.flops import step_flops
+from megajax.counts.flops import step_flops
 from megajax.hardware.gpu import GPUS
 from megajax.hlo.program import Program
 from megajax.inspect.audit import audit

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 import megajax
-from megajax.config import num_parameters, presets
+from megajax.config import presets
+from megajax.counts.parameters import num_parameters
 from megajax.plan.memory import Memory, kept_by_layer, largest_microbatch, memory
 
 GPU = 85 * 10**9

@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 from support import make_config
 
-from megajax.config import Config, ConfigError, load, num_parameters
-from megajax.config.flops import step_flops
+from megajax.config import Config, ConfigError, load
+from megajax.counts.parameters import num_parameters
+from megajax.counts.flops import step_flops
 from megajax.config.hardware import Hardware, hardware
 from megajax.plan.communication import communication
 from megajax.plan.launches import LAUNCH, launch_seconds

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from support import make_config
 
-from megajax.config.flops import step_flops
+from megajax.counts.flops import step_flops
 from megajax.train.meter import Meter, slowest
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 import megajax
-from megajax.config import num_parameters
+from megajax.counts.parameters import num_parameters
 from megajax.inspect.compile import compile_for
 
 

@@ -8,7 +8,7 @@ B sequences of the global batch, S sequence, D model, N query heads, K key/value
 
 import dataclasses
 
-from megajax.config.parameters import NUM_ORDERS
+from megajax.counts.parameters import NUM_SEGMENTS
 from megajax.config.schema import Config, ModelConfig
 
 
@@ -54,7 +54,7 @@ def _bert_heads(config: Config) -> tuple[int, int]:
     if config.model.causal:
         return 0, 0
     batch, D = config.train.batch_size, config.model.hidden_size
-    of_tokens, of_sequences = 2 * batch * config.train.seq_len * D**2, 2 * batch * D * (D + NUM_ORDERS)
+    of_tokens, of_sequences = 2 * batch * config.train.seq_len * D**2, 2 * batch * D * (D + NUM_SEGMENTS)
     others = config.mesh.model - 1
     repeated = of_sequences if config.mesh.sequence_parallel else of_tokens + of_sequences
     return of_tokens + of_sequences, 3 * others * repeated

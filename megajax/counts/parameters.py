@@ -1,0 +1,197 @@
+"""Every parameter of a model, declared once: its dims, what it is for, how it begins. Imports no jax.
+
+What happens to a parameter follows from its declaration and from nothing else: where it lies
+(`parallel/layout.py` maps letters to mesh axes), in which dtype a step computes with it, whether it
+decays, what ZeRO shards, what lint expects, how `interop` cuts it, and every count of this package.
+The letters of dims are those of `parallel/layout.py`.
+"""
+
+import dataclasses
+import enum
+import math
+from collections.abc import Iterator, Mapping
+
+from megajax.config.schema import ModelConfig
+
+NUM_SEGMENTS = 2  # of a BERT sequence: token types, and the orders they can be in
+
+
+class Role(enum.Enum):
+    """What a parameter is for."""
+
+    MATRIX = 'matrix'  # a step computes with it in train.dtype; it decays, and ZeRO shards it
+    TABLE = 'table'  # stays in fp32 and unsharded by ZeRO, and decays: a lookup, a router
+    VECTOR = 'vector'  # stays in fp32 and unsharded by ZeRO, and does not decay: norms and biases
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """The declaration of a parameter.
+
+    It begins with N(0, std) or, without `std`, with `value`. `partial` is the dim of an activation
+    that the parameter is applied along: where that dim is sharded, each shard makes a part of the
+    parameter's gradient, and the parts are added up once a step.
+    """
+
+    dims: str
+    role: Role
+    std: float = 0.0
+    value: float = 0.0
+    partial: str = ''
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies."""
+        return self.role is not Role.VECTOR
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it holds that of every layer."""
+        return self.dims.startswith('L')
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a step computes with it in `train.dtype`, and ZeRO shards it."""
+        return self.role is Role.MATRIX
+
+
+Declared = Mapping[str, 'Parameter | Declared']
+
+
+def declare(model: ModelConfig) -> Declared:
+    """The parameters of a model, by the names of the modules that hold them."""
+    std = model.init_std
+    declared: dict[str, Parameter | Declared] = {
+        'embedding': {'table': Parameter('VD', Role.MATRIX, std)},
+        'layers': stacked(_block(model)),
+        'norm': _norm(model, 'D', partial='T'),
+    }
+    if model.position == 'learned':
+        declared['position'] = {'table': Parameter('sD', Role.TABLE, std)}
+    if not model.tie_embeddings:
+        declared['head'] = Parameter('VD', Role.MATRIX, std)
+    if not model.causal:
+        declared |= _bert(model)
+    return declared
+
+
+def _block(model: ModelConfig) -> Declared:
+    std = model.init_std
+    # Each layer adds to the residual stream twice; this keeps its variance at the start (Radford et
+    # al., 2019).
+    out_std = std / (2 * model.num_layers) ** 0.5
+    attention: dict[str, Parameter | Declared] = {
+        'qkv': _linear('DKCH', std, bias='KCH' if model.qkv_bias else None),
+        'out': _linear('NhD', out_std, bias='D' if model.bias else None, partial='T'),
+    }
+    if model.qk_norm:
+        attention |= {name: _norm(model, 'h', partial='N') for name in ('query_norm', 'key_norm')}
+    up = 'UF' if model.activation == 'swiglu' else 'F'
+    return {
+        'attention_norm': _norm(model, 'D', partial='T'),
+        'attention': attention,
+        'mlp_norm': _norm(model, 'D', partial='T'),
+        'mlp': {
+            'up': _linear(f'D{up}', std, bias=up if model.bias else None),
+            'down': _linear('FD', out_std, bias='D' if model.bias else None, partial='T'),
+        },
+    }
+
+
+def _bert(model: ModelConfig) -> Declared:
+    """Token types and heads; as in Megatron-LM the square layers of the heads are unsharded."""
+    std = model.init_std
+    dense = Parameter('DE', Role.MATRIX, std, partial='T')
+    return {
+        'token_type': {'table': Parameter('OD', Role.TABLE, std)},
+        'masked_head': {
+            'dense': {'weight': dense, 'bias': Parameter('E', Role.VECTOR, partial='T')},
+            'norm': _norm(model, 'D', partial='T'),
+            'bias': Parameter('V', Role.VECTOR),
+        },
+        'order_head': {
+            'pooler': _linear('DE', std, bias='E'),
+            'classifier': _linear('DO', std, bias='O'),
+        },
+    }
+
+
+def _linear(dims: str, std: float, *, bias: str | None, partial: str = '') -> Declared:
+    """A product's weight and its bias; `partial` is that of the bias."""
+    weight = {'weight': Parameter(dims, Role.MATRIX, std)}
+    return weight | ({'bias': Parameter(bias, Role.VECTOR, partial=partial)} if bias else {})
+
+
+def _norm(model: ModelConfig, dims: str, *, partial: str) -> Declared:
+    scale = {'weight': Parameter(dims, Role.VECTOR, value=1.0, partial=partial)}
+    if model.norm == 'rmsnorm':
+        return scale
+    return scale | {'bias': Parameter(dims, Role.VECTOR, partial=partial)}
+
+
+def stacked(declared: Declared) -> Declared:
+    """The same parameters with a dim L before the others, one entry for each layer."""
+    return {
+        name: dataclasses.replace(x, dims=f'L{x.dims}') if isinstance(x, Parameter) else stacked(x)
+        for name, x in declared.items()
+    }
+
+
+def named(declared: Declared, prefix: str = '') -> Iterator[tuple[str, Parameter]]:
+    """Each parameter with its dotted name, as `layers.attention.qkv.weight`."""
+    for name, x in declared.items():
+        if isinstance(x, Parameter):
+            yield prefix + name, x
+        else:
+            yield from named(x, f'{prefix}{name}.')
+
+
+def dim_sizes(model: ModelConfig) -> dict[str, int]:
+    """The size of each letter of a parameter's dims."""
+    return {
+        'C': model.queries_per_kv + 2,
+        'D': model.hidden_size,
+        'E': model.hidden_size,
+        'F': model.ffn_size,
+        'H': model.head_dim,
+        'K': model.num_kv_heads,
+        'L': model.num_layers,
+        'N': model.num_heads,
+        'O': NUM_SEGMENTS,
+        'S': model.max_seq_len,
+        'U': 2,
+        'V': model.padded_vocab_size,
+    }
+
+
+def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of an array with these dims; a small letter has the size of its capital."""
+    return tuple(sizes[letter.upper()] for letter in dims)
+
+
+def num_elements(parameter: Parameter, sizes: Mapping[str, int], shards: Mapping[str, int]) -> int:
+    """Elements of a parameter on each device, where a letter of its dims has so many shards."""
+    sharding = math.prod(shards.get(letter, 1) for letter in parameter.dims)
+    return math.prod(shape_of(parameter.dims, sizes)) // sharding
+
+
+UNSHARDED: Mapping[str, int] = {}
+
+
+def num_parameters(
+    model: ModelConfig, *, padded: bool = False, shards: Mapping[str, int] = UNSHARDED
+) -> int:
+    """Count the model's parameters exactly, on each device where `shards` says how letters are cut.
+
+    The vocabulary is as the tokenizer has it or, if `padded`, as the arrays hold it.
+    """
+    sizes = dim_sizes(model) if padded else dim_sizes(model) | {'V': model.vocab_size}
+    return sum(num_elements(x, sizes, shards) for _, x in named(declare(model)))
+
+
+def num_matrix_parameters(
+    model: ModelConfig, *, padded: bool = False, shards: Mapping[str, int] = UNSHARDED
+) -> int:
+    """Those of `num_parameters` with which a step computes in `train.dtype`."""
+    sizes = dim_sizes(model) if padded else dim_sizes(model) | {'V': model.vocab_size}
+    return sum(num_elements(x, sizes, shards) for _, x in named(declare(model)) if x.is_matrix)

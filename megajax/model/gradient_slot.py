@@ -1,0 +1,67 @@
+"""Gradients in fp32 of weights in 16 bits, as Megatron's `main_grad` holds them.
+
+jax returns a cotangent in the dtype of its primal. So a step that computes with weights in bf16 or
+fp16 differentiates with respect to slots in fp32, zeros in the place of these weights, and the
+backward pass of `product` gives a weight's gradient to its slot.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slotted:
+    """A weight to compute with, and the fp32 slot that its gradient goes to; for products alone."""
+
+    weight: jax.Array
+    slot: jax.Array
+
+
+def separate(weights: Any) -> tuple[Any | None, Any]:
+    """The weights to compute with, if any is not in fp32, and what to differentiate by.
+
+    The latter holds a slot in the place of each weight that is not in fp32, and the others as they
+    are.
+    """
+
+    def slot(x: jax.Array) -> jax.Array:
+        if x.dtype == jnp.float32:
+            return x
+        return jnp.zeros(x.shape, jnp.float32, out_sharding=jax.typeof(x).sharding)
+
+    in_fp32 = all(x.dtype == jnp.float32 for x in jax.tree.leaves(weights))
+    return (None, weights) if in_fp32 else (weights, jax.tree.map(slot, weights))
+
+
+def pair(weights: Any, slots: Any) -> Any:
+    """`slots` with a `Slotted` in the place of each slot of a weight in another dtype."""
+
+    def join(weight: jax.Array, slot: jax.Array) -> jax.Array | Slotted:
+        return slot if weight.dtype == slot.dtype else Slotted(weight=weight, slot=slot)
+
+    return jax.tree.map(join, weights, slots)
+
+
+def value(weight: jax.Array, slot: jax.Array) -> jax.Array:
+    """The weight in fp32, with a gradient that goes to its slot."""
+    return slot if weight.dtype == slot.dtype else _first(weight, slot)
+
+
+@jax.custom_vjp
+def _first(weight: jax.Array, slot: jax.Array) -> jax.Array:
+    return weight.astype(slot.dtype)  # cast back where it is used, which XLA takes for nothing
+
+
+def _forward(weight: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:
+    return _first(weight, slot), None
+
+
+def _backward(_: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+    return None, gradient
+
+
+_first.defvjp(_forward, _backward)

@@ -1,0 +1,82 @@
+"""From the declaration of a parameter (`counts/parameters.py`) to its array."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from megajax.config import ModelConfig
+from megajax.counts.parameters import Declared, Parameter, declare, dim_sizes, shape_of
+from megajax.parallel.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """What a module makes its parameters from: their declarations, sizes and layout."""
+
+    declared: Declared
+    sizes: Mapping[str, int]
+    layout: Layout
+
+    @classmethod
+    def of(cls, model: ModelConfig, layout: Layout) -> 'Parameters':
+        """Those of a whole model."""
+        return cls(declare(model), dim_sizes(model), layout)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.declared
+
+    def __getitem__(self, name: str) -> 'Parameters':
+        """Those of the module of this name."""
+        declared = self.declared[name]
+        assert not isinstance(declared, Parameter)
+        return dataclasses.replace(self, declared=declared)
+
+    def dims(self, name: str) -> str:
+        """The dims of a parameter in one layer."""
+        declared = self.declared[name]
+        assert isinstance(declared, Parameter)
+        return declared.dims.removeprefix('L')
+
+    def make(self, name: str, key: jax.Array | None = None) -> nnx.Param[jax.Array]:
+        """The parameter in fp32, in its place on the current mesh, the same numbers on every mesh.
+
+        Inside `jax.vmap` over the layers it is that of one layer.
+        """
+        declared = self.declared[name]
+        assert isinstance(declared, Parameter)
+        dims = self.dims(name)
+        shape, spec = shape_of(dims, self.sizes), self.layout(dims)
+        if declared.std:
+            assert key is not None
+            value = declared.std * jax.random.normal(key, shape, jnp.float32, out_sharding=spec)
+        else:
+            value = jnp.full(shape, declared.value, jnp.float32, out_sharding=spec)
+        return nnx.Param(value, declared=declared)
+
+    def maybe(self, name: str) -> nnx.Param[jax.Array] | None:
+        """A parameter without randomness, where it is declared."""
+        return self.make(name) if name in self else None
+
+
+def map_parameters(function: Callable[..., Any], params: Any, *others: Any) -> Any:
+    """`function(declared, x, ...)` of each parameter x, with arrays from trees like `params`."""
+
+    def apply(param: nnx.Variable[jax.Array], *rest: Any) -> nnx.Variable[jax.Array]:
+        rest = tuple(x.get_value() if isinstance(x, nnx.Variable) else x for x in rest)
+        return param.replace(function(param.declared, param.get_value(), *rest))
+
+    return jax.tree.map(apply, params, *others, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def cast_matrices(params: Any, dtype: DTypeLike, layout: Layout) -> Any:
+    """The parameters with each matrix in `dtype`, placed as the computation has it."""
+
+    def cast(declared: Parameter, x: jax.Array) -> jax.Array:
+        return jax.reshard(x.astype(dtype), layout(declared.dims)) if declared.is_matrix else x
+
+    return map_parameters(cast, params)

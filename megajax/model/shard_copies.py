@@ -1,0 +1,66 @@
+"""Replicated parameters that are applied along a sharded dim of an activation: norms, biases after
+a row-parallel product, and the dense layer of BERT's masked-LM head.
+
+Each shard then makes a part of the parameter's gradient. `copy_to_shards` gives each shard a copy
+of its own, so that the parts are added up over all microbatches before they are reduced, once a
+step, as Megatron does.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.counts.parameters import Parameter
+from megajax.model.parameters import map_parameters
+from megajax.parallel.layout import Layout
+
+
+def along_last(vector: jax.Array, x: jax.Array, dims: str, layout: Layout) -> jax.Array:
+    """A vector in a shape that broadcasts against x, whose last two dims are `dims`, as `TD`.
+
+    The vector is [D], or its copies [T, D], one for each shard of T.
+    """
+    if vector.ndim == 1:
+        return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
+    sharded, last = dims
+    copies, size = vector.shape
+    length = x.shape[-2]
+    spread = lax.broadcast_in_dim(
+        vector, (copies, length // copies, size), (0, 2), out_sharding=layout(f'{sharded}-{last}')
+    )
+    spread = spread.reshape(length, size, out_sharding=layout(dims))
+    return jnp.expand_dims(spread, tuple(range(x.ndim - 2)))
+
+
+def copy_to_shards(params: Any, layout: Layout) -> Any:
+    """The parameters, with a dim before the last in those that have copies."""
+
+    def copy(declared: Parameter, x: jax.Array) -> jax.Array:
+        dims = copied_dims(declared, layout)
+        if dims == declared.dims:
+            return x
+        shape = (*x.shape[:-1], layout.num_shards(declared.partial), x.shape[-1])
+        kept = (*range(x.ndim - 1), x.ndim)
+        return lax.broadcast_in_dim(x, shape, kept, out_sharding=layout(dims))
+
+    return map_parameters(copy, params)
+
+
+def add_copies(gradients: Any, layout: Layout) -> Any:
+    """The gradients of `copy_to_shards(params)` as those of `params`."""
+
+    def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
+        if copied_dims(declared, layout) == declared.dims:
+            return gradient
+        return gradient.sum(-2)  # all-reduce over model, once a step
+
+    return map_parameters(add, gradients)
+
+
+def copied_dims(declared: Parameter, layout: Layout) -> str:
+    """The dims of a parameter with its copies: `LTD` for `LD` that is applied along a sharded T."""
+    if not declared.partial or layout.num_shards(declared.partial) == 1:
+        return declared.dims
+    return f'{declared.dims[:-1]}{declared.partial}{declared.dims[-1]}'
