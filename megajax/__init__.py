@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megajax.config import load as load
     from megajax.inspect import inspect as inspect
     from megajax.model.transformer import Decoder as Decoder
+    from megajax.model.transformer import LanguageModel as LanguageModel
     from megajax.parallel.mesh import make_mesh as make_mesh
     from megajax.plan import plan as plan
     from megajax.train.feed import place_batch as place_batch
@@ -24,6 +25,7 @@ _HOMES = {
     'Config': 'megajax.config',
     'ConfigError': 'megajax.config',
     'Decoder': 'megajax.model.transformer',
+    'LanguageModel': 'megajax.model.transformer',
     'TrainState': 'megajax.train.step',
     'init_state': 'megajax.train.step',
     'load': 'megajax.config',

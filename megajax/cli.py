@@ -17,8 +17,8 @@ from megajax.cli_generate import evaluate, generate
 from megajax.cli_interop import export_app, import_app
 from megajax.cli_plan import plan_app
 from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, presets
-from megajax.counts.parameters import num_parameters
 from megajax.config.outputs import check_outputs
+from megajax.counts.parameters import num_parameters
 from megajax.parallel.signals import leave_when_asked
 from megajax.train.named import config_of_overrides
 

@@ -8,8 +8,8 @@ B sequences of the global batch, S sequence, D model, N query heads, K key/value
 
 import dataclasses
 
-from megajax.counts.parameters import NUM_SEGMENTS
 from megajax.config.schema import Config, ModelConfig
+from megajax.counts.parameters import NUM_SEGMENTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

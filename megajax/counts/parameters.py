@@ -8,11 +8,15 @@ The letters of dims are those of `parallel/layout.py`.
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from megajax.config.schema import ModelConfig
 
+SHARDED_BY_MEGATRON = 'VFNK'  # the dims of weights and biases that it cuts over its ranks
+UNSHARDED: Mapping[str, int] = {}
 NUM_SEGMENTS = 2  # of a BERT sequence: token types, and the orders they can be in
 
 
@@ -169,29 +173,39 @@ def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(sizes[letter.upper()] for letter in dims)
 
 
-def num_elements(parameter: Parameter, sizes: Mapping[str, int], shards: Mapping[str, int]) -> int:
+def num_elements(
+    parameter: Parameter, sizes: Mapping[str, int], shards: Mapping[str, int] = UNSHARDED
+) -> int:
     """Elements of a parameter on each device, where a letter of its dims has so many shards."""
     sharding = math.prod(shards.get(letter, 1) for letter in parameter.dims)
     return math.prod(shape_of(parameter.dims, sizes)) // sharding
 
 
-UNSHARDED: Mapping[str, int] = {}
+class Counts(NamedTuple):
+    """Numbers of parameters: those that a step computes with in `train.dtype`, and all."""
+
+    matrices: int
+    all: int
 
 
-def num_parameters(
-    model: ModelConfig, *, padded: bool = False, shards: Mapping[str, int] = UNSHARDED
-) -> int:
-    """Count the model's parameters exactly, on each device where `shards` says how letters are cut.
+@functools.cache
+def count(model: ModelConfig, shards: tuple[tuple[str, int], ...] = ()) -> Counts:
+    """The parameters as the arrays hold them, on each device where letters have so many shards."""
+    found = [
+        (parameter.is_matrix, num_elements(parameter, dim_sizes(model), dict(shards)))
+        for _, parameter in named(declare(model))
+    ]
+    matrices = sum(size for is_matrix, size in found if is_matrix)
+    return Counts(matrices, sum(size for _, size in found))
 
-    The vocabulary is as the tokenizer has it or, if `padded`, as the arrays hold it.
-    """
+
+def megatron_counts(model: ModelConfig, ranks: int) -> Counts:
+    """Those of a rank of Megatron's, where a key/value head lies on one rank at least."""
+    whole_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
+    return count(whole_heads, tuple((letter, ranks) for letter in SHARDED_BY_MEGATRON))
+
+
+def num_parameters(model: ModelConfig, *, padded: bool = False) -> int:
+    """Count the model's parameters exactly, as the tokenizer's vocabulary or the padded one has them."""
     sizes = dim_sizes(model) if padded else dim_sizes(model) | {'V': model.vocab_size}
-    return sum(num_elements(x, sizes, shards) for _, x in named(declare(model)))
-
-
-def num_matrix_parameters(
-    model: ModelConfig, *, padded: bool = False, shards: Mapping[str, int] = UNSHARDED
-) -> int:
-    """Those of `num_parameters` with which a step computes in `train.dtype`."""
-    sizes = dim_sizes(model) if padded else dim_sizes(model) | {'V': model.vocab_size}
-    return sum(num_elements(x, sizes, shards) for _, x in named(declare(model)) if x.is_matrix)
+    return sum(num_elements(parameter, sizes) for _, parameter in named(declare(model)))

@@ -16,7 +16,7 @@ from megajax.generate.cache import KeysValues, decode, prefill, write
 from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
 from megajax.generate.weights import Weights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
-from megajax.model.transformer import Decoder
+from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 
 NO_TOKEN = -1
@@ -118,7 +118,7 @@ class Engine:
         return new._replace(caches=caches), token_B
 
     def _sample(
-        self, decoder: Decoder, x_B1D: jax.Array, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
+        self, decoder: LanguageModel, x_B1D: jax.Array, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
     ) -> tuple[Rows, jax.Array]:
         """The token after that at `rows.slot`, which x_B1D is the last layer's view of, or NO_TOKEN in a row that has ended."""
         with jax.named_scope('head'):

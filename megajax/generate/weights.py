@@ -13,7 +13,7 @@ from flax import nnx
 from megajax.config import Config, ConfigError
 from megajax.model.block import Block
 from megajax.model.parameters import cast_matrices
-from megajax.model.transformer import Decoder, model_graph
+from megajax.model.transformer import LanguageModel, model_graph
 from megajax.parallel.layout import Layout
 
 
@@ -54,13 +54,13 @@ def _maker(config: Config) -> Any:
     return jax.jit(make)
 
 
-def graphs(config: Config) -> tuple[nnx.GraphDef[Decoder], nnx.GraphDef[Block]]:
+def graphs(config: Config) -> tuple[nnx.GraphDef[LanguageModel], nnx.GraphDef[Block]]:
     """The graph definitions to `nnx.merge` with.
 
     `Weights.rest` goes into a decoder without layers, each of `Weights.layers` into a block.
     """
     layout, key = Layout.of(config), jax.random.key(0)
-    decoder = jax.eval_shape(lambda: Decoder(config.model, layout, key=key))
+    decoder = jax.eval_shape(lambda: LanguageModel(config.model, layout, key=key))
     layers = decoder.layers
     del decoder.layers
     return nnx.graphdef(decoder), nnx.graphdef(layers)

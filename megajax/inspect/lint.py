@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from megajax.config import Config
+from megajax.counts.parameters import SHARDED_BY_MEGATRON, declare, named
 from megajax.hlo.collectives import Collective
 from megajax.hlo.permutes import fault
 from megajax.hlo.program import Program
@@ -16,8 +17,6 @@ from megajax.miscompiles import confirmed, detect_in
 from megajax.train.placements import Placement
 
 REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard than to hold
-# What Megatron holds whole on every device: vectors that act on the residual stream, learned positions, BERT's heads.
-WHOLE_IN_MEGATRON = ('norm', 'attention.out.bias', 'mlp.down.bias', 'position.table', 'token_type.table', 'masked_head.dense', 'order_head')
 
 
 def lint(
@@ -57,10 +56,13 @@ def _error(rule: str, message: str) -> Finding:
 
 
 def _replicated(config: Config, compiled: CompiledStep) -> Iterator[Finding]:
+    declared = dict(named(declare(config.model)))
     for one in replicated_over_model(compiled):
-        if one.bytes_per_device > REPLICATED_LIMIT and not any(name in one.name for name in WHOLE_IN_MEGATRON):
+        dims = declared[one.name].dims
+        if one.bytes_per_device > REPLICATED_LIMIT and any(dim in SHARDED_BY_MEGATRON for dim in dims):
             message = (
-                f'{one} is whole on each of the {config.mesh.model} devices of a model group: give it a spec over `model` in layout.py'
+                f'{one} is whole on each of the {config.mesh.model} devices of a model group: '
+                f'map one of its dims, {dims}, to `model` in layout.py'
             )
             yield _error('replicated parameter', message)
 
@@ -89,10 +91,11 @@ def _reduced_twice(config: Config, placed: Sequence[Collective], wanted: Sequenc
 
 
 def _gathered_weights(config: Config, compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
-    weights = dict[tuple[int, ...], str]()
+    weights, declared = dict[tuple[int, ...], str](), dict(named(declare(config.model)))
     for parameter in compiled.parameters:
         if 'model' in parameter.axes:
-            shapes = [parameter.shape, parameter.shape[1:]] if parameter.name.startswith('layers.') else [parameter.shape]
+            stacked = declared[parameter.name].is_stacked
+            shapes = [parameter.shape, parameter.shape[1:]] if stacked else [parameter.shape]
             weights |= {dims: parameter.name for shape in shapes for dims in _spellings(shape)}
     tokens = config.microbatch_rows * config.train.seq_len
     for one in placed:

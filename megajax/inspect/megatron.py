@@ -9,7 +9,14 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config
-from megajax.counts.parameters import num_matrix_parameters, num_parameters
+from megajax.counts.parameters import (
+    Counts,
+    declare,
+    dim_sizes,
+    megatron_counts,
+    named,
+    num_elements,
+)
 from megajax.hlo.program import Array
 from megajax.hlo.transfers import ring_bytes
 from megajax.inspect.result import Phase
@@ -106,27 +113,23 @@ def _loss(config: Config) -> Iterator[Expected]:
 
 def _vectors(config: Config) -> Iterator[Expected]:
     """Gradients of replicated vectors of which each device sees a part: of the sequence, or of the heads."""
-    model = config.model
-    per_norm = 2 if model.norm == 'layernorm' else 1
-    sizes = [model.head_dim] * 2 * per_norm * model.num_layers if model.qk_norm else []
-    if config.mesh.sequence_parallel:
-        vectors = (2 * model.num_layers + 1) * per_norm + (2 * model.num_layers if model.bias else 0)
-        sizes += [model.hidden_size] * vectors
-        if not model.causal:  # of the masked-LM head: dense and norm
-            sizes += [model.hidden_size**2, (1 + per_norm) * model.hidden_size]
-    if sizes:
-        array = Array('f32', (sum(sizes),))
+    heads = [x for _, x in named(declare(config.model)) if x.partial == 'N']
+    tokens = [x for _, x in named(declare(config.model)) if x.partial == 'T']
+    partial = heads + (tokens if config.mesh.sequence_parallel else [])
+    if partial:
+        sizes = dim_sizes(config.model)
+        array = Array('f32', (sum(num_elements(x, sizes) for x in partial),))
         yield Expected(site=Site('gradients', 'step', 'model'), kind=REDUCE, array=array, times=1, size=config.mesh.model)
 
 
-def over_data(config: Config, *, whole_heads: bool = True) -> Iterator[Expected]:
-    """Once a step; with ZeRO-1, matrices are reduced to their parts and gathered for the next step. See `num_parameters`."""
+def over_data(config: Config, counts: Counts | None = None) -> Iterator[Expected]:
+    """Once a step; with ZeRO-1, matrices are reduced to their parts and gathered for the next step.
+
+    `counts` are the parameters of a device, by default as Megatron shards them.
+    """
     if config.mesh.data == 1:
         return
-    matrices, every = (
-        count(config.model, padded=True, shards=config.mesh.model, whole_heads=whole_heads)
-        for count in (num_matrix_parameters, num_parameters)
-    )
+    matrices, every = counts or megatron_counts(config.model, config.mesh.model)
 
     def send(name: str, kind: str, dtype: str, count: int) -> Expected:
         return Expected(site=Site(name, 'step', 'data'), kind=kind, array=Array(dtype, (count,)), times=1, size=config.mesh.data)

@@ -1,10 +1,12 @@
 """Which part of the training step a collective belongs to: by the named scopes in its path, and gradients by their shape."""
 
+import functools
 import re
 from math import prod
 from typing import NamedTuple
 
-from megajax.config import Config
+from megajax.config import Config, ModelConfig
+from megajax.counts.parameters import declare, dim_sizes, named, shape_of
 from megajax.hlo.collectives import Collective
 from megajax.inspect.result import Phase
 
@@ -28,7 +30,7 @@ def site_of(one: Collective, config: Config) -> Site:
         return Site('metrics', 'step', one.axis)
     words = re.findall(r'[\w.]+', one.op_name)
     found = next((scope for scope in _SCOPES if scope in words), None)
-    if 'data_parallel' in words or (found != 'loss' and _is_gradient_of_vector(one, words, config)):
+    if 'data_parallel' in words or (found != 'loss' and _is_partial_gradient(one, words, config)):
         return Site('gradients', 'step', one.axis)
     if 'data' in one.axes and one.kind in ('all-reduce', 'reduce-scatter'):
         return Site('gradients', 'step', one.axis)
@@ -52,14 +54,27 @@ def phase_of(op_name: str) -> Phase:
     return 'backward' if 'transpose(' in op_name else 'forward'
 
 
-def _is_gradient_of_vector(one: Collective, words: list[str], config: Config) -> bool:
-    # XLA joins these small arrays in one buffer, whose parts may have the path of another array or none. The loss's numbers, one for each
-    # token, can be as many; as part of what the head makes they have both names.
+def _is_partial_gradient(one: Collective, words: list[str], config: Config) -> bool:
+    """Whether it adds up the gradient of a parameter whose shards make parts of it.
+
+    XLA joins these small arrays in one buffer, whose parts may have the path of another array or
+    none. The loss's numbers, one for each token, can be as many; as part of what the head makes
+    they have both names.
+    """
     dims = one.operand.dims
-    if 'loss' in words and len(dims) > 1 and prod(dims) == config.microbatch_rows * config.train.seq_len:
+    tokens = config.microbatch_rows * config.train.seq_len
+    if 'loss' in words and len(dims) > 1 and prod(dims) == tokens:
         return False
-    sizes = {config.model.hidden_size, config.model.head_dim}
-    sizes |= {config.model.num_layers * size for size in sizes}
-    if not config.model.causal:  # the dense layer of BERT's masked-LM head, whole on each device too
-        sizes.add(config.model.hidden_size**2)
-    return one.kind == 'all-reduce' and one.operand.dtype == 'f32' and prod(one.operand.shape) in sizes
+    is_sum = one.kind == 'all-reduce' and one.operand.dtype == 'f32'
+    return is_sum and prod(one.operand.shape) in _partial_sizes(config.model)
+
+
+@functools.cache
+def _partial_sizes(model: ModelConfig) -> frozenset[int]:
+    """Elements of the parameters that are applied along a sharded dim, of all layers and of one."""
+    sizes, found = dim_sizes(model), set[int]()
+    for _, parameter in named(declare(model)):
+        if parameter.partial:
+            size = prod(shape_of(parameter.dims, sizes))
+            found |= {size, size // model.num_layers} if parameter.is_stacked else {size}
+    return frozenset(found)

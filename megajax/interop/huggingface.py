@@ -8,7 +8,18 @@ import numpy as np
 from flax import nnx
 
 from megajax.config import Config, ConfigError, ModelConfig
-from megajax.interop.pieces import Pieces, Shape, check, check_finite, dims_here, make_pieces, place, shapes_of
+from megajax.interop.pieces import (
+    Piece,
+    Pieces,
+    Shape,
+    check,
+    check_finite,
+    dims_here,
+    make_pieces,
+    place,
+    shapes_of,
+    tensors_of,
+)
 from megajax.train.open import abstract_params
 
 HEAD = 'lm_head.weight'
@@ -24,7 +35,7 @@ GATE, UP = slice(0, 1), slice(1, 2)
 
 
 class There(NamedTuple):
-    """A tensor there: its name, where {} is the layer, its dims, and which columns C of the parameter here it is."""
+    """A tensor there: its name, where {} is the layer, its dims, and which columns C, or of gate and up U, of the parameter here it is."""
 
     name: str
     dims: str
@@ -72,12 +83,12 @@ LLAMA = {
     'layers.attention.out.bias': [There('model.layers.{}.self_attn.o_proj.bias', 'D')],
     'layers.mlp_norm.weight': [There('model.layers.{}.post_attention_layernorm.weight', 'D')],
     'layers.mlp.up.weight': [
-        There('model.layers.{}.mlp.gate_proj.weight', '(CF)D', GATE),
-        There('model.layers.{}.mlp.up_proj.weight', '(CF)D', UP),
+        There('model.layers.{}.mlp.gate_proj.weight', '(UF)D', GATE),
+        There('model.layers.{}.mlp.up_proj.weight', '(UF)D', UP),
     ],
     'layers.mlp.up.bias': [
-        There('model.layers.{}.mlp.gate_proj.bias', '(CF)', GATE),
-        There('model.layers.{}.mlp.up_proj.bias', '(CF)', UP),
+        There('model.layers.{}.mlp.gate_proj.bias', '(UF)', GATE),
+        There('model.layers.{}.mlp.up_proj.bias', '(UF)', UP),
     ],
     'layers.mlp.down.weight': [There('model.layers.{}.mlp.down_proj.weight', 'DF')],
     'layers.mlp.down.bias': [There('model.layers.{}.mlp.down_proj.bias', 'D')],
@@ -127,16 +138,24 @@ MEGATRON_BERT = {
 
 def huggingface_pieces(model: ModelConfig, shapes: Mapping[str, Shape]) -> Pieces:
     """What each parameter is made of in a family's tensors; the padding of the vocabulary is in none."""
-    table = MEGATRON_BERT if not model.causal else GPT2 if model.position == 'learned' else LLAMA
-    vocab = slice(0, model.vocab_size)
-    return {
-        path: [
-            piece
-            for there in table[path]
-            for piece in make_pieces(there.name, there.dims, dims_here(path, shape), shape, {'C': there.columns, 'V': vocab})
-        ]
-        for path, shape in shapes.items()
-    }
+    tables = {'bert': MEGATRON_BERT, 'gpt2': GPT2, 'llama': LLAMA}
+    family = _family(model)
+    dims, vocab = dims_here(model), slice(0, model.vocab_size)
+
+    def pieces(path: str, shape: Shape) -> list[Piece]:
+        found = []
+        for there in tensors_of(tables[family], path, family):
+            ranges = {'C': there.columns, 'U': there.columns, 'V': vocab}
+            found += make_pieces(there.name, there.dims, dims[path], shape, ranges)
+        return found
+
+    return {path: pieces(path, shape) for path, shape in shapes.items()}
+
+
+def _family(model: ModelConfig) -> str:
+    if model.objective == 'masked_lm':
+        return 'bert'
+    return 'gpt2' if model.position == 'learned' else 'llama'
 
 
 def from_huggingface(config: Config, tensors: Mapping[str, np.ndarray], *, source: str) -> nnx.State:
@@ -153,8 +172,7 @@ def from_huggingface(config: Config, tensors: Mapping[str, np.ndarray], *, sourc
 
 def _named_as_saved(model: ModelConfig, tensors: Mapping[str, np.ndarray], source: str) -> dict[str, np.ndarray]:
     """The tensors by the names that `save_pretrained` of the whole model gives them, and without what nobody reads."""
-    gpt2 = model.causal and model.position == 'learned'
-    bare = gpt2 and not any(name.startswith('transformer.') for name in tensors)  # as it was released
+    bare = _family(model) == 'gpt2' and not any(name.startswith('transformer.') for name in tensors)  # as it was released
     named = {f'transformer.{name}' if bare and name != HEAD else name: x for name, x in tensors.items() if not BUFFERS.fullmatch(name)}
     for copy in TIED.keys() & named.keys() if model.tie_embeddings else ():
         name, x = next(((name, x) for name, x in named.items() if name.endswith(TIED[copy])), ('', None))

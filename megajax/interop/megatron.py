@@ -4,7 +4,8 @@ Its arrays are named as in its local layer specification (that of Transformer En
 `linear_fc1`). Its linear weights are [out, in], and each layer has names of its own. Heads and gates come in the same order on both
 sides: `linear_qkv` by key/value head, [queries, key, value] x head dim each, `linear_fc1` of SwiGLU [gate, up].
 
-The letters are those of `pieces.py`; a dim in TENSOR_PARALLEL is cut over the ranks of a tensor-parallel group, in equal parts.
+The letters are those of `parallel/layout.py`; a dim in
+SHARDED_BY_MEGATRON is cut over the ranks of a tensor-parallel group, in equal parts.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ import numpy as np
 from flax import nnx
 
 from megajax.config import Config, ConfigError, ModelConfig
-from megajax.interop.pieces import Pieces, Shape, check, cut, dims_here, make_pieces, name_of, place, shapes_of
+from megajax.counts.parameters import SHARDED_BY_MEGATRON
+from megajax.interop.pieces import Pieces, Shape, check, cut, dims_here, make_pieces, name_of, place, shapes_of, tensors_of
 from megajax.train.open import abstract_params
 
 # The parameter here: (megatron-core's name, where {} is the layer; its dims)
@@ -34,15 +36,14 @@ NAMES: dict[str, tuple[str, str]] = {
     'layers.attention.out.bias': ('decoder.layers.{}.self_attention.linear_proj.bias', 'D'),
     'layers.mlp_norm.weight': ('decoder.layers.{}.pre_mlp_layernorm.weight', 'D'),
     'layers.mlp_norm.bias': ('decoder.layers.{}.pre_mlp_layernorm.bias', 'D'),
-    'layers.mlp.up.weight': ('decoder.layers.{}.mlp.linear_fc1.weight', '(CF)D'),
-    'layers.mlp.up.bias': ('decoder.layers.{}.mlp.linear_fc1.bias', '(CF)'),
+    'layers.mlp.up.weight': ('decoder.layers.{}.mlp.linear_fc1.weight', '(UF)D'),
+    'layers.mlp.up.bias': ('decoder.layers.{}.mlp.linear_fc1.bias', '(UF)'),
     'layers.mlp.down.weight': ('decoder.layers.{}.mlp.linear_fc2.weight', 'DF'),
     'layers.mlp.down.bias': ('decoder.layers.{}.mlp.linear_fc2.bias', 'D'),
     'norm.weight': ('decoder.final_layernorm.weight', 'D'),
     'norm.bias': ('decoder.final_layernorm.bias', 'D'),
     'head': ('output_layer.weight', 'VD'),
 }
-TENSOR_PARALLEL = 'VKNF'
 KEYS = 'model.num_layers, norm, position, qk_norm, bias, qkv_bias and tie_embeddings decide which there are'
 
 
@@ -72,18 +73,18 @@ def megatron_pieces(
     model: ModelConfig, shapes: Mapping[str, Shape], *, rank: int = 0, ranks: int = 1, vocab_rows: int | None = None
 ) -> Pieces:
     """What each parameter is made of, on one rank of a tensor-parallel group; `vocab_rows` are those of all ranks, padding too."""
-    if not model.causal:
+    if model.objective != 'next_token':
         raise ConfigError(f'model.objective={model.objective}: only models of next tokens are read and written as Megatron-LM has them')
     rows = (vocab_rows or model.vocab_size) // ranks
     if model.num_kv_heads % ranks or model.ffn_size % ranks:
         raise ConfigError(
             f'{ranks} tensor-parallel ranks must divide model.num_kv_heads={model.num_kv_heads} and model.ffn_size={model.ffn_size}'
         )
-    pieces = {}
+    pieces, dims = {}, dims_here(model)
     for path, shape in shapes.items():
-        (name, there), here = NAMES[path], dims_here(path, shape)
+        (name, there), here = tensors_of(NAMES, path, 'Megatron-LM'), dims[path]
         ends = dict(zip(here, shape, strict=True))
-        parts = {dim: (end // ranks, end) for dim, end in ends.items() if dim in TENSOR_PARALLEL} | {'V': (rows, model.vocab_size)}
+        parts = {dim: (end // ranks, end) for dim, end in ends.items() if dim in SHARDED_BY_MEGATRON} | {'V': (rows, model.vocab_size)}
         ranges = {dim: slice(min(rank * part, end), min((rank + 1) * part, end)) for dim, (part, end) in parts.items()}
         pieces[path] = make_pieces(name, there, here, shape, ranges, {'V': rows})
     return pieces

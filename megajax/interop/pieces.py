@@ -4,8 +4,7 @@ A parameter here is one array, its layers stacked and its fused products whole; 
 tensor-parallel rank in an array of its own. A `Piece` says where one of those lies in a parameter, so that import and export are
 the same table read in two directions, and one device's shard can be filled without the rest.
 
-L layers, D model, N query heads, K key/value heads, C columns of a head group (queries, key, value) or gate and up, H head dim,
-F feed-forward, V vocabulary, S positions; of BERT's heads E made dims, O token types and orders of the segments.
+Dims are written in the letters of `parallel/layout.py`.
 """
 
 import math
@@ -14,54 +13,21 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from megajax.config import ConfigError
+from megajax.config import ConfigError, ModelConfig
+from megajax.counts.parameters import declare, named
 
 TILE = 16  # elements: of fp32 a cache line, which makes a transposition in numpy several times as fast
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 ALIGNMENT = 64  # bytes; a CPU device takes a block that is aligned so as it is, without a copy
-
-HERE = {
-    'embedding.table': 'VD',
-    'position.table': 'SD',
-    'layers.attention_norm.weight': 'LD',
-    'layers.attention_norm.bias': 'LD',
-    'layers.attention.qkv.weight': 'LDKCH',
-    'layers.attention.qkv.bias': 'LKCH',
-    'layers.attention.query_norm.weight': 'LH',
-    'layers.attention.query_norm.bias': 'LH',
-    'layers.attention.key_norm.weight': 'LH',
-    'layers.attention.key_norm.bias': 'LH',
-    'layers.attention.out.weight': 'LNHD',
-    'layers.attention.out.bias': 'LD',
-    'layers.mlp_norm.weight': 'LD',
-    'layers.mlp_norm.bias': 'LD',
-    'layers.mlp.up.weight': 'LDCF',
-    'layers.mlp.up.bias': 'LCF',
-    'layers.mlp.down.weight': 'LFD',
-    'layers.mlp.down.bias': 'LD',
-    'norm.weight': 'D',
-    'norm.bias': 'D',
-    'head': 'VD',
-    'token_type.table': 'OD',
-    'masked_head.dense.weight': 'DE',
-    'masked_head.dense.bias': 'E',
-    'masked_head.norm.weight': 'D',
-    'masked_head.norm.bias': 'D',
-    'masked_head.bias': 'V',
-    'order_head.pooler.weight': 'DE',
-    'order_head.pooler.bias': 'E',
-    'order_head.classifier.weight': 'DO',
-    'order_head.classifier.bias': 'O',
-}
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -84,12 +50,19 @@ class Piece(NamedTuple):
 
 
 Pieces = Mapping[str, Sequence[Piece]]  # by the name of the parameter here
+Entry = TypeVar('Entry')  # of a table of another format's tensors
 
 
-def dims_here(path: str, shape: Shape) -> str:
-    """The dims of a parameter; those of an MLP without a gate have no C."""
-    dims = HERE[path]
-    return dims if len(dims) == len(shape) else dims.replace('C', '')
+def dims_here(model: ModelConfig) -> dict[str, str]:
+    """The dims of each parameter of a model, all in capitals."""
+    return {name: parameter.dims.upper() for name, parameter in named(declare(model))}
+
+
+def tensors_of(table: Mapping[str, Entry], name: str, of: str) -> Entry:
+    """What a parameter is in another format. Raises ConfigError where that `of` has no such thing."""
+    if name not in table:
+        raise ConfigError(f'{name}: {of} has no tensor for this parameter')
+    return table[name]
 
 
 def make_pieces(

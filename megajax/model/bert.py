@@ -34,11 +34,12 @@ class UnshardedLinear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         weight = self.weight[...]
-        if weight.ndim == 3:
-            y = self._with_copies(x, weight)
-        else:
-            y = product(self.equation, x, weight, self.layout, x.dtype)
+        has_copies = weight.ndim > len(self.weight.declared.dims)
+        y = self._with_copies(x, weight) if has_copies else self._product(x, weight)
         return add_bias(y, along_last(self.bias[...], y, f'{self.rows[-1]}E', self.layout))
+
+    def _product(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return product(self.equation, x, weight, self.layout, x.dtype)
 
     def _with_copies(self, x_BTD: jax.Array, weight_DTE: jax.Array) -> jax.Array:
         batch, length, size = x_BTD.shape

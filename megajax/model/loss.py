@@ -27,9 +27,9 @@ class Loss:
     """
 
     vocab_size: int
-    label_smoothing: float
-    z_loss: float
     layout: Layout
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> 'Loss':

@@ -37,6 +37,9 @@ class Computation(NamedTuple):
         return cls(config.train.dtype, config.train.recompute)
 
 
+IN_FP32 = Computation()
+
+
 class Transformer(nnx.Module):
     """GPT-2, Llama, Qwen3 and Megatron's GPT and BERT without their heads.
 
@@ -149,14 +152,9 @@ class Transformer(nnx.Module):
         xs_BTD = self.run_layers(xs_BTD, run_block, weights=weights)
         return self.finish(xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD))
 
-    @property
-    def head_VD(self) -> jax.Array:
-        """The weight that makes logits: that of the embedding, where a model has none of its own."""
-        return self.embedding.table[...]
 
-
-class Decoder(Transformer):
-    """A transformer with a language-model head: what comes next."""
+class LanguageModel(Transformer):
+    """A transformer with a head that says what comes next."""
 
     def __init__(self, config: ModelConfig, layout: Layout, *, key: jax.Array):
         super().__init__(config, layout, key=key)
@@ -164,22 +162,39 @@ class Decoder(Transformer):
         head_key = jax.random.split(key, 4)[3]
         self.head = parameters.make('head', head_key) if 'head' in parameters else None
 
+    def __call__(
+        self,
+        token_BS: jax.Array,
+        computation: Computation = IN_FP32,
+        *,
+        position_BS: jax.Array | None = None,
+        segment_BS: jax.Array | None = None,
+        type_BS: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits [B, S, V] in fp32, sharded over V; those of padding are the lowest number."""
+        rows = {'position_BS': position_BS, 'segment_BS': segment_BS, 'type_BS': type_BS}
+        x_BTD = self.before_head(self.hidden(token_BS, computation, **rows))
+        with jax.named_scope('head'):
+            x_BSD = jax.reshard(x_BTD, self.layout('BSD'))  # f: nothing (SP: all-gather)
+            loss = Loss(vocab_size=self.config.vocab_size, layout=self.layout)
+            return loss.logits(x_BSD, self.head_VD.T, self.head_bias_V)
+
     @property
     def head_VD(self) -> jax.Array:
         """The weight that makes logits: the embedding table where it is tied."""
         return self.embedding.table[...] if self.head is None else self.head[...]
-
-    def before_head(self, x_BTD: jax.Array) -> jax.Array:
-        """What the head makes logits of, from `hidden`."""
-        return x_BTD
 
     @property
     def head_bias_V(self) -> jax.Array | None:
         """What is added to the logits."""
         return None
 
+    def before_head(self, x_BTD: jax.Array) -> jax.Array:
+        """What the head makes logits of, from `hidden`."""
+        return x_BTD
 
-class Bert(Transformer):
+
+class Bert(LanguageModel):
     """A transformer with BERT's heads: masked tokens, and sentence-order prediction."""
 
     def __init__(self, config: ModelConfig, layout: Layout, *, key: jax.Array):
@@ -200,35 +215,18 @@ class Bert(Transformer):
         return self.masked_head.bias[...]
 
 
-Model = Decoder | Bert
+Decoder = LanguageModel  # its name in the first release
 
 
-def make_model(config: ModelConfig, layout: Layout, *, key: jax.Array) -> Model:
+def make_model(config: ModelConfig, layout: Layout, *, key: jax.Array) -> LanguageModel:
     """The model of `config.objective`."""
-    return (Decoder if config.objective == 'next_token' else Bert)(config, layout, key=key)
+    kind = LanguageModel if config.objective == 'next_token' else Bert
+    return kind(config, layout, key=key)
 
 
-def model_graph(config: ModelConfig, layout: Layout) -> nnx.GraphDef[Model]:
+def model_graph(config: ModelConfig, layout: Layout) -> nnx.GraphDef[LanguageModel]:
     """The model without its parameters, for `nnx.merge`."""
     return nnx.graphdef(jax.eval_shape(lambda: make_model(config, layout, key=jax.random.key(0))))
-
-
-def logits(
-    model: Model,
-    token_BS: jax.Array,
-    computation: Computation,
-    loss: Loss,
-    *,
-    position_BS: jax.Array | None = None,
-    segment_BS: jax.Array | None = None,
-    type_BS: jax.Array | None = None,
-) -> jax.Array:
-    """Logits [B, S, V] in fp32, sharded over V; those of padding are the lowest number."""
-    rows = {'position_BS': position_BS, 'segment_BS': segment_BS, 'type_BS': type_BS}
-    x_BTD = model.before_head(model.hidden(token_BS, computation, **rows))
-    with jax.named_scope('head'):
-        x_BSD = jax.reshard(x_BTD, model.layout('BSD'))  # f: nothing (SP: all-gather)
-        return loss.logits(x_BSD, model.head_VD.T, model.head_bias_V)
 
 
 def _bert_keys(key: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megajax.config import Config
+from megajax.counts.parameters import Counts, count
 
 if TYPE_CHECKING:
     from jax import P
@@ -120,3 +121,8 @@ class Layout:
 
 
 BATCH = Layout(axes=(('B', ('data',)),))  # of arrays that no model has: the rows over `data`
+
+
+def own_counts(config: Config) -> Counts:
+    """The parameters of a device in the computation."""
+    return count(config.model, tuple(Layout.of(config).shards.items()))

@@ -11,6 +11,7 @@ from megajax.config import Config
 from megajax.hlo.program import Array
 from megajax.inspect.megatron import DTYPES, GATHER, REDUCE, Expected, expected, few_kv_heads, over_data, passes
 from megajax.inspect.sites import Site
+from megajax.parallel.layout import own_counts
 
 ALL_TO_ALL = 'all-to-all'
 
@@ -24,7 +25,7 @@ def communication(config: Config) -> list[Expected]:
             gathered.remove(one)
         elif one.site.axis == 'model' and not _is_kept_from_forward(one, kept) and not _is_last_of_layer(one):
             kept.append(one)
-    return [*_first_tokens(config, kept), *_exchanged_heads(config), *over_data(config, whole_heads=False)]
+    return [*_first_tokens(config, kept), *_exchanged_heads(config), *over_data(config, own_counts(config))]
 
 
 def wire_bytes(config: Config) -> dict[str, float]:

@@ -13,10 +13,9 @@ import dataclasses
 from functools import cached_property
 
 from megajax.config import Config
-from megajax.counts.parameters import num_parameters
 from megajax.counts.chunks import num_chunks
 from megajax.counts.flops import uses_flash
-from megajax.counts.parameters import num_matrix_parameters
+from megajax.parallel.layout import own_counts
 
 FLOAT32, MASK = 4, 1  # bytes of a number, and of an element of a mask of dropout
 BYTES = {'float32': FLOAT32, 'bfloat16': 2, 'float16': 2}  # of a number in `train.dtype`
@@ -121,8 +120,7 @@ class _Sizes:
         self.tokens = config.microbatch_rows * train.seq_len
         self.is_scattered = mesh.sequence_parallel and mesh.model > 1
 
-        self.parameters = num_parameters(model, padded=True, shards=mesh.model, whole_heads=False)
-        self.matrices = num_matrix_parameters(model, padded=True, shards=mesh.model, whole_heads=False)
+        self.matrices, self.parameters = own_counts(config)
         self.table = model.padded_vocab_size * model.hidden_size // mesh.model
         self.tables = (1 if model.tie_embeddings else 2) * self.table
         self.at_rest = self.parameters - self.matrices + self.matrices // (mesh.data if config.optim.shard else 1)

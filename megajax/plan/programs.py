@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from megajax.config import Config
-from megajax.counts.parameters import num_parameters
 from megajax.counts.flops import fits_flash, uses_flash
+from megajax.counts.parameters import num_parameters
 from megajax.hlo.program import Array
 from megajax.inspect.megatron import DTYPES, GATHER, REDUCE, SCATTER, Expected, expected
 from megajax.inspect.result import Phase

@@ -8,8 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config
-from megajax.counts.parameters import num_parameters
-from megajax.counts.parameters import NUM_SEGMENTS
+from megajax.counts.parameters import NUM_SEGMENTS, megatron_counts
 from megajax.inspect.result import Phase
 from megajax.plan.memory import BYTES
 
@@ -124,7 +123,7 @@ def _of_loss(config: Config) -> Iterator[Traffic]:
 
 
 def _of_weights(config: Config, *, adds_shards: bool) -> Iterator[Traffic]:
-    count = num_parameters(config.model, padded=True, shards=config.mesh.model)
+    count = megatron_counts(config.model, config.mesh.model).all
     own = count / (config.mesh.data if config.optim.shard else 1)
     microbatches = config.train.microbatches
     if BYTES[config.train.dtype] == 2:

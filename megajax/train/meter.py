@@ -7,8 +7,8 @@ import jax
 from jax.stages import Compiled
 
 from megajax.config import Config
-from megajax.counts.flops import step_flops
 from megajax.config.hardware import hardware_of
+from megajax.counts.flops import step_flops
 from megajax.train.agree import gather
 
 

@@ -22,7 +22,7 @@ from megajax.model.gradient_slot import separate, value
 from megajax.model.loss import Loss
 from megajax.model.parameters import map_parameters
 from megajax.model.shard_copies import add_copies, copied_dims, copy_to_shards
-from megajax.model.transformer import Bert, Computation, Model, make_model, model_graph
+from megajax.model.transformer import Bert, Computation, LanguageModel, make_model, model_graph
 from megajax.parallel.layout import Layout
 from megajax.train.compiler_options import evaluation_options, step_options
 from megajax.train.feed import Batch
@@ -209,8 +209,8 @@ def _beside_tokens(shard: Batch) -> dict[str, Any]:
 
 
 def _model_with_weights(
-    graph: nnx.GraphDef[Model], params: nnx.State, weights: nnx.State | None
-) -> tuple[Model, Block | None]:
+    graph: nnx.GraphDef[LanguageModel], params: nnx.State, weights: nnx.State | None
+) -> tuple[LanguageModel, Block | None]:
     """The model, and what its layers compute with where that is not the parameters themselves.
 
     Each layer takes its weights in the loop, which would otherwise hold all of them in fp32.
