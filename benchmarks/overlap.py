@@ -57,7 +57,7 @@ def measure(*, preset: str, sequence_parallel: str, recompute: str, xla: str) ->
         'mesh.model': 4,
         'mesh.sequence_parallel': sequence_parallel.lower(),
         'train.recompute': recompute,
-        'train.xla': xla,
+        'train.overlap': {'default': 'none', 'overlap': 'batch_split'}[xla],
         'train.batch_size': 8,
         'train.microbatches': 1,
         'train.dtype': 'bfloat16',

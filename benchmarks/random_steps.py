@@ -75,7 +75,7 @@ def draw(number: int) -> tuple[megajax.Config, bool, bool]:
 
     family, (data, model) = choose(*FAMILIES), choose(*MESHES)
     dropout, dtype = choose(0.0, 0.0, 0.1), choose('float32', 'float32', 'bfloat16', 'float16')
-    microbatches, overlap = choose(1, 2), choose('default', 'overlap')
+    microbatches, overlap = choose(1, 2), choose('none', 'batch_split')
     config = {
         'model': {**SIZES, **FAMILIES[family], 'dropout': dropout, 'qk_norm': choose(False, False, True)},
         'mesh': {'data': data, 'model': model, 'sequence_parallel': choose(False, True)},
@@ -83,7 +83,7 @@ def draw(number: int) -> tuple[megajax.Config, bool, bool]:
         'optim': {'shard': choose(False, True)},
         'loss': choose({}, {'label_smoothing': 0.1, 'z_loss': 1e-3}),
     }
-    config['train'] |= {'recompute': choose('none', 'selective', 'full'), 'xla': overlap}
+    config['train'] |= {'recompute': choose('none', 'selective', 'full'), 'overlap': overlap}
     if family == 'llama':
         config['model'] |= {'num_kv_heads': choose(8, 2, 1), 'qkv_bias': choose(False, True)}
     if family != 'bert':

@@ -19,6 +19,7 @@ from ruamel.yaml.nodes import MappingNode, Node
 
 from megajax.config.check import incompatibilities
 from megajax.config.errors import ConfigError, Problem
+from megajax.config.renamed import RENAMED, current
 from megajax.config.schema import Config, Section
 
 SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
@@ -64,6 +65,7 @@ def reload(settings: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] =
     problems: list[Problem] = []
     written: dict[str, _Setting] = {}
     for path, value in ((f'{section}.{key}', value) for section, group in settings.items() for key, value in group.items()):
+        path, value = current(path, value)
         if path in KEYS:
             written[path] = _Setting(value, place)
         else:
@@ -137,10 +139,11 @@ def _read_text(text: str, file: str, problems: list[Problem]) -> dict[str, _Sett
             problems.append(Problem(path=section, message=_unknown(section), place=section_place))
             continue
         for path, value, place in _items(group, section, file, problems):
-            if path not in KEYS:
+            if path not in KEYS and path not in RENAMED:
                 problems.append(Problem(path=path, message=_unknown(path), place=place))
             else:
-                settings[path] = _Setting(yaml.constructor.construct_document(value), place)
+                path, plain = current(path, yaml.constructor.construct_document(value), place)
+                settings[path] = _Setting(plain, place)
     return settings
 
 
@@ -170,11 +173,12 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[s
         place = f'override {override}'
         if not equals or path in SECTIONS:
             problems.append(Problem(path=place, message='not of the form section.key=value, for example train.steps=100'))
-        elif path not in KEYS:
+        elif path not in KEYS and path not in RENAMED:
             problems.append(Problem(path=path, message=_unknown(path), place=place))
         else:
             try:
-                settings[path] = _Setting(_yaml().load(text), place)
+                path, value = current(path, _yaml().load(text), place)
+                settings[path] = _Setting(value, place)
             except YAMLError as error:
                 problems.append(Problem(path=place, message=f'not valid YAML: {_reason(error)}; put the value in quotes'))
     return settings

@@ -130,7 +130,8 @@ class TrainConfig(Section):
     dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'  # of the computation; parameters are float32
     loss_scale: FirstLossScale = 'auto'  # of fp16, when a run begins: a power of two, or found with the first batch
     recompute: Literal['none', 'selective', 'full'] = 'none'  # in the backward pass: nothing, the attention core, whole layers
-    xla: Literal['default', 'overlap'] = 'default'  # overlap: two halves of a microbatch take turns, see `train/overlap.py`
+    # Of collectives and products. batch_split: two halves of a microbatch take turns, see `train/overlap.py`; auto: none.
+    overlap: Literal['auto', 'none', 'batch_split'] = 'auto'
     eval_every: PositiveInt = 500  # steps
     eval_batches: PositiveInt = 16
     log_every: PositiveInt = 10  # steps

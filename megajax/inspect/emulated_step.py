@@ -83,7 +83,7 @@ def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 def _on_one_device(config: Config, *, exact: bool) -> Config:
     """What every variant of a model has in common, so that they share one reference."""
-    train = {'microbatches': 1, 'recompute': 'none', 'xla': 'default'}
+    train = {'microbatches': 1, 'recompute': 'none', 'overlap': 'none'}
     if exact:
         train['dtype'] = 'float32'
     return updated(config, mesh=MeshConfig().model_dump(), train=train, optim={'shard': False})

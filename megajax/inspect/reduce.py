@@ -11,7 +11,7 @@ _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'train': {'dtype': 'float32'}},
     {'train': {'microbatches': 1}},
     {'train': {'recompute': 'none'}},
-    {'train': {'xla': 'default'}},
+    {'train': {'overlap': 'none'}},
     {'optim': {'shard': False}},
     {'model': {'dropout': 0.0}},
     {'loss': {'label_smoothing': 0.0, 'z_loss': 0.0}},

@@ -25,7 +25,7 @@ def num_launches(config: Config) -> int:
     of_layer += 15 if mesh.model > 1 else 0
     of_layer += 10 if mesh.model > 1 and mesh.sequence_parallel else 0
     of_layer += 20 if model.num_kv_heads < mesh.model else 0
-    of_layer += 35 if train.xla == 'overlap' else 0
+    of_layer += 35 if train.overlap == 'batch_split' else 0
     of_chunks = OF_CHUNK * num_logit_chunks(config)
     return OF_STEP + train.microbatches * (model.num_layers * of_layer + of_chunks)
 

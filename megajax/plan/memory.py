@@ -77,7 +77,7 @@ def memory(config: Config, *, capacity_bytes: int | None = None) -> Memory:
 
 def largest_microbatch(config: Config, capacity_bytes: int) -> int:
     """The most rows that a data shard can have in a microbatch; 0 where not even one fits."""
-    step = 2 if config.train.xla == 'overlap' else 1  # it cuts the rows in half
+    step = 2 if config.train.overlap == 'batch_split' else 1  # it cuts the rows in half
 
     def fits(rows: int) -> bool:
         batch_size = rows * step * config.mesh.data * config.train.microbatches

@@ -38,7 +38,7 @@ _BACKWARD = {
     ('mlp', REDUCE): Beside(1.0, ('attention',)),
     ('mlp', SCATTER): Beside(1.0, ('attention',)),
 }
-# The halves of a microbatch take turns (train.xla=overlap): the last half of a layer has nothing beside it.
+# The halves of a microbatch take turns (train.overlap=batch_split): the last half of a layer has nothing beside it.
 _BACKWARD_OF_HALVES = _BACKWARD | {
     ('attention', REDUCE): Beside(0.5, (*_ATTENTION, 'attention')),
     ('attention', GATHER): Beside(0.5, _ATTENTION),
@@ -61,7 +61,7 @@ _RECOMPUTE_OF_HALVES = _FORWARD_OF_HALVES | {
 def beside(one: Expected, config: Config) -> Beside:
     """What a collective of a step of `config` overlaps with."""
     key = one.site.name, one.kind
-    if config.train.xla == 'overlap':
+    if config.train.overlap == 'batch_split':
         tables = {'forward': _FORWARD_OF_HALVES, 'recompute': _RECOMPUTE_OF_HALVES, 'backward': _BACKWARD_OF_HALVES}
         return tables.get(one.site.phase, {}).get(key, NOTHING)
     if one.site.phase != 'backward':

@@ -154,7 +154,7 @@ def _layout(choice: Choice, ranking: Ranking, available: int) -> Layout:
         microbatches=config.train.microbatches,
         microbatch_rows=config.microbatch_rows,
         shard_optimizer=config.optim.shard,
-        overlap=config.train.xla == 'overlap',
+        overlap=config.train.overlap == 'batch_split',
         bytes=choice.bytes,
         fits=choice.bytes <= available,
         seconds=time.total if time else None,

@@ -108,7 +108,7 @@ def _layouts(config: Config, data: int, model: int, per_host: int) -> Iterator[C
     # With flash attention selective recomputation has nothing to do.
     recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
     shards = (False, True) if data > 1 else (False,)
-    overlaps = ('default', 'overlap') if model > 1 else ('default',)
+    overlaps = ('none', 'batch_split') if model > 1 else ('none',)
     counts = divisors(config.train.batch_size // data)
     for microbatches, sp, overlap, recompute, shard in product(counts, sequence_parallel, overlaps, recomputes, shards):
         yield changed(
@@ -119,7 +119,7 @@ def _layouts(config: Config, data: int, model: int, per_host: int) -> Iterator[C
             mesh__allow_model_across_hosts=config.mesh.allow_model_across_hosts or model > per_host,
             train__microbatches=microbatches,
             train__recompute=recompute,
-            train__xla=overlap,
+            train__overlap=overlap,
             optim__shard=shard,
         )
 
@@ -128,7 +128,7 @@ def _order(choice: Choice) -> tuple[float, int, bool, bool, int, int]:
     """Fastest first; of equals, the simpler."""
     config = choice.config
     recompute = ('none', 'selective', 'full').index(config.train.recompute)
-    overlap = config.train.xla == 'overlap'
+    overlap = config.train.overlap == 'batch_split'
     return choice.timed.total, config.mesh.model, overlap, config.optim.shard, recompute, config.train.microbatches
 
 
@@ -173,7 +173,7 @@ def describe(config: Config) -> str:
     count = config.train.microbatches
     words += [f'{count} microbatch{"es" if count > 1 else ""} of {config.microbatch_rows}']
     words += ['ZeRO-1'] if config.optim.shard else []
-    words += ['overlap'] if config.train.xla == 'overlap' else []
+    words += ['overlap'] if config.train.overlap == 'batch_split' else []
     return ', '.join(words)
 
 

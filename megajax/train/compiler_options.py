@@ -1,4 +1,4 @@
-"""Options for XLA: those of `train.xla`, and cures of what XLA is known to compile wrongly."""
+"""Options for XLA: those of `train.overlap`, and cures of what XLA is known to compile wrongly."""
 
 from megajax.config import Config
 from megajax.miscompiles import cures, mesh_target, refuse_bitten
@@ -14,7 +14,7 @@ def step_options(config: Config) -> Options:
     """
     target = mesh_target()
     refuse_bitten(config, target)
-    overlap = OPTIONS if config.train.xla == 'overlap' and target != 'cpu' else {}
+    overlap = OPTIONS if config.train.overlap == 'batch_split' and target != 'cpu' else {}
     return {**overlap, **cures(target)}
 
 

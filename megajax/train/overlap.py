@@ -1,4 +1,4 @@
-"""Communication beside computation: `train.xla=overlap`.
+"""Communication beside computation: `train.overlap=batch_split`.
 
 In a layer of Megatron's every product waits for the collective before it. Two halves of a microbatch do not wait for each other: while
 one is on the wire the other computes (Domino, Wang et al., 2024). The bytes are the same.
@@ -19,4 +19,4 @@ OPTIONS = {
 
 def num_parts(config: Config) -> int:
     """Into how many parts the rows of a microbatch are cut."""
-    return 2 if config.train.xla == 'overlap' else 1
+    return 2 if config.train.overlap == 'batch_split' else 1

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megajax.config import CheckpointError, Config
+from megajax.config.renamed import current
 
 RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
 VALIDATION = 'validation_loss.json'  # of a state that was evaluated after it was saved
@@ -130,7 +131,8 @@ def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def _known(name: str, section: dict[str, Any]) -> dict[str, Any]:
     fields = Config.model_fields[name].annotation.model_fields  # type: ignore[union-attr]
-    return {key: value for key, value in section.items() if key in fields}
+    today = dict(current(f'{name}.{key}', value) for key, value in section.items())
+    return {key: today[f'{name}.{key}'] for key in fields if f'{name}.{key}' in today}
 
 
 def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:

@@ -38,7 +38,7 @@ def problems(*overrides: str) -> list[Problem]:
         ),
         ('model.position=rope model.head_dim=63', 'model.head_dim', 'use 62 or 64', 'model.head_dim=62'),
         ('train.microbatches=3', 'train.batch_size', 'mesh.data=8 x train.microbatches=3 = 24; use 504 or 528', 'train.batch_size=528'),
-        ('train.microbatches=64 train.xla=overlap', 'train.batch_size', 'cuts them in half; use 1024, or train', 'train.microbatches=32'),
+        ('train.microbatches=64 train.overlap=batch_split', 'train.batch_size', 'cuts them in half; use 1024, or train', 'train.microbatches=32'),
         ('train.loss_scale=1024', 'train.loss_scale', 'only float16 has a loss scale', 'train.dtype=float16'),
         ('train.dtype=float16 train.loss_scale=5', 'train.loss_scale', 'use 4 or 8', 'train.loss_scale=8'),
         ('train.dtype=float16 train.loss_scale=0.5', 'train.loss_scale', 'use 1', 'train.loss_scale=1'),

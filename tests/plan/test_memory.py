@@ -81,12 +81,12 @@ def test_recomputation_needs_less() -> None:
     assert full.activations == 54 * 4 * 1024 * 1920 * 4  # the input of each layer
 
 
-@pytest.mark.parametrize('overrides', [[], ['train.xla=overlap'], ['mesh.sequence_parallel=true']], ids=str)
+@pytest.mark.parametrize('overrides', [[], ['train.overlap=batch_split'], ['mesh.sequence_parallel=true']], ids=str)
 def test_the_largest_microbatch_fits_and_one_more_does_not(overrides: list[str]) -> None:
     def needed(rows: int) -> Memory:
         return memory(config('megatron_8.3b', *overrides, rows=rows), capacity_bytes=GPU)
 
-    step = 2 if 'train.xla=overlap' in overrides else 1
+    step = 2 if 'train.overlap=batch_split' in overrides else 1
     rows = largest_microbatch(config('megatron_8.3b', *overrides, rows=2), GPU)
     assert rows >= step
     assert rows % step == 0

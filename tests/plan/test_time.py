@@ -64,7 +64,7 @@ def test_better_hardware_shortens_its_part(better, part):
     assert after.total < before.total
 
 
-@pytest.mark.parametrize('overrides', [(), ('mesh.sequence_parallel=true',), ('train.xla=overlap',), ('train.recompute=full',)], ids=str)
+@pytest.mark.parametrize('overrides', [(), ('mesh.sequence_parallel=true',), ('train.overlap=batch_split',), ('train.recompute=full',)], ids=str)
 def test_the_parts_make_the_step(overrides):
     time = step_time(llama(*overrides), Cluster.of(H100, 16))
     assert time.total == pytest.approx(time.products + time.memory_bound + time.launches + sum(one.exposed for one in time.transfers))
@@ -76,11 +76,11 @@ def test_the_parts_make_the_step(overrides):
     assert time.days(86400 * time.tokens_per_second) == pytest.approx(1)
 
 
-@pytest.mark.parametrize('xla', ['default', 'overlap'])
+@pytest.mark.parametrize('overlap', ['none', 'batch_split'])
 @pytest.mark.parametrize('parallel', ['false', 'true'])
-def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(xla, parallel):
+def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(overlap, parallel):
     sizes = 'mesh.data=1', 'mesh.model=4', 'train.batch_size=4', 'train.microbatches=1'
-    layout = f'train.xla={xla}', f'mesh.sequence_parallel={parallel}'
+    layout = f'train.overlap={overlap}', f'mesh.sequence_parallel={parallel}'
     fixed = 'train.dtype=bfloat16', 'model.dropout=0.0'
     config = load('gpt2_345m', [*sizes, *layout, *fixed])
     cluster, seconds = Cluster.of(H100, 4), defaultdict[tuple[str, str], float](float)
@@ -97,7 +97,7 @@ def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(xla, par
 
 
 def test_halves_that_take_turns_wait_less():
-    plain, turns = (step_time(llama(f'train.xla={xla}'), Cluster.of(H100, 16)) for xla in ('default', 'overlap'))
+    plain, turns = (step_time(llama(f'train.overlap={overlap}'), Cluster.of(H100, 16)) for overlap in ('none', 'batch_split'))
     assert turns.share('model') < plain.share('model')
 
 

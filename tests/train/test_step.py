@@ -42,7 +42,7 @@ def test_four_microbatches_have_the_loss_and_gradients_of_one_with_dropout_on(me
 
 @pytest.mark.parametrize('sequence_parallel', [False, True], ids=['tp', 'sp'])
 def test_halves_that_take_turns_change_nothing(sequence_parallel):
-    assert_same_as_plain(make_config('gpt', 2, 2, sequence_parallel=sequence_parallel, train={'xla': 'overlap'}))
+    assert_same_as_plain(make_config('gpt', 2, 2, sequence_parallel=sequence_parallel, train={'overlap': 'batch_split'}))
 
 
 @pytest.mark.parametrize('recompute', ['selective', 'full'])
