@@ -93,7 +93,8 @@ def _batches(config: 'Config') -> Iterator[Problem]:
         yield Problem(path='train.batch_size', message=message, others=('mesh.data', 'train.microbatches'))
     elif config.train.overlap == 'batch_split' and config.microbatch_rows % 2:
         message = (
-            f'{batch_size} gives each data shard {config.microbatch_rows} rows of a microbatch, and train.overlap=batch_split cuts them in half; '
+            f'{batch_size} gives each data shard {config.microbatch_rows} rows of a microbatch, '
+            'and train.overlap=batch_split cuts them in half; '
             f'use {_multiples(batch_size, 2 * data * microbatches)}, or train.overlap=none'
         )
         yield Problem(path='train.batch_size', message=message, others=('train.overlap', 'mesh.data', 'train.microbatches'))

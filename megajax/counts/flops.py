@@ -2,14 +2,13 @@
 
 Those of matrix products, of all devices and the whole global batch; a multiply-add is two. Causal attention counts as the papers count it,
 every query with every key, although a kernel may skip the half that the mask hides.
-
-B sequences of the global batch, S sequence, D model, N query heads, K key/value heads, H head dim, F feed-forward, V vocabulary (padded).
 """
 
 import dataclasses
 
 from megajax.config.schema import Config, ModelConfig
-from megajax.counts.parameters import NUM_SEGMENTS
+from megajax.counts.products import products
+from megajax.parallel.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,44 +32,19 @@ class Flops:
 
 
 def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
-    """Of a training step of `config`, with cuDNN's flash attention or without; by default as on a GPU."""
-    model, batch, length = config.model, config.train.batch_size, config.train.seq_len
-    tokens = batch * length
-    down = 2 * tokens * model.num_layers * model.ffn_size * model.hidden_size
-    layers = 2 * tokens * model.num_layers * _weights_of_layer(model)
-    attention = 4 * tokens * length * model.num_layers * model.num_heads * model.head_dim
+    """Of a training step of `config`, with cuDNN's flash attention or without.
+
+    By default as on a GPU.
+    """
     flash = uses_flash(config) if flash is None else flash
-    heads, repeated = _bert_heads(config)
-    return Flops(
-        layers=layers,
-        attention=attention,
-        head=2 * tokens * model.hidden_size * model.padded_vocab_size + heads,
-        recomputed=_recomputed(config, layers - down, attention, flash) + repeated,
-    )
-
-
-def _bert_heads(config: Config) -> tuple[int, int]:
-    """A forward pass of the dense layer of each token and of the two of the first token, and of both passes what devices repeat."""
-    if config.model.causal:
-        return 0, 0
-    batch, D = config.train.batch_size, config.model.hidden_size
-    of_tokens, of_sequences = 2 * batch * config.train.seq_len * D**2, 2 * batch * D * (D + NUM_SEGMENTS)
-    others = config.mesh.model - 1
-    repeated = of_sequences if config.mesh.sequence_parallel else of_tokens + of_sequences
-    return of_tokens + of_sequences, 3 * others * repeated
-
-
-def _weights_of_layer(model: ModelConfig) -> int:
-    D, N, K, H, F = model.hidden_size, model.num_heads, model.num_kv_heads, model.head_dim, model.ffn_size
-    return D * (N + 2 * K) * H + N * H * D + (3 if model.activation == 'swiglu' else 2) * D * F
-
-
-def _recomputed(config: Config, needed: int, attention: int, flash: bool) -> int:
-    # The backward pass needs no layer's result, so the last product of a layer is not computed again; the paper counts it.
-    whole = needed + attention if config.train.recompute == 'full' else 0
-    if flash:  # the backward pass runs the kernel again, and the backward kernel computes the scores again
-        return whole + attention + attention // 2
-    return whole + (attention // 2 if config.train.recompute == 'selective' else 0)  # the scores
+    layout = Layout.of(config)
+    forward = {'layers': 0, 'attention': 0, 'head': 0}
+    for one in products(config, flash=flash, layout=Layout()):
+        if one.phase == 'forward':
+            forward[one.where] += one.times * one.flops
+    on_a_device = sum(one.times * one.flops for one in products(config, flash=flash, layout=layout))
+    every = on_a_device * layout.num_devices
+    return Flops(**forward, recomputed=every - 3 * sum(forward.values()))
 
 
 def uses_flash(config: Config) -> bool:

@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from megajax.config.schema import ModelConfig
+from megajax.config.schema import Config, ModelConfig
+from megajax.parallel.layout import Layout
 
 SHARDED_BY_MEGATRON = 'VFNK'  # the dims of weights and biases that it cuts over its ranks
 UNSHARDED: Mapping[str, int] = {}
@@ -62,6 +63,7 @@ class Parameter:
 Declared = Mapping[str, 'Parameter | Declared']
 
 
+@functools.cache
 def declare(model: ModelConfig) -> Declared:
     """The parameters of a model, by the names of the modules that hold them."""
     std = model.init_std
@@ -150,7 +152,14 @@ def named(declared: Declared, prefix: str = '') -> Iterator[tuple[str, Parameter
             yield from named(x, f'{prefix}{name}.')
 
 
-def dim_sizes(model: ModelConfig) -> dict[str, int]:
+@functools.cache
+def parameters(model: ModelConfig) -> tuple[tuple[str, Parameter], ...]:
+    """Every parameter of a model with its dotted name."""
+    return tuple(named(declare(model)))
+
+
+@functools.cache
+def dim_sizes(model: ModelConfig) -> Mapping[str, int]:
     """The size of each letter of a parameter's dims."""
     return {
         'C': model.queries_per_kv + 2,
@@ -193,10 +202,15 @@ def count(model: ModelConfig, shards: tuple[tuple[str, int], ...] = ()) -> Count
     """The parameters as the arrays hold them, on each device where letters have so many shards."""
     found = [
         (parameter.is_matrix, num_elements(parameter, dim_sizes(model), dict(shards)))
-        for _, parameter in named(declare(model))
+        for _, parameter in parameters(model)
     ]
     matrices = sum(size for is_matrix, size in found if is_matrix)
     return Counts(matrices, sum(size for _, size in found))
+
+
+def own_counts(config: Config) -> Counts:
+    """The parameters of a device in the computation of a step."""
+    return count(config.model, tuple(Layout.of(config).shards.items()))
 
 
 def megatron_counts(model: ModelConfig, ranks: int) -> Counts:
@@ -207,5 +221,5 @@ def megatron_counts(model: ModelConfig, ranks: int) -> Counts:
 
 def num_parameters(model: ModelConfig, *, padded: bool = False) -> int:
     """Count the model's parameters exactly, as the tokenizer's vocabulary or the padded one has them."""
-    sizes = dim_sizes(model) if padded else dim_sizes(model) | {'V': model.vocab_size}
-    return sum(num_elements(parameter, sizes) for _, parameter in named(declare(model)))
+    sizes = dim_sizes(model) if padded else {**dim_sizes(model), 'V': model.vocab_size}
+    return sum(num_elements(parameter, sizes) for _, parameter in parameters(model))

@@ -17,7 +17,7 @@ from megajax.config import Config
 from megajax.hardware.gpu import WITHOUT_GPU, gpu_devices
 from megajax.hlo.text import program_text
 from megajax.inspect.child import call_in_child, telling_parent
-from megajax.parallel.mesh import concrete, make_mesh, mesh_of
+from megajax.parallel.mesh import axis_sizes, concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch
 from megajax.train.placements import Placement, placements
 from megajax.train.step import init_state, make_train_step
@@ -69,7 +69,11 @@ def compile_for(config: Config, target: str, hosts: int) -> CompiledStep:
     """Compile in this process for the mesh of `config` over `hosts` of the target's devices, simulated where the target is a CPU."""
     data, model = config.mesh.data, config.mesh.model
     per_host = data * model // hosts
-    mesh = make_mesh(data, model) if target == 'cpu' else mesh_of(gpu_devices(target, hosts=hosts, per_host=per_host), data, model)
+    if target == 'cpu':
+        mesh = make_mesh(data, model)
+    else:
+        devices = gpu_devices(target, hosts=hosts, per_host=per_host)
+        mesh = mesh_of(devices, axis_sizes(data, model))
     return compile_step(config, mesh, per_host)
 
 

@@ -18,7 +18,7 @@ from megajax.emulate.compare import Difference, difference, largest
 from megajax.emulate.execute import GpuProgram, compile_for_gpu, quick, run_on_cpu, stored_program
 from megajax.hardware.gpu import gpu_devices
 from megajax.inspect.limits import limits
-from megajax.parallel.mesh import concrete, make_mesh, mesh_of
+from megajax.parallel.mesh import axis_sizes, concrete, make_mesh, mesh_of
 from megajax.train.feed import abstract_batch, place_batch
 from megajax.train.placements import parameter_name
 from megajax.train.step import TrainState, init_state, make_train_step
@@ -42,7 +42,7 @@ class EmulatedStep:
         self.config = updated(config, optim=SMOOTH)
         mesh, count = self.config.mesh, self.config.mesh.data * self.config.mesh.model
         devices = gpu_devices(target, hosts=1, per_host=count) if stored is None else jax.devices('cpu')[:count]
-        with jax.set_mesh(mesh_of(devices, mesh.data, mesh.model)):
+        with jax.set_mesh(mesh_of(devices, axis_sizes(mesh.data, mesh.model))):
             arguments = concrete(jax.eval_shape(lambda: init_state(self.config))), abstract_batch(self.config)
             traced = make_train_step(self.config).trace(*arguments)
             self.program: GpuProgram = (

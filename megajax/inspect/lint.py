@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from megajax.config import Config
-from megajax.counts.parameters import SHARDED_BY_MEGATRON, declare, named
+from megajax.counts.parameters import SHARDED_BY_MEGATRON, parameters
 from megajax.hlo.collectives import Collective
 from megajax.hlo.permutes import fault
 from megajax.hlo.program import Program
@@ -56,7 +56,7 @@ def _error(rule: str, message: str) -> Finding:
 
 
 def _replicated(config: Config, compiled: CompiledStep) -> Iterator[Finding]:
-    declared = dict(named(declare(config.model)))
+    declared = dict(parameters(config.model))
     for one in replicated_over_model(compiled):
         dims = declared[one.name].dims
         if one.bytes_per_device > REPLICATED_LIMIT and any(dim in SHARDED_BY_MEGATRON for dim in dims):
@@ -91,7 +91,7 @@ def _reduced_twice(config: Config, placed: Sequence[Collective], wanted: Sequenc
 
 
 def _gathered_weights(config: Config, compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
-    weights, declared = dict[tuple[int, ...], str](), dict(named(declare(config.model)))
+    weights, declared = dict[tuple[int, ...], str](), dict(parameters(config.model))
     for parameter in compiled.parameters:
         if 'model' in parameter.axes:
             stacked = declared[parameter.name].is_stacked

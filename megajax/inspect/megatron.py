@@ -9,14 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config
-from megajax.counts.parameters import (
-    Counts,
-    declare,
-    dim_sizes,
-    megatron_counts,
-    named,
-    num_elements,
-)
+from megajax.counts.parameters import Counts, dim_sizes, megatron_counts, num_elements, parameters
 from megajax.hlo.program import Array
 from megajax.hlo.transfers import ring_bytes
 from megajax.inspect.result import Phase
@@ -113,8 +106,8 @@ def _loss(config: Config) -> Iterator[Expected]:
 
 def _vectors(config: Config) -> Iterator[Expected]:
     """Gradients of replicated vectors of which each device sees a part: of the sequence, or of the heads."""
-    heads = [x for _, x in named(declare(config.model)) if x.partial == 'N']
-    tokens = [x for _, x in named(declare(config.model)) if x.partial == 'T']
+    heads = [x for _, x in parameters(config.model) if x.partial == 'N']
+    tokens = [x for _, x in parameters(config.model) if x.partial == 'T']
     partial = heads + (tokens if config.mesh.sequence_parallel else [])
     if partial:
         sizes = dim_sizes(config.model)

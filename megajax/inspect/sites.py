@@ -6,7 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 from megajax.config import Config, ModelConfig
-from megajax.counts.parameters import declare, dim_sizes, named, shape_of
+from megajax.counts.parameters import dim_sizes, parameters, shape_of
 from megajax.hlo.collectives import Collective
 from megajax.inspect.result import Phase
 
@@ -73,7 +73,7 @@ def _is_partial_gradient(one: Collective, words: list[str], config: Config) -> b
 def _partial_sizes(model: ModelConfig) -> frozenset[int]:
     """Elements of the parameters that are applied along a sharded dim, of all layers and of one."""
     sizes, found = dim_sizes(model), set[int]()
-    for _, parameter in named(declare(model)):
+    for _, parameter in parameters(model):
         if parameter.partial:
             size = prod(shape_of(parameter.dims, sizes))
             found |= {size, size // model.num_layers} if parameter.is_stacked else {size}

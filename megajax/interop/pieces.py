@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.config import ConfigError, ModelConfig
-from megajax.counts.parameters import declare, named
+from megajax.counts.parameters import parameters
 
 TILE = 16  # elements: of fp32 a cache line, which makes a transposition in numpy several times as fast
 THREADS = min(8, os.cpu_count() or 1)
@@ -55,7 +55,7 @@ Entry = TypeVar('Entry')  # of a table of another format's tensors
 
 def dims_here(model: ModelConfig) -> dict[str, str]:
     """The dims of each parameter of a model, all in capitals."""
-    return {name: parameter.dims.upper() for name, parameter in named(declare(model))}
+    return {name: parameter.dims.upper() for name, parameter in parameters(model)}
 
 
 def tensors_of(table: Mapping[str, Entry], name: str, of: str) -> Entry:

@@ -12,7 +12,7 @@ from megajax.data.masked import SPECIAL
 from megajax.data.tokenizer import make_tokenizer
 from megajax.interop.folder import tokenizer_of
 from megajax.interop.pieces import Pieces, cut
-from megajax.parallel.mesh import make_mesh
+from megajax.parallel.mesh import mesh_for
 from megajax.train.checkpoint import Checkpoints
 from megajax.train.compare import read_parameter
 from megajax.train.digests import write_file
@@ -27,7 +27,7 @@ def start_run(out: Path, config: Config, load: Callable[[Config], nnx.State], *,
     spec = str(tokenizer) if tokenizer and config.data.tokenizer == tokenizer_of(out) else config.data.tokenizer
     special = () if config.model.causal else SPECIAL
     loaded = None if spec == 'none' else make_tokenizer(spec, config.model.vocab_size, special=special)
-    mesh = make_mesh(config.mesh.data, config.mesh.model, cross_hosts=config.mesh.allow_model_across_hosts)
+    mesh = mesh_for(config)
     with jax.set_mesh(mesh):
         params = load(config)
     with run_lock(out), jax.set_mesh(mesh):

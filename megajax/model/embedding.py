@@ -111,7 +111,7 @@ def _backward(
     )(dx_BSD)
     if vector_BSD is None:
         return dtable_VD, None, None
-    dvector = dx_BSD if vector_BSD.shape == dx_BSD.shape else dx_BSD.sum(0, keepdims=True)
+    dvector = dx_BSD if rows == 'B' else dx_BSD.sum(0, keepdims=True)
     return dtable_VD, dvector, None
 
 

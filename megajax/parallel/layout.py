@@ -18,11 +18,11 @@ position. `-` is a part of the dim before it, where that is cut in several: `BT-
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from megajax.config import Config
-from megajax.counts.parameters import Counts, count
 
 if TYPE_CHECKING:
     from jax import P
@@ -86,15 +86,19 @@ class Layout:
         """Into how many parts the dim of each letter is cut in the computation."""
         return MappingProxyType({letter: self._size(axes) for letter, axes in self.axes})
 
-    @cached_property
-    def shards_at_rest(self) -> Mapping[str, int]:
-        """Into how many parts the dim of each letter of a matrix is cut between steps."""
-        found = {letter: self._size(axes) for letter, axes in self._axes_at_rest.items()}
-        return MappingProxyType(found)
+    @property
+    def sizes_at_rest(self) -> tuple[int, ...]:
+        """Into how many parts more a matrix is cut between steps, by each letter of `at_rest`."""
+        return tuple(self._size(axes) for _, axes in self.at_rest)
 
     def num_shards(self, letter: str) -> int:
         """Into how many parts the dim of a letter is cut; 1 for a dim that is not sharded."""
         return self.shards.get(letter, 1)
+
+    @property
+    def num_devices(self) -> int:
+        """Of the mesh."""
+        return prod(size for _, size in self.sizes)
 
     def is_sharded(self, letter: str) -> bool:
         """Whether there is a mesh axis for the letter, of any size."""
@@ -113,16 +117,7 @@ class Layout:
         return self._axes | dict(self.at_rest)
 
     def _size(self, axes: Axes) -> int:
-        sizes = dict(self.sizes)
-        size = 1
-        for axis in axes:
-            size *= sizes[axis]
-        return size
+        return prod(dict(self.sizes)[axis] for axis in axes)
 
 
 BATCH = Layout(axes=(('B', ('data',)),))  # of arrays that no model has: the rows over `data`
-
-
-def own_counts(config: Config) -> Counts:
-    """The parameters of a device in the computation."""
-    return count(config.model, tuple(Layout.of(config).shards.items()))

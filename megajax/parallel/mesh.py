@@ -5,7 +5,7 @@ import contextlib
 import math
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,38 +14,64 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from megajax.config import ConfigError
+from megajax.config import Config, ConfigError
 from megajax.parallel.environment import visible_gpus
 
-AXES = ('data', 'model')
+# Of the mesh, outermost first: what sends the most, and waits for it, is innermost.
+AXES = ('replica', 'stage', 'data', 'context', 'row', 'model')
+ALWAYS = ('data', 'model')  # also where they have one device
 HOST_BYTES = 256  # of a host's name
 
 
-def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False) -> Mesh:
-    """A mesh ('data', 'model') with Explicit axes, `model` innermost: a tensor-parallel group is neighbours on one host.
+def mesh_for(config: Config) -> Mesh:
+    """The mesh that `config.mesh` asks for, see `make_mesh`."""
+    mesh = config.mesh
+    return make_mesh(mesh.data, mesh.model, cross_hosts=mesh.allow_model_across_hosts)
 
-    Where the machine has only CPUs and jax has not been used yet, data x model devices are simulated. Raises ConfigError if
-    there are too few devices, or if `model` would reach across hosts and `cross_hosts` does not allow it. With many processes,
-    all must call it.
+
+def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axes: int) -> Mesh:
+    """A mesh with Explicit axes in the order of AXES, `model` innermost.
+
+    So a tensor-parallel group is neighbours on one host. `axes` are the sizes of others than `data`
+    and `model`; one of size 1 is not in the mesh, and one that AXES lacks comes after `data`. Where
+    the machine has only CPUs and jax has not been used yet, as many devices are simulated.
+
+    Raises ConfigError if there are too few devices, or if `model` would reach across hosts and
+    `cross_hosts` does not allow it. With many processes, all must call it.
     """
-    needed = data * model
+    sizes = axis_sizes(data, model, **axes)
+    needed = math.prod(sizes.values())
     _simulate_cpu_devices(needed)
     devices = _devices()
     if len(devices) < needed:
-        raise ConfigError(_too_few(data, model, devices))
+        raise ConfigError(_too_few(sizes, devices))
     if jax.process_count() > 1 and len(devices) != needed:
         raise ConfigError(
-            f'mesh.data={data} x mesh.model={model} leaves {len(devices) - needed} of {len(devices)} devices idle, and with '
-            f'{jax.process_count()} processes each must have its part: set mesh.data={len(devices) // model}'
+            f'{_words(sizes)} leaves {len(devices) - needed} of {len(devices)} devices idle, and '
+            f'with {jax.process_count()} processes each must have its part: '
+            f'set mesh.data={len(devices) * data // needed}'
         )
     if jax.process_count() > 1:
-        devices = _within_hosts(devices, data, model, cross_hosts)
-    return mesh_of(devices[:needed], data, model)
+        devices = _within_hosts(devices, needed // model, model, cross_hosts)
+    return mesh_of(devices[:needed], sizes)
 
 
-def mesh_of(devices: Sequence[Any], data: int, model: int) -> Mesh:
-    """These devices as a mesh ('data', 'model') with Explicit axes; they need not be there (`hardware/gpu.py`)."""
-    return Mesh(np.array(devices).reshape(data, model), AXES, axis_types=(AxisType.Explicit,) * 2)
+def axis_sizes(data: int = 1, model: int = 1, **axes: int) -> dict[str, int]:
+    """The axes of a mesh and their devices, outermost first."""
+    sizes = axes | {'data': data, 'model': model}
+    after_data = AXES.index('data') + 0.5
+    order = sorted(sizes, key=lambda axis: AXES.index(axis) if axis in AXES else after_data)
+    return {axis: sizes[axis] for axis in order if sizes[axis] > 1 or axis in ALWAYS}
+
+
+def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
+    """These devices as a mesh with Explicit axes; they need not be there (`hardware/gpu.py`)."""
+    grid = np.array(devices).reshape(*sizes.values())
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    return ' x '.join(f'mesh.{axis}={size}' for axis, size in sizes.items())
 
 
 def is_simulated(mesh: Mesh) -> bool:
@@ -115,10 +141,15 @@ def _simulate_cpu_devices(count: int) -> None:
         jax.config.update('jax_num_cpu_devices', count)
 
 
-def _too_few(data: int, model: int, devices: list[jax.Device]) -> str:
-    kind = devices[0].device_kind if devices[0].platform != 'cpu' else 'CPU'
-    message = f'mesh.data={data} x mesh.model={model} needs {data * model} devices and jax has {len(devices)} ({kind})'
-    fits = ', '.join(f'{len(devices) // m}x{m}' for m in range(1, len(devices) + 1) if len(devices) % m == 0)
-    if devices[0].platform == 'cpu':
-        return f'{message}: make the mesh before the first use of jax, or choose data x model among {fits}'
+def _too_few(sizes: Mapping[str, int], devices: list[jax.Device]) -> str:
+    on_cpu, count = devices[0].platform == 'cpu', len(devices)
+    kind = 'CPU' if on_cpu else devices[0].device_kind
+    needed = math.prod(sizes.values())
+    message = f'{_words(sizes)} needs {needed} devices and jax has {count} ({kind})'
+    others = needed // (sizes['data'] * sizes['model'])
+    free = count // others
+    fits = ', '.join(f'{free // m}x{m}' for m in range(1, free + 1) if free % m == 0)
+    if on_cpu:
+        when = 'make the mesh before the first use of jax'
+        return f'{message}: {when}, or choose data x model among {fits}'
     return f'{message}: choose data x model among {fits}, or JAX_PLATFORMS=cpu to simulate them'

@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config
+from megajax.counts.parameters import own_counts
 from megajax.hlo.program import Array
 from megajax.inspect.megatron import DTYPES, GATHER, REDUCE, Expected, expected, few_kv_heads, over_data, passes
 from megajax.inspect.sites import Site
-from megajax.parallel.layout import own_counts
 
 ALL_TO_ALL = 'all-to-all'
 

@@ -11,11 +11,13 @@ D model, N query heads, K key/value heads, H head dim, F feed-forward, V vocabul
 
 import dataclasses
 from functools import cached_property
+from math import prod
 
 from megajax.config import Config
 from megajax.counts.chunks import num_chunks
 from megajax.counts.flops import uses_flash
-from megajax.parallel.layout import own_counts
+from megajax.counts.parameters import own_counts
+from megajax.parallel.layout import Layout
 
 FLOAT32, MASK = 4, 1  # bytes of a number, and of an element of a mask of dropout
 BYTES = {'float32': FLOAT32, 'bfloat16': 2, 'float16': 2}  # of a number in `train.dtype`
@@ -113,26 +115,28 @@ class _Sizes:
     """Bytes of the arrays that a step is made of, and numbers of parameters, on each GPU."""
 
     def __init__(self, config: Config):
-        model, mesh, train = config.model, config.mesh, config.train
-        self.config, self.model, self.shards = config, model, mesh.model
+        model, train, layout = config.model, config.train, Layout.of(config)
+        shards = layout.num_shards
+        self.config, self.model, self.layout = config, model, layout
         self.flash = uses_flash(config)
         self.itemsize = BYTES[train.dtype]
         self.tokens = config.microbatch_rows * train.seq_len
-        self.is_scattered = mesh.sequence_parallel and mesh.model > 1
+        self.is_scattered = shards('T') > 1
 
         self.matrices, self.parameters = own_counts(config)
-        self.table = model.padded_vocab_size * model.hidden_size // mesh.model
+        self.table = model.padded_vocab_size * model.hidden_size // shards('V')
         self.tables = (1 if model.tie_embeddings else 2) * self.table
-        self.at_rest = self.parameters - self.matrices + self.matrices // (mesh.data if config.optim.shard else 1)
+        kept_apart = prod(layout.sizes_at_rest)
+        self.at_rest = self.parameters - self.matrices + self.matrices // kept_apart
 
         of_tokens = self.itemsize * self.tokens
         self.whole = of_tokens * model.hidden_size  # what a column-parallel product reads
-        self.residual = self.whole // (mesh.model if self.is_scattered else 1)
-        self.queries = of_tokens * model.num_heads * model.head_dim // mesh.model
-        self.keys = of_tokens * max(model.num_kv_heads, mesh.model) * model.head_dim // mesh.model
-        self.hidden = of_tokens * model.ffn_size // mesh.model
+        self.residual = self.whole // shards('T')
+        self.queries = of_tokens * model.num_heads * model.head_dim // shards('N')
+        self.keys = of_tokens * max(model.num_kv_heads, shards('N')) * model.head_dim // shards('N')
+        self.hidden = of_tokens * model.ffn_size // shards('F')
         self.up = (2 if model.activation == 'swiglu' else 1) * self.hidden
-        self.scores = self.tokens * train.seq_len * model.num_heads // mesh.model  # a number of them, not bytes
+        self.scores = self.tokens * train.seq_len * model.num_heads // shards('N')  # not bytes
 
     @cached_property
     def kept_by_layer(self) -> int:
@@ -217,8 +221,8 @@ def _moments(sizes: _Sizes, *, early: bool) -> dict[str, Held]:
 
 def _logits(sizes: _Sizes) -> tuple[int, int, int]:
     """How many chunks the tokens are cut in (`model/loss.py`), and the logits of one, in fp32, and their gradient."""
-    length = sizes.config.train.seq_len // (sizes.shards if sizes.is_scattered else 1)
-    logits = FLOAT32 * sizes.tokens * sizes.model.padded_vocab_size // sizes.shards
+    length = sizes.config.train.seq_len // sizes.layout.num_shards('T')
+    logits = FLOAT32 * sizes.tokens * sizes.model.padded_vocab_size // sizes.layout.num_shards('V')
     chunks = num_chunks(logits, length)
     return chunks, logits // chunks, sizes.itemsize * logits // FLOAT32 // chunks
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megajax.config import Config, ConfigError
 from megajax.config.outputs import check_outputs
+from megajax.counts.products import products
 from megajax.plan.memory import BYTES
 from megajax.plan.network import Cluster
 from megajax.plan.search import Choice, search
 from megajax.plan.time import peak_flops, product_seconds
-from megajax.plan.work import products
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

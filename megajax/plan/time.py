@@ -9,12 +9,13 @@ from collections import defaultdict
 
 from megajax.config import Config, ConfigError
 from megajax.counts.flops import Flops, step_flops
+from megajax.counts.products import Product, products
 from megajax.inspect.result import Phase
 from megajax.plan.launches import launch_seconds
 from megajax.plan.memory import BYTES
+from megajax.plan.memory_traffic import Traffic, traffic
 from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, Attention, Program
-from megajax.plan.work import Product, Traffic, products, traffic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

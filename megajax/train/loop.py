@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from megajax.config import CheckpointError, Config, ConfigError, NumericError, StopRequested, dump
 from megajax.counts.parameters import num_parameters
 from megajax.data import Data, load_data
-from megajax.parallel.mesh import make_mesh
+from megajax.parallel.mesh import mesh_for
 from megajax.train.checkpoint import Checkpoints
 from megajax.train.clock import Clock, Summary
 from megajax.train.limits import phase_limits
@@ -43,7 +43,7 @@ def run(config: Config, *, name: str) -> Path:
     check_wandb(config)
     clock = Clock()
     with StopWatch(config.run.max_minutes) as stop, _leaving():
-        mesh = make_mesh(config.mesh.data, config.mesh.model, cross_hosts=config.mesh.allow_model_across_hosts)
+        mesh = mesh_for(config)
         report = Report()
         report.mesh(mesh)
         folder = _run_folder(config, name)

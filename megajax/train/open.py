@@ -14,7 +14,7 @@ from megajax.config import CheckpointError, Config, reload
 from megajax.data.tokenizer import Tokenizer, load_tokenizer
 from megajax.model.transformer import make_model
 from megajax.parallel.layout import Layout
-from megajax.parallel.mesh import concrete, make_mesh
+from megajax.parallel.mesh import concrete, mesh_for
 from megajax.train.compare import check_same_arrays
 from megajax.train.digests import find_sound
 from megajax.train.record import RECORD, TOKENIZER, read_record
@@ -46,7 +46,7 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
     record = read_record(folder)
     config = reload(record.config, overrides, place=str(folder / RECORD))
     tokenizer = load_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
-    mesh = make_mesh(config.mesh.data, config.mesh.model, cross_hosts=config.mesh.allow_model_across_hosts)
+    mesh = mesh_for(config)
     with jax.set_mesh(mesh):
         params = restore_params(folder, config)
     return Opened(config=config, mesh=mesh, params=params, tokenizer=tokenizer, step=record.step)
