@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megajax.config import Config
-from megajax.counts.flops import step_flops
+from megajax.counts import products as counts
+from megajax.counts.flops import uses_flash
 from megajax.counts.parameters import NUM_SEGMENTS
 from megajax.hlo.products import is_rematerialized, products
 from megajax.hlo.program import Program
@@ -18,11 +19,11 @@ PADDED = 8  # elements, to a multiple of which XLA pads the sizes of cuBLAS's 16
 def count_products(config: Config, program: Program, target: str) -> Products:
     """FLOPs of a step on one device: of the compiled program, and of the config.
 
-    `Flops.hardware` is what XLA computes, to the last product, whatever the family, the layout and
-    what is recomputed; only a CPU has no flash attention.
+    XLA computes what `counts/products.py` lists, to the last product, whatever the family, the
+    layout and what is recomputed; only a CPU has no flash attention.
     """
-    devices = config.mesh.data * config.mesh.model
-    expected = step_flops(config, flash=False if target == 'cpu' else None).hardware / devices
+    flash = uses_flash(config) and target != 'cpu'
+    expected = sum(one.times * one.flops for one in counts.products(config, flash=flash))
     compiled = rematerialized = 0
     for product, computation, instruction, times in products(program):
         compiled += times * product.flops

@@ -5,17 +5,38 @@ import pytest
 from jax.sharding import AxisType
 
 import megajax
-from megajax.parallel.mesh import AXES, concrete, is_simulated, make_mesh
+from megajax.parallel.mesh import axis_sizes, concrete, is_simulated, make_mesh
 
 
 @pytest.mark.parametrize(('data', 'model'), [(1, 1), (2, 1), (1, 2), (2, 2), (2, 4), (4, 2), (1, 8), (8, 1)])
 def test_a_mesh_has_the_axes_data_and_model_both_explicit_with_neighbours_along_model(data, model):
     mesh = make_mesh(data, model)
-    assert mesh.axis_names == AXES == ('data', 'model')
+    assert mesh.axis_names == ('data', 'model')
     assert mesh.axis_types == (AxisType.Explicit, AxisType.Explicit)
     assert dict(mesh.shape) == {'data': data, 'model': model}
     assert [[device.id for device in group] for group in mesh.devices] == [[d * model + m for m in range(model)] for d in range(data)]
     assert is_simulated(mesh) == (data * model > 1)
+
+
+def test_further_axes_come_in_their_order_and_one_of_a_single_device_is_left_out():
+    assert axis_sizes(2, 4) == {'data': 2, 'model': 4}
+    sizes = axis_sizes(4, 2, row=2, context=1, replica=3, stage=2, spare=5)
+    assert [*sizes.items()] == [
+        ('replica', 3),
+        ('stage', 2),
+        ('data', 4),
+        ('spare', 5),
+        ('row', 2),
+        ('model', 2),
+    ]
+    assert make_mesh(2, 2, stage=2).axis_names == ('stage', 'data', 'model')
+
+
+def test_too_few_devices_for_further_axes_name_them_too():
+    jax.devices()
+    with pytest.raises(megajax.ConfigError) as refusal:
+        make_mesh(4, 2, row=2)
+    assert 'mesh.data=4 x mesh.row=2 x mesh.model=2 needs 16 devices and jax has 8' in str(refusal.value)
 
 
 @pytest.mark.parametrize(('data', 'model'), [(4, 4), (3, 3), (9, 1), (1, 16)])
