@@ -17,6 +17,7 @@ from megajax.cli_generate import evaluate, generate
 from megajax.cli_interop import export_app, import_app
 from megajax.cli_plan import plan_app
 from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, presets
+from megajax.config.combinations import COMBINATIONS
 from megajax.config.outputs import check_outputs
 from megajax.counts.parameters import num_parameters
 from megajax.parallel.signals import leave_when_asked
@@ -164,6 +165,15 @@ def show(source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset 
     config = load(source, overrides or ())
     print(dump(config), end='')
     print(f'# {_parameters(config.model)}')
+
+
+@config_app.command()
+def combinations() -> None:
+    """List the settings that exclude one another, with the reason and what to use instead."""
+    table = Table('setting', 'with', 'why not', 'instead', box=None, pad_edge=False)
+    for one in COMBINATIONS:
+        table.add_row(one.one, one.other, one.reason, one.instead)
+    Console().print(table)
 
 
 @config_app.command('list')

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from megajax.config.combinations import excluded
 from megajax.config.errors import Problem
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ LARGEST_LOSS_SCALE = 2**32  # the one that Megatron begins with
 def incompatibilities(config: 'Config') -> list[Problem]:
     """Every pair of keys that cannot work together."""
     rules = _heads, _rope, _kv_heads, _widths, _batches, _loss_scale, _optimizer, _profile, _data, _masked
-    return [problem for rule in rules for problem in rule(config)]
+    return [*(problem for rule in rules for problem in rule(config)), *excluded(config)]
 
 
 def _heads(config: 'Config') -> Iterator[Problem]:
@@ -39,9 +40,6 @@ def _rope(config: 'Config') -> Iterator[Problem]:
     scaling = config.model.rope_scaling
     if scaling is None:
         return
-    if config.model.position != 'rope':
-        message = f'needs model.position=rope, not {config.model.position}; leave it out'
-        yield Problem(path='model.rope_scaling', message=message, others=('model.position',))
     if scaling.type == 'llama3' and scaling.high_freq_factor <= scaling.low_freq_factor:
         message = f'high_freq_factor {scaling.high_freq_factor} must be above low_freq_factor {scaling.low_freq_factor}'
         yield Problem(path='model.rope_scaling', message=message)
@@ -150,21 +148,12 @@ def _data(config: 'Config') -> Iterator[Problem]:
 
 
 def _masked(config: 'Config') -> Iterator[Problem]:
-    if config.model.causal:
-        return
-    data, train, objective = config.data, config.train, ('model.objective',)
-    if train.sample_prompts:
-        message = 'model.objective=masked_lm fills in tokens and continues no prompt; leave it out'
-        yield Problem(path='train.sample_prompts', message=message, others=objective)
-    if data.order != 'stateless':
-        message = f"{data.order} is the order of Megatron's GPTDataset; use stateless with model.objective=masked_lm"
-        yield Problem(path='data.order', message=message, others=objective)
-    if data.document_mask:
-        message = 'a sequence of model.objective=masked_lm is of one document; leave it out'
-        yield Problem(path='data.document_mask', message=message, others=objective)
-    if train.seq_len < SHORTEST_PAIR:
-        message = f'{train.seq_len} is too short for two segments and three special tokens; use at least {SHORTEST_PAIR}'
-        yield Problem(path='train.seq_len', message=message, others=objective)
+    if config.model.objective == 'masked_lm' and config.train.seq_len < SHORTEST_PAIR:
+        message = (
+            f'{config.train.seq_len} is too short for two segments and three special tokens; '
+            f'use at least {SHORTEST_PAIR}'
+        )
+        yield Problem(path='train.seq_len', message=message, others=('model.objective',))
 
 
 def _divides(path: str, value: int, by: str, divisor: int, *, under: str | None = None) -> Iterator[Problem]:

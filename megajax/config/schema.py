@@ -74,7 +74,11 @@ class ModelConfig(Section):
     ffn_size: PositiveInt = Field(default_factory=lambda data: 4 * data['hidden_size'])
     vocab_size: PositiveInt  # of the tokenizer, before padding
     max_seq_len: PositiveInt  # rows of the learned positions, and the limit of train.seq_len
-    objective: Literal['next_token', 'masked_lm'] = 'next_token'  # masked_lm: BERT, which looks both ways and has the heads for it
+    objective: Literal['next_token', 'masked_lm'] = 'next_token'  # masked_lm: BERT, which has the heads for it
+    # Which tokens one sees: those before it, or all; by default as the objective needs it.
+    attention: Literal['causal', 'bidirectional'] = Field(
+        default_factory=lambda data: 'causal' if data['objective'] == 'next_token' else 'bidirectional'
+    )
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
     activation: Literal['gelu', 'gelu_tanh', 'swiglu'] = 'gelu_tanh'
     position: Literal['learned', 'rope'] = 'learned'
@@ -91,7 +95,12 @@ class ModelConfig(Section):
     @property
     def causal(self) -> bool:
         """Whether a token sees those before it alone."""
-        return self.objective == 'next_token'
+        return self.attention == 'causal'
+
+    @property
+    def is_bert(self) -> bool:
+        """Whether masked tokens are filled in, and the order of segments is predicted."""
+        return self.objective == 'masked_lm'
 
     @property
     def padded_vocab_size(self) -> int:

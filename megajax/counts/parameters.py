@@ -76,7 +76,7 @@ def declare(model: ModelConfig) -> Declared:
         declared['position'] = {'table': Parameter('sD', Role.TABLE, std)}
     if not model.tie_embeddings:
         declared['head'] = Parameter('VD', Role.MATRIX, std)
-    if not model.causal:
+    if model.is_bert:
         declared |= _bert(model)
     return declared
 

@@ -73,7 +73,7 @@ def _load_text(config: Config) -> Data:
 
 
 def _special(config: Config) -> tuple[str, ...]:
-    return () if config.model.causal else SPECIAL
+    return SPECIAL if config.model.is_bert else ()
 
 
 def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:
@@ -88,7 +88,7 @@ def _tokenizer_of_pairs(config: Config, manifests: Mapping[str, Manifest | None]
     if spec == 'none':
         if config.train.sample_prompts:
             raise _problem('train.sample_prompts', 'nothing can be sampled with data.tokenizer=none; leave it out', 'data.tokenizer')
-        if not config.model.causal:
+        if config.model.is_bert:
             message = 'none, and model.objective=masked_lm needs the ids of special tokens; give the tokenizer.json that made the tokens'
             raise _problem('data.tokenizer', message, 'model.objective')
         return None
@@ -130,7 +130,7 @@ def _stateless(config: Config, parts: list[Part], *, tokenizer: Tokenizer | None
 
     batch_size, seq_len = config.train.batch_size, config.train.seq_len
     batches: Callable[[Samples, Order], Batches] = partial(_batches, config)
-    if config.model.causal:
+    if not config.model.is_bert:
         samples = Joined([Windows(part, seq_len=seq_len, find_documents=config.data.document_mask) for part in parts])
     else:
         assert tokenizer is not None

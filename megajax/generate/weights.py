@@ -29,7 +29,7 @@ def inference_config(config: Config) -> Config:
 
     Raises ConfigError for a model that does not say what comes next.
     """
-    if not config.model.causal:
+    if config.model.is_bert:
         raise ConfigError(f'model.objective={config.model.objective}: it fills in masked tokens, and says of no text what comes next')
     return config.model_copy(update={'mesh': config.mesh.model_copy(update={'sequence_parallel': False})})
 

@@ -138,7 +138,7 @@ def make_batch(config: Config) -> dict[str, np.ndarray]:
     if config.data.document_mask:
         document = length // 2 + 1
         batch |= {'segment_ids': position // document, 'positions': position % document}
-    if not config.model.causal:
+    if config.model.is_bert:
         padding = position >= length - np.arange(rows)[:, None]
         batch |= {'token_types': position > length // 2, 'segment_ids': padding}
         batch |= {'loss_mask': counts & ~padding, 'swapped': random.integers(2, size=(rows, 1))}

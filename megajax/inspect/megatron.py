@@ -91,7 +91,7 @@ def few_kv_heads(config: Config) -> Iterator[Expected]:
 
 def _head(config: Config) -> Iterator[Expected]:
     if config.mesh.sequence_parallel:
-        pooler = 0 if config.model.causal else 1  # BERT's gathers all tokens for its first
+        pooler = 1 if config.model.is_bert else 0  # BERT's gathers all tokens for its first
         yield from _over_model(config, 'head', 'forward', (GATHER,), _activation(config), 1 + pooler)
         yield from _over_model(config, 'head', 'backward', (SCATTER, GATHER), _activation(config))
     else:

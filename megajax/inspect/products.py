@@ -38,7 +38,7 @@ def padding(config: Config) -> int:
     It pads sizes to multiples of 8. Those of BERT's first tokens, a row a sequence, are the ones
     that have less; the difference shows in tiny models alone.
     """
-    if config.model.causal or config.train.dtype == 'float32':
+    if not config.model.is_bert or config.train.dtype == 'float32':
         return 0
     D, rows = config.model.hidden_size, config.microbatch_rows
     padded = -(-rows // PADDED) * PADDED

@@ -153,7 +153,7 @@ def huggingface_pieces(model: ModelConfig, shapes: Mapping[str, Shape]) -> Piece
 
 
 def _family(model: ModelConfig) -> str:
-    if model.objective == 'masked_lm':
+    if model.is_bert:
         return 'bert'
     return 'gpt2' if model.position == 'learned' else 'llama'
 

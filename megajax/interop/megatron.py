@@ -73,7 +73,7 @@ def megatron_pieces(
     model: ModelConfig, shapes: Mapping[str, Shape], *, rank: int = 0, ranks: int = 1, vocab_rows: int | None = None
 ) -> Pieces:
     """What each parameter is made of, on one rank of a tensor-parallel group; `vocab_rows` are those of all ranks, padding too."""
-    if model.objective != 'next_token':
+    if model.is_bert:
         raise ConfigError(f'model.objective={model.objective}: only models of next tokens are read and written as Megatron-LM has them')
     rows = (vocab_rows or model.vocab_size) // ranks
     if model.num_kv_heads % ranks or model.ffn_size % ranks:

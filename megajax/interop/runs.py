@@ -25,7 +25,7 @@ def start_run(out: Path, config: Config, load: Callable[[Config], nnx.State], *,
     `origin` goes into the checkpoint's record. Nothing in `out` looks like a checkpoint until it is complete.
     """
     spec = str(tokenizer) if tokenizer and config.data.tokenizer == tokenizer_of(out) else config.data.tokenizer
-    special = () if config.model.causal else SPECIAL
+    special = SPECIAL if config.model.is_bert else ()
     loaded = None if spec == 'none' else make_tokenizer(spec, config.model.vocab_size, special=special)
     mesh = mesh_for(config)
     with jax.set_mesh(mesh):

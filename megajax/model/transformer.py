@@ -220,7 +220,7 @@ Decoder = LanguageModel  # its name in the first release
 
 def make_model(config: ModelConfig, layout: Layout, *, key: jax.Array) -> LanguageModel:
     """The model of `config.objective`."""
-    kind = LanguageModel if config.objective == 'next_token' else Bert
+    kind = Bert if config.is_bert else LanguageModel
     return kind(config, layout, key=key)
 
 

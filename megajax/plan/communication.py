@@ -47,7 +47,7 @@ def _is_last_of_layer(one: Expected) -> bool:
 def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:
     """BERT's pooler reads the first token of each row: Megatron gathers the whole sequence once more for it, here only that is sent."""
     for one in kept:
-        if config.model.causal or (one.site.name, one.site.phase, one.kind) != ('head', 'forward', GATHER):
+        if not config.model.is_bert or (one.site.name, one.site.phase, one.kind) != ('head', 'forward', GATHER):
             yield one
             continue
         runs = config.train.microbatches

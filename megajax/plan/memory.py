@@ -162,7 +162,7 @@ class _Sizes:
     def batch(self) -> int:
         """Tokens, labels and which of them count; for BERT also segments and token types, and the order of each row."""
         rows, length = self.config.microbatch_rows, self.config.train.seq_len
-        of_row = 3 * length if self.model.causal else 5 * length + 1
+        of_row = 5 * length + 1 if self.model.is_bert else 3 * length
         return 4 * of_row * rows * self.config.train.microbatches
 
     @property

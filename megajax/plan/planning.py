@@ -177,7 +177,7 @@ def _paper_tflops(config: Config, time: StepTime) -> float | None:
 
 def _is_gpt(model: ModelConfig) -> bool:
     is_square = model.num_heads * model.head_dim == model.hidden_size == model.num_kv_heads * model.head_dim
-    return model.causal and is_square and model.ffn_size == 4 * model.hidden_size and model.activation != 'swiglu'
+    return not model.is_bert and is_square and model.ffn_size == 4 * model.hidden_size and model.activation != 'swiglu'
 
 
 def _verdict(ranking: Ranking, available: int) -> str:

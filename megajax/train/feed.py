@@ -92,7 +92,7 @@ def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     dtypes = {'tokens': jnp.int32, 'labels': jnp.int32, 'loss_mask': jnp.float32}
     if config.data.document_mask:
         dtypes |= {'segment_ids': jnp.int32, 'positions': jnp.int32}
-    if not config.model.causal:
+    if config.model.is_bert:
         dtypes |= {'segment_ids': jnp.int32, 'token_types': jnp.int32}
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
-    return batch if config.model.causal else batch | {'swapped': jax.ShapeDtypeStruct((shape[0], 1), jnp.int32, sharding=sharding)}
+    return batch if not config.model.is_bert else batch | {'swapped': jax.ShapeDtypeStruct((shape[0], 1), jnp.int32, sharding=sharding)}

@@ -38,7 +38,7 @@ def init_loss_scale(config: Config) -> LossScale | None:
     if config.train.dtype != 'float16':
         return None
     if config.train.loss_scale == 'auto':
-        terms = config.train.batch_size * (config.train.seq_len if config.model.causal else 1)
+        terms = config.train.batch_size * (1 if config.model.is_bert else config.train.seq_len)
         first = min(LARGEST_LOSS_SCALE, HEADROOM * 2.0 ** math.floor(math.log2(terms)))
     else:
         first = config.train.loss_scale

@@ -278,7 +278,7 @@ class Trainer:
 
     def _with_label_bytes(self, batch: HostBatch) -> HostBatch:
         tokenizer = self.data.tokenizer
-        if tokenizer is None or not self.config.model.causal:
+        if tokenizer is None or self.config.model.is_bert:
             return batch
         return {**batch, 'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0)}
 

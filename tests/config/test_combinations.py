@@ -1,0 +1,39 @@
+"""What excludes one another is one table, and each of its rows is refused with what it says."""
+
+import pytest
+from typer.testing import CliRunner
+
+from megajax.cli import app
+from megajax.config import ConfigError, load
+from megajax.config.combinations import COMBINATIONS, Combination
+
+VALUES = {
+    'train.sample_prompts': 'train.sample_prompts=["a"]',
+    'model.rope_scaling': 'model.rope_scaling={"type": "linear", "factor": 2}',
+}
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load('gpt2_124m', overrides)
+    return str(error.value)
+
+
+@pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
+def test_each_row_is_refused_with_its_reason_and_what_to_do_instead(row: Combination) -> None:
+    said = refusal(row.one, VALUES.get(row.other, row.other))
+    assert f'{row.reason}; {row.instead}' in said
+
+
+@pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
+def test_each_row_is_printed(row: Combination, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('COLUMNS', '300')
+    lines = CliRunner().invoke(app, ['config', 'combinations']).output.splitlines()
+    (line,) = [line for line in lines if line.startswith(row.one) and row.other in line]
+    assert row.reason in line
+    assert row.instead in line
+
+
+def test_attention_is_as_the_objective_needs_it() -> None:
+    assert load('tiny').model.attention == 'causal'
+    assert load('tiny_bert').model.attention == 'bidirectional'
