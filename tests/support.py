@@ -18,6 +18,8 @@ from flax import nnx
 
 from megajax.config import Config
 from megajax.data.tokenizer import byte_tokenizer
+from megajax.model.transformer import LanguageModel, model_graph
+from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete, make_mesh
 from megajax.train.step import init_state
 
@@ -103,6 +105,11 @@ def random_params(config: Config, std: float) -> nnx.State:
     random = np.random.default_rng(1)
     abstract = concrete(jax.eval_shape(lambda: init_state(config)).params)
     return jax.tree.map(lambda x: jax.device_put(random.normal(0, std, x.shape).astype(x.dtype), x.sharding), abstract)
+
+
+def graph_of(config: Config) -> nnx.GraphDef[LanguageModel]:
+    """The model of a config without its parameters, for `nnx.merge`."""
+    return model_graph(config.model, Layout.of(config))
 
 
 def by_name(params: nnx.State) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support import make_config, on_mesh, random_params, start_token
+from support import graph_of, make_config, on_mesh, random_params, start_token
 
 from megajax.config import Config, ConfigError
 from megajax.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
@@ -21,7 +21,7 @@ from megajax.evaluate.detokenize import detokenize_wikitext
 from megajax.evaluate.perplexity import windows
 from megajax.evaluate.score import Scored
 from megajax.generate import Request, Sampling
-from megajax.model.decoder import model_graph
+from megajax.model.transformer import Computation
 
 TOKENIZER = byte_tokenizer()
 
@@ -59,7 +59,8 @@ def test_scores_are_the_models_log_probabilities(mesh: tuple[int, int]) -> None:
         found = Scorer(config, params).in_any_order(asked)
     with on_mesh(small()):
         params = random_params(small(), std=0.3)
-        logits = jax.jit(lambda params, token_BS: nnx.merge(model_graph(small()), params)(token_BS))
+        graph, computation = graph_of(small()), Computation.of(small())
+        logits = jax.jit(lambda params, token_BS: nnx.merge(graph, params)(token_BS, computation))
         for window, one in zip(asked[:4], found[:4], strict=True):
             token_BS = np.zeros((1, 16), np.int32)
             token_BS[0, : len(window.tokens) - 1] = window.tokens[:-1]
@@ -79,7 +80,8 @@ def test_a_window_may_be_as_long_as_the_model_reads_and_one_where_positions_are_
     with on_mesh(config):
         params = random_params(config, std=0.3)
         [found] = Scorer(config, params)([Window(tokens, 20)])
-        logits = jax.jit(lambda params, token_BS: nnx.merge(model_graph(config), params)(token_BS))
+        graph, computation = graph_of(config), Computation.of(config)
+        logits = jax.jit(lambda params, token_BS: nnx.merge(graph, params)(token_BS, computation))
         logit_SV = np.asarray(logits(params, tokens[None, :-1]), np.float64)[0, :, :257]
     expected = np.log(np.exp(logit_SV).sum(-1)) - logit_SV[np.arange(20), tokens[1:]]
     np.testing.assert_allclose(found.nll, expected, rtol=1e-4)

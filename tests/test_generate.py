@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import make_config, on_mesh, random_params, start_token
+from support import graph_of, make_config, on_mesh, random_params, start_token
 
 from megajax import cli_generate
 from megajax.config import Config, ConfigError
@@ -25,7 +25,8 @@ from megajax.inspect import assert_collectives
 from megajax.interop.families import read_config_json
 from megajax.interop.huggingface import from_huggingface
 from megajax.interop.tensors import read_tensors
-from megajax.model.decoder import model_graph
+from megajax.model.transformer import Computation
+from megajax.parallel.layout import Layout
 from megajax.train.checkpoint import Checkpoints
 from megajax.train.step import init_state
 
@@ -57,8 +58,8 @@ def continue_all(config: Config, prompts: Sequence[Sequence[int]] = PROMPTS, **r
 def recompute(config: Config, prompt: Sequence[int], count: int) -> list[int]:
     """Greedy decoding by the training model on the whole text for each token."""
     with on_mesh(config):
-        params, graph = make_params(config), model_graph(config)
-        logits = jax.jit(lambda params, token_BS: nnx.merge(graph, params)(token_BS))
+        params, graph, computation = make_params(config), graph_of(config), Computation.of(config)
+        logits = jax.jit(lambda params, token_BS: nnx.merge(graph, params)(token_BS, computation))
         token_BS = np.zeros((config.mesh.data, config.model.max_seq_len), np.int32)
         token_BS[0, : len(prompt)] = prompt
         for end in range(len(prompt), len(prompt) + count):
@@ -167,10 +168,12 @@ def test_a_token_copies_neither_the_cache_nor_a_weight() -> None:
 def test_padding_of_the_vocabulary_is_never_chosen() -> None:
     config = small('gpt', 1, 4)
     with on_mesh(config):
-        logits_BV = jax.device_put(np.where(np.arange(1024) < 1000, -1e30, 1e30)[None].astype('f4'), jax.P(None, 'model'))
-        key_B = row_keys(jax.random.key(0), jnp.zeros(1, jnp.int32), jnp.zeros(1, jnp.int32))
+        layout = Layout.of(config)
+        wrong = np.where(np.arange(1024) < 1000, -1e30, 1e30)[None].astype('f4')
+        logits_BV, first_B = jax.device_put(wrong, layout('BV')), jnp.zeros(1, jnp.int32)
+        key_B = row_keys(jax.random.key(0), *[jax.device_put(first_B, layout('B'))] * 2)
         for sampling in (GREEDY, Sampling(temperature=1e20), Sampling(top_k=50, top_p=0.9)):
-            assert choose(logits_BV, key_B, sampling, 1000)[0] < 1000
+            assert choose(logits_BV, key_B, sampling, 1000, layout)[0] < 1000
 
 
 def test_the_first_of_equal_logits_is_the_most_probable() -> None:
@@ -179,16 +182,21 @@ def test_the_first_of_equal_logits_is_the_most_probable() -> None:
         logits_BV = np.zeros((3, 1024), np.float32)
         logits_BV[0, [700, 300]] = 1
         logits_BV[1, 999] = 1
-        placed = jax.device_put(logits_BV, jax.P(None, 'model'))
-        assert np.asarray(most_probable(placed, 1000)).tolist() == [300, 999, 0]
+        layout = Layout.of(config)
+        placed = jax.device_put(logits_BV, layout('BV'))
+        assert np.asarray(most_probable(placed, 1000, layout)).tolist() == [300, 999, 0]
 
 
 def frequencies(sampling: Sampling, probability: Sequence[float], draws: int = 4000) -> np.ndarray:
     config = small('gpt')
     with on_mesh(config):
-        logits_BV = jnp.broadcast_to(jnp.log(jnp.array(probability))[None], (draws, len(probability)))
-        key_B = row_keys(jax.random.key(0), jnp.arange(draws), jnp.zeros(draws, jnp.int32))
-        token_B = np.asarray(choose(logits_BV, key_B, sampling, len(probability)))
+        layout = Layout.of(config)
+        logits_BV = np.broadcast_to(np.log(probability)[None], (draws, len(probability)))
+        logits_BV = jax.device_put(logits_BV.astype('f4'), layout('BV'))
+        rows_B = jax.device_put(jnp.arange(draws), layout('B'))
+        first_B = jnp.zeros_like(rows_B)
+        key_B = row_keys(jax.random.key(0), rows_B, first_B)
+        token_B = np.asarray(choose(logits_BV, key_B, sampling, len(probability), layout))
     return np.bincount(token_B, minlength=len(probability)) / draws
 
 

@@ -1,5 +1,6 @@
 """The train step as built sends no more than Megatron, and a step that is built worse is caught by the row or the lint that is for it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -17,7 +18,7 @@ from megajax.model.embedding import VocabParallelEmbedding
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.loss import Loss
 from megajax.model.product import product
-from megajax.model.vector import along_last
+from megajax.model.shard_copies import along_last
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import make_mesh
 from megajax.train import step as step_module
@@ -99,13 +100,24 @@ def caught_as_built(config: Config) -> set[str]:
     return caught(inspect_here(config))
 
 
+def place_elsewhere(patch, **specs: jax.P):
+    """Arrays of these dims have other places than the letters say."""
+    usual = Layout.__call__
+
+    def place(self: Layout, dims: str, **options: bool) -> jax.P:
+        return specs[dims] if dims in specs else usual(self, dims, **options)
+
+    patch(Layout, '__call__', place)
+
+
 def column_parallel_down(patch):
     def down(self: RowParallelLinear, x: jax.Array) -> jax.Array:
         weight = self.weight[...]
         if weight.ndim == 3:
             return row_parallel(self, x)
-        x, weight = jax.reshard(x, self.layout.full_BSD(x)), jax.reshard(weight, jax.P(None, 'model'))
-        return jax.reshard(product(x, weight, 1, jax.P(None, None, 'model'), x.dtype), jax.P(None, None, None))
+        whole = self.layout('BSD')
+        x, weight = jax.reshard(x, whole), jax.reshard(weight, self.layout('DF'))
+        return jax.reshard(product('BSD,DF->BSF', x, weight, self.layout, x.dtype), whole)
 
     row_parallel = RowParallelLinear.__call__
     patch(RowParallelLinear, '__call__', down)
@@ -115,42 +127,62 @@ def unfused(patch):
     fused = ColumnParallelLinear.__call__
 
     def apart(self: ColumnParallelLinear, x_BSD: jax.Array) -> jax.Array:
-        weight, dim = self.weight[...], {4: 2, 3: 1}.get(self.weight.ndim)  # [D, K, C, H] and [D, 2, F]
+        # of [D, K, C, H] and [D, U, F]
+        weight, dim = self.weight[...], {4: 2, 3: 1}.get(self.weight.ndim)
         if dim is None:
             return fused(self, x_BSD)
         parts = (jax.lax.slice_in_dim(weight, i, i + 1, axis=dim) for i in range(weight.shape[dim]))
-        made = [product(x_BSD, w, 1, self.layout.columns(x_BSD, self.spec), x_BSD.dtype) for w in parts]
+        made = [product(self.equation, x_BSD, w, self.layout, x_BSD.dtype) for w in parts]
         return jnp.concatenate(made, dim + 1)
 
     patch(ColumnParallelLinear, '__call__', apart)
 
 
 def replicated_embedding(patch):
-    patch(Layout, 'vocab_VD', jax.P(None, None))
+    place_elsewhere(patch, VD=jax.P(None, None), DV=jax.P(None, None))
 
 
 def gathered_table(patch):
-    def lookup(self: VocabParallelEmbedding, token_BS: jax.Array, dtype: jnp.dtype, position_BSD: jax.Array) -> jax.Array:
+    def lookup(
+        self: VocabParallelEmbedding,
+        token_BS: jax.Array,
+        dtype: jnp.dtype,
+        vector_BSD: jax.Array,
+        rows: str,
+    ) -> jax.Array:
         table_VD = jax.reshard(self.table[...], jax.P(None, None))
-        return position_BSD + table_VD.at[token_BS].get(out_sharding=self.layout.residual_BSD(token_BS))
+        return vector_BSD + table_VD.at[token_BS].get(out_sharding=self.layout('BTD'))
 
     patch(VocabParallelEmbedding, '__call__', lookup)
 
 
 def replicated_mlp(patch):
-    patch(Layout, 'mlp_up_DF', jax.P(None, None))
-    patch(Layout, 'mlp_down_FD', jax.P(None, None))
+    make = Layout.of
+
+    def make_worse(config: Config) -> Layout:
+        layout = make(config)
+        axes = tuple((letter, axes) for letter, axes in layout.axes if letter != 'F')
+        return dataclasses.replace(layout, axes=axes)
+
+    patch(Layout, 'of', make_worse)
 
 
 def gathered_logits(patch):
     logits = Loss.logits
-    patch(Loss, 'logits', lambda self, x, *head: jax.reshard(logits(self, x, *head), jax.P(*(None,) * x.ndim)))
+
+    def gathered(self: Loss, x: jax.Array, *head: jax.Array, rows: str) -> jax.Array:
+        return jax.reshard(logits(self, x, *head, rows=rows), jax.P(*(None,) * x.ndim))
+
+    patch(Loss, 'logits', gathered)
 
 
 def sharded_norm(patch):
-    patch(Layout, 'vector_D', jax.P('model'))
+    def gathered(vector: jax.Array, *others: object) -> jax.Array:
+        return along_last(jax.reshard(vector, jax.P(None)), *others)
+
+    place_elsewhere(patch, D=jax.P('model'), LD=jax.P(None, 'model'))
     for module in (norm_module, linear_module):
-        patch(module, 'along_last', lambda vector, x: along_last(jax.reshard(vector, jax.P(None)), x))
+        patch(module, 'along_last', gathered)
 
 
 def replicated_optimizer_state(patch):
@@ -196,7 +228,13 @@ def reduced_for_each_microbatch(patch):
 
 def wide_residual_stream(patch):
     embed = VocabParallelEmbedding.__call__
-    patch(VocabParallelEmbedding, '__call__', lambda self, token_BS, dtype, position_BSD: embed(self, token_BS, jnp.float32, position_BSD))
+
+    def embed_in_fp32(
+        self: VocabParallelEmbedding, token_BS: jax.Array, dtype: str, *vectors: object
+    ) -> jax.Array:
+        return embed(self, token_BS, jnp.float32, *vectors)
+
+    patch(VocabParallelEmbedding, '__call__', embed_in_fp32)
 
 
 HALF = {'train': {'dtype': 'bfloat16'}}

@@ -6,7 +6,8 @@ import jax
 import pytest
 from support import make_config, on_mesh
 
-from megajax.config import Config, chunks
+from megajax.config import Config
+from megajax.counts import chunks
 from megajax.emulate.compare import Difference
 from megajax.hardware.gpu import has_compiler
 from megajax.inspect import emulated_step
@@ -21,7 +22,7 @@ from megajax.train.feed import abstract_batch
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
 # XLA's Triton cannot tile every product of smaller heads.
 HEAD = {'head_dim': 64}
-EVERYTHING = {'microbatches': 2, 'recompute': 'full', 'xla': 'overlap', 'batch_size': 16}
+EVERYTHING = {'microbatches': 2, 'recompute': 'full', 'overlap': 'batch_split', 'batch_size': 16}
 
 
 def step(name: str, data: int, model: int, /, *, sequence_parallel: bool = False, **sections: dict) -> Config:
@@ -98,7 +99,8 @@ def test_a_small_config_is_executed_as_it_is_and_a_large_one_keeps_its_mesh_layo
     shrunk, changes = shrink(wide)
     assert 'model.num_layers 32 -> 2' in changes
     assert (shrunk.mesh, shrunk.optim, shrunk.loss) == (wide.mesh, wide.optim, wide.loss)
-    assert (shrunk.train.recompute, shrunk.train.xla, shrunk.train.dtype) == ('full', 'overlap', 'float32')
+    assert (shrunk.train.recompute, shrunk.train.overlap) == ('full', 'batch_split')
+    assert shrunk.train.dtype == 'float32'
 
 
 @pytest.mark.parametrize('kv_heads', [1, 2, 4, 8, 32])
@@ -126,7 +128,8 @@ def test_reducing_keeps_what_a_fault_needs_and_takes_away_the_rest():
     found = smallest(full, is_wrong)
     assert is_wrong(found)
     assert (found.mesh.data, found.model.num_layers, found.train.microbatches) == (2, 1, 1)
-    assert (found.train.recompute, found.train.xla, found.train.dtype) == ('none', 'default', 'float32')
+    assert (found.train.recompute, found.train.overlap) == ('none', 'none')
+    assert found.train.dtype == 'float32'
     assert not found.optim.shard
 
 

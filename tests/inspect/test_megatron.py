@@ -4,6 +4,7 @@ import pytest
 
 import megajax
 from megajax.config import presets
+from megajax.counts.parameters import num_parameters
 from megajax.inspect.megatron import Expected, expected
 
 
@@ -64,7 +65,8 @@ def test_a_mesh_of_one_sends_nothing():
 @pytest.mark.parametrize('name', presets())
 def test_each_number_of_a_device_is_reduced_over_data_once_in_fp32(name):
     loaded = config(name, 'mesh.data=8', 'mesh.model=1', 'train.microbatches=1')
-    assert wire_bytes(expected(loaded), 'gradients') == 2 * 7 / 8 * 4 * megajax.config.num_parameters(loaded.model, padded=True)
+    gradients = 4 * num_parameters(loaded.model, padded=True)
+    assert wire_bytes(expected(loaded), 'gradients') == 2 * 7 / 8 * gradients
 
 
 def test_few_key_value_heads_are_gathered_with_the_queries():

@@ -6,11 +6,12 @@ from pathlib import Path
 import jax
 import numpy as np
 from flax import nnx
+from support import graph_of
 
 from megajax.config import Config
 from megajax.interop.families import read_family
 from megajax.interop.tensors import read_tensors
-from megajax.model.decoder import model_graph
+from megajax.model.transformer import Computation
 
 DATA = Path(__file__).parent / 'data'
 NAMES = sorted(path.stem for path in DATA.glob('*.npz'))
@@ -25,7 +26,12 @@ def config_of(name: str, data: int = 1, model: int = 1) -> Config:
 def logits(config: Config, params: nnx.State, token_BS: np.ndarray) -> np.ndarray:
     """Of the entries of the vocabulary, on the current mesh."""
     placed = jax.device_put(token_BS.astype(np.int32), jax.P('data', None))
-    logit_BSV = jax.jit(lambda params, token_BS: nnx.merge(model_graph(config), params)(token_BS))(params, placed)
+
+    @jax.jit
+    def forward(params: nnx.State, token_BS: jax.Array) -> jax.Array:
+        return nnx.merge(graph_of(config), params)(token_BS, Computation.of(config))
+
+    logit_BSV = forward(params, placed)
     return np.asarray(logit_BSV)[:, :, : config.model.vocab_size]
 
 

@@ -13,14 +13,14 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support import by_name, on_mesh
+from support import by_name, graph_of, on_mesh
 
 from megajax.config import Config, ConfigError
 from megajax.interop.directories import export_huggingface, import_huggingface
 from megajax.interop.families import read_family, write_family
 from megajax.interop.huggingface import from_huggingface
 from megajax.interop.tensors import read_tensors
-from megajax.model.decoder import model_graph
+from megajax.model.transformer import Computation
 
 BERT = Path(__file__).parent / 'bert'
 LIMIT = 2e-4  # of logits of size 1 to 10, in fp32
@@ -35,15 +35,17 @@ def heads_on_mesh(folder: Path, inputs: Mapping[str, np.ndarray], *mesh: int) ->
         model=keys, mesh={'data': data, 'model': model, 'sequence_parallel': sequence_parallel}, train={'seq_len': 24, 'dtype': 'float32'}
     )
     with on_mesh(config):
-        params, graph = from_huggingface(config, read_tensors(folder), source=str(folder)), model_graph(config)
+        params = from_huggingface(config, read_tensors(folder), source=str(folder))
+        graph = graph_of(config)
         names = ('input_ids', 'token_type_ids', 'attention_mask')
         placed = [jax.device_put(inputs[name].astype(np.int32), jax.P('data', None)) for name in names]
 
         @jax.jit
         def heads(params: nnx.State, token_BS: jax.Array, type_BS: jax.Array, mask_BS: jax.Array) -> dict[str, jax.Array]:
-            bert = nnx.merge(graph, params)
-            x_BSD = bert.hidden(token_BS, type_BS=type_BS, segment_BS=1 - mask_BS)
-            return {'logits': bert(token_BS, type_BS=type_BS, segment_BS=1 - mask_BS), 'order': bert.order_head(x_BSD)}
+            bert, computation = nnx.merge(graph, params), Computation.of(config)
+            rows = {'type_BS': type_BS, 'segment_BS': 1 - mask_BS}
+            x_BSD = bert.hidden(token_BS, computation, **rows)
+            return {'logits': bert(token_BS, computation, **rows), 'order': bert.order_head(x_BSD)}
 
         made = {name: np.asarray(x) for name, x in heads(params, *placed).items()}
     return {'logits': made['logits'][:, :, : config.model.vocab_size], 'order': made['order']}

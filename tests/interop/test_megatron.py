@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, make_config, on_mesh, relative_error, slow
+from support import assert_close, graph_of, make_config, on_mesh, relative_error, slow
 
 from megajax.config import Config, ConfigError
 from megajax.counts.parameters import num_parameters
 from megajax.interop.megatron import from_megatron, to_megatron
-from megajax.model.decoder import model_graph
 from megajax.model.loss import Loss
+from megajax.model.transformer import Computation
+from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch, place_batch
 from megajax.train.step import init_state, make_loss_and_gradients, make_train_step
 
@@ -82,8 +83,9 @@ def test_logits_and_the_loss_of_each_token(name: str, mesh: dict[str, Any]) -> N
 
     @jax.jit
     def forward(params: nnx.State, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        logit_BSV = nnx.merge(model_graph(config), params)(batch['tokens'])
-        return logit_BSV, Loss.of(config).per_token(logit_BSV, batch['labels'])[0]
+        logit_BSV = nnx.merge(graph_of(config), params)(batch['tokens'], Computation.of(config))
+        loss = Loss.of(config, Layout.of(config))
+        return logit_BSV, loss.per_token(logit_BSV, batch['labels'])[0]
 
     with on_mesh(config):
         logit_BSV, loss_BS = forward(from_megatron(config, under('p', oracle)), batch_of(oracle, config))

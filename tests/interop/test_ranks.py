@@ -14,13 +14,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
-from support import gather, relative_error
+from support import gather, graph_of, relative_error
 
 from megajax.config import Config, ConfigError, load
 from megajax.interop.arguments import read_arguments
 from megajax.interop.ranks import FILE, export_megatron, import_megatron
 from megajax.interop.torch_files import Inert, Namespace, Stored, load_torch, torch_files
-from megajax.model.decoder import model_graph
+from megajax.model.transformer import Computation
 from megajax.train.open import open_model
 
 ORACLES = Path(__file__).parents[1] / 'data' / 'oracles'
@@ -97,7 +97,8 @@ def weights_of(oracle: Arrays) -> Arrays:
 def logits(run: Path, token_BS: np.ndarray, *, model: int) -> np.ndarray:
     opened = open_model(run, ['mesh.data=1', f'mesh.model={model}'])
     with jax.set_mesh(opened.mesh):
-        forward = jax.jit(lambda params, token_BS: nnx.merge(model_graph(opened.config), params)(token_BS))
+        graph, computation = graph_of(opened.config), Computation.of(opened.config)
+        forward = jax.jit(lambda params, token_BS: nnx.merge(graph, params)(token_BS, computation))
         placed = jax.device_put(token_BS.astype(np.int32), jax.P('data', None))
         return np.asarray(forward(opened.params, placed))[:, :, : opened.config.model.vocab_size]
 

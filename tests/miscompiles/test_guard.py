@@ -15,6 +15,7 @@ from flax import nnx
 from support import make_config
 
 from megajax.config import Config, ConfigError, MiscompileError
+from megajax.counts.parameters import Parameter, Role
 from megajax.hardware.gpu import GPUS, gpu_devices, has_compiler
 from megajax.hlo.program import Program
 from megajax.inspect.compile import compile_step
@@ -39,6 +40,7 @@ from megajax.miscompiles.probe import Answer
 from megajax.miscompiles.scaled_bias import SCALED_BIAS
 from megajax.miscompiles.split_cycles import SPLIT_CYCLES
 from megajax.model.embedding import VocabParallelEmbedding
+from megajax.model.parameters import Parameters
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import make_mesh, mesh_of
 
@@ -143,11 +145,13 @@ def test_lists_of_passes_are_joined_with_each_other_and_with_the_users(monkeypat
 
 @pytest.mark.parametrize('sequence_parallel', [False, True])
 def test_the_gradient_of_our_embedding_is_right_and_shows_no_fault(sequence_parallel: bool) -> None:
-    layout = Layout(model_size=4, sequence_parallel=sequence_parallel)
+    config = make_config('gpt', 2, 4, sequence_parallel=sequence_parallel)
+    declared = {'table': Parameter('VD', Role.MATRIX, std=1.0)}
+    parameters = Parameters(declared, {'V': 1024, 'D': 32}, Layout.of(config))
     random = np.random.default_rng(0)
     ids, weights = random.integers(0, 1024, (4, 16), dtype=np.int32), random.normal(size=(4, 16, 32))
     with jax.set_mesh(make_mesh(2, 4)):
-        embedding = VocabParallelEmbedding(1024, 32, std=1.0, layout=layout, key=jax.random.key(0))
+        embedding = VocabParallelEmbedding(parameters, key=jax.random.key(0))
         graph, params = nnx.split(embedding)
 
         def loss(params: nnx.State, ids: jax.Array, weights: jax.Array) -> jax.Array:

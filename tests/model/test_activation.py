@@ -67,7 +67,7 @@ def test_what_dropout_keeps_is_divided_in_fp32(dtype):
     x = inputs('gelu', dtype)
     mesh = jax.make_mesh((1,), ('data',), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):
-        kept = dropout(x, 0.1, sequence_keys(jax.random.key(0), jnp.arange(2)))
+        kept = dropout(x, 0.1, sequence_keys(jax.random.key(0), jnp.arange(2)), jax.P(None, None))
     is_kept = kept != 0
     assert 0.8 < is_kept.mean() < 0.97
     expected = (x.astype(jnp.float32) / 0.9).astype(dtype)

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 from support import assert_close, gather, make_config, on_mesh, relative_error
 
-from megajax.model.attention import Attention, attend
+from megajax.model.attention import Attention, attend, attention_core
+from megajax.model.parameters import Parameters
 from megajax.parallel.layout import Layout
 
 
@@ -31,9 +32,12 @@ def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, reco
 
     plain = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation='xla')
     expected, expected_gradients = jax.jit(value_and_pullback(plain))(q_BSNH, k_BSKH, v_BSKH, do_BSNH)
-    with on_mesh(make_config('gpt', 2, min(kv_heads, 4))):
+    config = make_config('gpt', 2, min(kv_heads, 4))
+    with on_mesh(config):
         placed = [jax.device_put(x, jax.P('data', None, 'model', None)) for x in (q_BSNH, k_BSKH, v_BSKH, do_BSNH)]
-        actual, gradients = jax.jit(value_and_pullback(functools.partial(attend, recompute=recompute, causal=causal)))(*placed)
+        layout = Layout.of(config)
+        ours = functools.partial(attend, layout=layout, recompute=recompute, causal=causal)
+        actual, gradients = jax.jit(value_and_pullback(ours))(*placed)
     for x, reference in zip((actual, *gradients), (expected, *expected_gradients), strict=True):
         assert relative_error(x, reference) < 1e-5
 
@@ -41,17 +45,23 @@ def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, reco
 @functools.cache
 def attention(kv_heads: int, shards: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The output of an attention layer and the gradients of its parameters."""
-    config = make_config('llama', 1, shards, model={'num_kv_heads': kv_heads, 'bias': True})
+    model = {'num_kv_heads': kv_heads, 'bias': True, 'init_std': 0.6}
+    config = make_config('llama', 1, shards, model=model)
     with on_mesh(config):
         layout = Layout.of(config)
-        layer = Attention(config.model, layout, recompute=False, out_std=0.3, key=jax.random.key(0))
+        parameters = Parameters.of(config.model, layout)['layers']['attention']
+        layer = Attention(config.model, parameters, key=jax.random.key(0))
         graph, params = nnx.split(layer)
-        x_BSD, weight_BSD = (jax.random.normal(jax.random.key(seed), (2, 32, 64)) for seed in (1, 2))
+        x_BSD, weight_BSD = (
+            jax.device_put(jax.random.normal(jax.random.key(seed), (2, 32, 64)), layout('BSD'))
+            for seed in (1, 2)
+        )
         bias = jnp.arange(params['qkv']['bias'][...].size, dtype=jnp.float32).reshape(params['qkv']['bias'].shape) / 1000
         params['qkv']['bias'][...] = jax.device_put(bias, params['qkv']['bias'].sharding)
 
         def output(params: nnx.State) -> tuple[jax.Array, jax.Array]:
-            y_BSD = nnx.merge(graph, params)(x_BSD, None, None, None)
+            core = attention_core(config.model, layout)
+            y_BSD, _ = nnx.merge(graph, params)(x_BSD, None, core)
             return (y_BSD * jax.reshard(weight_BSD, jax.typeof(y_BSD).sharding.spec)).sum(), y_BSD
 
         gradients, y_BSD = jax.jit(jax.grad(output, has_aux=True))(params)

@@ -7,11 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, gather, make_batch, make_config, on_mesh, random_params, relative_error, slow
+from support import (
+    assert_close,
+    gather,
+    graph_of,
+    make_batch,
+    make_config,
+    on_mesh,
+    random_params,
+    relative_error,
+    slow,
+)
 
 from megajax.config import Config, ConfigError
 from megajax.generate import Generator
-from megajax.model.decoder import Decoder, model_graph
+from megajax.model.transformer import Bert, Computation
 from megajax.train.feed import place_batch
 from megajax.train.step import init_state, make_eval_step, make_loss_and_gradients
 
@@ -31,8 +41,14 @@ def changed_logits() -> np.ndarray:
     tokens[np.arange(LENGTH), np.arange(LENGTH)] += 1
     segments = np.broadcast_to((np.arange(LENGTH) >= REAL)[None], tokens.shape)
     with on_mesh(config):
-        graph, params = model_graph(config), random_params(config, std=0.3)
-        logits = jax.jit(lambda params: nnx.merge(graph, params)(tokens.astype(np.int32), segment_BS=segments.astype(np.int32)))(params)
+        graph, params = graph_of(config), random_params(config, std=0.3)
+
+        @jax.jit
+        def forward(params: nnx.State) -> jax.Array:
+            model, segment_BS = nnx.merge(graph, params), segments.astype(np.int32)
+            return model(tokens.astype(np.int32), Computation.of(config), segment_BS=segment_BS)
+
+        logits = forward(params)
     return np.asarray(logits[:-1] != logits[-1:])[..., : config.model.vocab_size].any(-1)
 
 
@@ -43,38 +59,46 @@ def test_each_logit_depends_on_every_token_before_and_after_it_and_on_no_padding
 
 def logits_of(config: Config, function, *arguments):
     """Of the entries of the vocabulary."""
-    graph, params = model_graph(config), random_params(config, std=0.3)
+    graph, params = graph_of(config), random_params(config, std=0.3)
     return jax.jit(lambda params: function(nnx.merge(graph, params), *arguments)[..., : config.model.vocab_size])(params)
 
 
 def test_the_type_of_a_token_is_added_to_it_and_is_0_unless_given():
     config, token_BS = small(), np.arange(LENGTH, dtype=np.int32)[None]
+    computation = Computation.of(config)
     with on_mesh(config):
         plain, zero, one = (
-            logits_of(config, lambda model, kind: model(token_BS, type_BS=kind), None if kind is None else np.full_like(token_BS, kind))
+            logits_of(
+                config,
+                lambda model, type_BS: model(token_BS, computation, type_BS=type_BS),
+                None if kind is None else np.full_like(token_BS, kind),
+            )
             for kind in (None, 0, 1)
         )
         first, second = (np.asarray(row) for row in random_params(config, std=0.3)['token_type']['table'][...])
-        shifted = logits_of(config, lambda model: shift(model, second - first)(token_BS))
+        shift_D = second - first
+        shifted = logits_of(config, lambda model: shift(model, shift_D)(token_BS, computation))
     np.testing.assert_array_equal(plain, zero)
     assert relative_error(one, plain) > 1e-2
     assert relative_error(one, shifted) < 1e-5
 
 
-def shift(model: Decoder, vector_D: np.ndarray) -> Decoder:
+def shift(model: Bert, vector_D: np.ndarray) -> Bert:
     """The model with a vector added to every position."""
     model.position.table[...] += vector_D[None]
     return model
 
 
-def loss_by_the_book(model: Decoder, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def loss_by_the_book(model: Bert, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """Of one device: the mean over masked tokens, and the mean over sequences."""
     inputs = {'segment_BS': batch['segment_ids'], 'type_BS': batch['token_types']}
-    log_probability = jax.nn.log_softmax(model(batch['tokens'], **inputs)[..., : model.config.model.vocab_size])
+    computation = Computation.of(small())
+    logits = model(batch['tokens'], computation, **inputs)[..., : model.config.vocab_size]
+    log_probability = jax.nn.log_softmax(logits)
     of_labels = (log_probability * jax.nn.one_hot(batch['labels'], log_probability.shape[-1])).sum(-1)
     masked = -(of_labels * batch['loss_mask']).sum() / batch['loss_mask'].sum()
 
-    first_BD = model.hidden(batch['tokens'], **inputs)[:, 0]
+    first_BD = model.hidden(batch['tokens'], computation, **inputs)[:, 0]
     pooler, classifier = (
         lambda x, layer=layer: x @ layer.weight[...] + layer.bias[...][None]
         for layer in (model.order_head.pooler, model.order_head.classifier)
@@ -88,8 +112,8 @@ def by_the_book() -> tuple[float, float, dict[str, np.ndarray]]:
     """Both losses, and the gradients of their sum."""
     config = small()
     with on_mesh(config):
-        graph, params = model_graph(config), random_params(config, std=0.1)
-        batch = {name: jnp.asarray(x) for name, x in make_batch(config).items()}
+        graph, params = graph_of(config), random_params(config, std=0.1)
+        batch = place_batch(make_batch(config))
 
         def loss(params: nnx.State) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             masked, order = loss_by_the_book(nnx.merge(graph, params), batch)

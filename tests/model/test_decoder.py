@@ -1,5 +1,6 @@
 """The decoder looks back and never ahead, stays inside a document, and knows nothing of how it is run."""
 
+import inspect
 import math
 
 import jax
@@ -7,14 +8,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, by_name, gather, make_batch, make_config, on_mesh, random_params, relative_error
+from support import (
+    assert_close,
+    by_name,
+    gather,
+    graph_of,
+    make_batch,
+    make_config,
+    on_mesh,
+    random_params,
+    relative_error,
+)
 
 from megajax.config import Config, schema
-from megajax.model import attention, block, decoder
-from megajax.model.decoder import Decoder, model_graph
+from megajax.counts.parameters import Parameter, Role, dim_sizes
+from megajax.model import attention, block, transformer
+from megajax.model.attention import attention_core
 from megajax.model.dropout import sequence_keys
 from megajax.model.embedding import VocabParallelEmbedding
 from megajax.model.loss import Loss
+from megajax.model.parameters import Parameters
+from megajax.model.transformer import IN_FP32, Computation, LanguageModel, make_model
 from megajax.parallel.layout import Layout
 from megajax.train.feed import place_batch
 from megajax.train.step import make_loss_and_gradients
@@ -32,16 +46,31 @@ def small(name: str, *mesh: int, sequence_parallel: bool = False, **model: objec
     return make_config(name, *mesh, sequence_parallel=sequence_parallel, model=model, train={'seq_len': LENGTH, 'batch_size': 2})
 
 
-def make_decoder(config: Config) -> Decoder:
+def make_decoder(config: Config) -> LanguageModel:
     """A decoder with parameters so large that attention is far from uniform."""
-    return nnx.merge(model_graph(config), random_params(config, std=0.3))
+    return nnx.merge(graph_of(config), random_params(config, std=0.3))
 
 
-def logits(model: Decoder, token_BS: np.ndarray = TOKENS, **documents: np.ndarray) -> np.ndarray:
+def new_model(config: Config) -> LanguageModel:
+    return make_model(config.model, Layout.of(config), key=jax.random.key(0))
+
+
+def placed(x_BS: np.ndarray) -> jax.Array:
+    return place_batch({'x': x_BS})['x']
+
+
+def logits(
+    model: LanguageModel, token_BS: np.ndarray = TOKENS, **documents: np.ndarray
+) -> np.ndarray:
     """The logits of tokens, without those of padding."""
     graph, params = nnx.split(model)
-    all_logits = jax.jit(lambda params: nnx.merge(graph, params)(token_BS, **documents))(params)
-    return np.asarray(all_logits)[..., : model.config.model.vocab_size]
+
+    @jax.jit
+    def forward(params: nnx.State) -> jax.Array:
+        return nnx.merge(graph, params)(token_BS, IN_FP32, **documents)
+
+    all_logits = forward(params)
+    return np.asarray(all_logits)[..., : model.config.vocab_size]
 
 
 def influence(config: Config, **documents: np.ndarray) -> np.ndarray:
@@ -52,7 +81,8 @@ def influence(config: Config, **documents: np.ndarray) -> np.ndarray:
         graph, params = nnx.split(make_decoder(config))
 
         def mixed_logits(params: nnx.State) -> jax.Array:
-            return (nnx.merge(graph, params)(TOKENS, **documents) * weight_V[None, None]).sum((0, 2))
+            made = nnx.merge(graph, params)(TOKENS, IN_FP32, **documents)
+            return (made * weight_V[None, None]).sum((0, 2))
 
         gradients = jax.jit(lambda params: by_name(jax.jacrev(mixed_logits)(params))['embedding.table'])(params)
         return np.abs(np.asarray(gradients)[:, TOKENS[0]]).max(-1)
@@ -93,21 +123,23 @@ def test_rotary_attention_sees_how_far_apart_places_are_and_not_where():
 def test_scanned_layers_are_the_layers_one_after_another(name):
     config = small(name)
     with on_mesh(config):
-        model, loss = make_decoder(config), Loss.of(config)
-        label_BS, weight_BS = jnp.asarray(TOKENS), jnp.ones(TOKENS.shape)
+        layout = Layout.of(config)
+        model, loss, token_BS = make_decoder(config), Loss.of(config, layout), placed(TOKENS)
+        label_BS, weight_BS = token_BS, placed(np.ones(TOKENS.shape, 'f4'))
         graph, params = nnx.split(model)
         layer_graph = nnx.graphdef(model.layers)
 
         def scanned(params: nnx.State) -> jax.Array:
             model = nnx.merge(graph, params)
-            return loss(model.hidden(TOKENS), model.head_VD, label_BS, weight_BS)[0]
+            return loss(model.hidden(token_BS, IN_FP32), model.head_VD, label_BS, weight_BS)[0]
 
         def looped(params: nnx.State) -> jax.Array:
             model = nnx.merge(graph, params)
-            x_BSD = model.embedding(TOKENS, jnp.float32, model.position and model.position(TOKENS, None))
+            positions = model.position and model.position(token_BS, None)
+            x_BSD = model.embedding(token_BS, jnp.float32, positions, '-')
             for index in range(config.model.num_layers):
                 layer = nnx.merge(layer_graph, jax.tree.map(lambda x, index=index: x[index], params['layers']))
-                x_BSD = layer(x_BSD, None, None, None)
+                x_BSD, _ = layer(x_BSD, attention_core(config.model, layout))
             return loss(model.norm(x_BSD), model.head_VD, label_BS, weight_BS)[0]
 
         (expected, gradients), (actual, actual_gradients) = (jax.jit(jax.value_and_grad(f))(params) for f in (looped, scanned))
@@ -119,11 +151,11 @@ def test_scanned_layers_are_the_layers_one_after_another(name):
 def test_jit_changes_nothing(name):
     config = small(name)
     with on_mesh(config):
-        model, loss = make_decoder(config), Loss.of(config)
-        label_BS, weight_BS = jnp.asarray(TOKENS), jnp.ones(TOKENS.shape)
+        model, loss = make_decoder(config), Loss.of(config, Layout.of(config))
+        label_BS, weight_BS = placed(TOKENS), placed(np.ones(TOKENS.shape, 'f4'))
 
         def objective() -> jax.Array:
-            return loss(model.hidden(label_BS), model.head_VD, label_BS, weight_BS)[0]
+            return loss(model.hidden(label_BS, IN_FP32), model.head_VD, label_BS, weight_BS)[0]
 
         assert relative_error(objective(), jax.jit(objective)()) < 1e-6
 
@@ -133,7 +165,12 @@ def test_padding_of_the_vocabulary_has_no_probability_and_its_rows_no_gradient(t
     config = small('gpt', 1, 4, sequence_parallel=True, tie_embeddings=tied)
     with on_mesh(config):
         graph, params = nnx.split(make_decoder(config))
-        probability = jax.jit(lambda params: jax.nn.softmax(nnx.merge(graph, params)(TOKENS)))(params)
+
+        @jax.jit
+        def forward(params: nnx.State) -> jax.Array:
+            return jax.nn.softmax(nnx.merge(graph, params)(TOKENS, IN_FP32))
+
+        probability = forward(params)
         assert not np.asarray(probability)[..., 1000:].any()
         step = jax.jit(make_loss_and_gradients(config))
         gradients = gather(step(params, place_batch(make_batch(config)), jax.random.key(0))[1])
@@ -148,6 +185,7 @@ def test_more_padding_changes_no_logit(monkeypatch):
         model = make_decoder(config)
         expected = logits(model)
         monkeypatch.setattr(schema, 'VOCAB_MULTIPLE', 2048)
+        monkeypatch.setattr('megajax.model.parameters.dim_sizes', inspect.unwrap(dim_sizes))
         wider = make_decoder(config)
         assert wider.head_VD.shape[0] == 2 * model.head_VD.shape[0] == 2048
         nnx.update(wider, jax.tree.map(over, nnx.state(model), nnx.state(wider)))
@@ -166,7 +204,9 @@ def test_the_gradient_of_the_table_adds_up_in_fp32_what_each_place_of_a_token_ge
     expected = np.zeros((1024, 16))
     np.add.at(expected, token_BS, dx_BSD.astype(np.float64))
     with on_mesh(config):
-        embedding = VocabParallelEmbedding(1024, 16, std=1.0, layout=Layout.of(config), key=jax.random.key(0))
+        declared = {'table': Parameter('VD', Role.MATRIX, std=1.0)}
+        parameters = Parameters(declared, {'V': 1024, 'D': 16}, Layout.of(config))
+        embedding = VocabParallelEmbedding(parameters, key=jax.random.key(0))
         x_BSD, pullback = jax.vjp(lambda model: model(jax.device_put(token_BS, jax.P('data', None)), dtype), embedding)
         (gradient,) = pullback(jax.device_put(dx_BSD, jax.typeof(x_BSD).sharding.spec))
         np.testing.assert_array_equal(np.asarray(x_BSD), np.asarray(embedding.table[...]).astype(dtype)[token_BS])
@@ -177,16 +217,17 @@ def test_the_gradient_of_the_table_adds_up_in_fp32_what_each_place_of_a_token_ge
 def test_every_place_of_the_model_and_every_row_has_its_own_dropout_key(monkeypatch):
     keys = []
 
-    def record(x: jax.Array, rate: float, key_B: jax.Array) -> jax.Array:
+    def record(x: jax.Array, rate: float, key_B: jax.Array, row: jax.P) -> jax.Array:
         jax.debug.callback(lambda data: keys.extend(map(tuple, np.asarray(data))), jax.random.key_data(key_B))
         return x
 
-    for module in (decoder, block, attention):
+    for module in (transformer, block, attention):
         monkeypatch.setattr(module, 'dropout', record)
     config = small('gpt', dropout=0.1)
     with on_mesh(config):
         token_BS = np.concatenate([TOKENS, TOKENS])
-        make_decoder(config).hidden(token_BS, key_B=sequence_keys(jax.random.key(0), jnp.arange(2)))
+        key_B = sequence_keys(jax.random.key(0), jnp.arange(2))
+        make_decoder(config).hidden(token_BS, IN_FP32, key_B=key_B)
         jax.effects_barrier()
     assert len(keys) == len(set(keys)) == 2 * (1 + 3 * config.model.num_layers)  # the embedding; attention and two branches of a layer
 
@@ -195,7 +236,7 @@ def test_every_place_of_the_model_and_every_row_has_its_own_dropout_key(monkeypa
 def test_weights_begin_at_init_std_and_those_that_add_to_the_residual_stream_at_less(name):
     config = make_config(name, model={'num_layers': 3, 'init_std': 0.05})
     with on_mesh(config):
-        params = gather(jax.jit(lambda: nnx.state(Decoder(config, key=jax.random.key(0))))())
+        params = gather(jax.jit(lambda: nnx.state(new_model(config)))())
     for path, values in params.items():
         if 'norm' in path or 'bias' in path:
             assert (values == (1 if path.endswith('norm.weight') else 0)).all(), path
@@ -224,6 +265,11 @@ def test_recomputation_keeps_less_for_the_backward_pass(name):
 
 def residuals(config: Config) -> list[jax.Array]:
     """What the backward pass of the layers reads of the forward pass."""
-    graph, params = nnx.split(Decoder(config, key=jax.random.key(0)))
-    token_BS, key_B = jnp.zeros((2, 24), jnp.int32), jax.random.split(jax.random.key(0), 2)
-    return jax.tree.leaves(jax.vjp(lambda params: nnx.merge(graph, params).hidden(token_BS, key_B=key_B), params)[1])
+    graph, params = nnx.split(new_model(config))
+    token_BS = jnp.zeros((2, 24), jnp.int32, out_sharding=Layout.of(config)('BS'))
+    key_B, computation = jax.random.split(jax.random.key(0), 2), Computation.of(config)
+
+    def hidden(params: nnx.State) -> jax.Array:
+        return nnx.merge(graph, params).hidden(token_BS, computation, key_B=key_B)
+
+    return jax.tree.leaves(jax.vjp(hidden, params)[1])

@@ -8,6 +8,7 @@ import pytest
 from support import assert_close, gather, make_batch, make_config, on_mesh, pack, random_params, relative_error, slow
 
 from megajax.model import attention, flash
+from megajax.parallel.layout import Layout
 from megajax.train.feed import place_batch
 from megajax.train.step import make_loss_and_gradients
 
@@ -64,10 +65,12 @@ def test_attention_with_dropout_to_apply_never_runs_the_kernel_which_has_none(ra
     seen = []
     monkeypatch.setattr(attention, 'can_flash', lambda *_: True)
     monkeypatch.setattr(attention, 'flash_attention', lambda q, *_: seen.append(q) or q)
-    with on_mesh(make_config()):
+    config = make_config()
+    with on_mesh(config):
         q_BSNH = jnp.ones((2, 8, 4, 16))
         key_B = jax.random.split(jax.random.key(0), 2) if has_keys else None
-        o_BSNH = attention.attend(q_BSNH, q_BSNH, q_BSNH, rate=rate, key_B=key_B)
+        layout = Layout.of(config)
+        o_BSNH = attention.attend(q_BSNH, q_BSNH, q_BSNH, layout, rate=rate, key_B=key_B)
     is_dropped = rate > 0 and has_keys
     assert len(seen) == (0 if is_dropped else 1)
     assert bool((o_BSNH == 1).all()) != is_dropped

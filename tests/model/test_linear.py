@@ -8,11 +8,20 @@ import numpy as np
 import pytest
 from support import make_config, on_mesh, relative_error
 
+from megajax.counts.parameters import Parameter, Role
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
+from megajax.model.parameters import Parameters
 from megajax.model.product import product
 from megajax.parallel.layout import Layout
 
 SHARDS = [(1, False), (2, False), (4, False), (4, True)]
+SIZES = {'D': 16, 'F': 32}
+
+
+def linear(dims: str, layout: Layout) -> Parameters:
+    weight = Parameter(dims, Role.MATRIX, std=1.0)
+    bias = Parameter(dims[-1], Role.VECTOR)
+    return Parameters({'weight': weight, 'bias': bias}, SIZES, layout)
 
 
 @pytest.mark.parametrize(('model', 'sequence_parallel'), SHARDS)
@@ -21,9 +30,10 @@ def test_a_column_and_a_row_parallel_layer_are_two_plain_ones_and_each_bias_is_a
     layout, random = Layout.of(config), np.random.default_rng(0)
     x, up, up_bias, down, down_bias = (random.normal(size=size) for size in ((4, 8, 16), (16, 32), (32,), (32, 16), (16,)))
     with on_mesh(config):
-        make = functools.partial(dict, bias=True, std=1.0, layout=layout, key=jax.random.key(0))
-        column = ColumnParallelLinear((16, 32), layout.mlp_up_DF, **make())
-        row = RowParallelLinear((32, 16), layout.mlp_down_FD, **make())
+        column, row = (
+            kind(linear(dims, layout), key=jax.random.key(0))
+            for kind, dims in ((ColumnParallelLinear, 'DF'), (RowParallelLinear, 'FD'))
+        )
         for layer, weight, bias in ((column, up, up_bias), (row, down, down_bias)):
             for parameter, value in ((layer.weight, weight), (layer.bias, bias)):
                 parameter[...] = jax.device_put(value.astype('f4'), parameter.sharding)
@@ -37,23 +47,29 @@ def test_a_column_and_a_row_parallel_layer_are_two_plain_ones_and_each_bias_is_a
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(
-    ('x_spec', 'w_spec', 'out_spec'),
+    ('equation', 'sequence_parallel', 'x_axes', 'w_axes', 'out_axes'),
     [
-        (jax.P('data', None, None), jax.P(None, 'model'), jax.P('data', None, 'model')),
-        (jax.P('data', None, 'model'), jax.P('model', None), jax.P('data', None, None)),
-        (jax.P('data', None, 'model'), jax.P('model', None), jax.P('data', 'model', None)),
+        ('BSD,DF->BSF', False, ('data', None, None), (None, 'model'), ('data', None, 'model')),
+        ('BSF,FD->BTD', False, ('data', None, 'model'), ('model', None), ('data', None, None)),
+        ('BSF,FD->BTD', True, ('data', None, 'model'), ('model', None), ('data', 'model', None)),
     ],
     ids=['column', 'row', 'row-sp'],
 )
-def test_gradients_of_a_product_are_those_of_matmul(x_spec, w_spec, out_spec, dtype):
+def test_gradients_of_a_product_are_those_of_matmul(
+    equation, sequence_parallel, x_axes, w_axes, out_axes, dtype
+):
+    x_spec, w_spec, out_spec = (jax.P(*axes) for axes in (x_axes, w_axes, out_axes))
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, ((4, 8, 16), (16, 32), (4, 8, 32)), strict=True))
     x, dy = x.astype(dtype), dy.astype(dtype)
     exact = functools.partial(jnp.matmul, precision='highest')
     y, gradients = jax.vjp(exact, x.astype('f4'), w.astype(dtype).astype('f4'))
-    with on_mesh(make_config('gpt', 2, 4)):
+    config = make_config('gpt', 2, 4, sequence_parallel=sequence_parallel)
+    layout = Layout.of(config)
+    with on_mesh(config):
         put = jax.device_put
-        y_parallel, pullback = jax.vjp(lambda x, w: product(x, w, 1, out_spec, dtype), put(x, x_spec), put(w, w_spec))
+        multiply = functools.partial(product, equation, layout=layout, dtype=dtype)
+        y_parallel, pullback = jax.vjp(multiply, put(x, x_spec), put(w, w_spec))
         dx, dw = pullback(put(dy, out_spec))
         assert (y_parallel.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
         assert [jax.typeof(a).sharding.spec for a in (y_parallel, dx, dw)] == [out_spec, x_spec, w_spec]

@@ -13,7 +13,7 @@ from support import make_config, on_mesh, relative_error
 from megajax.counts.chunks import CHUNK_BYTES
 from megajax.model import loss as loss_module
 from megajax.model.loss import Loss
-from megajax.parallel import layout
+from megajax.parallel.layout import Layout
 
 ROWS, LENGTH, HIDDEN, VOCAB, PADDED = 8, 16, 24, 1000, 1024
 random = np.random.default_rng(0)
@@ -29,16 +29,20 @@ TERMS = [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.3, 1e-2)]
 def sums_and_gradients(place, smoothing=0.0, z_loss=0.0, scale=1.0):
     """(objective, nll), and the gradients of the objective by x and head; each data shard by itself, as in the train step."""
     config = make_config('gpt', *place[:2], sequence_parallel=place[2], loss={'label_smoothing': smoothing, 'z_loss': z_loss})
-    loss, residual_SD = Loss.of(config), layout.Layout.of(config).residual_SD
+    layout = Layout.of(config).per_shard
+    loss = Loss.of(config, layout)
     per_shard = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), in_axes=(0, None, 0, 0), spmd_axis_name='data')
 
     def by_shard(x: np.ndarray, *spec: str | None) -> jax.Array:
         return jax.device_put(x.reshape(place[0], -1, *x.shape[1:]), jax.P('data', None, *spec))
 
     with on_mesh(config):
-        head_VD = jax.device_put(HEAD, layout.Layout.vocab_VD)
+        head_VD = jax.device_put(HEAD, layout('VD'))
         (objective, nll), (dx, dhead) = jax.jit(per_shard)(
-            by_shard(scale * X, *residual_SD), head_VD, by_shard(LABEL, None), by_shard(WEIGHT, None)
+            by_shard(scale * X, *layout('TD')),
+            head_VD,
+            by_shard(LABEL, None),
+            by_shard(WEIGHT, None),
         )
         sums = np.asarray(objective, np.float64).sum(), np.asarray(nll, np.float64).sum()
         return sums, (np.asarray(dx).reshape(X.shape), np.asarray(dhead).sum(0))
@@ -89,16 +93,16 @@ def test_chunks_change_nothing(place, monkeypatch):
 )
 def test_the_fewest_chunks_are_made_whose_logits_fit(rows, length, vocab, shards, sequence_parallel):
     config = make_config('gpt', 1, shards, sequence_parallel=sequence_parallel and shards > 1)
-    place = layout.Layout.of(config)
+    layout = Layout.of(config)
 
     def lengths() -> tuple[jax.Array, ...]:
-        x_BSD = jnp.zeros((rows, length, 8), out_sharding=jax.P(None, *place.residual_SD))
+        x_BSD = jnp.zeros((rows, length, 8), out_sharding=layout('BTD'))
         token_BS = jnp.zeros((rows, length))
-        return loss_module._chunks(x_BSD, (jnp.zeros((8, vocab)), None), token_BS, token_BS, place)
+        return loss_module._chunks(x_BSD, (jnp.zeros((8, vocab)), None), token_BS, token_BS, layout)
 
     with on_mesh(config):
         chunks = jax.eval_shape(lengths)[1]
-    count, tokens = len(chunks), length // (shards if place.sequence_parallel else 1)
+    count, tokens = len(chunks), length // layout.num_shards('T')
     logit_bytes = 4 * rows * length * vocab // shards
     assert 4 * math.prod(chunks.shape[1:]) * vocab // shards == logit_bytes // count
     assert logit_bytes <= count * CHUNK_BYTES

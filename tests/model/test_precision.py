@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from support import by_name, make_config, on_mesh
 
+from megajax.counts.parameters import Parameter, Role
 from megajax.model.linear import add_bias
-from megajax.model.main_gradient import cast_matrices
 from megajax.model.norm import LayerNorm, RMSNorm
+from megajax.model.parameters import Parameters, cast_matrices
+from megajax.parallel.layout import Layout
 from megajax.train.step import init_state
 
 
@@ -16,8 +18,10 @@ from megajax.train.step import init_state
 def test_a_norm_of_bf16_is_that_of_fp32_rounded_once(kind):
     random = np.random.default_rng(0)
     x = jnp.asarray(random.normal(3, 1, size=(4, 8, 256)), jnp.bfloat16)
-    with on_mesh(make_config()):
-        norm = kind(256, eps=1e-5)
+    config = make_config()
+    declared = {name: Parameter('D', Role.VECTOR) for name in ('weight', 'bias')}
+    with on_mesh(config):
+        norm = kind(Parameters(declared, {'D': 256}, Layout.of(config)), dims='TD', eps=1e-5)
         norm.weight[...] = jnp.asarray(random.normal(size=256), jnp.float32)
         found, exact = norm(x), norm(x.astype(jnp.float32))
     assert found.dtype == jnp.bfloat16
@@ -38,8 +42,10 @@ def test_a_bias_is_added_in_fp32_and_so_is_its_gradient_summed():
 @pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
 def test_matrices_alone_are_computed_with_in_16_bits(name):
     config = make_config(name)
+    layout = Layout.of(config)
     with on_mesh(config):
-        cast = jax.eval_shape(lambda: cast_matrices(init_state(config).params, jnp.bfloat16))
+        params = jax.eval_shape(lambda: init_state(config)).params
+        cast = jax.eval_shape(lambda params: cast_matrices(params, jnp.bfloat16, layout), params)
     matrices = {f'layers.{layer}.weight' for layer in ('attention.qkv', 'attention.out', 'mlp.up', 'mlp.down')} | {'embedding.table'}
     matrices |= {
         'gpt': set(),

@@ -11,12 +11,14 @@ import pytest
 from flax import nnx
 from jax import P
 from reference import megatron_by_hand as by_hand
-from support import assert_close, make_batch, make_config, on_mesh, relative_error
+from support import assert_close, graph_of, make_batch, make_config, on_mesh, relative_error
 
 from megajax.config import Config
 from megajax.interop.megatron import from_megatron, to_megatron
-from megajax.model.decoder import Decoder, model_graph
+from megajax.model.attention import attention_core
 from megajax.model.loss import Loss
+from megajax.model.transformer import LanguageModel
+from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch, place_batch
 from megajax.train.step import init_state, make_loss_and_gradients
 
@@ -37,7 +39,7 @@ def gpt(model_size: int, sp: bool) -> Config:
 
 @on_each_mesh
 def test_the_embedding(model_size: int, sp: bool) -> None:
-    def ours(model: Decoder, x_BSD: jax.Array, batch: Batch) -> jax.Array:
+    def ours(model: LanguageModel, x_BSD: jax.Array, batch: Batch) -> jax.Array:
         return x_BSD + model.embedding(batch['tokens'], jnp.float32)
 
     def theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
@@ -50,8 +52,9 @@ def test_the_embedding(model_size: int, sp: bool) -> None:
 def test_the_block(model_size: int, sp: bool) -> None:
     config = gpt(model_size, sp)
 
-    def ours(model: Decoder, x_BSD: jax.Array, batch: Batch) -> jax.Array:
-        return jax.tree.map(lambda x: x[1], model.layers)(x_BSD, None, None, None)
+    def ours(model: LanguageModel, x_BSD: jax.Array, batch: Batch) -> jax.Array:
+        block = jax.tree.map(lambda x: x[1], model.layers)
+        return block(x_BSD, attention_core(config.model, Layout.of(config)))[0]
 
     def theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
         return by_hand.transformer_layer(x_BRD, by_hand.under('decoder.layers.1', weights), config.model, sp)
@@ -63,9 +66,10 @@ def test_the_block(model_size: int, sp: bool) -> None:
 def test_the_loss(model_size: int, sp: bool) -> None:
     config = gpt(model_size, sp)
 
-    def ours(model: Decoder, x_BSD: jax.Array, batch: Batch) -> jax.Array:
+    def ours(model: LanguageModel, x_BSD: jax.Array, batch: Batch) -> jax.Array:
         weight_BS = batch['loss_mask'] / batch['loss_mask'].sum()
-        return Loss.of(config)(x_BSD, model.head_VD, batch['labels'], weight_BS)[0]
+        loss = Loss.of(config, Layout.of(config))
+        return loss(x_BSD, model.head_VD, batch['labels'], weight_BS)[0]
 
     def theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
         table_VD = weights['embedding.word_embeddings.weight']
@@ -95,7 +99,7 @@ def test_the_whole_model(sp: bool) -> None:
 
 def assert_same(
     config: Config,
-    ours: Callable[[Decoder, jax.Array, Batch], jax.Array],
+    ours: Callable[[LanguageModel, jax.Array, Batch], jax.Array],
     theirs: Callable[[by_hand.Weights, jax.Array, Batch], jax.Array],
     y_spec: P,
 ) -> None:
@@ -103,7 +107,7 @@ def assert_same(
     sp = config.mesh.sequence_parallel
 
     def run_ours(params: nnx.State, x_BSD: jax.Array, batch: Batch) -> jax.Array:
-        return ours(nnx.merge(model_graph(config), params), x_BSD, batch)
+        return ours(nnx.merge(graph_of(config), params), x_BSD, batch)
 
     def run_theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
         return theirs(by_hand.reduce_gradients(weights, sp), x_BRD, batch)

@@ -16,7 +16,7 @@ from support import assert_close, gather, make_batch, make_config, on_mesh, pack
 from megajax.config import Config
 from megajax.model.attention import attend
 from megajax.model.dropout import dropout, sequence_keys
-from megajax.parallel import layout
+from megajax.parallel.layout import BATCH, Layout
 from megajax.parallel.mesh import concrete
 from megajax.train.feed import place_batch
 from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
@@ -149,31 +149,34 @@ RATE, ROWS, LENGTH = 0.1, 8, 32
 def dropped(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
     """What dropout leaves of ones, [row, sequence, 16], as the step calls it: each data shard by itself."""
     config = make_config('gpt', *place[:2], sequence_parallel=place[2])
-    spec = layout.Layout.of(config).residual_SD
+    layout = Layout.of(config).per_shard
 
     @functools.partial(jax.vmap, spmd_axis_name='data')
     def drop(row_B: jax.Array) -> jax.Array:
-        ones = jnp.ones((*row_B.shape, LENGTH, 16), out_sharding=jax.P(None, *spec))
-        return dropout(ones, RATE, sequence_keys(jax.random.key(7), row_B))
+        ones = jnp.ones((*row_B.shape, LENGTH, 16), out_sharding=layout('BTD'))
+        return dropout(ones, RATE, sequence_keys(jax.random.key(7), row_B), layout('TD'))
 
     with on_mesh(config):
-        return np.asarray(jax.jit(drop)(jax.device_put(rows.reshape(place[0], -1), layout.BATCH))).reshape(-1, LENGTH, 16)
+        out = jax.jit(drop)(jax.device_put(rows.reshape(place[0], -1), BATCH('BS')))
+        return np.asarray(out).reshape(-1, LENGTH, 16)
 
 
 def attended(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
     """Attention's weights after dropout, [row, query, head, key]: with values that are one-hot, they are what attention makes."""
     config = make_config('gpt', *place[:2])
-    like_heads = jax.P(None, None, 'model', None)
+    layout = Layout.of(config).per_shard
+    like_heads = layout('BSNh')
 
     @functools.partial(jax.vmap, spmd_axis_name='data')
     def weights(row_B: jax.Array) -> jax.Array:
         q_BSNH = jnp.zeros((*row_B.shape, LENGTH, 8, LENGTH), out_sharding=like_heads)
         one_hot = jnp.broadcast_to(jnp.eye(LENGTH)[None, :, None, :], q_BSNH.shape)
         v_BSNH = jax.reshard(one_hot, like_heads)
-        return attend(q_BSNH, q_BSNH, v_BSNH, rate=RATE, key_B=sequence_keys(jax.random.key(7), row_B))
+        key_B = sequence_keys(jax.random.key(7), row_B)
+        return attend(q_BSNH, q_BSNH, v_BSNH, layout, rate=RATE, key_B=key_B)
 
     with on_mesh(config):
-        out = jax.jit(weights)(jax.device_put(rows.reshape(place[0], -1), layout.BATCH))
+        out = jax.jit(weights)(jax.device_put(rows.reshape(place[0], -1), BATCH('BS')))
     return np.asarray(out).reshape(-1, LENGTH, 8, LENGTH)
 
 

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from support import assert_close, by_name, gather, make_batch, make_config, on_mesh, random_params, relative_error, slow
 
 from megajax.config import Config, OptimConfig
+from megajax.counts.parameters import Parameter, Role
 from megajax.train.feed import place_batch
 from megajax.train.optimizer import decays, make_optimizer, make_schedule
 from megajax.train.step import init_state, make_eval_step, make_loss_and_gradients, make_train_step
@@ -145,6 +147,14 @@ def adamw(optim: OptimConfig, steps: int, params: dict, gradients: list[dict], c
     return params
 
 
+def declared(arrays: dict[str, np.ndarray]) -> dict[str, nnx.Param]:
+    roles = {1: Role.VECTOR, 2: Role.MATRIX}
+    return {
+        name: nnx.Param(jnp.float32(x), declared=Parameter('DF'[: x.ndim], roles[x.ndim]))
+        for name, x in arrays.items()
+    }
+
+
 def test_updates_are_those_of_adamw_in_numpy_with_gradients_above_the_limit_scaled_to_it():
     optim = {'lr': 0.1, 'warmup_steps': 8, 'weight_decay': 0.2, 'beta1': 0.8, 'beta2': 0.95, 'grad_clip': 1.5, 'eps': 1e-2}
     config = make_config(optim=optim)
@@ -154,11 +164,12 @@ def test_updates_are_those_of_adamw_in_numpy_with_gradients_above_the_limit_scal
     gradients = [{name: random.normal(size=shape, scale=scale) for name, shape in shapes.items()} for scale in (0.05, 0.5, 0.1, 5)]
     params = start = {name: random.normal(size=shape) for name, shape in shapes.items()}
     optimizer = make_optimizer(config)
-    state = optimizer.init(jax.tree.map(jnp.float32, params))
+    state = optimizer.init(declared(params))
     for gradient in gradients:
-        updates, state = optimizer.update(jax.tree.map(jnp.float32, gradient), state, jax.tree.map(jnp.float32, params))
-        params = optax.apply_updates(params, updates)
-    assert decays({'norm': 0, 'up': 0, 'down': 0}) == {'norm': False, 'up': True, 'down': True}
+        updates, state = optimizer.update(declared(gradient), state, declared(params))
+        params = gather(nnx.State(optax.apply_updates(declared(params), updates)))
+    decaying = by_name(nnx.State(decays(declared(params))))
+    assert decaying == {'norm': False, 'up': True, 'down': True}
     expected, unclipped = (adamw(config.optim, config.train.steps, start, gradients, clip) for clip in (1.5, math.inf))
     assert_close(params, expected, 1e-6)
     assert relative_error(unclipped['up'], expected['up']) > 1e-2

@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from support import AS_SHIPPED, assert_close, gather, make_batch, make_config, on_mesh, pack, random_params, relative_error, slow
 
 from megajax.config import Config
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_for
-from megajax.model.main_gradient import is_matrix
 from megajax.parallel.mesh import concrete
 from megajax.train.checkpoint import Checkpoints
 from megajax.train.feed import place_batch
@@ -29,15 +29,20 @@ def config(name: str, *mesh: int, shard: bool, dtype: str = 'float32', **train: 
     )
 
 
+def is_parameter(x: object) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
 @pytest.mark.parametrize('mesh', MESHES)
 def test_every_matrix_and_its_moments_are_shared_out_over_data_and_vectors_are_not(mesh):
     sharded, whole = (config('llama', *mesh, shard=shard) for shard in (True, False))
     with on_mesh(sharded):
         states = [concrete(jax.eval_shape(functools.partial(init_state, each))) for each in (sharded, whole)]
-    leaves = [jax.tree.leaves_with_path((state.params, state.opt_state)) for state in states]
+    trees = [(state.params, state.opt_state) for state in states]
+    leaves = [jax.tree.leaves_with_path(tree, is_leaf=is_parameter) for tree in trees]
     for (path, x), (_, y) in zip(*leaves, strict=True):
         size, whole_size = (math.prod(z.sharding.shard_shape(z.shape)) for z in (x, y))
-        shards = mesh[0] if x.ndim and is_matrix(path) else 1
+        shards = mesh[0] if is_parameter(x) and x.declared.is_matrix else 1
         assert size * shards == whole_size, parameter_name(path)
 
 
