@@ -18,7 +18,7 @@ NewFolder = Annotated[Path, typer.Argument(metavar='OUT', help='The directory to
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar='KEY=VALUE', help='Of the run, for example mesh.model=8 train.dtype=bfloat16.')
 ]
-Family = Literal['gpt2', 'llama', 'qwen2', 'qwen3', 'mistral']
+Family = Literal['gpt2', 'llama', 'qwen2', 'qwen3', 'mistral', 'megatron-bert']
 Dtype = Literal['float32', 'bfloat16', 'float16']
 
 

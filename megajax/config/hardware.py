@@ -117,7 +117,7 @@ def hardware(name: str | Path) -> Hardware:
     path = Path(name)
     if path.suffix not in ('.yaml', '.yml'):
         raise ConfigError(
-            f'--gpu {name}: choose among {", ".join(hardware_names())}, or give a YAML file (megajax plan calibrate writes one)'
+            f'GPU {name}: choose among {", ".join(hardware_names())}, or give a YAML file (megajax plan calibrate writes one)'
         )
     return _read(path)
 

@@ -40,7 +40,7 @@ class Weights(dict[str, float]):
     """A dict that can be hashed, as a config can, because nothing changes it."""
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(self.items()))
+        return hash(frozenset(self.items()))
 
 
 class Section(BaseModel):

@@ -1,8 +1,18 @@
-"""How the loss cuts a microbatch's tokens in chunks, so that the logits of one chunk at a time are in memory."""
+"""How the loss cuts a microbatch's tokens in chunks, with the logits of one chunk in memory."""
 
-CHUNK_BYTES = 128 * 2**20  # of fp32 logits on a device; the least CPU time of 32 to 1000 MB in benchmarks/cpu.py
+CHUNK_BYTES = 128 * 2**20  # of fp32 logits on a device; of 32 to 1000 MB the least CPU time
+FEW_MORE = 2  # up to so many times as many chunks as needed are taken where they divide the tokens
 
 
-def num_chunks(logit_bytes: int, tokens: int) -> int:
-    """The fewest equal parts of `tokens` tokens, at least one token each, whose logits take CHUNK_BYTES at most of `logit_bytes`."""
-    return next(n for n in range(1, tokens + 1) if tokens % n == 0 and (n == tokens or logit_bytes <= n * CHUNK_BYTES))
+def chunk_sizes(logit_bytes: int, tokens: int) -> tuple[int, int]:
+    """Return into how many equal chunks `tokens` tokens are cut, and the tokens of one.
+
+    Of `logit_bytes` a chunk takes CHUNK_BYTES at most, or one token more. Chunks that divide the tokens
+    are preferred; where these would be many more, the last chunk is filled up with padding.
+    """
+    least = max(1, min(-(-logit_bytes // CHUNK_BYTES), tokens))
+    for count in range(least, min(FEW_MORE * least, tokens) + 1):
+        if tokens % count == 0:
+            return count, tokens // count
+    size = -(-tokens // least)
+    return -(-tokens // size), size

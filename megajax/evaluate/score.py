@@ -15,7 +15,7 @@ from flax import nnx
 from jax import lax
 
 from megajax.config import Config
-from megajax.counts.chunks import num_chunks
+from megajax.counts.chunks import chunk_sizes
 from megajax.generate.sampling import most_probable
 from megajax.generate.weights import inference_config
 from megajax.model.loss import Loss
@@ -97,23 +97,24 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
         length = token_BS.shape[1]
         rows = token_BS.shape[0] // layout.num_shards('B')
         logit_bytes = 4 * rows * length * head_DV.shape[1] // layout.num_shards('V')
-        parts = num_chunks(logit_bytes, length)
+        count, size = chunk_sizes(logit_bytes, length)
+        padding = (0, 0), (0, count * size - length)
+        x_BSD, labels_BS = jnp.pad(x_BSD, (*padding, (0, 0))), jnp.pad(label_BS, padding)
 
         def score_chunk(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-            start, size = index * (length // parts), length // parts
-            x_BSD_chunk, label_chunk = (
-                lax.dynamic_slice_in_dim(x, start, size, 1) for x in (x_BSD, label_BS)
+            x_chunk, label_chunk = (
+                lax.dynamic_slice_in_dim(x, index * size, size, 1) for x in (x_BSD, labels_BS)
             )
-            logits_BSV = loss.logits(x_BSD_chunk, head_DV)
+            logits_BSV = loss.logits(x_chunk, head_DV)
             nll = loss.per_token(logits_BSV, label_chunk)[1]
             return nll, most_probable(logits_BSV, config.model.vocab_size, layout) == label_chunk
 
         def in_rows(chunks: jax.Array) -> jax.Array:
             """[chunk, B, tokens] as [B, S]."""
             chunks = jax.reshard(chunks, layout('---'))
-            return jnp.moveaxis(chunks, 0, 1).reshape(label_BS.shape)
+            return jnp.moveaxis(chunks, 0, 1).reshape(labels_BS.shape)[:, :length]
 
-        nll, is_top = lax.map(score_chunk, jnp.arange(parts))
+        nll, is_top = lax.map(score_chunk, jnp.arange(count))
         return in_rows(nll), in_rows(is_top)
 
     return score

@@ -43,6 +43,7 @@ GPUS = {
 }  # fmt: skip
 TARGETS = 'cpu', *GPUS
 DEVICES_PER_HOST = 8
+NOT_NVIDIA = 'AMD', 'gfx', 'Intel'  # how the kinds of other makers' GPUs begin, which jax calls gpu too
 # Autotuning would need a GPU, and nobody runs the machine code: without its optimization the HLO is
 # the same to the letter, a sixth sooner.
 WITHOUT_GPU: dict[str, Any] = {'xla_gpu_autotune_level': 0, 'xla_backend_optimization_level': 0}
@@ -63,12 +64,17 @@ def has_compiler() -> bool:
     return any(importlib.util.find_spec(f'jax_plugins.xla_cuda{version}') for version in (12, 13))
 
 
+def is_nvidia(device: Any) -> bool:
+    """Whether a device, which may be an abstract one, is a GPU that CUDA's libraries run on."""
+    return device.platform in ('gpu', 'cuda') and not device.device_kind.startswith(NOT_NVIDIA)
+
+
 def check_target(target: str) -> None:
     """Raise ConfigError unless the step can be compiled for it here."""
     if target not in TARGETS:
-        raise ConfigError(f'--target {target}: choose among {", ".join(TARGETS)}')
+        raise ConfigError(f'target {target}: choose among {", ".join(TARGETS)}')
     if target != 'cpu' and not has_compiler():
-        raise ConfigError(f"--target {target} needs XLA's GPU compiler (no GPU): pip install 'megajax[gpu-compile]'")
+        raise ConfigError(f"target {target} needs XLA's GPU compiler (no GPU): pip install 'megajax[gpu-compile]'")
 
 
 def num_hosts(devices: int, wanted: int | None = None) -> int:
@@ -77,7 +83,7 @@ def num_hosts(devices: int, wanted: int | None = None) -> int:
     if wanted is None:
         return next(hosts for hosts in fits if devices <= hosts * DEVICES_PER_HOST)
     if wanted not in fits:
-        raise ConfigError(f'--hosts {wanted} does not divide the {devices} devices of the mesh: choose among {", ".join(map(str, fits))}')
+        raise ConfigError(f'{wanted} hosts do not divide the {devices} devices of the mesh: choose among {", ".join(map(str, fits))}')
     return wanted
 
 

@@ -29,7 +29,7 @@ def call_in_child(module: str, *arguments: object, target: str, say: Callable[[s
         errors.seek(0)
         told = errors.read()
     if 'cuDNN not found' in told:
-        raise ConfigError(f"--target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'")
+        raise ConfigError(f"target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'")
     if child.returncode == ConfigError.exit_code:
         raise ConfigError(*(line.removeprefix(MARK) for line in told.splitlines() if line.startswith(MARK)))
     if child.returncode:

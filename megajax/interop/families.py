@@ -221,6 +221,8 @@ def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Ke
 
     Raises ConfigError, with the keys in the way, if none does.
     """
+    if family and family not in ARCHITECTURES:
+        raise ConfigError(f'family {family}: choose among {", ".join(ARCHITECTURES)}')
     problems = []
     for candidate in [family] if family else ARCHITECTURES:
         match candidate:
@@ -234,8 +236,8 @@ def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Ke
         different = _differences(model, keys)
         if not different:
             return candidate, keys
-        problems.append(f'{candidate} cannot have {", ".join(different)}')
-    raise ConfigError(f"no family of Hugging Face's is this model: {'; '.join(problems)}")
+        problems.append(f'{candidate} does not support {", ".join(different)}')
+    raise ConfigError(f'no Hugging Face architecture can represent this model: {"; ".join(problems)}')
 
 
 def _differences(model: ModelConfig, keys: Keys) -> list[str]:

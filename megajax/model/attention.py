@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.config import ModelConfig
+from megajax.hardware.gpu import is_nvidia
 from megajax.model.dropout import dropout
 from megajax.model.flash import can_flash, flash_attention
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -134,7 +135,8 @@ def attend(
     recompute: bool = False,
 ) -> jax.Array:
     """Attention o_BSNH, softmax in fp32, on the fastest implementation that can do it."""
-    platform = jax.typeof(q_BSNH).sharding.mesh.abstract_device.platform
+    device = jax.typeof(q_BSNH).sharding.mesh.abstract_device
+    platform = 'gpu' if is_nvidia(device) else device.platform.replace('gpu', 'another gpu')
     without_dropout = rate == 0 or key_B is None
     if without_dropout and can_flash(platform, str(q_BSNH.dtype), q_BSNH.shape[-1]):
         return flash_attention(q_BSNH, k_BSKH, v_BSKH, segment_BS, causal)

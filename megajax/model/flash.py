@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def can_flash(platform: str, dtype: str, head_dim: int) -> bool:
-    """Whether a device runs cuDNN's flash attention: a GPU, where the kernel takes the dtype and the head dim."""
-    can = platform != 'cpu' and fits_flash(dtype, head_dim)
+    """Whether a device runs cuDNN's flash attention: an NVIDIA GPU, where dtype and head dim fit."""
+    can = platform == 'gpu' and fits_flash(dtype, head_dim)
     logger.info('attention: %s (%s, %s, head dim %d)', 'cuDNN flash' if can else 'XLA', platform, dtype, head_dim)
     return can
 

@@ -7,10 +7,10 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import P, lax
+from jax import lax
 
 from megajax.config import Config
-from megajax.counts.chunks import num_chunks
+from megajax.counts.chunks import chunk_sizes
 from megajax.model.linear import add_bias
 from megajax.model.product import product
 from megajax.parallel.layout import Layout
@@ -125,9 +125,8 @@ def _forward(
 
     chunks = _chunks(x_BTD, head, label_BS, weight_BS, loss.layout)
     zeros = _zero_sums(loss.layout), jax.tree.map(jnp.zeros_like, head)
-    (sums, dhead), dx = lax.scan(add_chunk, zeros, chunks)  # dx: [chunks, B, shards of T, -, D]
-    dx_BTD = jnp.moveaxis(dx, 0, 2).reshape(x_BTD.shape, out_sharding=loss.layout('BTD'))
-    return sums, (dx_BTD, dhead)
+    (sums, dhead), dx = lax.scan(add_chunk, zeros, chunks)
+    return sums, (_join(dx, x_BTD, loss.layout), dhead)
 
 
 def _backward(
@@ -157,7 +156,7 @@ def _sum_over_chunk(
 def _chunks(
     x_BTD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, layout: Layout
 ) -> Chunk:
-    """Equal chunks of tokens, first dim the chunk.
+    """Equal chunks of tokens, first dim the chunk; padding has no weight.
 
     Each takes its share of every shard of the sequence, so that it stays sharded.
     """
@@ -165,14 +164,28 @@ def _chunks(
     shards = layout.num_shards('T')
     logit_bytes = 4 * batch * length * head[0].shape[-1] // layout.num_shards('V')
     tokens = length // shards
-    parts = num_chunks(logit_bytes, tokens)
+    count, size = chunk_sizes(logit_bytes, tokens)
 
-    def split(x: jax.Array, spec: P) -> jax.Array:
-        shape = batch, shards, parts, tokens // parts, *x.shape[2:]
-        return jnp.moveaxis(x.reshape(shape, out_sharding=spec), 2, 0)
+    def split(x: jax.Array, rows: str, rest: str = '') -> jax.Array:
+        if padding := count * size - tokens:
+            shape = batch, shards, tokens, *x.shape[2:]
+            x = x.reshape(shape, out_sharding=layout(f'{rows}-{rest}'))
+            x = jnp.pad(x, [(0, padding) if dim == 2 else (0, 0) for dim in range(x.ndim)])
+        shape = batch, shards, count, size, *x.shape[2 + bool(padding) :]
+        return jnp.moveaxis(x.reshape(shape, out_sharding=layout(f'{rows}--{rest}')), 2, 0)
 
-    whole = layout('BS--')
-    return split(x_BTD, layout('BT--D')), split(label_BS, whole), split(weight_BS, whole)
+    return split(x_BTD, 'BT', 'D'), split(label_BS, 'BS'), split(weight_BS, 'BS')
+
+
+def _join(chunks: jax.Array, x_BTD: jax.Array, layout: Layout) -> jax.Array:
+    """Of what `_chunks` makes of x_BTD, an array like x_BTD."""
+    count, batch, shards, size, width = chunks.shape
+    tokens = x_BTD.shape[1] // shards
+    joined = jnp.moveaxis(chunks, 0, 2)
+    if count * size > tokens:
+        shape = batch, shards, count * size, width
+        joined = joined.reshape(shape, out_sharding=layout('BT-D'))[:, :, :tokens]
+    return joined.reshape(x_BTD.shape, out_sharding=layout('BTD'))
 
 
 def _zero_sums(layout: Layout) -> Sums:

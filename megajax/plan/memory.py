@@ -14,7 +14,7 @@ from functools import cached_property
 from math import prod
 
 from megajax.config import Config
-from megajax.counts.chunks import num_chunks
+from megajax.counts.chunks import chunk_sizes
 from megajax.counts.flops import uses_flash
 from megajax.counts.parameters import own_counts
 from megajax.parallel.layout import Layout
@@ -223,7 +223,7 @@ def _logits(sizes: _Sizes) -> tuple[int, int, int]:
     """How many chunks the tokens are cut in (`model/loss.py`), and the logits of one, in fp32, and their gradient."""
     length = sizes.config.train.seq_len // sizes.layout.num_shards('T')
     logits = FLOAT32 * sizes.tokens * sizes.model.padded_vocab_size // sizes.layout.num_shards('V')
-    chunks = num_chunks(logits, length)
+    chunks, _ = chunk_sizes(logits, length)
     return chunks, logits // chunks, sizes.itemsize * logits // FLOAT32 // chunks
 
 

@@ -21,7 +21,7 @@ class Cluster:
         per_host = min(num_devices, devices_per_host or hardware.devices_per_host)
         if num_devices % per_host:
             near = ' or '.join(str(n) for n in (num_devices // per_host * per_host, -(-num_devices // per_host) * per_host))
-            raise ConfigError(f'--gpus {num_devices} does not fill hosts of {per_host}: use {near}, or --gpus-per-host')
+            raise ConfigError(f'{num_devices} GPUs do not fill hosts of {per_host}: use {near}, or set the GPUs of a host')
         return cls(hardware=hardware, num_devices=num_devices, devices_per_host=per_host)
 
     @property

@@ -8,7 +8,7 @@ from megajax.plan.result import Plan
 def check_verify(gpu: str) -> None:
     """Raise ConfigError unless the step can be compiled for it here."""
     if gpu not in GPUS:
-        raise ConfigError(f'--verify with --gpu {gpu}: the step can be compiled for {", ".join(GPUS)}')
+        raise ConfigError(f'verify with gpu {gpu}: the step can be compiled for {", ".join(GPUS)}')
     check_target(gpu)
 
 

@@ -58,15 +58,16 @@ def run(config: Config, *, name: str) -> Path:
                 data = load_data(config)
             report.say(f'data       {data.summary}')
             stop.check()
-            _train(config, data, folder, start, report, summary, stop, watchdog)
+            step = _train(config, data, folder, start, report, summary, stop, watchdog)
     report.say(f'run        {folder}\nmetrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard')
-    report.say(f'checkpoint {folder}/checkpoints/{config.train.steps}')
+    report.say(f'checkpoint {folder}/checkpoints/{step}')
     return folder
 
 
 def _train(
     config: Config, data: Data, folder: Path, start: Path | None, report: Report, summary: Summary, stop: StopWatch, watchdog: Watchdog
-) -> None:
+) -> int:
+    """Train to the last step, and return the step of the newest checkpoint."""
     watchdog.beat('restoring', 'checkpoint')
     with Checkpoints(folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints) as checkpoints:
         state = _first_state(config, checkpoints, start, report, summary.clock)
@@ -103,6 +104,7 @@ def _train(
                 trainer.rescue()
                 raise
     stop.check()
+    return trainer.step
 
 
 def _limits(config: Config) -> Mapping[str, float] | None:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from megajax.hardware.gpu import is_nvidia
 from megajax.parallel.mesh import is_simulated
 from megajax.parallel.signals import drop_lost_outputs
 from megajax.train.loss_scale import MARGIN
@@ -40,6 +41,11 @@ class Report:
         else:
             where = f'{mesh.size} x {device.device_kind}' if device.platform != 'cpu' else _cpus(mesh)
         self.say(f'mesh       {axes}, {where}')
+        if device.platform != 'cpu' and not is_nvidia(device):
+            self.say(
+                f'note       nothing of megajax was ever tried on {device.device_kind}: training has '
+                "run on CPUs, and been compiled for NVIDIA GPUs; attention takes XLA's kernels"
+            )
 
     def loss_scale(self, first: float, held: float) -> None:
         """Which scales the first batch in fp16 was tried at: from the first one down to that which held."""

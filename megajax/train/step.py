@@ -34,6 +34,7 @@ from megajax.train.zero1 import gather_over_data, shard_over_data, sum_over_data
 
 Metrics = dict[str, jax.Array]
 Sums = tuple[jax.Array, jax.Array]
+DROPOUT = 0x6472706F  # apart from every index that a key is split by
 
 
 class TrainState(NamedTuple):
@@ -90,7 +91,7 @@ def make_train_step(config: Config) -> Wrapped:
     loss_and_gradients = make_loss_and_gradients(config)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        key = jax.random.fold_in(jax.random.key(config.train.seed), state.step)
+        key = dropout_key(config.train.seed, state.step)
         (loss, nll), grads = loss_and_gradients(state.params, batch, key, state.loss_scale)
         with jax.named_scope('optimizer'):
             grad_norm = optax.tree.norm(grads)
@@ -106,6 +107,15 @@ def make_train_step(config: Config) -> Wrapped:
         return TrainState(state.step + 1, state.batches + 1, params, opt_state, guard, loss_scale), metrics
 
     return jax.jit(train_step, donate_argnums=0, compiler_options=step_options(config))
+
+
+def dropout_key(seed: int, step: jax.Array | int) -> jax.Array:
+    """The key of a step's dropout.
+
+    jax.random.split(key, n)[i] is fold_in(key, i), so that without DROPOUT the first steps would
+    draw their masks with the keys that parameters were initialised with.
+    """
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
 
 
 def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State]]:

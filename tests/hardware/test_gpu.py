@@ -88,7 +88,7 @@ def test_hosts_may_be_any_number_that_divides_the_devices_and_no_other(devices: 
         if devices % hosts == 0:
             assert num_hosts(devices, hosts) == hosts
         else:
-            with pytest.raises(ConfigError, match=f'--hosts {hosts} does not divide'):
+            with pytest.raises(ConfigError, match=f'{hosts} hosts do not divide'):
                 num_hosts(devices, hosts)
 
 

@@ -51,5 +51,5 @@ def test_what_it_fails_with_is_told(call: Callable[..., list[str]]) -> None:
 
 
 def test_without_cudnn_the_fix_is_told(call: Callable[..., list[str]]) -> None:
-    with pytest.raises(ConfigError, match=r"^--target h100: flash attention needs cuDNN's library to compile: pip install"):
+    with pytest.raises(ConfigError, match=r"^target h100: flash attention needs cuDNN's library to compile: pip install"):
         call("raise RuntimeError('INTERNAL: cuDNN not found')")

@@ -48,6 +48,6 @@ def test_a_group_has_the_network_cards_of_its_gpus(data, model, axis, hosts, car
 
 
 def test_hosts_of_unequal_size_are_refused():
-    with pytest.raises(ConfigError, match='--gpus 12 does not fill hosts of 8: use 8 or 16, or --gpus-per-host'):
+    with pytest.raises(ConfigError, match='12 GPUs do not fill hosts of 8: use 8 or 16, or set the GPUs of a host'):
         Cluster.of(H100, 12)
     assert Cluster.of(H100, 12, 4).num_hosts == 3
