@@ -1,0 +1,73 @@
+"""What the guides under docs/ tell a reader to do works as it is written."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megajax.cli import app
+from megajax.config.hardware import hardware, hardware_names
+
+ROOT = Path(__file__).parents[1]
+GUIDES = ['add_a_family', 'add_a_gpu', 'add_a_layout', 'add_an_activation']
+
+
+def blocks(guide: str, language: str) -> list[str]:
+    text = (ROOT / 'docs' / f'{guide}.md').read_text()
+    return re.findall(rf'^```{language}\n(.*?)^```$', text, flags=re.DOTALL | re.MULTILINE)
+
+
+def apply(diff: str, tree: Path) -> None:
+    """Change the files as the diff says; what a hunk changes must be in its file once."""
+    for part in re.split(r'^--- a/.*\n', diff, flags=re.MULTILINE)[1:]:
+        name, *hunks = re.split(r'^@@\n', part, flags=re.MULTILINE)
+        file = tree / name.removeprefix('+++ b/').strip()
+        for hunk in hunks:
+            lines = hunk.splitlines(keepends=True)
+            old = ''.join(line[1:] for line in lines if line[0] in ' -')
+            new = ''.join(line[1:] for line in lines if line[0] in ' +')
+            text = file.read_text()
+            assert text.count(old) == 1, f'{file.name} does not have this once:\n{old}'
+            file.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize('guide', GUIDES)
+def test_the_change_of_a_guide_does_what_the_guide_says(guide: str, tmp_path: Path) -> None:
+    shutil.copytree(ROOT / 'megajax', tmp_path / 'megajax')
+    shutil.copytree(ROOT / 'configs', tmp_path / 'configs')
+    (diff,), (check,) = blocks(guide, 'diff'), blocks(guide, 'python')
+    apply(diff, tmp_path)
+    command = [sys.executable, '-c', check]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == check.rpartition('  # ')[2].strip()
+
+
+def test_the_gpu_of_the_guide_can_be_planned_for(tmp_path: Path) -> None:
+    (text,) = blocks('add_a_gpu', 'yaml')
+    file = tmp_path / 'l40s.yaml'
+    file.write_text(text)
+    result = CliRunner().invoke(app, ['plan', 'tiny', '--gpu', str(file), '--gpus', '8'])
+    assert result.exit_code == 0, result.output
+    assert '8 x NVIDIA L40S, 1 host of 8' in result.output
+    assert 'unverified' in result.output
+
+
+def test_the_gpu_of_the_guide_has_all_that_the_known_ones_have() -> None:
+    (text,) = blocks('add_a_gpu', 'yaml')
+    keys = set(re.findall(r'^(\w+):', text, flags=re.MULTILINE))
+    for name in hardware_names():
+        assert set(hardware(name).model_fields_set) - {'fit'} == keys
+
+
+@pytest.mark.parametrize('guide', GUIDES)
+def test_a_guide_begins_with_the_files_to_touch(guide: str) -> None:
+    text = (ROOT / 'docs' / f'{guide}.md').read_text()
+    (diff,) = blocks(guide, 'diff')
+    touched = set(re.findall(r'^\+\+\+ b/(\S+)', diff, flags=re.MULTILINE))
+    listed = set(re.findall(r'^\| `([^`]+)` \|', text, flags=re.MULTILINE))
+    assert touched <= listed
