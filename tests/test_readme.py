@@ -1,45 +1,240 @@
-"""What the README promises to a reader who tries it."""
+"""What the README and the pages promise to a reader who tries it."""
 
+import ast
+import importlib
 import math
 import re
+import shlex
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from typer.core import TyperCommand
+from typer.main import get_command
 
+from megajax.cli import app
 from megajax.config import load
+from megajax.config.load import KEYS
+from megajax.counts.parameters import num_parameters
 
 ROOT = Path(__file__).parents[1]
+README = ROOT / 'README.md'
+PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md')])
+SHELF = 'megajax|tests|benchmarks|docs|scripts|configs|notebooks|\\.ci|\\.github'
+for_each_page = pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
 
 
 def run_python(code: str, timeout: float = 120) -> str:
-    return subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=True).stdout
+    command = [sys.executable, '-c', code]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=True
+    ).stdout
+
+
+def blocks(page: Path, language: str = '') -> list[str]:
+    found = re.findall(r'^```(\w*)\n(.*?)^```$', page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == language]
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks of code and output."""
+    return re.sub(r'^```.*?^```$', '', page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(page: Path) -> list[str]:
+    """Every line `megajax ...` of a block, without its comment."""
+    lines = [line for block in blocks(page) for line in block.splitlines()]
+    return [line.partition('  #')[0] for line in lines if re.match('megajax [a-z]', line)]
+
+
+def spans(page: Path) -> list[str]:
+    """Every `megajax ...` inside a sentence, which may leave out arguments."""
+    text = ' '.join(prose(page).split())
+    return [line for line in re.findall(r'`([^`]+)`', text) if line.startswith('megajax ')]
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings."""
+    found = re.findall(r'^#+ (.*)$', prose(page), flags=re.MULTILINE)
+    return {re.sub(r'[^\w\- ]', '', name.lower()).replace(' ', '-') for name in found}
+
+
+class ParsedError(Exception):
+    """Ends a command whose words were read."""
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with the README's my.yaml, in which commands are read and not run."""
+
+    def stop(_: TyperCommand, context: Any) -> None:
+        raise ParsedError(context.command_path, context.params)
+
+    monkeypatch.setattr(TyperCommand, 'invoke', stop)
+    monkeypatch.chdir(tmp_path)
+    (example,) = blocks(README, 'yaml')
+    (tmp_path / 'my.yaml').write_text(example)
+    return tmp_path
+
+
+def read_command(line: str) -> tuple[str, list[str]]:
+    """The verb and the plain words of a command; fails where an option or a verb is unknown."""
+    with pytest.raises(ParsedError) as caught:
+        app(shlex.split(line)[1:], standalone_mode=False)
+    verb, params = caught.value.args
+    values = [x if isinstance(x, list | tuple) else [x] for x in params.values()]
+    return verb, [word for group in values for word in group if isinstance(word, str)]
+
+
+@pytest.mark.parametrize(
+    ('page', 'line'), [(page, line) for page in PAGES for line in commands(page)],
+    ids=lambda value: value.stem if isinstance(value, Path) else value,
+)  # fmt: skip
+def test_a_command_of_a_page_is_one_that_megajax_reads(page: Path, line: str, reader: Path) -> None:
+    verb, words = read_command(line)
+    overrides = [word for word in words if re.match(r'[a-z]+\.\w+=', word)]
+    assert {word.partition('=')[0] for word in overrides} <= KEYS.keys()
+    if verb.split()[-1] in ('train', 'inspect', 'for', 'show', 'launch'):
+        sources = [x for x in words if x == 'my.yaml' or (ROOT / f'configs/{x}.yaml').exists()]
+        load(sources[0] if sources else 'tiny', overrides)
+
+
+@for_each_page
+def test_a_command_inside_a_sentence_has_known_verbs_and_options(page: Path, reader: Path) -> None:
+    for line in spans(page):
+        words = shlex.split(line)[1:]
+        verbs = [word for word in words if re.fullmatch(r'[a-z]+', word)]
+        if words[-1].startswith('-') or verbs[:1] == ['plan']:
+            continue  # an option without its value; CONFIG may stand for a verb of plan
+        known = options_of(verbs)
+        assert {word for word in words if word.startswith('--')} <= known, line
+
+
+def options_of(verbs: list[str]) -> set[str]:
+    """The options of the command that the first words name."""
+    command: Any = get_command(app)
+    for verb in verbs:
+        if not hasattr(command, 'commands'):
+            break
+        assert verb in command.commands, verb
+        command = command.commands[verb]
+    return {option for param in command.params for option in param.opts}
+
+
+@for_each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r'\]\(([^)\s]+)\)', prose(page)):
+        if target.startswith(('https://', 'http://')):
+            continue
+        file, _, anchor = target.partition('#')
+        found = (page.parent / file).resolve() if file else page
+        assert found.exists(), target
+        assert not anchor or anchor in headings(found), target
+
+
+@for_each_page
+def test_files_that_a_page_names_are_there(page: Path) -> None:
+    for name in re.findall(rf'`((?:{SHELF})/[\w./*-]+)`', prose(page)):
+        assert any(ROOT.glob(name.rstrip('/'))), name
+
+
+def test_targets_of_make_that_pages_and_workflows_name_are_there() -> None:
+    makefile = (ROOT / 'Makefile').read_text()
+    files = [*PAGES, *ROOT.glob('.github/workflows/*.yml'), ROOT / '.ci/run', ROOT / '.ci/full']
+    for file in files:
+        for target in re.findall(r'(?:^|`|run: )make ([a-z-]+)', file.read_text(), re.MULTILINE):
+            assert f'\n{target}:' in makefile, (file.name, target)
+
+
+@for_each_page
+def test_lines_of_prose_have_at_most_a_hundred_columns(page: Path) -> None:
+    for line in prose(page).splitlines():
+        assert len(line) <= 100 or line.startswith('|'), line
+
+
+@for_each_page
+def test_names_of_the_package_in_python_are_there(page: Path) -> None:
+    for code in blocks(page, 'python'):
+        ast.parse(code)
+        for name in set(re.findall(r'\bmegajax(?:\.\w+)+', code)):
+            resolve(name)
+
+
+def resolve(name: str) -> Any:
+    found: Any = importlib.import_module('megajax')
+    for part in name.split('.')[1:]:
+        found = getattr(found, part, None) or importlib.import_module(f'{found.__name__}.{part}')
+    return found
+
+
+def test_the_readme_is_short_and_begins_with_its_two_commands() -> None:
+    lines = README.read_text().splitlines()
+    assert 150 <= len(lines) <= 200
+    assert [line.split('  ')[0] for line in lines[3:5]] == ['make train', 'make test']
+
+
+def test_the_readmes_config_has_the_parameters_that_it_says(reader: Path) -> None:
+    (example,) = blocks(README, 'yaml')
+    count = int(re.search(r'([\d,]+) parameters', example)[1].replace(',', ''))
+    assert num_parameters(load('my.yaml').model) == count
+
+
+def test_the_architecture_has_the_floors_that_lint_checks() -> None:
+    picture = [line[:26].split() for line in blocks(ROOT / 'docs/architecture.md')[0].splitlines()]
+    floors = tomllib.loads((ROOT / 'pyproject.toml').read_text())['tool']['importlinter']
+    (layers,) = (one['layers'] for one in floors['contracts'] if one['type'] == 'layers')
+    packages = [path.parent.name for path in (ROOT / 'megajax').glob('*/__init__.py')]
+    at = {name: i for name in packages for i, line in enumerate(picture) if name in line}
+    assert at.keys() == set(packages)
+    lines = [[at[name] for name in floor_of(floor) if name in at] for floor in layers]
+    flat = [sorted(set(line)) for line in lines if line]
+    assert all(len(line) == 1 for line in flat)
+    assert flat == sorted(flat)
+
+
+def floor_of(floor: str) -> Iterator[str]:
+    for name in floor.replace(':', '|').split('|'):
+        yield name.strip().removeprefix('megajax.')
+
+
+def test_types_are_published() -> None:
+    assert (ROOT / 'megajax' / 'py.typed').is_file()
 
 
 @pytest.mark.slow
 def test_the_example_runs_as_it_stands() -> None:
-    (example,) = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), flags=re.DOTALL)
+    (example,) = blocks(README, 'python')
     output = run_python(example)
     assert 'layers.attention.qkv.weight' in output
     vocab_size = load('tiny').model.vocab_size
-    assert float(output.splitlines()[-1]) == pytest.approx(math.log(vocab_size), abs=0.5)  # nothing is learned yet
+    # nothing is learned yet
+    assert float(output.splitlines()[-1]) == pytest.approx(math.log(vocab_size), abs=0.5)
 
 
 def test_the_import_is_light() -> None:
     seconds, imported = run_python(
         'import sys, time; start = time.perf_counter(); import megajax; '
-        'print(time.perf_counter() - start); print("jax" in sys.modules or "pydantic" in sys.modules)'
+        'print(time.perf_counter() - start); '
+        'print("jax" in sys.modules or "pydantic" in sys.modules)'
     ).split()
     assert float(seconds) < 0.3
     assert imported == 'False'
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('notebook', sorted((ROOT / 'notebooks').glob('*.ipynb')), ids=lambda path: path.stem)
-def test_the_notebook_runs_from_top_to_bottom(notebook: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')  # as conftest.py does: the kernel is a process of its own
+@pytest.mark.parametrize(
+    'notebook', sorted((ROOT / 'notebooks').glob('*.ipynb')), ids=lambda path: path.stem
+)
+def test_the_notebook_runs_from_top_to_bottom(
+    notebook: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as conftest.py does: the kernel is a process of its own
+    monkeypatch.setenv('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
     cells = nbformat.read(notebook, as_version=4)
     NotebookClient(cells, timeout=300, resources={'metadata': {'path': str(ROOT)}}).execute()

@@ -1,57 +1,194 @@
-"""The README's tables of ratios and overlap are the measured files', and keep its promises."""
+"""Tables and outputs in the README and the pages are those of the stored files, and these keep their promises."""
 
 import csv
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROWS = [*csv.DictReader((ROOT / 'benchmarks/results/2026-11-22_collectives.csv').open(newline=''))]
+RESULTS = ROOT / 'benchmarks' / 'results'
+PAGES = sorted([*ROOT.glob('*.md'), *ROOT.glob('docs/*.md')])
+INSPECT = (ROOT / 'docs/inspect.md').read_text()
+PLAN = ' '.join((ROOT / 'docs/plan.md').read_text().split())
+LAYOUTS = (ROOT / 'docs/layouts.md').read_text()
+README = ' '.join((ROOT / 'README.md').read_text().split())
+MARK = re.compile(
+    r'^<!-- lines of (\S+) -->\n(```\n.*?^```$|(?:\|[^\n]*\n)+)', re.DOTALL | re.MULTILINE
+)
 
-OVERLAP = [*csv.DictReader((ROOT / 'benchmarks/results/2026-11-22_overlap.csv').open(newline=''))]
+
+def read(name: str) -> list[dict[str, str]]:
+    with (RESULTS / name).open(newline='') as file:
+        return list(csv.DictReader(file))
 
 
-def test_no_step_sends_more_than_megatron():
+ROWS = read('2026-11-22_collectives.csv')
+OVERLAP = read('2026-11-22_overlap.csv')
+MEMORY = read('2026-11-22_plan_memory.csv')
+
+
+def quoted() -> Iterator[tuple[Path, str, str]]:
+    """Each table or output under a mark, with its page and its file."""
+    for page in PAGES:
+        for file, text in MARK.findall(page.read_text()):
+            yield page, file, text
+
+
+@pytest.mark.parametrize(
+    ('file', 'text'), [(file, text) for _, file, text in quoted()],
+    ids=[f'{page.stem}-{number}' for number, (page, _, _) in enumerate(quoted())],
+)  # fmt: skip
+def test_what_a_page_quotes_is_in_its_file(file: str, text: str) -> None:
+    lines = [line.rstrip() for line in (ROOT / file).read_text().splitlines()]
+    shown = [line.rstrip() for line in text.splitlines() if not line.startswith('```')]
+    at = 0
+    for line in shown:
+        if line == '...':
+            continue
+        start = line.removesuffix(' ...')
+        found = [
+            i
+            for i, one in enumerate(lines)
+            if one == line or (start != line and one.startswith(start))
+        ]
+        later = [i for i in found if i >= at]
+        assert later, line
+        at = later[0]
+
+
+def test_every_mark_has_something_under_it() -> None:
+    marks = sum(len(re.findall(r'(?<!```\n)<!-- lines of ', page.read_text())) for page in PAGES)
+    assert len([*quoted()]) == marks
+
+
+def test_no_step_sends_more_than_megatron() -> None:
     for row in ROWS:
-        assert max(float(ratio) for ratio in (row['model_ratio'], row['data_ratio']) if ratio) <= 1, row
+        ratios = [float(ratio) for ratio in (row['model_ratio'], row['data_ratio']) if ratio]
+        assert max(ratios) <= 1, row
         assert not row['more'], row
         assert not row['errors'], row
 
 
+def test_the_page_says_how_many_steps_were_compiled() -> None:
+    assert f'all {len(ROWS)} steps' in ' '.join(INSPECT.split())
+
+
 @pytest.mark.parametrize('preset', sorted({row['preset'] for row in ROWS}))
-def test_the_readme_has_the_largest_ratios(preset):
+def test_the_page_has_the_largest_ratios(preset: str) -> None:
     rows = [row for row in ROWS if row['preset'] == preset]
 
     def largest(key: str, *layouts: str) -> str:
-        return f'{max(float(row[key]) for row in rows if row["sequence_parallel"] in layouts and row[key]):.3f}'
+        known = [row for row in rows if row['sequence_parallel'] in layouts and row[key]]
+        return f'{max(float(row[key]) for row in known):.3f}'
 
-    columns = largest('model_ratio', 'False'), largest('model_ratio', 'True'), largest('data_ratio', 'False', 'True')
-    assert f'| {preset} | {len(rows)} | {" | ".join(columns)} |' in (ROOT / 'README.md').read_text()
+    model = largest('model_ratio', 'False'), largest('model_ratio', 'True')
+    columns = *model, largest('data_ratio', 'False', 'True')
+    assert f'| {preset} | {len(rows)} | {" | ".join(columns)} | 0 |' in INSPECT
 
 
-@pytest.mark.parametrize(('default', 'overlap'), [*zip(OVERLAP[::2], OVERLAP[1::2], strict=True)])
-def test_the_readme_has_the_shares_of_overlap(default, overlap):
+@pytest.mark.parametrize(('default', 'split'), [*zip(OVERLAP[::2], OVERLAP[1::2], strict=True)])
+def test_the_page_has_the_shares_of_overlap(default: dict[str, str], split: dict[str, str]) -> None:
     names = 'preset', 'sequence_parallel', 'recompute'
-    assert [default[name] for name in names] == [overlap[name] for name in names]
-    assert (default['xla'], overlap['xla']) == ('default', 'overlap')
+    assert [default[name] for name in names] == [split[name] for name in names]
+    assert 'default' in default.values()
+    assert 'overlap' in split.values()
 
     def cell(row: dict[str, str]) -> str:
         share, hidden = float(row['share']), float(row['hidden'])
         return f'{share:.0%}, {hidden:.0%} ({int(row["temporaries"]) / 1e9:.1f} GB)'
 
     layout = 'TP + SP' if default['sequence_parallel'] == 'True' else 'TP'
-    names = default['preset'], layout, default['recompute']
-    cells = *names, cell(default), cell(overlap)
-    assert f'| {" | ".join(cells)} |' in (ROOT / 'README.md').read_text()
+    cells = default['preset'], layout, default['recompute'], cell(default), cell(split)
+    assert f'| {" | ".join(cells)} |' in INSPECT
 
 
-def test_products_hide_no_more_than_what_they_run_beside():
+def test_products_hide_no_more_than_what_they_run_beside() -> None:
     for row in OVERLAP:
-        assert float(row['hidden']) <= float(row['share']) + 1e-4
-        assert float(row['hidden_ms']) == pytest.approx(float(row['hidden']) * float(row['wire_ms']), abs=0.01)
+        hidden, share = float(row['hidden']), float(row['share'])
+        assert hidden <= share + 1e-4
+        assert float(row['hidden_ms']) == pytest.approx(hidden * float(row['wire_ms']), abs=0.01)
 
 
-def test_no_step_computes_a_product_twice():
+def test_no_step_computes_a_product_twice() -> None:
     for row in OVERLAP:
         assert float(row['products']) == pytest.approx(1, abs=1e-3)
         assert not row['errors']
+
+
+def test_every_random_step_is_right() -> None:
+    rows = read('2026-11-22_random_steps.csv')
+    for jax in ('0.10.2', '0.12.0.1'):
+        assert [row['verdict'] for row in rows if row['jax'] == jax] == 200 * ['right']
+        assert jax in INSPECT
+
+
+def test_the_page_has_the_error_of_the_counted_memory() -> None:
+    errors = [abs(float(row['ratio']) - 1) for row in MEMORY]
+    large = [row for row in MEMORY if float(row['compiled_bytes']) > 100e6]
+    beyond = max(1 / float(row['ratio']) - 1 for row in large)
+    assert f'{len(MEMORY)} steps that XLA compiled' in PLAN
+    assert f'The mean error is {100 * sum(errors) / len(errors):.1f} %' in PLAN
+    assert f'more than {100 * beyond:.1f} % beyond the count' in PLAN
+
+
+def test_the_flops_and_bytes_of_the_plan_are_those_of_the_compiled_steps() -> None:
+    for row in MEMORY:
+        for what in ('gflops', 'model_wire', 'data_wire'):
+            counted, compiled = float(row[f'predicted_{what}']), float(row[f'compiled_{what}'])
+            assert counted == pytest.approx(compiled, abs=1), (what, row)
+
+
+def test_the_readme_has_the_error_of_the_predicted_rates() -> None:
+    text = (RESULTS / '2026-11-22_plan_tables.md').read_text()
+    held_out = re.findall(r'^(\d+) rows held out', text, flags=re.MULTILINE)
+    mean, largest = re.search(
+        r'^\| all \|\s*\| \d+ \| ([\d.]+)% \| ([\d.]+)%', text, flags=re.MULTILINE
+    ).groups()
+    assert f'On {sum(map(int, held_out))} published rates that no fit has seen' in README
+    assert f'{mean} % off in the mean and {largest} % at most' in README
+
+
+def test_the_page_names_the_held_out_rates_that_are_far_off() -> None:
+    text = (RESULTS / '2026-11-22_plan_tables.md').read_text()
+    errors = re.findall(r'\| ([+-][\d.]+)% \| held out \|', text)
+    assert sum(abs(float(error)) > 20 for error in errors) == 4
+    assert 'Four held-out rows are off by more than 20 %' in PLAN
+
+
+def test_the_page_has_the_ranks_of_the_published_meshes() -> None:
+    text = (RESULTS / '2026-11-22_plan_ranks.md').read_text()
+    slower = [
+        float(share)
+        for share in re.findall(r'^\| .* \| ([\d.]+)% \| (?:yes)? *\|$', text, flags=re.MULTILINE)
+    ]
+    first = sum(share == 0 for share in slower)
+    said = f'Of {len(slower)} published runs, the published mesh is the fastest in {first}'
+    assert said in PLAN
+    assert sorted(slower)[first:] == [2.0, 3.5]
+    assert '2.0 % and 3.5 % slower than the fastest in two' in PLAN
+
+
+def test_the_page_has_the_bytes_of_zero_1() -> None:
+    text = (RESULTS / '2026-11-22_readme.md').read_text()
+    step = 'megajax inspect megatron_8.3b mesh.data=8 train.batch_size=64 --target h100'
+    whole, sharded = (
+        text.split(f'`{step}{extra}`')[1].split('```')[1] for extra in ('', ' optim.shard=true')
+    )
+    for found, shown in ((whole, 'false'), (sharded, 'true')):
+        state, temporaries = re.search(
+            r'per device  ([\d.]+ GB) .*? \+ ([\d.]+ GB) temp', found
+        ).groups()
+        assert f'| {shown} | {state} | {temporaries} |' in LAYOUTS
+    (reduced,) = re.findall(r'^gradients .* ([\d.]+ GB)  1 AR', whole, flags=re.MULTILINE)
+    (gathered,) = re.findall(r'1 AG bf16\[6400,3072\] +([\d.]+ GB)', sharded)
+    (scattered,) = re.findall(r'([\d.]+ GB)  1 RS', sharded)
+    assert f'all-reduce fp32, {reduced} |' in LAYOUTS
+    assert f'all-gather bf16 {gathered}, reduce-scatter fp32 {scattered} |' in LAYOUTS
+
+
+def test_the_readme_says_how_many_cases_of_faults_there_are() -> None:
+    page = (ROOT / 'docs/when_a_run_breaks.md').read_text()
+    cases = re.findall(r'^\| \d\d (?:\| [^|]+ ){3}\|$', page, flags=re.MULTILINE)
+    assert f'has {len(cases)} cases' in README
