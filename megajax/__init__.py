@@ -1,6 +1,7 @@
 """Megatron-LM's tensor parallelism as JAX wants it.
 
-The names that a notebook needs; each is imported when it is first used, so that `import megajax` stays light.
+The names that a notebook or a script needs. Each is imported when it is first used, so that `import
+megajax` stays light. `train`, `inspect` and `plan` are packages that can be called.
 """
 
 from importlib import import_module
@@ -9,23 +10,53 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megajax.config import Config as Config
     from megajax.config import ConfigError as ConfigError
+    from megajax.config import RunError as RunError
     from megajax.config import load as load
-    from megajax.inspect import inspect as inspect
+    from megajax.inspect import Inspect
     from megajax.model.transformer import Decoder as Decoder
     from megajax.model.transformer import LanguageModel as LanguageModel
+    from megajax.parallel.layout import Layout as Layout
     from megajax.parallel.mesh import make_mesh as make_mesh
-    from megajax.plan import plan as plan
+    from megajax.plan import PlanPackage
     from megajax.train.feed import place_batch as place_batch
+    from megajax.train.loop import Run as Run
+    from megajax.train.loop import train as train
     from megajax.train.placements import placements as placements
     from megajax.train.step import TrainState as TrainState
     from megajax.train.step import init_state as init_state
     from megajax.train.step import make_train_step as make_train_step
+
+    inspect: Inspect
+    plan: PlanPackage
+
+__all__ = [
+    'Config',
+    'ConfigError',
+    'Decoder',
+    'LanguageModel',
+    'Layout',
+    'Run',
+    'RunError',
+    'TrainState',
+    'init_state',
+    'inspect',
+    'load',
+    'make_mesh',
+    'make_train_step',
+    'place_batch',
+    'placements',
+    'plan',
+    'train',
+]
 
 _HOMES = {
     'Config': 'megajax.config',
     'ConfigError': 'megajax.config',
     'Decoder': 'megajax.model.transformer',
     'LanguageModel': 'megajax.model.transformer',
+    'Layout': 'megajax.parallel.layout',
+    'Run': 'megajax.train.loop',
+    'RunError': 'megajax.config',
     'TrainState': 'megajax.train.step',
     'init_state': 'megajax.train.step',
     'load': 'megajax.config',
@@ -34,16 +65,16 @@ _HOMES = {
     'place_batch': 'megajax.train.feed',
     'placements': 'megajax.train.placements',
 }
-_CALLABLE = 'inspect', 'plan'  # packages that can be called
+_CALLED = {'inspect': 'megajax.inspect', 'plan': 'megajax.plan', 'train': 'megajax.train'}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _CALLABLE:
-        return import_module(f'megajax.{name}')
+    if name in _CALLED:
+        return import_module(_CALLED[name])
     if name not in _HOMES:
         raise AttributeError(f'module megajax has no attribute {name!r}')
     return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*_HOMES, *_CALLABLE])
+    return sorted(__all__)

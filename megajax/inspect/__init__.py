@@ -140,11 +140,18 @@ def run(
     )
 
 
-class _Inspect(types.ModuleType):
+class Inspect(types.ModuleType):
     """The package, which can be called: `megajax.inspect(config)`."""
 
-    def __call__(self, config: Config, *, target: str = 'cpu', hosts: int | None = None, run: bool = False) -> Inspection:
+    Inspection = Inspection
+    assert_collectives = staticmethod(assert_collectives)
+    known_miscompiles = staticmethod(known_miscompiles)
+    run = staticmethod(run)
+
+    def __call__(
+        self, config: Config, *, target: str = 'cpu', hosts: int | None = None, run: bool = False
+    ) -> Inspection:
         return inspect(config, target=target, hosts=hosts, run=run)
 
 
-sys.modules[__name__].__class__ = _Inspect
+sys.modules[__name__].__class__ = Inspect

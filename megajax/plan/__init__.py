@@ -7,17 +7,21 @@ import sys
 import types
 from typing import Any
 
+from megajax.config import Config
 from megajax.plan.planning import plan
 from megajax.plan.result import Plan
 
 __all__ = ['Plan', 'plan']
 
 
-class _Plan(types.ModuleType):
+class PlanPackage(types.ModuleType):
     """The package, which can be called: `megajax.plan(config, gpu='h100')`."""
 
-    def __call__(self, *args: Any, **keywords: Any) -> Plan:
-        return plan(*args, **keywords)
+    Plan = Plan
+
+    def __call__(self, config: Config, **keywords: Any) -> Plan:
+        """See `megajax.plan.planning.plan`."""
+        return plan(config, **keywords)
 
 
-sys.modules[__name__].__class__ = _Plan
+sys.modules[__name__].__class__ = PlanPackage

@@ -1,11 +1,14 @@
 """A run from config to result: data, state, training, a sample."""
 
+import dataclasses
 import datetime
+import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +18,7 @@ from jax.experimental import multihost_utils
 from megajax.config import CheckpointError, Config, ConfigError, NumericError, StopRequested, dump
 from megajax.counts.parameters import num_parameters
 from megajax.data import Data, load_data
+from megajax.parallel.distributed import processes
 from megajax.parallel.mesh import mesh_for
 from megajax.train.checkpoint import Checkpoints
 from megajax.train.clock import Clock, Summary
@@ -33,12 +37,50 @@ from megajax.train.trainer import Trainer
 from megajax.train.watchdog import Watchdog
 
 
-def run(config: Config, *, name: str) -> Path:
-    """Train `config` on its mesh and return the run directory, a new one named after `name` unless `run.dir` is set.
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that has come to its last step: where it lies, and what it measured."""
 
-    Asked to stop, by a signal (`parallel/signals.py`) or `run.max_minutes`, it saves and exits with 75. Raises ConfigError for what
-    the config asks and the machine, the data or the run directory cannot give, CheckpointError and NumericError where the run cannot
-    go on.
+    folder: Path
+    step: int
+
+    @property
+    def checkpoint(self) -> Path:
+        """Its newest checkpoint, which `megajax generate`, `eval` and `export` take."""
+        return self.folder / 'checkpoints' / str(self.step)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: of each step, and of each evaluation."""
+        lines = (self.folder / 'metrics.jsonl').read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def train(config: Config, *, name: str = 'run') -> Run:
+    """Train `config`: what `megajax train` does, from Python, in each of the processes of a run.
+
+    Processes find one another as the environment says (`megajax launch`, Slurm, Kubernetes). The
+    run directory is a new one named after `name`, unless `run.dir` is set; with the directory of a
+    run that was interrupted it is resumed.
+
+    Raises RunError, which has the exit code of the command: ConfigError for what the machine, the
+    data or the run directory cannot give, CheckpointError and NumericError where the run cannot
+    continue, and StopRequested after a signal or `run.max_minutes`, when it is saved.
+    """
+    try:
+        with processes():
+            return run(config, name=name)
+    except SystemExit as request:
+        if request.code != StopRequested.exit_code:
+            raise
+        raise StopRequested('asked to stop; the run is saved') from None
+
+
+def run(config: Config, *, name: str) -> Run:
+    """Train `config` on its mesh in processes that have met; see `train`.
+
+    Asked to stop, by a signal (`parallel/signals.py`) or `run.max_minutes`, it saves and raises
+    SystemExit(75).
     """
     check_wandb(config)
     clock = Clock()
@@ -61,7 +103,7 @@ def run(config: Config, *, name: str) -> Path:
             step = _train(config, data, folder, start, report, summary, stop, watchdog)
     report.say(f'run        {folder}\nmetrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard')
     report.say(f'checkpoint {folder}/checkpoints/{step}')
-    return folder
+    return Run(folder, step)
 
 
 def _train(
