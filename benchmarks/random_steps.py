@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 import megajax
-from megajax.config import chunks
+from megajax.counts import chunks
 from megajax.inspect.emulated_step import EmulatedStep
 from megajax.inspect.limits import judged
 
