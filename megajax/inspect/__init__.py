@@ -143,7 +143,6 @@ def run(
 class Inspect(types.ModuleType):
     """The package, which can be called: `megajax.inspect(config)`."""
 
-    Inspection = Inspection
     assert_collectives = staticmethod(assert_collectives)
     known_miscompiles = staticmethod(known_miscompiles)
     run = staticmethod(run)

@@ -59,8 +59,8 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BSNH, k_BSKH = self.query_norm(q_BSNH), self.key_norm(k_BSKH)
         if config.position == 'rope':
-            rope = {'theta': config.rope_theta, 'scaling': config.rope_scaling}
-            q_BSNH, k_BSKH = rotate(q_BSNH, k_BSKH, position_BS, **rope)
+            theta, scaling = config.rope_theta, config.rope_scaling
+            q_BSNH, k_BSKH = rotate(q_BSNH, k_BSKH, position_BS, theta=theta, scaling=scaling)
         return q_BSNH, k_BSKH, v_BSKH
 
     def _split(self, qkv_BSKCH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -141,8 +141,8 @@ def attend(
     if without_dropout and can_flash(platform, str(q_BSNH.dtype), q_BSNH.shape[-1]):
         return flash_attention(q_BSNH, k_BSKH, v_BSKH, segment_BS, causal)
     core = partial(_attend_xla, layout=layout, causal=causal, rate=rate)
-    core = jax.checkpoint(core, prevent_cse=False) if recompute else core
-    return core(q_BSNH, k_BSKH, v_BSKH, segment_BS, key_B)
+    kept = jax.checkpoint(core, prevent_cse=False) if recompute else core
+    return kept(q_BSNH, k_BSKH, v_BSKH, segment_BS, key_B)
 
 
 def _attend_xla(

@@ -5,7 +5,7 @@ Megatron's main gradients are.
 """
 
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from megajax.parallel.layout import Layout
 def product(
     equation: str,
     x: jax.Array,
-    w: nnx.Variable[jax.Array | Slotted] | jax.Array,
+    w: nnx.Variable[Any] | jax.Array,
     layout: Layout,
     dtype: DTypeLike,
 ) -> jax.Array:
@@ -56,7 +56,8 @@ class _Equation(NamedTuple):
 @cache
 def _parse(equation: str) -> _Equation:
     operands, out = equation.split('->')
-    return _Equation(*operands.split(','), out)
+    x, w = operands.split(',')
+    return _Equation(x, w, out)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

@@ -24,7 +24,7 @@ def along_last(vector: jax.Array, x: jax.Array, dims: str, layout: Layout) -> ja
     """
     if vector.ndim == 1:
         return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
-    sharded, last = dims
+    sharded, last = dims[0], dims[1]
     copies, size = vector.shape
     length = x.shape[-2]
     spread = lax.broadcast_in_dim(

@@ -172,8 +172,14 @@ class LanguageModel(Transformer):
         type_BS: jax.Array | None = None,
     ) -> jax.Array:
         """Logits [B, S, V] in fp32, sharded over V; those of padding are the lowest number."""
-        rows = {'position_BS': position_BS, 'segment_BS': segment_BS, 'type_BS': type_BS}
-        x_BTD = self.before_head(self.hidden(token_BS, computation, **rows))
+        x_BTD = self.hidden(
+            token_BS,
+            computation,
+            position_BS=position_BS,
+            segment_BS=segment_BS,
+            type_BS=type_BS,
+        )
+        x_BTD = self.before_head(x_BTD)
         with jax.named_scope('head'):
             x_BSD = jax.reshard(x_BTD, self.layout('BSD'))  # f: nothing (SP: all-gather)
             loss = Loss(vocab_size=self.config.vocab_size, layout=self.layout)

@@ -17,8 +17,6 @@ __all__ = ['Plan', 'plan']
 class PlanPackage(types.ModuleType):
     """The package, which can be called: `megajax.plan(config, gpu='h100')`."""
 
-    Plan = Plan
-
     def __call__(self, config: Config, **keywords: Any) -> Plan:
         """See `megajax.plan.planning.plan`."""
         return plan(config, **keywords)
