@@ -203,6 +203,12 @@ def floor_of(floor: str) -> Iterator[str]:
         yield name.strip().removeprefix('megajax.')
 
 
+def test_the_page_on_python_has_every_name_of_the_package() -> None:
+    page = (ROOT / 'docs/python.md').read_text()
+    for name in importlib.import_module('megajax').__all__:
+        assert re.search(rf'^\|.*`{name}\b', page, flags=re.MULTILINE), name
+
+
 def test_types_are_published() -> None:
     assert (ROOT / 'megajax' / 'py.typed').is_file()
 
