@@ -62,7 +62,7 @@ def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
     ('arguments', 'message'),
     [
         (['tiny', '--target', 'h1000'], 'target h1000: choose among cpu, a100, h100, h200, b200'),
-        (['tiny', '--hosts', '3'], '--hosts 3 does not divide the 4 devices of the mesh: choose among 1, 2, 4'),
+        (['tiny', '--hosts', '3'], '3 hosts do not divide the 4 devices of the mesh: choose among 1, 2, 4'),
         (['tiny', '--json', '/nowhere/it.json'], '/nowhere/it.json: there is no folder /nowhere: make it first'),
         (['tiny', 'mesh.model=3'], 'model.num_heads: 4 is not a multiple of mesh.model=3'),
     ],
