@@ -84,8 +84,8 @@ def orbax_saver(folder: Path) -> Callable[[Any, int], Callable[[], object]]:
 
 
 def megajax_saver(folder: Path) -> Callable[[Any, int], Callable[[], object]]:
+    from megajax.checkpoint.checkpoints import Checkpoints
     from megajax.config import load
-    from megajax.train.checkpoint import Checkpoints
 
     checkpoints = Checkpoints(folder, load('tiny'))
 
@@ -97,7 +97,7 @@ def megajax_saver(folder: Path) -> Callable[[Any, int], Callable[[], object]]:
 
 
 def report(seconds: dict[str, list[tuple[float, float]]], step: Path) -> None:
-    from megajax.train.digests import problems
+    from megajax.checkpoint.digests import problems
 
     size = sum(path.stat().st_size for path in step.rglob('*') if path.is_file())
     start = time.perf_counter()

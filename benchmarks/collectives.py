@@ -19,7 +19,7 @@ import jax
 
 import megajax
 from megajax.config import presets
-from megajax.hardware.gpu import num_hosts
+from megajax.hardware.targets import num_hosts
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_for
 

@@ -13,7 +13,7 @@ import numpy as np
 
 import megajax
 from megajax.data import load_data
-from megajax.data.indexed import write_index
+from megajax.data.tokens.indexed import write_index
 
 SETTINGS = [(length, order, mask) for length in (256, 1024, 4096) for order in ('stateless', 'megatron') for mask in ('false', 'true')]
 

@@ -8,11 +8,11 @@ import argparse
 import re
 from pathlib import Path
 
-from megajax.config.hardware import Efficiency, hardware
+from megajax.hardware.records import Efficiency, hardware
 from megajax.plan.fit import Residuals, fit, residuals
 from megajax.plan.predictions import predicted, rows_to_fit
 
-FOLDER = Path(__file__).parents[1] / 'megajax/plan/hardware'
+FOLDER = Path(__file__).parents[1] / 'megajax/hardware/gpus'
 # What each GPU's rows can tell. Only NVIDIA's rows of the H100 have cuDNN's attention, so half_size
 # is there that of the A100; those of the B200 say little of attention.
 FITTED = {

@@ -236,7 +236,7 @@ def step(size: str) -> dict[str, Any]:
 
 def rates(config: Any, times: dict[str, float], flops: int, attention: int, kind: str) -> dict[str, Any]:
     """Of a step: tokens a second, and the share of the peak with attention in full and as a causal mask leaves it."""
-    from megajax.config.hardware import hardware_of
+    from megajax.hardware.records import hardware_of
 
     known, seconds = hardware_of(kind), times['median_ms'] / 1e3
     peak = known.peak_flops['bfloat16'] if known else None

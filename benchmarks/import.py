@@ -67,9 +67,9 @@ def config_of(folder: Path, layers: int) -> Any:
 def shapes_of(config: Any) -> Any:
     import jax
 
+    from megajax.checkpoint.open import abstract_params
     from megajax.interop.pieces import shapes_of
     from megajax.parallel.mesh import make_mesh
-    from megajax.train.open import abstract_params
 
     with jax.set_mesh(make_mesh(1, 1)):
         return shapes_of(abstract_params(config))

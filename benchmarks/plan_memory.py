@@ -16,7 +16,8 @@ os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import megajax
 from megajax.counts.flops import step_flops
-from megajax.hardware.gpu import GPUS, num_hosts
+from megajax.hardware.records import hardware
+from megajax.hardware.targets import num_hosts
 from megajax.plan.communication import wire_bytes
 from megajax.plan.launches import num_launches
 from megajax.plan.memory import memory
@@ -145,7 +146,7 @@ def load(line: Line) -> megajax.Config:
 def predict(config: megajax.Config) -> Line:
     sent = wire_bytes(config)
     flops = step_flops(config).hardware / (config.mesh.data * config.mesh.model)
-    total = memory(config, capacity_bytes=GPUS['h100'].memory).total
+    total = memory(config, capacity_bytes=hardware('h100').memory).total
     figures = total, f'{flops / 1e9:.3f}', num_launches(config), sent['model'], sent['data']
     return dict(zip(PREDICTED, map(str, figures), strict=True))
 
@@ -172,7 +173,7 @@ def table(lines: list[Line]) -> None:
     print(f'|{"---|" * 10}')
     for line in lines:
         predicted, compiled = (int(line[name]) for name in ('predicted_bytes', 'compiled_bytes'))
-        fits = '' if compiled <= GPUS['h100'].memory else ', does not fit'
+        fits = '' if compiled <= hardware('h100').memory else ', does not fit'
         print(f'| {" | ".join(key(line))} | {predicted / 1e9:.2f} GB | {compiled / 1e9:.2f} GB{fits} | {predicted / compiled:.3f} |')
     errors = [abs(float(line['ratio']) - 1) for line in lines]
     print(f'\n{len(lines)} steps: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}')

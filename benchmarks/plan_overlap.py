@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from megajax.config import Config, load
-from megajax.config.hardware import hardware
+from megajax.hardware.records import hardware
 from megajax.plan.communication import communication
 from megajax.plan.memory import memory
 from megajax.plan.network import Cluster

@@ -10,7 +10,7 @@ Tables of FSDP are left out, since the search has no such layout.
 from collections import defaultdict
 from collections.abc import Iterator
 
-from megajax.config.hardware import hardware
+from megajax.hardware.records import hardware
 from megajax.plan.network import Cluster
 from megajax.plan.predictions import Row, predicted, rows
 from megajax.plan.programs import FSDP_IN_JAX

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from megajax.model.transformer import LanguageModel as LanguageModel
     from megajax.parallel.layout import Layout as Layout
     from megajax.parallel.mesh import make_mesh as make_mesh
+    from megajax.parallel.placements import placements as placements
     from megajax.plan import PlanPackage
+    from megajax.run.run import Run as Run
+    from megajax.run.run import train as train
     from megajax.train.feed import place_batch as place_batch
-    from megajax.train.loop import Run as Run
-    from megajax.train.loop import train as train
-    from megajax.train.placements import placements as placements
     from megajax.train.step import TrainState as TrainState
     from megajax.train.step import init_state as init_state
     from megajax.train.step import make_train_step as make_train_step
@@ -55,7 +55,7 @@ _HOMES = {
     'Decoder': 'megajax.model.transformer',
     'LanguageModel': 'megajax.model.transformer',
     'Layout': 'megajax.parallel.layout',
-    'Run': 'megajax.train.loop',
+    'Run': 'megajax.run.run',
     'RunError': 'megajax.config',
     'TrainState': 'megajax.train.step',
     'init_state': 'megajax.train.step',
@@ -63,7 +63,7 @@ _HOMES = {
     'make_mesh': 'megajax.parallel.mesh',
     'make_train_step': 'megajax.train.step',
     'place_batch': 'megajax.train.feed',
-    'placements': 'megajax.train.placements',
+    'placements': 'megajax.parallel.placements',
 }
 _CALLED = {'inspect': 'megajax.inspect', 'plan': 'megajax.plan', 'train': 'megajax.train'}
 

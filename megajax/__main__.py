@@ -2,14 +2,14 @@
 
 import sys
 
-from megajax.parallel.signals import leave_when_asked
+from megajax.processes.signals import leave_when_asked
 
 
 def main() -> None:
     """Run the command; the imports below take seconds on a busy machine, and a run may be asked to leave meanwhile."""
     if sys.argv[1:2] in (['train'], ['launch']):
         leave_when_asked()
-    from megajax.cli import main
+    from megajax.commands.main import main
 
     main()
 

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 from support import make_config
 
+from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.config import Config
 from megajax.parallel.mesh import concrete
-from megajax.train.checkpoint import Checkpoints
 from megajax.train.step import TrainState, init_state
 
 TINY = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300, 'dropout': 0.0}

@@ -18,12 +18,12 @@ checkpoint: {every: 10}
 optim: {lr: 1e-2}
 """
 
-COMMAND = 'import os, signal, sys, time\n{fault}\nfrom megajax.cli import main\nmain()'
+COMMAND = 'import os, signal, sys, time\n{fault}\nfrom megajax.commands.main import main\nmain()'
 # `megajax launch`, but for a command that has a fault in it.
 LAUNCH = """
 import sys
 from megajax.config import load
-from megajax.launch import Plan, launch, make_plan
+from megajax.processes.launch import Plan, launch, make_plan
 processes, command, *arguments = sys.argv[1:]
 mesh = load(arguments[1], arguments[2:]).mesh
 plan = make_plan(arguments, processes=int(processes), needed=mesh.data * mesh.model)
@@ -129,7 +129,7 @@ def fill(ballast: Path) -> None:
 HASH_STATES = """
 import hashlib, jax, numpy as np
 from jax.experimental import multihost_utils
-from megajax.train.checkpoint import Checkpoints
+from megajax.checkpoint.checkpoints import Checkpoints
 
 def hash_state(state, name):
     digest = hashlib.sha256()

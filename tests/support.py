@@ -17,7 +17,7 @@ import tokenizers
 from flax import nnx
 
 from megajax.config import Config
-from megajax.data.tokenizer import byte_tokenizer
+from megajax.data.text.tokenizer import byte_tokenizer
 from megajax.model.transformer import LanguageModel, model_graph
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete, make_mesh

@@ -56,7 +56,7 @@ def test_a_wrong_config_fails_within_a_second() -> None:
 
 @pytest.mark.parametrize('arguments', ['train mesh.model=7', 'config show tiny', 'config list'])
 def test_configs_need_no_jax(arguments: str) -> None:
-    program = "import sys; from megajax.cli import main\ntry: main()\nexcept SystemExit: pass\nsys.exit('jax' in sys.modules)"
+    program = "import sys; from megajax.commands.main import main\ntry: main()\nexcept SystemExit: pass\nsys.exit('jax' in sys.modules)"
     done = subprocess.run([sys.executable, '-c', program, *arguments.split()], cwd=ROOT, capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from megajax import cli_generate
-from megajax.cli import app
+from megajax.commands import generate as cli_generate
+from megajax.commands.main import app
 from megajax.config import ConfigError
 
 

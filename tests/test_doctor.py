@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megajax import doctor
-from megajax.doctor import Diagnosis, diagnose
-from megajax.hardware.gpu import has_compiler
+from megajax.commands import doctor
+from megajax.commands.doctor import Diagnosis, diagnose
+from megajax.hardware.targets import has_compiler
 
 CPU = {name: value for name, value in os.environ.items() if name not in ('XLA_FLAGS', 'CUDA_VISIBLE_DEVICES')} | {'JAX_PLATFORMS': 'cpu'}
 

@@ -15,7 +15,7 @@ from flax import nnx
 from support import graph_of, make_config, on_mesh, random_params, start_token
 
 from megajax.config import Config, ConfigError
-from megajax.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from megajax.evaluate import Scorer, Window, lambada, perplexity, wikitext
 from megajax.evaluate.detokenize import detokenize_wikitext
 from megajax.evaluate.perplexity import windows

@@ -14,9 +14,10 @@ import pytest
 from flax import nnx
 from support import graph_of, make_config, on_mesh, random_params, start_token
 
-from megajax import cli_generate
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.commands import generate as cli_generate
 from megajax.config import Config, ConfigError
-from megajax.data.tokenizer import byte_tokenizer, load_tokenizer
+from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer
 from megajax.generate import Continuation, Generator, Request, Sampling, encode_prompts, generate
 from megajax.generate.engine import Rows, _any_left, engine
 from megajax.generate.sampling import choose, most_probable, row_keys
@@ -27,7 +28,6 @@ from megajax.interop.huggingface import from_huggingface
 from megajax.interop.tensors import read_tensors
 from megajax.model.transformer import Computation
 from megajax.parallel.layout import Layout
-from megajax.train.checkpoint import Checkpoints
 from megajax.train.step import init_state
 
 GREEDY, RANDOM = Sampling(temperature=0), Sampling(temperature=0.9)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from megajax.cli import app
-from megajax.config.hardware import hardware, hardware_names
+from megajax.commands.main import app
+from megajax.hardware.records import hardware, hardware_names
 
 ROOT = Path(__file__).parents[1]
 GUIDES = ['add_a_family', 'add_a_gpu', 'add_a_layout', 'add_an_activation']

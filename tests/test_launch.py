@@ -13,14 +13,14 @@ from runs import gone
 from support import more
 
 from megajax.config import ConfigError
-from megajax.launch import make_plan
-from megajax.parallel.signals import SAME_SECONDS
+from megajax.processes.launch import make_plan
+from megajax.processes.signals import SAME_SECONDS
 
 ROOT = Path(__file__).parents[1]
 # Process 0 and 1 of a plan that needs no jax: each runs its own line.
 PAIR = """
 import sys
-from megajax.launch import Plan, launch
+from megajax.processes.launch import Plan, launch
 plan = Plan(command=(sys.executable, '-c', 'import os; exec(os.environ["DO"])'), variables=tuple({'DO': do} for do in sys.argv[1:]))
 sys.exit(launch(plan, grace=1))
 """
@@ -61,8 +61,8 @@ def test_on_cpus_each_process_simulates_its_share_of_the_mesh_and_all_meet_on_lo
 
 
 def gpus(monkeypatch, *, plugin=True):
-    monkeypatch.setattr('megajax.launch.visible_gpus', lambda environ: 8)
-    monkeypatch.setattr('megajax.launch.entry_points', lambda group: [type('Plugin', (), {'name': 'xla_cuda12'})] if plugin else [])
+    monkeypatch.setattr('megajax.processes.launch.visible_gpus', lambda environ: 8)
+    monkeypatch.setattr('megajax.processes.launch.entry_points', lambda group: [type('Plugin', (), {'name': 'xla_cuda12'})] if plugin else [])
 
 
 def test_on_gpus_each_process_gets_its_own(monkeypatch):
@@ -109,7 +109,7 @@ def test_a_mistake_exits_2_before_anything_starts(arguments, message):
 
 
 def test_a_dry_run_prints_each_process_and_imports_no_jax():
-    program = "import sys; from megajax.cli import main\ntry: main()\nexcept SystemExit as e: print(e.code, 'jax' in sys.modules)"
+    program = "import sys; from megajax.commands.main import main\ntry: main()\nexcept SystemExit as e: print(e.code, 'jax' in sys.modules)"
     out, err = start('-c', program, 'launch', '--processes', '2', '--dry-run', '--', 'train', 'tiny', 'mesh.data=1').communicate(timeout=60)
     *lines, last = out.splitlines()
     assert (last, err) == ('0 False', '')

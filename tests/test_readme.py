@@ -18,7 +18,7 @@ from nbclient import NotebookClient
 from typer.core import TyperCommand
 from typer.main import get_command
 
-from megajax.cli import app
+from megajax.commands.main import app
 from megajax.config import load
 from megajax.config.load import KEYS
 from megajax.counts.parameters import num_parameters

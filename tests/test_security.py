@@ -16,7 +16,7 @@ import pytest
 from runs import CONFIG, children, finish, read_until, start, steps, train
 from support import write_run
 
-from megajax.train.digests import write_sums
+from megajax.checkpoint.digests import write_sums
 
 pytestmark = pytest.mark.faults
 

@@ -1,4 +1,4 @@
-"""What a run can end with, and the exit code of each; the watchdog adds 124 (`train/watchdog.py`). Imports no jax."""
+"""What a run can end with, and the exit code of each; the watchdog adds 124 (`run/watchdog.py`). Imports no jax."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -17,9 +17,9 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
-from megajax.config.check import incompatibilities
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.renamed import RENAMED, current
+from megajax.config.rules import incompatibilities
 from megajax.config.schema import Config, Section
 
 SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megajax.config.check import incompatibilities
+from megajax.config.rules import incompatibilities
 
 VOCAB_MULTIPLE = 1024  # as in the Megatron paper, 128 x 8; the same on every mesh, so that a checkpoint fits any of them
 

@@ -13,7 +13,7 @@ from megajax.config.schema import Config
 from megajax.counts.parameters import Parameter, declare, dim_sizes, parameters
 from megajax.parallel.layout import Layout
 
-Phase = Literal['forward', 'recompute', 'backward']
+Phase = Literal['forward', 'backward', 'recompute', 'step']
 Where = Literal['layers', 'attention', 'head']
 
 

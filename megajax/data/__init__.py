@@ -1,9 +1,9 @@
 """From a corpus to batches. Imports no jax itself; grain, which orders and reads ahead, does where it is installed."""
 
 from megajax.data.batches import Batch, Batches
-from megajax.data.corpus import Document, read_documents, split_documents
 from megajax.data.load import Data, load_data
-from megajax.data.tokenizer import Tokenizer, encode_documents, make_tokenizer
+from megajax.data.text.corpus import Document, read_documents, split_documents
+from megajax.data.text.tokenizer import Tokenizer, encode_documents, make_tokenizer
 
 __all__ = [
     'Batch',

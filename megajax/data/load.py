@@ -8,16 +8,16 @@ import numpy as np
 
 from megajax.config import Config, ConfigError, Problem
 from megajax.data.batches import Batches, Order
-from megajax.data.corpus import Document, read_documents, split_documents
-from megajax.data.indexed import from_lengths, is_pair, read_pair
-from megajax.data.manifest import Manifest, manifest_path
+from megajax.data.build.manifest import Manifest, manifest_path
 from megajax.data.masked import NUM_SPECIAL, SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
-from megajax.data.parts import Part, split_sequences
 from megajax.data.samples import Joined, Samples, Windows
-from megajax.data.token_ids import check_token_ids
-from megajax.data.tokenizer import Tokenizer, encode_documents, load_tokenizer, make_tokenizer
-from megajax.data.watched import watched
+from megajax.data.text.corpus import Document, read_documents, split_documents
+from megajax.data.text.parts import Part, split_sequences
+from megajax.data.text.tokenizer import Tokenizer, encode_documents, load_tokenizer, make_tokenizer
+from megajax.data.tokens.indexed import from_lengths, is_pair, read_pair
+from megajax.data.tokens.token_ids import check_token_ids
+from megajax.data.tokens.watched import watched
 
 CORPUS = ('data.corpus', 'data.blend')
 

@@ -10,9 +10,9 @@ from typing import Self
 import numpy as np
 
 from megajax.data.batches import Batch, Batches, Order
-from megajax.data.parts import Part
 from megajax.data.samples import Samples
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.text.parts import Part
+from megajax.data.text.tokenizer import Tokenizer
 
 CLS, SEP, MASK, PAD = SPECIAL = '[CLS]', '[SEP]', '[MASK]', '[PAD]'
 NUM_SPECIAL = 3  # in a sequence: [CLS] first [SEP] second [SEP]

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megajax.data.parts import Part, normalized
+from megajax.data.text.parts import Part, normalized
 
 SEPARATE_BELOW = 0.80  # share of an epoch; a last epoch that gives less is shuffled by itself
 SURPLUS = 0.005  # samples that a dataset of a blend has beyond its share

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megajax.data.parts import Part
+from megajax.data.text.parts import Part
 
 
 class Samples(Protocol):

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Traced
 
 from megajax.emulate.translate import for_cpu
-from megajax.hardware.gpu import WITHOUT_GPU
+from megajax.hardware.targets import WITHOUT_GPU
 
 Index = tuple[slice, ...]
 
@@ -50,7 +50,7 @@ def quick() -> dict[str, Any]:
 
 
 def compile_for_gpu(traced: Traced, devices: Sequence[Any], options: Mapping[str, Any]) -> GpuProgram:
-    """Compile for `devices` (see `hardware/gpu.py`), whichever devices it was traced for."""
+    """Compile for `devices` (see `hardware/targets.py`), whichever devices it was traced for."""
     computation: Any = traced.lower(lowering_platforms=('cuda',))._lowering
     computation._device_list = None
     computation.compile_args['backend'] = devices[0].client

@@ -39,7 +39,7 @@ from megajax.emulate.execute import (
 )
 from megajax.emulate.one_device import CpuModule
 from megajax.emulate.result import GpuRun, Leaf
-from megajax.hardware.gpu import GPUS, check_target, gpu_devices, num_hosts
+from megajax.hardware.targets import GPUS, check_target, gpu_devices, num_hosts
 
 _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
 _PASS_OTHERS = ': pass arguments for which it is (abstract ones are drawn at random)'

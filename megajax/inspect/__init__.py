@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megajax.config import Config, ConfigError
-from megajax.hardware.gpu import check_target, num_hosts
+from megajax.hardware.targets import check_target, num_hosts
 from megajax.inspect.result import Inspection
 
 if TYPE_CHECKING:

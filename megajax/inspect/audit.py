@@ -4,17 +4,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from megajax.config import Config, dump
-from megajax.hardware.gpu import GPUS
+from megajax.counts.megatron import Expected, Site, expected
+from megajax.hardware.records import hardware
+from megajax.hardware.targets import GPUS
 from megajax.hlo.collectives import Collective, collectives
 from megajax.hlo.groups import crosses_hosts, groups_text
 from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
 from megajax.inspect.lint import known_miscompiles, lint, replicated_over_model
-from megajax.inspect.megatron import Expected, expected
 from megajax.inspect.overlap import rates_of, transfer_seconds
 from megajax.inspect.products import count_products, products_run_twice
 from megajax.inspect.result import CollectiveInstruction, Inspection, Memory, Overlap, Row, Transfer, Verdict
-from megajax.inspect.sites import ORDER, Site, site_of
+from megajax.inspect.sites import ORDER, site_of
 
 NUM_REPLICATED = 5
 
@@ -183,6 +184,6 @@ def _memory(compiled: CompiledStep, target: str) -> Memory:
         arguments=compiled.arguments,
         temporaries=compiled.temporaries,
         outputs=compiled.outputs,
-        device=GPUS[target].memory if target in GPUS else None,
+        device=hardware(target).memory if target in GPUS else None,
         largest_replicated=[(one.name, one.bytes_per_device) for one in replicated[:NUM_REPLICATED]],
     )

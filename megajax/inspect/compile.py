@@ -14,12 +14,12 @@ from jax import P
 from jax.sharding import Mesh
 
 from megajax.config import Config
-from megajax.hardware.gpu import WITHOUT_GPU, gpu_devices
+from megajax.hardware.targets import WITHOUT_GPU, gpu_devices
 from megajax.hlo.text import program_text
 from megajax.inspect.child import call_in_child, telling_parent
 from megajax.parallel.mesh import axis_sizes, concrete, make_mesh, mesh_of
+from megajax.parallel.placements import Placement, placements
 from megajax.train.feed import abstract_batch
-from megajax.train.placements import Placement, placements
 from megajax.train.step import init_state, make_train_step
 
 

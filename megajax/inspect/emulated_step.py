@@ -16,11 +16,11 @@ import numpy as np
 from megajax.config import Config, MeshConfig
 from megajax.emulate.compare import Difference, difference, largest
 from megajax.emulate.execute import GpuProgram, compile_for_gpu, quick, run_on_cpu, stored_program
-from megajax.hardware.gpu import gpu_devices
+from megajax.hardware.targets import gpu_devices
 from megajax.inspect.limits import limits
 from megajax.parallel.mesh import axis_sizes, concrete, make_mesh, mesh_of
+from megajax.parallel.placements import parameter_name
 from megajax.train.feed import abstract_batch, place_batch
-from megajax.train.placements import parameter_name
 from megajax.train.step import TrainState, init_state, make_train_step
 
 NOISE = 0.05

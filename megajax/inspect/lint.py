@@ -5,16 +5,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from megajax.config import Config
+from megajax.counts.megatron import Expected, Site
 from megajax.counts.parameters import SHARDED_BY_MEGATRON, parameters
 from megajax.hlo.collectives import Collective
 from megajax.hlo.permutes import fault
 from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
-from megajax.inspect.megatron import Expected
 from megajax.inspect.result import Finding
-from megajax.inspect.sites import Site, site_of
+from megajax.inspect.sites import site_of
 from megajax.miscompiles import confirmed, detect_in
-from megajax.train.placements import Placement
+from megajax.parallel.placements import Placement
 
 REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard than to hold
 

@@ -4,13 +4,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from megajax.config import Config
-from megajax.config.hardware import Hardware, hardware
+from megajax.counts.megatron import DTYPES
+from megajax.hardware.records import Hardware, hardware
 from megajax.hlo.collectives import Collective
 from megajax.hlo.groups import Groups, crosses_hosts
 from megajax.hlo.products import Product
 from megajax.hlo.program import Program
 from megajax.hlo.schedule import Place, Sent, hidden_seconds
-from megajax.inspect.megatron import DTYPES
 from megajax.inspect.result import Rates
 
 

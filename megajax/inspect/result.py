@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-Phase = Literal['forward', 'backward', 'recompute', 'step']
+from megajax.counts.products import Phase
+
 Verdict = Literal['equal', 'less', 'MORE']
 
 

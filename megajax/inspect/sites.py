@@ -3,21 +3,12 @@
 import functools
 import re
 from math import prod
-from typing import NamedTuple
 
 from megajax.config import Config, ModelConfig
+from megajax.counts.megatron import Site
 from megajax.counts.parameters import dim_sizes, parameters, shape_of
+from megajax.counts.products import Phase
 from megajax.hlo.collectives import Collective
-from megajax.inspect.result import Phase
-
-
-class Site(NamedTuple):
-    """A part of the step, a phase of it, and the mesh axis."""
-
-    name: str
-    phase: Phase
-    axis: str
-
 
 # In this order: the first that is in the path names the site.
 _SCOPES = ('optimizer', 'embedding', 'attention', 'mlp', 'head', 'loss', 'norm')

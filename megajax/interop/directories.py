@@ -10,12 +10,12 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from megajax.checkpoint.digests import find_sound
+from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.config import Config, ConfigError, reload
 from megajax.interop.families import read_config_json, write_family
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
-from megajax.train.digests import find_sound
-from megajax.train.record import RECORD, TOKENIZER, read_record
 
 Dtype = Literal['float32', 'bfloat16', 'float16']
 DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16), 'float16': np.dtype(np.float16)}
@@ -63,9 +63,9 @@ def export_huggingface(
     family, keys = write_family(model, family or record.data.get(FAMILY))
     dtype = dtype or record.data.get(DTYPE, 'float32')  # type: ignore[assignment]
     assert dtype is not None
+    from megajax.checkpoint.compare import parameter_shapes
     from megajax.interop.huggingface import huggingface_pieces
     from megajax.interop.runs import parts
-    from megajax.train.compare import parameter_shapes
 
     pieces = huggingface_pieces(model, parameter_shapes(checkpoint))
     plan = [Tensor(piece.name, piece.shape, DTYPES[dtype]) for group in pieces.values() for piece in group]
@@ -92,7 +92,7 @@ def _write_tokenizer(checkpoint: Path, folder: Path, length: int) -> dict[str, A
     """Copy the tokenizer, if there is one, with what AutoTokenizer asks for; the keys of config.json that depend on it."""
     if not (checkpoint / TOKENIZER).is_file():
         return {'bos_token_id': None, 'eos_token_id': None}
-    from megajax.data.tokenizer import load_tokenizer
+    from megajax.data.text.tokenizer import load_tokenizer
 
     shutil.copyfile(checkpoint / TOKENIZER, folder / 'tokenizer.json')
     tokenizer = load_tokenizer(str(checkpoint / TOKENIZER))

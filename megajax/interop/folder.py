@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megajax.checkpoint.digests import find_steps
 from megajax.config import ConfigError
-from megajax.train.digests import find_steps
 
 SEQ_LEN = 1024  # of training, where the model can read so many
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from flax import nnx
 
+from megajax.checkpoint.open import abstract_params
 from megajax.config import Config, ConfigError, ModelConfig
 from megajax.interop.pieces import (
     Piece,
@@ -20,7 +21,6 @@ from megajax.interop.pieces import (
     shapes_of,
     tensors_of,
 )
-from megajax.train.open import abstract_params
 
 HEAD = 'lm_head.weight'
 TIED = {  # where the embedding is the head, to the ends of these names

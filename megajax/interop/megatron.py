@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from flax import nnx
 
+from megajax.checkpoint.open import abstract_params
 from megajax.config import Config, ConfigError, ModelConfig
 from megajax.counts.parameters import SHARDED_BY_MEGATRON
 from megajax.interop.pieces import Pieces, Shape, check, cut, dims_here, make_pieces, name_of, place, shapes_of, tensors_of
-from megajax.train.open import abstract_params
 
 # The parameter here: (megatron-core's name, where {} is the layer; its dims)
 NAMES: dict[str, tuple[str, str]] = {

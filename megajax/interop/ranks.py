@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from megajax.checkpoint.digests import find_sound
+from megajax.checkpoint.record import RECORD, read_record
 from megajax.config import Config, ConfigError, dump, load, reload
 from megajax.interop.arguments import read_arguments
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.torch_files import Namespace, Stored, load_torch, torch_files
-from megajax.train.digests import find_sound
-from megajax.train.record import RECORD, read_record
 
 if TYPE_CHECKING:
     from megajax.interop.pieces import Pieces
@@ -68,9 +68,9 @@ def export_megatron(source: Path, out: Path, *, ranks: int) -> None:
     checkpoint = find_sound(source)
     record = read_record(checkpoint)
     config = reload(record.config, place=str(checkpoint / RECORD))
+    from megajax.checkpoint.compare import parameter_shapes
     from megajax.interop.megatron import megatron_pieces
     from megajax.interop.runs import parts
-    from megajax.train.compare import parameter_shapes
 
     shapes = parameter_shapes(checkpoint)
     rows = -(-config.model.vocab_size // (VOCAB_MULTIPLE * ranks)) * VOCAB_MULTIPLE * ranks
@@ -156,9 +156,9 @@ def _config(folder: Path, first: RankFile, out: Path, overrides: Sequence[str]) 
 
 def _merge(config: Config, files: Sequence[RankFile]) -> Any:
     """The parameters of all ranks' tensors, which are named here by rank."""
+    from megajax.checkpoint.open import abstract_params
     from megajax.interop.megatron import KEYS, megatron_pieces
     from megajax.interop.pieces import check, place, shapes_of
-    from megajax.train.open import abstract_params
 
     abstract = abstract_params(config)
     embedding = next((x for name, x in files[0].tensors.items() if name == 'embedding.word_embeddings.weight'), None)

@@ -7,16 +7,16 @@ import jax
 import numpy as np
 from flax import nnx
 
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.compare import read_parameter
+from megajax.checkpoint.digests import write_file
 from megajax.config import Config, dump
 from megajax.data.masked import SPECIAL
-from megajax.data.tokenizer import make_tokenizer
+from megajax.data.text.tokenizer import make_tokenizer
 from megajax.interop.folder import tokenizer_of
 from megajax.interop.pieces import Pieces, cut
 from megajax.parallel.mesh import mesh_for
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.compare import read_parameter
-from megajax.train.digests import write_file
-from megajax.train.lock import run_lock
+from megajax.run.lock import run_lock
 
 
 def start_run(out: Path, config: Config, load: Callable[[Config], nnx.State], *, tokenizer: Path | None, origin: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from megajax.hardware.gpu import GPUS
+from megajax.hardware.records import hardware
 from megajax.miscompiles.entry import Miscompile
 
 # Flags of XLA that change no program.
@@ -40,7 +40,7 @@ def identity(entry: Miscompile, target: str) -> Identity:
         'jax': importlib.metadata.version('jax'),
         'jaxlib': importlib.metadata.version('jaxlib'),
         'compiler': _plugins() if on_gpu else [platform.machine(), str(os.cpu_count())],
-        'target': repr(GPUS[target]) if on_gpu else 'cpu',
+        'target': repr(hardware(target).compiler) if on_gpu else 'cpu',
         'is_optimized': not jax.config.read('jax_disable_most_optimizations'),
         'XLA_FLAGS': sorted(flag for flag in flags if not flag.startswith(_IRRELEVANT)),
     }

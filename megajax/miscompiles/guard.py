@@ -8,7 +8,7 @@ import jax
 
 from megajax.config import Config, ConfigError, MiscompileError
 from megajax.config.errors import Problem
-from megajax.hardware.gpu import GPUS
+from megajax.hardware.targets import GPUS
 from megajax.miscompiles.entry import Finding, Miscompile, Option, Options
 from megajax.miscompiles.probe import ask, confirmed
 from megajax.miscompiles.register import REGISTER, detect

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from megajax.hardware.gpu import GPUS, WITHOUT_GPU, gpu_devices, has_compiler
+from megajax.hardware.targets import GPUS, WITHOUT_GPU, gpu_devices, has_compiler
 from megajax.hlo.program import Program
 from megajax.miscompiles import answers
 from megajax.miscompiles.entry import Finding, Miscompile, Options, find

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.config import ModelConfig
-from megajax.hardware.gpu import is_nvidia
+from megajax.hardware.targets import is_nvidia
 from megajax.model.dropout import dropout
 from megajax.model.flash import can_flash, flash_attention
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear

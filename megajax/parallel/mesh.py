@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from megajax.config import Config, ConfigError
-from megajax.parallel.environment import visible_gpus
+from megajax.processes.environment import visible_gpus
 
 # Of the mesh, outermost first: what sends the most, and waits for it, is innermost.
 AXES = ('replica', 'stage', 'data', 'context', 'row', 'model')
@@ -65,7 +65,7 @@ def axis_sizes(data: int = 1, model: int = 1, **axes: int) -> dict[str, int]:
 
 
 def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
-    """These devices as a mesh with Explicit axes; they need not be there (`hardware/gpu.py`)."""
+    """These devices as a mesh with Explicit axes; they need not be there (`hardware/targets.py`)."""
     grid = np.array(devices).reshape(*sizes.values())
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
 

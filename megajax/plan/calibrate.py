@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from ruamel.yaml import YAML
 
-from megajax.config.hardware import Dtype, Efficiency, Hardware, Link, Reference, hardware_of
+from megajax.hardware.records import Dtype, Efficiency, Hardware, Link, Reference, hardware_of
 from megajax.parallel.layout import BATCH
 from megajax.plan.real_step import busy, config_for, fitted_to_step, real_seconds
 

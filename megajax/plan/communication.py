@@ -1,6 +1,6 @@
 """What a training step sends: the collectives that XLA places, counted without compiling.
 
-They are Megatron's (`inspect/megatron.py`) but for what XLA can leave out. `tests/plan/test_compiled.py` holds the bytes to those of
+They are Megatron's (`counts/megatron.py`) but for what XLA can leave out. `tests/plan/test_compiled.py` holds the bytes to those of
 compiled steps, to the last one.
 """
 
@@ -8,10 +8,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config
+from megajax.counts.megatron import DTYPES, GATHER, REDUCE, Expected, Site, expected, few_kv_heads, over_data, passes
 from megajax.counts.parameters import own_counts
 from megajax.hlo.program import Array
-from megajax.inspect.megatron import DTYPES, GATHER, REDUCE, Expected, expected, few_kv_heads, over_data, passes
-from megajax.inspect.sites import Site
 
 ALL_TO_ALL = 'all-to-all'
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import fmean, quantiles
 from typing import NamedTuple
 
-from megajax.config.hardware import Efficiency, Hardware
+from megajax.hardware.records import Efficiency, Hardware
 from megajax.plan.predictions import Prediction, Row, predicted
 
 STEPS = {'matmul': 0.04, 'flash': 0.04, 'flash_2': 0.04, 'half_size': 64.0}  # the first; it is halved five times

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Self
 
 from megajax.config import Config, ConfigError
-from megajax.config.hardware import Hardware
+from megajax.hardware.records import Hardware
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

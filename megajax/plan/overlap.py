@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from megajax.config import Config
 from megajax.counts.flops import uses_flash
-from megajax.inspect.megatron import GATHER, REDUCE, SCATTER, Expected
-from megajax.inspect.result import Phase
+from megajax.counts.megatron import GATHER, REDUCE, SCATTER, Expected
+from megajax.counts.products import Phase
 
 
 class Beside(NamedTuple):

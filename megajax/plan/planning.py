@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config, ConfigError, ModelConfig, dump
-from megajax.config.check import incompatibilities
-from megajax.config.hardware import Hardware, hardware
+from megajax.config.rules import incompatibilities
 from megajax.counts.flops import narayanan_flops
+from megajax.hardware.records import Hardware, hardware
 from megajax.plan.faults import GPU_HOURS_TO_FAILURE, Faults, faults
 from megajax.plan.memory import largest_microbatch, memory
 from megajax.plan.network import Cluster

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megajax.config import Config, ConfigError
-from megajax.config.outputs import check_outputs
 from megajax.counts.products import products
+from megajax.files.outputs import check_outputs
 from megajax.plan.memory import BYTES
 from megajax.plan.network import Cluster
 from megajax.plan.search import Choice, search

@@ -7,8 +7,8 @@ from functools import partial
 from importlib import resources
 
 from megajax.config import Config, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from megajax.config.hardware import Hardware, hardware
 from megajax.counts.flops import narayanan_flops, step_flops
+from megajax.hardware.records import Hardware, hardware
 from megajax.plan.memory import largest_microbatch
 from megajax.plan.network import Cluster
 from megajax.plan.programs import FSDP, FSDP_IN_JAX, MEGATRON, MEGATRON_2021, MEGATRON_WITHOUT_OVERLAP, Program

@@ -6,17 +6,16 @@ from typing import Literal
 
 from megajax.config import Config
 from megajax.counts.flops import fits_flash, uses_flash
+from megajax.counts.megatron import DTYPES, GATHER, REDUCE, SCATTER, Expected, Site, expected
 from megajax.counts.parameters import num_parameters
+from megajax.counts.products import Phase
 from megajax.hlo.program import Array
-from megajax.inspect.megatron import DTYPES, GATHER, REDUCE, SCATTER, Expected, expected
-from megajax.inspect.result import Phase
-from megajax.inspect.sites import Site
 from megajax.plan.communication import communication
 from megajax.plan.launches import num_launches
 from megajax.plan.overlap import NOTHING, Beside, beside
 
 ProgramName = Literal['megajax', 'megatron']
-Attention = Literal['flash', 'flash_2']  # cuDNN's, or FlashAttention-2, as `config/hardware.py` has their rates
+Attention = Literal['flash', 'flash_2']  # cuDNN's, or FlashAttention-2, as `hardware/records.py` has their rates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

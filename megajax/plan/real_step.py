@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from megajax.config import Config, MeshConfig, ModelConfig, TrainConfig
-from megajax.config.hardware import Efficiency, Fit, Hardware
+from megajax.hardware.records import Efficiency, Fit, Hardware
 from megajax.parallel.mesh import make_mesh
 from megajax.plan.network import Cluster
 from megajax.plan.time import step_time

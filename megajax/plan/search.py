@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from megajax.config import Config, ConfigError, Problem
-from megajax.config.check import divisors, incompatibilities
+from megajax.config.rules import divisors, incompatibilities
 from megajax.counts.flops import uses_flash
 from megajax.plan.memory import UNDERCOUNT, memory
 from megajax.plan.network import Cluster

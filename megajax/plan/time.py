@@ -9,8 +9,7 @@ from collections import defaultdict
 
 from megajax.config import Config, ConfigError
 from megajax.counts.flops import Flops, step_flops
-from megajax.counts.products import Product, products
-from megajax.inspect.result import Phase
+from megajax.counts.products import Phase, Product, products
 from megajax.plan.launches import launch_seconds
 from megajax.plan.memory import BYTES
 from megajax.plan.memory_traffic import Traffic, traffic

@@ -1,7 +1,7 @@
 """A plan's memory beside the compiler's, for GPUs that need not be there."""
 
 from megajax.config import Config, ConfigError
-from megajax.hardware.gpu import GPUS, check_target
+from megajax.hardware.targets import GPUS, check_target
 from megajax.plan.result import Plan
 
 

@@ -2,21 +2,17 @@
 
 import sys
 import types
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import Any
 
 from megajax.config import Config
 
-if TYPE_CHECKING:
-    from megajax.train.loop import Run
-
 
 class TrainPackage(types.ModuleType):
-    """The package, which can be called."""
+    """The package, which can be called; `megajax/run/run.py` is above it, and imported by then."""
 
-    def __call__(self, config: Config, *, name: str = 'run') -> 'Run':
-        from megajax.train.loop import train
-
-        return train(config, name=name)
+    def __call__(self, config: Config, *, name: str = 'run') -> Any:
+        return import_module('megajax.run.run').train(config, name=name)
 
 
 sys.modules[__name__].__class__ = TrainPackage

@@ -13,7 +13,7 @@ from megajax.config import Config, ConfigError, RunError
 from megajax.data import Batch as HostBatch
 from megajax.data import Batches
 from megajax.parallel.layout import BATCH
-from megajax.train.agree import from_all
+from megajax.processes.agree import from_all
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
-from megajax.config.check import LARGEST_LOSS_SCALE
+from megajax.config.rules import LARGEST_LOSS_SCALE
 from megajax.train.feed import Batch
 
 SMALLEST = 1.0

@@ -3,7 +3,7 @@
 import pytest
 from typer.testing import CliRunner
 
-from megajax.cli import app
+from megajax.commands.main import app
 from megajax.config import ConfigError, load
 from megajax.config.combinations import COMBINATIONS, Combination
 

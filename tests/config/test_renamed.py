@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megajax.checkpoint.record import Record, config_differences
 from megajax.config import load, reload
-from megajax.train.record import Record, config_differences
 
 
 @pytest.mark.parametrize(('old', 'new'), [('default', 'auto'), ('overlap', 'batch_split')])

@@ -15,7 +15,7 @@ from megatron.core.datasets import gpt_dataset, indexed_dataset
 
 from megajax.config import load
 from megajax.data import load_data
-from megajax.data.indexed import read_pair, write_index
+from megajax.data.tokens.indexed import read_pair, write_index
 
 DTYPES = [np.uint16, np.int32]
 

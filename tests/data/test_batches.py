@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.data import Batch, Batches
-from megajax.data.indexed import from_lengths
-from megajax.data.parts import Part
 from megajax.data.samples import Windows
 from megajax.data.stateless_order import in_order, shuffled
+from megajax.data.text.parts import Part
+from megajax.data.tokens.indexed import from_lengths
 
 S, B = 8, 4
 

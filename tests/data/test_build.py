@@ -20,11 +20,11 @@ from pyarrow import parquet
 from support import start_token
 
 from megajax.config import ConfigError
-from megajax.data.build import Job, build
-from megajax.data.indexed import read_pair
-from megajax.data.inputs import UNIT
-from megajax.data.manifest import Manifest
-from megajax.data.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+from megajax.data.build.build import Job, build
+from megajax.data.build.inputs import UNIT
+from megajax.data.build.manifest import Manifest
+from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
+from megajax.data.tokens.indexed import read_pair
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [f'text {i}: ' + 'Grüße, Ελλάδα, 日本語\n' * (i % 13) if i % 5 else '' for i in range(120)]
@@ -41,7 +41,7 @@ def hook(event, arguments):
             os.kill(os.getpid(), number)
 sys.addaudithook(hook)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # which a suite that runs in the background does not hand on
-from megajax.data.build import Job, build
+from megajax.data.build.build import Job, build
 options = eval(sys.argv[4])
 try:
     build(Job(**options), unit=2000, checkpoint_units=1)
@@ -328,7 +328,7 @@ def test_the_command_takes_several_files_and_standard_input(corpus: Path, tmp_pa
 def test_a_worker_that_is_killed_ends_the_build_which_goes_on(corpus: Path, tmp_path: Path) -> None:
     def kill(read: int, total: int) -> None:
         # none is left when what it had sent before is read
-        for worker in subprocess.run(['pgrep', '-P', str(os.getpid()), '-f', 'megajax.data.encode'], capture_output=True).stdout.split():
+        for worker in subprocess.run(['pgrep', '-P', str(os.getpid()), '-f', 'megajax.data.build.encode'], capture_output=True).stdout.split():
             os.kill(int(worker), signal.SIGKILL)
 
     with pytest.raises(ConfigError, match=r'--workers: 1: a worker ended with exit code -9'):
@@ -340,7 +340,7 @@ def test_a_worker_that_is_killed_ends_the_build_which_goes_on(corpus: Path, tmp_
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     program = (
-        'import re, resource, sys; from pathlib import Path; from megajax.data.build import Job, build\n'
+        'import re, resource, sys; from pathlib import Path; from megajax.data.build.build import Job, build\n'
         'build(Job(out=sys.argv[1], inputs=(sys.argv[2],), tokenizer="bytes", workers=2))\n'
         # not ru_maxrss of itself, which begins with that of the process that started it
         'own = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])\n'

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.build import Job, build
-from megajax.data.describe import document_lengths, verify
-from megajax.data.indexed import Sequences, from_lengths
+from megajax.data.build.build import Job, build
+from megajax.data.build.describe import document_lengths, verify
+from megajax.data.tokens.indexed import Sequences, from_lengths
 
 ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megajax.config import ConfigError
-from megajax.data.indexed import HEADER, Sequences, from_lengths, read_pair, write_index
+from megajax.data.tokens.indexed import HEADER, Sequences, from_lengths, read_pair, write_index
 
 ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'
 

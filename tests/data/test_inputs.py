@@ -13,8 +13,8 @@ import zstandard
 from pyarrow import parquet
 
 from megajax.config import ConfigError
-from megajax.data.inputs import Format, Piece, Position, Unit, find_inputs, read_units
-from megajax.data.tokenizer import train_bpe
+from megajax.data.build.inputs import Format, Piece, Position, Unit, find_inputs, read_units
+from megajax.data.text.tokenizer import train_bpe
 
 LINES = b''.join(b'{"text": "%s"}\n' % (b'line %d ' % i * (i % 40)) for i in range(300))
 CODE = ''.join(f'def function_{i}(x):\n    if x:\n        return x + {i}\n\n\n' for i in range(200))

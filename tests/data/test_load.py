@@ -10,10 +10,10 @@ import pytest
 
 from megajax.config import Config, ConfigError, load
 from megajax.data import encode_documents, load_data, make_tokenizer, read_documents, split_documents
-from megajax.data.indexed import read_pair, write_index
-from megajax.data.manifest import Manifest
-from megajax.data.token_ids import token_range
-from megajax.data.tokenizer import train_bpe
+from megajax.data.build.manifest import Manifest
+from megajax.data.text.tokenizer import train_bpe
+from megajax.data.tokens.indexed import read_pair, write_index
+from megajax.data.tokens.token_ids import token_range
 
 ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'
 SMALL = ['train.batch_size=4', 'train.seq_len=32', 'mesh.data=1', 'mesh.model=1', 'model.vocab_size=300']

@@ -13,9 +13,9 @@ from tokenizers import models, pre_tokenizers, processors
 
 from megajax.config import Config, ConfigError
 from megajax.data import Data, load_data, make_tokenizer
-from megajax.data.indexed import Sequences, from_lengths
 from megajax.data.masked import MASKED, SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
-from megajax.data.parts import Part
+from megajax.data.text.parts import Part
+from megajax.data.tokens.indexed import Sequences, from_lengths
 
 LENGTH, EOD = 29, 1
 S = LENGTH + 3

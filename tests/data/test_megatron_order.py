@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.data.indexed import from_lengths, read_pair
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
-from megajax.data.parts import Part, split_sequences
+from megajax.data.text.parts import Part, split_sequences
+from megajax.data.tokens.indexed import from_lengths, read_pair
 
 ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'
 RESULTS = np.load(ORACLES / 'gpt_dataset.npz')

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from support import slow
 
 from megajax.data import stateless_order
-from megajax.data.indexed import from_lengths
-from megajax.data.parts import Part, split_sequences
 from megajax.data.samples import Joined, Windows
+from megajax.data.text.parts import Part, split_sequences
+from megajax.data.tokens.indexed import from_lengths
 
 S = 4
 

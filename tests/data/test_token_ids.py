@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megajax.data import token_ids
+from megajax.data.tokens import token_ids
 
 
 @pytest.mark.parametrize('chunk', [1, 2, 3, 100])

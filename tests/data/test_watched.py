@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megajax.config import ConfigError
-from megajax.data import watched as module
-from megajax.data.indexed import Sequences, read_pair, write_index
-from megajax.data.watched import watched
+from megajax.data.tokens import watched as module
+from megajax.data.tokens.indexed import Sequences, read_pair, write_index
+from megajax.data.tokens.watched import watched
 
 VOCAB = 300
 COUNT = 10_000

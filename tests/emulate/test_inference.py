@@ -13,7 +13,7 @@ from megajax.emulate.result import GpuRun
 from megajax.generate.engine import Engine
 from megajax.generate.sampling import Sampling
 from megajax.generate.weights import make_weights
-from megajax.hardware.gpu import has_compiler
+from megajax.hardware.targets import has_compiler
 from megajax.train.feed import place_batch
 from megajax.train.step import init_state, make_eval_step
 

@@ -15,7 +15,7 @@ from megajax.emulate.arguments import on_devices, simulated_mesh, values
 from megajax.emulate.compare import difference
 from megajax.emulate.one_device import CpuModule
 from megajax.emulate.result import NOT_COVERED, GpuRun, Leaf
-from megajax.hardware.gpu import has_compiler
+from megajax.hardware.targets import has_compiler
 
 P = jax.P
 needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")

@@ -7,7 +7,7 @@ from emulate import others
 
 import megajax
 from megajax.emulate.execute import compile_for_gpu, num_devices
-from megajax.hardware.gpu import gpu_devices, has_compiler
+from megajax.hardware.targets import gpu_devices, has_compiler
 
 REASON = "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
 NAMES = 'fsdp', 'gpipe', 'ring_attention', 'tensor_parallel', 'top_k_experts'

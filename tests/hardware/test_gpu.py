@@ -6,8 +6,9 @@ import pytest
 from jax.experimental import topologies
 
 from megajax.config import ConfigError
-from megajax.hardware import gpu
-from megajax.hardware.gpu import GPUS, check_target, gpu_devices, num_hosts
+from megajax.hardware import targets as gpu
+from megajax.hardware.records import hardware
+from megajax.hardware.targets import GPUS, check_target, gpu_devices, num_hosts
 
 KB = 1024
 FP32_UNITS = {(8, 0): 64, (9, 0): 128, (10, 0): 128}  # of one multiprocessor
@@ -54,10 +55,10 @@ def test_the_compiler_is_asked_for_gpus_by_hosts_and_devices_of_each(asked: list
 
 @pytest.mark.parametrize('target', GPUS)
 def test_the_compiler_is_told_the_limits_of_the_guide(asked: list[dict], target: str) -> None:
-    found, one = told(asked, target), GPUS[target]
+    found, one = told(asked, target), hardware(target)
     assert {name: int(found[name]) for name in ON_ALL} == ON_ALL
-    assert int(found['fpus_per_core']) == FP32_UNITS[one.capability]
-    major, minor = one.capability
+    assert int(found['fpus_per_core']) == FP32_UNITS[one.compiler.capability]
+    major, minor = one.compiler.capability
     assert f'{{ major: {major} minor: {minor} }}' in asked[-1]['target_config']
     # CUDA keeps one KB of each block for itself.
     assert int(found['shared_memory_per_core']) - int(found['shared_memory_per_block_optin']) == KB
@@ -65,20 +66,20 @@ def test_the_compiler_is_told_the_limits_of_the_guide(asked: list[dict], target:
 
 @pytest.mark.parametrize('target', GPUS)
 def test_the_compiler_is_told_all_figures_of_the_gpu(asked: list[dict], target: str) -> None:
-    found, one = told(asked, target), GPUS[target]
-    assert int(found['core_count']) == one.cores
-    assert float(found['clock_rate_ghz']) == one.clock_ghz
+    found, one = told(asked, target), hardware(target)
+    assert int(found['core_count']) == one.compiler.cores
+    assert float(found['clock_rate_ghz']) == one.compiler.clock_ghz
     assert int(found['device_memory_size']) == one.memory
-    assert int(found['memory_bandwidth']) == one.bandwidth
-    assert int(found['l2_cache_size']) == one.l2_cache
-    assert found['device_description_str'] == one.name
+    assert int(found['memory_bandwidth']) == one.compiler.bandwidth
+    assert int(found['l2_cache_size']) == one.compiler.l2_cache
+    assert found['device_description_str'] == one.compiler.name
     assert found['platform_name'] == 'CUDA'
 
 
 @pytest.mark.parametrize(('target', 'tflops'), [('a100', 19.5), ('h100', 66.9), ('h200', 66.9)])
 def test_cores_and_clock_give_the_fp32_rate_of_the_sheet(target: str, tflops: float) -> None:
-    one = GPUS[target]
-    rate = 2 * one.cores * FP32_UNITS[one.capability] * one.clock_ghz / 1e3
+    one = hardware(target)
+    rate = 2 * one.compiler.cores * FP32_UNITS[one.compiler.capability] * one.compiler.clock_ghz / 1e3
     assert rate == pytest.approx(tflops, rel=0.003)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import megajax
-from megajax.hardware.gpu import has_compiler, num_hosts
+from megajax.hardware.targets import has_compiler, num_hosts
 from megajax.inspect import Inspection, inspect_with_text
 
 SMALL = 'model.num_layers=2', 'model.vocab_size=1000', 'train.batch_size=8'
@@ -61,7 +61,7 @@ def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['tiny', '--target', 'h1000'], 'target h1000: choose among cpu, a100, h100, h200, b200'),
+        (['tiny', '--target', 'h1000'], 'target h1000: choose among cpu, a100, b200, h100, h200'),
         (['tiny', '--hosts', '3'], '3 hosts do not divide the 4 devices of the mesh: choose among 1, 2, 4'),
         (['tiny', '--json', '/nowhere/it.json'], '/nowhere/it.json: there is no folder /nowhere: make it first'),
         (['tiny', 'mesh.model=3'], 'model.num_heads: 4 is not a multiple of mesh.model=3'),

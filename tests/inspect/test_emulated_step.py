@@ -9,7 +9,7 @@ from support import make_config, on_mesh
 from megajax.config import Config
 from megajax.counts import chunks
 from megajax.emulate.compare import Difference
-from megajax.hardware.gpu import has_compiler
+from megajax.hardware.targets import has_compiler
 from megajax.inspect import emulated_step
 from megajax.inspect.emulated_step import EmulatedStep
 from megajax.inspect.limits import judged

@@ -12,7 +12,7 @@ from support import make_config, slow
 
 import megajax
 from megajax.config import Config
-from megajax.hardware.gpu import has_compiler
+from megajax.hardware.targets import has_compiler
 from megajax.hlo.text import program_text
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_in_child, compile_step

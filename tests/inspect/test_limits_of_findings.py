@@ -6,10 +6,10 @@ import pytest
 from inspect_collectives import reduced
 from support import make_config
 
+from megajax.counts.megatron import expected
 from megajax.hlo.program import Array
 from megajax.inspect.audit import _row
 from megajax.inspect.lint import _reduced_twice, _wide
-from megajax.inspect.megatron import expected
 from megajax.inspect.sites import site_of
 
 CONFIG = make_config('gpt', 1, 2, train={'dtype': 'bfloat16', 'batch_size': 4})

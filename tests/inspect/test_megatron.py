@@ -4,8 +4,8 @@ import pytest
 
 import megajax
 from megajax.config import presets
+from megajax.counts.megatron import Expected, expected
 from megajax.counts.parameters import num_parameters
-from megajax.inspect.megatron import Expected, expected
 
 
 def config(name: str = 'megatron_8.3b', *overrides: str) -> megajax.Config:

@@ -3,8 +3,8 @@
 import pytest
 
 from megajax.config import load
-from megajax.config.hardware import hardware, hardware_names
-from megajax.hardware.gpu import GPUS
+from megajax.hardware.records import hardware, hardware_names
+from megajax.hardware.targets import GPUS
 from megajax.hlo.collectives import collectives
 from megajax.hlo.products import Product
 from megajax.hlo.program import Program

@@ -8,7 +8,7 @@ import pytest
 from support import make_config, slow
 
 from megajax.config import Config
-from megajax.hardware.gpu import gpu_devices, has_compiler
+from megajax.hardware.targets import gpu_devices, has_compiler
 from megajax.hlo.program import Program
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_step

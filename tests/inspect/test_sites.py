@@ -4,8 +4,9 @@ import pytest
 from inspect_collectives import reduced
 from support import make_config
 
+from megajax.counts.megatron import Site
 from megajax.hlo.program import Array
-from megajax.inspect.sites import Site, site_of
+from megajax.inspect.sites import site_of
 
 IN_THE_LOSS = 'jit(train_step)/vmap(jvp(loss))/while/body/closed_call/transpose(jvp(head))/jit(_where)/select_n'
 OF_THE_NORM = 'jit(train_step)/vmap(transpose(jvp(head)))/vmap(transpose(jvp(norm)))/reduce_sum'

@@ -14,10 +14,10 @@ from runs import finish, losses, read_until, steps
 from support import by_name, on_mesh, write_run
 from typer.testing import CliRunner
 
-from megajax.cli import app
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.open import open_model
+from megajax.commands.main import app
 from megajax.interop.directories import import_huggingface
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.open import open_model
 from megajax.train.step import init_state
 
 

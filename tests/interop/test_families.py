@@ -4,7 +4,7 @@ import typing
 
 import pytest
 
-from megajax.cli_interop import Family
+from megajax.commands.interop import Family
 from megajax.config import ConfigError, load
 from megajax.interop.families import ARCHITECTURES, write_family
 

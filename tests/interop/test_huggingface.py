@@ -22,15 +22,15 @@ from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, config_of, l
 from safetensors.numpy import load_file, save_file
 from support import by_name, gather, on_mesh
 
+from megajax.checkpoint.digests import find_steps
+from megajax.checkpoint.open import open_model
+from megajax.checkpoint.record import read_record
 from megajax.config import Config, ConfigError
 from megajax.counts.parameters import num_parameters
 from megajax.interop.directories import export_huggingface, import_huggingface
 from megajax.interop.families import ARCHITECTURES, read_family, write_family
 from megajax.interop.huggingface import from_huggingface
 from megajax.interop.tensors import INDEX, SINGLE, read_tensors
-from megajax.train.digests import find_steps
-from megajax.train.open import open_model
-from megajax.train.record import read_record
 
 for_each_family = pytest.mark.parametrize('name', NAMES)
 

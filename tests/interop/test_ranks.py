@@ -16,12 +16,12 @@ import pytest
 from flax import nnx
 from support import gather, graph_of, relative_error
 
+from megajax.checkpoint.open import open_model
 from megajax.config import Config, ConfigError, load
 from megajax.interop.arguments import read_arguments
 from megajax.interop.ranks import FILE, export_megatron, import_megatron
 from megajax.interop.torch_files import Inert, Namespace, Stored, load_torch, torch_files
 from megajax.model.transformer import Computation
-from megajax.train.open import open_model
 
 ORACLES = Path(__file__).parents[1] / 'data' / 'oracles'
 STORED = Path(__file__).parent / 'data' / 'torch.pt'

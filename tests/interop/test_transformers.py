@@ -14,12 +14,12 @@ from interop.make_data import SIZES, logits_of, random_model  # noqa: E402
 from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, logits  # noqa: E402
 from support import on_mesh, random_params, start_token  # noqa: E402
 
+from megajax.checkpoint.checkpoints import Checkpoints  # noqa: E402
+from megajax.checkpoint.open import open_model  # noqa: E402
 from megajax.config import Config  # noqa: E402
-from megajax.data.tokenizer import byte_tokenizer, load_tokenizer  # noqa: E402
+from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer  # noqa: E402
 from megajax.generate import encode_prompts  # noqa: E402
 from megajax.interop.directories import export_huggingface, import_huggingface  # noqa: E402
-from megajax.train.checkpoint import Checkpoints  # noqa: E402
-from megajax.train.open import open_model  # noqa: E402
 
 ROPE = {'rope_type': 'llama3', 'rope_theta': 1e4, 'factor': 32.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -16,7 +16,8 @@ from support import make_config
 
 from megajax.config import Config, ConfigError, MiscompileError
 from megajax.counts.parameters import Parameter, Role
-from megajax.hardware.gpu import GPUS, gpu_devices, has_compiler
+from megajax.hardware.records import hardware
+from megajax.hardware.targets import GPUS, gpu_devices, has_compiler
 from megajax.hlo.program import Program
 from megajax.inspect.compile import compile_step
 from megajax.inspect.lint import known_miscompiles
@@ -233,7 +234,7 @@ def test_a_gpu_has_the_target_that_its_kind_names_or_else_the_default(target: st
     def gpu(kind: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(platform='gpu', device_kind=kind)
 
-    assert target_of(gpu(GPUS[target].name)) == target
+    assert target_of(gpu(hardware(target).compiler.name)) == target
     assert target_of(gpu('Tesla T4')) == DEFAULT_TARGET
 
 

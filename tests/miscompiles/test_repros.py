@@ -14,7 +14,7 @@ from jax import P
 from jax.sharding import NamedSharding
 from support import AS_SHIPPED
 
-from megajax.hardware.gpu import WITHOUT_GPU, gpu_devices, has_compiler
+from megajax.hardware.targets import WITHOUT_GPU, gpu_devices, has_compiler
 from megajax.hlo.program import Program
 from megajax.miscompiles import REGISTER, answers, ask, detect
 from megajax.miscompiles import probe as probing

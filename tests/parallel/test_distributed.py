@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 
 from megajax.config import ConfigError
-from megajax.parallel.environment import Start
-from megajax.parallel.rendezvous import gather
+from megajax.processes.environment import Start
+from megajax.processes.rendezvous import gather
 
 pytestmark = pytest.mark.faults
 
 ROOT = Path(__file__).parents[2]
 
-MEET = 'from megajax.parallel.environment import read_start; from megajax.parallel.rendezvous import gather; gather(read_start())'
+MEET = 'from megajax.processes.environment import read_start; from megajax.processes.rendezvous import gather; gather(read_start())'
 
 STEPS = """
 import sys, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from megajax.config import ConfigError
-from megajax.parallel.distributed import processes
+from megajax.processes.distributed import processes
 from megajax.parallel.mesh import make_mesh
 
 with processes():
@@ -49,7 +49,7 @@ import os, socket, sys
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from megajax.config import ConfigError
-from megajax.parallel.distributed import processes
+from megajax.processes.distributed import processes
 from megajax.parallel.mesh import make_mesh
 
 with processes():
@@ -211,7 +211,7 @@ LATE = """
 import sys, time
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from megajax.parallel.distributed import processes
+from megajax.processes.distributed import processes
 from megajax.parallel.mesh import make_mesh
 
 with processes():

@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from megajax.config import ConfigError
-from megajax.parallel import distributed, mesh
-from megajax.parallel.environment import Start
-from megajax.parallel.peers import Peers
+from megajax.parallel import mesh
+from megajax.processes import distributed
+from megajax.processes.environment import Start
+from megajax.processes.peers import Peers
 
 
 @pytest.mark.parametrize(
@@ -34,8 +35,8 @@ def test_only_what_a_new_start_can_mend_is_taken_for_a_lost_peer(monkeypatch, er
 
 def test_a_process_that_fails_leaves_with_its_own_code_once_the_error_is_printed():
     code = """
-from megajax.parallel.distributed import _exit_without_waiting
-from megajax.parallel.peers import Peers
+from megajax.processes.distributed import _exit_without_waiting
+from megajax.processes.peers import Peers
 _exit_without_waiting(Peers(1, []), 7)
 raise ValueError('what went wrong')
 """

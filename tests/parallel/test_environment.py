@@ -8,7 +8,7 @@ from ruamel.yaml import YAML
 
 from megajax import load
 from megajax.config import ConfigError
-from megajax.parallel.environment import read_start, visible_gpus
+from megajax.processes.environment import read_start, visible_gpus
 
 SCRIPTS = Path(__file__).parents[2] / 'scripts'
 HAND = {'MEGAJAX_COORDINATOR': 'node1:8476', 'MEGAJAX_PROCESSES': '4', 'MEGAJAX_PROCESS': '3'}

@@ -18,11 +18,11 @@ import jax
 import pytest
 
 from megajax.config import ConfigError
-from megajax.parallel import peers, rendezvous
-from megajax.parallel.distributed import NO_PROXIES, PROXIES, _avoid_proxies
-from megajax.parallel.environment import Start
-from megajax.parallel.peers import LONGEST, Link, Peers
-from megajax.parallel.rendezvous import gather
+from megajax.processes import peers, rendezvous
+from megajax.processes.distributed import NO_PROXIES, PROXIES, _avoid_proxies
+from megajax.processes.environment import Start
+from megajax.processes.peers import LONGEST, Link, Peers
+from megajax.processes.rendezvous import gather
 
 # A process that ends is a thread that does.
 pytestmark = pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')

@@ -3,8 +3,8 @@
 import pytest
 
 from megajax.config import ConfigError
-from megajax.parallel.environment import Start
-from megajax.parallel.rendezvous import _listen
+from megajax.processes.environment import Start
+from megajax.processes.rendezvous import _listen
 
 
 def start(bind: str | None) -> Start:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from megajax.parallel import signals
-from megajax.parallel.signals import SAME_SECONDS, STOPS, Patience, take_stops
+from megajax.processes import signals
+from megajax.processes.signals import SAME_SECONDS, STOPS, Patience, take_stops
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_what_nohup_makes_a_process_ignore_stays_ignored():
 
 @pytest.mark.parametrize('reads', [False, True])
 def test_what_nobody_reads_is_no_error(reads):
-    program = 'import sys; sys.stdin.read(); from megajax.parallel.signals import drop_lost_outputs; drop_lost_outputs(); print("word")'
+    program = 'import sys; sys.stdin.read(); from megajax.processes.signals import drop_lost_outputs; drop_lost_outputs(); print("word")'
     process = subprocess.Popen([sys.executable, '-c', program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     if not reads:

@@ -5,8 +5,8 @@ from support import make_config
 from typer.testing import CliRunner
 
 import megajax
-from megajax.cli import app
-from megajax.config.hardware import Efficiency, hardware
+from megajax.commands.main import app
+from megajax.hardware.records import Efficiency, hardware
 from megajax.plan import calibrate
 from megajax.plan.calibrate import Rate, fit_link, fit_products
 from megajax.plan.network import Cluster

@@ -3,7 +3,7 @@
 import pytest
 
 import megajax
-from megajax.inspect.megatron import Expected, expected
+from megajax.counts.megatron import Expected, expected
 from megajax.plan.communication import communication, wire_bytes
 
 LAYERS = ('attention', 'mlp')

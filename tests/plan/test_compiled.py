@@ -9,7 +9,7 @@ from support import make_config
 
 from megajax.config import Config, load
 from megajax.counts.flops import step_flops
-from megajax.hardware.gpu import GPUS
+from megajax.hardware.records import hardware
 from megajax.hlo.program import Program
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_step
@@ -40,14 +40,14 @@ def name(line: dict[str, str]) -> str:
 @pytest.mark.parametrize('line', LINES, ids=name)
 def test_a_step_for_h100s_is_predicted(line: dict[str, str]) -> None:
     config = config_of(line)
-    needed = memory(config, capacity_bytes=GPUS['h100'].memory)
+    needed = memory(config, capacity_bytes=hardware('h100').memory)
     assert needed.total == int(line['predicted_bytes']), 'python benchmarks/plan_memory.py writes the file anew'
     if int(line['compiled_bytes']) > SMALL:
         assert needed.total == pytest.approx(int(line['compiled_bytes']), rel=0.10)
     assert needed.state + needed.batch == pytest.approx(int(line['arguments']), abs=1000)  # counters
     devices = config.mesh.data * config.mesh.model
     assert step_flops(config).hardware / devices / 1e9 == pytest.approx(float(line['compiled_gflops']), rel=1e-6, abs=1e-3)
-    if int(line['compiled_bytes']) <= GPUS['h100'].memory:  # else XLA computes some of it again
+    if int(line['compiled_bytes']) <= hardware('h100').memory:  # else XLA computes some of it again
         assert num_launches(config) == pytest.approx(int(line['compiled_launches']), rel=0.15)
     assert wire_bytes(config) == {axis: float(line[f'compiled_{axis}_wire']) for axis in ('data', 'model')}
 
@@ -66,7 +66,7 @@ def test_the_margin_is_what_a_step_needed_beyond_the_count_at_most() -> None:
 
 
 def test_what_is_said_to_fit_does() -> None:
-    capacity = GPUS['h100'].memory
+    capacity = hardware('h100').memory
     for line in LINES:
         assert (int(line['predicted_bytes']) <= capacity) == (int(line['compiled_bytes']) <= capacity), name(line)
 

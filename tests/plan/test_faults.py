@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megajax.config import load
-from megajax.config.hardware import hardware
+from megajax.hardware.records import hardware
 from megajax.plan.faults import STATE, Faults, faults
 from megajax.plan.network import Cluster
 from megajax.plan.time import step_time

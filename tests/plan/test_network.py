@@ -3,7 +3,7 @@
 import pytest
 
 from megajax.config import Config, ConfigError
-from megajax.config.hardware import hardware
+from megajax.hardware.records import hardware
 from megajax.plan.network import Cluster
 
 H100 = hardware('h100')

@@ -10,8 +10,8 @@ from support import load_script
 
 import megajax
 from megajax.config import Config
-from megajax.config.hardware import hardware
-from megajax.hardware.gpu import has_compiler
+from megajax.hardware.records import hardware
+from megajax.hardware.targets import has_compiler
 from megajax.plan.communication import communication
 from megajax.plan.network import Cluster
 from megajax.plan.overlap import beside

@@ -3,7 +3,7 @@
 import pytest
 
 import megajax
-from megajax.config.hardware import hardware
+from megajax.hardware.records import hardware
 from megajax.plan.network import Cluster
 from megajax.plan.plot import fastest, powers, roofline, scaling
 

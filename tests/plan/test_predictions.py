@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from support import load_script
 
-from megajax.config.hardware import hardware, hardware_names
+from megajax.hardware.records import hardware, hardware_names
 from megajax.plan.fit import fit, residuals
 from megajax.plan.predictions import TABLES, predict, predicted, rows, rows_to_fit
 from megajax.plan.tables import COLUMNS, errors, markdown, summary_rows

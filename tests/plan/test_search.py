@@ -5,7 +5,7 @@ import time
 import pytest
 
 from megajax.config import Config, ConfigError, load
-from megajax.config.hardware import hardware
+from megajax.hardware.records import hardware
 from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, MEGATRON
 from megajax.plan.search import Ranking, changed, search, usable_memory, why_slower

@@ -7,16 +7,16 @@ import pytest
 from support import make_config
 
 from megajax.config import Config, ConfigError, load
-from megajax.config.hardware import Hardware, hardware
 from megajax.counts.flops import step_flops
 from megajax.counts.parameters import num_parameters
+from megajax.counts.products import products
+from megajax.hardware.records import Hardware, hardware
 from megajax.plan.communication import communication
 from megajax.plan.launches import LAUNCH, launch_seconds
 from megajax.plan.network import Cluster
 from megajax.plan.overlap import beside
 from megajax.plan.programs import FSDP, MEGATRON, MEGATRON_2021
 from megajax.plan.time import product_seconds, step_time
-from megajax.counts.products import products
 
 H100 = hardware('h100')
 LLAMA = 'mesh.data=4', 'mesh.model=4', 'train.batch_size=64', 'train.microbatches=4', 'train.recompute=none'

@@ -8,7 +8,7 @@ import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
-from megajax.hardware.gpu import gpu_devices, has_compiler
+from megajax.hardware.targets import gpu_devices, has_compiler
 from megajax.hlo.collectives import collectives
 from megajax.hlo.program import Program
 from megajax.parallel.mesh import make_mesh, mesh_of

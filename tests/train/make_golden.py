@@ -33,8 +33,8 @@ def main() -> None:
     from flax import nnx
 
     from megajax.config import load
-    from megajax.train import loop
-    from megajax.train.trainer import Trainer
+    from megajax.run import run as loop
+    from megajax.run.trainer import Trainer
 
     parameters = {}
     train = Trainer.train

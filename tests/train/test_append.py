@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support import disk_full_at
 
-from megajax.train import append
-from megajax.train.append import AppendedFile
+from megajax.run.log import append
+from megajax.run.log.append import AppendedFile
 
 
 def test_pieces_that_do_not_fit_are_written_when_there_is_room_and_in_order(tmp_path: Path) -> None:

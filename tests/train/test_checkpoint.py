@@ -17,13 +17,13 @@ from checkpoints import equal, make_state, newest, tiny
 from support import more, on_mesh
 from typer.testing import CliRunner
 
-from megajax.cli_checkpoint import checkpoint_app
+from megajax.checkpoint import checkpoints as module
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.digests import STAMP, SUMS, write_sums
+from megajax.checkpoint.record import RECORD, read_record
+from megajax.commands.checkpoint import checkpoint_app
 from megajax.config import CheckpointError, Config, ConfigError
-from megajax.data.tokenizer import byte_tokenizer, train_bpe
-from megajax.train import checkpoint as module
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.digests import STAMP, SUMS, write_sums
-from megajax.train.record import RECORD, read_record
+from megajax.data.text.tokenizer import byte_tokenizer, train_bpe
 from megajax.train.step import init_state
 
 

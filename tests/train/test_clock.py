@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.train.clock import ACTIVITIES, Clock, Summary, describe
+from megajax.run.clock import ACTIVITIES, Clock, Summary, describe
 
 
 def test_the_activities_add_up_to_the_time_that_passed() -> None:

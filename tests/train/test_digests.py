@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.train.digests import COMMIT, SUMS, find_steps, problems, read_sums, strangers, write_sums
+from megajax.checkpoint.digests import COMMIT, SUMS, find_steps, problems, read_sums, strangers, write_sums
 
 FILES = {'state/_METADATA': b'{}', 'state/d/0': b'0123456789' * 100, 'record.json': b'{"step": 7}', 'state/manifest': b'm'}
 

@@ -13,7 +13,7 @@ from support import write_run
 
 from megajax.config import NumericError, load
 from megajax.data import Batches
-from megajax.train.loop import run
+from megajax.run.run import run
 
 pytestmark = pytest.mark.faults
 
@@ -72,7 +72,7 @@ def test_killed_a_run_goes_on_from_its_last_checkpoint(folder: Path, straight: d
 
 
 FAILS = """
-from megajax.train import trainer
+from megajax.run import trainer
 def evaluate(loop, evaluate=trainer.Trainer._evaluate):
     if loop.step == {step}:
         raise MemoryError('of the evaluation')

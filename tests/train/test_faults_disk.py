@@ -12,7 +12,7 @@ import pytest
 from runs import CONFIG, fill, finish, losses, read_until, start, steps
 from support import write_run
 
-from megajax.train.digests import find_steps, problems
+from megajax.checkpoint.digests import find_steps, problems
 
 pytestmark = [
     pytest.mark.faults,

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support import make_config, on_mesh
 
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.digests import COMMIT, SUMS, find_steps
 from megajax.config import Config
 from megajax.parallel.mesh import concrete
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.digests import COMMIT, SUMS, find_steps
 from megajax.train.step import TrainState, init_state
 
 KEEP = 3

@@ -14,8 +14,8 @@ import pytest
 from runs import HASH_STATES, children, finish, gone, hashes, losses, read_until, start, steps, stop, train
 from support import write_run
 
-from megajax.train.digests import find_steps
-from megajax.train.watchdog import GRACE, LOG, STALLED
+from megajax.checkpoint.digests import find_steps
+from megajax.run.watchdog import GRACE, LOG, STALLED
 
 pytestmark = pytest.mark.faults
 
@@ -31,7 +31,7 @@ WATCHDOG = 15  # seconds without a step
 
 ON_1 = "if os.environ['MEGAJAX_PROCESS'] == '1':\n"
 SAVE = """
-    from megajax.train.checkpoint import Checkpoints
+    from megajax.checkpoint.checkpoints import Checkpoints
     def save(self, state, step, save=Checkpoints.save, **options):
         save(self, state, step, **options)
         if step == 50:
@@ -40,7 +40,7 @@ SAVE = """
 """
 AT_33 = """
     import ctypes
-    from megajax.train import trainer
+    from megajax.run import trainer
     def take_step(loop, take=trainer.Trainer._take_step):
         if loop.step == 33:
             {fault}
@@ -50,7 +50,7 @@ AT_33 = """
 HOLD_THE_GIL = AT_33.format(fault='ctypes.PyDLL(None).sleep(1000)')
 # A run that has time to agree on a signal: jax needs half a second, and far more on a busy machine.
 SLOW = """
-from megajax.train import trainer
+from megajax.run import trainer
 def take_step(loop, take=trainer.Trainer._take_step):
     time.sleep(0.3 if loop.step >= 25 else 0)
     return take(loop)
@@ -150,7 +150,7 @@ def test_a_frozen_process_is_found_by_its_heartbeat_and_named(folder: Path) -> N
     assert all(gone(pid) for pid in pids)
 
 
-@pytest.mark.parametrize('where', ['megajax.train.loop.load_data', 'megajax.train.trainer.make_train_step'])
+@pytest.mark.parametrize('where', ['megajax.run.run.load_data', 'megajax.run.trainer.make_train_step'])
 def test_an_error_in_one_process_before_the_first_step_ends_all_and_is_shown(folder: Path, where: str) -> None:
     module, _, name = where.rpartition('.')
     fault = f'    import {module} as module\n    def fails(*_): raise MemoryError("of this process")\n    module.{name} = fails\n'

@@ -12,11 +12,11 @@ import pytest
 from runs import CONFIG, HASH_STATES, finish, hashes, losses, start, train
 from support import by_name, write_run
 
+from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.config import load
 from megajax.data import Batches
 from megajax.parallel.mesh import make_mesh
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.loop import run
+from megajax.run.run import run
 
 pytestmark = pytest.mark.faults
 

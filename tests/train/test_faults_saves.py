@@ -13,10 +13,10 @@ import pytest
 from checkpoints import equal, make_state, newest, tiny
 from support import on_mesh
 
+from megajax.checkpoint import checkpoints as module
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.digests import COMMIT
 from megajax.config import CheckpointError
-from megajax.train import checkpoint as module
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.digests import COMMIT
 
 pytestmark = pytest.mark.faults
 
@@ -103,8 +103,8 @@ jax.config.update('jax_num_cpu_devices', 4)
 from pathlib import Path
 from checkpoints import make_state, tiny
 from support import on_mesh
-from megajax.train import checkpoint
-from megajax.train.checkpoint import Checkpoints
+from megajax.checkpoint import checkpoints as checkpoint
+from megajax.checkpoint.checkpoints import Checkpoints
 moment, folder = sys.argv[1], Path(sys.argv[2])
 
 def die(*_):
@@ -157,12 +157,12 @@ import jax, sys, time
 from pathlib import Path
 import numpy as np
 from jax.experimental import multihost_utils
-from megajax.parallel.distributed import processes
+from megajax.processes.distributed import processes
 from megajax.parallel.mesh import make_mesh
-from megajax.train import checkpoint
+from megajax.checkpoint import checkpoints as checkpoint
 from megajax.config import CheckpointError
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.lock import run_lock
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.run.lock import run_lock
 from checkpoints import tiny
 from megajax.train.step import init_state
 from megajax.parallel.mesh import concrete

@@ -15,13 +15,13 @@ import pytest
 from runs import CONFIG, finish, losses, read_until, start, steps, train
 from support import write_run
 
-from megajax.parallel.signals import SAME_SECONDS
+from megajax.processes.signals import SAME_SECONDS
 
 pytestmark = pytest.mark.faults
 
 # A save that takes long enough for signals to come in the middle of it.
 SLOW_SAVE = f"""
-from megajax.train import trainer
+from megajax.run import trainer
 def save_now(self, save=trainer.Trainer.save_now):
     print('saving now', flush=True)
     time.sleep({5 * SAME_SECONDS})

@@ -9,8 +9,8 @@ import pytest
 from support import make_config
 
 from megajax.config import load
-from megajax.train.limits import phase_limits
-from megajax.train.stall_report import HALF, PAGE, Place, _tell_half, _waited_for, decode
+from megajax.run.limits import phase_limits
+from megajax.run.stall_report import HALF, PAGE, Place, _tell_half, _waited_for, decode
 
 
 def test_by_default_every_phase_has_a_limit_of_at_most_an_hour():

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from megajax.config import ConfigError
-from megajax.train.lock import LOCK, run_lock
+from megajax.run.lock import LOCK, run_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megajax.train.lock import run_lock
+from megajax.run.lock import run_lock
 with run_lock(Path(sys.argv[1])):
     print('held', flush=True)
     time.sleep(60)

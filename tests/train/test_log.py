@@ -16,7 +16,7 @@ import pytest
 from support import write_run
 
 from megajax.config import load
-from megajax.train.loop import run
+from megajax.run.run import run
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
@@ -32,8 +32,8 @@ SLOW_READER = """
 import sys, threading, time, jax
 from megajax.config import load
 from megajax.data import Batches
-from megajax.parallel.distributed import processes
-from megajax.train.loop import run
+from megajax.processes.distributed import processes
+from megajax.run.run import run
 read, one = Batches.rows, threading.Lock()
 def rows(self, step, start, stop):
     with one:

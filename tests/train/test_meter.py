@@ -6,7 +6,7 @@ import pytest
 from support import make_config
 
 from megajax.counts.flops import step_flops
-from megajax.train.meter import Meter, slowest
+from megajax.run.meter import Meter, slowest
 
 
 def doubled(**options: int) -> jax.stages.Compiled:

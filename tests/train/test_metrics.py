@@ -13,8 +13,8 @@ from support import disk_full_at, make_config
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from megajax.config import ConfigError
-from megajax.train import metrics
-from megajax.train.metrics import MetricsWriter, check_wandb
+from megajax.run.log import metrics
+from megajax.run.log.metrics import MetricsWriter, check_wandb
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

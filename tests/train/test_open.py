@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from support import by_name, make_config, on_mesh
 
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.digests import find_steps
+from megajax.checkpoint.open import Opened, abstract_params, open_model
 from megajax.config import CheckpointError, Config, ConfigError
-from megajax.data.tokenizer import byte_tokenizer
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.digests import find_steps
-from megajax.train.open import Opened, abstract_params, open_model
+from megajax.data.text.tokenizer import byte_tokenizer
 from megajax.train.step import init_state
 
 TINY = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300}

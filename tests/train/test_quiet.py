@@ -9,8 +9,8 @@ import pytest
 from checkpoints import make_state, tiny
 from support import disk_full_at, on_mesh
 
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.quiet import leave_failed_saves_to_us
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.quiet import leave_failed_saves_to_us
 
 
 @pytest.mark.filterwarnings('ignore:Error writing persistent compilation cache')

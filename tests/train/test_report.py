@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import pytest
 from jax import P
 
-from megajax.train.placements import Placement
-from megajax.train.report import Report
+from megajax.parallel.placements import Placement
+from megajax.run.log.report import Report
 
 STEP = {'taken': 1.0, 'loss': 2.34567, 'lr': 3e-4, 'grad_norm': 0.3125, 'step_ms': 500.0, 'data_wait_ms': 1.0, 'checkpoint_ms': 0.1}
 SPEED = {'tokens_per_s': 1234567.0, 'tflops_per_device': 412.345, 'mfu': 0.4169, 'memory_bytes': 71.23e9}

@@ -7,9 +7,9 @@ import pytest
 from support import make_config, on_mesh, random_params
 
 from megajax.config import Config, ConfigError
-from megajax.data.tokenizer import byte_tokenizer
-from megajax.train.report import Report
-from megajax.train.sampler import Sampler
+from megajax.data.text.tokenizer import byte_tokenizer
+from megajax.run.log.report import Report
+from megajax.run.sampler import Sampler
 
 PROMPTS = ('one', 'two')
 

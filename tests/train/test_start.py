@@ -11,13 +11,13 @@ import pytest
 from checkpoints import make_state, tiny
 from support import by_name, on_mesh
 
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.open import restore_params
+from megajax.checkpoint.record import read_record
 from megajax.config import CheckpointError, Config, ConfigError, dump
-from megajax.data.tokenizer import byte_tokenizer, train_bpe
-from megajax.train.checkpoint import Checkpoints
-from megajax.train.named import config_of_overrides
-from megajax.train.open import restore_params
-from megajax.train.record import read_record
-from megajax.train.start import check_tokenizer, find_start, origin_of
+from megajax.data.text.tokenizer import byte_tokenizer, train_bpe
+from megajax.run.named import config_of_overrides
+from megajax.run.start import check_tokenizer, find_start, origin_of
 
 ROTARY = {'position': 'rope', 'max_seq_len': 64}
 

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from megajax.config import StopRequested
-from megajax.parallel.signals import STOPS
-from megajax.train.stop import StopWatch
+from megajax.processes.signals import STOPS
+from megajax.run.stop import StopWatch
 
 
 @pytest.mark.parametrize('number', STOPS)

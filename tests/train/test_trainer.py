@@ -14,12 +14,12 @@ from support import write_run
 
 from megajax.config import Config, NumericError, load
 from megajax.data import Batches
-from megajax.train import trainer
+from megajax.run import trainer
+from megajax.run.log.metrics import MetricsWriter
+from megajax.run.run import run
+from megajax.run.trainer import Trainer
 from megajax.train.guard import judge
-from megajax.train.loop import run
-from megajax.train.metrics import MetricsWriter
 from megajax.train.step import TrainState
-from megajax.train.trainer import Trainer
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 300, max_seq_len: 16}

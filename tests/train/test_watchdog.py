@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.train.watchdog import GRACE, LOG, STALLED, Watchdog
+from megajax.run.watchdog import GRACE, LOG, STALLED, Watchdog
 
 pytestmark = pytest.mark.faults
 
@@ -16,7 +16,7 @@ LIMIT = 1.0
 PROGRAM = """
 import ctypes, os, signal, subprocess, sys, threading, time
 from pathlib import Path
-from megajax.train.watchdog import Watchdog
+from megajax.run.watchdog import Watchdog
 
 def wait_for_ever():
     while True:

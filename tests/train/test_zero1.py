@@ -11,13 +11,13 @@ import pytest
 from flax import nnx
 from support import AS_SHIPPED, assert_close, gather, make_batch, make_config, on_mesh, pack, random_params, relative_error, slow
 
+from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.config import Config
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_for
 from megajax.parallel.mesh import concrete
-from megajax.train.checkpoint import Checkpoints
+from megajax.parallel.placements import parameter_name
 from megajax.train.feed import place_batch
-from megajax.train.placements import parameter_name
 from megajax.train.step import init_state, make_eval_step, make_loss_and_gradients, make_train_step
 
 MESHES = [(4, 1), (2, 2), (4, 2)]

@@ -1,0 +1,350 @@
+"""Saving and restoring a run's state, through Orbax: in the background, hashed, and never trusted unseen.
+
+A step's folder holds Orbax's arrays in `state`, `record.json`, `tokenizer.json` and the digests of all. Orbax writes the file that
+makes it a checkpoint after these, and takes old steps away after that: what was finished has digests, and whatever happens there is
+a step that was finished. With many processes all call the same methods, and share the folder.
+"""
+
+import contextlib
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import jax
+import orbax.checkpoint as ocp
+from flax import nnx
+
+from megajax.checkpoint.compare import check_same_arrays, check_same_data, check_same_model, holds_parameters_only, log_differences
+from megajax.checkpoint.digests import (
+    COMMIT,
+    find_foreign,
+    find_steps,
+    foreign_step,
+    is_finished,
+    problems,
+    strangers,
+    write_file,
+    write_sums,
+)
+from megajax.checkpoint.open import restore_params
+from megajax.checkpoint.quiet import leave_failed_saves_to_us
+from megajax.checkpoint.record import RECORD, TOKENIZER, VALIDATION, Record, make_record, read_record
+from megajax.checkpoint.retention import preservation_policy
+from megajax.checkpoint.strays import move_aside, sweep, warn_of_strays
+from megajax.config import CheckpointError, Config, ConfigError
+from megajax.config.errors import reason
+from megajax.data.text.tokenizer import Tokenizer
+from megajax.parallel.mesh import concrete
+from megajax.processes.agree import SaveBarrier, from_all, from_first
+from megajax.train.step import TrainState, init_state
+
+TIMEOUT = 3600  # seconds in which all processes must have written their part, and the first must have hashed it
+
+ParametersOnly = dict[Literal['params'], nnx.State]
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one run; leaving it as a context waits for what is being written.
+
+    `data` says what the run trains on, in any words. Raises ConfigError if the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, config: Config, *, tokenizer: Tokenizer | None = None, data: Mapping[str, str] | None = None):
+        self.folder, self.config, self.tokenizer, self.data = folder.absolute(), config, tokenizer, data
+        self.origin: Mapping[str, str] = {}  # of the records
+        self._saving: Record | None = None
+        self._failed: str | None = None  # why the newest state is not on disk
+        self._retry, self._is_retry = False, False
+        self._verified: int | None = None
+        self._refused: set[int] = set()
+        self._losses: dict[int, float | None] = {}
+        self._unwritten_losses: dict[int, float] = {}
+        self._named: set[Path] = set()
+        self._swept = self._closed = False
+        self._begun = time.monotonic()
+        leave_failed_saves_to_us()
+        try:
+            self._manager = _Manager(self.folder, options=self._options())
+        except OSError as error:
+            raise ConfigError(f'{self.folder} cannot be used: {reason(error)}; allow it, or choose another run.dir') from error
+        except jax.errors.JaxRuntimeError:  # another process is lost
+            raise
+        except Exception as error:
+            raise CheckpointError(f'{self.folder} cannot be read: {reason(error)}') from error
+
+    def newest_verified(self) -> int | None:
+        """The newest step that holds what was written, by its digests; None if no step was ever finished.
+
+        Each step that is refused on the way is logged with the reason. Raises CheckpointError if there are only such.
+        """
+        self._settle()
+        steps = find_steps(self.folder) if jax.process_index() == 0 else []
+        if jax.process_index() == 0:
+            warn_of_strays(self.folder, self._named)
+        newest = next((step for step in reversed(steps) if not self._refuses(step)), -1)
+        foreign = find_foreign(self.folder) if jax.process_index() == 0 else []
+        newest, count, num_refused = from_first(newest, len(steps) + len(foreign), len(self._refused))
+        self._refused = set(from_first(*(sorted(self._refused) or [0] * num_refused)))
+        if count and newest < 0:
+            raise CheckpointError(
+                f'none of the {count} checkpoints in {self.folder} can be used: run megajax checkpoint verify {self.folder.parent}, '
+                'restore their files from a copy, or choose another run.dir to start afresh'
+            )
+        self._verified = newest if count else None
+        return self._verified
+
+    def restore(self, step: int) -> TrainState:
+        """The state of `step`, in its places on the current mesh; what differs from the run that wrote it is logged.
+
+        Raises ConfigError if it is of another model, dtype, tokenizer or data, CheckpointError if it does not hold what was written.
+        """
+        self._settle()
+        path = self.folder / str(step)
+        if step != self._verified and from_first(jax.process_index() == 0 and self._refuses(step))[0]:
+            raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
+        here, there = self._record(step), read_record(path)
+        check_same_model(path, there, here)
+        check_same_data(path, there, here)
+        self.origin, is_import = there.origin, holds_parameters_only(path)
+        log_differences(there, here, is_import=is_import)
+        if is_import:
+            return init_state(self.config, restore_params(path, self.config))
+        abstract = concrete(jax.eval_shape(lambda: init_state(self.config)))
+        check_same_arrays(path, abstract)
+        try:
+            parts = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_parts(abstract)))).state
+            return abstract._replace(**parts)
+        except jax.errors.JaxRuntimeError:  # another process is lost
+            raise
+        except Exception as error:
+            raise CheckpointError(f'{path} cannot be restored: {reason(error)}') from error
+
+    def poll(self, step: int) -> bool:
+        """Whether to save the state after `step` now; all processes call it after each step, and a save that failed is logged here.
+
+        It is time by `checkpoint.every`, by `checkpoint.minutes`, or, once, because the last save failed.
+        """
+        saving, minutes = self._saving is not None, self.config.checkpoint.minutes
+        running = saving and self._manager.is_saving_in_progress()
+        late = minutes is not None and time.monotonic() - self._begun > 60 * minutes
+        if saving or minutes:
+            told = from_all(running, late)
+            running, late = bool(told[:, 0].any()), bool(told[0, 1])  # the clock of the first process counts
+        if saving and not running:
+            self._settle()
+        return step % self.config.checkpoint.every == 0 or self._retry or (late and not running)
+
+    def save(self, state: TrainState | ParametersOnly, step: int, *, validation_loss: float | None = None) -> None:
+        """Start saving `state` as that after `step`; a sound checkpoint of it that is there stays as it is.
+
+        Of parameters only, as an import has them, a run begins with a fresh optimizer.
+        Waits for the last save. What fails is logged here or by `poll`, and does not raise.
+        """
+        if self._saving and self._saving.step == step:
+            return
+        self._settle()
+        self._retry, self._is_retry, self._begun = False, self._retry, time.monotonic()
+        if not self._make_room(step):
+            return
+        self._saving = self._record(step, validation_loss)
+        self._losses[step] = validation_loss
+        self._refused.discard(step)
+        error = None
+        try:
+            self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(_parts(state))), force=True)
+        except Exception as failure:
+            error = failure
+        if from_all(error is not None).any():
+            self._settle(error)
+
+    def note_validation_loss(self, step: int, loss: float) -> None:
+        """Keep the loss that was measured after the save of `step` began, beside its checkpoint, once that is there."""
+        self._losses[step] = self._unwritten_losses[step] = loss
+        if self._saving is None:
+            self._write_losses()
+
+    def is_evaluated(self, step: int) -> bool:
+        """Whether the validation loss of a finished step is known; the same in all processes."""
+        return bool(from_first(self._loss(step) is not None)[0])
+
+    def wait(self) -> bool:
+        """Wait for the save in the background; whether the newest state is on disk, so that it may be tried again."""
+        self._settle()
+        return self._failed is None
+
+    def delete_after(self, step: int) -> None:
+        """Take away all that is newer than `step`: a run that goes back to it must not resume from the branch that it left."""
+        self._settle()
+        self._remove([newer for newer in find_steps(self.folder) if newer > step] if jax.process_index() == 0 else [])
+        self._manager.reload()
+        self._verified, self._failed, self._retry = None, None, False
+
+    def close(self, *, final: bool = False) -> None:
+        """Wait until what was started is on disk; if it is not and was the run's `final` save, raises CheckpointError."""
+        if self._closed:
+            return
+        self._closed = True
+        self._settle()
+        with contextlib.suppress(Exception):  # `_settle` has told of it
+            self._manager.close()
+        if final and self._failed:
+            raise CheckpointError(f'the last checkpoint is not in {self.folder}: {self._failed}')
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(final=kind is None)
+
+    def abandon(self) -> None:
+        """Let the save under way come to its end where the other processes will not come to ask about it, and close."""
+        self._closed = True
+        if self._saving is not None:
+            self._saving = None
+            with contextlib.suppress(Exception):  # the error that the run leaves with is told
+                self._manager.wait_until_finished()
+
+    def _options(self) -> ocp.CheckpointManagerOptions:
+        return ocp.CheckpointManagerOptions(
+            preservation_policy=preservation_policy(self.config.checkpoint, self._loss, self._is_junk),
+            # Orbax would take any folder without its marks for a save that was interrupted, so `sweep` does this.
+            cleanup_tmp_directories=False,
+            async_options=ocp.AsyncOptions(
+                timeout_secs=TIMEOUT,
+                barrier_sync_fn=SaveBarrier(),
+                post_finalization_callback=self._seal,
+                create_directories_asynchronously=False,  # its threads would wait for minutes for one that cannot be made
+            ),
+            file_options=ocp.options.FileOptions(path_permission_mode=0o750),
+            # Otherwise any folder whose name is a number would be a checkpoint.
+            atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
+        )
+
+    def _seal(self) -> None:
+        """Complete a step; Orbax's thread calls it in the first process when the arrays are written, before it makes it a checkpoint."""
+        assert self._saving is not None
+        path = self.folder / str(self._saving.step)
+        write_file(path / RECORD, self._saving.model_dump_json(indent=2).encode())
+        if self.tokenizer:
+            self.tokenizer.save(path / TOKENIZER)
+        write_sums(path)
+
+    def _settle(self, error: Exception | None = None) -> None:
+        """Wait for the save in the background, and learn from all processes how it ended."""
+        if self._saving is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except Exception as failure:
+            error = error or failure
+        step, self._saving = self._saving.step, None
+        failed = bool(from_all(error is not None).any())
+        finished = bool(from_first(is_finished(self.folder / str(step)))[0])
+        if finished:
+            self._write_losses()
+        if finished and not failed:
+            self._failed = None
+            return
+        why = reason(error) if error else 'another process could not write its part' if failed else 'it was interrupted'
+        if finished:
+            self._failed = None
+            logger.warning('checkpoint %d is written, but older ones were not taken away: %s', step, why)
+        else:
+            self._remove([step])
+            self._failed, self._retry = why, not self._is_retry
+            then = 'trying again' if self._retry else 'the next is tried when it is due'
+            logger.warning('checkpoint %d could not be written (%s); %s', step, why, then)
+        self._manager.reload()
+
+    def _write_losses(self) -> None:
+        for step, loss in self._unwritten_losses.items():
+            if jax.process_index() == 0 and is_finished(self.folder / str(step)):
+                try:
+                    write_file(self.folder / str(step) / VALIDATION, f'{loss!r}\n'.encode())
+                except OSError as error:
+                    logger.warning('the validation loss of checkpoint %d could not be written: %s', step, error.strerror)
+        self._unwritten_losses.clear()
+
+    def _make_room(self, step: int) -> bool:
+        """Take away what is in the way of a new `step`; False if that is a checkpoint that can be used."""
+        path, sound, in_the_way = self.folder / str(step), False, False
+        if jax.process_index() == 0:
+            if not self._swept:
+                sweep(self.folder)
+            in_the_way = move_aside(path) or is_finished(path) or path.is_symlink()
+            sound = is_finished(path) and step not in self._refused and not problems(path, contents=False)
+        self._swept = True
+        sound, in_the_way = map(bool, from_first(sound, in_the_way))
+        if sound:
+            return False
+        if in_the_way:
+            self._remove([step])
+            self._manager.reload()
+        return True
+
+    def _remove(self, steps: Sequence[int]) -> None:
+        """The first process takes away these steps, the newest first; a kill leaves nothing that looks finished."""
+        if jax.process_index() == 0:
+            for path in (self.folder / str(step) for step in sorted(steps, reverse=True)):
+                if path.is_symlink():
+                    path.unlink()
+                else:
+                    with contextlib.suppress(OSError):
+                        (path / COMMIT).unlink(missing_ok=True)
+                    shutil.rmtree(path, ignore_errors=True)
+        from_first(0)  # the others wait
+
+    def _refuses(self, step: int) -> bool:
+        path = self.folder / str(step)
+        wrong = problems(path)
+        if wrong:
+            self._refused.add(step)
+            more = f' (and {len(wrong) - 1} more)' if len(wrong) > 1 else ''
+            logger.warning('checkpoint %s is refused: %s%s', path, wrong[0], more)
+        elif extra := strangers(path):
+            logger.warning('checkpoint %s holds %s, which does not belong to it: ignored', path, ', '.join(extra[:3]))
+        return bool(wrong)
+
+    def _loss(self, step: int) -> float | None:
+        """The validation loss at a step, None if it was not measured or its record is damaged."""
+        if step not in self._losses:
+            try:
+                self._losses[step] = read_record(self.folder / str(step)).validation_loss
+            except CheckpointError:
+                self._losses[step] = None
+        return self._losses[step]
+
+    def _is_junk(self, step: int) -> bool | None:
+        """Whether a step was refused; None for what is not the run's: a link, or another step than its name says."""
+        path = self.folder / str(step)
+        return None if path.is_symlink() or foreign_step(path) is not None else step in self._refused
+
+    def _record(self, step: int, validation_loss: float | None = None) -> Record:
+        fingerprint = self.tokenizer.fingerprint if self.tokenizer else None
+        return make_record(
+            self.config, step, tokenizer_sha256=fingerprint, validation_loss=validation_loss, data=self.data, origin=self.origin
+        )
+
+
+class _Manager(ocp.CheckpointManager):
+    """Orbax's, but it does not ask jax whether the processes are to stop, as `run/stop.py` does at each step.
+
+    jax gives all processes one number at which they stop, later than any with which it was asked. Orbax asks with that of the step: were
+    that the last question before the number is chosen, the run's own would never meet it, and the signal be lost.
+    """
+
+    def reached_preemption(self, step: int) -> bool:
+        """Not for Orbax to know."""
+        return False
+
+
+def _parts(state: TrainState | ParametersOnly) -> dict[str, Any]:
+    """A state by its parts, but for those that the config does without: so what was written before there were such still restores."""
+    parts = state if isinstance(state, dict) else state._asdict()
+    return {str(name): part for name, part in parts.items() if part is not None}

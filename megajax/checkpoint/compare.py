@@ -1,0 +1,152 @@
+"""What differs between a checkpoint and the run that wants it, and between two checkpoints."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from megajax.checkpoint.record import (
+    AT_THE_START,
+    START_FROM,
+    Record,
+    changed_corpora,
+    config_differences,
+    is_fixed,
+    other_differences,
+    version_differences,
+)
+from megajax.config import CheckpointError, ConfigError
+
+BLOCK = 1 << 24  # elements that are compared at a time
+SHOWN = 3
+
+logger = logging.getLogger(__name__)
+
+Kinds = dict[str, tuple[tuple[int, ...], str]]
+
+
+def check_same_model(path: Path, there: Record, here: Record) -> None:
+    """Raises ConfigError with all that a resumed run must not change: the model, the dtype, the tokenizer."""
+    different = [f'{key} {a} there, {b} here' for key, (a, b) in config_differences(there, here).items() if is_fixed(key)]
+    if there.tokenizer_sha256 and here.tokenizer_sha256 and there.tokenizer_sha256 != here.tokenizer_sha256:
+        different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
+    if different:
+        raise ConfigError(f'{path} holds another model ({"; ".join(different)}): change these back, or choose another run.dir')
+
+
+def check_same_data(path: Path, there: Record, here: Record) -> None:
+    """Raises ConfigError if the config names the same data and it holds something else, unless `run.allow_changed_data` is set."""
+    changed = changed_corpora(there, here)
+    if changed and not here.config['run']['allow_changed_data']:
+        lines = [f'{name} {a[:12]} there, {b[:12]} here' for name, (a, b) in changed.items()]
+        fix = 'bring it back, choose another run.dir, or set run.allow_changed_data=true'
+        raise ConfigError(f'{path} was trained on other data of the same name (SHA-256 of {"; ".join(lines)}): {fix}')
+
+
+def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
+    """Log what a resumed run may change and has changed, and which of it has no effect on a run that has begun."""
+    without_effect = {START_FROM} if is_import else AT_THE_START
+    for key, (old, new) in other_differences(there, here).items():
+        effect = ', without effect: this run has begun; choose another run.dir for it' if key in without_effect else ''
+        logger.info('resume     %s: %s -> %s%s', key, old, new, effect)
+    for name, (old, new) in version_differences(there, here).items():
+        logger.warning('resume     %s %s -> %s: what follows may differ from a run of one version in its last bits', name, old, new)
+
+
+def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
+    """Raises ConfigError if names, shapes or dtypes differ, which Orbax would cast, cut and pad without a word.
+
+    With `under`, of the arrays whose names start so.
+    """
+    both = _saved_kinds(path), _kinds(abstract)
+    there, here = ({name: kind for name, kind in kinds.items() if name.startswith(under)} for kinds in both)
+    names = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
+    if names:
+        lines = [f'{name} {_kind(there, name)} there, {_kind(here, name)} here' for name in names[:SHOWN]]
+        more = f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''
+        fix = 'use the config and the version of megajax that wrote it, or choose another run.dir'
+        raise ConfigError(f'{path} holds other arrays ({"; ".join(lines)}{more}): {fix}')
+
+
+def holds_parameters_only(path: Path) -> bool:
+    """Whether a checkpoint was imported, and has no optimizer."""
+    return all(name.startswith('params/') for name in _saved_kinds(path))
+
+
+def parameter_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter in a checkpoint, by its name."""
+    return {_short(name): shape for name, (shape, _) in _parameters(path).items()}
+
+
+def read_parameter(path: Path, name: str) -> np.ndarray:
+    """One parameter of a checkpoint, whole, in the memory of this host."""
+    parameters = _parameters(path)
+    return _read(path, next(long for long in parameters if _short(long) == name), parameters)
+
+
+def parameter_differences(a: Path, b: Path) -> Iterator[tuple[str, float | str]]:
+    """For each parameter of either step max |a - b| / max |b|, or what is not comparable; one at a time, in the memory of this host."""
+    left, right = _parameters(a), _parameters(b)
+    for name in sorted(left.keys() | right.keys()):
+        if left.get(name) != right.get(name):
+            yield _short(name), f'{_kind(left, name)} and {_kind(right, name)}'
+        else:
+            yield _short(name), _difference(_read(a, name, left), _read(b, name, right))
+
+
+def _parameters(step: Path) -> Kinds:
+    return {name: kind for name, kind in _saved_kinds(step).items() if name.startswith('params/')}
+
+
+def _saved_kinds(step: Path) -> Kinds:
+    try:
+        # A Checkpointer would look for a file of its own there, and warn that there is none.
+        return _kinds(ocp.PyTreeCheckpointHandler().metadata((step / 'state').absolute()).tree)
+    except Exception as error:
+        why = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        raise CheckpointError(f'{step} does not tell which arrays it holds ({why}): run megajax checkpoint verify {step}') from error
+
+
+def _kinds(tree: Any) -> Kinds:
+    """Shape and dtype of each array of a state or of its metadata, by name."""
+    leaves = ocp.tree.to_flat_dict(tree, sep='/').items()
+    return {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves if getattr(leaf, 'shape', None) is not None}
+
+
+def _read(step: Path, name: str, parameters: Kinds) -> np.ndarray:
+    shape, dtype = parameters[name]
+    item: Any = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
+    restore: Any = ocp.RestoreArgs(restore_type=np.ndarray)
+    keys = name.split('/')
+    for key in reversed(keys):
+        item, restore = {key: item}, {key: restore}
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        args = ocp.args.PyTreeRestore(item=item, restore_args=restore, partial_restore=True)
+        value = checkpointer.restore((step / 'state').absolute(), args=args)
+    for key in keys:
+        value = value[key]
+    return np.asarray(value)
+
+
+def _difference(a: np.ndarray, b: np.ndarray) -> float:
+    a, b = a.reshape(-1), b.reshape(-1)
+    difference = size = 0.0
+    for start in range(0, a.size, BLOCK):
+        x, y = (array[start : start + BLOCK].astype(np.float64) for array in (a, b))
+        difference, size = np.maximum(difference, np.abs(x - y).max()), np.maximum(size, np.abs(y).max())  # keeps NaN
+    return float(difference / size) if size else float(difference and np.inf)
+
+
+def _kind(found: Kinds, name: str) -> str:
+    if name not in found:
+        return 'missing'
+    shape, dtype = found[name]
+    return f'{dtype}[{",".join(map(str, shape))}]'
+
+
+def _short(name: str) -> str:
+    return name.removeprefix('params/').removesuffix('/value').replace('/', '.')

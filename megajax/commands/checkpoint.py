@@ -1,0 +1,81 @@
+"""The verbs of `megajax checkpoint`: parse, call, render."""
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from megajax.checkpoint.digests import find_foreign, find_step, find_steps, problems, read_sums
+from megajax.checkpoint.record import config_differences, read_record
+from megajax.config import CheckpointError, ConfigError
+
+checkpoint_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at the checkpoints of a run.')
+
+Run = Annotated[Path, typer.Argument(metavar='RUN', help="A run's directory, or RUN/STEP for one of its checkpoints.")]
+
+
+@checkpoint_app.command()
+def ls(run: Run) -> None:
+    """List the checkpoints of a run, by names and sizes of their files; verify reads them."""
+    right = [Column(name, justify='right') for name in ('step', 'MB', 'validation loss')]
+    table = Table(right[0], 'written (UTC)', *right[1:], 'mesh', 'files', box=None, pad_edge=False)
+    for path in _steps(run):
+        wrong = problems(path, contents=False)
+        try:
+            record = read_record(path)
+            loss = '-' if record.validation_loss is None else f'{record.validation_loss:.4f}'
+            table.add_row(path.name, f'{record.time:%F %T}', _megabytes(path), loss, record.mesh, wrong[0] if wrong else 'complete')
+        except CheckpointError:
+            table.add_row(path.name, '?', _megabytes(path), '?', '?', wrong[0] if wrong else 'no record')
+    Console(highlight=False, soft_wrap=True).print(table, markup=False)
+
+
+@checkpoint_app.command()
+def verify(run: Run) -> None:
+    """Hash every file of a run's checkpoints; exits with 4 and names those that do not hold what was written."""
+    wrong = False
+    for path in _steps(run):
+        found = problems(path)
+        if found and not path.exists():  # a run has taken it away meanwhile
+            continue
+        wrong = wrong or bool(found)
+        print(f'{path.name}  ' + ('ok' if not found else f'{len(found)} wrong'))
+        for problem in found:
+            print(f'  {problem}')
+    raise typer.Exit(4 if wrong else 0)
+
+
+@checkpoint_app.command()
+def diff(
+    where: Annotated[list[str], typer.Argument(metavar='RUN STEP STEP | RUN/STEP RUN/STEP', help='Two checkpoints.')],
+) -> None:
+    """Show the config keys that differ between two checkpoints, and for each parameter max |a - b| / max |b|."""
+    if len(where) not in (2, 3):
+        raise ConfigError(f'diff compares two checkpoints, and this names {len(where)} things: RUN STEP STEP, or RUN/STEP RUN/STEP')
+    a, b = (find_step(Path(path)) for path in (where if len(where) == 2 else (f'{where[0]}/{step}' for step in where[1:])))
+    for key, (old, new) in config_differences(read_record(a), read_record(b)).items():
+        print(f'{key}: {old} -> {new}')
+    os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them
+    from megajax.checkpoint.compare import parameter_differences  # here, because it imports jax
+
+    for name, difference in parameter_differences(a, b):
+        print(f'{name}: {difference}' if isinstance(difference, str) else f'{name}: {difference:.3g}')
+
+
+def _steps(run: Path) -> list[Path]:
+    """The finished checkpoints that RUN or RUN/STEP stands for."""
+    folder = run / 'checkpoints' if (run / 'checkpoints').is_dir() else run
+    foreign = find_foreign(folder)
+    if steps := [folder / str(step) for step in find_steps(folder)] + foreign:
+        return sorted(steps, key=lambda path: int(path.name))
+    return [find_step(run)]
+
+
+def _megabytes(path: Path) -> str:
+    try:
+        return f'{read_sums(path).size / 1e6:.1f}'
+    except (OSError, ValueError):
+        return '?'

@@ -1,0 +1,169 @@
+"""The verbs of `megajax data`: parse, call, render."""
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column, Table
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from megajax.data.build.describe import Description
+
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Build token files, and look at them.')
+
+SECONDS = 30  # between lines where there is no terminal
+
+
+class _ManyInputs(TyperCommand):
+    """`--input a b c` is `--input a --input b --input c`, which is all that click can read."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        spread: list[str] = []
+        inside = False
+        for arg in args:
+            if arg.startswith('-') and arg != '-':
+                inside = arg.startswith('--input')
+            elif inside and spread[-1] != '--input':
+                spread.append('--input')
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+@data_app.command(cls=_ManyInputs)
+def build(
+    out: Annotated[str, typer.Argument(metavar='OUT', help='The prefix of the files: OUT.bin, OUT.idx, OUT.json, OUT.tokenizer.json.')],
+    input: Annotated[list[str], typer.Option(metavar='FILES...', help="Paths, globs, or '-' for JSON lines on standard input.")],
+    format: Annotated[
+        Literal['jsonl', 'text', 'parquet'] | None,
+        typer.Option(help='By the suffix if left out; .gz and .zst are decompressed. A file of text is one document.'),
+    ] = None,
+    json_key: Annotated[str, typer.Option(help='The key, or the column of Parquet, that holds the text.')] = 'text',
+    tokenizer: Annotated[str | None, typer.Option(metavar='PATH|bytes', help='A tokenizer.json, or a token for each byte.')] = None,
+    train_bpe: Annotated[
+        int | None,
+        typer.Option(metavar='VOCAB', help='Train a byte-level BPE of so many entries on up to 256 MB of the text, and use it.'),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help='Processes that encode; one for each core if left out.')] = None,
+    append_eod: Annotated[bool, typer.Option('--append-eod', help='End each document with the end-of-document token.')] = False,
+    skip_bad: Annotated[bool, typer.Option('--skip-bad', help='Leave out lines that cannot be read, and count them.')] = False,
+) -> None:
+    """Tokenise a corpus into Megatron's files; after a kill or an interrupt, the same command continues."""
+    from megajax.data.build.build import Job  # here, because it imports numpy
+    from megajax.data.build.build import build as run
+
+    logging.basicConfig(format='%(message)s')
+    logging.getLogger('megajax').setLevel(logging.INFO)
+    job = Job(
+        out=out,
+        inputs=tuple(input),
+        format=format,
+        json_key=json_key,
+        tokenizer=tokenizer,
+        train_bpe=train_bpe,
+        workers=workers,
+        append_eod=append_eod,
+        skip_bad=skip_bad,
+    )
+    try:
+        with _Progress() as progress:
+            summary = run(job, report=progress)
+    except KeyboardInterrupt:
+        print('interrupted: the same command continues (standard input starts afresh)', file=sys.stderr)
+        raise typer.Exit(130) from None
+    print(summary)
+
+
+@data_app.command()
+def info(
+    prefix: Annotated[str, typer.Argument(metavar='PREFIX', help='Of PREFIX.bin and PREFIX.idx.')],
+    tokenizer: Annotated[str | None, typer.Option(metavar='PATH|bytes', help='To decode; the one beside the files if left out.')] = None,
+    samples: Annotated[int, typer.Option(min=0, help='How many documents to decode the start of.')] = 3,
+) -> None:
+    """Show what token files hold: documents, tokens, their lengths, and the start of some documents."""
+    from megajax.data.build.describe import decode_samples, describe
+    from megajax.data.text.tokenizer import load_tokenizer
+
+    found = describe(prefix)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(_facts(found), _histogram(found.histogram))
+    path = tokenizer or (str(found.manifest.tokenizer_path(prefix)) if found.manifest else None)
+    if path:
+        decoder = load_tokenizer(path)
+        for number, text in decode_samples(found.sequences, decoder, samples):
+            console.print(f'document {number}: {text!r}', markup=False)
+
+
+@data_app.command()
+def verify(
+    prefix: Annotated[str, typer.Argument(metavar='PREFIX', help='Of PREFIX.bin and PREFIX.idx.')],
+    vocab_size: Annotated[int | None, typer.Option(min=1, help='Ids must be below it; that of the tokenizer if left out.')] = None,
+) -> None:
+    """Check every invariant of token files; exits with 2 at the first that is broken."""
+    from megajax.data.build.describe import verify as check
+
+    with _Progress() as progress:
+        for line in check(prefix, vocab_size=vocab_size, progress=progress):
+            print(f'ok  {line}')
+
+
+def _facts(found: 'Description') -> Table:
+    sequences, manifest = found.sequences, found.manifest
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_row('documents', f'{found.num_documents:,}')
+    table.add_row('sequences', f'{len(sequences):,}')
+    table.add_row('tokens', f'{len(sequences.tokens):,} of {sequences.tokens.dtype.name}, {sequences.tokens.nbytes:,} bytes')
+    if manifest:
+        end = 'ends' if manifest.append_eod else 'does not end'
+        table.add_row('text', f'{manifest.text_bytes:,} bytes, {manifest.text_bytes / max(manifest.tokens, 1):.2f} a token')
+        table.add_row('tokenizer', f'{manifest.tokenizer}, {manifest.vocab_size:,} entries; a document {end} with {manifest.eod}')
+    else:
+        table.add_row('tokenizer', 'unknown: no manifest lies beside the files')
+    return table
+
+
+def _histogram(counts: Sequence[int]) -> Table:
+    table = Table(Column('tokens of a document', justify='right'), Column('documents', justify='right'), box=None, pad_edge=False)
+    table.add_column()
+    for power, count in enumerate(counts):
+        if count:
+            table.add_row('0' if not power else f'up to {2 ** (power - 1):,}', f'{count:,}', '█' * max(1, round(40 * count / max(counts))))
+    return table
+
+
+class _Progress:
+    """A bar on a terminal, else a line now and then."""
+
+    def __init__(self) -> None:
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        self._console = Console(stderr=True, highlight=False)
+        self._bar = Progress(*columns, console=self._console, transient=True)
+        self._task = self._bar.add_task('', total=None)
+        self._begun: tuple[float, int] | None = None
+        self._said = time.monotonic()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self._bar.live.is_started:  # else rich would print a line
+            self._bar.stop()
+
+    def __call__(self, read: int, total: int) -> None:
+        now = time.monotonic()
+        if self._begun is None:
+            self._begun = now, read
+            if self._console.is_terminal:
+                self._bar.start()
+        self._bar.update(self._task, completed=read, total=total or None)
+        if not self._console.is_terminal and now - self._said > SECONDS:
+            self._said, (begun, before) = now, self._begun
+            speed = (read - before) / 1e6 / (now - begun)
+            of_total = f' of {total / 1e6:.0f}' if total else ''
+            print(f'{read / 1e6:.0f}{of_total} MB, {speed:.2f} MB/s', file=sys.stderr, flush=True)

@@ -1,0 +1,205 @@
+"""The command line: parse, call, render."""
+
+import io
+import logging
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from megajax.commands.checkpoint import checkpoint_app
+from megajax.commands.data import data_app
+from megajax.commands.generate import evaluate, generate
+from megajax.commands.interop import export_app, import_app
+from megajax.commands.plan import plan_app
+from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, presets
+from megajax.config.combinations import COMBINATIONS
+from megajax.counts.parameters import num_parameters
+from megajax.files.outputs import check_outputs
+from megajax.processes.signals import leave_when_asked
+from megajax.run.named import config_of_overrides
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at configs.')
+app.add_typer(config_app, name='config')
+app.add_typer(data_app, name='data')
+app.add_typer(checkpoint_app, name='checkpoint')
+app.add_typer(import_app, name='import')
+app.add_typer(export_app, name='export')
+app.add_typer(plan_app, name='plan')
+app.command()(generate)
+app.command('eval')(evaluate)
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help='For example train.steps=100 mesh.model=4.')]
+
+
+def main() -> None:
+    """Run the command; what a run can end with is printed, a line each, and has its exit code (`config/errors.py`)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks must not end a run
+            stream.reconfigure(errors='backslashreplace')
+    try:
+        app()
+    except RunError as error:
+        for line in str(error).splitlines():
+            print(f'error: {line}', file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f'megajax {version("megajax")}')
+        raise typer.Exit
+
+
+@app.callback()
+def megajax(
+    _: Annotated[bool, typer.Option('--version', callback=_print_version, is_eager=True, help='Print the version and exit.')] = False,
+) -> None:
+    """Megatron-LM's tensor parallelism in JAX."""
+
+
+@app.command()
+def train(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar='CONFIG | KEY=VALUE',
+            help="A preset or a YAML file, then overrides. Without: the config of run.dir's run, of run.start_from, or tiny.",
+        ),
+    ] = None,
+) -> None:
+    """Train the model of a config."""
+    leave_when_asked()  # until there is a run to save; `run/stop.py` takes over
+    config, name = _read(arguments)
+    logging.basicConfig(format='%(message)s')
+    logging.getLogger('megajax').setLevel(logging.INFO)
+    from megajax.processes.distributed import processes  # here, because it imports jax: a wrong config fails before that
+    from megajax.run.run import run
+
+    with processes():
+        run(config, name=name)
+
+
+@app.command()
+def launch(
+    arguments: Annotated[list[str], typer.Argument(metavar='-- train CONFIG KEY=VALUE', help='The command that each process runs.')],
+    processes: Annotated[int, typer.Option(min=1, help='How many processes.')],
+    devices_per_process: Annotated[int | None, typer.Option(min=1, help='An equal share of the GPUs or of the mesh unless given.')] = None,
+    dry_run: Annotated[bool, typer.Option('--dry-run', help='Print the variables and the command of each process.')] = False,
+) -> None:
+    """Train in several processes on this machine, each with its own GPUs or simulated devices; they end together."""
+    command, *rest = arguments
+    if command != 'train':
+        raise ConfigError(f'launch starts train, not {command}: megajax launch --processes {processes} -- train CONFIG')
+    mesh = _read(rest)[0].mesh
+    from megajax.processes.launch import launch, make_plan
+
+    plan = make_plan(arguments, processes=processes, needed=mesh.data * mesh.model, devices_per_process=devices_per_process)
+    if dry_run:
+        print(plan)
+    else:
+        raise typer.Exit(launch(plan))
+
+
+@app.command()
+def inspect(
+    source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')],
+    overrides: Overrides = None,
+    target: Annotated[str, typer.Option(help='cpu, or a GPU that need not be there: a100, b200, h100, h200.')] = 'cpu',
+    hosts: Annotated[int | None, typer.Option(help='Over how many hosts the mesh lies; 8 devices each unless given.')] = None,
+    json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
+    hlo: Annotated[Path | None, typer.Option(help='Write the compiled program to this file.')] = None,
+    run: Annotated[
+        bool, typer.Option('--run', help='Execute the GPU program on simulated CPU devices and compare with one device.')
+    ] = False,
+    bisect: Annotated[bool, typer.Option('--bisect', help='With --run: name the pass of the compiler that makes it wrong.')] = False,
+    reduce: Annotated[bool, typer.Option('--reduce', help='With --run: print the smallest config that is wrong.')] = False,
+) -> None:
+    """Show the collectives that XLA inserted beside those that Megatron places by hand; exits with 1 where there are more.
+
+    With --run the compiled step is executed too, without a GPU, and every gradient compared with that of one device.
+    """
+    config = load(source, overrides or ())
+    if (bisect or reduce) and not run:
+        raise ConfigError('--bisect and --reduce explain what --run finds wrong: add --run')
+    if run and target == 'cpu':
+        raise ConfigError('--run executes the program of a GPU: add --target h100, or a100, h200, b200')
+    check_outputs(json, hlo)
+    from megajax.inspect import inspect_with_text
+    from megajax.inspect.report import tables
+
+    inspection, text = inspect_with_text(config, target=target, hosts=hosts)
+    if run:
+        from megajax.inspect.step_run import run_in_child
+
+        progress = Console(stderr=True, highlight=False)
+        runs = run_in_child(config, target, bisect=bisect, reduce=reduce, say=lambda line: progress.print(line, style='dim', markup=False))
+        inspection = inspection.model_copy(update={'runs': runs})
+    if json:
+        json.write_text(inspection.model_dump_json(indent=2))
+    if hlo:
+        hlo.write_text(text)
+    console = Console(highlight=False)
+    console.print(tables(inspection) if console.is_terminal else str(inspection), soft_wrap=not console.is_terminal, markup=False)
+    raise typer.Exit(0 if inspection.ok else 1)
+
+
+@app.command()
+def doctor(folder: Annotated[Path, typer.Option('--dir', help='Where runs are to be written.')] = Path('.')) -> None:
+    """Show versions, devices and file system, and what is wrong with them; exits with 1 where something is."""
+    from megajax.commands.doctor import diagnose
+
+    found = diagnose(folder)
+    print(found)
+    raise typer.Exit(1 if found.findings else 0)
+
+
+@config_app.command()
+def show(source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')], overrides: Overrides = None) -> None:
+    """Print the resolved config and the model's parameter count."""
+    config = load(source, overrides or ())
+    print(dump(config), end='')
+    print(f'# {_parameters(config.model)}')
+
+
+@config_app.command()
+def combinations() -> None:
+    """List the settings that exclude one another, with the reason and what to use instead."""
+    table = Table('setting', 'with', 'why not', 'instead', box=None, pad_edge=False)
+    for one in COMBINATIONS:
+        table.add_row(one.one, one.other, one.reason, one.instead)
+    Console().print(table)
+
+
+@config_app.command('list')
+def list_presets() -> None:
+    """List the presets, smallest first."""
+    configs = {name: load(name).model for name in presets()}
+    sizes = [Column(name, justify='right') for name in ('layers', 'hidden', 'heads', 'parameters')]
+    table = Table('preset', *sizes, box=None, pad_edge=False)
+    for name, model in sorted(configs.items(), key=lambda item: num_parameters(item[1])):
+        table.add_row(name, f'{model.num_layers}', f'{model.hidden_size}', f'{model.num_heads}', _short(num_parameters(model)))
+    Console().print(table)
+
+
+def _read(arguments: list[str] | None) -> tuple[Config, str]:
+    """The config that `train` is given, and its name."""
+    source, *overrides = arguments or ['tiny']
+    if '=' in source:
+        return config_of_overrides([source, *overrides])
+    return load(source, overrides), Path(source).name.removesuffix('.yaml')
+
+
+def _parameters(model: ModelConfig) -> str:
+    count, padded = num_parameters(model), num_parameters(model, padded=True)
+    line = f'parameters: {count:,} ({_short(count)})'
+    return line if padded == count else f'{line}; with the vocabulary padded to {model.padded_vocab_size}: {padded:,} ({_short(padded)})'
+
+
+def _short(count: int) -> str:
+    return f'{count / 1e9:.2f}B' if count >= 1e9 else f'{count / 1e6:.1f}M'

@@ -1,0 +1,132 @@
+"""The verbs of `megajax plan`: parse, call, render."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from megajax.config import Config, ConfigError, load
+from megajax.files.outputs import check_outputs
+
+if TYPE_CHECKING:
+    from megajax.plan.network import Cluster
+
+
+class _PlanGroup(TyperGroup):
+    """`megajax plan CONFIG` is `megajax plan for CONFIG`, which is all that click can read."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        is_verb = args and (args[0] in self.commands or args[0] == '--help')
+        return super().parse_args(ctx, args if is_verb or not args else ['for', *args])
+
+
+plan_app = typer.Typer(
+    cls=_PlanGroup,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help='Will it fit, how fast, on which mesh: megajax plan CONFIG [KEY=VALUE ...] --gpu h100 --gpus 64 (megajax plan for --help).',
+)
+
+
+@plan_app.command('for')
+def for_config(
+    source: Annotated[str | None, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help='For example train.seq_len=4096.')] = None,
+    gpu: Annotated[str, typer.Option(help='a100, b200, h100, ..., or a YAML file such as calibrate writes.')] = 'h100',
+    gpus: Annotated[int | None, typer.Option(min=1, help='How many; those of the mesh of the config if left out.')] = None,
+    gpus_per_host: Annotated[int | None, typer.Option(min=1, help='As the GPU is sold if left out.')] = None,
+    tokens: Annotated[float | None, typer.Option(min=1, help='To be trained on, for example 300e9.')] = None,
+    target_batch: Annotated[int | None, typer.Option(min=1, help='Sequences of a step; those of the config if left out.')] = None,
+    program: Annotated[Literal['megajax', 'megatron'], typer.Option(help='Whose step: ours, or that of Megatron-Core.')] = 'megajax',
+    price: Annotated[float | None, typer.Option(min=0.01, help='Of a GPU hour, in any currency.')] = None,
+    storage: Annotated[float | None, typer.Option(min=1, help='Bytes a second that all hosts write; 1e9 a host if left out.')] = None,
+    failures: Annotated[float | None, typer.Option(min=1, help='GPU hours between two failures; those of Llama 3 if left out.')] = None,
+    verify: Annotated[bool, typer.Option('--verify', help='Compile the step for that GPU and show its memory beside.')] = False,
+    json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
+    write: Annotated[Path | None, typer.Option(help='Write the fastest layout to this file, as a config.')] = None,
+    roofline: Annotated[Path | None, typer.Option(help='Draw the matrix products under the roofline: .png, .svg or .pdf.')] = None,
+    scaling: Annotated[Path | None, typer.Option(help='Draw MFU over the number of GPUs.')] = None,
+    table: Annotated[str | None, typer.Option(help="A published table beside what is predicted; 'all' for how well.")] = None,
+) -> None:
+    """Show memory, time and every layout of a config on GPUs that need not be there; exits with 1 where its own mesh does not fit."""
+    console = Console(highlight=False)
+    if table:
+        _show_table(table, console)
+        return
+    if source is None:
+        raise ConfigError('plan needs a config: megajax plan CONFIG --gpu h100 --gpus 64, or --table scaling')
+    config = load(source, overrides or ())
+    check_outputs(json, write)
+    pictures = {name: path for name, path in (('roofline', roofline), ('scaling', scaling)) if path}
+    if pictures:
+        from megajax.plan.plot import check_picture  # here, because it needs matplotlib
+
+        for path in pictures.values():
+            check_picture(path)
+    from megajax.hardware.records import hardware
+    from megajax.plan.faults import GPU_HOURS_TO_FAILURE
+    from megajax.plan.network import Cluster
+    from megajax.plan.planning import plan
+    from megajax.plan.report import tables
+    from megajax.plan.verify import check_verify, verified
+
+    if verify:
+        check_verify(gpu)
+    found = plan(
+        config,
+        gpu=gpu,
+        gpus=gpus,
+        gpus_per_host=gpus_per_host,
+        tokens=tokens,
+        target_batch=target_batch,
+        program=program,
+        price=price,
+        storage=storage,
+        gpu_hours_to_failure=failures or GPU_HOURS_TO_FAILURE,
+    )
+    if verify:
+        found = verified(found, gpu)
+    if json:
+        json.write_text(found.model_dump_json(indent=2))
+    if write:
+        write.write_text(found.best_config)
+    if pictures:
+        _draw(pictures, found.planned(), Cluster.of(hardware(gpu), found.gpus, found.gpus_per_host))
+    console.print(tables(found) if console.is_terminal else str(found), soft_wrap=not console.is_terminal, markup=False)
+    raise typer.Exit(0 if found.layout.fits else 1)
+
+
+@plan_app.command()
+def calibrate(
+    out: Annotated[Path, typer.Argument(metavar='FILE.yaml', help='Where to write what was measured; --gpu FILE.yaml uses it.')],
+    seconds: Annotated[float, typer.Option(min=1, help='For each of the measurements: products, memory, collectives.')] = 20,
+) -> None:
+    """Measure the devices of this machine: products by size, memory bandwidth and, with several, collectives."""
+    if out.suffix != '.yaml' or not out.parent.is_dir():
+        raise ConfigError(f'{out}: give a file that ends in .yaml, in a folder that exists')
+    from megajax.plan.calibrate import calibrate as measure  # here, because it imports jax
+
+    for line in measure(out, seconds=seconds):
+        print(line, flush=True)
+
+
+def _show_table(name: str, console: Console) -> None:
+    from megajax.plan.predictions import TABLES
+    from megajax.plan.tables import summary, table_of
+
+    if name not in (*TABLES, 'all'):
+        raise ConfigError(f'--table {name}: choose among {", ".join(TABLES)}, all')
+    shown = summary() if name == 'all' else table_of(name)
+    if console.is_terminal:
+        console.print(shown)
+    else:
+        Console(width=150, highlight=False).print(shown)
+
+
+def _draw(pictures: dict[str, Path], config: Config, cluster: 'Cluster') -> None:
+    from megajax.plan import plot
+
+    for name, path in pictures.items():
+        getattr(plot, name)(config, cluster).savefig(path)

@@ -1,0 +1,326 @@
+"""Corpus files to Megatron's token files: what `megajax data build` does.
+
+The builder reads and writes, workers (`encode.py`) parse and encode, and what is not complete lies in a folder of its own
+(`partial.py`), from which a killed build goes on.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+
+from megajax.config.errors import ConfigError, Problem
+from megajax.data.build.encode import Encoded, Options, Workers
+from megajax.data.build.inputs import UNIT, Format, Input, Position, find_inputs, read_pieces, read_units
+from megajax.data.build.manifest import Manifest
+from megajax.data.build.parse import parse
+from megajax.data.build.partial import (
+    DOCUMENTS,
+    LENGTHS,
+    MANIFEST,
+    NEW,
+    TOKENIZER,
+    TOKENS,
+    Partial,
+    Progress,
+    UnfinishedError,
+    finals,
+    read_progress,
+    sync,
+)
+from megajax.data.text.tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of the way from bytes to tokens: a build of another version does not go on
+TRAINING_BYTES = 256_000_000
+PLACES = 5  # that the summary names of skipped lines
+
+Report = Callable[[int, int], None]  # bytes read, and bytes of all inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to build from what; the fields are the options of `megajax data build`.
+
+    Exactly one of `tokenizer` (a tokenizer.json, or 'bytes') and `train_bpe` (entries) is given. `format` None goes by the suffix of
+    each file, `workers` None by the cores.
+    """
+
+    out: str
+    inputs: tuple[str, ...]
+    format: Format | None = None
+    json_key: str = 'text'
+    tokenizer: str | None = None
+    train_bpe: int | None = None
+    workers: int | None = None
+    append_eod: bool = False
+    skip_bad: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What was built; `encoded` counts the bytes of text of this run, which took `seconds`."""
+
+    progress: Progress
+    encoded: int
+    seconds: float
+    files: tuple[Path, ...]
+
+    def __str__(self) -> str:
+        done = self.progress
+        size = f'{done.documents} documents, {done.tokens} tokens, {done.text_bytes / done.tokens:.2f} bytes each'
+        speed = f'{self.seconds:.1f} s, {self.encoded / self.seconds / 1e6:.2f} MB/s'
+        places = ', '.join(done.skipped_places) + (', ...' if done.skipped > len(done.skipped_places) else '')
+        skipped = f'; {done.skipped} bad lines skipped ({places})' if done.skipped else ''
+        return f'{size}; {speed}{skipped}; wrote {", ".join(map(str, self.files))}'
+
+
+def build(
+    job: Job,
+    *,
+    report: Report = lambda read, total: None,
+    unit: int = UNIT,
+    checkpoint_units: int = 64,
+    checkpoint_seconds: float = 2.0,
+) -> Summary:
+    """Build OUT.bin, OUT.idx, OUT.json and OUT.tokenizer.json, which appear when they are complete, OUT.idx last.
+
+    A document is one sequence, and one without tokens none. A document of text longer than `unit` bytes is encoded in pieces, cut
+    after a line break, and joined; the bytes do not depend on the workers. `train_bpe` trains on the first bytes of each file, in
+    proportion to its size on disk, 256 MB of text in all. After a kill, the same job goes on from the last checkpoint, unless it
+    reads a stream. Raises ConfigError with file, place and fix, and leaves nothing behind, if an input, the disk or the job is bad.
+    """
+    started = time.perf_counter()
+    out = Path(job.out).expanduser()
+    _check(job, out)
+    inputs = find_inputs(job.inputs, job.format)
+    tokenizer = _given(job, inputs)
+    fingerprint = _fingerprint(job, inputs, tokenizer, unit)
+    _progress(out, fingerprint)  # before anything is touched
+    with Partial.lock(out) as partial, _cleaned_up(partial):
+        progress = _progress(out, fingerprint)
+        before = progress.text_bytes if progress else 0
+        if progress is None:
+            progress = Progress(fingerprint=fingerprint)
+            partial.start(progress)
+        if not progress.complete:
+            builder = _Builder(job, inputs, partial, progress, _kept(job, inputs, partial, tokenizer), report)
+            builder.encode(unit, checkpoint_units, checkpoint_seconds)
+            builder.complete(out)
+        partial.publish()
+    tokenizer_file, *files = finals(out)
+    encoded, seconds = progress.text_bytes - before, time.perf_counter() - started
+    return Summary(progress=progress, encoded=encoded, seconds=seconds, files=(*files, tokenizer_file))
+
+
+@contextmanager
+def _cleaned_up(partial: Partial) -> Iterator[None]:
+    """A mistake takes the folder away; a kill, an interrupt and what can go on leave it."""
+    try:
+        yield
+    except UnfinishedError:
+        raise
+    except ConfigError:
+        partial.discard()
+        raise
+
+
+class _Builder:
+    """Writes the tokens of units in order, with checkpoints, and at the end the index and the manifest."""
+
+    def __init__(
+        self, job: Job, inputs: Sequence[Input], partial: Partial, progress: Progress, tokenizer: Tokenizer, report: Report
+    ) -> None:
+        self._job, self._inputs, self._partial, self._progress = job, inputs, partial, progress
+        self._tokenizer, self._report = tokenizer, report
+        self._total = sum(input.size for input in inputs)
+        progress.itemsize = tokenizer.dtype.itemsize
+        if progress.tokens:
+            logger.info('going on after %d documents and %d tokens', progress.documents, progress.tokens)
+        partial.open(progress)
+
+    def encode(self, unit: int, checkpoint_units: int, checkpoint_seconds: float) -> None:
+        """Read, encode and write all units from where `progress` stands."""
+        job, progress = self._job, self._progress
+        options = Options(key=job.json_key, append_eod=job.append_eod, skip_bad=job.skip_bad)
+        units = read_units(self._inputs, job.json_key, progress.position, unit)
+        saved, since = time.monotonic(), 0
+        with Workers(job.workers or _cores(), self._partial.folder / TOKENIZER, options) as workers:
+            for after, encoded in workers.encode(units):
+                self._add(encoded)
+                progress.position = after
+                self._report(after.read, self._total)
+                since += 1
+                if since >= checkpoint_units or time.monotonic() - saved > checkpoint_seconds:
+                    self._partial.checkpoint(progress)
+                    saved, since = time.monotonic(), 0
+
+    def _add(self, encoded: Encoded) -> None:
+        progress = self._progress
+        if encoded.error:
+            raise ConfigError(encoded.error)
+        progress.skipped += len(encoded.skipped)
+        progress.skipped_places += [problem.path for problem in encoded.skipped[: PLACES - len(progress.skipped_places)]]
+        progress.text_bytes += encoded.text_bytes
+        progress.max_token = max(progress.max_token, encoded.max_token)
+        ids, lengths = encoded.ids, encoded.lengths.astype(np.int64)
+        if not encoded.first:
+            ids, lengths = self._join(ids, lengths, encoded.last)
+        progress.open_tokens = 0 if encoded.last else int(lengths[-1])
+        ended = lengths if encoded.last else lengths[:-1]
+        filled = ended > 0
+        self._partial.append(TOKENS, ids)
+        self._partial.append(LENGTHS, self._fitting(ended[filled]).astype('<i4'))
+        self._partial.append(DOCUMENTS, (progress.sequences + np.cumsum(filled)).astype('<i8'))
+        progress.tokens += len(ids)
+        progress.sequences += int(filled.sum())
+        progress.documents += len(ended)
+
+    def _join(self, ids: np.ndarray, lengths: np.ndarray, last: bool) -> tuple[np.ndarray, np.ndarray]:
+        """The first document with what earlier units hold of it, and its end if that is here."""
+        here = int(lengths[0])
+        lengths[0] += self._progress.open_tokens
+        if self._job.append_eod and lengths[0] and (last or len(lengths) > 1):
+            ids = np.insert(ids, here, self._tokenizer.eod)
+            lengths[0] += 1
+            self._progress.max_token = max(self._progress.max_token, self._tokenizer.eod)
+        return ids, lengths
+
+    def _fitting(self, lengths: np.ndarray) -> np.ndarray:
+        limit = np.iinfo(np.int32).max
+        if lengths.max(initial=0) > limit:
+            message = f'hold a document of {lengths.max()} tokens, and the index counts to {limit}; cut it into documents'
+            raise ConfigError(Problem(path=', '.join(self._job.inputs), message=message))
+        return lengths
+
+    def complete(self, out: Path) -> None:
+        """Write what belongs to the tokens, so that nothing but the renames is left."""
+        job, progress, partial, tokenizer = self._job, self._progress, self._partial, self._tokenizer
+        if not progress.tokens:
+            message = f'holds no text: {progress.documents} documents without tokens, {progress.skipped} bad lines; give other files'
+            raise ConfigError(Problem(path='--input', message=message))
+        partial.write_index(tokenizer.dtype)
+        manifest = Manifest(
+            tokenizer=finals(out)[0].name,
+            tokenizer_sha256=sha256((partial.folder / TOKENIZER).read_bytes()).hexdigest(),
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
+            append_eod=job.append_eod,
+            documents=progress.documents,
+            tokens=progress.tokens,
+            max_token=progress.max_token,
+            text_bytes=progress.text_bytes,
+            bin_sha256=partial.digest,
+        )
+        partial.write(MANIFEST, manifest.model_dump_json(indent=2).encode())
+        progress.complete = True
+        partial.checkpoint(progress)
+        sync(partial.folder)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
+def _check(job: Job, out: Path) -> None:
+    problems = []
+    if job.out.endswith('/') or out.suffix in ('.bin', '.idx', '.json'):
+        what = 'a folder' if job.out.endswith('/') else 'one of the files'
+        problems.append(
+            Problem(path=job.out, message=f'is the name of {what}; give the prefix of the files, for example {out.parent}/corpus')
+        )
+    elif not out.parent.is_dir():
+        problems.append(Problem(path=job.out, message=f'there is no folder {out.parent}; make it first'))
+    if (job.tokenizer is None) == (job.train_bpe is None):
+        many = 'both' if job.tokenizer else 'neither'
+        fix = "give one: --tokenizer with a tokenizer.json or 'bytes', or --train-bpe with a number of entries"
+        problems.append(Problem(path='--tokenizer', message=f'{many} of --tokenizer and --train-bpe; {fix}'))
+    if job.train_bpe is not None and job.train_bpe < 257:
+        problems.append(
+            Problem(path='--train-bpe', message=f'{job.train_bpe} is below 257, all bytes and the end of a document; use 257 or more')
+        )
+    if job.workers is not None and job.workers < 1:
+        problems.append(Problem(path='--workers', message=f'{job.workers} is below 1; use 1 or more, or leave it out: one for each core'))
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _progress(out: Path, fingerprint: str) -> Progress | None:
+    """How far this very build came; raises ConfigError if its names are taken by another."""
+    progress = read_progress(out)
+    if progress and progress.fingerprint != fingerprint:
+        logger.info('%s.partial is of other inputs or options, or of a stream: starting afresh', out)
+        progress = None
+    if not (progress and progress.complete) and (taken := [path for path in finals(out) if path.exists()]):
+        raise ConfigError(*(Problem(path=str(path), message='exists already; move it, or choose another OUT') for path in taken))
+    return progress
+
+
+def _fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, unit: int) -> str:
+    import tokenizers
+
+    files = [asdict(input) | {'path': os.path.abspath(input.path)} for input in inputs]
+    once = uuid4().hex if any(input.stream for input in inputs) else ''
+    spec = tokenizer.fingerprint if tokenizer else f'bpe {job.train_bpe}'
+    options = (job.json_key, job.append_eod, job.skip_bad, unit)
+    return sha256(json.dumps([VERSION, tokenizers.__version__, files, once, spec, *options]).encode()).hexdigest()
+
+
+def _given(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
+    """The tokenizer that the job names, None if one is to be trained."""
+    if job.tokenizer is None:
+        if streams := [input.path for input in inputs if input.stream]:
+            message = 'cannot be read twice, to train a tokenizer and to encode; write it to a file, or give --tokenizer'
+            raise ConfigError(Problem(path=streams[0], message=message))
+        return None
+    try:
+        return load_tokenizer(job.tokenizer)
+    except ConfigError as error:
+        raise ConfigError(*(replace(p, path='--tokenizer') if isinstance(p, Problem) else p for p in error.problems)) from error
+
+
+def _kept(job: Job, inputs: Sequence[Input], partial: Partial, tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer, kept in the folder, where workers and a build that goes on find it."""
+    kept = partial.folder / TOKENIZER
+    if kept.exists():
+        return load_tokenizer(str(kept))
+    if tokenizer is None:
+        assert job.train_bpe is not None
+        logger.info('training a BPE of %d entries', job.train_bpe)
+        tokenizer = train_bpe(_sample(job, inputs), job.train_bpe)
+    try:
+        tokenizer.save(partial.folder / NEW)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(Problem(path=str(kept), message=f'cannot be written: {error}; make room, or choose another OUT')) from error
+    partial.write(TOKENIZER, (partial.folder / NEW).read_bytes())
+    return tokenizer
+
+
+def _sample(job: Job, inputs: Sequence[Input]) -> Iterator[str]:
+    total = sum(input.size for input in inputs)
+    for input in inputs:
+        left = -(-TRAINING_BYTES * input.size // max(total, 1))
+        for text in _texts(job, input):
+            part = text.encode()[:left]
+            yield part.decode(errors='ignore')  # the cut may be inside a character
+            left -= len(part)
+            if not left:
+                break
+
+
+def _texts(job: Job, input: Input) -> Iterator[str]:
+    for piece, _ in read_pieces([input], job.json_key, Position()):
+        for item in parse(piece, job.json_key):
+            if isinstance(item, str):
+                yield item
+            elif input.format == 'text' or not job.skip_bad:
+                raise ConfigError(item)

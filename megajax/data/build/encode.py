@@ -1,0 +1,176 @@
+"""Units of raw bytes to token ids, in worker processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+
+from megajax.config.errors import Problem
+from megajax.data.build.inputs import Position, Unit
+from megajax.data.build.parse import parse
+from megajax.data.build.partial import UnfinishedError
+from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What becomes of a unit: the key of the text, whether documents end with a token, whether bad lines are left out."""
+
+    key: str
+    append_eod: bool
+    skip_bad: bool
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Encoded:
+    """The tokens of a unit: `ids` [T], and `lengths` int32 [D] of its documents, or of what of them lies in the unit.
+
+    Ends of documents are in `ids`, except that of a document that began in an earlier unit. `first` and `last` say whether the
+    first document begins, and the last one ends here. `error` is what the build has to end with.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    first: bool
+    last: bool
+    text_bytes: int
+    max_token: int
+    skipped: list[Problem]
+    error: Problem | None
+
+
+def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
+    """Parse and encode a unit; the first bad line ends it, unless such lines are left out."""
+    texts, skipped, error = _parse_unit(unit, options)
+    ids = tokenizer.encode_batch(texts) if error is None else []
+    first, last = unit.pieces[0].first, unit.pieces[-1].last
+    if tokenizer.start:
+        begin = np.array(tokenizer.start, tokenizer.dtype)
+        ids = [np.concatenate([begin, part]) if (i or first) and len(part) else part for i, part in enumerate(ids)]
+    if options.append_eod:
+        eod = np.array([tokenizer.eod], tokenizer.dtype)
+        whole = range(0 if first else 1, len(ids) if last else len(ids) - 1)
+        ids = [np.concatenate([part, eod]) if i in whole and len(part) else part for i, part in enumerate(ids)]
+    row = np.concatenate([np.empty(0, tokenizer.dtype), *ids])
+    return Encoded(
+        ids=row,
+        lengths=np.array([len(part) for part in ids], np.int32),
+        first=first,
+        last=last,
+        text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
+        max_token=int(row.max(initial=0)),
+        skipped=skipped,
+        error=error,
+    )
+
+
+def _parse_unit(unit: Unit, options: Options) -> tuple[list[str], list[Problem], Problem | None]:
+    texts: list[str] = []
+    skipped: list[Problem] = []
+    for piece in unit.pieces:
+        for item in parse(piece, options.key):
+            if isinstance(item, str):
+                texts.append(item)
+            elif options.skip_bad and piece.input.format != 'text':
+                skipped.append(item)
+            else:
+                return texts, skipped, item
+    return texts, skipped, None
+
+
+PROGRAM = 'import sys; sys.path[:] = sys.argv[2:]; from megajax.data.build.encode import serve; serve(int(sys.argv[1]))'
+
+
+class Workers:
+    """Processes that encode units, each with a tokenizer of its own; a context, which ends them.
+
+    A worker gets a unit when it has returned the last, so that no pipe is ever full at both ends, and ends when its pipe is closed:
+    none outlives a builder that is killed. Raises UnfinishedError if one ends by itself.
+    """
+
+    def __init__(self, count: int, tokenizer: Path, options: Options) -> None:
+        self._count = count
+        self._start = str(tokenizer), options
+        self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        # the builder alone answers an interrupt; a worker inherits the mask
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            for _ in range(self._count):
+                ours, theirs = Pipe()
+                # not a process of multiprocessing, which would import the command line again in each worker
+                command = [sys.executable, '-c', PROGRAM, str(theirs.fileno()), *sys.path]
+                self._processes[ours] = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+                theirs.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for connection in self._processes:
+            self._send(connection, self._start)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection, process in self._processes.items():
+            connection.close()
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+
+    def encode(self, units: Iterator[Unit]) -> Iterator[tuple[Position, Encoded]]:
+        """What becomes of units, in their order, and where to go on after each; at most two for each worker are in memory."""
+        idle, busy = list(self._processes), dict[Connection, int]()
+        after: dict[int, Position] = {}
+        done: dict[int, Encoded] = {}
+        taken = written = 0
+        while True:
+            while idle and taken - written < 2 * self._count and (unit := next(units, None)):
+                self._send(connection := idle.pop(), unit)
+                busy[connection], after[taken] = taken, unit.after
+                taken += 1
+            if written in done:
+                yield after.pop(written), done.pop(written)
+                written += 1
+            elif busy:
+                for ready in wait(list(busy)):
+                    assert isinstance(ready, Connection)
+                    done[busy.pop(ready)] = self._receive(ready)
+                    idle.append(ready)
+            else:
+                return
+
+    def _send(self, connection: Connection, message: object) -> None:
+        try:
+            connection.send(message)
+        except OSError as error:
+            raise self._death(connection) from error
+
+    def _receive(self, connection: Connection) -> Encoded:
+        try:
+            return connection.recv()
+        except (EOFError, OSError) as error:
+            raise self._death(connection) from error
+
+    def _death(self, connection: Connection) -> UnfinishedError:
+        process = self._processes[connection]
+        process.wait()  # it has closed its end
+        why = f'a worker ended with exit code {process.returncode} (-9: killed, perhaps for want of memory; else it says why above)'
+        return UnfinishedError(Problem(path='--workers', message=f'{self._count}: {why}; the same command with fewer workers continues'))
+
+
+def serve(descriptor: int) -> None:
+    """What a worker does: encode units from its pipe until that is closed."""
+    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # the other cores have workers of their own
+    with suppress(EOFError, OSError):  # the builder has closed the pipe, or is gone
+        connection = Connection(descriptor)
+        path, options = connection.recv()
+        tokenizer = load_tokenizer(path)
+        while True:
+            connection.send(encode(connection.recv(), tokenizer, options))

@@ -1,0 +1,53 @@
+"""A part of a corpus, for training, validation or test: sequences in a row."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from megajax.data.tokens.indexed import Sequences
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """The sequences from `first` up to `last`."""
+
+    sequences: Sequences
+    first: int
+    last: int
+
+    @property
+    def start(self) -> int:
+        """Its first token, counted in all sequences."""
+        return self.sequences.start(self.first)
+
+    @property
+    def stop(self) -> int:
+        """The token after its last one."""
+        return self.sequences.start(self.last)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Its token ids, in a row."""
+        return self.sequences.tokens[self.start : self.stop]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Its sequences' lengths, int32."""
+        return self.sequences.lengths[self.first : self.last]
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
+def normalized(weights: Iterable[float]) -> list[float]:
+    """The weights over their sum, rounded as Megatron rounds."""
+    array = np.array(list(weights), np.float64)
+    return (array / array.sum()).tolist()
+
+
+def split_sequences(sequences: Sequences, split: str) -> list[Part]:
+    """Training, validation and test parts, by sequence number as Megatron splits: each bound is rounded to the nearest sequence."""
+    bounds = [round(fraction * float(len(sequences))) for fraction in accumulate(normalized(map(float, split.split(','))), initial=0.0)]
+    return [Part(sequences=sequences, first=first, last=last) for first, last in pairwise(bounds)]

@@ -1,0 +1,75 @@
+"""Whether every token id of a pair of files is one of the model's: the whole file is read once, and what was found is remembered."""
+
+import json
+import os
+from hashlib import sha256
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+
+import numpy as np
+
+from megajax.config.errors import ConfigError, Problem
+from megajax.data.tokens.indexed import Sequences, paths
+
+CHUNK = 1 << 24  # tokens at a time
+
+
+def check_token_ids(sequences: Sequences, vocab_size: int, max_token: int | None = None) -> None:
+    """Raise ConfigError, with the first place, if an id is negative or not below `vocab_size`; `max_token` is the largest if known."""
+    if not len(sequences.tokens):
+        return
+    low, high = (0, max_token) if max_token is not None else token_range(sequences)
+    if low < 0 or high >= vocab_size:
+        raise _out_of_range(sequences, vocab_size, high)
+
+
+def token_range(sequences: Sequences) -> tuple[int, int]:
+    """The smallest and the largest id; the files are read once, until their size or their time changes."""
+    bin_path, _ = paths(sequences.name)
+    note = _notes() / f'{_fingerprint(bin_path)}.json'
+    try:
+        low, high = json.loads(note.read_text())
+    except (OSError, ValueError):
+        low, high = _read_range(sequences.tokens)
+        _remember(note, (low, high))
+    return low, high
+
+
+def _read_range(tokens: np.ndarray) -> tuple[int, int]:
+    chunks = [tokens[start : start + CHUNK] for start in range(0, len(tokens), CHUNK)]
+    return min(int(chunk.min()) for chunk in chunks), max(int(chunk.max()) for chunk in chunks)
+
+
+def _out_of_range(sequences: Sequences, vocab_size: int, high: int) -> ConfigError:
+    tokens = sequences.tokens
+    for start in range(0, len(tokens), CHUNK):
+        chunk = tokens[start : start + CHUNK]
+        wrong = (chunk < 0) | (chunk >= vocab_size)
+        if wrong.any():
+            token = start + int(wrong.argmax())
+            break
+    else:
+        raise AssertionError(f'{sequences.name}: an id of {high} was noted, and there is none')
+    place = f'{paths(sequences.name)[0]}: at byte {token * tokens.itemsize}'
+    message = f'{vocab_size} ids end below {tokens[token]}, which is token {token} of {sequences.name}'
+    fix = f'use {high + 1} or more' if tokens[token] >= 0 else 'build the files again'
+    return ConfigError(Problem(path='model.vocab_size', message=f'{message}; {fix}', others=('data.corpus', 'data.blend'), place=place))
+
+
+def _notes() -> Path:
+    return Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser() / 'megajax' / 'token_ranges'
+
+
+def _fingerprint(path: Path) -> str:
+    status = path.resolve().stat()
+    return sha256(f'{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}'.encode()).hexdigest()
+
+
+def _remember(note: Path, found: tuple[int, int]) -> None:
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile('w', dir=note.parent, delete=False) as file:
+            json.dump(found, file)
+        Path(file.name).replace(note)
+    except OSError:
+        return  # a home that cannot be written to: the files are read again next time

@@ -1,0 +1,105 @@
+"""Token files as a run reads them for days: watched for whoever writes to them, and every id held to the vocabulary.
+
+A mapped file that is cut short ends the process with SIGBUS; `preadv` says how far it came instead.
+"""
+
+import logging
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megajax.config.errors import ConfigError, Problem
+from megajax.data.tokens.indexed import Sequences, paths
+
+LOOK_EVERY = 1.0  # seconds between two looks at a file's size and time
+AGAIN = 'bring it back as it was, and start the run again to go on from its last checkpoint'
+
+logger = logging.getLogger(__name__)
+
+
+def watched(sequences: Sequences, vocab_size: int) -> Sequences:
+    """The sequences of a pair of files, whose `read` raises ConfigError, with file and byte, for what no batch may hold.
+
+    No batch may hold an id that is negative or not below `vocab_size`, nor what was written to the files, or cut off them, since they
+    were opened. A file that another took the place of is read to the end of the run.
+    """
+    if not len(sequences.tokens):
+        return sequences
+    return replace(sequences, reader=_WatchedTokens(sequences, vocab_size).read)
+
+
+class _Look(NamedTuple):
+    inode: int
+    size: int
+    mtime_ns: int
+
+
+class _WatchedTokens:
+    def __init__(self, sequences: Sequences, vocab_size: int):
+        self._sequences, self._vocab_size = sequences, vocab_size
+        self._path, _ = paths(sequences.name)
+        self._file = self._path.open('rb', buffering=0)
+        self._seen = {path: _look(path) for path in paths(sequences.name)}
+        self._fingerprint = sequences.fingerprint()
+        self._touched: set[Path] = set()
+        self._next_look = time.monotonic() + LOOK_EVERY
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Token ids `start` to `stop`."""
+        if time.monotonic() >= self._next_look:
+            self._look_again()
+        found = np.empty(stop - start, self._sequences.tokens.dtype)
+        self._fill(found.view(np.uint8).data, start * found.itemsize)
+        negative = found.dtype.kind == 'i' and found.min(initial=0) < 0
+        if negative or found.max(initial=0) >= self._vocab_size:
+            wrong = int(((found < 0) | (found >= self._vocab_size)).argmax())
+            where = f'at byte {(start + wrong) * found.itemsize}: token {start + wrong} is {found[wrong]}'
+            raise _problem(self._path, f'{where}, and the model has {self._vocab_size} ids: it was written to after it was checked')
+        return found
+
+    def _fill(self, rest: memoryview, offset: int) -> None:
+        while rest:
+            try:
+                count = os.preadv(self._file.fileno(), [rest], offset)
+            except OSError as error:
+                raise _problem(self._path, f'at byte {offset}: cannot be read: {error.strerror}') from error
+            if not count:
+                raise _problem(self._path, f'ends before byte {offset + len(rest)}, and had {self._size()} bytes when it was opened')
+            rest, offset = rest[count:], offset + count
+
+    def _look_again(self) -> None:
+        self._next_look = time.monotonic() + LOOK_EVERY
+        for path, before in self._seen.items():
+            now = _look(path)
+            if now is None or before is None or now.inode != before.inode or now == before:
+                continue
+            if now.size != before.size:
+                raise _problem(path, f'has {now.size} bytes, and had {before.size} when it was opened')
+            self._seen[path] = now
+            if self._sequences.fingerprint() != self._fingerprint:
+                raise _problem(path, 'was written to: its first or last million entries are not those that it had when it was opened')
+            if path not in self._touched:
+                self._touched.add(path)
+                logger.warning(
+                    '%s was touched while the run reads it: its size, and its first and last million entries, are as before', path
+                )
+
+    def _size(self) -> int:
+        return self._sequences.tokens.nbytes
+
+
+def _look(path: Path) -> _Look | None:
+    """What tells that somebody wrote to a file; None where there is none any more."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return _Look(status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _problem(path: Path, message: str) -> ConfigError:
+    return ConfigError(Problem(path=str(path), message=f'{message}; {AGAIN}'))

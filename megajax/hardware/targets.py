@@ -1,0 +1,83 @@
+"""GPUs that are not there: compile targets, and meshes over hosts full of them."""
+
+import importlib.util
+from typing import Any
+
+from megajax.config import ConfigError
+from megajax.hardware.records import Hardware, compiled_for, hardware
+
+GPUS = compiled_for()
+TARGETS = 'cpu', *GPUS
+DEVICES_PER_HOST = 8
+NOT_NVIDIA = 'AMD', 'gfx', 'Intel'  # how the kinds of other makers' GPUs begin, which jax calls gpu too
+# Autotuning would need a GPU, and nobody runs the machine code: without its optimization the HLO is
+# the same to the letter, a sixth sooner.
+WITHOUT_GPU: dict[str, Any] = {'xla_gpu_autotune_level': 0, 'xla_backend_optimization_level': 0}
+
+
+def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
+    """Abstract devices of one target, host by host; needs XLA's GPU compiler but no GPU."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform='cuda', topology=f'1x{hosts}x{per_host}', target_config=_description(hardware(target)))
+    return list(topology.devices)
+
+
+def has_compiler() -> bool:
+    """Whether XLA's GPU compiler is installed; it needs no GPU."""
+    if importlib.util.find_spec('jax_plugins') is None:
+        return False
+    return any(importlib.util.find_spec(f'jax_plugins.xla_cuda{version}') for version in (12, 13))
+
+
+def is_nvidia(device: Any) -> bool:
+    """Whether a device, which may be an abstract one, is a GPU that CUDA's libraries run on."""
+    return device.platform in ('gpu', 'cuda') and not device.device_kind.startswith(NOT_NVIDIA)
+
+
+def check_target(target: str) -> None:
+    """Raise ConfigError unless the step can be compiled for it here."""
+    if target not in TARGETS:
+        raise ConfigError(f'target {target}: choose among {", ".join(TARGETS)}')
+    if target != 'cpu' and not has_compiler():
+        raise ConfigError(f"target {target} needs XLA's GPU compiler (no GPU): pip install 'megajax[gpu-compile]'")
+
+
+def num_hosts(devices: int, wanted: int | None = None) -> int:
+    """As many as wanted, or the fewest with equal shares of at most 8 devices. Raises ConfigError if the devices do not divide."""
+    fits = [hosts for hosts in range(1, devices + 1) if devices % hosts == 0]
+    if wanted is None:
+        return next(hosts for hosts in fits if devices <= hosts * DEVICES_PER_HOST)
+    if wanted not in fits:
+        raise ConfigError(f'{wanted} hosts do not divide the {devices} devices of the mesh: choose among {", ".join(map(str, fits))}')
+    return wanted
+
+
+def _description(hardware: Hardware) -> str:
+    gpu = hardware.compiler
+    assert gpu is not None
+    major, minor = gpu.capability
+    return f'''gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {gpu.shared_memory_per_core}
+  threads_per_core_limit: 2048
+  core_count: {gpu.cores}
+  fpus_per_core: {64 if gpu.capability == (8, 0) else 128}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {gpu.bandwidth}
+  l2_cache_size: {gpu.l2_cache}
+  clock_rate_ghz: {gpu.clock_ghz}
+  device_memory_size: {hardware.memory}
+  shared_memory_per_block_optin: {gpu.shared_memory_per_block}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{gpu.name}"
+'''

@@ -1,0 +1,136 @@
+"""Many processes as one jax: each sees the devices of all, and none outlives another by more than seconds."""
+
+import atexit
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import jax
+
+from megajax.config import RunError
+from megajax.processes.environment import LOCAL_DEVICES, Start, read_start
+from megajax.processes.peers import RETRY, Peers, end
+from megajax.processes.rendezvous import gather
+
+HEARTBEAT_TIMEOUT = 30  # seconds; of a process that lives and is frozen, which only jax's own heartbeats find
+PROXIES, NO_PROXIES = ('grpc_proxy', 'https_proxy', 'http_proxy'), ('no_grpc_proxy', 'no_proxy')  # as gRPC reads them
+# How jax, Gloo and NCCL say that processes did not reach each other in time. What a new start would meet again (an invalid argument of
+# NCCL, a CUDA error, a lack of memory) is not among it.
+UNREACHED = re.compile(
+    r'(DEADLINE_EXCEEDED|UNAVAILABLE): |[A-Z_]+: .*?(Gloo [\w -]+ failed: '
+    r'|NCCL operation .* failed: (unhandled system error|remote process exited|NCCL operation in progress))',
+    re.DOTALL,
+)
+LAST_WORDS = 3  # seconds for what runs at exit; then it may be waiting for a process that is gone
+
+
+@contextmanager
+def processes() -> Iterator[None]:
+    """The processes that the environment tells of, as one jax while the block runs; just this process if it tells of none.
+
+    A process that leaves with an exception ends the others with 75; `SystemExit(75)` is one that all raise. Where the processes did not
+    reach each other in time, they end with 75 too. Raises ConfigError as `initialize` does.
+    """
+    peers = initialize()
+    try:
+        yield
+    except BaseException as error:
+        if peers:
+            _end_if_unreached(peers, error)
+        code = _exit_code(error)
+        if peers and code in (0, RETRY):  # all stop here, as after a checkpoint on SIGTERM
+            peers.done()
+        elif peers:
+            peers.failed(_one_line(error), own=isinstance(error, RunError | KeyboardInterrupt | SystemExit))
+            _exit_without_waiting(peers, code)
+        raise
+    if peers:
+        peers.done()
+
+
+def initialize() -> Peers | None:
+    """Start `jax.distributed` if the environment tells of other processes; before the first use of jax's devices.
+
+    Ends the process with 75 if they do not all come in time, or if one is lost later. Raises ConfigError for an environment that
+    cannot be, and if jax is in use already.
+    """
+    start = read_start()
+    if start is None or jax.distributed.is_initialized():
+        return None
+    peers, port = gather(start)
+    _avoid_proxies(start)
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    try:
+        jax.distributed.initialize(
+            _address(start.host, port),
+            start.count,
+            start.index,
+            local_device_ids=None if LOCAL_DEVICES in os.environ else start.gpus,
+            cluster_detection_method='deactivate',  # it would give a Slurm task one GPU, however many are its own
+            initialization_timeout=int(start.timeout),
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            coordinator_bind_address=_address(start.bind, port) if start.bind else None,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        _end_if_unreached(peers, error)
+        raise
+    return peers
+
+
+def _avoid_proxies(start: Start) -> None:
+    # gRPC would go through a proxy for the web even to this host. jax warns of any such variable, the one that helps included.
+    if any(os.environ.get(name) for name in PROXIES):
+        without = next((os.environ[name] for name in NO_PROXIES if os.environ.get(name)), '')
+        os.environ[NO_PROXIES[0]] = f'{without},{start.host}'.lstrip(',')
+    jax.config.update('jax_check_proxy_envs', False)
+
+
+def _address(host: str, port: int) -> str:
+    return f'[{host}]:{port}' if ':' in host else f'{host}:{port}'
+
+
+def _end_if_unreached(peers: Peers, error: BaseException) -> None:
+    """End this process with 75 if `error` says that another was not reached; where one told why it ended, with what that told."""
+    # jax raises a ValueError for what fails in a collective that was dispatched before.
+    if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and UNREACHED.match(str(error)):
+        why = _one_line(error)
+        peers.failed(why, own=False)
+        peers.wait(LAST_WORDS)
+        end(f'the processes did not reach each other in time ({why}): start the run again to go on from its last checkpoint')
+
+
+def _exit_without_waiting(peers: Peers, code: int) -> None:
+    """Once the error is printed, leave: jax waits at exit for all processes, and those that hear of the error will not come."""
+
+    def leave() -> None:
+        peers.wait(LAST_WORDS)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
+
+    atexit.register(leave)
+    # Threads are joined before what is registered runs, and one may be waiting for a process that is gone.
+    timer = threading.Timer(2 * LAST_WORDS, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+
+
+def _exit_code(error: BaseException) -> int:
+    match error:
+        case RunError():
+            return error.exit_code
+        case KeyboardInterrupt():
+            return 130
+        case SystemExit(code=int(code)):
+            return code
+        case SystemExit(code=None):
+            return 0
+    return 1
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().partition('\n')[0]
+    return f'{type(error).__name__}: {text}' if text else type(error).__name__

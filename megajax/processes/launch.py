@@ -1,0 +1,277 @@
+"""`megajax launch`: several processes of one run on this machine, watched by one that ends them together. Imports no jax."""
+
+import collections
+import contextlib
+import ctypes
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from megajax.config.errors import ConfigError
+from megajax.processes.environment import COORDINATOR, LOCAL_DEVICES, PROCESS, PROCESSES, visible_gpus
+from megajax.processes.peers import RETRY
+from megajax.processes.signals import STOPS, Patience, drop_lost_outputs, take_stops
+
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL, once a process has failed
+GRACE_IF_ASKED = 30.0  # seconds after the first process has ended on a signal that was passed on: the others may be saving
+LAST_LINES = 20  # of a process that failed
+POLL = 0.05  # seconds
+# Signals that come from outside (a scheduler, the kernel out of memory) or from jax, which aborts where another process is lost: a new
+# start can mend what led to them. The others are crashes, such as SIGSEGV, that would repeat.
+MENDABLE = (*STOPS, signal.SIGKILL, signal.SIGABRT)
+PATIENCE = '--xla_cpu_collective_call_terminate_timeout_seconds'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is started: one command, and for each process the variables that it gets besides the environment."""
+
+    command: tuple[str, ...]
+    variables: tuple[Mapping[str, str], ...]
+
+    def __str__(self) -> str:
+        return '\n'.join(
+            f'[{index}] {shlex.join([f"{name}={value}" for name, value in one.items()])} {shlex.join(self.command)}'
+            for index, one in enumerate(self.variables)
+        )
+
+
+def make_plan(
+    arguments: Sequence[str],
+    *,
+    processes: int,
+    needed: int,
+    devices_per_process: int | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Plan:
+    """The plan for `python -m megajax ARGUMENTS` in `processes` processes, whose mesh has `needed` devices.
+
+    Each process gets its own part of the visible GPUs or, without GPUs, `devices_per_process` simulated CPU devices; by default an
+    equal share. Raises ConfigError where the numbers do not fit, so that no GPU is idle or shared.
+    """
+    gpus = _usable_gpus(environ)
+    devices = devices_per_process or max((gpus or needed) // processes, 1)
+    product = f'{processes} processes x {devices} devices'
+    if gpus and processes * devices != gpus:
+        raise ConfigError(
+            f'{product} are {processes * devices}, and {gpus} GPUs are visible: choose --processes and --devices-per-process '
+            f'for {gpus}, or show {processes * devices} in CUDA_VISIBLE_DEVICES'
+        )
+    if processes * devices != needed:
+        raise ConfigError(
+            f'{product} are {processes * devices}, and mesh.data x mesh.model needs {needed}: change the mesh, or choose '
+            '--processes and --devices-per-process for it'
+        )
+    run = {COORDINATOR: f'127.0.0.1:{_free_port()}', PROCESSES: str(processes)}
+    place = _gpus_of if gpus else _cpus_of
+    variables = tuple({**run, PROCESS: str(index), **place(index, devices, environ)} for index in range(processes))
+    return Plan(command=(sys.executable, '-m', 'megajax', *arguments), variables=variables)
+
+
+def launch(plan: Plan, *, grace: float = GRACE) -> int:
+    """Run the plan to its end and return the exit code: 0, or that of the process that failed first.
+
+    Of one that a signal ended it is 75 where a new start can mend that (MENDABLE), or where one was stopped (SIGSTOP), else 128 + n
+    for signal n. When one fails the others get SIGTERM and, after `grace` seconds, SIGKILL. The first signal that asks to leave is passed
+    on; another SIGINT, more than a second later, ends them with SIGKILL.
+    """
+    group = _Group(plan, grace)
+    with group.passing_signals():
+        group.start()
+        return group.wait()
+
+
+class _Group:
+    """The running processes, by their index."""
+
+    def __init__(self, plan: Plan, grace: float):
+        self.plan, self.grace = plan, grace
+        self.processes: list[subprocess.Popen[str]] = []
+        self.tails: list[collections.deque[str]] = [collections.deque(maxlen=LAST_LINES) for _ in plan.variables]
+        self.readers: list[threading.Thread] = []
+        self.signals: list[signal.Signals] = []  # the first that asked to leave, and the SIGINT that insisted
+        self.asked = 0  # processes that got the first signal
+        self.patience = Patience()
+        self.stopped: list[int] = []  # when another failed
+
+    @contextlib.contextmanager
+    def passing_signals(self) -> Iterator[None]:
+        before = take_stops(self._received)
+        try:
+            yield
+        finally:
+            self._send(signal.SIGKILL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def start(self) -> None:
+        for one in self.plan.variables:
+            if self.signals:
+                break
+            self.processes.append(
+                subprocess.Popen(
+                    self.plan.command,
+                    env={**os.environ, **one, 'PYTHONUNBUFFERED': '1'},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors='replace',
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+                    preexec_fn=_end_with_parent,
+                )
+            )
+        # Threads only now: a fork beside them could hang.
+        for index, process in enumerate(self.processes):
+            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                assert source is not None
+                self.readers.append(threading.Thread(target=self._pass_on, args=(index, source, target), daemon=True))
+        for reader in self.readers:
+            reader.start()
+        if self.signals:
+            self._send(self.signals[0], self.asked)  # to the one that was being started when it came
+
+    def wait(self) -> int:
+        """Until all have ended; the exit code of the run."""
+        while not (failed := self._failed()) and self._running():
+            time.sleep(POLL)
+        if failed:
+            failed = self._failed_first()
+            self.stopped = [index for index, process in enumerate(self.processes) if process.poll() is None and _is_stopped(process.pid)]
+            self._end_others()
+        for process in self.processes:
+            process.wait()
+        for reader in self.readers:
+            reader.join(timeout=1)
+        return self._result(failed or self._failed())
+
+    def _result(self, failed: list[int]) -> int:
+        if not failed:
+            return RETRY if len(self.processes) < len(self.plan.variables) else 0  # asked to leave before all had started
+        # 75 says that another process ended first.
+        first = min(failed, key=lambda index: self.processes[index].returncode == RETRY)
+        code = self.processes[first].returncode
+        drop_lost_outputs()
+        if self.signals:
+            print(f'launch: ended by {self.signals[0].name}', file=sys.stderr)
+        elif self.stopped and code in (RETRY, -signal.SIGABRT):  # jax aborts where a heartbeat is missing
+            which = ', '.join(map(str, self.stopped))
+            print(f'launch: process {which} of {len(self.processes)} was stopped, as by SIGSTOP, and the run with it', file=sys.stderr)
+            return RETRY
+        else:
+            print(f'launch: process {first} of {len(self.processes)} failed with {_describe(code)}; its last lines:', file=sys.stderr)
+            for line in self.tails[first]:
+                print(f'    {line}', file=sys.stderr)
+        return _exit_code(code)
+
+    def _failed(self) -> list[int]:
+        return [index for index, process in enumerate(self.processes) if process.poll()]
+
+    def _failed_first(self) -> list[int]:
+        # 75 tells of another process that ended first, or ends within seconds: the cause is told from the consequence by its exit code.
+        deadline = time.monotonic() + self.grace
+        while True:
+            time.sleep(POLL)
+            failed = self._failed()
+            only_consequences = all(self.processes[index].returncode == RETRY for index in failed)
+            if not only_consequences or self.signals or not self._running() or time.monotonic() > deadline:
+                return failed
+
+    def _running(self) -> bool:
+        return any(process.poll() is None for process in self.processes)
+
+    def _end_others(self) -> None:
+        if not self.signals:
+            self._send(signal.SIGTERM)
+        deadline = time.monotonic() + (GRACE_IF_ASKED if self.signals else self.grace)
+        while self._running() and time.monotonic() < deadline:
+            time.sleep(POLL)
+        self._send(signal.SIGKILL)
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        match self.patience.meaning(number):
+            case 'first':
+                self.signals.append(signal.Signals(number))
+                self.asked = len(self.processes)
+                self._send(signal.Signals(number))
+            case 'insists':
+                self.signals.append(signal.Signals(number))
+                self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals, first: int = 0) -> None:
+        for process in self.processes[first:]:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    # Each leads a group of its own, with the workers that read its data.
+                    os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
+
+    def _pass_on(self, index: int, source: IO[str], target: IO[str]) -> None:
+        for line in source:
+            self.tails[index].append(line.rstrip('\n'))
+            with contextlib.suppress(OSError, ValueError):  # our own output may be closed; the processes go on
+                target.write(f'[{index}] {line}' if line.endswith('\n') else f'[{index}] {line}\n')
+                target.flush()
+
+
+def _usable_gpus(environ: Mapping[str, str]) -> int:
+    gpus = visible_gpus(environ)
+    if gpus and not any('cuda' in plugin.name for plugin in entry_points(group='jax_plugins')):
+        raise ConfigError(
+            f"{gpus} GPUs are visible and jax has no plugin for them: pip install 'megajax[cuda]', or set JAX_PLATFORMS=cpu for CPU devices"
+        )
+    return gpus
+
+
+def _gpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
+    return {LOCAL_DEVICES: ','.join(str(gpu) for gpu in range(index * devices, (index + 1) * devices))}
+
+
+def _cpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
+    variables = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
+    # Simulated devices meet at each collective; on a busy machine one may be late, and XLA's default ends the process then.
+    flags = environ.get('XLA_FLAGS', '')
+    return variables if PATIENCE in flags else {**variables, 'XLA_FLAGS': f'{flags} {PATIENCE}=600'.strip()}
+
+
+def _free_port() -> int:
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def _exit_code(code: int) -> int:
+    """The exit code of the launch for that of a process, which is -n where signal n has ended it."""
+    if -code in MENDABLE:
+        return RETRY
+    return 128 - code if code < 0 else code
+
+
+def _describe(code: int) -> str:
+    if code >= 0:
+        return f'exit code {code}'
+    retried = f', and the launch with {RETRY}: start it again' if -code in MENDABLE else ''
+    return f'signal {signal.Signals(-code).name} ({128 - code}){retried}'
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] in 'Tt'
+    except OSError:  # it has ended, or this is not Linux
+        return False
+
+
+def _end_with_parent() -> None:
+    """Linux ends a process when the one that launched it is killed; elsewhere the processes go on."""
+    if sys.platform == 'linux':
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,0 +1,153 @@
+"""Where the numbers of a run go: a JSON line per step, TensorBoard, and Weights & Biases where it is asked for.
+
+None of them can end a run: what fails is said once, and what could not be written waits for the next step.
+"""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import jax
+
+from megajax.config import Config, ConfigError
+from megajax.config.errors import reason
+from megajax.run.log.append import AppendedFile
+from megajax.run.log.trackers import TensorBoard, WandB
+
+logger = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """What takes the numbers of a step; each method may raise."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """The numbers of the next step."""
+
+    def rewind(self, step: int) -> None:
+        """Those of steps after `step` do not count any more; 0 stands before all."""
+
+    def close(self) -> None:
+        """There will be no more."""
+
+
+class MetricsWriter:
+    """Appends to `folder`/metrics.jsonl, and tells the trackers; processes other than the first write nothing.
+
+    What a run wrote of steps after `step`, which it lost, is taken away, so that each step is there once.
+    """
+
+    def __init__(self, folder: Path, step: int, *, config: Config | None = None):
+        self._sinks: dict[str, Sink] = {}
+        self._failed: set[str] = set()
+        self._lines = JsonLines(folder / 'metrics.jsonl')
+        if jax.process_index() == 0:
+            self._sinks = {'metrics.jsonl': self._lines, 'TensorBoard': TensorBoard(folder / 'tensorboard')}
+            if config and config.run.wandb:
+                try:
+                    self._sinks['wandb'] = WandB(folder, config.run.wandb, config.model_dump(mode='json'))
+                except Exception as error:
+                    logger.warning('wandb is left out: %s', reason(error))
+        self.rewind(step)
+
+    def write(self, step: int, **values: float) -> None:
+        """All numbers of a step, by name; JSON has null for those that are not finite."""
+        self._each(lambda sink: sink.write(step, values))
+
+    def rewind(self, step: int) -> None:
+        """Take away what was written of steps after `step`; if that is 0, of it too, because a run begins with it."""
+        self._each(lambda sink: sink.rewind(step))
+
+    def lost_seconds(self, *, until: float = math.inf) -> float:
+        """How long those steps took that the last `rewind` took away, of those that had been taken; up to step `until`."""
+        taken = (line for line in self._lines.removed if line.get('taken') and line['step'] <= until)
+        return sum(line['step_ms'] - line['data_wait_ms'] for line in taken) / 1e3
+
+    def _each(self, action: Callable[[Sink], None]) -> None:
+        for name, sink in self._sinks.items():
+            try:
+                action(sink)
+            except Exception as error:
+                if name not in self._failed:
+                    logger.warning('%s cannot be written (%s); the run goes on', name, reason(error))
+                self._failed.add(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._each(lambda sink: sink.close())
+
+
+class JsonLines:
+    """A JSON object per line, one for each step, in order; what cannot be written waits for the next."""
+
+    def __init__(self, path: Path):
+        self.removed: list[dict[str, Any]] = []  # by the last `rewind`, the last one first
+        self._path, self._file = path, AppendedFile(path)
+        self._last: int | None = None  # the step after which nothing may be, if there may be something
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """A line of `step` and its values."""
+        self._append(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """A line of `step` and its texts."""
+        self._append(step, texts)
+
+    def rewind(self, step: int) -> None:
+        """Cut off the lines of later steps, and one that a kill has cut short."""
+        self._last, self.removed = step, []
+        waiting = [(piece, _parse(piece)) for piece in self._file.waiting]
+        self._file.waiting.clear()
+        for piece, line in reversed(waiting):
+            if line and not 0 < line['step'] <= step:
+                self.removed.append(line)
+            else:
+                self._file.waiting.appendleft(piece)
+        self._cut()
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._cut()
+        self._file.close()
+
+    def _append(self, step: int, values: Mapping[str, Any]) -> None:
+        self._file.waiting.append((json.dumps({'step': step, **values}) + '\n').encode())
+        self._cut()
+        self._file.flush()
+
+    def _cut(self) -> None:
+        if self._last is None:
+            return
+        content = self._path.read_bytes() if self._path.exists() else b''
+        end = len(content)
+        while end:
+            start = content.rfind(b'\n', 0, end - 1) + 1
+            line = _parse(content[start:end])
+            if line and line['step'] <= self._last > 0:
+                break
+            self.removed += [line] if line else []
+            end = start
+        if end < len(content):
+            self._file.truncate(end)
+        self._last = None
+
+
+def _parse(piece: bytes) -> dict[str, Any] | None:
+    """What a whole line holds; None if it was cut short, or damaged."""
+    try:
+        line = json.loads(piece) if piece.endswith(b'\n') else None
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get('step'), int) else None
+
+
+def check_wandb(config: Config) -> None:
+    """Raises ConfigError where `run.wandb` asks for a package that is not there."""
+    if config.run.wandb and find_spec('wandb') is None:
+        raise ConfigError(f"run.wandb={config.run.wandb} needs a package that is not there: pip install 'megajax[wandb]', or leave it out")

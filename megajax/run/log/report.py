@@ -1,0 +1,173 @@
+"""What a run says on the terminal: where things lie, how far it is, what came out."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from megajax.hardware.targets import is_nvidia
+from megajax.parallel.mesh import is_simulated
+from megajax.parallel.placements import Placement
+from megajax.processes.signals import drop_lost_outputs
+from megajax.train.loss_scale import MARGIN
+
+LEARNING = {'loss': 'loss {:.3f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad norm {:.2f}'}
+RATES = {'tokens_per_s': '{:,.0f} tokens/s', 'tflops_per_device': '{:.3g} TFLOP/s', 'mfu': 'MFU {:.1%}'}  # of several steps: by their time
+WORTH_SAYING, LEAST_MS = 0.1, 100.0  # of the time of the steps since the last line, and more than so many ms
+
+
+class Report:
+    """The terminal of a run; processes other than the first stay silent."""
+
+    def __init__(self) -> None:
+        self.console = _Console(highlight=False, soft_wrap=True, quiet=jax.process_index() != 0)
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self.console.print(text, markup=False)
+
+    def mesh(self, mesh: Mesh) -> None:
+        """The axes, and on what devices they lie."""
+        device = mesh.devices.flat[0]
+        axes = ' x '.join(f'{name}={size}' for name, size in mesh.shape.items())
+        if is_simulated(mesh):
+            where = f'{mesh.size} devices, simulated: this machine has only a CPU'
+        else:
+            where = f'{mesh.size} x {device.device_kind}' if device.platform != 'cpu' else _cpus(mesh)
+        self.say(f'mesh       {axes}, {where}')
+        if device.platform != 'cpu' and not is_nvidia(device):
+            self.say(
+                f'note       nothing of megajax was ever tried on {device.device_kind}: training has '
+                "run on CPUs, and been compiled for NVIDIA GPUs; attention takes XLA's kernels"
+            )
+
+    def loss_scale(self, first: float, held: float) -> None:
+        """Which scales the first batch in fp16 was tried at: from the first one down to that which held."""
+        before = f'overflow at {first:,.0f}, and ' if held < first else ''
+        self.say(f'loss scale the gradients of the first batch {before}hold at {held:,.0f}: the run begins with {held / MARGIN:,.0f}')
+
+    def placements(self, parameters: list[Placement], num_parameters: int) -> None:
+        """The table of who holds what."""
+        table = Table('parameter', 'shape', 'placement', 'bytes per device', box=None, header_style='bold', pad_edge=False)
+        for column in table.columns:
+            column.no_wrap = True
+        table.columns[-1].justify = 'right'
+        for one in parameters:
+            placement = ','.join(axis or '-' for axis in one.axes)
+            table.add_row(one.name, 'x'.join(map(str, one.shape)), placement, f'{one.bytes_per_device:,}')
+        total = sum(one.bytes_per_device for one in parameters)
+        table.add_row(f'{num_parameters:,} parameters', '', '', f'{total:,}', style='bold')
+        self.console.print(table)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Say what takes a while."""
+        if self.console.is_terminal:
+            with self.console.status(what):
+                yield
+        else:
+            self.say(f'{what} ...')
+            yield
+
+    @contextmanager
+    def progress(self, *, start: int, steps: int, log_every: int) -> Iterator['StepReport']:
+        """A bar over the steps; where the output is no terminal, a line every `log_every` steps."""
+        columns = (
+            TextColumn('step'), MofNCompleteColumn(), BarColumn(bar_width=16), _Values(), TextColumn('left'), TimeRemainingColumn()
+        )  # fmt: skip
+        with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
+            report = StepReport(self, bar, start=start, steps=steps, log_every=log_every)
+            try:
+                yield report
+            finally:
+                report.close()
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Go on without being read, as after `megajax train | tee log` in a terminal that was closed; rich would exit."""
+        drop_lost_outputs()
+
+
+def _cpus(mesh: Mesh) -> str:
+    return 'one CPU' if mesh.size == 1 else f'{mesh.size} CPU devices of {jax.process_count()} processes'
+
+
+class StepReport:
+    """The progress of the training loop."""
+
+    def __init__(self, report: Report, bar: Progress, *, start: int, steps: int, log_every: int):
+        self.report, self.bar, self.steps, self.log_every = report, bar, steps, log_every
+        self.task = bar.add_task('train', total=steps, completed=start, values='')
+        self._sums: Counter[str] = Counter()  # since the last line
+        self._skipped: Counter[str] = Counter()
+        self._count = 0
+
+    def step(self, step: int, values: Mapping[str, float]) -> None:
+        """After each step, with its numbers as in `metrics.jsonl`."""
+        if not values['taken']:
+            self.report.say(f'step {step} is skipped: {_why_skipped(values)}; {values["skipped_steps"]:.0f} so far')
+            self._skipped[_kind_of_skip(values)] += 1
+        self._count += 1
+        self._sums.update({name: values[name] for name in ('step_ms', 'data_wait_ms', 'checkpoint_ms')})
+        self._sums.update({name: values[name] * values['step_ms'] for name in RATES if name in values})
+        rates = {name: self._sums[name] / self._sums['step_ms'] for name in RATES if name in values}
+        told = _describe(LEARNING, values), '  '.join([_describe(RATES, rates), *_memory(values)])
+        self.bar.update(self.task, completed=step, values='\n'.join(told))
+        if step % self.log_every == 0 or step == self.steps:
+            if self.bar.disable:
+                self.report.say(f'step {step}/{self.steps}  {"  ".join(told)}')
+            for remark in _remarks(self._sums, values):
+                self.report.say(f'step {step}  {remark}')
+            self._sums.clear()
+
+    def close(self) -> None:
+        """Say how many steps of this start were skipped, and why."""
+        if self._skipped:
+            reasons = ', '.join(f'{count} for {kind}' for kind, count in self._skipped.items())
+            self.report.say(f'skipped    {self._skipped.total()} of {self._count} steps: {reasons}')
+
+
+def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
+    """The numbers that `forms` has a form for, in its order; those that are not known are left out."""
+    return '  '.join(form.format(values[name]) for name, form in forms.items() if name in values)
+
+
+def _why_skipped(values: Mapping[str, float]) -> str:
+    if values['overflow']:
+        return f'in fp16 its gradients overflow at a loss scale of {values["loss_scale"]:,.0f}'
+    return f'its loss is {values["loss"]:.4g} and its gradient norm {values["grad_norm"]:.4g}'
+
+
+def _kind_of_skip(values: Mapping[str, float]) -> str:
+    if values['overflow']:
+        return 'gradients that overflow in fp16'
+    return 'a spike in the loss' if values['finite'] else 'a loss or gradient that is not finite'
+
+
+def _memory(values: Mapping[str, float]) -> Iterator[str]:
+    for name, what in (('memory_bytes', ''), ('planned_memory_bytes', ' planned')):
+        if name in values:
+            yield (f'{values[name] / 1e9:.1f} GB' if values[name] >= 1e9 else f'{values[name] / 1e6:.1f} MB') + what
+
+
+def _remarks(sums: Mapping[str, float], values: Mapping[str, float]) -> Iterator[str]:
+    """What held the steps up since the last line, where it is worth a line of its own."""
+    limit = max(WORTH_SAYING * sums['step_ms'], LEAST_MS)
+    if sums['data_wait_ms'] > limit:
+        yield f'waited for data {sums["data_wait_ms"] / 1e3:.2f} s of {sums["step_ms"] / 1e3:.2f} s'
+    if sums['checkpoint_ms'] > limit:
+        yield f'was held up by saving {sums["checkpoint_ms"] / 1e3:.2f} s, beside {sums["step_ms"] / 1e3:.2f} s of steps'
+    if values.get('slowest_process_behind_ms', 0) > WORTH_SAYING * values['step_ms']:
+        yield f'process {values["slowest_process"]:.0f} comes {values["slowest_process_behind_ms"]:.1f} ms after the median to each step'
+
+
+class _Values(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields['values'], no_wrap=True)

@@ -1,0 +1,222 @@
+"""A run from config to result: data, state, training, a sample."""
+
+import dataclasses
+import datetime
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.open import restore_params
+from megajax.config import CheckpointError, Config, ConfigError, NumericError, StopRequested, dump
+from megajax.counts.parameters import num_parameters
+from megajax.data import Data, load_data
+from megajax.parallel.mesh import mesh_for
+from megajax.parallel.placements import placements
+from megajax.processes.distributed import processes
+from megajax.run.clock import Clock, Summary
+from megajax.run.limits import phase_limits
+from megajax.run.lock import run_lock
+from megajax.run.log.metrics import MetricsWriter, check_wandb
+from megajax.run.log.report import Report
+from megajax.run.profile import Profiler
+from megajax.run.sampler import Sampler
+from megajax.run.start import check_tokenizer, find_start, origin_of
+from megajax.run.stop import StopWatch
+from megajax.run.trainer import Trainer
+from megajax.run.watchdog import Watchdog
+from megajax.train.step import TrainState, init_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run that has come to its last step: where it lies, and what it measured."""
+
+    folder: Path
+    step: int
+
+    @property
+    def checkpoint(self) -> Path:
+        """Its newest checkpoint, which `megajax generate`, `eval` and `export` take."""
+        return self.folder / 'checkpoints' / str(self.step)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: of each step, and of each evaluation."""
+        lines = (self.folder / 'metrics.jsonl').read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def train(config: Config, *, name: str = 'run') -> Run:
+    """Train `config`: what `megajax train` does, from Python, in each of the processes of a run.
+
+    Processes find one another as the environment says (`megajax launch`, Slurm, Kubernetes). The
+    run directory is a new one named after `name`, unless `run.dir` is set; with the directory of a
+    run that was interrupted it is resumed.
+
+    Raises RunError, which has the exit code of the command: ConfigError for what the machine, the
+    data or the run directory cannot give, CheckpointError and NumericError where the run cannot
+    continue, and StopRequested after a signal or `run.max_minutes`, when it is saved.
+    """
+    try:
+        with processes():
+            return run(config, name=name)
+    except SystemExit as request:
+        if request.code != StopRequested.exit_code:
+            raise
+        raise StopRequested('asked to stop; the run is saved') from None
+
+
+def run(config: Config, *, name: str) -> Run:
+    """Train `config` on its mesh in processes that have met; see `train`.
+
+    Asked to stop, by a signal (`processes/signals.py`) or `run.max_minutes`, it saves and raises
+    SystemExit(75).
+    """
+    check_wandb(config)
+    clock = Clock()
+    with StopWatch(config.run.max_minutes) as stop, _leaving():
+        mesh = mesh_for(config)
+        report = Report()
+        report.mesh(mesh)
+        folder = _run_folder(config, name)
+        watchdog = Watchdog(folder, _limits(config), index=jax.process_index(), count=jax.process_count())
+        with run_lock(folder), _summed(folder, clock, report) as summary, watchdog, jax.set_mesh(mesh):
+            if jax.process_index() == 0:
+                stop.progress = lambda: _what_is_saved(summary)
+            watchdog.beat('verifying what the run starts from', 'checkpoint')
+            start = find_start(config, folder)
+            watchdog.beat('reading the corpus', 'corpus')
+            with report.waiting('reading the corpus'):
+                data = load_data(config)
+            report.say(f'data       {data.summary}')
+            stop.check()
+            step = _train(config, data, folder, start, report, summary, stop, watchdog)
+    report.say(f'run        {folder}\nmetrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard')
+    report.say(f'checkpoint {folder}/checkpoints/{step}')
+    return Run(folder, step)
+
+
+def _train(
+    config: Config, data: Data, folder: Path, start: Path | None, report: Report, summary: Summary, stop: StopWatch, watchdog: Watchdog
+) -> int:
+    """Train to the last step, and return the step of the newest checkpoint."""
+    watchdog.beat('restoring', 'checkpoint')
+    with Checkpoints(folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints) as checkpoints:
+        state = _first_state(config, checkpoints, start, report, summary.clock)
+        _write_inputs(folder, config, data)
+        report.placements(placements(state.params), num_parameters(config.model))
+        report.say(f'run        {folder}')
+        metrics_writer = MetricsWriter(folder, int(state.step), config=config)
+        with metrics_writer as metrics, closing(Sampler(config, data.tokenizer, folder, int(state.step), report=report)) as sampler:
+            summary.begin(int(state.step), lost_seconds=metrics.lost_seconds(until=summary.last_step))
+            trainer = Trainer(
+                config,
+                data,
+                state,
+                report=report,
+                metrics=metrics,
+                sampler=sampler,
+                summary=summary,
+                profiler=Profiler(folder, config.train.profile),
+                checkpoints=checkpoints,
+                stop=stop,
+                watchdog=watchdog,
+            )
+            try:
+                trainer.train()
+            except StopRequested:
+                watchdog.beat('saving', 'checkpoint')
+                trainer.save_now()
+                checkpoints.close(final=True)
+                raise
+            except (NumericError, CheckpointError):  # the newest state may be what is wrong
+                raise
+            except Exception:
+                watchdog.beat('saving', 'checkpoint')
+                trainer.rescue()
+                raise
+    stop.check()
+    return trainer.step
+
+
+def _limits(config: Config) -> Mapping[str, float] | None:
+    if sys.platform != 'linux' and config.run.watchdog_seconds == 'auto':
+        return None
+    return phase_limits(config, jax.process_count())
+
+
+def _what_is_saved(summary: Summary) -> str:
+    if not summary.step:
+        return 'leaving before the first step, as soon as what runs now is done'
+    return f'saving after the step that runs now ({summary.step} are done), then leaving'
+
+
+@contextmanager
+def _leaving() -> Iterator[None]:
+    """A run that was asked to stop says so, and exits with a code that means: start me again."""
+    try:
+        yield
+    except StopRequested as request:
+        Report().say(f'stopped by {request}; the same command with this run.dir goes on')
+        raise SystemExit(StopRequested.exit_code) from None
+
+
+@contextmanager
+def _summed(folder: Path, clock: Clock, report: Report) -> Iterator[Summary]:
+    """However a run ends that has begun, it says where its seconds went."""
+    summary = Summary(folder, clock)
+    try:
+        yield summary
+    finally:
+        if summary.step is not None:
+            summary.write()
+            report.say(f'\n{summary}')
+
+
+def _run_folder(config: Config, name: str) -> Path:
+    if config.run.dir is not None:
+        return Path(config.run.dir)
+    # by the clock of process 0: all write their parts of a checkpoint into one folder
+    now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
+    return Path('runs') / f'{name}-{datetime.datetime.fromtimestamp(now):%Y%m%d-%H%M%S}'
+
+
+def _first_state(config: Config, checkpoints: Checkpoints, start: Path | None, report: Report, clock: Clock) -> TrainState:
+    clock.begin('restore')
+    step = checkpoints.newest_verified()
+    if step is None:
+        if config.run.resume == 'must':
+            raise ConfigError(f'run.resume=must, and {checkpoints.folder} holds no checkpoint: set run.dir, or run.resume=auto')
+        params = _restore_start(config, checkpoints, start, report) if start else None
+        clock.begin('setup')
+        return init_state(config, params)
+    if config.run.resume == 'never':
+        raise ConfigError(f'run.resume=never, and {checkpoints.folder} holds step {step}: choose another run.dir, or run.resume=auto')
+    report.say(f'resume     {checkpoints.folder}, step {step}')
+    state = checkpoints.restore(step)
+    clock.begin('setup')
+    return state
+
+
+def _restore_start(config: Config, checkpoints: Checkpoints, start: Path, report: Report) -> nnx.State:
+    check_tokenizer(start, checkpoints.tokenizer)
+    checkpoints.origin = origin_of(start)
+    report.say(f'start      {start}: its weights, with a fresh optimizer')
+    return restore_params(start, config)
+
+
+def _write_inputs(folder: Path, config: Config, data: Data) -> None:
+    if jax.process_index() == 0:
+        (folder / 'config.yaml').write_text(dump(config))
+        if data.tokenizer is not None:
+            data.tokenizer.save(folder / 'tokenizer.json')

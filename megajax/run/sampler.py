@@ -1,0 +1,67 @@
+"""What a run writes to be read: the continuation of each of `train.sample_prompts`, at every evaluation."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from megajax.config import Config
+from megajax.data import Tokenizer
+from megajax.generate import Generator, Request, encode_prompts
+from megajax.run.log.metrics import JsonLines
+from megajax.run.log.report import Report
+from megajax.run.log.trackers import TensorBoard
+
+TOKENS = 160  # after each prompt
+
+logger = logging.getLogger(__name__)
+
+
+class Sampler:
+    """Says what the model makes of each prompt, on the terminal, in samples.jsonl and as text in TensorBoard, under `samples`.
+
+    `step` is that from which the run goes on; samples of later ones are taken away. Raises ConfigError for prompts that cannot be
+    continued. What cannot be written does not end a run.
+    """
+
+    def __init__(self, config: Config, tokenizer: Tokenizer | None, folder: Path, step: int, *, report: Report):
+        self.prompts = config.train.sample_prompts
+        self._config, self._tokenizer, self._report = config, tokenizer, report
+        self._encoded = encode_prompts(config, tokenizer, self.prompts) if self.prompts else []
+        self._sinks: list[Any] = []
+        if self.prompts and jax.process_index() == 0:
+            self._sinks = [JsonLines(folder / 'samples.jsonl'), TensorBoard(folder / 'tensorboard' / 'samples')]
+        self.rewind(step)
+
+    def sample(self, step: int, params: nnx.State, check: Callable[[], None]) -> None:
+        """Continue the prompts with the parameters after `step`; all processes call it. `check` is called every few tokens."""
+        if not self.prompts:
+            return
+        if not self._report.console.is_terminal:  # there the bar goes on
+            self._report.say('sampling ...')
+        texts = [''] * len(self.prompts)
+        for rows in Generator(self._config, params, self._tokenizer).stream(self._encoded, Request(max_tokens=TOKENS)):
+            check()
+            texts = [row.text if row else '' for row in rows]
+        samples = dict(zip(self.prompts, texts, strict=True))
+        for prompt, text in samples.items():
+            self._report.say(f'\nsample after {prompt!r}:\n{prompt}{text}')
+        self._each(lambda sink: sink.write_texts(step, samples))
+
+    def rewind(self, step: int) -> None:
+        """Take away the samples of steps after `step`."""
+        self._each(lambda sink: sink.rewind(step))
+
+    def close(self) -> None:
+        """Write what waits."""
+        self._each(lambda sink: sink.close())
+
+    def _each(self, action: Callable[[Any], None]) -> None:
+        for sink in self._sinks:
+            try:
+                action(sink)
+            except OSError as error:
+                logger.warning('samples cannot be written (%s); the run goes on', error.strerror)
