@@ -1,4 +1,4 @@
-"""What happens to a parameter follows from its declaration, and from nothing else: not from its name."""
+"""What happens to a parameter follows from its declaration, and nothing from its name."""
 
 import json
 import os
@@ -76,7 +76,7 @@ def everything(config: Config) -> dict[str, Any]:
 
 
 def by_parameter(config: Config) -> dict[str, dict[str, Any]]:
-    """Where each parameter and its moments lie, what a step computes with, and whether it decays."""
+    """Where a parameter and its moments lie, what a step computes with, and whether it decays."""
     layout = Layout.of(config)
     with on_mesh(config):
         state = jax.eval_shape(lambda: init_state(config))
@@ -138,10 +138,10 @@ def renamed(folder: Path, names: dict[str, str]) -> Path:
     files.append(folder / 'megajax/counts/products.py')
     for file in files:
         if file.name not in ('product.py', 'gradient_slot.py'):  # whose weights are not modules'
-            text = attributes.sub(lambda found: rename(found.group(), names, r'\.'), file.read_text())
-            file.write_text(looked_up.sub(lambda found: rename(found.group(), names, "'"), text))
+            text = attributes.sub(lambda x: rename(x.group(), names, r'\.'), file.read_text())
+            file.write_text(looked_up.sub(lambda x: rename(x.group(), names, "'"), text))
     file = folder / 'megajax/counts/parameters.py'
-    file.write_text(as_text.sub(lambda found: rename(found.group(), names, "'"), file.read_text()))
+    file.write_text(as_text.sub(lambda x: rename(x.group(), names, "'"), file.read_text()))
     return folder
 
 
@@ -274,9 +274,11 @@ def test_a_made_up_parameter_is_treated_as_it_is_declared(
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_a_layer_gets_a_matrix_in_the_dtype_of_the_step_and_the_rest_in_fp32(dtype, declare_too):
+def test_of_gathered_parameters_a_layer_gets_matrices_alone_in_the_dtype_of_the_step(
+    dtype, declare_too
+):
     declare_too(*MADE_UP)
-    config = larger(2, 2, init_std=0.0202, train={'dtype': dtype})
+    config = larger(2, 2, init_std=0.0202, train={'dtype': dtype}, optim={'shard': True})
     with on_mesh(config):
         params = jax.eval_shape(lambda: init_state(config)).params
         batch, key = abstract_batch(config), jax.random.key(0)
