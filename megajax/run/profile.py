@@ -42,6 +42,10 @@ class Profiler:
         if step == self._last:
             self._stop()
 
+    def covers(self, step: int) -> bool:
+        """Whether step `step` is, or will be, in the trace."""
+        return self._tracing or 0 < self._first <= step <= self._last
+
     def _start(self) -> None:
         self._first = 0  # a run that is rolled back comes here again
         try:

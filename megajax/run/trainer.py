@@ -3,13 +3,14 @@
 import logging
 import math
 from collections import Counter
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.stages import Compiled
 
 from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.config import Config, NumericError
+from megajax.config import Config, NumericError, StopRequested
 from megajax.data import Batch as HostBatch
 from megajax.data import Data
 from megajax.miscompiles import check_compiled, mesh_target
@@ -17,7 +18,7 @@ from megajax.processes.agree import all_are_here
 from megajax.run.clock import Activity, Summary
 from megajax.run.limits import MEASURED
 from megajax.run.log.metrics import MetricsWriter
-from megajax.run.log.report import Report
+from megajax.run.log.report import Report, StepReport
 from megajax.run.meter import Meter, slowest
 from megajax.run.profile import Profiler
 from megajax.run.sampler import Sampler
@@ -32,6 +33,15 @@ logger = logging.getLogger(__name__)
 
 ROLLBACKS = 3  # without a new checkpoint between them; then the run ends
 COMPANY = 5.0  # seconds in which the other processes fail in the same place, or do not
+
+
+class _Dispatched(NamedTuple):
+    """A step that the devices have been given, by its number; metrics are on the devices."""
+
+    step: int
+    metrics: Metrics
+    start: float  # seconds by the clock, before its batch
+    after_batch: float
 
 
 class Trainer:
@@ -59,8 +69,11 @@ class Trainer:
         self.summary, self.clock, self.profiler = summary, summary.clock, profiler
         self._skipped = self.step - int(state.guard.taken)
         self._own_seconds = self._checkpoint_seconds = 0.0  # until the last line that tells of them
-        self._save_due = False
+        self._due = self._save_due = False
         self._rollbacks = 0
+        self._ahead: _Dispatched | None = None  # of the step after `step`, whose metrics nobody read
+        self._failure: Exception | None = None  # of dispatching it
+        self._last_end = 0.0  # of the last step, by the clock
         self._eval_step: Compiled | None = None
 
     def train(self) -> None:
@@ -82,14 +95,23 @@ class Trainer:
         self._own_seconds = self.clock.seconds('data_wait', 'other')
         with self.profiler, self.report.progress(start=self.step, steps=steps, log_every=self.config.train.log_every) as progress:
             while self.step < steps:
-                self.stop.check()
-                values = self._take_step()
-                progress.step(self.step, values)
-                if self._goes_on(values):
-                    self._save_if_due(taken=bool(values['taken']))
-                    self._evaluate_if_due()
-                else:
-                    self._roll_back()
+                try:
+                    self.stop.check()
+                except StopRequested:
+                    if self._ahead is not None:
+                        self._one_step(progress, go_ahead=False)
+                    raise
+                self._one_step(progress)
+
+    def _one_step(self, progress: StepReport, *, go_ahead: bool = True) -> None:
+        """One step and what follows from it."""
+        values = self._take_step(go_ahead=go_ahead)
+        progress.step(self.step, values)
+        if self._goes_on(values):
+            self._save_if_due(taken=bool(values['taken']))
+            self._evaluate_if_due()
+        else:
+            self._roll_back()
 
     def _check_compiled(self, step: Compiled) -> None:
         """Raise MiscompileError for a step that XLA has compiled wrongly for these GPUs."""
@@ -124,34 +146,76 @@ class Trainer:
 
     def _is_whole(self) -> bool:
         try:
+            if self._ahead is not None:
+                self.metrics.write(self._ahead.step, **self._take_step(go_ahead=False))
             return int(self.state.step) == self.step
         except RuntimeError:  # a step that failed took the state with it
             return False
 
-    def _take_step(self) -> dict[str, float]:
-        """One step, timed from its batch to its metrics; all that is known of it so far."""
-        step = self.step + 1
-        with self.profiler.step(step):
-            start = self._begin('data_wait', 'data')
-            batch = next(self._batches)
-            dispatched = self._begin('productive', f'step {step}', 'first step' if step == self._first else 'step')
-            self.state, metrics = self._run_step(batch)
-            values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-            end = self.clock.begin('other')
+    def _take_step(self, *, go_ahead: bool) -> dict[str, float]:
+        """One step, timed from its batch to its metrics; all that is known of it so far.
+
+        The next step is dispatched before the metrics of this one are read, so that the devices do
+        not wait for the host, unless something may need the state between the two.
+        """
+        if self._failure is not None:
+            raise self._failure
+        current, self._ahead = self._ahead or self._dispatch(self.step + 1), None
+        self._due = self.checkpoints.poll(current.step) or self._save_due
+        if go_ahead and self._may_go_ahead(current.step):
+            try:
+                self._ahead = self._dispatch(current.step + 1)
+            except Exception as error:  # after this step, which it has nothing to do with
+                self._failure = error
+        kind = 'first step' if current.step == self._first else 'step'
+        self._begin('productive', f'step {current.step}', kind)
+        got = jax.device_get(current.metrics)
+        values = {name: float(value) for name, value in got.items()}
+        end = self.clock.begin('other')
         if not values['finite']:
             self._check_read()
+        start = max(current.start, self._last_end)
+        self._last_end = end
         if self.config.run.watchdog_seconds == 'auto':
             self.watchdog.allow('step', MEASURED * (end - start))
-        self.step = self.summary.step = step
+        self.step = self.summary.step = current.step
         if not values['taken']:
             self._skipped += 1
-            self.clock.lose(end - dispatched)
-        times = {'step_ms': 1e3 * (end - start), 'data_wait_ms': 1e3 * (dispatched - start), 'checkpoint_ms': self._checkpoint_ms()}
-        values |= {**self._meter.measure(end - start), **times, 'skipped_steps': self._skipped}
-        if step % self.config.train.log_every == 0:
+            self.clock.lose(end - max(current.after_batch, start))
+        times = {
+            'step_ms': 1e3 * (end - start),
+            'data_wait_ms': 1e3 * (current.after_batch - current.start),
+            'checkpoint_ms': self._checkpoint_ms(),
+        }
+        values |= self._meter.measure(end - start) | times | {'skipped_steps': self._skipped}
+        if self.step % self.config.train.log_every == 0:
             values |= self._find_slowest()
             self.summary.write_sometimes()
         return values
+
+    def _dispatch(self, step: int) -> _Dispatched:
+        """Give the devices a step."""
+        with self.profiler.step(step):
+            start = self._begin('data_wait', 'data')
+            batch = next(self._batches)
+            kind = 'first step' if step == self._first else 'step'
+            after_batch = self._begin('productive', f'step {step}', kind)
+            self.state, metrics = self._run_step(batch)
+            if self.profiler.covers(step):
+                jax.block_until_ready(metrics)  # its kernels belong into its part of the trace
+        return _Dispatched(step, metrics, start, after_batch)
+
+    def _may_go_ahead(self, step: int) -> bool:
+        """Whether nothing needs the state after `step` but the step that follows it."""
+        is_searching_scale = self.config.train.loss_scale == 'auto' and self.step <= self._skipped
+        return not (
+            step == self._first
+            or step == self.config.train.steps
+            or step % self.config.train.eval_every == 0
+            or self._due
+            or (self.state.loss_scale is not None and is_searching_scale)
+            or self.profiler.covers(step + 1)
+        )
 
     def _run_step(self, batch: Batch) -> tuple[TrainState, Metrics]:
         """The compiled step; the first one that a run takes in fp16 finds its loss scale, unless the config gives it."""
@@ -174,6 +238,8 @@ class Trainer:
             self._batches.check()
         except Exception:
             self.state = before_skipped(self.state)
+            if self._ahead is not None:  # it had no rows to read either
+                self.state, self._ahead = before_skipped(self.state), None
             raise
 
     def _evaluate_if_due(self) -> None:
@@ -189,9 +255,8 @@ class Trainer:
         """Save if it is time; what a skipped step left is saved after the next one that is taken."""
         last = self.step == self.config.train.steps
         self._begin('checkpoint', 'checkpoint')
-        due = self.checkpoints.poll(self.step) or self._save_due
-        self._save_due = due and not taken
-        if (due and taken) or last:
+        self._save_due = self._due and not taken
+        if (self._due and taken) or last:
             self._save()
         if last and not self.checkpoints.wait():
             self._save()
@@ -211,13 +276,16 @@ class Trainer:
         if step is None or self._rollbacks > ROLLBACKS:
             why = 'there is no checkpoint yet' if step is None else f'it was rolled back {ROLLBACKS} times without getting to another'
             raise NumericError(f'step {self.step} cannot be rolled back: {why}; lower optim.lr, or save more often (checkpoint.every)')
-        if int(self.state.batches) + self.config.train.steps - step > len(self.data.train):
+        batches = int(self.state.batches) - (self._ahead is not None)
+        self._ahead = self._failure = None
+        if batches + self.config.train.steps - step > len(self.data.train):
             raise NumericError(f'step {self.step} cannot be rolled back: the data has no more batches for the steps after {step}')
         self.report.say(f'step {self.step} is rolled back to step {step}; its batch and those before it are not read again')
-        batches = np.asarray(self.state.batches)
         self.checkpoints.delete_after(step)
         restored = self.checkpoints.restore(step)
-        self.state = restored._replace(batches=jax.device_put(batches, restored.batches.sharding))
+        self.state = restored._replace(
+            batches=jax.device_put(np.int32(batches), restored.batches.sharding)
+        )
         self.step = self._saved = self.summary.step = step
         self._skipped = step - int(restored.guard.taken)
         self.metrics.rewind(step)

@@ -37,7 +37,9 @@ class PlacedBatches:
 
     def __next__(self) -> Batch:
         try:
-            batch = next(self._read)
+            # After an error the rows of every batch are unreadable: a step may be dispatched before
+            # the one that failed is known to have, and must change nothing either.
+            batch = next(self._read) if self._error is None else self._unreadable()
         except StopIteration:
             raise
         except Exception as error:
@@ -46,8 +48,11 @@ class PlacedBatches:
             if not isinstance(error, RunError):  # the others may end this process before it has told of it
                 logger.exception('this process could not read its rows of a batch')
             self._error = self._error or error
-            batch = self._batches.unreadable(self._rows.stop - self._rows.start)
+            batch = self._unreadable()
         return place_batch(self._prepare(batch), batch_size=self._batches.batch_size)
+
+    def _unreadable(self) -> HostBatch:
+        return self._batches.unreadable(self._rows.stop - self._rows.start)
 
     def check(self) -> None:
         """Raise in all processes, which must all ask, if one of them could not read its rows."""

@@ -102,7 +102,7 @@ def test_only_a_whole_state_is_saved_and_where_all_processes_come_to_it(
     def made(state: Any, step: int) -> Trainer:
         one = object.__new__(Trainer)
         one.state, one.step, one._saved, one.checkpoints = SimpleNamespace(step=state), step, 0, Saves()
-        one.report = SimpleNamespace(say=lambda _: None)
+        one.report, one._ahead = SimpleNamespace(say=lambda _: None), None
         one._save = lambda: setattr(one.checkpoints, 'saved', one.step)
         return one
 
