@@ -23,10 +23,19 @@ class State(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--rounds', type=int, default=7, help='turns of each contender, after one that does not count')
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        '--rounds',
+        type=int,
+        default=7,
+        help='turns of each contender, after one that does not count',
+    )
     parser.add_argument('--megabytes', type=int, default=512, help='MiB of state')
-    parser.add_argument('--folder', type=Path, help='where to write, a temporary folder if left out')
+    parser.add_argument(
+        '--folder', type=Path, help='where to write, a temporary folder if left out'
+    )
     arguments = parser.parse_args()
     import jax
 
@@ -43,11 +52,18 @@ def compare(folder: Path, megabytes: int, rounds: int) -> None:
     for turn in range(1, rounds + 2):
         for name, times in seconds.items():
             times.append(timed(save[name], state, turn))
-            print(f'round {turn}: {name:8s} blocking {times[-1][0]:.2f} s, total {times[-1][1]:.2f} s', flush=True)
-    report({name: times[1:] for name, times in seconds.items()}, folder / 'megajax' / str(rounds + 1))
+            print(
+                f'round {turn}: {name:8s} blocking {times[-1][0]:.2f} s, total {times[-1][1]:.2f} s',
+                flush=True,
+            )
+    report(
+        {name: times[1:] for name, times in seconds.items()}, folder / 'megajax' / str(rounds + 1)
+    )
 
 
-def timed(save: Callable[[Any, int], Callable[[], object]], state: State, step: int) -> tuple[float, float]:
+def timed(
+    save: Callable[[Any, int], Callable[[], object]], state: State, step: int
+) -> tuple[float, float]:
     start = time.perf_counter()
     wait = save(state, step)
     blocking = time.perf_counter() - start
@@ -66,7 +82,10 @@ def make_state(megabytes: int) -> State:
     random = np.random.default_rng(0)
     place = NamedSharding(mesh, PartitionSpec(None, 'model'))
     arrays = range(megabytes * 2**20 // (4 * WIDTH * WIDTH))
-    params = {f'{i}': jax.device_put(random.normal(size=(WIDTH, WIDTH)).astype(np.float32), place) for i in arrays}
+    params = {
+        f'{i}': jax.device_put(random.normal(size=(WIDTH, WIDTH)).astype(np.float32), place)
+        for i in arrays
+    }
     return State(jax.device_put(np.int32(0), NamedSharding(mesh, PartitionSpec())), params)
 
 
@@ -74,7 +93,9 @@ def orbax_saver(folder: Path) -> Callable[[Any, int], Callable[[], object]]:
     import orbax.checkpoint as ocp
 
     policy = ocp.checkpoint_managers.LatestN(2)
-    manager = ocp.CheckpointManager(folder, options=ocp.CheckpointManagerOptions(preservation_policy=policy))
+    manager = ocp.CheckpointManager(
+        folder, options=ocp.CheckpointManagerOptions(preservation_policy=policy)
+    )
 
     def save(state: State, step: int) -> Callable[[], object]:
         manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(state)), force=True)
@@ -103,11 +124,16 @@ def report(seconds: dict[str, list[tuple[float, float]]], step: Path) -> None:
     start = time.perf_counter()
     assert problems(step) == []
     hashing = time.perf_counter() - start
-    medians = {name: [statistics.median(column) for column in zip(*times, strict=True)] for name, times in seconds.items()}
+    medians = {
+        name: [statistics.median(column) for column in zip(*times, strict=True)]
+        for name, times in seconds.items()
+    }
     print(f'\nmedians of {len(seconds["orbax"])}    blocking    total')
     for name, (blocking, total) in medians.items():
         print(f'{name:14s} {blocking:8.2f} s {total:6.2f} s')
-    ratios = [ours / theirs for ours, theirs in zip(medians['megajax'], medians['orbax'], strict=True)]
+    ratios = [
+        ours / theirs for ours, theirs in zip(medians['megajax'], medians['orbax'], strict=True)
+    ]
     print(f'{"ratio":14s} {ratios[0]:8.2f}   {ratios[1]:6.2f}')
     print(f'verifying {size / 1e6:.0f} MB takes {hashing:.2f} s, {size / hashing / 1e6:.0f} MB/s')
     shutil.rmtree(step.parent)

@@ -67,7 +67,11 @@ class Change:
         lines = source.encode().splitlines(keepends=True)
         (first, start), (last, end) = self.start, self.end
         lost = b'\n' * (last - first)
-        after = self.after.encode() if self.kind == 'removed statement' else b'(' + self.after.encode() + lost + b')'
+        after = (
+            self.after.encode()
+            if self.kind == 'removed statement'
+            else b'(' + self.after.encode() + lost + b')'
+        )
         changed = lines[first - 1][:start] + after + lines[last - 1][end:]
         padding = lost if self.kind == 'removed statement' else b''
         return b''.join([*lines[: first - 1], changed, padding, *lines[last:]]).decode()
@@ -87,7 +91,9 @@ def changes_of(file: str, source: str) -> list[Change]:
     ]
 
 
-def sample(root: Path, files: Sequence[str], *, seed: int, rooms: Sequence[str] = ()) -> Iterator[Change]:
+def sample(
+    root: Path, files: Sequence[str], *, seed: int, rooms: Sequence[str] = ()
+) -> Iterator[Change]:
     """Changes, none twice: of each room in turn, first a kind and then a place at random."""
     places: dict[str, dict[str, list[Change]]] = {}
     for file in sorted(files):
@@ -133,7 +139,11 @@ def _is_left_alone(node: ast.AST) -> bool:
 
 
 def _is_log(node: ast.expr) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOGS
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in LOGS
+    )
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
@@ -164,11 +174,17 @@ def _can_be_removed(node: ast.AST) -> bool:
     if isinstance(node, ast.Assign):
         return all(isinstance(target, ast.Subscript | ast.Attribute) for target in node.targets)
     is_call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
-    return is_call or isinstance(node, ast.Raise | ast.AugAssign | ast.Break | ast.Continue | ast.Delete)
+    return is_call or isinstance(
+        node, ast.Raise | ast.AugAssign | ast.Break | ast.Continue | ast.Delete
+    )
 
 
 def _changed_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS and not any(_is_text(x) for x in (node.left, node.right)):
+    if (
+        isinstance(node, ast.BinOp)
+        and type(node.op) in OPERATORS
+        and not any(_is_text(x) for x in (node.left, node.right))
+    ):
         yield 'operator', _with(node, op=OPERATORS[type(node.op)]())
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.Invert | ast.Not):
         yield (
@@ -189,12 +205,17 @@ def _changed_expression(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 
 def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str | bytes))
+    return isinstance(node, ast.JoinedStr) or (
+        isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+    )
 
 
 def _negated(node: ast.If | ast.While | ast.IfExp) -> Iterator[tuple[str, ast.AST]]:
     is_changed_elsewhere = isinstance(node.test, ast.UnaryOp) or (
-        isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn)
+        isinstance(node.test, ast.Compare)
+        and isinstance(
+            node.test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn
+        )
     )
     if not is_changed_elsewhere:
         yield 'negated condition', ast.UnaryOp(ast.Not(), copy.deepcopy(node.test))
@@ -225,7 +246,11 @@ def _with(node: ast.AST, **fields: object) -> ast.AST:
 
 
 def _change(file: str, function: str, kind: str, node: ast.AST, changed: ast.AST) -> Change:
-    place = node.test if kind == 'negated condition' and isinstance(node, ast.If | ast.While | ast.IfExp) else node
+    place = (
+        node.test
+        if kind == 'negated condition' and isinstance(node, ast.If | ast.While | ast.IfExp)
+        else node
+    )
     assert isinstance(place, ast.expr | ast.stmt)
     assert place.end_lineno is not None
     assert place.end_col_offset is not None

@@ -30,7 +30,9 @@ COLUMNS = [*KEYS, 'model_ratio', 'data_ratio', 'more', 'errors', 'model_overlap'
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('out', type=Path)
     parser.add_argument('--presets', nargs='*', default=sorted(presets()))
     arguments = parser.parse_args()
@@ -70,12 +72,22 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def load(*, preset: str, data: str, model: str, sequence_parallel: str, microbatches: str, recompute: str) -> megajax.Config | None:
+def load(
+    *, preset: str, data: str, model: str, sequence_parallel: str, microbatches: str, recompute: str
+) -> megajax.Config | None:
     """None where the heads do not divide."""
     if megajax.load(preset).model.num_heads % int(model):
         return None
-    overrides = [f'mesh.data={data}', f'mesh.model={model}', f'mesh.sequence_parallel={sequence_parallel.lower()}']
-    overrides += [f'train.microbatches={microbatches}', f'train.recompute={recompute}', f'train.batch_size={4 * int(data)}']
+    overrides = [
+        f'mesh.data={data}',
+        f'mesh.model={model}',
+        f'mesh.sequence_parallel={sequence_parallel.lower()}',
+    ]
+    overrides += [
+        f'train.microbatches={microbatches}',
+        f'train.recompute={recompute}',
+        f'train.batch_size={4 * int(data)}',
+    ]
     return megajax.load(preset, [*overrides, 'train.dtype=bfloat16', 'model.dropout=0.0'])
 
 
@@ -84,21 +96,33 @@ def measure(config: megajax.Config) -> dict[str, str]:
     found = audit(config, compile_for(config, 'h100', hosts), 'h100')
     more = [f'{row.site} {row.phase} {row.axis}' for row in found.rows if row.verdict == 'MORE']
     errors = [one.rule for one in found.findings if one.level == 'error']
-    ratios = {f'{axis}_ratio': '' if ratio is None else f'{ratio:.6f}' for axis, ratio in found.ratios.items()}
+    ratios = {
+        f'{axis}_ratio': '' if ratio is None else f'{ratio:.6f}'
+        for axis, ratio in found.ratios.items()
+    }
     overlaps = {f'{axis}_overlap': f'{share:.4f}' for axis, share in found.overlapped_share.items()}
     return ratios | {'more': '; '.join(more), 'errors': '; '.join(errors)} | overlaps
 
 
 def table(rows: list[dict[str, str]]) -> None:
     """The largest ratio of each preset."""
-    print('\n| preset | compiled steps | TP: model | TP + SP: model | data | rows with MORE, lint errors |\n|---|---|---|---|---|---|')
-    for preset, group in itertools.groupby(sorted(rows, key=lambda row: row['preset']), key=lambda row: row['preset']):
+    print(
+        '\n| preset | compiled steps | TP: model | TP + SP: model | data | rows with MORE, lint errors |\n|---|---|---|---|---|---|'
+    )
+    for preset, group in itertools.groupby(
+        sorted(rows, key=lambda row: row['preset']), key=lambda row: row['preset']
+    ):
         lines = [*group]
-        tp, sp = ([line['model_ratio'] for line in lines if line['sequence_parallel'] == on] for on in ('False', 'True'))
+        tp, sp = (
+            [line['model_ratio'] for line in lines if line['sequence_parallel'] == on]
+            for on in ('False', 'True')
+        )
         data = [line['data_ratio'] for line in lines if line['data_ratio']]
         largest = [max(map(float, ratios)) for ratios in (tp, sp, data)]
         bad = sum(bool(line['more'] or line['errors']) for line in lines)
-        print(f'| {preset} | {len(lines)} | {" | ".join(f"{ratio:.3f}" for ratio in largest)} | {bad} |')
+        print(
+            f'| {preset} | {len(lines)} | {" | ".join(f"{ratio:.3f}" for ratio in largest)} | {bad} |'
+        )
 
 
 if __name__ == '__main__':

@@ -20,7 +20,9 @@ TOKENS = BATCH * LENGTH
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--rounds', type=int, default=3, help='turns of each contender')
     parser.add_argument('--steps', type=int, default=5, help='timed steps in a turn')
     parser.add_argument('--worker', help=argparse.SUPPRESS)
@@ -32,7 +34,10 @@ def main() -> None:
     for turn in range(arguments.rounds):
         for name, worker in contenders().items():
             table[name] += run_worker(worker, arguments.steps)
-            print(f'round {turn + 1}: {name:32s} {TOKENS / min(table[name]):6.0f} tokens/s', flush=True)
+            print(
+                f'round {turn + 1}: {name:32s} {TOKENS / min(table[name]):6.0f} tokens/s',
+                flush=True,
+            )
     report({name: TOKENS / statistics.median(seconds) for name, seconds in table.items()})
 
 
@@ -41,7 +46,12 @@ def contenders() -> dict[str, dict[str, Any]]:
     workers: dict[str, dict[str, Any]] = {}
     for dtype in ('float32', 'bfloat16'):
         for data, model in ((1, 1), (1, 2), (2, 1)):
-            workers[f'megajax {data}x{model} {dtype}'] = {'kind': 'megajax', 'dtype': dtype, 'data': data, 'model': model}
+            workers[f'megajax {data}x{model} {dtype}'] = {
+                'kind': 'megajax',
+                'dtype': dtype,
+                'data': data,
+                'model': model,
+            }
         workers[f'the products of a step {dtype}'] = {'kind': 'products', 'dtype': dtype}
         if importlib.util.find_spec('torch') and importlib.util.find_spec('transformers'):
             for compiled in (False, True):
@@ -69,7 +79,11 @@ def measure(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def make_worker(worker: dict[str, Any]) -> Callable[[], None]:
-    make = {'megajax': megajax_step, 'transformers': transformers_step, 'products': products_of_a_step}[worker.pop('kind')]
+    make = {
+        'megajax': megajax_step,
+        'transformers': transformers_step,
+        'products': products_of_a_step,
+    }[worker.pop('kind')]
     return make(**worker)
 
 
@@ -80,7 +94,13 @@ def megajax_step(*, dtype: str, data: int, model: int) -> Callable[[], None]:
     import megajax
 
     config = megajax.Config(
-        model=dict(num_layers=LAYERS, hidden_size=WIDTH, num_heads=HEADS, vocab_size=VOCAB, max_seq_len=LENGTH),
+        model=dict(
+            num_layers=LAYERS,
+            hidden_size=WIDTH,
+            num_heads=HEADS,
+            vocab_size=VOCAB,
+            max_seq_len=LENGTH,
+        ),
         mesh=dict(data=data, model=model),
         train=dict(batch_size=BATCH, seq_len=LENGTH, dtype=dtype),
         optim=dict(weight_decay=0.1),
@@ -88,7 +108,13 @@ def megajax_step(*, dtype: str, data: int, model: int) -> Callable[[], None]:
     jax.set_mesh(megajax.make_mesh(data, model))
     state = megajax.init_state(config)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32)
-    batch = megajax.place_batch({'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': np.ones((BATCH, LENGTH), np.float32)})
+    batch = megajax.place_batch(
+        {
+            'tokens': tokens[:, :-1],
+            'labels': tokens[:, 1:],
+            'loss_mask': np.ones((BATCH, LENGTH), np.float32),
+        }
+    )
     train_step = megajax.make_train_step(config)
 
     def step() -> None:
@@ -105,7 +131,12 @@ def products_of_a_step(*, dtype: str) -> Callable[[], None]:
     import jax.numpy as jnp
 
     padded = -(-VOCAB // 1024) * 1024
-    shapes = [(TOKENS, WIDTH, 3 * WIDTH), (TOKENS, WIDTH, WIDTH), (TOKENS, WIDTH, 4 * WIDTH), (TOKENS, 4 * WIDTH, WIDTH)] * LAYERS
+    shapes = [
+        (TOKENS, WIDTH, 3 * WIDTH),
+        (TOKENS, WIDTH, WIDTH),
+        (TOKENS, WIDTH, 4 * WIDTH),
+        (TOKENS, 4 * WIDTH, WIDTH),
+    ] * LAYERS
     shapes += [(TOKENS // 4, padded, WIDTH)] * 4  # the head, in chunks and with the small result
     heads = BATCH * HEADS, LENGTH, WIDTH // HEADS
 
@@ -129,7 +160,14 @@ def transformers_step(*, dtype: str, compiled: bool) -> Callable[[], None]:
 
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=VOCAB,
+        n_positions=LENGTH,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     model = GPT2LMHeadModel(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.1)
@@ -153,15 +191,29 @@ def report(speeds: dict[str, float]) -> None:
     for name, speed in speeds.items():
         print(f'{name:32s} {speed:8.0f}')
     for dtype in ('float32', 'bfloat16'):
-        ours = {name: speed for name, speed in speeds.items() if name.startswith('megajax') and name.endswith(dtype)}
-        theirs = [speed for name, speed in speeds.items() if name.startswith('transformers') and name.endswith(dtype)]
+        ours = {
+            name: speed
+            for name, speed in speeds.items()
+            if name.startswith('megajax') and name.endswith(dtype)
+        }
+        theirs = [
+            speed
+            for name, speed in speeds.items()
+            if name.startswith('transformers') and name.endswith(dtype)
+        ]
         one = ours[f'megajax 1x1 {dtype}']
-        print(f'{dtype}: model=2 on the same cores runs at {ours[f"megajax 1x2 {dtype}"] / one:.2f} of one device')
+        print(
+            f'{dtype}: model=2 on the same cores runs at {ours[f"megajax 1x2 {dtype}"] / one:.2f} of one device'
+        )
         if theirs:
             best = max(theirs)
             products = speeds[f'the products of a step {dtype}']
-            print(f'{dtype}: a step of nothing but its products would be at {products / best:.2f} of transformers')
-            print(f'{dtype}: one device at {one / best:.2f}, the best mesh at {max(ours.values()) / best:.2f} of transformers')
+            print(
+                f'{dtype}: a step of nothing but its products would be at {products / best:.2f} of transformers'
+            )
+            print(
+                f'{dtype}: one device at {one / best:.2f}, the best mesh at {max(ours.values()) / best:.2f} of transformers'
+            )
 
 
 if __name__ == '__main__':

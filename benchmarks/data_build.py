@@ -22,7 +22,9 @@ DOCUMENTS_AT_ONCE = 64
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--rounds', type=int, default=5, help='turns of each contender')
     parser.add_argument('--megabytes', type=int, default=60, help='of text')
     parser.add_argument('--raw', nargs=2, help=argparse.SUPPRESS)
@@ -56,7 +58,9 @@ def compare(folder: Path, size: int, rounds: int) -> None:
     tokens = 0
     for turn in range(rounds):
         command = [sys.executable, __file__, '--raw', str(corpus), str(tokenizer)]
-        took, tokens = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        took, tokens = json.loads(
+            subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        )
         seconds['raw encoder'].append(took)
         command = [
             sys.executable,
@@ -70,9 +74,15 @@ def compare(folder: Path, size: int, rounds: int) -> None:
             '--tokenizer',
             str(tokenizer),
         ]
-        seconds['megajax data build'].append(timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL)))  # noqa: B023
+        seconds['megajax data build'].append(
+            timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
+        )  # noqa: B023
         assert json.loads(Path(f'{folder}/{turn}.json').read_text())['tokens'] == tokens
-        print(f'round {turn + 1}: ' + ', '.join(f'{name} {times[-1]:.2f} s' for name, times in seconds.items()), flush=True)
+        print(
+            f'round {turn + 1}: '
+            + ', '.join(f'{name} {times[-1]:.2f} s' for name, times in seconds.items()),
+            flush=True,
+        )
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     print(f'\n{size / 1e6:.1f} MB, {len(os.sched_getaffinity(0))} cores    MB/s   Mtokens/s')
     for name, median in medians.items():
@@ -94,7 +104,9 @@ def raw(corpus: str, tokenizer: str) -> None:
     def encode() -> None:
         nonlocal count
         for start in range(0, len(texts), DOCUMENTS_AT_ONCE):
-            encodings = backend.encode_batch_fast(texts[start : start + DOCUMENTS_AT_ONCE], add_special_tokens=False)
+            encodings = backend.encode_batch_fast(
+                texts[start : start + DOCUMENTS_AT_ONCE], add_special_tokens=False
+            )
             count += sum(len(encoding) for encoding in encodings)
 
     print(json.dumps([timed(encode), count]))

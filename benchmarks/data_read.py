@@ -15,11 +15,18 @@ import megajax
 from megajax.data import load_data
 from megajax.data.tokens.indexed import write_index
 
-SETTINGS = [(length, order, mask) for length in (256, 1024, 4096) for order in ('stateless', 'megatron') for mask in ('false', 'true')]
+SETTINGS = [
+    (length, order, mask)
+    for length in (256, 1024, 4096)
+    for order in ('stateless', 'megatron')
+    for mask in ('false', 'true')
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--tokens', type=int, default=100, help='millions in the file')
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -27,14 +34,18 @@ def main() -> None:
         write(prefix, arguments.tokens * 10**6)
         print(f'{"sequence":>8}  {"order":10}{"documents":>10}{"M tokens/s":>12}')
         for length, order, mask in SETTINGS:
-            print(f'{length:8}  {order:10}{"apart" if mask == "true" else "joined":>10}{max(rates(prefix, length, order, mask)):12.1f}')
+            print(
+                f'{length:8}  {order:10}{"apart" if mask == "true" else "joined":>10}{max(rates(prefix, length, order, mask)):12.1f}'
+            )
 
 
 def write(prefix: Path, tokens: int) -> None:
     """Documents of 100 to 2000 tokens."""
     random = np.random.default_rng(0)
     lengths = random.integers(100, 2000, tokens // 1050).astype(np.int32)
-    Path(f'{prefix}.bin').write_bytes(random.integers(0, 50000, int(lengths.sum()), np.uint16).tobytes())
+    Path(f'{prefix}.bin').write_bytes(
+        random.integers(0, 50000, int(lengths.sum()), np.uint16).tobytes()
+    )
     with Path(f'{prefix}.idx').open('wb') as file:
         write_index(file, np.dtype(np.uint16), lengths, np.arange(len(lengths) + 1))
 

@@ -25,14 +25,18 @@ FITTED = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('gpus', nargs='*', metavar='GPU', default=sorted(FITTED))
     parser.add_argument('--write', action='store_true')
     arguments = parser.parse_args()
     for name in arguments.gpus:
         gpu, rows = hardware(name), rows_to_fit(name)
         efficiency = rounded(fit(gpu, rows, FITTED[name]))
-        found = residuals([predicted(row, gpu.model_copy(update={'efficiency': efficiency})) for row in rows])
+        found = residuals(
+            [predicted(row, gpu.model_copy(update={'efficiency': efficiency})) for row in rows]
+        )
         print(name, *lines(efficiency, found), sep='\n  ')
         if arguments.write:
             write(FOLDER / f'{name}.yaml', efficiency, found)
@@ -41,14 +45,22 @@ def main() -> None:
 def rounded(efficiency: Efficiency) -> Efficiency:
     """To what a file has."""
     return efficiency.model_copy(
-        update={name: value if name == 'half_size' else round(value, 3) for name, value in efficiency.model_dump(exclude_none=True).items()}
+        update={
+            name: value if name == 'half_size' else round(value, 3)
+            for name, value in efficiency.model_dump(exclude_none=True).items()
+        }
     )
 
 
 def lines(efficiency: Efficiency, found: Residuals) -> tuple[str, str]:
     """As a file has them."""
-    shares = ', '.join(f'{name}: {value:g}' for name, value in efficiency.model_dump(exclude_none=True).items())
-    return f'efficiency: {{{shares}}}', f'fit: {{rows: {found.rows}, mean: {found.mean:.3f}, band: {found.band:.3f}}}'
+    shares = ', '.join(
+        f'{name}: {value:g}' for name, value in efficiency.model_dump(exclude_none=True).items()
+    )
+    return (
+        f'efficiency: {{{shares}}}',
+        f'fit: {{rows: {found.rows}, mean: {found.mean:.3f}, band: {found.band:.3f}}}',
+    )
 
 
 def write(path: Path, efficiency: Efficiency, found: Residuals) -> None:

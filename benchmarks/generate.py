@@ -21,7 +21,9 @@ Run = Callable[[int], None]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--rounds', type=int, default=5, help='turns of each contender')
     parser.add_argument('--dtype', choices=['float32', 'bfloat16'], help='both unless given')
     parser.add_argument('--worker', help=argparse.SUPPRESS)
@@ -37,7 +39,10 @@ def main() -> None:
 
 def contenders(dtype: str) -> dict[str, dict[str, Any]]:
     """Each worker's settings, by the name in the table."""
-    workers = {f'megajax 1x{model}': {'kind': 'megajax', 'dtype': dtype, 'model': model} for model in (1, 2)}
+    workers = {
+        f'megajax 1x{model}': {'kind': 'megajax', 'dtype': dtype, 'model': model}
+        for model in (1, 2)
+    }
     if importlib.util.find_spec('torch') and importlib.util.find_spec('transformers'):
         workers['transformers'] = {'kind': 'transformers', 'dtype': dtype}
     return workers
@@ -46,8 +51,16 @@ def contenders(dtype: str) -> dict[str, dict[str, Any]]:
 @contextmanager
 def started(dtype: str) -> Iterator[dict[str, subprocess.Popen[str]]]:
     command = [sys.executable, __file__, '--worker']
-    pipes = {'stdin': subprocess.PIPE, 'stdout': subprocess.PIPE, 'stderr': subprocess.DEVNULL, 'text': True}
-    workers = {name: subprocess.Popen([*command, json.dumps(settings)], **pipes) for name, settings in contenders(dtype).items()}
+    pipes = {
+        'stdin': subprocess.PIPE,
+        'stdout': subprocess.PIPE,
+        'stderr': subprocess.DEVNULL,
+        'text': True,
+    }
+    workers = {
+        name: subprocess.Popen([*command, json.dumps(settings)], **pipes)
+        for name, settings in contenders(dtype).items()
+    }
     try:
         yield workers
     finally:
@@ -71,12 +84,17 @@ def compare(workers: dict[str, subprocess.Popen[str]], dtype: str, batch: int, r
         speed = statistics.median(turn[name] for turn in turns)
         print(f'{dtype}  batch {batch}  {name:14s} {speed:7.1f} tokens/s', end='')
         if 'transformers' in workers:  # of a round, so that its minute counts for both
-            print(f'  {statistics.median(turn[name] / turn["transformers"] for turn in turns):5.2f} of transformers', end='')
+            print(
+                f'  {statistics.median(turn[name] / turn["transformers"] for turn in turns):5.2f} of transformers',
+                end='',
+            )
         print(flush=True)
 
 
 def work(settings: dict[str, Any]) -> None:
-    run = {'megajax': megajax_run, 'transformers': transformers_run}[settings.pop('kind')](**settings)
+    run = {'megajax': megajax_run, 'transformers': transformers_run}[settings.pop('kind')](
+        **settings
+    )
     for line in sys.stdin:
         start = time.perf_counter()
         run(int(line))
@@ -90,7 +108,13 @@ def megajax_run(*, dtype: str, model: int) -> Run:
     import megajax
     from megajax.generate import Generator, Request, Sampling
 
-    overrides = ['mesh.data=1', f'mesh.model={model}', 'train.batch_size=8', 'train.microbatches=1', f'train.dtype={dtype}']
+    overrides = [
+        'mesh.data=1',
+        f'mesh.model={model}',
+        'train.batch_size=8',
+        'train.microbatches=1',
+        f'train.dtype={dtype}',
+    ]
     config = megajax.load('gpt2_124m', overrides)
     jax.set_mesh(megajax.make_mesh(1, model))
     generator = Generator(config, megajax.init_state(config).params)
@@ -114,7 +138,12 @@ def transformers_run(*, dtype: str) -> Run:
         ids = torch.randint(0, VOCAB, (batch, PROMPT))
         with torch.inference_mode():
             made = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False, pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=TOKENS,
+                min_new_tokens=TOKENS,
+                do_sample=False,
+                pad_token_id=0,
             )
         assert made.shape == (batch, PROMPT + TOKENS)
 

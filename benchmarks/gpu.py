@@ -45,7 +45,9 @@ MEASUREMENTS = (
     Measurement('step-124m', 50, 'gpt2_124m, 32 rows', 30),
     Measurement('attention', 40, "cuDNN's attention, forward and backward, at two sizes"),
     Measurement('torch-1.2b-8', 90, "PyTorch's GPT-2 of the size of megatron_1.2b, 8 rows", 70),
-    Measurement('trace-1.2b-8', 120, 'a trace, the compiled text and the choices of the autotuner', 70),
+    Measurement(
+        'trace-1.2b-8', 120, 'a trace, the compiled text and the choices of the autotuner', 70
+    ),
     Measurement('step-1.2b-32', 100, 'megatron_1.2b, 32 rows at once', 130),
     Measurement('step-4.2b', 110, 'megatron_4.2b, 8 rows', 130),
     Measurement('step-llama', 110, 'llama3_8b of 16 layers, 2 rows of 8192', 130),
@@ -54,7 +56,11 @@ MEASUREMENTS = (
 
 def main() -> None:
     arguments = parse()
-    chosen = [one for one in MEASUREMENTS if one.name in (arguments.only or [each.name for each in MEASUREMENTS])]
+    chosen = [
+        one
+        for one in MEASUREMENTS
+        if one.name in (arguments.only or [each.name for each in MEASUREMENTS])
+    ]
     if arguments.list:
         for one in chosen:
             memory = f', from {one.gigabytes} GB' if one.gigabytes else ''
@@ -73,11 +79,17 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--out', type=Path, default=Path('gpu'), metavar='FOLDER')
-    parser.add_argument('--only', nargs='+', metavar='NAME', choices=[one.name for one in MEASUREMENTS])
+    parser.add_argument(
+        '--only', nargs='+', metavar='NAME', choices=[one.name for one in MEASUREMENTS]
+    )
     parser.add_argument('--seconds', type=float, default=480, help='for all of them together')
-    parser.add_argument('--small', action='store_true', help='tiny sizes, to see that everything runs')
+    parser.add_argument(
+        '--small', action='store_true', help='tiny sizes, to see that everything runs'
+    )
     parser.add_argument('--wheels', type=Path, metavar='DIR')
     parser.add_argument('--list', action='store_true')
     return parser.parse_args()
@@ -88,16 +100,34 @@ def prepared(wheels: Path | None, folder: Path, *, small: bool) -> dict[str, str
     paths = [str(ROOT)]
     if wheels:
         names = sorted(str(path) for path in wheels.glob('*.whl'))
-        command = [sys.executable, '-m', 'pip', 'install', '--quiet', '--no-index', '--no-deps', '--target', str(folder), *names]
+        command = [
+            sys.executable,
+            '-m',
+            'pip',
+            'install',
+            '--quiet',
+            '--no-index',
+            '--no-deps',
+            '--target',
+            str(folder),
+            *names,
+        ]
         subprocess.run(command, check=True)
         paths.append(str(folder))
     if before := os.environ.get('PYTHONPATH'):
         paths.append(before)
     memory = {'XLA_PYTHON_CLIENT_MEM_FRACTION': '0.92', 'TF_CPP_MIN_LOG_LEVEL': '3'}
-    return {**memory, **os.environ, 'PYTHONPATH': os.pathsep.join(paths), 'MEGAJAX_SMALL': '1' if small else ''}
+    return {
+        **memory,
+        **os.environ,
+        'PYTHONPATH': os.pathsep.join(paths),
+        'MEGAJAX_SMALL': '1' if small else '',
+    }
 
 
-def run_all(chosen: list[Measurement], out: Path, environment: dict[str, str], seconds: float) -> Iterator[dict[str, Any]]:
+def run_all(
+    chosen: list[Measurement], out: Path, environment: dict[str, str], seconds: float
+) -> Iterator[dict[str, Any]]:
     """A line for each measurement: what it found, or why there is nothing."""
     deadline, gigabytes = time.monotonic() + seconds, None
     for one in chosen:
@@ -105,18 +135,25 @@ def run_all(chosen: list[Measurement], out: Path, environment: dict[str, str], s
         if left < LEAST:
             yield {'name': one.name, 'skipped': 'no time was left'}
         elif gigabytes is not None and gigabytes < one.gigabytes:
-            yield {'name': one.name, 'skipped': f'the GPU has {gigabytes:.0f} GB of {one.gigabytes}'}
+            yield {
+                'name': one.name,
+                'skipped': f'the GPU has {gigabytes:.0f} GB of {one.gigabytes}',
+            }
         else:
             line = run_one(one, out, environment, min(left, one.seconds))
             gigabytes = line.get('gigabytes', gigabytes)
             yield line
 
 
-def run_one(one: Measurement, out: Path, environment: dict[str, str], seconds: float) -> dict[str, Any]:
+def run_one(
+    one: Measurement, out: Path, environment: dict[str, str], seconds: float
+) -> dict[str, Any]:
     start = time.monotonic()
     command = [sys.executable, str(ROOT / 'benchmarks/gpu_measurements.py'), one.name, str(out)]
     with tempfile.TemporaryFile('w+') as said, tempfile.TemporaryFile('w+') as errors:
-        process = subprocess.Popen(command, env=environment, stdout=said, stderr=errors, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=environment, stdout=said, stderr=errors, start_new_session=True
+        )
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -127,7 +164,11 @@ def run_one(one: Measurement, out: Path, environment: dict[str, str], seconds: f
     taken = round(time.monotonic() - start, 1)
     if process.returncode:
         reason = next((line for line in reversed(reasons) if line.strip()), '')
-        return {'name': one.name, 'failed': f'exit {process.returncode}: {reason[:300]}', 'process_s': taken}
+        return {
+            'name': one.name,
+            'failed': f'exit {process.returncode}: {reason[:300]}',
+            'process_s': taken,
+        }
     return {'name': one.name, **json.loads(lines[-1]), 'process_s': taken}
 
 
@@ -140,7 +181,10 @@ def bound(out: Path) -> None:
     """Leave no file that is larger than what can be brought home."""
     for path in out.iterdir():
         if path.is_file() and path.stat().st_size > MOST_BYTES:
-            print(f'{path.name} had {path.stat().st_size / 1e6:.0f} MB and is not kept', file=sys.stderr)
+            print(
+                f'{path.name} had {path.stat().st_size / 1e6:.0f} MB and is not kept',
+                file=sys.stderr,
+            )
             path.unlink()
 
 

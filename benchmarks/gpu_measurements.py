@@ -17,7 +17,13 @@ from typing import Any
 
 SMALL = bool(os.environ.get('MEGAJAX_SMALL'))
 WARM_UP, STEPS = 3, 3 if SMALL else 20
-STEP = 'mesh.data=1', 'mesh.model=1', 'train.dtype=bfloat16', 'train.recompute=none', 'model.dropout=0'
+STEP = (
+    'mesh.data=1',
+    'mesh.model=1',
+    'train.dtype=bfloat16',
+    'train.recompute=none',
+    'model.dropout=0',
+)
 TINY = 'model.num_layers=2', 'model.hidden_size=64', 'model.num_heads=4', 'model.vocab_size=512'
 # By the name of a step: the preset, rows, microbatches, and what else differs from it.
 SIZES: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
@@ -49,12 +55,18 @@ def machine() -> dict[str, Any]:
 
     device = jax.devices()[0]
     if device.platform != 'gpu' and not SMALL:
-        raise SystemExit(f'jax has no GPU here, only {device.device_kind}: install megajax[cuda] on a GPU host, or give --small')
-    versions = {name: version(name) for name in ('jax', 'jaxlib', 'flax', 'optax', 'torch', 'transformers')}
+        raise SystemExit(
+            f'jax has no GPU here, only {device.device_kind}: install megajax[cuda] on a GPU host, or give --small'
+        )
+    versions = {
+        name: version(name) for name in ('jax', 'jaxlib', 'flax', 'optax', 'torch', 'transformers')
+    }
     memory = (device.memory_stats() or {}).get('bytes_limit')
     return {
         'device': device.device_kind,
-        'gigabytes': memory / 0.92 / 1e9 if memory else 1000.0,  # of a CPU, enough for what is small
+        'gigabytes': memory / 0.92 / 1e9
+        if memory
+        else 1000.0,  # of a CPU, enough for what is small
         'python': sys.version.split()[0],
         'versions': versions,
         'driver': query('driver_version'),
@@ -74,7 +86,9 @@ def query(what: str) -> str | None:
     """What nvidia-smi says of the first GPU; None without one."""
     command = ['nvidia-smi', '--id=0', f'--query-gpu={what}', '--format=csv,noheader,nounits']
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -118,7 +132,11 @@ def timed(run: Callable[[], object], steps: int = STEPS) -> dict[str, float]:
         run()
         seconds.append(time.perf_counter() - start)
     tenths = statistics.quantiles(seconds, n=10, method='inclusive')
-    return {'median_ms': 1e3 * statistics.median(seconds), 'min_ms': 1e3 * min(seconds), 'p90_ms': 1e3 * tenths[-1]}
+    return {
+        'median_ms': 1e3 * statistics.median(seconds),
+        'min_ms': 1e3 * min(seconds),
+        'p90_ms': 1e3 * tenths[-1],
+    }
 
 
 def products() -> dict[str, Any]:
@@ -128,8 +146,20 @@ def products() -> dict[str, Any]:
 
     tokens = 256 if SMALL else 8192
     sizes = {
-        '1.2b': {'qkv': (1536, 4608), 'out': (1536, 1536), 'up': (1536, 6144), 'down': (6144, 1536), 'head': (1536, 51200)},
-        'llama': {'qkv': (4096, 6144), 'out': (4096, 4096), 'up': (4096, 28672), 'down': (14336, 4096), 'head': (4096, 128256)},
+        '1.2b': {
+            'qkv': (1536, 4608),
+            'out': (1536, 1536),
+            'up': (1536, 6144),
+            'down': (6144, 1536),
+            'head': (1536, 51200),
+        },
+        'llama': {
+            'qkv': (4096, 6144),
+            'out': (4096, 4096),
+            'up': (4096, 28672),
+            'down': (14336, 4096),
+            'head': (4096, 128256),
+        },
         'square': {'4096': (4096, 4096), '8192': (8192, 8192)},
     }
     multiply = jax.jit(lambda x, w: x @ w)
@@ -168,14 +198,23 @@ def attention() -> dict[str, Any]:
         length = 64 if SMALL else length
         q = jax.random.normal(jax.random.key(0), (rows, length, heads, dim), jnp.bfloat16)
         k = jax.random.normal(jax.random.key(1), (rows, length, kv_heads, dim), jnp.bfloat16)
-        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+        attend = functools.partial(
+            jax.nn.dot_product_attention, is_causal=True, implementation=implementation
+        )
         forward = jax.jit(lambda q, k, v, attend=attend: attend(q, k, v))
-        both = jax.jit(jax.grad(lambda q, k, v, attend=attend: attend(q, k, v).astype(jnp.float32).sum(), (0, 1, 2)))
+        both = jax.jit(
+            jax.grad(
+                lambda q, k, v, attend=attend: attend(q, k, v).astype(jnp.float32).sum(), (0, 1, 2)
+            )
+        )
         flops = 2 * rows * length**2 * heads * dim
         name = f'{rows}x{length}x{heads}x{dim}'
         ahead = timed(lambda f=forward, q=q, k=k: jax.block_until_ready(f(q, k, k)))['median_ms']
         whole = timed(lambda f=both, q=q, k=k: jax.block_until_ready(f(q, k, k)))['median_ms']
-        found[name] = {'forward': round(flops / ahead / 1e9, 1), 'both': round(3.5 * flops / whole / 1e9, 1)}
+        found[name] = {
+            'forward': round(flops / ahead / 1e9, 1),
+            'both': round(3.5 * flops / whole / 1e9, 1),
+        }
     return {'tflops': found, 'implementation': implementation}
 
 
@@ -184,8 +223,18 @@ def config_of(size: str) -> Any:
 
     preset, rows, microbatches, more = SIZES[size]
     if SMALL:
-        return megajax.load('tiny', [*STEP, *TINY, f'train.batch_size={microbatches}', f'train.microbatches={microbatches}'])
-    return megajax.load(preset, [*STEP, *more, f'train.batch_size={rows}', f'train.microbatches={microbatches}'])
+        return megajax.load(
+            'tiny',
+            [
+                *STEP,
+                *TINY,
+                f'train.batch_size={microbatches}',
+                f'train.microbatches={microbatches}',
+            ],
+        )
+    return megajax.load(
+        preset, [*STEP, *more, f'train.batch_size={rows}', f'train.microbatches={microbatches}']
+    )
 
 
 def prepared(config: Any) -> tuple[Any, Any, Any, float]:
@@ -197,9 +246,13 @@ def prepared(config: Any) -> tuple[Any, Any, Any, float]:
 
     jax.set_mesh(megajax.make_mesh(1, 1))
     train = config.train
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (train.batch_size, train.seq_len + 1), np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, config.model.vocab_size, (train.batch_size, train.seq_len + 1), np.int32
+    )
     mask = np.ones((train.batch_size, train.seq_len), np.float32)
-    batch = megajax.place_batch({'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': mask})
+    batch = megajax.place_batch(
+        {'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': mask}
+    )
     start = time.perf_counter()
     abstract = jax.eval_shape(lambda: megajax.init_state(config))
     compiled = megajax.make_train_step(config).lower(abstract, batch).compile()
@@ -234,7 +287,9 @@ def step(size: str) -> dict[str, Any]:
     }
 
 
-def rates(config: Any, times: dict[str, float], flops: int, attention: int, kind: str) -> dict[str, Any]:
+def rates(
+    config: Any, times: dict[str, float], flops: int, attention: int, kind: str
+) -> dict[str, Any]:
     """Of a step: tokens a second, and the share of the peak with attention in full and as a causal mask leaves it."""
     from megajax.hardware.records import hardware_of
 
@@ -257,10 +312,15 @@ def losses() -> dict[str, Any]:
     if os.environ.get('JAX_PLATFORMS') != 'cpu':
         environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
         command = [sys.executable, __file__, 'losses', '.']
-        said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
         there = json.loads(said.splitlines()[-1])['losses']
     differences = {
-        dtype: max(abs(a - b) / abs(b) for a, b in zip(here[dtype], there[dtype], strict=True)) if there else None for dtype in here
+        dtype: max(abs(a - b) / abs(b) for a, b in zip(here[dtype], there[dtype], strict=True))
+        if there
+        else None
+        for dtype in here
     }
     return {'losses': here, 'difference': differences}
 
@@ -287,7 +347,11 @@ def torch_step(size: str) -> dict[str, Any]:
     from megajax.counts.flops import step_flops
 
     config = config_of(size)
-    model, train, device = config.model, config.train, 'cuda' if torch.cuda.is_available() else 'cpu'
+    model, train, device = (
+        config.model,
+        config.train,
+        'cuda' if torch.cuda.is_available() else 'cpu',
+    )
     gpt2 = GPT2Config(
         vocab_size=model.padded_vocab_size,
         n_positions=model.max_seq_len,
@@ -301,7 +365,9 @@ def torch_step(size: str) -> dict[str, Any]:
     )
     network = GPT2LMHeadModel(gpt2).to(device).train()
     network = network if SMALL else torch.compile(network)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-4, weight_decay=0.1, fused=device == 'cuda')
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=1e-4, weight_decay=0.1, fused=device == 'cuda'
+    )
     tokens = torch.randint(0, model.vocab_size, (train.batch_size, train.seq_len), device=device)
 
     def run() -> None:
@@ -319,14 +385,22 @@ def torch_step(size: str) -> dict[str, Any]:
     flops, kind = step_flops(config), torch.cuda.get_device_name() if device == 'cuda' else 'cpu'
     peak = torch.cuda.max_memory_allocated() if device == 'cuda' else None
     found = rates(config, times, flops.model, 3 * flops.attention, kind)
-    return {'device': kind, 'torch': torch.__version__, **found, **sensors.result(), 'peak_bytes': peak}
+    return {
+        'device': kind,
+        'torch': torch.__version__,
+        **found,
+        **sensors.result(),
+        'peak_bytes': peak,
+    }
 
 
 def traced(size: str, out: Path) -> dict[str, Any]:
     """Two steps under the profiler; the compiled text, and which kernels the autotuner chose."""
     choices = out / 'autotune.txt'
     if not SMALL:
-        os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} --xla_gpu_dump_autotune_results_to={choices}'.strip()
+        os.environ['XLA_FLAGS'] = (
+            f'{os.environ.get("XLA_FLAGS", "")} --xla_gpu_dump_autotune_results_to={choices}'.strip()
+        )
     import jax
 
     compiled, state, batch, _ = prepared(config_of(size))

@@ -30,7 +30,9 @@ def write(path: Path) -> None:
     """Set the column `held_out` of a table."""
     comment, rows = read(path)
     marks = held_out(path.stem, rows)
-    rows = [{**row, 'held_out': 'yes' if mark else 'no'} for row, mark in zip(rows, marks, strict=True)]
+    rows = [
+        {**row, 'held_out': 'yes' if mark else 'no'} for row, mark in zip(rows, marks, strict=True)
+    ]
     lines = [','.join(line) for line in (rows[0], *(row.values() for row in rows))]
     path.write_text('\n'.join([comment, *lines, '']), encoding='utf-8')
 

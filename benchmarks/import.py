@@ -18,12 +18,18 @@ HIDDEN, FFN, VOCAB = 2048, 5632, 32000  # as TinyLlama 1.1B
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--gigabytes', type=float, default=1.0)
-    parser.add_argument('--dtype', choices=('float32', 'bfloat16'), default='float32', help='of the files')
+    parser.add_argument(
+        '--dtype', choices=('float32', 'bfloat16'), default='float32', help='of the files'
+    )
     parser.add_argument('--model', type=int, default=2, help='devices on the axis model, simulated')
     parser.add_argument('--rounds', type=int, default=5)
-    parser.add_argument('--folder', type=Path, help='where to write, a temporary folder if left out')
+    parser.add_argument(
+        '--folder', type=Path, help='where to write, a temporary folder if left out'
+    )
     arguments = parser.parse_args()
     import jax
 
@@ -32,7 +38,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
         size = write(folder, arguments.gigabytes * 1e9, arguments.dtype)
-        print(f'{size / 1e9:.2f} GB of {arguments.dtype} in {len(files(folder))} files, to {arguments.model} devices')
+        print(
+            f'{size / 1e9:.2f} GB of {arguments.dtype} in {len(files(folder))} files, to {arguments.model} devices'
+        )
         compare(folder, arguments.model, arguments.rounds)
 
 
@@ -44,11 +52,26 @@ def write(folder: Path, size: float, dtype: str) -> int:
     from megajax.interop.huggingface import huggingface_pieces
     from megajax.interop.tensors import Tensor, write_tensors
 
-    config = config_of(folder, layers := max(1, round((size / DTYPES[dtype].itemsize - 2 * VOCAB * HIDDEN) / (12.6 * HIDDEN**2 * 0.8))))
+    config = config_of(
+        folder,
+        layers := max(
+            1,
+            round((size / DTYPES[dtype].itemsize - 2 * VOCAB * HIDDEN) / (12.6 * HIDDEN**2 * 0.8)),
+        ),
+    )
     pieces = huggingface_pieces(config.model, shapes_of(config))
-    plan = [Tensor(piece.name, piece.shape, DTYPES[dtype]) for group in pieces.values() for piece in group]
+    plan = [
+        Tensor(piece.name, piece.shape, DTYPES[dtype])
+        for group in pieces.values()
+        for piece in group
+    ]
     random = np.random.default_rng(layers)
-    write_tensors(folder, plan, (random.random(tensor.shape, np.float32).astype(tensor.dtype) for tensor in plan), shard_bytes=10**9 // 2)
+    write_tensors(
+        folder,
+        plan,
+        (random.random(tensor.shape, np.float32).astype(tensor.dtype) for tensor in plan),
+        shard_bytes=10**9 // 2,
+    )
     for file in files(folder):
         with file.open('rb') as opened:
             os.fsync(opened.fileno())
@@ -58,8 +81,22 @@ def write(folder: Path, size: float, dtype: str) -> int:
 def config_of(folder: Path, layers: int) -> Any:
     from megajax.config import Config
 
-    model = {'num_layers': layers, 'hidden_size': HIDDEN, 'num_heads': 32, 'num_kv_heads': 4, 'ffn_size': FFN, 'vocab_size': VOCAB}
-    model |= {'max_seq_len': 2048, 'norm': 'rmsnorm', 'activation': 'swiglu', 'position': 'rope', 'bias': False, 'tie_embeddings': False}
+    model = {
+        'num_layers': layers,
+        'hidden_size': HIDDEN,
+        'num_heads': 32,
+        'num_kv_heads': 4,
+        'ffn_size': FFN,
+        'vocab_size': VOCAB,
+    }
+    model |= {
+        'max_seq_len': 2048,
+        'norm': 'rmsnorm',
+        'activation': 'swiglu',
+        'position': 'rope',
+        'bias': False,
+        'tie_embeddings': False,
+    }
     (folder / 'layers.json').write_text(json.dumps(layers))
     return Config(model=model)
 
@@ -94,7 +131,9 @@ def compare(folder: Path, model: int, rounds: int) -> None:
 
     def load() -> Any:
         with jax.set_mesh(make_mesh(1, model)):
-            return jax.block_until_ready(from_huggingface(config, read_tensors(folder), source=str(folder)))
+            return jax.block_until_ready(
+                from_huggingface(config, read_tensors(folder), source=str(folder))
+            )
 
     for state, prepare in (('cold', lambda: drop(folder)), ('warm', lambda: None)):
         load()
@@ -106,9 +145,12 @@ def compare(folder: Path, model: int, rounds: int) -> None:
                 seconds[name] = timed(work)
             ratios.append(seconds['import'] / seconds['read'])
             print(
-                f'{state} turn {turn}: read {seconds["read"]:.2f} s, import {seconds["import"]:.2f} s, ratio {ratios[-1]:.2f}', flush=True
+                f'{state} turn {turn}: read {seconds["read"]:.2f} s, import {seconds["import"]:.2f} s, ratio {ratios[-1]:.2f}',
+                flush=True,
             )
-        print(f'{state}: median ratio {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}')
+        print(
+            f'{state}: median ratio {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}'
+        )
 
 
 def drop(folder: Path) -> None:

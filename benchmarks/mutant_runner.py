@@ -195,7 +195,10 @@ def record(file: str, scratch: Path) -> list[Test]:
     ):
         raise SystemExit(f'{file} was not done in {MOST_SECONDS} s')
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    return [Test(name=line['name'], seconds=line['seconds'], calls=frozenset(line['calls'])) for line in lines]
+    return [
+        Test(name=line['name'], seconds=line['seconds'], calls=frozenset(line['calls']))
+        for line in lines
+    ]
 
 
 def exit_of(arguments: list[str], *plugins: object) -> None:

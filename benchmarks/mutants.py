@@ -41,22 +41,30 @@ def main() -> None:
         import_libraries()
         scratch = tree.parent
         tests = measure_calls(tree, arguments.tests, recorded, scratch)
-        drawn = sample(tree, package_files(arguments.since), seed=arguments.seed, rooms=arguments.rooms)
+        drawn = sample(
+            tree, package_files(arguments.since), seed=arguments.seed, rooms=arguments.rooms
+        )
         writer = csv.DictWriter(file, COLUMNS)
         if not rows:
             writer.writeheader()
-        for number, change in enumerate(islice(drawn, arguments.first, arguments.first + arguments.count), arguments.first):
+        for number, change in enumerate(
+            islice(drawn, arguments.first, arguments.first + arguments.count), arguments.first
+        ):
             if (change.file, str(change.line), change.text) in done:
                 continue
             row = try_change(change, tests, tree, scratch, seconds=arguments.seconds)
             writer.writerow(row)
             file.flush()
-            print(f'{number:3}  {row["seconds"]:6.1f} s  {change.file}:{change.line}  {change.text}  {row["noticed_by"] or "NOT NOTICED"}')
+            print(
+                f'{number:3}  {row["seconds"]:6.1f} s  {change.file}:{change.line}  {change.text}  {row["noticed_by"] or "NOT NOTICED"}'
+            )
     report(list(csv.DictReader(out.open(newline=''))))
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('out', type=Path)
     parser.add_argument(
         '--count',
@@ -64,7 +72,9 @@ def parse() -> argparse.Namespace:
         default=150,
         help='how many changes of the sequence that the seed gives',
     )
-    parser.add_argument('--first', type=int, default=0, help='the number of the change to begin with')
+    parser.add_argument(
+        '--first', type=int, default=0, help='the number of the change to begin with'
+    )
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument(
         '--rooms',
@@ -72,9 +82,15 @@ def parse() -> argparse.Namespace:
         default=(),
         help='folders of megajax/; `megajax` for the files that are in none',
     )
-    parser.add_argument('--tests', nargs='+', default=['tests'], help='folders of tests to choose from')
-    parser.add_argument('--since', metavar='COMMIT', help='only in files that differ from those of a commit')
-    parser.add_argument('--seconds', type=float, default=600, help='the most that is spent on one change')
+    parser.add_argument(
+        '--tests', nargs='+', default=['tests'], help='folders of tests to choose from'
+    )
+    parser.add_argument(
+        '--since', metavar='COMMIT', help='only in files that differ from those of a commit'
+    )
+    parser.add_argument(
+        '--seconds', type=float, default=600, help='the most that is spent on one change'
+    )
     return parser.parse_args()
 
 
@@ -85,7 +101,9 @@ def package_files(since: str | None) -> list[str]:
         if since is None
         else ['git', 'diff', '--name-only', '--diff-filter=d', since, '--', 'megajax/*.py']
     )
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
 
 
 def measure_calls(tree: Path, folders: Sequence[str], recorded: Path, scratch: Path) -> list[Test]:
@@ -97,7 +115,11 @@ def measure_calls(tree: Path, folders: Sequence[str], recorded: Path, scratch: P
     tests: list[Test] = []
     for path in sorted({path for folder in folders for path in (tree / folder).rglob('test_*.py')}):
         file = str(path.relative_to(tree))
-        digest = hashlib.sha256(b''.join(each.read_bytes() for each in (path, *(tree / 'tests' / name for name in HELPERS)))).hexdigest()
+        digest = hashlib.sha256(
+            b''.join(
+                each.read_bytes() for each in (path, *(tree / 'tests' / name for name in HELPERS))
+            )
+        ).hexdigest()
         if known.get(file, {}).get('sha256') != digest:
             found = record(file, scratch)
             print(
@@ -106,16 +128,25 @@ def measure_calls(tree: Path, folders: Sequence[str], recorded: Path, scratch: P
             )
             known[file] = {
                 'sha256': digest,
-                'tests': [{'name': x.name, 'seconds': x.seconds, 'calls': sorted(x.calls)} for x in found],
+                'tests': [
+                    {'name': x.name, 'seconds': x.seconds, 'calls': sorted(x.calls)} for x in found
+                ],
             }
             recorded.write_text(json.dumps(known))
-        tests += [Test(name=x['name'], seconds=x['seconds'], calls=frozenset(x['calls'])) for x in known[file]['tests']]
+        tests += [
+            Test(name=x['name'], seconds=x['seconds'], calls=frozenset(x['calls']))
+            for x in known[file]['tests']
+        ]
     return tests
 
 
-def try_change(change: Change, tests: Sequence[Test], tree: Path, scratch: Path, *, seconds: float) -> dict[str, object]:
+def try_change(
+    change: Change, tests: Sequence[Test], tree: Path, scratch: Path, *, seconds: float
+) -> dict[str, object]:
     """Run the tests that can notice a change with it applied; a row of the file."""
-    able = in_order([test for test in tests if f'{change.file}:{change.function}' in test.calls], change)
+    able = in_order(
+        [test for test in tests if f'{change.file}:{change.function}' in test.calls], change
+    )
     path, start = tree / change.file, time.monotonic()
     source = path.read_text()
     path.write_text(change.apply(source))
@@ -145,7 +176,9 @@ def in_order(tests: Sequence[Test], change: Change) -> list[Test]:
     for test in tests:
         seconds[test.file] = seconds.get(test.file, 0) + test.seconds
     mirror = f'tests/{room_of(change.file)}/'
-    return sorted(tests, key=lambda test: (not test.file.startswith(mirror), seconds[test.file], test.file))
+    return sorted(
+        tests, key=lambda test: (not test.file.startswith(mirror), seconds[test.file], test.file)
+    )
 
 
 def report(rows: Sequence[dict[str, str]]) -> None:

@@ -92,13 +92,29 @@ llama3_8b      1x16 sp full     2 1 model.num_layers=3 model.hidden_size=8192 mo
 llama3_8b      1x16 sp none     1 1 model.num_layers=3 model.hidden_size=8192 model.num_heads=64 model.vocab_size=256000
 """
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
-PREDICTED = ['predicted_bytes', 'predicted_gflops', 'predicted_launches', 'predicted_model_wire', 'predicted_data_wire']
-COMPILED = ['compiled_bytes', 'arguments', 'compiled_gflops', 'compiled_launches', 'compiled_model_wire', 'compiled_data_wire', 'jax']
+PREDICTED = [
+    'predicted_bytes',
+    'predicted_gflops',
+    'predicted_launches',
+    'predicted_model_wire',
+    'predicted_data_wire',
+]
+COMPILED = [
+    'compiled_bytes',
+    'arguments',
+    'compiled_gflops',
+    'compiled_launches',
+    'compiled_model_wire',
+    'compiled_data_wire',
+    'jax',
+]
 Line = dict[str, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('out', type=Path)
     arguments = parser.parse_args()
     found = {key(line): line for line in read(arguments.out)} if arguments.out.exists() else {}
@@ -106,14 +122,22 @@ def main() -> None:
     for step in steps():
         compiled = found.get(key(step)) or measure(load(step))
         line = step | predict(load(step)) | {name: compiled[name] for name in COMPILED}
-        lines.append(line | {'ratio': f'{int(line["predicted_bytes"]) / int(line["compiled_bytes"]):.4f}'})
+        lines.append(
+            line | {'ratio': f'{int(line["predicted_bytes"]) / int(line["compiled_bytes"]):.4f}'}
+        )
         print(*lines[-1].values(), flush=True)
-        write(arguments.out, lines + [one for name, one in found.items() if name not in map(key, lines)])
+        write(
+            arguments.out,
+            lines + [one for name, one in found.items() if name not in map(key, lines)],
+        )
     table(lines)
 
 
 def steps() -> list[Line]:
-    return [dict(zip(KEYS, [*(words := text.split())[:6], ' '.join(words[6:])], strict=True)) for text in STEPS.strip().splitlines()]
+    return [
+        dict(zip(KEYS, [*(words := text.split())[:6], ' '.join(words[6:])], strict=True))
+        for text in STEPS.strip().splitlines()
+    ]
 
 
 def key(line: Line) -> tuple[str, ...]:
@@ -138,8 +162,18 @@ def load(line: Line) -> megajax.Config:
     data, model = map(int, line['mesh'].split('x'))
     batch = data * int(line['rows']) * int(line['microbatches'])
     parallel = 'true' if line['parallel'] == 'sp' else 'false'
-    overrides = [f'mesh.data={data}', f'mesh.model={model}', f'mesh.sequence_parallel={parallel}', f'train.recompute={line["recompute"]}']
-    overrides += [f'train.batch_size={batch}', f'train.microbatches={line["microbatches"]}', 'train.dtype=bfloat16', 'model.dropout=0.0']
+    overrides = [
+        f'mesh.data={data}',
+        f'mesh.model={model}',
+        f'mesh.sequence_parallel={parallel}',
+        f'train.recompute={line["recompute"]}',
+    ]
+    overrides += [
+        f'train.batch_size={batch}',
+        f'train.microbatches={line["microbatches"]}',
+        'train.dtype=bfloat16',
+        'model.dropout=0.0',
+    ]
     return megajax.load(line['preset'], [*overrides, *line['overrides'].split()])
 
 
@@ -162,21 +196,36 @@ def measure(config: megajax.Config) -> Line:
     program = Program(compiled.text)
     gflops = sum(flops(program, program.entry, one) for one in program.entry.instructions) / 1e9
     rows = [row for row in audit(config, compiled, 'h100').rows if row.site != 'metrics']
-    sent = [float(sum(row.wire_bytes for row in rows if row.axis == axis)) for axis in ('model', 'data')]
+    sent = [
+        float(sum(row.wire_bytes for row in rows if row.axis == axis)) for axis in ('model', 'data')
+    ]
     total = compiled.arguments + compiled.temporaries + compiled.outputs
-    figures = total, compiled.arguments, f'{gflops:.3f}', launches.num_launches(program), *sent, compiled.jax_version
+    figures = (
+        total,
+        compiled.arguments,
+        f'{gflops:.3f}',
+        launches.num_launches(program),
+        *sent,
+        compiled.jax_version,
+    )
     return dict(zip(COMPILED, map(str, figures), strict=True))
 
 
 def table(lines: list[Line]) -> None:
-    print('\n| preset | data x model | layout | recompute | rows | microbatches | | predicted | compiled | ratio |')
+    print(
+        '\n| preset | data x model | layout | recompute | rows | microbatches | | predicted | compiled | ratio |'
+    )
     print(f'|{"---|" * 10}')
     for line in lines:
         predicted, compiled = (int(line[name]) for name in ('predicted_bytes', 'compiled_bytes'))
         fits = '' if compiled <= hardware('h100').memory else ', does not fit'
-        print(f'| {" | ".join(key(line))} | {predicted / 1e9:.2f} GB | {compiled / 1e9:.2f} GB{fits} | {predicted / compiled:.3f} |')
+        print(
+            f'| {" | ".join(key(line))} | {predicted / 1e9:.2f} GB | {compiled / 1e9:.2f} GB{fits} | {predicted / compiled:.3f} |'
+        )
     errors = [abs(float(line['ratio']) - 1) for line in lines]
-    print(f'\n{len(lines)} steps: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}')
+    print(
+        f'\n{len(lines)} steps: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}'
+    )
 
 
 if __name__ == '__main__':

@@ -42,21 +42,34 @@ def steps() -> Iterator[Step]:
         for line in csv.DictReader(lines):
             config = config_of(line)
             available = usable_memory(Cluster.of(hardware('h100'), 1))
-            if line['model_overlap'] and memory(config, capacity_bytes=available).total <= available:
+            if (
+                line['model_overlap']
+                and memory(config, capacity_bytes=available).total <= available
+            ):
                 kind = f'{"SP" if line["sequence_parallel"] == "True" else "TP"}, recompute={line["recompute"]}'
                 yield Step(kind, float(line['model_overlap']), planned(config))
 
 
 def config_of(line: dict[str, str]) -> Config:
-    overrides = [f'mesh.{name}={line[name].lower()}' for name in ('data', 'model', 'sequence_parallel')]
+    overrides = [
+        f'mesh.{name}={line[name].lower()}' for name in ('data', 'model', 'sequence_parallel')
+    ]
     overrides += [f'train.{name}={line[name]}' for name in ('recompute', 'microbatches')]
-    overrides += [f'train.batch_size={4 * int(line["data"])}', 'train.dtype=bfloat16', 'model.dropout=0.0']
+    overrides += [
+        f'train.batch_size={4 * int(line["data"])}',
+        'train.dtype=bfloat16',
+        'model.dropout=0.0',
+    ]
     return load(line['preset'], overrides)
 
 
 def planned(config: Config) -> float:
     """The share of the bytes over `model` that can run beside products."""
-    found = [(one.times * one.wire_bytes, beside(one, config).share) for one in communication(config) if one.site.axis == 'model']
+    found = [
+        (one.times * one.wire_bytes, beside(one, config).share)
+        for one in communication(config)
+        if one.site.axis == 'model'
+    ]
     return sum(size * share for size, share in found) / sum(size for size, _ in found)
 
 
@@ -65,11 +78,18 @@ def main() -> None:
     for one in steps():
         by_kind[one.kind].append(one)
         by_kind['all'].append(one)
-    print('| steps | how many | in the program | in the plan | mean error | within 10 points |\n|---|---|---|---|---|---|')
+    print(
+        '| steps | how many | in the program | in the plan | mean error | within 10 points |\n|---|---|---|---|---|---|'
+    )
     for kind, found in sorted(by_kind.items(), key=lambda item: (item[0] == 'all', item[0])):
-        shares = ' | '.join(f'{100 * fmean(values):.0f} %' for values in ([one.compiled for one in found], [one.planned for one in found]))
+        shares = ' | '.join(
+            f'{100 * fmean(values):.0f} %'
+            for values in ([one.compiled for one in found], [one.planned for one in found])
+        )
         near = sum(one.error <= 0.1 for one in found) / len(found)
-        print(f'| {kind} | {len(found)} | {shares} | {100 * fmean(one.error for one in found):.1f} points | {near:.0%} |')
+        print(
+            f'| {kind} | {len(found)} | {shares} | {100 * fmean(one.error for one in found):.1f} points | {near:.0%} |'
+        )
 
 
 if __name__ == '__main__':

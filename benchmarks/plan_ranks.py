@@ -59,7 +59,9 @@ def could_have(row: Row, choice: Choice) -> bool:
     """Whether the run's software had what the layout uses."""
     mesh = choice.config.mesh
     scatters = row.config.mesh.sequence_parallel or row.config.optim.shard
-    return choice.config.optim.shard <= row.config.optim.shard and mesh.sequence_parallel <= scatters
+    return (
+        choice.config.optim.shard <= row.config.optim.shard and mesh.sequence_parallel <= scatters
+    )
 
 
 def swept() -> Iterator[tuple[str, list[int], int, float]]:

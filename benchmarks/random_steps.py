@@ -28,17 +28,45 @@ from megajax.inspect.limits import judged
 
 TARGET = 'h100'
 MESHES = (1, 1), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2), (8, 1)
-SIZES = {'num_layers': 2, 'hidden_size': 64, 'num_heads': 8, 'head_dim': 64, 'ffn_size': 128, 'vocab_size': 1000, 'max_seq_len': 32}
+SIZES = {
+    'num_layers': 2,
+    'hidden_size': 64,
+    'num_heads': 8,
+    'head_dim': 64,
+    'ffn_size': 128,
+    'vocab_size': 1000,
+    'max_seq_len': 32,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     'gpt': {},
-    'llama': {'norm': 'rmsnorm', 'activation': 'swiglu', 'position': 'rope', 'bias': False, 'tie_embeddings': False},
+    'llama': {
+        'norm': 'rmsnorm',
+        'activation': 'swiglu',
+        'position': 'rope',
+        'bias': False,
+        'tie_embeddings': False,
+    },
     'bert': {'objective': 'masked_lm', 'activation': 'gelu'},
 }
-COLUMNS = ['number', 'jax', 'config', 'triton', 'chunks', 'error', 'worst', 'exact_error', 'exact_worst', 'verdict', 'seconds']
+COLUMNS = [
+    'number',
+    'jax',
+    'config',
+    'triton',
+    'chunks',
+    'error',
+    'worst',
+    'exact_error',
+    'exact_worst',
+    'verdict',
+    'seconds',
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('out', type=Path)
     parser.add_argument('--count', type=int, help='end after so many programs')
     parser.add_argument('--first', type=int, default=0, help='the number to begin with')
@@ -77,9 +105,19 @@ def draw(number: int) -> tuple[megajax.Config, bool, bool]:
     dropout, dtype = choose(0.0, 0.0, 0.1), choose('float32', 'float32', 'bfloat16', 'float16')
     microbatches, overlap = choose(1, 2), choose('none', 'batch_split')
     config = {
-        'model': {**SIZES, **FAMILIES[family], 'dropout': dropout, 'qk_norm': choose(False, False, True)},
+        'model': {
+            **SIZES,
+            **FAMILIES[family],
+            'dropout': dropout,
+            'qk_norm': choose(False, False, True),
+        },
         'mesh': {'data': data, 'model': model, 'sequence_parallel': choose(False, True)},
-        'train': {'seq_len': 32, 'batch_size': 2 * data * microbatches, 'microbatches': microbatches, 'dtype': dtype},
+        'train': {
+            'seq_len': 32,
+            'batch_size': 2 * data * microbatches,
+            'microbatches': microbatches,
+            'dtype': dtype,
+        },
         'optim': {'shard': choose(False, True)},
         'loss': choose({}, {'label_smoothing': 0.1, 'z_loss': 1e-3}),
     }
@@ -95,7 +133,12 @@ def measure(number: int) -> dict[str, Any]:
     start = time.perf_counter()
     config, triton, cut = draw(number)
     chunks.CHUNK_BYTES = 2**17 if cut else 2**27
-    row = dict.fromkeys(COLUMNS, '') | {'number': number, 'jax': jax.__version__, 'triton': triton, 'chunks': cut}
+    row = dict.fromkeys(COLUMNS, '') | {
+        'number': number,
+        'jax': jax.__version__,
+        'triton': triton,
+        'chunks': cut,
+    }
     row['config'] = described(config)
     step = EmulatedStep(config, TARGET, {'xla_gpu_enable_triton_gemm': triton})
     right = True
@@ -104,7 +147,10 @@ def measure(number: int) -> dict[str, Any]:
         prefix = 'exact_' if exact else ''
         row |= {f'{prefix}error': f'{results[0].error:.1e}', f'{prefix}worst': results[0].name}
         right &= all(one.ok for one in results)
-    return row | {'verdict': 'right' if right else 'WRONG', 'seconds': f'{time.perf_counter() - start:.0f}'}
+    return row | {
+        'verdict': 'right' if right else 'WRONG',
+        'seconds': f'{time.perf_counter() - start:.0f}',
+    }
 
 
 def described(config: megajax.Config) -> str:

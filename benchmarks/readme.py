@@ -32,7 +32,9 @@ STEP = 'inspect megatron_8.3b mesh.data=8 train.batch_size=64 --target h100'
 COMMANDS = [
     Command('train'),
     Command('train tiny_bert train.steps=200', quoted='validation'),
-    Command('train tiny train.dtype=float16 train.steps=30 train.eval_every=100', quoted='scale|seconds'),
+    Command(
+        'train tiny train.dtype=float16 train.steps=30 train.eval_every=100', quoted='scale|seconds'
+    ),
     Command('inspect megatron_8.3b train.dtype=bfloat16 --target h100', turns=3),
     Command(STEP, quoted=r'memory|state|temporaries|gradients|parameters'),
     Command(f'{STEP} optim.shard=true', quoted=r'memory|state|temporaries|gradients|parameters'),
@@ -46,7 +48,9 @@ PACKAGES = 'megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'num
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('out', type=Path)
     arguments = parser.parse_args()
     found = [heading()]

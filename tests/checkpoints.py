@@ -16,14 +16,18 @@ TINY = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300, '
 
 
 def tiny(data: int = 2, model: int = 2, /, **sections: dict[str, Any]) -> Config:
-    return make_config('gpt', data, model, **{**sections, 'model': TINY | sections.get('model', {})})
+    return make_config(
+        'gpt', data, model, **{**sections, 'model': TINY | sections.get('model', {})}
+    )
 
 
 def make_state(config: Config, seed: int) -> TrainState:
     """A state of random numbers in its places, made in numpy, so without compiling."""
     random = np.random.default_rng(seed)
     abstract = concrete(jax.eval_shape(lambda: init_state(config)))
-    return jax.tree.map(lambda x: jax.device_put(random.normal(0, 9, x.shape).astype(x.dtype), x.sharding), abstract)
+    return jax.tree.map(
+        lambda x: jax.device_put(random.normal(0, 9, x.shape).astype(x.dtype), x.sharding), abstract
+    )
 
 
 def leaves(state: TrainState) -> list[np.ndarray]:
@@ -31,7 +35,10 @@ def leaves(state: TrainState) -> list[np.ndarray]:
 
 
 def equal(state: TrainState, config: Config, seed: int) -> bool:
-    return all(np.array_equal(a, b) for a, b in zip(leaves(state), leaves(make_state(config, seed)), strict=True))
+    return all(
+        np.array_equal(a, b)
+        for a, b in zip(leaves(state), leaves(make_state(config, seed)), strict=True)
+    )
 
 
 def newest(folder: Path) -> int | None:

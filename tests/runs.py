@@ -31,7 +31,14 @@ sys.exit(launch(Plan(command=(sys.executable, '-c', command, *arguments), variab
 """
 
 
-def start(folder: Path, *overrides: str, processes: int = 1, fault: str = '', name: str = 'run', **environ: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path,
+    *overrides: str,
+    processes: int = 1,
+    fault: str = '',
+    name: str = 'run',
+    **environ: str,
+) -> subprocess.Popen[str]:
     """`megajax train small.yaml run.dir=NAME` in `folder`; each process first runs the code `fault`, which may break what it imports."""
     arguments = ['train', 'small.yaml', f'run.dir={name}', *overrides]
     if fault:
@@ -41,7 +48,12 @@ def start(folder: Path, *overrides: str, processes: int = 1, fault: str = '', na
         command = ['-m', 'megajax', *arguments]
         command[2:2] = [] if processes == 1 else ['launch', '--processes', str(processes), '--']
     return subprocess.Popen(
-        [sys.executable, *command], cwd=folder, env=os.environ | environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, *command],
+        cwd=folder,
+        env=os.environ | environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -76,7 +88,10 @@ def train(folder: Path, *overrides: str, **options: str | int) -> str:
 
 def children(process: subprocess.Popen[str]) -> list[int]:
     """The process ids of what a launch started, in the order of the processes."""
-    return [int(pid) for pid in Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()]
+    return [
+        int(pid)
+        for pid in Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
+    ]
 
 
 def gone(pid: int) -> bool:
@@ -103,12 +118,19 @@ def losses(run: Path) -> dict[int, float]:
 def steps(run: Path) -> list[int]:
     """The checkpoints that are there, finished or not."""
     checkpoints = run / 'checkpoints'
-    return sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit()) if checkpoints.is_dir() else []
+    return (
+        sorted(int(path.name) for path in checkpoints.iterdir() if path.name.isdigit())
+        if checkpoints.is_dir()
+        else []
+    )
 
 
 def largest_file(run: Path, step: int) -> Path:
     """The one of a checkpoint in which most of its arrays are."""
-    return max((path for path in (run / f'checkpoints/{step}').rglob('*') if path.is_file()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in (run / f'checkpoints/{step}').rglob('*') if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
 
 
 def flip_a_bit(path: Path) -> None:
@@ -161,7 +183,9 @@ def hashes(folder: Path) -> dict[str, set[str]]:
     return found
 
 
-def stop(process: subprocess.Popen[str], number: signal.Signals, pattern: str) -> tuple[int, str, float]:
+def stop(
+    process: subprocess.Popen[str], number: signal.Signals, pattern: str
+) -> tuple[int, str, float]:
     """Send a signal when the process has said `pattern`; its exit code, all that it said, and how many seconds it took to end."""
     said = read_until(process, pattern)
     process.send_signal(number)

@@ -46,7 +46,14 @@ MODELS: dict[str, dict[str, Any]] = {
         },
         'loss': {'label_smoothing': 0.1, 'z_loss': 1e-3},
     },
-    'bert': {'model': {'vocab_size': 1000, 'objective': 'masked_lm', 'activation': 'gelu', 'dropout': 0.1}},
+    'bert': {
+        'model': {
+            'vocab_size': 1000,
+            'objective': 'masked_lm',
+            'activation': 'gelu',
+            'dropout': 0.1,
+        }
+    },
 }
 
 SIZES = {'num_layers': 2, 'hidden_size': 64, 'num_heads': 8, 'max_seq_len': 32}
@@ -64,12 +71,24 @@ def more(*values: Any) -> Any:
 
 
 def make_config(
-    name: str = 'gpt', data: int = 1, model: int = 1, /, *, sequence_parallel: bool = False, **sections: dict[str, Any]
+    name: str = 'gpt',
+    data: int = 1,
+    model: int = 1,
+    /,
+    *,
+    sequence_parallel: bool = False,
+    **sections: dict[str, Any],
 ) -> Config:
     """One of MODELS on a mesh of data x model; `sections` are laid over it."""
-    config = {'mesh': {'data': data, 'model': model, 'sequence_parallel': sequence_parallel}, 'train': TRAIN, **MODELS[name]}
+    config = {
+        'mesh': {'data': data, 'model': model, 'sequence_parallel': sequence_parallel},
+        'train': TRAIN,
+        **MODELS[name],
+    }
     config['model'] = SIZES | config['model']
-    return Config(**{key: config.get(key, {}) | sections.get(key, {}) for key in {*config, *sections}})
+    return Config(
+        **{key: config.get(key, {}) | sections.get(key, {}) for key in {*config, *sections}}
+    )
 
 
 def on_mesh(config: Config) -> AbstractContextManager[Any]:
@@ -83,13 +102,22 @@ def make_batch(config: Config, *, seed: int = 0) -> dict[str, np.ndarray]:
     rows, length = config.train.batch_size, config.train.seq_len
     token = random.integers(config.model.vocab_size, size=(rows, length + 1), dtype=np.int32)
     counts = random.random((rows, length)) < np.linspace(0.2, 1, rows)[:, None]
-    batch = {'tokens': token[:, :-1], 'labels': token[:, 1:], 'loss_mask': counts.astype(np.float32)}
+    batch = {
+        'tokens': token[:, :-1],
+        'labels': token[:, 1:],
+        'loss_mask': counts.astype(np.float32),
+    }
     if config.model.causal:
         return batch
     place, rest = np.arange(length)[None], {'swapped': random.integers(2, size=(rows, 1))}
-    rest |= {'token_types': place > length // 2, 'segment_ids': place >= length - np.arange(rows)[:, None]}  # the end is padding
+    rest |= {
+        'token_types': place > length // 2,
+        'segment_ids': place >= length - np.arange(rows)[:, None],
+    }  # the end is padding
     batch['loss_mask'] *= rest['segment_ids'] == 0
-    return batch | {name: np.broadcast_to(x, (rows, x.shape[1])).astype(np.int32) for name, x in rest.items()}
+    return batch | {
+        name: np.broadcast_to(x, (rows, x.shape[1])).astype(np.int32) for name, x in rest.items()
+    }
 
 
 def pack(batch: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarray]:
@@ -97,14 +125,20 @@ def pack(batch: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarr
     segment = np.repeat(np.arange(len(lengths)), lengths)
     position = np.concatenate([np.arange(length) for length in lengths])
     whole = {'segment_ids': segment, 'positions': position}
-    return batch | {name: np.broadcast_to(x, batch['tokens'].shape).astype(np.int32) for name, x in whole.items()}
+    return batch | {
+        name: np.broadcast_to(x, batch['tokens'].shape).astype(np.int32)
+        for name, x in whole.items()
+    }
 
 
 def random_params(config: Config, std: float) -> nnx.State:
     """Parameters of which none is zero or one, in their places on the current mesh; made in numpy, so without compiling."""
     random = np.random.default_rng(1)
     abstract = concrete(jax.eval_shape(lambda: init_state(config)).params)
-    return jax.tree.map(lambda x: jax.device_put(random.normal(0, std, x.shape).astype(x.dtype), x.sharding), abstract)
+    return jax.tree.map(
+        lambda x: jax.device_put(random.normal(0, std, x.shape).astype(x.dtype), x.sharding),
+        abstract,
+    )
 
 
 def graph_of(config: Config) -> nnx.GraphDef[LanguageModel]:
@@ -142,7 +176,9 @@ def start_token(path: Path) -> str:
     """The tokenizer.json of one token per byte, 256 for the end of a document and, as Llama's have one, <s>, 257, for its start."""
     byte_tokenizer(['<s>']).save(path)
     backend = tokenizers.Tokenizer.from_file(str(path))
-    backend.post_processor = tokenizers.processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 257)])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single='<s> $A', special_tokens=[('<s>', 257)]
+    )
     backend.save(str(path))
     return str(path)
 
@@ -150,7 +186,10 @@ def start_token(path: Path) -> str:
 @contextmanager
 def disk_full_at(size: int) -> Iterator[None]:
     """No file that this process writes gets longer than `size` bytes: an error says so, as it does of a full disk."""
-    limit, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limit, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limit[1]))
     try:
         yield
@@ -163,8 +202,12 @@ def write_run(folder: Path, config: str) -> Path:
     """A small corpus, and `config` on it as small.yaml, in `folder`."""
     (folder / 'corpus').mkdir()
     for number in range(8):
-        (folder / f'corpus/{number}.txt').write_text(f'def f{number}(x):\n    return x + {number}\n' * 30)
-    (folder / 'small.yaml').write_text(config + f'data: {{corpus: {folder}/corpus, tokenizer: bytes, split: "6,2,0"}}\n')
+        (folder / f'corpus/{number}.txt').write_text(
+            f'def f{number}(x):\n    return x + {number}\n' * 30
+        )
+    (folder / 'small.yaml').write_text(
+        config + f'data: {{corpus: {folder}/corpus, tokenizer: bytes, split: "6,2,0"}}\n'
+    )
     return folder
 
 

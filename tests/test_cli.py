@@ -13,24 +13,57 @@ ROOT = Path(__file__).parents[1]
 
 def megajax(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, '-m', 'megajax', *arguments], cwd=folder, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, '-m', 'megajax', *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        ('gpt2_124m model.num_layer=2', 'override model.num_layer=2: model.num_layer: unknown key; did you mean model.num_layers?'),
-        ('gpt2_124m optim.lr=fast', "override optim.lr=fast: optim.lr: must be a valid number, not 'fast'"),
-        ('gpt2_124m mesh.model=8', 'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, or mesh.model 6 or 12'),
-        ('{folder}/twice.yaml', 'twice.yaml:3: train.steps: written twice, first in line 2; delete one of the two'),
+        (
+            'gpt2_124m model.num_layer=2',
+            'override model.num_layer=2: model.num_layer: unknown key; did you mean model.num_layers?',
+        ),
+        (
+            'gpt2_124m optim.lr=fast',
+            "override optim.lr=fast: optim.lr: must be a valid number, not 'fast'",
+        ),
+        (
+            'gpt2_124m mesh.model=8',
+            'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, or mesh.model 6 or 12',
+        ),
+        (
+            '{folder}/twice.yaml',
+            'twice.yaml:3: train.steps: written twice, first in line 2; delete one of the two',
+        ),
         ('gpt2_124', 'gpt2_124: no such file or preset; did you mean gpt2_124m? presets: '),
-        ('gpt2_124m steps', 'override steps: not of the form section.key=value, for example train.steps=100'),
-        ('modle.bias=false', 'override modle.bias=false: modle.bias: unknown key; did you mean model.bias?'),
+        (
+            'gpt2_124m steps',
+            'override steps: not of the form section.key=value, for example train.steps=100',
+        ),
+        (
+            'modle.bias=false',
+            'override modle.bias=false: modle.bias: unknown key; did you mean model.bias?',
+        ),
     ],
-    ids=['unknown key', 'wrong type', 'indivisible heads', 'duplicate key', 'missing file', 'malformed override', 'tiny by default'],
+    ids=[
+        'unknown key',
+        'wrong type',
+        'indivisible heads',
+        'duplicate key',
+        'missing file',
+        'malformed override',
+        'tiny by default',
+    ],
 )
-def test_a_wrong_config_exits_2_and_names_the_fix(arguments: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_config_exits_2_and_names_the_fix(
+    arguments: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / 'twice.yaml').write_text('train:\n  steps: 5\n  steps: 6\n')
     done = megajax('train', *arguments.format(folder=tmp_path).split())
     assert (done.returncode, done.stdout) == (2, '')
@@ -57,14 +90,22 @@ def test_a_wrong_config_fails_within_a_second() -> None:
 @pytest.mark.parametrize('arguments', ['train mesh.model=7', 'config show tiny', 'config list'])
 def test_configs_need_no_jax(arguments: str) -> None:
     program = "import sys; from megajax.commands.main import main\ntry: main()\nexcept SystemExit: pass\nsys.exit('jax' in sys.modules)"
-    done = subprocess.run([sys.executable, '-c', program, *arguments.split()], cwd=ROOT, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, '-c', program, *arguments.split()],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_show_prints_a_config_that_loads_and_its_size(tmp_path: Path) -> None:
     shown = megajax('config', 'show', 'megatron_8.3b', 'train.steps=4000').stdout
     assert '  steps: 4000\n' in shown
-    assert shown.endswith('# parameters: 8,314,143,744 (8.31B); with the vocabulary padded to 51200: 8,317,040,640 (8.32B)\n')
+    assert shown.endswith(
+        '# parameters: 8,314,143,744 (8.31B); with the vocabulary padded to 51200: 8,317,040,640 (8.32B)\n'
+    )
     (tmp_path / 'shown.yaml').write_text(shown)
     assert megajax('config', 'show', str(tmp_path / 'shown.yaml')).stdout == shown
 

@@ -18,18 +18,29 @@ from megajax.config import ConfigError
     ('words', 'problem'),
     [
         ('', 'give one of --task and --harness'),
-        ('--task perplexity --harness boolq', 'give one of --task and --harness\n--task perplexity needs files, not 0'),
+        (
+            '--task perplexity --harness boolq',
+            'give one of --task and --harness\n--task perplexity needs files, not 0',
+        ),
         ('--task perplexity', '--task perplexity needs files, not 0'),
         ('--task wikitext', '--task wikitext needs one file, not 0'),
         ('--task wikitext a.txt b.txt', '--task wikitext needs one file, not 2'),
         ('--task lambada a.txt --stride 4', '--task lambada has no --stride'),
         ('--task perplexity gone.txt', 'gone.txt: no such file or folder'),
-        ('--task perplexity a.txt --json gone/out.json', 'gone/out.json: there is no folder gone: make it first'),
+        (
+            '--task perplexity a.txt --json gone/out.json',
+            'gone/out.json: there is no folder gone: make it first',
+        ),
         ('--harness boolq a.txt', '--harness reads its own data: leave out files and --stride'),
-        ('--harness boolq --stride 4', '--harness reads its own data: leave out files and --stride'),
+        (
+            '--harness boolq --stride 4',
+            '--harness reads its own data: leave out files and --stride',
+        ),
     ],
 )
-def test_what_cannot_be_asked_is_said(words: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_asked_is_said(
+    words: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli_generate, 'find_spec', lambda _: True)
     for name in 'ab':
@@ -39,10 +50,15 @@ def test_what_cannot_be_asked_is_said(words: str, problem: str, tmp_path: Path, 
     assert str(done.exception) == problem
 
 
-def test_a_harness_that_is_not_installed_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_harness_that_is_not_installed_is_said_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(cli_generate, 'find_spec', lambda _: None)
     done = CliRunner().invoke(app, ['eval', 'run', '--harness', 'boolq'])
-    assert str(done.exception) == "--harness needs lm-evaluation-harness: pip install 'megajax[harness]'"
+    assert (
+        str(done.exception)
+        == "--harness needs lm-evaluation-harness: pip install 'megajax[harness]'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,16 +72,27 @@ def test_a_harness_that_is_not_installed_is_said_with_the_command(monkeypatch: p
     ],
 )
 def test_a_task_gets_its_files_and_the_stride_if_one_is_given(
-    task: str, stride: int | None, asked: tuple[str, object, dict[str, object]], monkeypatch: pytest.MonkeyPatch
+    task: str,
+    stride: int | None,
+    asked: tuple[str, object, dict[str, object]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ('perplexity', 'wikitext', 'lambada'):
         monkeypatch.setattr(
             f'megajax.evaluate.{name}',
-            lambda scorer, tokenizer, files, name=name, **keys: (name, files, keys, scorer, tokenizer),
+            lambda scorer, tokenizer, files, name=name, **keys: (
+                name,
+                files,
+                keys,
+                scorer,
+                tokenizer,
+            ),
         )
     monkeypatch.setattr('megajax.evaluate.Scorer', lambda config, params: f'{params} of {config}')
     opened = SimpleNamespace(config='config', params='parameters')
-    *found, scorer, tokenizer = cli_generate._evaluate(opened, 'tokenizer', ['a', 'b'], task, stride)
+    *found, scorer, tokenizer = cli_generate._evaluate(
+        opened, 'tokenizer', ['a', 'b'], task, stride
+    )
     assert tuple(found) == asked
     assert (scorer, tokenizer) == ('parameters of config', 'tokenizer')
 
@@ -76,7 +103,9 @@ def test_what_was_found_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
         tokens: int
         loss: float
 
-    def evaluate(opened: object, tokenizer: str, files: list[str], task: str, stride: int | None) -> Found:
+    def evaluate(
+        opened: object, tokenizer: str, files: list[str], task: str, stride: int | None
+    ) -> Found:
         assert (tokenizer, files, task, stride) == ('tokenizer', [text], 'perplexity', 3)
         return Found(tokens=12_345, loss=1.23456789)
 
@@ -89,7 +118,26 @@ def test_what_was_found_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(cli_generate, '_evaluate', evaluate)
     (tmp_path / 'text').write_text('text')
     text, out = str(tmp_path / 'text'), tmp_path / 'found.json'
-    done = CliRunner().invoke(app, ['eval', 'run', '--task', 'perplexity', text, 'mesh.data=1', '--stride', '3', '--json', str(out)])
+    done = CliRunner().invoke(
+        app,
+        [
+            'eval',
+            'run',
+            '--task',
+            'perplexity',
+            text,
+            'mesh.data=1',
+            '--stride',
+            '3',
+            '--json',
+            str(out),
+        ],
+    )
     assert done.output == 'perplexity  tokens 12,345  loss 1.23457\n'
     results = {'perplexity': {'tokens': 12_345, 'loss': 1.23456789}}
-    assert json.loads(out.read_text()) == {'run': 'run', 'step': 7, 'files': [text], 'results': results}
+    assert json.loads(out.read_text()) == {
+        'run': 'run',
+        'step': 7,
+        'files': [text],
+        'results': results,
+    }

@@ -12,7 +12,11 @@ from megajax.commands import doctor
 from megajax.commands.doctor import Diagnosis, diagnose
 from megajax.hardware.targets import has_compiler
 
-CPU = {name: value for name, value in os.environ.items() if name not in ('XLA_FLAGS', 'CUDA_VISIBLE_DEVICES')} | {'JAX_PLATFORMS': 'cpu'}
+CPU = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ('XLA_FLAGS', 'CUDA_VISIBLE_DEVICES')
+} | {'JAX_PLATFORMS': 'cpu'}
 
 
 def whats(found: Diagnosis) -> list[str]:
@@ -35,14 +39,25 @@ def test_the_command_tells_what_there_is_and_exits_0(tmp_path: Path) -> None:
 
 
 def test_every_fact_stands_under_its_name(tmp_path: Path) -> None:
-    known = {'python', *doctor.PACKAGES, 'plugin', 'devices', 'miscompiles', 'loopback', 'proxy', 'folder'}
+    known = {
+        'python',
+        *doctor.PACKAGES,
+        'plugin',
+        'devices',
+        'miscompiles',
+        'loopback',
+        'proxy',
+        'folder',
+    }
     proxy = CPU | {'https_proxy': 'http://proxy:80'}
     for folder in (tmp_path, tmp_path / 'gone', Path('/proc')):
         names = {name for name, _ in diagnose(folder, environ=proxy, timeout=0.01).facts}
         assert {'python', 'jax', 'devices', 'loopback', 'proxy', 'folder'} <= names <= known
 
 
-def test_a_compiler_that_fails_leaves_the_miscompiles_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_leaves_the_miscompiles_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(doctor, 'has_compiler', lambda: True)
     monkeypatch.setattr(doctor.sys, 'executable', '/bin/false')
     found = Diagnosis()
@@ -50,7 +65,9 @@ def test_a_compiler_that_fails_leaves_the_miscompiles_unknown(monkeypatch: pytes
     assert found.facts == [('miscompiles', 'unknown: exit code 1')]
 
 
-def test_a_compiler_that_hangs_leaves_the_miscompiles_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_hangs_leaves_the_miscompiles_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, 'has_compiler', lambda: True)
     facts = dict(diagnose(tmp_path, environ=CPU, timeout=0.01).facts)
     assert facts['miscompiles'] == 'unknown: XLA does not compile the repros within 0.01 s'
@@ -75,8 +92,12 @@ def test_a_platform_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert what.startswith('JAX_PLATFORMS=no_such_platform, and jax does not start: ')
 
 
-@pytest.mark.parametrize('plugins', [{}, {'jax-cuda12-plugin': version('jaxlib')}], ids=['without its plugin', 'with it'])
-def test_a_gpu_that_jax_does_not_use_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    'plugins', [{}, {'jax-cuda12-plugin': version('jaxlib')}], ids=['without its plugin', 'with it']
+)
+def test_a_gpu_that_jax_does_not_use_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins: dict[str, str]
+) -> None:
     monkeypatch.setattr(doctor, '_plugins', lambda: plugins)
     monkeypatch.setattr(doctor, 'visible_gpus', lambda _: 2)
     (finding,) = diagnose(tmp_path, environ=CPU).findings
@@ -84,10 +105,14 @@ def test_a_gpu_that_jax_does_not_use_is_found(tmp_path: Path, monkeypatch: pytes
     assert ('megajax[cuda]' in finding.fix) == (not plugins)
 
 
-def test_a_plugin_for_another_jaxlib_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plugin_for_another_jaxlib_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, '_plugins', lambda: {'jax-cuda12-plugin': '0.1.2'})
     (what,) = whats(diagnose(tmp_path, environ=CPU))
-    assert what == f'jax-cuda12-plugin 0.1.2 is not for jaxlib {version("jaxlib")}: jax leaves it out'
+    assert (
+        what == f'jax-cuda12-plugin 0.1.2 is not for jaxlib {version("jaxlib")}: jax leaves it out'
+    )
 
 
 def test_a_jax_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
@@ -95,19 +120,29 @@ def test_a_jax_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     assert what == 'jax does not start within 0.01 s'
 
 
-def test_a_package_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_that_is_missing_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor, 'PACKAGES', (*doctor.PACKAGES, 'no-such-package'))
     assert whats(diagnose(tmp_path, environ=CPU)) == ['no-such-package is not installed']
 
 
-def test_no_password_of_the_environment_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    secrets = {'https_proxy': 'http://user:hunter2@proxy:80', 'HF_TOKEN': 'hunter2', 'JAX_PLATFORMS': 'no_such_platform'}
+def test_no_password_of_the_environment_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {
+        'https_proxy': 'http://user:hunter2@proxy:80',
+        'HF_TOKEN': 'hunter2',
+        'JAX_PLATFORMS': 'no_such_platform',
+    }
     found = str(diagnose(tmp_path, environ=CPU | secrets))
     assert 'https_proxy' in found
     assert 'hunter2' not in found
 
 
-def test_a_file_system_without_locks_or_room_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_locks_or_room_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(doctor.fcntl, 'flock', lambda *_: None)  # both hold it
     monkeypatch.setattr(doctor, 'LITTLE', 1e18)
     locks, room = whats(diagnose(tmp_path, environ=CPU))
@@ -124,7 +159,9 @@ def test_a_host_without_loopback_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert what.startswith('no port of 127.0.0.1')
 
 
-def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, 'Permission denied')
 
@@ -133,8 +170,12 @@ def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path, monkeypatch: p
     assert what == f'{tmp_path} cannot be written: Permission denied'
 
 
-@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
-def test_known_miscompiles_of_the_compiler_at_hand_are_told_and_are_no_finding(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
+def test_known_miscompiles_of_the_compiler_at_hand_are_told_and_are_no_finding(
+    tmp_path: Path,
+) -> None:
     environ = CPU | {'XDG_CACHE_HOME': str(tmp_path / 'cache')}
     first = diagnose(tmp_path, environ=environ)
     lines = [line for name, line in first.facts if name == 'miscompiles']

@@ -28,7 +28,9 @@ TOKENIZER = byte_tokenizer()
 
 def small(*mesh: int, sequence_parallel: bool = True) -> Config:
     model = {'vocab_size': 257, 'dropout': 0.0, 'max_seq_len': 16}
-    return make_config('llama', *mesh, sequence_parallel=sequence_parallel, model=model, train={'seq_len': 16})
+    return make_config(
+        'llama', *mesh, sequence_parallel=sequence_parallel, model=model, train={'seq_len': 16}
+    )
 
 
 class Oracle:
@@ -53,7 +55,10 @@ class Oracle:
 @pytest.mark.parametrize('mesh', [(1, 1), (2, 4)])
 def test_scores_are_the_models_log_probabilities(mesh: tuple[int, int]) -> None:
     config, random = small(*mesh), np.random.default_rng(0)
-    asked = [Window(random.integers(257, size=length).tolist(), targets) for length, targets in ((17, 16), (5, 2), (2, 1), (9, 8))] * 3
+    asked = [
+        Window(random.integers(257, size=length).tolist(), targets)
+        for length, targets in ((17, 16), (5, 2), (2, 1), (9, 8))
+    ] * 3
     with on_mesh(config):
         params = random_params(config, std=0.3)
         found = Scorer(config, params).in_any_order(asked)
@@ -68,14 +73,18 @@ def test_scores_are_the_models_log_probabilities(mesh: tuple[int, int]) -> None:
             places = np.arange(len(window.tokens))[-window.num_targets :] - 1
             labels = np.array(window.tokens)[-window.num_targets :]
             log_total = np.log(np.exp(logit_SV).sum(-1))
-            np.testing.assert_allclose(one.nll, log_total[places] - logit_SV[places, labels], rtol=1e-4)
+            np.testing.assert_allclose(
+                one.nll, log_total[places] - logit_SV[places, labels], rtol=1e-4
+            )
             np.testing.assert_array_equal(one.is_top, logit_SV[places].argmax(-1) == labels)
     assert len(found) == len(asked)
     np.testing.assert_allclose(found[0].nll, found[4].nll, rtol=1e-5)
 
 
 def test_a_window_may_be_as_long_as_the_model_reads_and_one_where_positions_are_learned() -> None:
-    config = make_config('gpt', model={'vocab_size': 257, 'dropout': 0.0, 'max_seq_len': 20}, train={'seq_len': 20})
+    config = make_config(
+        'gpt', model={'vocab_size': 257, 'dropout': 0.0, 'max_seq_len': 20}, train={'seq_len': 20}
+    )
     tokens = np.random.default_rng(0).integers(257, size=21)
     with on_mesh(config):
         params = random_params(config, std=0.3)
@@ -105,7 +114,9 @@ def spied(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Scorer, list
     """A scorer without a model, for which a token costs its id and the even ones are right, and the shapes that it computes."""
     shapes: list[tuple[int, ...]] = []
 
-    def score(_: object, token_BS: np.ndarray, label_BS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def score(
+        _: object, token_BS: np.ndarray, label_BS: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         assert token_BS.shape == label_BS.shape
         shapes.append(token_BS.shape)
         return label_BS.astype(np.float32), label_BS % 2 == 0
@@ -114,7 +125,10 @@ def spied(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Scorer, list
     return Scorer(config, nnx.State({})), shapes
 
 
-@pytest.mark.parametrize(('predicted', 'padded'), [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (65, 100), (100, 100)])
+@pytest.mark.parametrize(
+    ('predicted', 'padded'),
+    [(1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (65, 100), (100, 100)],
+)
 def test_windows_are_padded_to_16_or_a_power_of_two_that_the_model_reads(
     predicted: int, padded: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +142,12 @@ def test_the_last_tokens_of_each_window_are_scored_in_the_order_of_asking(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scorer, _ = spied(small(), monkeypatch)
-    asked = [Window([1, 2, 3, 4], 2), Window([5, 6], 1), Window([7, 8, 9], 2), *[Window([1, 2], 1)] * 7]
+    asked = [
+        Window([1, 2, 3, 4], 2),
+        Window([5, 6], 1),
+        Window([7, 8, 9], 2),
+        *[Window([1, 2], 1)] * 7,
+    ]
     for found in (list(scorer(asked)), scorer.in_any_order(asked)):
         assert [one.nll.tolist() for one in found] == [[3, 4], [6], [8, 9], *[[2]] * 7]
         assert [one.is_top.tolist() for one in found[:3]] == [[False, True], [True], [True, False]]
@@ -141,16 +160,21 @@ def test_windows_of_like_lengths_are_computed_together(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(('data', 'rows'), [(1, 8), (3, 9), (4, 8), (16, 16)])
-def test_every_data_shard_scores_as_many_windows(data: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_data_shard_scores_as_many_windows(
+    data: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scorer, shapes = spied(make_config('llama', data, train={'batch_size': data}), monkeypatch)
     assert len(list(scorer([Window([1, 2], 1)] * (rows + 1)))) == rows + 1
     assert shapes == [(rows, 16)] * 2
 
 
 @pytest.mark.parametrize(
-    ('num_tokens', 'length', 'stride'), [(40, 8, 8), (40, 8, 3), (41, 8, 5), (9, 8, 2), (5, 8, 1), (2, 8, 8), (100, 16, 16)]
+    ('num_tokens', 'length', 'stride'),
+    [(40, 8, 8), (40, 8, 3), (41, 8, 5), (9, 8, 2), (5, 8, 1), (2, 8, 8), (100, 16, 16)],
 )
-def test_each_token_but_the_first_is_predicted_once_from_what_a_window_holds(num_tokens: int, length: int, stride: int) -> None:
+def test_each_token_but_the_first_is_predicted_once_from_what_a_window_holds(
+    num_tokens: int, length: int, stride: int
+) -> None:
     predicted: list[int] = []
     for number, (tokens, num_targets) in enumerate(windows(range(num_tokens), length, stride)):
         assert list(tokens) == list(range(tokens[0], tokens[-1] + 1))
@@ -177,7 +201,12 @@ def test_perplexity_counts_tokens_and_bytes(tmp_path: Path) -> None:
 
 def test_a_window_moves_by_its_own_length_unless_told_otherwise(tmp_path: Path) -> None:
     (tmp_path / 'a.txt').write_text('x' * 35)
-    for stride, moves in ((None, [16, 16, 4]), (16, [16, 16, 4]), (10, [16, 10, 10]), (1, [16, *[1] * 20])):
+    for stride, moves in (
+        (None, [16, 16, 4]),
+        (16, [16, 16, 4]),
+        (10, [16, 10, 10]),
+        (1, [16, *[1] * 20]),
+    ):
         oracle = Oracle()
         perplexity(oracle, TOKENIZER, [str(tmp_path)], stride=stride)
         assert [window.num_targets for window in oracle.seen] == moves
@@ -205,8 +234,13 @@ def test_two_words_of_two_tokens_are_a_text_for_wikitext(tmp_path: Path) -> None
     assert found.perplexity == found.token_perplexity == pytest.approx(math.e)
 
 
-@pytest.mark.parametrize(('text', 'ids', 'counts'), [('ab', [1, 2], '1 words and 2 tokens'), ('a b', [3], '2 words and 1 tokens')])
-def test_wikitext_of_one_word_or_token_is_refused(text: str, ids: list[int], counts: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ('text', 'ids', 'counts'),
+    [('ab', [1, 2], '1 words and 2 tokens'), ('a b', [3], '2 words and 1 tokens')],
+)
+def test_wikitext_of_one_word_or_token_is_refused(
+    text: str, ids: list[int], counts: str, tmp_path: Path
+) -> None:
     (tmp_path / 'wiki').write_text(text)
     tokenizer = SimpleNamespace(start=[], encode_batch=lambda _: [ids])
     with pytest.raises(ConfigError, match=f'wiki has {counts}: give a text of two at least'):
@@ -221,7 +255,9 @@ def test_wikitext_is_normalised_by_the_words_of_the_file(tmp_path: Path) -> None
     plain = ' = Title =\na well-known, "quoted" word.\n'
     ids = list(plain.encode())
     assert detokenize_wikitext(text) == plain
-    assert found.original_tokens == 14  # '= Title = \n a well @-@ known , " quoted " word .', of which the line break is one
+    assert (
+        found.original_tokens == 14
+    )  # '= Title = \n a well @-@ known , " quoted " word .', of which the line break is one
     assert found.tokens == len(ids)
     # 16 tokens to predict in the first window, with 1, 2, ... before them; then the last 4 of windows of 17, and what is left over.
     rest = len(ids) - 17
@@ -250,8 +286,24 @@ def test_the_spaces_that_wikitext_has_put_in_are_taken_out(tokens: str, plain: s
 
 
 def test_the_rules_are_those_of_the_harness() -> None:
-    theirs = pytest.importorskip('lm_eval.tasks.wikitext.preprocess_wikitext', reason='lm-evaluation-harness is not installed')
-    pieces = [*'ab=NsC0 \n"\'([{}])°:;.!?,', ' @-@ ', ' @,@ ', ' @.@ ', ' , ', ' . ', " 's ", ' = = ', ' " ', " ' ", ' ( ', ' ) ']
+    theirs = pytest.importorskip(
+        'lm_eval.tasks.wikitext.preprocess_wikitext',
+        reason='lm-evaluation-harness is not installed',
+    )
+    pieces = [
+        *'ab=NsC0 \n"\'([{}])°:;.!?,',
+        ' @-@ ',
+        ' @,@ ',
+        ' @.@ ',
+        ' , ',
+        ' . ',
+        " 's ",
+        ' = = ',
+        ' " ',
+        " ' ",
+        ' ( ',
+        ' ) ',
+    ]
     random = np.random.default_rng(0)
     for _ in range(2000):
         text = ''.join(random.choice(pieces, size=random.integers(1, 40)))
@@ -259,25 +311,43 @@ def test_the_rules_are_those_of_the_harness() -> None:
 
 
 def test_the_last_word_of_lambada_is_right_if_all_its_tokens_are(tmp_path: Path) -> None:
-    passages = ['one two three', 'one x two fox', 'the end , he said x.', 'word', 'of more than sixteen bytes']
+    passages = [
+        'one two three',
+        'one x two fox',
+        'the end , he said x.',
+        'word',
+        'of more than sixteen bytes',
+    ]
     file = tmp_path / 'lambada.jsonl'
     file.write_text(''.join(json.dumps({'text': text}) + '\n' for text in passages))
     oracle = Oracle()
     found = lambada(oracle, TOKENIZER, str(file))
-    asked = [(bytes(i for i in window.tokens if i < 256).decode(), window.num_targets) for window in oracle.seen]
+    asked = [
+        (bytes(i for i in window.tokens if i < 256).decode(), window.num_targets)
+        for window in oracle.seen
+    ]
     assert asked[0] == ('one two three', len(' three'))
     assert asked[2] == ('the end , he said x.'[-17:], len(' x.'))
     assert asked[3] == (' word', 5)  # after the end of the document before it
     assert asked[4][0] == 'of more than sixteen bytes'[-17:]
     assert (found.passages, found.right, found.accuracy) == (5, 3, 0.6)
     assert found.cut == 2
-    losses = [sum(range(len(window.tokens) - window.num_targets, len(window.tokens))) for window in oracle.seen]
+    losses = [
+        sum(range(len(window.tokens) - window.num_targets, len(window.tokens)))
+        for window in oracle.seen
+    ]
     assert found.perplexity == pytest.approx(math.exp(sum(losses) / 5))
 
 
 def test_a_passage_is_cut_only_if_it_is_longer_than_the_model_reads(tmp_path: Path) -> None:
     file = tmp_path / 'lambada.jsonl'
-    passages = ['twelve and four', 'thirteen and five', 'fourteen, and six', 'eighteen and seven', '1 wordofmorethansixteen']
+    passages = [
+        'twelve and four',
+        'thirteen and five',
+        'fourteen, and six',
+        'eighteen and seven',
+        '1 wordofmorethansixteen',
+    ]
     file.write_text('\n\n'.join(json.dumps({'text': text}) for text in passages))
     oracle = Oracle()
     found = lambada(oracle, TOKENIZER, str(file))
@@ -298,14 +368,21 @@ def test_what_a_document_starts_with_is_read_and_the_first_is_not_predicted(tmp_
     (tmp_path / 'wiki').write_text('a b')
     assert wikitext(oracle, tokenizer, str(tmp_path / 'wiki'), stride=4).tokens == 3
     lambada(oracle, tokenizer, str(tmp_path / 'lambada.jsonl'))
-    texts = [[257, ord('a'), 256, 257, ord('b'), 256], [257, *b'a b'], [257, *b'a b'], [257, *b' b']]
+    texts = [
+        [257, ord('a'), 256, 257, ord('b'), 256],
+        [257, *b'a b'],
+        [257, *b'a b'],
+        [257, *b' b'],
+    ]
     assert [list(window.tokens) for window in oracle.seen] == texts
 
 
 def test_what_is_not_lambada_is_refused_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / 'lambada.jsonl'
     file.write_text('{"text": "a b"}\n{"txt": "a b"}\n')
-    with pytest.raises(ConfigError, match=r"lambada.jsonl:2: not a JSON object with a passage under 'text'"):
+    with pytest.raises(
+        ConfigError, match=r"lambada.jsonl:2: not a JSON object with a passage under 'text'"
+    ):
         lambada(Oracle(), TOKENIZER, str(file))
 
 
@@ -330,7 +407,10 @@ def test_the_harness_gets_what_it_asks_for() -> None:
     with on_mesh(config):
         params = random_params(config, std=0.3)
         model, scorer = HarnessModel(config, params, TOKENIZER), Scorer(config, params)
-        choices = model.loglikelihood([ask('one', ' two'), ask('', 'x'), ask('longer than it can read', ' end')], disable_tqdm=True)
+        choices = model.loglikelihood(
+            [ask('one', ' two'), ask('', 'x'), ask('longer than it can read', ' end')],
+            disable_tqdm=True,
+        )
         (rolled,) = model.loglikelihood_rolling([ask('a text of more than sixteen bytes')])
         greedy, sampled, stopped = model.generate_until(
             [
@@ -381,8 +461,13 @@ def import_harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         assert (config, params, tokenizer) == (small(), None, TOKENIZER)
         return SimpleNamespace(stream=stream)
 
-    def stream(prompts: Sequence[Sequence[int]], request: Request) -> Iterator[list[SimpleNamespace | None]]:
-        rows = [SimpleNamespace(text=f'{TOKENIZER.decode(ids).upper()}{"".join(request.stops)}') for ids in prompts]
+    def stream(
+        prompts: Sequence[Sequence[int]], request: Request
+    ) -> Iterator[list[SimpleNamespace | None]]:
+        rows = [
+            SimpleNamespace(text=f'{TOKENIZER.decode(ids).upper()}{"".join(request.stops)}')
+            for ids in prompts
+        ]
         yield [None] * len(rows)
         yield rows
 
@@ -408,7 +493,10 @@ GREEDY = Sampling(temperature=0)
         ({}, Request(max_tokens=256, sampling=GREEDY)),
         ({'until': None, 'max_gen_toks': '7'}, Request(max_tokens=7, sampling=GREEDY)),
         ({'until': 'END'}, Request(max_tokens=256, sampling=GREEDY, stops=('END',))),
-        ({'until': ['\n', '', 'END']}, Request(max_tokens=256, sampling=GREEDY, stops=('\n', 'END'))),
+        (
+            {'until': ['\n', '', 'END']},
+            Request(max_tokens=256, sampling=GREEDY, stops=('\n', 'END')),
+        ),
         ({'temperature': 0.5}, Request(max_tokens=256, sampling=Sampling(temperature=0.5))),
         ({'temperature': 0.0}, Request(max_tokens=256, sampling=GREEDY)),
         ({'temperature': 0.5, 'do_sample': False}, Request(max_tokens=256, sampling=GREEDY)),
@@ -418,7 +506,9 @@ GREEDY = Sampling(temperature=0)
         ),
     ],
 )
-def test_a_task_says_how_a_text_goes_on(harness: ModuleType, given: dict[str, object], wanted: Request) -> None:
+def test_a_task_says_how_a_text_goes_on(
+    harness: ModuleType, given: dict[str, object], wanted: Request
+) -> None:
     assert harness._request(given) == (wanted, wanted.max_tokens)
 
 
@@ -426,9 +516,13 @@ def test_a_context_begins_as_a_document_does(harness: ModuleType, tmp_path: Path
     model = harness.HarnessModel(small(), None, TOKENIZER)
     assert (model.eot_token_id, model.prefix_token_id) == (256, 256)
     assert model.tok_encode('ab') == [*b'ab']
-    model = harness.HarnessModel(small(), None, load_tokenizer(start_token(tmp_path / 'tokenizer.json')))
+    model = harness.HarnessModel(
+        small(), None, load_tokenizer(start_token(tmp_path / 'tokenizer.json'))
+    )
     assert (model.eot_token_id, model.prefix_token_id) == (256, 257)
-    assert model.tok_encode('ab') == model.tok_encode('ab', add_special_tokens=True) == [257, *b'ab']
+    assert (
+        model.tok_encode('ab') == model.tok_encode('ab', add_special_tokens=True) == [257, *b'ab']
+    )
     assert model.tok_encode('ab', add_special_tokens=False) == [*b'ab']
 
 
@@ -439,14 +533,26 @@ def test_the_harness_finds_one_process(harness: ModuleType) -> None:
 
 def test_the_end_of_what_is_too_long_has_its_likelihood(harness: ModuleType) -> None:
     model = harness.HarnessModel(small(), None, TOKENIZER)
-    pairs = [(b'one', b' two'), (b'a' * 14, b' end'), (b'b', b'c' * 16), (b'd', b'e' * 30), (b'f', b'xyz')]
-    found = model._loglikelihood_tokens([(None, [*context], [*target]) for context, target in pairs])
+    pairs = [
+        (b'one', b' two'),
+        (b'a' * 14, b' end'),
+        (b'b', b'c' * 16),
+        (b'd', b'e' * 30),
+        (b'f', b'xyz'),
+    ]
+    found = model._loglikelihood_tokens(
+        [(None, [*context], [*target]) for context, target in pairs]
+    )
     # A token costs as much as there is before it: of 17 at most.
     assert found == [(-18.0, True), (-58.0, True), (-136.0, True), (-136.0, True), (-6.0, False)]
 
 
-def test_each_text_has_the_likelihood_of_its_own_windows(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_pieces(ids: list[int], *, prefix_token: int, max_seq_len: int, context_len: int) -> Iterator[tuple[list[int], list[int]]]:
+def test_each_text_has_the_likelihood_of_its_own_windows(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_pieces(
+        ids: list[int], *, prefix_token: int, max_seq_len: int, context_len: int
+    ) -> Iterator[tuple[list[int], list[int]]]:
         assert context_len == 1
         for start in range(0, len(ids), max_seq_len):
             yield [ids[start - 1] if start else prefix_token], ids[start : start + max_seq_len]
@@ -458,25 +564,42 @@ def test_each_text_has_the_likelihood_of_its_own_windows(harness: ModuleType, mo
     assert found == [-6.0, -(2 * 136 + 3.0), -3.0]
 
 
-def test_continuations_come_in_the_order_of_asking_from_the_end_of_a_context(harness: ModuleType) -> None:
+def test_continuations_come_in_the_order_of_asking_from_the_end_of_a_context(
+    harness: ModuleType,
+) -> None:
     short, long = {'until': '.', 'max_gen_toks': 6}, {'until': [], 'max_gen_toks': 99}
     requests = [('abc', short), ('def', long), ('', short), ('a context that is long', short)]
     model = harness.HarnessModel(small(), None, TOKENIZER)
     found = model.generate_until([ask(*request) for request in requests])
-    assert found == ['ABC.', 'F', '<|ENDOFTEXT|>.', 'AT IS LONG.']  # 16 positions less 6, and one at least
+    assert found == [
+        'ABC.',
+        'F',
+        '<|ENDOFTEXT|>.',
+        'AT IS LONG.',
+    ]  # 16 positions less 6, and one at least
 
 
-def test_a_task_is_looked_for_in_its_folder_and_only_its_numbers_are_kept(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_is_looked_for_in_its_folder_and_only_its_numbers_are_kept(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders: list[object] = []
 
     def manager(include_path: object) -> SimpleNamespace:
         folders.append(include_path)
-        return SimpleNamespace(match_tasks=lambda names: [name for name in names if name != 'bogus'])
+        return SimpleNamespace(
+            match_tasks=lambda names: [name for name in names if name != 'bogus']
+        )
 
-    def evaluate(*, model: object, tasks: list[str], task_manager: object, **_: object) -> dict[str, object]:
+    def evaluate(
+        *, model: object, tasks: list[str], task_manager: object, **_: object
+    ) -> dict[str, object]:
         assert isinstance(model, harness.HarnessModel)
         assert task_manager
-        return {'results': {task: {'alias': task, 'acc,none': 0.5, 'acc_stderr,none': 'N/A'} for task in tasks}}
+        return {
+            'results': {
+                task: {'alias': task, 'acc,none': 0.5, 'acc_stderr,none': 'N/A'} for task in tasks
+            }
+        }
 
     monkeypatch.setattr(harness, 'TaskManager', manager)
     monkeypatch.setattr(harness, 'simple_evaluate', evaluate)
@@ -501,13 +624,20 @@ doc_to_target: "{{{{answer}}}}"
 """
 
 
-def test_a_task_of_ones_own_runs_in_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_task_of_ones_own_runs_in_the_harness(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip('lm_eval', reason='lm-evaluation-harness is not installed')
     from megajax.evaluate.harness import HarnessModel, evaluate_tasks
 
     monkeypatch.setenv('HF_DATASETS_CACHE', str(tmp_path / 'cache'))
-    documents = [{'word': word, 'choices': ['up', 'down', 'left'], 'answer': answer} for word, answer in (('up', 1), ('down', 0), ('x', 2))]
-    (tmp_path / 'opposites.jsonl').write_text(''.join(json.dumps(document) + '\n' for document in documents))
+    documents = [
+        {'word': word, 'choices': ['up', 'down', 'left'], 'answer': answer}
+        for word, answer in (('up', 1), ('down', 0), ('x', 2))
+    ]
+    (tmp_path / 'opposites.jsonl').write_text(
+        ''.join(json.dumps(document) + '\n' for document in documents)
+    )
     (tmp_path / 'opposites.yaml').write_text(TASK.format(folder=tmp_path))
     config = small()
     with on_mesh(config):
@@ -515,8 +645,16 @@ def test_a_task_of_ones_own_runs_in_the_harness(tmp_path: Path, monkeypatch: pyt
         found = evaluate_tasks(config, params, TOKENIZER, [f'{tmp_path}/opposites'])
         model, right = HarnessModel(config, params, TOKENIZER), 0
         for document in documents:
-            asked = [SimpleNamespace(args=(f'{document["word"]} is not', f' {choice}')) for choice in document['choices']]
-            right += int(np.argmax([likelihood for likelihood, _ in model.loglikelihood(asked, disable_tqdm=True)]) == document['answer'])
+            asked = [
+                SimpleNamespace(args=(f'{document["word"]} is not', f' {choice}'))
+                for choice in document['choices']
+            ]
+            right += int(
+                np.argmax(
+                    [likelihood for likelihood, _ in model.loglikelihood(asked, disable_tqdm=True)]
+                )
+                == document['answer']
+            )
         with pytest.raises(ConfigError, match='knows no task bogus'):
             evaluate_tasks(config, params, TOKENIZER, ['bogus'])
     assert found['opposites']['acc,none'] == pytest.approx(right / 3)

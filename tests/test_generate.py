@@ -39,7 +39,9 @@ both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
 
 def small(name: str, *mesh: int, **model: object) -> Config:
     """Without dropout, which only training has; sequence parallelism is on, and generation leaves it off."""
-    return make_config(name, *mesh, sequence_parallel=True, model={'dropout': 0.0, 'tie_embeddings': False} | model)
+    return make_config(
+        name, *mesh, sequence_parallel=True, model={'dropout': 0.0, 'tie_embeddings': False} | model
+    )
 
 
 def make_params(config: Config) -> nnx.State:
@@ -47,11 +49,15 @@ def make_params(config: Config) -> nnx.State:
     return random_params(config, std=0.3 if config.model.norm == 'rmsnorm' else 0.05)
 
 
-def continue_all(config: Config, prompts: Sequence[Sequence[int]] = PROMPTS, **request: object) -> list[list[int]]:
+def continue_all(
+    config: Config, prompts: Sequence[Sequence[int]] = PROMPTS, **request: object
+) -> list[list[int]]:
     """The tokens after each prompt, from random parameters that are the same on every mesh."""
     with on_mesh(config):
         generator = Generator(config, make_params(config))
-        *_, rows = generator.stream(prompts, Request(**{'max_tokens': MAX_TOKENS, 'sampling': GREEDY} | request))
+        *_, rows = generator.stream(
+            prompts, Request(**{'max_tokens': MAX_TOKENS, 'sampling': GREEDY} | request)
+        )
     return [row.ids for row in rows]
 
 
@@ -77,10 +83,16 @@ def test_the_cache_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize(
     ('name', 'sampling', 'meshes'),
-    [('gpt', GREEDY, [(2, 2), (1, 4)]), ('llama', GREEDY, [(2, 2), (1, 4)]), ('llama', RANDOM, [(2, 2)])],  # llama has two key/value heads
+    [
+        ('gpt', GREEDY, [(2, 2), (1, 4)]),
+        ('llama', GREEDY, [(2, 2), (1, 4)]),
+        ('llama', RANDOM, [(2, 2)]),
+    ],  # llama has two key/value heads
     ids=['gpt', 'llama', 'random'],
 )
-def test_the_same_tokens_on_every_mesh(name: str, sampling: Sampling, meshes: list[tuple[int, int]]) -> None:
+def test_the_same_tokens_on_every_mesh(
+    name: str, sampling: Sampling, meshes: list[tuple[int, int]]
+) -> None:
     expected = continue_all(small(name), sampling=sampling)
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
     for mesh in meshes:
@@ -88,7 +100,9 @@ def test_the_same_tokens_on_every_mesh(name: str, sampling: Sampling, meshes: li
 
 
 @pytest.mark.parametrize('sampling', [GREEDY, RANDOM], ids=['greedy', 'random'])
-def test_the_same_tokens_alone_as_in_a_batch(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_tokens_alone_as_in_a_batch(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = continue_all(small('llama'), sampling=sampling)
     monkeypatch.setattr('megajax.generate.generator.BATCH_SIZE', 1)
     assert continue_all(small('llama'), sampling=sampling) == expected
@@ -102,7 +116,11 @@ def test_another_seed_or_number_is_another_text() -> None:
 def test_a_text_ends_where_the_positions_do() -> None:
     config = small('gpt')
     full = list(range(config.model.max_seq_len - 3))
-    assert [len(ids) for ids in continue_all(config, [full, [5], [6]])] == [3, MAX_TOKENS, MAX_TOKENS]
+    assert [len(ids) for ids in continue_all(config, [full, [5], [6]])] == [
+        3,
+        MAX_TOKENS,
+        MAX_TOKENS,
+    ]
 
 
 def test_other_lengths_and_parameters_compile_nothing_again() -> None:
@@ -118,7 +136,15 @@ def abstract_rows(config: Config, count: int) -> tuple[Weights, Rows]:
     weights = make_weights(config, make_params(config))
     zeros = np.zeros(count, np.int32)
     rows, _ = engine(config).read(
-        weights, np.zeros((count, 16), np.int32), zeros + 16, zeros + 9, zeros, np.uint32(0), -1, num_slots=64, sampling=GREEDY
+        weights,
+        np.zeros((count, 16), np.int32),
+        zeros + 16,
+        zeros + 9,
+        zeros,
+        np.uint32(0),
+        -1,
+        num_slots=64,
+        sampling=GREEDY,
     )
     return weights, rows
 
@@ -133,7 +159,9 @@ def abstract_rows(config: Config, count: int) -> tuple[Weights, Rows]:
         ('llama', 2, {'all-reduce': 1 + 2 * 2 + 2, 'all-to-all': 2, 'all-gather': 2 * 2}),
     ],
 )
-def test_a_token_costs_two_all_reduces_a_layer(name: str, kv_heads: int, model_axis: dict[str, int]) -> None:
+def test_a_token_costs_two_all_reduces_a_layer(
+    name: str, kv_heads: int, model_axis: dict[str, int]
+) -> None:
     config = small(name, 2, 4, num_kv_heads=kv_heads)
     with on_mesh(config):
         weights, rows = abstract_rows(config, 4)
@@ -159,8 +187,16 @@ def test_a_token_copies_neither_the_cache_nor_a_weight() -> None:
     cache, head = '4,4,64,8', '512,64'  # on one of two devices
     assert f'f32[{cache}]' in text
     assert f'f32[{head}]' in text
-    moved = [line for line in text.splitlines() if any(f' {op}(' in line for op in ('copy', 'transpose', 'convert'))]
-    assert not [line for line in moved if f'[{cache}]' in line.split('(')[0] or f'[{head}]' in line.split('(')[0]]
+    moved = [
+        line
+        for line in text.splitlines()
+        if any(f' {op}(' in line for op in ('copy', 'transpose', 'convert'))
+    ]
+    assert not [
+        line
+        for line in moved
+        if f'[{cache}]' in line.split('(')[0] or f'[{head}]' in line.split('(')[0]
+    ]
     aliased = text.splitlines()[0].count('may-alias') + text.splitlines()[0].count('must-alias')
     assert aliased >= 2 * config.model.num_layers
 
@@ -209,7 +245,10 @@ def frequencies(sampling: Sampling, probability: Sequence[float], draws: int = 4
         (Sampling(temperature=1, top_p=0.7), [0, 4 / 7, 0, 3 / 7]),
         (Sampling(temperature=1, top_p=0.71), [0, 4 / 9, 2 / 9, 3 / 9]),
         (Sampling(temperature=1, top_p=0.1), [0, 1, 0, 0]),
-        (Sampling(temperature=1, top_k=3, top_p=0.5), [0, 4 / 7, 0, 3 / 7]),  # of the three, 4/9 is not enough
+        (
+            Sampling(temperature=1, top_k=3, top_p=0.5),
+            [0, 4 / 7, 0, 3 / 7],
+        ),  # of the three, 4/9 is not enough
         (Sampling(temperature=1, top_k=1), [0, 1, 0, 0]),
         (Sampling(temperature=1, top_k=9, top_p=1), [0.1, 0.4, 0.2, 0.3]),  # there are no nine
     ],
@@ -222,7 +261,9 @@ def test_tokens_come_as_often_as_asked(sampling: Sampling, expected: Sequence[fl
 
 @pytest.mark.parametrize(('top_p', 'kept'), [(0.5, 1), (0.51, 2), (0.75, 2), (0.76, 4)])
 def test_no_token_is_kept_beyond_the_fewest_that_add_up_to_top_p(top_p: float, kept: int) -> None:
-    found = frequencies(Sampling(temperature=1, top_p=top_p), [0.5, 0.25, 0.125, 0.125])  # sums without rounding
+    found = frequencies(
+        Sampling(temperature=1, top_p=top_p), [0.5, 0.25, 0.125, 0.125]
+    )  # sums without rounding
     assert (found > 0).tolist() == [True] * kept + [False] * (4 - kept)
 
 
@@ -236,7 +277,9 @@ def test_each_row_and_position_draws_for_itself() -> None:
 def texts_of(pieces: Sequence[bytes], **settings: object) -> tuple[list[str], Continuation]:
     """What is known of the text after each piece, and the continuation."""
     tokenizer = byte_tokenizer()
-    row = Continuation([tokenizer.eod], tokenizer, **{'limit': 100, 'eod': tokenizer.eod} | settings)
+    row = Continuation(
+        [tokenizer.eod], tokenizer, **{'limit': 100, 'eod': tokenizer.eod} | settings
+    )
     known = []
     for piece in pieces:
         row.add(list(piece))
@@ -298,14 +341,26 @@ class FakeEngine:
         self.reads: list[SimpleNamespace] = []
         self.wanted: list[list[bool]] = []
 
-    def read(self, _: object, *arrays: np.ndarray, num_slots: int, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    def read(
+        self, _: object, *arrays: np.ndarray, num_slots: int, sampling: Sampling
+    ) -> tuple[np.ndarray, np.ndarray]:
         names = ('token_BS', 'length_B', 'left_B', 'number_B', 'seed', 'eod')
-        asked = SimpleNamespace(**dict(zip(names, arrays, strict=True)), num_slots=num_slots, sampling=sampling)
+        asked = SimpleNamespace(
+            **dict(zip(names, arrays, strict=True)), num_slots=num_slots, sampling=sampling
+        )
         self.reads.append(asked)
         return asked.left_B - 1, np.where(asked.left_B > 0, asked.number_B, -1)[:, None]
 
     def make(
-        self, _: object, left_B: np.ndarray, is_wanted_B: np.ndarray, seed: int, eod: int, *, num_tokens: int, sampling: Sampling
+        self,
+        _: object,
+        left_B: np.ndarray,
+        is_wanted_B: np.ndarray,
+        seed: int,
+        eod: int,
+        *,
+        num_tokens: int,
+        sampling: Sampling,
     ) -> tuple[np.ndarray, np.ndarray]:
         asked = self.reads[-1]
         assert (seed, eod, sampling) == (asked.seed, asked.eod, asked.sampling)
@@ -326,7 +381,15 @@ def make_fake_engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 @pytest.mark.parametrize(
     ('longest', 'max_tokens', 'padded', 'slots'),
-    [(1, 1, 16, 64), (16, 48, 16, 64), (16, 49, 16, 128), (17, 1, 32, 64), (33, 9, 64, 128), (65, 1, 100, 128), (99, 999, 100, 256)],
+    [
+        (1, 1, 16, 64),
+        (16, 48, 16, 64),
+        (16, 49, 16, 128),
+        (17, 1, 32, 64),
+        (33, 9, 64, 128),
+        (65, 1, 100, 128),
+        (99, 999, 100, 256),
+    ],
 )
 def test_prompts_are_padded_to_16_or_a_power_of_two_and_the_cache_holds_all_that_is_wanted(
     longest: int, max_tokens: int, padded: int, slots: int, fake: FakeEngine
@@ -334,7 +397,10 @@ def test_prompts_are_padded_to_16_or_a_power_of_two_and_the_cache_holds_all_that
     config = small('gpt', max_seq_len=100)
     next(Generator(config, None).stream([[7] * longest, [8, 9]], Request(max_tokens=max_tokens)))
     [asked] = fake.reads
-    assert asked.token_BS.tolist() == [[0] * (padded - longest) + [7] * longest, [0] * (padded - 2) + [8, 9]]
+    assert asked.token_BS.tolist() == [
+        [0] * (padded - longest) + [7] * longest,
+        [0] * (padded - 2) + [8, 9],
+    ]
     assert asked.length_B.tolist() == [longest, 2]
     assert asked.left_B.tolist() == [min(max_tokens, 100 - longest), min(max_tokens, 98)]
     assert asked.num_slots == slots
@@ -350,19 +416,31 @@ def test_prompts_beyond_a_batch_wait_and_are_numbered_on(fake: FakeEngine) -> No
     assert [asked.left_B.tolist() for asked in fake.reads] == [[1] * 16, [1, 1] + [0] * 14]
 
 
-def test_every_data_shard_has_as_many_rows_and_only_those_that_go_on_are_wanted(fake: FakeEngine) -> None:
+def test_every_data_shard_has_as_many_rows_and_only_those_that_go_on_are_wanted(
+    fake: FakeEngine,
+) -> None:
     config = small('gpt', 4)
-    *_, rows = Generator(config, None).stream([[5], [5] * 30, [5], [5] * 27, [5]], Request(max_tokens=7))
+    *_, rows = Generator(config, None).stream(
+        [[5], [5] * 30, [5], [5] * 27, [5]], Request(max_tokens=7)
+    )
     assert [len(row.ids) for row in rows] == [7, 2, 7, 5, 7]
     assert len(fake.reads[0].token_BS) == 8
     going_on = ['11111000', '10111000', '10101000']
-    assert [''.join(str(int(is_wanted)) for is_wanted in wanted) for wanted in fake.wanted] == going_on
+    assert [
+        ''.join(str(int(is_wanted)) for is_wanted in wanted) for wanted in fake.wanted
+    ] == going_on
 
 
-def test_the_engine_gets_the_seed_and_the_end_of_a_document_if_a_text_ends_there(fake: FakeEngine) -> None:
+def test_the_engine_gets_the_seed_and_the_end_of_a_document_if_a_text_ends_there(
+    fake: FakeEngine,
+) -> None:
     config, tokenizer = small('gpt', vocab_size=257), byte_tokenizer()
     for given, to_eod in ((tokenizer, True), (tokenizer, False), (None, True)):
-        list(Generator(config, None, given).stream([[5]], Request(max_tokens=3, seed=2**32 - 1, to_eod=to_eod, sampling=RANDOM)))
+        list(
+            Generator(config, None, given).stream(
+                [[5]], Request(max_tokens=3, seed=2**32 - 1, to_eod=to_eod, sampling=RANDOM)
+            )
+        )
     assert [int(asked.eod) for asked in fake.reads] == [256, -1, -1]
     assert {(int(asked.seed), asked.sampling) for asked in fake.reads} == {(2**32 - 1, RANDOM)}
 
@@ -391,7 +469,9 @@ def test_a_document_ends_at_its_last_token_unless_more_is_asked_for() -> None:
             table[...] = jax.device_put(x_VD, table[...].sharding)
         generator = Generator(config, params, tokenizer)
         *_, ended = generator.stream(PROMPTS, request)
-        *_, went_on = generator.stream(PROMPTS, Request(max_tokens=8, sampling=GREEDY, to_eod=False))
+        *_, went_on = generator.stream(
+            PROMPTS, Request(max_tokens=8, sampling=GREEDY, to_eod=False)
+        )
     assert (ended[0].ids, ended[0].end) == (rows[0].ids[:4], 'eod')
     assert went_on[0].ids[:5] == [*rows[0].ids[:4], tokenizer.eod]
     assert [(len(row.ids), row.end) for row in went_on] == [(8, 'length')] * 3
@@ -399,14 +479,21 @@ def test_a_document_ends_at_its_last_token_unless_more_is_asked_for() -> None:
 
 def test_a_prompt_is_the_start_of_a_document(tmp_path: Path) -> None:
     config = small('gpt', vocab_size=258)
-    assert encode_prompts(config, byte_tokenizer(), ['x']) == [[256, ord('x')]]  # after the end of another
-    assert encode_prompts(config, load_tokenizer(start_token(tmp_path / 'tokenizer.json')), ['x']) == [[257, ord('x')]]
+    assert encode_prompts(config, byte_tokenizer(), ['x']) == [
+        [256, ord('x')]
+    ]  # after the end of another
+    assert encode_prompts(
+        config, load_tokenizer(start_token(tmp_path / 'tokenizer.json')), ['x']
+    ) == [[257, ord('x')]]
 
 
 def test_a_prompt_that_leaves_no_position_is_refused() -> None:
     config, tokenizer = small('gpt', vocab_size=257), byte_tokenizer()
     assert len(encode_prompts(config, tokenizer, ['x' * 30])[0]) == 31
-    with pytest.raises(ConfigError, match=r'prompt 2 has 32 tokens, and model.max_seq_len=32 must leave room: shorten it'):
+    with pytest.raises(
+        ConfigError,
+        match=r'prompt 2 has 32 tokens, and model.max_seq_len=32 must leave room: shorten it',
+    ):
         encode_prompts(config, tokenizer, ['x', 'y' * 31])
 
 
@@ -419,7 +506,10 @@ def test_a_prompt_that_leaves_no_position_is_refused() -> None:
         (lambda: Sampling(top_p=0), 'top-p 0'),
         (lambda: Sampling(temperature=float('inf')), 'temperature inf'),
         (lambda: Sampling(temperature=float('nan')), 'temperature nan'),
-        (lambda: Sampling(temperature=-1, top_k=0, top_p=2), '(?s)temperature -1.*top-k 0.*top-p 2'),
+        (
+            lambda: Sampling(temperature=-1, top_k=0, top_p=2),
+            '(?s)temperature -1.*top-k 0.*top-p 2',
+        ),
         (lambda: Request(max_tokens=0), 'max-tokens 0'),
         (lambda: Request(max_tokens=1, seed=-1), 'seed -1'),
         (lambda: Request(max_tokens=1, seed=2**32), 'seed 4294967296'),
@@ -461,30 +551,54 @@ def test_transformers_makes_the_same_64_tokens(family: str, tmp_path: Path) -> N
     theirs.save_pretrained(tmp_path)
     expected, margins = [], []
     for prompt in PROMPTS:
-        asked = {'max_new_tokens': 64, 'min_new_tokens': 64, 'do_sample': False, 'output_logits': True, 'return_dict_in_generate': True}
-        made = theirs.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **asked)
+        asked = {
+            'max_new_tokens': 64,
+            'min_new_tokens': 64,
+            'do_sample': False,
+            'output_logits': True,
+            'return_dict_in_generate': True,
+        }
+        made = theirs.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), **asked
+        )
         expected.append(made.sequences[0, len(prompt) :].tolist())
-        margins += [float(top[0] - top[1]) for top in (logits[0].topk(2).values for logits in made.logits)]
+        margins += [
+            float(top[0] - top[1]) for top in (logits[0].topk(2).values for logits in made.logits)
+        ]
     assert all(len(set(ids)) > 5 for ids in expected)
     assert min(margins) > 1e-4  # no tie that rounding decides
     for data, model in ((1, 1), (2, 2), (1, 4)):
         keys = read_config_json(tmp_path)[1]
-        config = Config(model=keys, mesh={'data': data, 'model': model}, train={'dtype': 'float32', 'seq_len': 96})
+        config = Config(
+            model=keys,
+            mesh={'data': data, 'model': model},
+            train={'dtype': 'float32', 'seq_len': 96},
+        )
         with on_mesh(config):
             params = from_huggingface(config, read_tensors(tmp_path), source=str(tmp_path))
-            *_, rows = Generator(config, params).stream(PROMPTS, Request(max_tokens=64, sampling=GREEDY))
+            *_, rows = Generator(config, params).stream(
+                PROMPTS, Request(max_tokens=64, sampling=GREEDY)
+            )
         assert [row.ids for row in rows] == expected, (data, model)
 
 
 @pytest.fixture(scope='module', name='run')
 def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, config = tmp_path_factory.mktemp('run'), make_config('llama', 2, 2, model={'num_layers': 1, 'vocab_size': 257})
-    with on_mesh(config), Checkpoints(folder / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints:
+    folder, config = (
+        tmp_path_factory.mktemp('run'),
+        make_config('llama', 2, 2, model={'num_layers': 1, 'vocab_size': 257}),
+    )
+    with (
+        on_mesh(config),
+        Checkpoints(folder / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints,
+    ):
         checkpoints.save(init_state(config), 1)
     return folder
 
 
-def test_the_command_writes_the_same_on_another_mesh(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_same_on_another_mesh(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / 'prompts.txt').write_text('one\ntwo \\n\n')
     for overrides in ([], ['mesh.data=1', 'mesh.model=4']):
         cli_generate.generate(run, overrides, prompts=tmp_path / 'prompts.txt', max_tokens=8)

@@ -15,7 +15,9 @@ NAMES = [one.name for one in script.MEASUREMENTS]
 
 def measure(out: Path, *options: str) -> dict[str, dict[str, Any]]:
     command = [sys.executable, 'benchmarks/gpu.py', '--small', '--out', str(out), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=580, check=True
+    )
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [json.loads(line) for line in (out / 'results.jsonl').read_text().splitlines()] == lines
     return {line.pop('name'): line for line in lines}
@@ -30,23 +32,37 @@ def test_each_measurement_is_a_line(tmp_path: Path) -> None:
 
 def test_a_measurement_that_fails_is_a_line_too(tmp_path: Path) -> None:
     environment = script.prepared(None, tmp_path, small=True)
-    found = script.run_one(script.Measurement('step-none', 60, 'a step that there is not'), tmp_path, environment, 60)
+    found = script.run_one(
+        script.Measurement('step-none', 60, 'a step that there is not'), tmp_path, environment, 60
+    )
     assert found['failed'] == "exit 1: KeyError: 'none'"
 
 
 def test_without_time_nothing_is_begun_and_all_is_said(tmp_path: Path) -> None:
-    assert measure(tmp_path, '--seconds', '1') == {name: {'skipped': 'no time was left'} for name in NAMES}
+    assert measure(tmp_path, '--seconds', '1') == {
+        name: {'skipped': 'no time was left'} for name in NAMES
+    }
 
 
 def test_a_measurement_that_hangs_ends_at_its_limit(tmp_path: Path) -> None:
-    found = script.run_one(script.MEASUREMENTS[0], tmp_path, script.prepared(None, tmp_path, small=True), 0.2)
+    found = script.run_one(
+        script.MEASUREMENTS[0], tmp_path, script.prepared(None, tmp_path, small=True), 0.2
+    )
     assert found == {'name': 'machine', 'failed': 'was not done in 0 s'}
 
 
-def test_a_gpu_that_is_too_small_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_gpu_that_is_too_small_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(script, 'run_one', lambda one, *_: {'name': one.name, 'gigabytes': 80.0})
-    found = {line.pop('name'): line for line in script.run_all(script.MEASUREMENTS, tmp_path, {}, 480)}
-    assert {name for name, line in found.items() if 'skipped' in line} == {'step-1.2b-32', 'step-4.2b', 'step-llama'}
+    found = {
+        line.pop('name'): line for line in script.run_all(script.MEASUREMENTS, tmp_path, {}, 480)
+    }
+    assert {name for name, line in found.items() if 'skipped' in line} == {
+        'step-1.2b-32',
+        'step-4.2b',
+        'step-llama',
+    }
 
 
 def test_what_matters_most_comes_first_and_all_that_80_gb_hold_may_take_fourteen_minutes() -> None:

@@ -37,7 +37,14 @@ COUNT = (
 
 def start(*command, folder=ROOT):
     environ = os.environ | {'PYTHONPATH': str(ROOT)}
-    return subprocess.Popen([sys.executable, *command], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def pids(process, count=2):
@@ -50,19 +57,31 @@ def pids(process, count=2):
 
 
 def test_on_cpus_each_process_simulates_its_share_of_the_mesh_and_all_meet_on_loopback():
-    plan = make_plan(['train', 'tiny'], processes=2, needed=4, environ={'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_mine=1'})
+    plan = make_plan(
+        ['train', 'tiny'],
+        processes=2,
+        needed=4,
+        environ={'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': '--xla_mine=1'},
+    )
     assert plan.command == (sys.executable, '-m', 'megajax', 'train', 'tiny')
     first, second = plan.variables
     assert (first['MEGAJAX_PROCESS'], second['MEGAJAX_PROCESS']) == ('0', '1')
     assert re.fullmatch(r'127\.0\.0\.1:\d+', first['MEGAJAX_COORDINATOR'])
     assert {**first, 'MEGAJAX_PROCESS': '1'} == second
-    assert (first['MEGAJAX_PROCESSES'], first['JAX_NUM_CPU_DEVICES'], first['JAX_PLATFORMS']) == ('2', '2', 'cpu')
+    assert (first['MEGAJAX_PROCESSES'], first['JAX_NUM_CPU_DEVICES'], first['JAX_PLATFORMS']) == (
+        '2',
+        '2',
+        'cpu',
+    )
     assert first['XLA_FLAGS'].startswith('--xla_mine=1 ')
 
 
 def gpus(monkeypatch, *, plugin=True):
     monkeypatch.setattr('megajax.processes.launch.visible_gpus', lambda environ: 8)
-    monkeypatch.setattr('megajax.processes.launch.entry_points', lambda group: [type('Plugin', (), {'name': 'xla_cuda12'})] if plugin else [])
+    monkeypatch.setattr(
+        'megajax.processes.launch.entry_points',
+        lambda group: [type('Plugin', (), {'name': 'xla_cuda12'})] if plugin else [],
+    )
 
 
 def test_on_gpus_each_process_gets_its_own(monkeypatch):
@@ -81,10 +100,14 @@ def test_on_gpus_each_process_gets_its_own(monkeypatch):
         (8, None, 4, '8 processes x 1 devices are 8, and mesh.data x mesh.model needs 4'),
     ],
 )
-def test_gpus_that_would_be_idle_or_shared_are_refused(monkeypatch, processes, devices, needed, message):
+def test_gpus_that_would_be_idle_or_shared_are_refused(
+    monkeypatch, processes, devices, needed, message
+):
     gpus(monkeypatch)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        make_plan(['train'], processes=processes, needed=needed, devices_per_process=devices, environ={})
+        make_plan(
+            ['train'], processes=processes, needed=needed, devices_per_process=devices, environ={}
+        )
 
 
 def test_gpus_that_jax_cannot_use_are_refused(monkeypatch):
@@ -96,8 +119,14 @@ def test_gpus_that_jax_cannot_use_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['--processes', '2', '--', 'train', 'tiny', 'mesh.model=3'], 'error: override mesh.model=3: model.num_heads: 4'),
-        (['--processes', '3', '--', 'train', 'tiny'], 'error: 3 processes x 1 devices are 3, and mesh.data x mesh.model needs 4'),
+        (
+            ['--processes', '2', '--', 'train', 'tiny', 'mesh.model=3'],
+            'error: override mesh.model=3: model.num_heads: 4',
+        ),
+        (
+            ['--processes', '3', '--', 'train', 'tiny'],
+            'error: 3 processes x 1 devices are 3, and mesh.data x mesh.model needs 4',
+        ),
         (['--processes', '2', '--', 'inspect', 'tiny'], 'error: launch starts train, not inspect'),
     ],
 )
@@ -110,11 +139,27 @@ def test_a_mistake_exits_2_before_anything_starts(arguments, message):
 
 def test_a_dry_run_prints_each_process_and_imports_no_jax():
     program = "import sys; from megajax.commands.main import main\ntry: main()\nexcept SystemExit as e: print(e.code, 'jax' in sys.modules)"
-    out, err = start('-c', program, 'launch', '--processes', '2', '--dry-run', '--', 'train', 'tiny', 'mesh.data=1').communicate(timeout=60)
+    out, err = start(
+        '-c',
+        program,
+        'launch',
+        '--processes',
+        '2',
+        '--dry-run',
+        '--',
+        'train',
+        'tiny',
+        'mesh.data=1',
+    ).communicate(timeout=60)
     *lines, last = out.splitlines()
     assert (last, err) == ('0 False', '')
-    assert [line.startswith(f'[{index}] MEGAJAX_COORDINATOR=127.0.0.1:') for index, line in enumerate(lines)] == [True, True]
-    assert all(line.endswith(f'{sys.executable} -m megajax train tiny mesh.data=1') for line in lines)
+    assert [
+        line.startswith(f'[{index}] MEGAJAX_COORDINATOR=127.0.0.1:')
+        for index, line in enumerate(lines)
+    ] == [True, True]
+    assert all(
+        line.endswith(f'{sys.executable} -m megajax train tiny mesh.data=1') for line in lines
+    )
 
 
 def test_lines_carry_the_number_of_their_process_and_the_streams_stay_apart():
@@ -129,18 +174,31 @@ def test_lines_carry_the_number_of_their_process_and_the_streams_stay_apart():
     ('failure', 'code', 'described'),
     [
         more('os._exit(7)', 7, 'exit code 7'),
-        ('os.kill(os.getpid(), 9)', 75, 'signal SIGKILL (137), and the launch with 75: start it again'),
-        more('os.kill(os.getpid(), 6)', 75, 'signal SIGABRT (134), and the launch with 75: start it again'),
+        (
+            'os.kill(os.getpid(), 9)',
+            75,
+            'signal SIGKILL (137), and the launch with 75: start it again',
+        ),
+        more(
+            'os.kill(os.getpid(), 6)',
+            75,
+            'signal SIGABRT (134), and the launch with 75: start it again',
+        ),
         more('os.kill(os.getpid(), 11)', 139, 'signal SIGSEGV (139)'),
     ],
 )
 def test_when_one_fails_the_others_are_ended_though_they_ignore_sigterm(failure, code, described):
-    process = start('-c', PAIR, IGNORE, f'print("last words"); import time; time.sleep(0.3); {failure}')
+    process = start(
+        '-c', PAIR, IGNORE, f'print("last words"); import time; time.sleep(0.3); {failure}'
+    )
     began = time.monotonic()
     out, err = process.communicate(timeout=30)
     assert time.monotonic() - began < 5
     assert process.returncode == code
-    assert err.splitlines() == [f'launch: process 1 of 2 failed with {described}; its last lines:', '    last words']
+    assert err.splitlines() == [
+        f'launch: process 1 of 2 failed with {described}; its last lines:',
+        '    last words',
+    ]
     assert gone(int(re.search(r'\[0\] (\d+)', out)[1]))
 
 
@@ -151,13 +209,17 @@ def test_the_first_cause_is_named_and_not_the_process_that_ended_because_of_it(l
     assert process.returncode == 3
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, *map(more, (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))])
+@pytest.mark.parametrize(
+    'number', [signal.SIGTERM, *map(more, (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1))]
+)
 def test_a_signal_is_passed_on_once_and_a_later_sigint_kills(number):
     process = start('-c', PAIR, COUNT, COUNT)
     children = pids(process)
     for _ in range(2):  # within milliseconds, as Slurm does
         process.send_signal(number)
-    assert sorted(process.stdout.readline() for _ in children) == [f'[{index}] got {number}\n' for index in (0, 1)]
+    assert sorted(process.stdout.readline() for _ in children) == [
+        f'[{index}] got {number}\n' for index in (0, 1)
+    ]
     time.sleep(1.2 * SAME_SECONDS)
     if number != signal.SIGINT:
         process.send_signal(number)

@@ -27,7 +27,11 @@ def f(x: Annotated[int, 5 < 6], y=7) -> Literal[8]:
 
 
 def changes() -> list[object]:
-    return [change for change in code.changes_of('megajax/a/b.py', SOURCE) if code.is_valid(change, SOURCE)]
+    return [
+        change
+        for change in code.changes_of('megajax/a/b.py', SOURCE)
+        if code.is_valid(change, SOURCE)
+    ]
 
 
 def test_each_change_is_one_place_inside_a_function_and_no_text_or_annotation():
@@ -62,7 +66,16 @@ def test_a_change_names_the_outermost_function():
 
 @pytest.fixture(scope='module')
 def files() -> list[str]:
-    return [f'megajax/{name}.py' for name in ('parallel/layout', 'parallel/mesh', 'render/console', 'train/keep', 'launch')]
+    return [
+        f'megajax/{name}.py'
+        for name in (
+            'parallel/layout',
+            'parallel/mesh',
+            'render/console',
+            'train/guard',
+            '__main__',
+        )
+    ]
 
 
 def test_rooms_take_turns_and_leaving_one_out_changes_nothing_in_the_others(files):
@@ -72,5 +85,7 @@ def test_rooms_take_turns_and_leaving_one_out_changes_nothing_in_the_others(file
     assert counts.keys() == {'parallel', 'render', 'train', 'megajax'}
     assert max(counts.values()) - min(counts['parallel'], counts['train']) <= 1
     alone = code.sample(ROOT, files, seed=1, rooms=['train'])
-    assert [*itertools.islice(alone, 5)] == [change for change in drawn if code.room_of(change.file) == 'train'][:5]
+    assert [*itertools.islice(alone, 5)] == [
+        change for change in drawn if code.room_of(change.file) == 'train'
+    ][:5]
     assert [*itertools.islice(code.sample(ROOT, files, seed=2), 40)] != drawn

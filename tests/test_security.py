@@ -21,7 +21,16 @@ from megajax.checkpoint.digests import write_sums
 pytestmark = pytest.mark.faults
 
 PACKAGE = Path(__file__).parents[1] / 'megajax'
-UNSAFE = {'pickle', 'cloudpickle', 'dill', 'joblib', 'marshal', 'shelve', 'torch', 'yaml'}  # which run what a file says, if only by default
+UNSAFE = {
+    'pickle',
+    'cloudpickle',
+    'dill',
+    'joblib',
+    'marshal',
+    'shelve',
+    'torch',
+    'yaml',
+}  # which run what a file says, if only by default
 # Reads files of torch.save with an Unpickler of its own, which knows some harmless names and refuses all others.
 RESTRICTED = {PACKAGE / 'interop/torch_files.py'}
 SECRETS = {
@@ -52,27 +61,56 @@ def test_the_canary_sings(tmp_path: Path) -> None:
     assert (tmp_path / 'canary').exists()
 
 
-@pytest.mark.parametrize('path', sorted(PACKAGE.rglob('*.py')), ids=lambda path: path.relative_to(PACKAGE).as_posix())
+@pytest.mark.parametrize(
+    'path', sorted(PACKAGE.rglob('*.py')), ids=lambda path: path.relative_to(PACKAGE).as_posix()
+)
 def test_no_line_of_the_package_reads_code_as_data(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or '']
-            unsafe = UNSAFE.intersection(name.partition('.')[0] for name in names) - ({'pickle'} if path in RESTRICTED else set())
+            names = (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or '']
+            )
+            unsafe = UNSAFE.intersection(name.partition('.')[0] for name in names) - (
+                {'pickle'} if path in RESTRICTED else set()
+            )
             assert not unsafe, ast.unparse(node)
-        if isinstance(node, ast.ClassDef) and any('Unpickler' in ast.unparse(base) for base in node.bases):
-            assert 'find_class' in {part.name for part in node.body if isinstance(part, ast.FunctionDef)}, node.name
+        if isinstance(node, ast.ClassDef) and any(
+            'Unpickler' in ast.unparse(base) for base in node.bases
+        ):
+            assert 'find_class' in {
+                part.name for part in node.body if isinstance(part, ast.FunctionDef)
+            }, node.name
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            assert called not in ('eval', 'exec', 'compile', 'os.system', 'pickle.load', 'pickle.loads', 'pickle.Unpickler'), ast.unparse(
-                node
-            )
+            assert called not in (
+                'eval',
+                'exec',
+                'compile',
+                'os.system',
+                'pickle.load',
+                'pickle.loads',
+                'pickle.Unpickler',
+            ), ast.unparse(node)
             for keyword in node.keywords:
-                unsafe = keyword.arg in ('allow_pickle', 'trust_remote_code', 'shell') or (keyword.arg == 'typ' and 'YAML' in called)
-                assert not unsafe or ast.unparse(keyword.value) in ('False', "'safe'"), ast.unparse(node)
+                unsafe = keyword.arg in ('allow_pickle', 'trust_remote_code', 'shell') or (
+                    keyword.arg == 'typ' and 'YAML' in called
+                )
+                assert not unsafe or ast.unparse(keyword.value) in ('False', "'safe'"), ast.unparse(
+                    node
+                )
 
 
 @pytest.mark.parametrize('where', ['file', 'override'])
-@pytest.mark.parametrize('tag', ['!!python/object/apply:os.mkdir [{}]', '!!python/object/new:os.mkdir [{}]', '!!python/name:os.mkdir'])
+@pytest.mark.parametrize(
+    'tag',
+    [
+        '!!python/object/apply:os.mkdir [{}]',
+        '!!python/object/new:os.mkdir [{}]',
+        '!!python/name:os.mkdir',
+    ],
+)
 def test_a_config_makes_no_objects(folder: Path, where: str, tag: str) -> None:
     value = tag.format(folder / 'canary')
     if where == 'file':
@@ -85,17 +123,29 @@ def test_a_config_makes_no_objects(folder: Path, where: str, tag: str) -> None:
 @pytest.mark.parametrize('suffix', ['.npy', '.pkl', '.bin', '.idx', '.json', '.jsonl'])
 def test_a_corpus_of_objects_is_refused(folder: Path, suffix: str) -> None:
     evil = np.array([Evil(folder / 'canary')])
-    for name in {f'evil{suffix}', 'evil.bin', 'evil.idx'} if suffix in ('.bin', '.idx') else {f'evil{suffix}'}:
+    for name in (
+        {f'evil{suffix}', 'evil.bin', 'evil.idx'}
+        if suffix in ('.bin', '.idx')
+        else {f'evil{suffix}'}
+    ):
         with (folder / name).open('wb') as file:
             np.save(file, evil, allow_pickle=True) if suffix == '.npy' else pickle.dump(evil, file)
     corpus = 'evil' if suffix in ('.bin', '.idx') else f'evil{suffix}'
-    code, said = finish(start(folder, f'data.corpus={corpus}', 'data.tokenizer=none' if corpus == 'evil' else 'data.tokenizer=bytes'))
+    code, said = finish(
+        start(
+            folder,
+            f'data.corpus={corpus}',
+            'data.tokenizer=none' if corpus == 'evil' else 'data.tokenizer=bytes',
+        )
+    )
     assert (code, 'Traceback' in said) == (2, False), said
     assert not (folder / 'canary').exists()
 
 
 @pytest.mark.parametrize('name', ['record.json', 'state/_METADATA', 'state/manifest.ocdbt', 'all'])
-def test_a_checkpoint_of_objects_with_digests_that_are_right_runs_nothing(folder: Path, checkpoint: Path, name: str) -> None:
+def test_a_checkpoint_of_objects_with_digests_that_are_right_runs_nothing(
+    folder: Path, checkpoint: Path, name: str
+) -> None:
     shutil.copytree(checkpoint, folder / 'run')
     step = folder / 'run/checkpoints/2'
     files = [path for path in step.rglob('*') if path.is_file()] if name == 'all' else [step / name]
@@ -104,7 +154,9 @@ def test_a_checkpoint_of_objects_with_digests_that_are_right_runs_nothing(folder
             path.write_bytes(pickle.dumps(Evil(folder / 'canary')))
     write_sums(step)
     code, said = finish(start(folder, 'train.steps=3', 'optim.schedule=constant'))
-    assert code in (0, 2, 4), said  # 0 where it is a file that a run which has all it needs does not read
+    assert code in (0, 2, 4), (
+        said
+    )  # 0 where it is a file that a run which has all it needs does not read
     # No check for tracebacks: a thread of tensorstore may still tell Orbax's loop, which is closed by then.
     assert code == 0 or any(line.startswith('error: ') for line in said.splitlines()), said
     assert (code == 4) >= (name in ('record.json', 'state/_METADATA', 'all')), said
@@ -117,7 +169,9 @@ def test_a_checkpoint_of_objects_with_digests_that_are_right_runs_nothing(folder
 @pytest.fixture(scope='module')
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of two steps."""
-    folder = write_run(tmp_path_factory.mktemp('checkpoint'), CONFIG.replace('steps: 40', 'steps: 2'))
+    folder = write_run(
+        tmp_path_factory.mktemp('checkpoint'), CONFIG.replace('steps: 40', 'steps: 2')
+    )
     train(folder)
     return folder / 'run'
 
@@ -135,15 +189,33 @@ def test_a_path_in_a_manifest_stays_in_its_folder(folder: Path, checkpoint: Path
 def test_no_secret_of_the_environment_is_written_or_said(folder: Path, processes: int) -> None:
     said = train(folder, processes=processes, **SECRETS)
     fails = 'from megajax.train import trainer\ndef fails(*_): raise RuntimeError("of the step")\ntrainer.Trainer._take_step = fails'
-    code, more = finish(start(folder, 'train.steps=4', 'optim.schedule=constant', processes=processes, fault=fails, **SECRETS))
+    code, more = finish(
+        start(
+            folder,
+            'train.steps=4',
+            'optim.schedule=constant',
+            processes=processes,
+            fault=fails,
+            **SECRETS,
+        )
+    )
     assert (code, 'RuntimeError: of the step' in more) == (1, True), more
     assert steps(folder / 'run') == [2]
     files = [path for path in folder.rglob('*') if path.is_file()]
-    assert {'metrics.jsonl', 'config.yaml', 'record.json', '_METADATA'} <= {path.name for path in files}
-    contents = {str(path): path.read_bytes() for path in files} | {'said': said.encode(), 'said after an error': more.encode()}
+    assert {'metrics.jsonl', 'config.yaml', 'record.json', '_METADATA'} <= {
+        path.name for path in files
+    }
+    contents = {str(path): path.read_bytes() for path in files} | {
+        'said': said.encode(),
+        'said after an error': more.encode(),
+    }
     for name, secret in SECRETS.items():
         assert not [path for path, content in contents.items() if secret.encode() in content], name
-        assert not [path for path, content in contents.items() if json.dumps(secret).encode()[1:-1] in content], name
+        assert not [
+            path
+            for path, content in contents.items()
+            if json.dumps(secret).encode()[1:-1] in content
+        ], name
 
 
 def listeners(pid: int) -> set[str]:
@@ -161,13 +233,27 @@ def listeners(pid: int) -> set[str]:
 @pytest.mark.skipif(sys.platform != 'linux', reason='/proc is of Linux')
 @pytest.mark.parametrize('processes', [1, 2])
 def test_a_local_run_listens_on_loopback_alone(folder: Path, processes: int) -> None:
-    process = start(folder, 'train.steps=100000', 'optim.schedule=constant', 'run.watchdog_seconds=100', processes=processes)
+    process = start(
+        folder,
+        'train.steps=100000',
+        'optim.schedule=constant',
+        'run.watchdog_seconds=100',
+        processes=processes,
+    )
     read_until(process, r'step 3/')
-    pids = [process.pid, *children(process), *(pid for child in children(process) for pid in _children(child))]
+    pids = [
+        process.pid,
+        *children(process),
+        *(pid for child in children(process) for pid in _children(child)),
+    ]
     found = set().union(*(listeners(pid) for pid in pids))
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    loopback = {'0100007F', '0' * 24 + '01000000', '0' * 16 + 'FFFF00000100007F'}  # 127.0.0.1, ::1, and the first written as the second
+    loopback = {
+        '0100007F',
+        '0' * 24 + '01000000',
+        '0' * 16 + 'FFFF00000100007F',
+    }  # 127.0.0.1, ::1, and the first written as the second
     assert found <= loopback
     assert bool(found) == (processes > 1)
 

@@ -20,7 +20,10 @@ PROGRAMS = 'munged', 'slurmctld', 'slurmd', 'sbatch', 'srun', 'scontrol', 'scanc
 MISSING = [name for name in PROGRAMS if not shutil.which(name)]
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.skipif(bool(MISSING), reason=f'{", ".join(MISSING)} missing: apt-get install slurmctld slurmd munge'),
+    pytest.mark.skipif(
+        bool(MISSING),
+        reason=f'{", ".join(MISSING)} missing: apt-get install slurmctld slurmd munge',
+    ),
     pytest.mark.skipif(os.geteuid() != 0, reason='slurmd needs root'),
 ]
 ROOT = Path(__file__).parents[1]
@@ -61,7 +64,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(2)]
         ports = [one.getsockname()[1] for one in sockets]
-    (folder / 'slurm.conf').write_text(CONF.format(host=socket.gethostname().partition('.')[0], folder=folder, ports=ports))
+    (folder / 'slurm.conf').write_text(
+        CONF.format(host=socket.gethostname().partition('.')[0], folder=folder, ports=ports)
+    )
     (folder / 'gres.conf').write_text('Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n')
     for name in ('state', 'spool'):
         (folder / name).mkdir()
@@ -69,8 +74,19 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     key = folder / 'munge.key'
     key.write_bytes(os.urandom(1024))
     key.chmod(0o400)
-    files = {'key-file': key, 'socket': 'munge.socket', 'pid-file': 'munged.pid', 'log-file': 'munged.log', 'seed-file': 'seed'}
-    munged = ['munged', '--force', '--foreground', *(f'--{name}={folder / file}' for name, file in files.items())]
+    files = {
+        'key-file': key,
+        'socket': 'munge.socket',
+        'pid-file': 'munged.pid',
+        'log-file': 'munged.log',
+        'seed-file': 'seed',
+    }
+    munged = [
+        'munged',
+        '--force',
+        '--foreground',
+        *(f'--{name}={folder / file}' for name, file in files.items()),
+    ]
     environ = os.environ | {'SLURM_CONF': f'{folder}/slurm.conf'}
     daemons = [
         subprocess.Popen(command, env=environ, stdout=log, stderr=log)
@@ -89,7 +105,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 def run(*command: str, environ: dict[str, str], cwd: Path | None = None) -> str:
-    return subprocess.run(command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=100, check=False).stdout
+    return subprocess.run(
+        command, env=environ, cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+    ).stdout
 
 
 def wait_for(condition) -> None:
@@ -119,12 +137,19 @@ def submit(folder: Path, environ: dict[str, str]) -> tuple[str, Path]:
     program.chmod(0o755)
     job = environ | {'PATH': f'{program.parent}:{environ["PATH"]}', 'PYTHONPATH': str(ROOT)}
     job |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1', 'RUN_DIR': f'{folder}/run'}
-    overrides = 'train.steps=100000', 'optim.schedule=constant', 'checkpoint.every=100000', 'train.eval_every=100000'
+    overrides = (
+        'train.steps=100000',
+        'optim.schedule=constant',
+        'checkpoint.every=100000',
+        'train.eval_every=100000',
+    )
     number = run('sbatch', '--parsable', 'job.sbatch', *overrides, environ=job, cwd=folder).strip()
     return number, folder / f'megajax-{number}.log'
 
 
-def test_at_its_time_limit_a_job_saves_is_requeued_and_goes_on_without_losing_a_step(tmp_path: Path, slurm: dict[str, str]) -> None:
+def test_at_its_time_limit_a_job_saves_is_requeued_and_goes_on_without_losing_a_step(
+    tmp_path: Path, slurm: dict[str, str]
+) -> None:
     folder = write_run(tmp_path, CONFIG)
     number, log = submit(folder, slurm)
 
@@ -136,8 +161,12 @@ def test_at_its_time_limit_a_job_saves_is_requeued_and_goes_on_without_losing_a_
 
     began = time.monotonic()
     wait_for(lambda: 'step 3/' in said())
-    limit(2 + int((time.monotonic() - began) / 60))  # a limit that does not fall into the start, which a busy machine prolongs
-    wait_for(lambda: 'Requeuing' in (Path(slurm['SLURM_CONF']).parent / 'slurmctld.out').read_text())
+    limit(
+        2 + int((time.monotonic() - began) / 60)
+    )  # a limit that does not fall into the start, which a busy machine prolongs
+    wait_for(
+        lambda: 'Requeuing' in (Path(slurm['SLURM_CONF']).parent / 'slurmctld.out').read_text()
+    )
     limit(1000)
     wait_for(lambda: re.search(r'resume .*, step \d+\n(.*\n)*.*step \d+/', said()))
     resumed = int(re.findall(r'resume .*, step (\d+)', said())[0])
@@ -146,7 +175,11 @@ def test_at_its_time_limit_a_job_saves_is_requeued_and_goes_on_without_losing_a_
     assert int(re.findall(r'step (\d+)/', first)[-1]) == resumed  # every step that was done
     run('scancel', number, environ=slurm)
     wait_for(lambda: run('squeue', '-h', '-j', number, environ=slurm).strip() == '')
-    assert 'JobState=CANCELLED' in run('scontrol', 'show', 'job', number, environ=slurm)  # nor does it come back
-    done = [json.loads(line)['step'] for line in (folder / 'run/metrics.jsonl').read_text().splitlines()]
+    assert 'JobState=CANCELLED' in run(
+        'scontrol', 'show', 'job', number, environ=slurm
+    )  # nor does it come back
+    done = [
+        json.loads(line)['step'] for line in (folder / 'run/metrics.jsonl').read_text().splitlines()
+    ]
     assert done == list(range(done[0], done[-1] + 1))
     assert done[-1] > resumed

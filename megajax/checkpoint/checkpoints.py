@@ -18,7 +18,13 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from megajax.checkpoint.compare import check_same_arrays, check_same_data, check_same_model, holds_parameters_only, log_differences
+from megajax.checkpoint.compare import (
+    check_same_arrays,
+    check_same_data,
+    check_same_model,
+    holds_parameters_only,
+    log_differences,
+)
 from megajax.checkpoint.digests import (
     COMMIT,
     find_foreign,
@@ -32,7 +38,14 @@ from megajax.checkpoint.digests import (
 )
 from megajax.checkpoint.open import restore_params
 from megajax.checkpoint.quiet import leave_failed_saves_to_us
-from megajax.checkpoint.record import RECORD, TOKENIZER, VALIDATION, Record, make_record, read_record
+from megajax.checkpoint.record import (
+    RECORD,
+    TOKENIZER,
+    VALIDATION,
+    Record,
+    make_record,
+    read_record,
+)
 from megajax.checkpoint.retention import preservation_policy
 from megajax.checkpoint.strays import move_aside, sweep, warn_of_strays
 from megajax.config import CheckpointError, Config, ConfigError
@@ -55,8 +68,20 @@ class Checkpoints:
     `data` says what the run trains on, in any words. Raises ConfigError if the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, config: Config, *, tokenizer: Tokenizer | None = None, data: Mapping[str, str] | None = None):
-        self.folder, self.config, self.tokenizer, self.data = folder.absolute(), config, tokenizer, data
+    def __init__(
+        self,
+        folder: Path,
+        config: Config,
+        *,
+        tokenizer: Tokenizer | None = None,
+        data: Mapping[str, str] | None = None,
+    ):
+        self.folder, self.config, self.tokenizer, self.data = (
+            folder.absolute(),
+            config,
+            tokenizer,
+            data,
+        )
         self.origin: Mapping[str, str] = {}  # of the records
         self._saving: Record | None = None
         self._failed: str | None = None  # why the newest state is not on disk
@@ -72,7 +97,9 @@ class Checkpoints:
         try:
             self._manager = _Manager(self.folder, options=self._options())
         except OSError as error:
-            raise ConfigError(f'{self.folder} cannot be used: {reason(error)}; allow it, or choose another run.dir') from error
+            raise ConfigError(
+                f'{self.folder} cannot be used: {reason(error)}; allow it, or choose another run.dir'
+            ) from error
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
         except Exception as error:
@@ -89,7 +116,9 @@ class Checkpoints:
             warn_of_strays(self.folder, self._named)
         newest = next((step for step in reversed(steps) if not self._refuses(step)), -1)
         foreign = find_foreign(self.folder) if jax.process_index() == 0 else []
-        newest, count, num_refused = from_first(newest, len(steps) + len(foreign), len(self._refused))
+        newest, count, num_refused = from_first(
+            newest, len(steps) + len(foreign), len(self._refused)
+        )
         self._refused = set(from_first(*(sorted(self._refused) or [0] * num_refused)))
         if count and newest < 0:
             raise CheckpointError(
@@ -106,7 +135,10 @@ class Checkpoints:
         """
         self._settle()
         path = self.folder / str(step)
-        if step != self._verified and from_first(jax.process_index() == 0 and self._refuses(step))[0]:
+        if (
+            step != self._verified
+            and from_first(jax.process_index() == 0 and self._refuses(step))[0]
+        ):
             raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
         here, there = self._record(step), read_record(path)
         check_same_model(path, there, here)
@@ -118,7 +150,9 @@ class Checkpoints:
         abstract = concrete(jax.eval_shape(lambda: init_state(self.config)))
         check_same_arrays(path, abstract)
         try:
-            parts = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_parts(abstract)))).state
+            parts = self._manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_parts(abstract)))
+            ).state
             return abstract._replace(**parts)
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
@@ -135,12 +169,17 @@ class Checkpoints:
         late = minutes is not None and time.monotonic() - self._begun > 60 * minutes
         if saving or minutes:
             told = from_all(running, late)
-            running, late = bool(told[:, 0].any()), bool(told[0, 1])  # the clock of the first process counts
+            running, late = (
+                bool(told[:, 0].any()),
+                bool(told[0, 1]),
+            )  # the clock of the first process counts
         if saving and not running:
             self._settle()
         return step % self.config.checkpoint.every == 0 or self._retry or (late and not running)
 
-    def save(self, state: TrainState | ParametersOnly, step: int, *, validation_loss: float | None = None) -> None:
+    def save(
+        self, state: TrainState | ParametersOnly, step: int, *, validation_loss: float | None = None
+    ) -> None:
         """Start saving `state` as that after `step`; a sound checkpoint of it that is there stays as it is.
 
         Of parameters only, as an import has them, a run begins with a fresh optimizer.
@@ -157,7 +196,11 @@ class Checkpoints:
         self._refused.discard(step)
         error = None
         try:
-            self._manager.save(step, args=ocp.args.Composite(state=ocp.args.StandardSave(_parts(state))), force=True)
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(_parts(state))),
+                force=True,
+            )
         except Exception as failure:
             error = failure
         if from_all(error is not None).any():
@@ -181,7 +224,11 @@ class Checkpoints:
     def delete_after(self, step: int) -> None:
         """Take away all that is newer than `step`: a run that goes back to it must not resume from the branch that it left."""
         self._settle()
-        self._remove([newer for newer in find_steps(self.folder) if newer > step] if jax.process_index() == 0 else [])
+        self._remove(
+            [newer for newer in find_steps(self.folder) if newer > step]
+            if jax.process_index() == 0
+            else []
+        )
         self._manager.reload()
         self._verified, self._failed, self._retry = None, None, False
 
@@ -199,7 +246,12 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close(final=kind is None)
 
     def abandon(self) -> None:
@@ -212,7 +264,9 @@ class Checkpoints:
 
     def _options(self) -> ocp.CheckpointManagerOptions:
         return ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy(self.config.checkpoint, self._loss, self._is_junk),
+            preservation_policy=preservation_policy(
+                self.config.checkpoint, self._loss, self._is_junk
+            ),
             # Orbax would take any folder without its marks for a save that was interrupted, so `sweep` does this.
             cleanup_tmp_directories=False,
             async_options=ocp.AsyncOptions(
@@ -223,7 +277,9 @@ class Checkpoints:
             ),
             file_options=ocp.options.FileOptions(path_permission_mode=0o750),
             # Otherwise any folder whose name is a number would be a checkpoint.
-            atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
+            atomicity_options=ocp.options.AtomicityOptions(
+                mode=ocp.options.AtomicityMode.COMMIT_FILE
+            ),
         )
 
     def _seal(self) -> None:
@@ -251,10 +307,18 @@ class Checkpoints:
         if finished and not failed:
             self._failed = None
             return
-        why = reason(error) if error else 'another process could not write its part' if failed else 'it was interrupted'
+        why = (
+            reason(error)
+            if error
+            else 'another process could not write its part'
+            if failed
+            else 'it was interrupted'
+        )
         if finished:
             self._failed = None
-            logger.warning('checkpoint %d is written, but older ones were not taken away: %s', step, why)
+            logger.warning(
+                'checkpoint %d is written, but older ones were not taken away: %s', step, why
+            )
         else:
             self._remove([step])
             self._failed, self._retry = why, not self._is_retry
@@ -268,7 +332,11 @@ class Checkpoints:
                 try:
                     write_file(self.folder / str(step) / VALIDATION, f'{loss!r}\n'.encode())
                 except OSError as error:
-                    logger.warning('the validation loss of checkpoint %d could not be written: %s', step, error.strerror)
+                    logger.warning(
+                        'the validation loss of checkpoint %d could not be written: %s',
+                        step,
+                        error.strerror,
+                    )
         self._unwritten_losses.clear()
 
     def _make_room(self, step: int) -> bool:
@@ -278,7 +346,11 @@ class Checkpoints:
             if not self._swept:
                 sweep(self.folder)
             in_the_way = move_aside(path) or is_finished(path) or path.is_symlink()
-            sound = is_finished(path) and step not in self._refused and not problems(path, contents=False)
+            sound = (
+                is_finished(path)
+                and step not in self._refused
+                and not problems(path, contents=False)
+            )
         self._swept = True
         sound, in_the_way = map(bool, from_first(sound, in_the_way))
         if sound:
@@ -308,7 +380,11 @@ class Checkpoints:
             more = f' (and {len(wrong) - 1} more)' if len(wrong) > 1 else ''
             logger.warning('checkpoint %s is refused: %s%s', path, wrong[0], more)
         elif extra := strangers(path):
-            logger.warning('checkpoint %s holds %s, which does not belong to it: ignored', path, ', '.join(extra[:3]))
+            logger.warning(
+                'checkpoint %s holds %s, which does not belong to it: ignored',
+                path,
+                ', '.join(extra[:3]),
+            )
         return bool(wrong)
 
     def _loss(self, step: int) -> float | None:
@@ -323,12 +399,19 @@ class Checkpoints:
     def _is_junk(self, step: int) -> bool | None:
         """Whether a step was refused; None for what is not the run's: a link, or another step than its name says."""
         path = self.folder / str(step)
-        return None if path.is_symlink() or foreign_step(path) is not None else step in self._refused
+        return (
+            None if path.is_symlink() or foreign_step(path) is not None else step in self._refused
+        )
 
     def _record(self, step: int, validation_loss: float | None = None) -> Record:
         fingerprint = self.tokenizer.fingerprint if self.tokenizer else None
         return make_record(
-            self.config, step, tokenizer_sha256=fingerprint, validation_loss=validation_loss, data=self.data, origin=self.origin
+            self.config,
+            step,
+            tokenizer_sha256=fingerprint,
+            validation_loss=validation_loss,
+            data=self.data,
+            origin=self.origin,
         )
 
 

@@ -31,11 +31,21 @@ Kinds = dict[str, tuple[tuple[int, ...], str]]
 
 def check_same_model(path: Path, there: Record, here: Record) -> None:
     """Raises ConfigError with all that a resumed run must not change: the model, the dtype, the tokenizer."""
-    different = [f'{key} {a} there, {b} here' for key, (a, b) in config_differences(there, here).items() if is_fixed(key)]
-    if there.tokenizer_sha256 and here.tokenizer_sha256 and there.tokenizer_sha256 != here.tokenizer_sha256:
+    different = [
+        f'{key} {a} there, {b} here'
+        for key, (a, b) in config_differences(there, here).items()
+        if is_fixed(key)
+    ]
+    if (
+        there.tokenizer_sha256
+        and here.tokenizer_sha256
+        and there.tokenizer_sha256 != here.tokenizer_sha256
+    ):
         different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
     if different:
-        raise ConfigError(f'{path} holds another model ({"; ".join(different)}): change these back, or choose another run.dir')
+        raise ConfigError(
+            f'{path} holds another model ({"; ".join(different)}): change these back, or choose another run.dir'
+        )
 
 
 def check_same_data(path: Path, there: Record, here: Record) -> None:
@@ -44,17 +54,28 @@ def check_same_data(path: Path, there: Record, here: Record) -> None:
     if changed and not here.config['run']['allow_changed_data']:
         lines = [f'{name} {a[:12]} there, {b[:12]} here' for name, (a, b) in changed.items()]
         fix = 'bring it back, choose another run.dir, or set run.allow_changed_data=true'
-        raise ConfigError(f'{path} was trained on other data of the same name (SHA-256 of {"; ".join(lines)}): {fix}')
+        raise ConfigError(
+            f'{path} was trained on other data of the same name (SHA-256 of {"; ".join(lines)}): {fix}'
+        )
 
 
 def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
     """Log what a resumed run may change and has changed, and which of it has no effect on a run that has begun."""
     without_effect = {START_FROM} if is_import else AT_THE_START
     for key, (old, new) in other_differences(there, here).items():
-        effect = ', without effect: this run has begun; choose another run.dir for it' if key in without_effect else ''
+        effect = (
+            ', without effect: this run has begun; choose another run.dir for it'
+            if key in without_effect
+            else ''
+        )
         logger.info('resume     %s: %s -> %s%s', key, old, new, effect)
     for name, (old, new) in version_differences(there, here).items():
-        logger.warning('resume     %s %s -> %s: what follows may differ from a run of one version in its last bits', name, old, new)
+        logger.warning(
+            'resume     %s %s -> %s: what follows may differ from a run of one version in its last bits',
+            name,
+            old,
+            new,
+        )
 
 
 def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
@@ -63,10 +84,16 @@ def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
     With `under`, of the arrays whose names start so.
     """
     both = _saved_kinds(path), _kinds(abstract)
-    there, here = ({name: kind for name, kind in kinds.items() if name.startswith(under)} for kinds in both)
-    names = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
+    there, here = (
+        {name: kind for name, kind in kinds.items() if name.startswith(under)} for kinds in both
+    )
+    names = [
+        name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)
+    ]
     if names:
-        lines = [f'{name} {_kind(there, name)} there, {_kind(here, name)} here' for name in names[:SHOWN]]
+        lines = [
+            f'{name} {_kind(there, name)} there, {_kind(here, name)} here' for name in names[:SHOWN]
+        ]
         more = f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''
         fix = 'use the config and the version of megajax that wrote it, or choose another run.dir'
         raise ConfigError(f'{path} holds other arrays ({"; ".join(lines)}{more}): {fix}')
@@ -108,13 +135,19 @@ def _saved_kinds(step: Path) -> Kinds:
         return _kinds(ocp.PyTreeCheckpointHandler().metadata((step / 'state').absolute()).tree)
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        raise CheckpointError(f'{step} does not tell which arrays it holds ({why}): run megajax checkpoint verify {step}') from error
+        raise CheckpointError(
+            f'{step} does not tell which arrays it holds ({why}): run megajax checkpoint verify {step}'
+        ) from error
 
 
 def _kinds(tree: Any) -> Kinds:
     """Shape and dtype of each array of a state or of its metadata, by name."""
     leaves = ocp.tree.to_flat_dict(tree, sep='/').items()
-    return {name: (tuple(leaf.shape), str(leaf.dtype)) for name, leaf in leaves if getattr(leaf, 'shape', None) is not None}
+    return {
+        name: (tuple(leaf.shape), str(leaf.dtype))
+        for name, leaf in leaves
+        if getattr(leaf, 'shape', None) is not None
+    }
 
 
 def _read(step: Path, name: str, parameters: Kinds) -> np.ndarray:
@@ -137,7 +170,10 @@ def _difference(a: np.ndarray, b: np.ndarray) -> float:
     difference = size = 0.0
     for start in range(0, a.size, BLOCK):
         x, y = (array[start : start + BLOCK].astype(np.float64) for array in (a, b))
-        difference, size = np.maximum(difference, np.abs(x - y).max()), np.maximum(size, np.abs(y).max())  # keeps NaN
+        difference, size = (
+            np.maximum(difference, np.abs(x - y).max()),
+            np.maximum(size, np.abs(y).max()),
+        )  # keeps NaN
     return float(difference / size) if size else float(difference and np.inf)
 
 

@@ -16,7 +16,9 @@ from megajax.config import CheckpointError, ConfigError
 
 SUMS = 'SHA256SUMS'
 COMMIT = 'commit_success.txt'  # Orbax's last file; a step without it was never finished
-STAMP = '_CHECKPOINT_METADATA'  # Orbax adds the time to it after the digests, and restores without it
+STAMP = (
+    '_CHECKPOINT_METADATA'  # Orbax adds the time to it after the digests, and restores without it
+)
 LATER = frozenset({SUMS, COMMIT, STAMP, VALIDATION})
 THREADS = min(4, os.cpu_count() or 1)
 
@@ -67,7 +69,11 @@ def problems(folder: Path, *, contents: bool = True) -> list[str]:
         return [f'{SUMS} is damaged']
     found = _files(folder)
     wrong = {name: 'is missing' for name in sums.digests if name not in found}
-    wrong |= {name: 'is a symbolic link' for name in sums.digests if name in found and (folder / name).is_symlink()}
+    wrong |= {
+        name: 'is a symbolic link'
+        for name in sums.digests
+        if name in found and (folder / name).is_symlink()
+    }
     there = [name for name in sums.digests if name not in wrong]
     if contents:
         with ThreadPoolExecutor(THREADS) as pool:
@@ -119,7 +125,11 @@ def find_step(path: Path) -> Path:
             return candidate
     folder = path.parent / 'checkpoints'
     there = find_steps(folder) or find_steps(path / 'checkpoints') or find_steps(path)
-    choice = f'choose one of steps {", ".join(map(str, there))}' if there else "give a run's directory, or RUN/STEP"
+    choice = (
+        f'choose one of steps {", ".join(map(str, there))}'
+        if there
+        else "give a run's directory, or RUN/STEP"
+    )
     raise ConfigError(f'{path}: no finished checkpoint there; {choice}')
 
 

@@ -62,11 +62,17 @@ def restore_params(folder: Path, config: Config) -> nnx.State:
     """The parameters in a checkpoint's folder, in their places on the current mesh; raises CheckpointError if it has others."""
     item: Any = {'params': abstract_params(config)}
     check_same_arrays(folder, item, under='params/')
-    args = ocp.args.PyTreeRestore(item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True)
+    args = ocp.args.PyTreeRestore(
+        item=item,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
+        partial_restore=True,
+    )
     handler = ocp.PyTreeCheckpointHandler()
     try:
         return handler.restore(folder / 'state', args=args)['params']
     except Exception as error:
-        raise CheckpointError(f'{folder} cannot be restored: {str(error).splitlines()[0]}') from error
+        raise CheckpointError(
+            f'{folder} cannot be restored: {str(error).splitlines()[0]}'
+        ) from error
     finally:
         handler.close()

@@ -19,7 +19,9 @@ PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'nu
 FIXED = ('model.', 'train.dtype')  # other arrays, or other numbers from the same ones
 OWN = ('run.', 'checkpoint.')  # of a process, not of the training
 START_FROM = 'run.start_from'
-AT_THE_START = frozenset({START_FROM, 'train.loss_scale'})  # keys that a run begins with, and which change nothing afterwards
+AT_THE_START = frozenset(
+    {START_FROM, 'train.loss_scale'}
+)  # keys that a run begins with, and which change nothing afterwards
 
 
 class Record(BaseModel):
@@ -34,12 +36,16 @@ class Record(BaseModel):
     validation_loss: float | None = None  # nats per token, None if it was not measured
     data: dict[str, str] = {}
     versions: dict[str, str] = {}
-    origin: dict[str, str] = {}  # of a run that `run.start_from` began: the checkpoint, its step and the SHA-256 of its SHA256SUMS
+    origin: dict[
+        str, str
+    ] = {}  # of a run that `run.start_from` began: the checkpoint, its step and the SHA-256 of its SHA256SUMS
 
     @property
     def mesh(self) -> str:
         """The mesh that it was written on."""
-        return ' x '.join(f'{axis}={self.config.get("mesh", {}).get(axis, "?")}' for axis in ('data', 'model'))
+        return ' x '.join(
+            f'{axis}={self.config.get("mesh", {}).get(axis, "?")}' for axis in ('data', 'model')
+        )
 
 
 def make_record(
@@ -60,7 +66,8 @@ def make_record(
         validation_loss=validation_loss,
         data=dict(data or {}),
         origin=dict(origin or {}),
-        versions={name: _version(name) for name in PACKAGES} | {'python': platform.python_version()},
+        versions={name: _version(name) for name in PACKAGES}
+        | {'python': platform.python_version()},
     )
 
 
@@ -69,7 +76,9 @@ def read_record(folder: Path) -> Record:
     try:
         record = Record.model_validate_json((folder / RECORD).read_bytes())
     except (OSError, ValidationError) as error:
-        raise CheckpointError(f'{folder / RECORD} cannot be read: run megajax checkpoint verify {folder}') from error
+        raise CheckpointError(
+            f'{folder / RECORD} cannot be read: run megajax checkpoint verify {folder}'
+        ) from error
     if record.validation_loss is None:
         return record.model_copy(update={'validation_loss': _noted_loss(folder)})
     return record
@@ -104,9 +113,18 @@ def config_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]
 
 def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
     """What a resumed run may have changed: keys of the config that are not fixed, and the contents of the data."""
-    different = {key: pair for key, pair in config_differences(there, here).items() if not is_fixed(key)}
-    config = {key: pair for key, pair in different.items() if key in AT_THE_START or not key.startswith(OWN)}
-    return {**config, **{f'data {name}': pair for name, pair in _changed(there.data, here.data).items()}}
+    different = {
+        key: pair for key, pair in config_differences(there, here).items() if not is_fixed(key)
+    }
+    config = {
+        key: pair
+        for key, pair in different.items()
+        if key in AT_THE_START or not key.startswith(OWN)
+    }
+    return {
+        **config,
+        **{f'data {name}': pair for name, pair in _changed(there.data, here.data).items()},
+    }
 
 
 def version_differences(there: Record, here: Record) -> dict[str, tuple[str, str]]:
@@ -122,11 +140,19 @@ def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
 
 def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
     try:
-        known = {name: _known(name, section) for name, section in config.items() if name in Config.model_fields}
-        config = Config.model_validate(known).model_dump(mode='json') | {name: config[name] for name in config.keys() - known.keys()}
+        known = {
+            name: _known(name, section)
+            for name, section in config.items()
+            if name in Config.model_fields
+        }
+        config = Config.model_validate(known).model_dump(mode='json') | {
+            name: config[name] for name in config.keys() - known.keys()
+        }
     except ValidationError:  # of a version with other rules
         pass
-    return {f'{name}.{key}': value for name, section in config.items() for key, value in section.items()}
+    return {
+        f'{name}.{key}': value for name, section in config.items() for key, value in section.items()
+    }
 
 
 def _known(name: str, section: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +162,9 @@ def _known(name: str, section: dict[str, Any]) -> dict[str, Any]:
 
 
 def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    return {key: (old[key], new[key]) for key in sorted(old.keys() & new.keys()) if old[key] != new[key]}
+    return {
+        key: (old[key], new[key]) for key in sorted(old.keys() & new.keys()) if old[key] != new[key]
+    }
 
 
 def _version(package: str) -> str:

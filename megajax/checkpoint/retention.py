@@ -9,7 +9,11 @@ from orbax.checkpoint import checkpoint_managers
 from megajax.config import CheckpointConfig
 
 
-def preservation_policy(config: CheckpointConfig, loss_of: Callable[[int], float | None], is_junk: Callable[[int], bool | None]) -> Any:
+def preservation_policy(
+    config: CheckpointConfig,
+    loss_of: Callable[[int], float | None],
+    is_junk: Callable[[int], bool | None],
+) -> Any:
     """The newest, every n-th step and the best, as far as `config` asks for them; `loss_of` knows a step's validation loss.
 
     Steps that `is_junk` take no sound one's place: True goes when the next is written, None is not ours and stays. So does step 0:
@@ -33,7 +37,13 @@ class _OfTheSound:
         """As Orbax asks: for each checkpoint whether it stays."""
         junk = {info.step: self.is_junk(info.step) if info.step else None for info in checkpoints}
         sound = [info for info in checkpoints if junk[info.step] is False]
-        stays = dict(zip((info.step for info in sound), self.policy.should_preserve(sound, context=context), strict=True))
+        stays = dict(
+            zip(
+                (info.step for info in sound),
+                self.policy.should_preserve(sound, context=context),
+                strict=True,
+            )
+        )
         return [stays.get(info.step, junk[info.step] is None) for info in checkpoints]
 
 
@@ -42,13 +52,25 @@ class _LeastLoss:
 
     def __init__(self, loss_of: Callable[[int], float | None], n: int):
         self.loss_of, self.n = loss_of, n
-        self.best = checkpoint_managers.BestN(get_metric_fn=float, reverse=True, n=n, keep_checkpoints_without_metrics=False)
+        self.best = checkpoint_managers.BestN(
+            get_metric_fn=float, reverse=True, n=n, keep_checkpoints_without_metrics=False
+        )
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         """As Orbax asks: for each checkpoint whether it stays."""
         losses = {info.step: self.loss_of(info.step) for info in checkpoints}
-        measured = [_Info(step, loss) for step, loss in losses.items() if loss is not None and math.isfinite(loss)]
-        best = {info.step for info, stays in zip(measured, self.best.should_preserve(measured, context=context), strict=True) if stays}
+        measured = [
+            _Info(step, loss)
+            for step, loss in losses.items()
+            if loss is not None and math.isfinite(loss)
+        ]
+        best = {
+            info.step
+            for info, stays in zip(
+                measured, self.best.should_preserve(measured, context=context), strict=True
+            )
+            if stays
+        }
         return [info.step in best for info in checkpoints]
 
 

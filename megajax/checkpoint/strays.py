@@ -39,5 +39,10 @@ def move_aside(path: Path) -> bool:
 def sweep(folder: Path) -> None:
     """Take away what Orbax began and did not finish; `STAMP` is its first file, so that no other folder is touched."""
     for path in folder.iterdir():
-        if is_step_name(path.name) and not path.is_symlink() and (path / STAMP).is_file() and not is_finished(path):
+        if (
+            is_step_name(path.name)
+            and not path.is_symlink()
+            and (path / STAMP).is_file()
+            and not is_finished(path)
+        ):
             shutil.rmtree(path, ignore_errors=True)

@@ -12,9 +12,16 @@ from megajax.checkpoint.digests import find_foreign, find_step, find_steps, prob
 from megajax.checkpoint.record import config_differences, read_record
 from megajax.config import CheckpointError, ConfigError
 
-checkpoint_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at the checkpoints of a run.')
+checkpoint_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help='Look at the checkpoints of a run.'
+)
 
-Run = Annotated[Path, typer.Argument(metavar='RUN', help="A run's directory, or RUN/STEP for one of its checkpoints.")]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar='RUN', help="A run's directory, or RUN/STEP for one of its checkpoints."
+    ),
+]
 
 
 @checkpoint_app.command()
@@ -27,9 +34,18 @@ def ls(run: Run) -> None:
         try:
             record = read_record(path)
             loss = '-' if record.validation_loss is None else f'{record.validation_loss:.4f}'
-            table.add_row(path.name, f'{record.time:%F %T}', _megabytes(path), loss, record.mesh, wrong[0] if wrong else 'complete')
+            table.add_row(
+                path.name,
+                f'{record.time:%F %T}',
+                _megabytes(path),
+                loss,
+                record.mesh,
+                wrong[0] if wrong else 'complete',
+            )
         except CheckpointError:
-            table.add_row(path.name, '?', _megabytes(path), '?', '?', wrong[0] if wrong else 'no record')
+            table.add_row(
+                path.name, '?', _megabytes(path), '?', '?', wrong[0] if wrong else 'no record'
+            )
     Console(highlight=False, soft_wrap=True).print(table, markup=False)
 
 
@@ -50,19 +66,29 @@ def verify(run: Run) -> None:
 
 @checkpoint_app.command()
 def diff(
-    where: Annotated[list[str], typer.Argument(metavar='RUN STEP STEP | RUN/STEP RUN/STEP', help='Two checkpoints.')],
+    where: Annotated[
+        list[str],
+        typer.Argument(metavar='RUN STEP STEP | RUN/STEP RUN/STEP', help='Two checkpoints.'),
+    ],
 ) -> None:
     """Show the config keys that differ between two checkpoints, and for each parameter max |a - b| / max |b|."""
     if len(where) not in (2, 3):
-        raise ConfigError(f'diff compares two checkpoints, and this names {len(where)} things: RUN STEP STEP, or RUN/STEP RUN/STEP')
-    a, b = (find_step(Path(path)) for path in (where if len(where) == 2 else (f'{where[0]}/{step}' for step in where[1:])))
+        raise ConfigError(
+            f'diff compares two checkpoints, and this names {len(where)} things: RUN STEP STEP, or RUN/STEP RUN/STEP'
+        )
+    a, b = (
+        find_step(Path(path))
+        for path in (where if len(where) == 2 else (f'{where[0]}/{step}' for step in where[1:]))
+    )
     for key, (old, new) in config_differences(read_record(a), read_record(b)).items():
         print(f'{key}: {old} -> {new}')
     os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them
     from megajax.checkpoint.compare import parameter_differences  # here, because it imports jax
 
     for name, difference in parameter_differences(a, b):
-        print(f'{name}: {difference}' if isinstance(difference, str) else f'{name}: {difference:.3g}')
+        print(
+            f'{name}: {difference}' if isinstance(difference, str) else f'{name}: {difference:.3g}'
+        )
 
 
 def _steps(run: Path) -> list[Path]:

@@ -9,14 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Column, Table
 from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from megajax.data.build.describe import Description
 
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Build token files, and look at them.')
+data_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help='Build token files, and look at them.'
+)
 
 SECONDS = 30  # between lines where there is no terminal
 
@@ -38,21 +46,49 @@ class _ManyInputs(TyperCommand):
 
 @data_app.command(cls=_ManyInputs)
 def build(
-    out: Annotated[str, typer.Argument(metavar='OUT', help='The prefix of the files: OUT.bin, OUT.idx, OUT.json, OUT.tokenizer.json.')],
-    input: Annotated[list[str], typer.Option(metavar='FILES...', help="Paths, globs, or '-' for JSON lines on standard input.")],
+    out: Annotated[
+        str,
+        typer.Argument(
+            metavar='OUT',
+            help='The prefix of the files: OUT.bin, OUT.idx, OUT.json, OUT.tokenizer.json.',
+        ),
+    ],
+    input: Annotated[
+        list[str],
+        typer.Option(
+            metavar='FILES...', help="Paths, globs, or '-' for JSON lines on standard input."
+        ),
+    ],
     format: Annotated[
         Literal['jsonl', 'text', 'parquet'] | None,
-        typer.Option(help='By the suffix if left out; .gz and .zst are decompressed. A file of text is one document.'),
+        typer.Option(
+            help='By the suffix if left out; .gz and .zst are decompressed. A file of text is one document.'
+        ),
     ] = None,
-    json_key: Annotated[str, typer.Option(help='The key, or the column of Parquet, that holds the text.')] = 'text',
-    tokenizer: Annotated[str | None, typer.Option(metavar='PATH|bytes', help='A tokenizer.json, or a token for each byte.')] = None,
+    json_key: Annotated[
+        str, typer.Option(help='The key, or the column of Parquet, that holds the text.')
+    ] = 'text',
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar='PATH|bytes', help='A tokenizer.json, or a token for each byte.'),
+    ] = None,
     train_bpe: Annotated[
         int | None,
-        typer.Option(metavar='VOCAB', help='Train a byte-level BPE of so many entries on up to 256 MB of the text, and use it.'),
+        typer.Option(
+            metavar='VOCAB',
+            help='Train a byte-level BPE of so many entries on up to 256 MB of the text, and use it.',
+        ),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help='Processes that encode; one for each core if left out.')] = None,
-    append_eod: Annotated[bool, typer.Option('--append-eod', help='End each document with the end-of-document token.')] = False,
-    skip_bad: Annotated[bool, typer.Option('--skip-bad', help='Leave out lines that cannot be read, and count them.')] = False,
+    workers: Annotated[
+        int | None, typer.Option(help='Processes that encode; one for each core if left out.')
+    ] = None,
+    append_eod: Annotated[
+        bool, typer.Option('--append-eod', help='End each document with the end-of-document token.')
+    ] = False,
+    skip_bad: Annotated[
+        bool,
+        typer.Option('--skip-bad', help='Leave out lines that cannot be read, and count them.'),
+    ] = False,
 ) -> None:
     """Tokenise a corpus into Megatron's files; after a kill or an interrupt, the same command continues."""
     from megajax.data.build.build import Job  # here, because it imports numpy
@@ -75,7 +111,10 @@ def build(
         with _Progress() as progress:
             summary = run(job, report=progress)
     except KeyboardInterrupt:
-        print('interrupted: the same command continues (standard input starts afresh)', file=sys.stderr)
+        print(
+            'interrupted: the same command continues (standard input starts afresh)',
+            file=sys.stderr,
+        )
         raise typer.Exit(130) from None
     print(summary)
 
@@ -83,8 +122,13 @@ def build(
 @data_app.command()
 def info(
     prefix: Annotated[str, typer.Argument(metavar='PREFIX', help='Of PREFIX.bin and PREFIX.idx.')],
-    tokenizer: Annotated[str | None, typer.Option(metavar='PATH|bytes', help='To decode; the one beside the files if left out.')] = None,
-    samples: Annotated[int, typer.Option(min=0, help='How many documents to decode the start of.')] = 3,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(metavar='PATH|bytes', help='To decode; the one beside the files if left out.'),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(min=0, help='How many documents to decode the start of.')
+    ] = 3,
 ) -> None:
     """Show what token files hold: documents, tokens, their lengths, and the start of some documents."""
     from megajax.data.build.describe import decode_samples, describe
@@ -103,7 +147,10 @@ def info(
 @data_app.command()
 def verify(
     prefix: Annotated[str, typer.Argument(metavar='PREFIX', help='Of PREFIX.bin and PREFIX.idx.')],
-    vocab_size: Annotated[int | None, typer.Option(min=1, help='Ids must be below it; that of the tokenizer if left out.')] = None,
+    vocab_size: Annotated[
+        int | None,
+        typer.Option(min=1, help='Ids must be below it; that of the tokenizer if left out.'),
+    ] = None,
 ) -> None:
     """Check every invariant of token files; exits with 2 at the first that is broken."""
     from megajax.data.build.describe import verify as check
@@ -118,22 +165,40 @@ def _facts(found: 'Description') -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_row('documents', f'{found.num_documents:,}')
     table.add_row('sequences', f'{len(sequences):,}')
-    table.add_row('tokens', f'{len(sequences.tokens):,} of {sequences.tokens.dtype.name}, {sequences.tokens.nbytes:,} bytes')
+    table.add_row(
+        'tokens',
+        f'{len(sequences.tokens):,} of {sequences.tokens.dtype.name}, {sequences.tokens.nbytes:,} bytes',
+    )
     if manifest:
         end = 'ends' if manifest.append_eod else 'does not end'
-        table.add_row('text', f'{manifest.text_bytes:,} bytes, {manifest.text_bytes / max(manifest.tokens, 1):.2f} a token')
-        table.add_row('tokenizer', f'{manifest.tokenizer}, {manifest.vocab_size:,} entries; a document {end} with {manifest.eod}')
+        table.add_row(
+            'text',
+            f'{manifest.text_bytes:,} bytes, {manifest.text_bytes / max(manifest.tokens, 1):.2f} a token',
+        )
+        table.add_row(
+            'tokenizer',
+            f'{manifest.tokenizer}, {manifest.vocab_size:,} entries; a document {end} with {manifest.eod}',
+        )
     else:
         table.add_row('tokenizer', 'unknown: no manifest lies beside the files')
     return table
 
 
 def _histogram(counts: Sequence[int]) -> Table:
-    table = Table(Column('tokens of a document', justify='right'), Column('documents', justify='right'), box=None, pad_edge=False)
+    table = Table(
+        Column('tokens of a document', justify='right'),
+        Column('documents', justify='right'),
+        box=None,
+        pad_edge=False,
+    )
     table.add_column()
     for power, count in enumerate(counts):
         if count:
-            table.add_row('0' if not power else f'up to {2 ** (power - 1):,}', f'{count:,}', '█' * max(1, round(40 * count / max(counts))))
+            table.add_row(
+                '0' if not power else f'up to {2 ** (power - 1):,}',
+                f'{count:,}',
+                '█' * max(1, round(40 * count / max(counts))),
+            )
     return table
 
 
@@ -151,7 +216,12 @@ class _Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         if self._bar.live.is_started:  # else rich would print a line
             self._bar.stop()
 

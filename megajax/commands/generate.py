@@ -21,27 +21,54 @@ if TYPE_CHECKING:
 
 _OVERRIDE = re.compile(r'[a-z]+\.\w+=')
 
-Run = Annotated[Path, typer.Argument(metavar='RUN', help="A run's directory, for its newest checkpoint, or RUN/checkpoints/STEP.")]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar='RUN', help="A run's directory, for its newest checkpoint, or RUN/checkpoints/STEP."
+    ),
+]
 
 
 def generate(
     run: Run,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help='For example mesh.data=1 mesh.model=4.')] = None,
-    prompt: Annotated[list[str] | None, typer.Option(metavar='TEXT', help='May be given several times; empty if left out.')] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar='KEY=VALUE', help='For example mesh.data=1 mesh.model=4.'),
+    ] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(metavar='TEXT', help='May be given several times; empty if left out.'),
+    ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar='FILE', help="A prompt per line, or .jsonl with 'prompt'. The output is JSON lines.")
+        Path | None,
+        typer.Option(
+            metavar='FILE',
+            help="A prompt per line, or .jsonl with 'prompt'. The output is JSON lines.",
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help='To make after each prompt, at most.')] = 256,
     temperature: Annotated[float, typer.Option(help='0 for the most probable token.')] = 0.8,
     top_k: Annotated[int | None, typer.Option(help='Choose among so many tokens.')] = None,
-    top_p: Annotated[float | None, typer.Option(help='Choose among the fewest tokens with so much probability.')] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help='Choose among the fewest tokens with so much probability.')
+    ] = None,
     seed: Annotated[int, typer.Option(help='The same gives the same text, on every mesh.')] = 0,
-    stop: Annotated[list[str] | None, typer.Option(metavar='TEXT', help='End before this text; may be given several times.')] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(metavar='TEXT', help='End before this text; may be given several times.'),
+    ] = None,
 ) -> None:
     """Continue prompts with a trained model; on a terminal one text appears as it is made."""
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts else [])]
-    _check_unicode({'--prompt': prompt or [], '--stop': stop or [], str(prompts): texts[len(prompt or []) :]})
-    from megajax.generate import Generator, Request, Sampling, encode_prompts  # here, because it imports jax
+    _check_unicode(
+        {'--prompt': prompt or [], '--stop': stop or [], str(prompts): texts[len(prompt or []) :]}
+    )
+    from megajax.generate import (
+        Generator,
+        Request,
+        Sampling,
+        encode_prompts,
+    )  # here, because it imports jax
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
@@ -57,16 +84,32 @@ def generate(
 
 def evaluate(
     run: Run,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar='FILES KEY=VALUE', help='What to evaluate on, then overrides.')] = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar='FILES KEY=VALUE', help='What to evaluate on, then overrides.'),
+    ] = None,
     task: Annotated[
         Literal['perplexity', 'wikitext', 'lambada'] | None,
-        typer.Option(help='perplexity: of text, .jsonl and folders. wikitext, lambada: by the rules of the Megatron paper.'),
+        typer.Option(
+            help='perplexity: of text, .jsonl and folders. wikitext, lambada: by the rules of the Megatron paper.'
+        ),
     ] = None,
     harness: Annotated[
-        str | None, typer.Option(metavar='TASKS', help='Of lm-evaluation-harness, with commas between them; FOLDER/NAME is one of yours.')
+        str | None,
+        typer.Option(
+            metavar='TASKS',
+            help='Of lm-evaluation-harness, with commas between them; FOLDER/NAME is one of yours.',
+        ),
     ] = None,
-    stride: Annotated[int | None, typer.Option(help='By how many tokens the window moves; wikitext: 32, perplexity: its length.')] = None,
-    out: Annotated[Path | None, typer.Option('--json', help='Write the results to this file.')] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            help='By how many tokens the window moves; wikitext: 32, perplexity: its length.'
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option('--json', help='Write the results to this file.')
+    ] = None,
 ) -> None:
     """Evaluate a trained model on text that it has not seen."""
     overrides = [argument for argument in arguments or [] if _OVERRIDE.match(argument)]
@@ -83,28 +126,48 @@ def evaluate(
 
             results = evaluate_tasks(opened.config, opened.params, tokenizer, harness.split(','))
         else:
-            results = {str(task): dataclasses.asdict(_evaluate(opened, tokenizer, files, task, stride))}
+            results = {
+                str(task): dataclasses.asdict(_evaluate(opened, tokenizer, files, task, stride))
+            }
     for name, values in results.items():
         print(
             f'{name}  '
-            + '  '.join(f'{key} {value:.6g}' if isinstance(value, float) else f'{key} {value:,}' for key, value in values.items())
+            + '  '.join(
+                f'{key} {value:.6g}' if isinstance(value, float) else f'{key} {value:,}'
+                for key, value in values.items()
+            )
         )
     if out:
-        out.write_text(json.dumps({'run': str(run), 'step': opened.step, 'files': files, 'results': results}, indent=2) + '\n')
+        out.write_text(
+            json.dumps(
+                {'run': str(run), 'step': opened.step, 'files': files, 'results': results}, indent=2
+            )
+            + '\n'
+        )
 
 
-def _evaluate(opened: 'Opened', tokenizer: Any, files: Sequence[str], task: str | None, stride: int | None) -> Any:
+def _evaluate(
+    opened: 'Opened', tokenizer: Any, files: Sequence[str], task: str | None, stride: int | None
+) -> Any:
     from megajax.evaluate import Scorer, lambada, perplexity, wikitext
 
     scorer = Scorer(opened.config, opened.params)
     if task == 'lambada':
         return lambada(scorer, tokenizer, files[0])
     if task == 'wikitext':
-        return wikitext(scorer, tokenizer, files[0], **({} if stride is None else {'stride': stride}))
+        return wikitext(
+            scorer, tokenizer, files[0], **({} if stride is None else {'stride': stride})
+        )
     return perplexity(scorer, tokenizer, files, stride=stride)
 
 
-def _check(files: Sequence[str], task: str | None, harness: str | None, stride: int | None, out: Path | None) -> None:
+def _check(
+    files: Sequence[str],
+    task: str | None,
+    harness: str | None,
+    stride: int | None,
+    out: Path | None,
+) -> None:
     """What is wrong with the command, before jax is imported."""
     problems = []
     if bool(task) == bool(harness):
@@ -114,10 +177,14 @@ def _check(files: Sequence[str], task: str | None, harness: str | None, stride: 
     if harness and (files or stride):
         problems.append('--harness reads its own data: leave out files and --stride')
     if task and (not files or (len(files) > 1 and task != 'perplexity')):
-        problems.append(f'--task {task} needs {"files" if task == "perplexity" else "one file"}, not {len(files)}')
+        problems.append(
+            f'--task {task} needs {"files" if task == "perplexity" else "one file"}, not {len(files)}'
+        )
     if task == 'lambada' and stride:
         problems.append('--task lambada has no --stride')
-    problems += [f'{file}: no such file or folder' for file in files if not Path(file).expanduser().exists()]
+    problems += [
+        f'{file}: no such file or folder' for file in files if not Path(file).expanduser().exists()
+    ]
     problems += output_problems(out)
     if problems:
         raise ConfigError(*problems)
@@ -138,15 +205,21 @@ def _check_unicode(texts: Mapping[str, Sequence[str]]) -> None:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise ConfigError(f'{where}: {text!r} is not UTF-8 at character {error.start}: write it in UTF-8') from error
+                raise ConfigError(
+                    f'{where}: {text!r} is not UTF-8 at character {error.start}: write it in UTF-8'
+                ) from error
 
 
 def _read_prompts(file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding='utf-8').splitlines()
-        prompts = [json.loads(line)['prompt'] for line in lines] if file.suffix == '.jsonl' else lines
+        prompts = (
+            [json.loads(line)['prompt'] for line in lines] if file.suffix == '.jsonl' else lines
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} cannot be read: {error!r}; write a prompt per line, or in .jsonl {{'prompt': text}}") from error
+        raise ConfigError(
+            f"{file} cannot be read: {error!r}; write a prompt per line, or in .jsonl {{'prompt': text}}"
+        ) from error
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError(f'{file} holds no prompts, or some that are not text')
     return prompts
@@ -159,7 +232,12 @@ def _as_json(prompts: Sequence[str]) -> Any:
     def show(rows: 'Sequence[Continuation | None]') -> None:
         nonlocal written
         while written < len(rows) and (row := rows[written]) and row.end:
-            line = {'prompt': prompts[written], 'text': row.text, 'tokens': len(row.ids), 'end': row.end}
+            line = {
+                'prompt': prompts[written],
+                'text': row.text,
+                'tokens': len(row.ids),
+                'end': row.end,
+            }
             print(json.dumps(line, ensure_ascii=False), flush=True)
             written += 1
 

@@ -8,15 +8,27 @@ from typing import Annotated, Literal
 
 import typer
 
-import_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Make a run of another project's checkpoint.")
-export_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Write a checkpoint for another project.')
+import_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Make a run of another project's checkpoint."
+)
+export_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help='Write a checkpoint for another project.'
+)
 
 Folder = Annotated[Path, typer.Argument(metavar='DIR', help='Of the checkpoint.')]
 NewRun = Annotated[Path, typer.Argument(metavar='OUT', help='The run directory to make.')]
-Source = Annotated[Path, typer.Argument(metavar='RUN', help="A run's directory, for its newest checkpoint, or RUN/checkpoints/STEP.")]
+Source = Annotated[
+    Path,
+    typer.Argument(
+        metavar='RUN', help="A run's directory, for its newest checkpoint, or RUN/checkpoints/STEP."
+    ),
+]
 NewFolder = Annotated[Path, typer.Argument(metavar='OUT', help='The directory to make.')]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar='KEY=VALUE', help='Of the run, for example mesh.model=8 train.dtype=bfloat16.')
+    list[str] | None,
+    typer.Argument(
+        metavar='KEY=VALUE', help='Of the run, for example mesh.model=8 train.dtype=bfloat16.'
+    ),
 ]
 Family = Literal['gpt2', 'llama', 'qwen2', 'qwen3', 'mistral', 'megatron-bert']
 Dtype = Literal['float32', 'bfloat16', 'float16']
@@ -36,15 +48,21 @@ def import_hf(folder: Folder, out: NewRun, overrides: Overrides = None) -> None:
 def export_hf(
     source: Source,
     out: NewFolder,
-    family: Annotated[Family | None, typer.Option(help='That of the import, or the first that fits, if left out.')] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help='That of the import, or float32 if left out.')] = None,
+    family: Annotated[
+        Family | None, typer.Option(help='That of the import, or the first that fits, if left out.')
+    ] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help='That of the import, or float32 if left out.')
+    ] = None,
     shard_gb: Annotated[float, typer.Option(min=0, help='The size of a file.')] = 5.0,
 ) -> None:
     """Write a Hugging Face directory that transformers and vLLM load; it appears when it is complete."""
     _on_the_host()
     from megajax.interop.directories import export_huggingface
 
-    as_family, in_dtype = export_huggingface(source, out, family=family, dtype=dtype, shard_bytes=int(shard_gb * 1e9))
+    as_family, in_dtype = export_huggingface(
+        source, out, family=family, dtype=dtype, shard_bytes=int(shard_gb * 1e9)
+    )
     print(f'{out}: {as_family} in {in_dtype}')
 
 
@@ -53,7 +71,10 @@ def import_megatron_lm(
     folder: Folder,
     out: NewRun,
     overrides: Overrides = None,
-    tensor_parallel: Annotated[int | None, typer.Option(min=1, help='How many ranks there must be; those found if left out.')] = None,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(min=1, help='How many ranks there must be; those found if left out.'),
+    ] = None,
 ) -> None:
     """Make a run at step 0 of Megatron-LM's mp_rank_XX/model_optim_rng.pt, merged over its ranks."""
     _say_warnings()
@@ -65,7 +86,9 @@ def import_megatron_lm(
 
 @export_app.command('megatron')
 def export_megatron_lm(
-    source: Source, out: NewFolder, tensor_parallel: Annotated[int, typer.Option(min=1, help='How many ranks to write.')]
+    source: Source,
+    out: NewFolder,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help='How many ranks to write.')],
 ) -> None:
     """Write mp_rank_XX/model_optim_rng.pt for Megatron-LM's ranks; the directory appears when it is complete."""
     _on_the_host()

@@ -23,7 +23,12 @@ from megajax.files.outputs import check_outputs
 from megajax.processes.signals import leave_when_asked
 from megajax.run.named import config_of_overrides
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
 config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at configs.')
 app.add_typer(config_app, name='config')
 app.add_typer(data_app, name='data')
@@ -34,7 +39,10 @@ app.add_typer(plan_app, name='plan')
 app.command()(generate)
 app.command('eval')(evaluate)
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help='For example train.steps=100 mesh.model=4.')]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar='KEY=VALUE', help='For example train.steps=100 mesh.model=4.'),
+]
 
 
 def main() -> None:
@@ -58,7 +66,12 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def megajax(
-    _: Annotated[bool, typer.Option('--version', callback=_print_version, is_eager=True, help='Print the version and exit.')] = False,
+    _: Annotated[
+        bool,
+        typer.Option(
+            '--version', callback=_print_version, is_eager=True, help='Print the version and exit.'
+        ),
+    ] = False,
 ) -> None:
     """Megatron-LM's tensor parallelism in JAX."""
 
@@ -78,7 +91,9 @@ def train(
     config, name = _read(arguments)
     logging.basicConfig(format='%(message)s')
     logging.getLogger('megajax').setLevel(logging.INFO)
-    from megajax.processes.distributed import processes  # here, because it imports jax: a wrong config fails before that
+    from megajax.processes.distributed import (
+        processes,
+    )  # here, because it imports jax: a wrong config fails before that
     from megajax.run.run import run
 
     with processes():
@@ -87,19 +102,36 @@ def train(
 
 @app.command()
 def launch(
-    arguments: Annotated[list[str], typer.Argument(metavar='-- train CONFIG KEY=VALUE', help='The command that each process runs.')],
+    arguments: Annotated[
+        list[str],
+        typer.Argument(
+            metavar='-- train CONFIG KEY=VALUE', help='The command that each process runs.'
+        ),
+    ],
     processes: Annotated[int, typer.Option(min=1, help='How many processes.')],
-    devices_per_process: Annotated[int | None, typer.Option(min=1, help='An equal share of the GPUs or of the mesh unless given.')] = None,
-    dry_run: Annotated[bool, typer.Option('--dry-run', help='Print the variables and the command of each process.')] = False,
+    devices_per_process: Annotated[
+        int | None,
+        typer.Option(min=1, help='An equal share of the GPUs or of the mesh unless given.'),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option('--dry-run', help='Print the variables and the command of each process.')
+    ] = False,
 ) -> None:
     """Train in several processes on this machine, each with its own GPUs or simulated devices; they end together."""
     command, *rest = arguments
     if command != 'train':
-        raise ConfigError(f'launch starts train, not {command}: megajax launch --processes {processes} -- train CONFIG')
+        raise ConfigError(
+            f'launch starts train, not {command}: megajax launch --processes {processes} -- train CONFIG'
+        )
     mesh = _read(rest)[0].mesh
     from megajax.processes.launch import launch, make_plan
 
-    plan = make_plan(arguments, processes=processes, needed=mesh.data * mesh.model, devices_per_process=devices_per_process)
+    plan = make_plan(
+        arguments,
+        processes=processes,
+        needed=mesh.data * mesh.model,
+        devices_per_process=devices_per_process,
+    )
     if dry_run:
         print(plan)
     else:
@@ -110,15 +142,33 @@ def launch(
 def inspect(
     source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')],
     overrides: Overrides = None,
-    target: Annotated[str, typer.Option(help='cpu, or a GPU that need not be there: a100, b200, h100, h200.')] = 'cpu',
-    hosts: Annotated[int | None, typer.Option(help='Over how many hosts the mesh lies; 8 devices each unless given.')] = None,
+    target: Annotated[
+        str, typer.Option(help='cpu, or a GPU that need not be there: a100, b200, h100, h200.')
+    ] = 'cpu',
+    hosts: Annotated[
+        int | None,
+        typer.Option(help='Over how many hosts the mesh lies; 8 devices each unless given.'),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
-    hlo: Annotated[Path | None, typer.Option(help='Write the compiled program to this file.')] = None,
+    hlo: Annotated[
+        Path | None, typer.Option(help='Write the compiled program to this file.')
+    ] = None,
     run: Annotated[
-        bool, typer.Option('--run', help='Execute the GPU program on simulated CPU devices and compare with one device.')
+        bool,
+        typer.Option(
+            '--run',
+            help='Execute the GPU program on simulated CPU devices and compare with one device.',
+        ),
     ] = False,
-    bisect: Annotated[bool, typer.Option('--bisect', help='With --run: name the pass of the compiler that makes it wrong.')] = False,
-    reduce: Annotated[bool, typer.Option('--reduce', help='With --run: print the smallest config that is wrong.')] = False,
+    bisect: Annotated[
+        bool,
+        typer.Option(
+            '--bisect', help='With --run: name the pass of the compiler that makes it wrong.'
+        ),
+    ] = False,
+    reduce: Annotated[
+        bool, typer.Option('--reduce', help='With --run: print the smallest config that is wrong.')
+    ] = False,
 ) -> None:
     """Show the collectives that XLA inserted beside those that Megatron places by hand; exits with 1 where there are more.
 
@@ -128,7 +178,9 @@ def inspect(
     if (bisect or reduce) and not run:
         raise ConfigError('--bisect and --reduce explain what --run finds wrong: add --run')
     if run and target == 'cpu':
-        raise ConfigError('--run executes the program of a GPU: add --target h100, or a100, h200, b200')
+        raise ConfigError(
+            '--run executes the program of a GPU: add --target h100, or a100, h200, b200'
+        )
     check_outputs(json, hlo)
     from megajax.inspect import inspect_with_text
     from megajax.inspect.report import tables
@@ -138,19 +190,33 @@ def inspect(
         from megajax.inspect.step_run import run_in_child
 
         progress = Console(stderr=True, highlight=False)
-        runs = run_in_child(config, target, bisect=bisect, reduce=reduce, say=lambda line: progress.print(line, style='dim', markup=False))
+        runs = run_in_child(
+            config,
+            target,
+            bisect=bisect,
+            reduce=reduce,
+            say=lambda line: progress.print(line, style='dim', markup=False),
+        )
         inspection = inspection.model_copy(update={'runs': runs})
     if json:
         json.write_text(inspection.model_dump_json(indent=2))
     if hlo:
         hlo.write_text(text)
     console = Console(highlight=False)
-    console.print(tables(inspection) if console.is_terminal else str(inspection), soft_wrap=not console.is_terminal, markup=False)
+    console.print(
+        tables(inspection) if console.is_terminal else str(inspection),
+        soft_wrap=not console.is_terminal,
+        markup=False,
+    )
     raise typer.Exit(0 if inspection.ok else 1)
 
 
 @app.command()
-def doctor(folder: Annotated[Path, typer.Option('--dir', help='Where runs are to be written.')] = Path('.')) -> None:
+def doctor(
+    folder: Annotated[Path, typer.Option('--dir', help='Where runs are to be written.')] = Path(
+        '.'
+    ),
+) -> None:
     """Show versions, devices and file system, and what is wrong with them; exits with 1 where something is."""
     from megajax.commands.doctor import diagnose
 
@@ -160,7 +226,10 @@ def doctor(folder: Annotated[Path, typer.Option('--dir', help='Where runs are to
 
 
 @config_app.command()
-def show(source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')], overrides: Overrides = None) -> None:
+def show(
+    source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')],
+    overrides: Overrides = None,
+) -> None:
     """Print the resolved config and the model's parameter count."""
     config = load(source, overrides or ())
     print(dump(config), end='')
@@ -183,7 +252,13 @@ def list_presets() -> None:
     sizes = [Column(name, justify='right') for name in ('layers', 'hidden', 'heads', 'parameters')]
     table = Table('preset', *sizes, box=None, pad_edge=False)
     for name, model in sorted(configs.items(), key=lambda item: num_parameters(item[1])):
-        table.add_row(name, f'{model.num_layers}', f'{model.hidden_size}', f'{model.num_heads}', _short(num_parameters(model)))
+        table.add_row(
+            name,
+            f'{model.num_layers}',
+            f'{model.hidden_size}',
+            f'{model.num_heads}',
+            _short(num_parameters(model)),
+        )
     Console().print(table)
 
 
@@ -198,7 +273,11 @@ def _read(arguments: list[str] | None) -> tuple[Config, str]:
 def _parameters(model: ModelConfig) -> str:
     count, padded = num_parameters(model), num_parameters(model, padded=True)
     line = f'parameters: {count:,} ({_short(count)})'
-    return line if padded == count else f'{line}; with the vocabulary padded to {model.padded_vocab_size}: {padded:,} ({_short(padded)})'
+    return (
+        line
+        if padded == count
+        else f'{line}; with the vocabulary padded to {model.padded_vocab_size}: {padded:,} ({_short(padded)})'
+    )
 
 
 def _short(count: int) -> str:

@@ -32,23 +32,62 @@ plan_app = typer.Typer(
 
 @plan_app.command('for')
 def for_config(
-    source: Annotated[str | None, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar='KEY=VALUE', help='For example train.seq_len=4096.')] = None,
-    gpu: Annotated[str, typer.Option(help='a100, b200, h100, ..., or a YAML file such as calibrate writes.')] = 'h100',
-    gpus: Annotated[int | None, typer.Option(min=1, help='How many; those of the mesh of the config if left out.')] = None,
-    gpus_per_host: Annotated[int | None, typer.Option(min=1, help='As the GPU is sold if left out.')] = None,
-    tokens: Annotated[float | None, typer.Option(min=1, help='To be trained on, for example 300e9.')] = None,
-    target_batch: Annotated[int | None, typer.Option(min=1, help='Sequences of a step; those of the config if left out.')] = None,
-    program: Annotated[Literal['megajax', 'megatron'], typer.Option(help='Whose step: ours, or that of Megatron-Core.')] = 'megajax',
-    price: Annotated[float | None, typer.Option(min=0.01, help='Of a GPU hour, in any currency.')] = None,
-    storage: Annotated[float | None, typer.Option(min=1, help='Bytes a second that all hosts write; 1e9 a host if left out.')] = None,
-    failures: Annotated[float | None, typer.Option(min=1, help='GPU hours between two failures; those of Llama 3 if left out.')] = None,
-    verify: Annotated[bool, typer.Option('--verify', help='Compile the step for that GPU and show its memory beside.')] = False,
+    source: Annotated[
+        str | None, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar='KEY=VALUE', help='For example train.seq_len=4096.'),
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option(help='a100, b200, h100, ..., or a YAML file such as calibrate writes.')
+    ] = 'h100',
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help='How many; those of the mesh of the config if left out.'),
+    ] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option(min=1, help='As the GPU is sold if left out.')
+    ] = None,
+    tokens: Annotated[
+        float | None, typer.Option(min=1, help='To be trained on, for example 300e9.')
+    ] = None,
+    target_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help='Sequences of a step; those of the config if left out.'),
+    ] = None,
+    program: Annotated[
+        Literal['megajax', 'megatron'],
+        typer.Option(help='Whose step: ours, or that of Megatron-Core.'),
+    ] = 'megajax',
+    price: Annotated[
+        float | None, typer.Option(min=0.01, help='Of a GPU hour, in any currency.')
+    ] = None,
+    storage: Annotated[
+        float | None,
+        typer.Option(min=1, help='Bytes a second that all hosts write; 1e9 a host if left out.'),
+    ] = None,
+    failures: Annotated[
+        float | None,
+        typer.Option(min=1, help='GPU hours between two failures; those of Llama 3 if left out.'),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option('--verify', help='Compile the step for that GPU and show its memory beside.'),
+    ] = False,
     json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
-    write: Annotated[Path | None, typer.Option(help='Write the fastest layout to this file, as a config.')] = None,
-    roofline: Annotated[Path | None, typer.Option(help='Draw the matrix products under the roofline: .png, .svg or .pdf.')] = None,
+    write: Annotated[
+        Path | None, typer.Option(help='Write the fastest layout to this file, as a config.')
+    ] = None,
+    roofline: Annotated[
+        Path | None,
+        typer.Option(help='Draw the matrix products under the roofline: .png, .svg or .pdf.'),
+    ] = None,
     scaling: Annotated[Path | None, typer.Option(help='Draw MFU over the number of GPUs.')] = None,
-    table: Annotated[str | None, typer.Option(help="A published table beside what is predicted; 'all' for how well.")] = None,
+    table: Annotated[
+        str | None,
+        typer.Option(help="A published table beside what is predicted; 'all' for how well."),
+    ] = None,
 ) -> None:
     """Show memory, time and every layout of a config on GPUs that need not be there; exits with 1 where its own mesh does not fit."""
     console = Console(highlight=False)
@@ -56,7 +95,9 @@ def for_config(
         _show_table(table, console)
         return
     if source is None:
-        raise ConfigError('plan needs a config: megajax plan CONFIG --gpu h100 --gpus 64, or --table scaling')
+        raise ConfigError(
+            'plan needs a config: megajax plan CONFIG --gpu h100 --gpus 64, or --table scaling'
+        )
     config = load(source, overrides or ())
     check_outputs(json, write)
     pictures = {name: path for name, path in (('roofline', roofline), ('scaling', scaling)) if path}
@@ -94,14 +135,26 @@ def for_config(
         write.write_text(found.best_config)
     if pictures:
         _draw(pictures, found.planned(), Cluster.of(hardware(gpu), found.gpus, found.gpus_per_host))
-    console.print(tables(found) if console.is_terminal else str(found), soft_wrap=not console.is_terminal, markup=False)
+    console.print(
+        tables(found) if console.is_terminal else str(found),
+        soft_wrap=not console.is_terminal,
+        markup=False,
+    )
     raise typer.Exit(0 if found.layout.fits else 1)
 
 
 @plan_app.command()
 def calibrate(
-    out: Annotated[Path, typer.Argument(metavar='FILE.yaml', help='Where to write what was measured; --gpu FILE.yaml uses it.')],
-    seconds: Annotated[float, typer.Option(min=1, help='For each of the measurements: products, memory, collectives.')] = 20,
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar='FILE.yaml', help='Where to write what was measured; --gpu FILE.yaml uses it.'
+        ),
+    ],
+    seconds: Annotated[
+        float,
+        typer.Option(min=1, help='For each of the measurements: products, memory, collectives.'),
+    ] = 20,
 ) -> None:
     """Measure the devices of this machine: products by size, memory bandwidth and, with several, collectives."""
     if out.suffix != '.yaml' or not out.parent.is_dir():

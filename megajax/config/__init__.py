@@ -1,6 +1,14 @@
 """What a run is made of: the schema, presets, files and overrides, and the rules that keys obey together. Imports no jax."""
 
-from megajax.config.errors import CheckpointError, ConfigError, MiscompileError, NumericError, Problem, RunError, StopRequested
+from megajax.config.errors import (
+    CheckpointError,
+    ConfigError,
+    MiscompileError,
+    NumericError,
+    Problem,
+    RunError,
+    StopRequested,
+)
 from megajax.config.load import dump, load, overridden, presets, reload
 from megajax.config.schema import (
     CheckpointConfig,

@@ -68,9 +68,7 @@ COMBINATIONS = (
     Combination(
         'model.position=learned',
         'model.rope_scaling',
-        lambda config: (
-            config.model.rope_scaling is not None and config.model.position == 'learned'
-        ),
+        lambda config: config.model.rope_scaling is not None and config.model.position == 'learned',
         'needs model.position=rope, not learned',
         'leave it out',
     ),

@@ -22,7 +22,9 @@ from megajax.config.renamed import RENAMED, current
 from megajax.config.rules import incompatibilities
 from megajax.config.schema import Config, Section
 
-SECTIONS = {name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()}
+SECTIONS = {
+    name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()
+}
 KEYS = {f'{name}.{key}': key for name, section in SECTIONS.items() for key in section.model_fields}
 PLAIN_WORDS = {
     'bool_type': 'true or false',
@@ -60,11 +62,17 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     return _resolve(written, _read_overrides(overrides, problems), str(file), problems)
 
 
-def reload(settings: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), *, place: str) -> Config:
+def reload(
+    settings: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), *, place: str
+) -> Config:
     """What `load` makes of sections that were read elsewhere, from `place`: a checkpoint's record, for example."""
     problems: list[Problem] = []
     written: dict[str, _Setting] = {}
-    for path, value in ((f'{section}.{key}', value) for section, group in settings.items() for key, value in group.items()):
+    for path, value in (
+        (f'{section}.{key}', value)
+        for section, group in settings.items()
+        for key, value in group.items()
+    ):
         path, value = current(path, value)
         if path in KEYS:
             written[path] = _Setting(value, place)
@@ -73,7 +81,12 @@ def reload(settings: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] =
     return _resolve(written, _read_overrides(overrides, problems), place, problems)
 
 
-def _resolve(written: dict[str, _Setting] | None, overridden: dict[str, _Setting], file: str, problems: list[Problem]) -> Config:
+def _resolve(
+    written: dict[str, _Setting] | None,
+    overridden: dict[str, _Setting],
+    file: str,
+    problems: list[Problem],
+) -> Config:
     """The config of these settings; raises ConfigError with `problems` and all that is found here."""
     if written is None:
         raise ConfigError(*problems)
@@ -81,7 +94,15 @@ def _resolve(written: dict[str, _Setting] | None, overridden: dict[str, _Setting
     for problem in incompatibilities(Config.model_construct(**sections)):
         keys = (problem.path, *problem.others)
         if unsettled.isdisjoint(keys):
-            place = next((settings[key].place for settings in (overridden, written) for key in keys if key in settings), file)
+            place = next(
+                (
+                    settings[key].place
+                    for settings in (overridden, written)
+                    for key in keys
+                    if key in settings
+                ),
+                file,
+            )
             problems.append(replace(problem, place=place))
     if problems:
         raise ConfigError(*problems)
@@ -122,12 +143,22 @@ def _read_file(file: Path, problems: list[Problem]) -> dict[str, _Setting] | Non
     except FileNotFoundError:
         near = get_close_matches(file.name.removesuffix('.yaml'), presets(), n=1)
         fix = f'did you mean {near[0]}? ' if near else ''
-        problems.append(Problem(path=str(file), message=f'no such file or preset; {fix}presets: {", ".join(presets())}'))
+        problems.append(
+            Problem(
+                path=str(file),
+                message=f'no such file or preset; {fix}presets: {", ".join(presets())}',
+            )
+        )
     except OSError as error:
         problems.append(Problem(path=str(file), message=f'cannot be read: {error.strerror}'))
     except (YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, 'problem_mark', None)
-        problems.append(Problem(path=f'{file}:{mark.line + 1}' if mark else str(file), message=f'not valid YAML: {_reason(error)}'))
+        problems.append(
+            Problem(
+                path=f'{file}:{mark.line + 1}' if mark else str(file),
+                message=f'not valid YAML: {_reason(error)}',
+            )
+        )
     return None
 
 
@@ -147,13 +178,17 @@ def _read_text(text: str, file: str, problems: list[Problem]) -> dict[str, _Sett
     return settings
 
 
-def _items(node: Node | None, prefix: str, file: str, problems: list[Problem]) -> Iterator[tuple[str, Node, str]]:
+def _items(
+    node: Node | None, prefix: str, file: str, problems: list[Problem]
+) -> Iterator[tuple[str, Node, str]]:
     """The path, value and place of a mapping's keys, each path once; nothing for an empty document or section."""
     if node is None or node.tag == 'tag:yaml.org,2002:null':
         return
     if not isinstance(node, MappingNode):
         message = f'must be a group of keys; it has {_members(prefix)}'
-        problems.append(Problem(path=prefix, message=message, place=f'{file}:{node.start_mark.line + 1}'))
+        problems.append(
+            Problem(path=prefix, message=message, place=f'{file}:{node.start_mark.line + 1}')
+        )
         return
     lines: dict[str, int] = {}
     for key, value in node.value:
@@ -172,7 +207,12 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[s
         path, equals, text = override.partition('=')
         place = f'override {override}'
         if not equals or path in SECTIONS:
-            problems.append(Problem(path=place, message='not of the form section.key=value, for example train.steps=100'))
+            problems.append(
+                Problem(
+                    path=place,
+                    message='not of the form section.key=value, for example train.steps=100',
+                )
+            )
         elif path not in KEYS and path not in RENAMED:
             problems.append(Problem(path=path, message=_unknown(path), place=place))
         else:
@@ -180,16 +220,27 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[s
                 path, value = current(path, _yaml().load(text), place)
                 settings[path] = _Setting(value, place)
             except YAMLError as error:
-                problems.append(Problem(path=place, message=f'not valid YAML: {_reason(error)}; put the value in quotes'))
+                problems.append(
+                    Problem(
+                        path=place,
+                        message=f'not valid YAML: {_reason(error)}; put the value in quotes',
+                    )
+                )
     return settings
 
 
-def _validate(settings: Mapping[str, _Setting], file: str, problems: list[Problem]) -> tuple[dict[str, Any], set[str]]:
+def _validate(
+    settings: Mapping[str, _Setting], file: str, problems: list[Problem]
+) -> tuple[dict[str, Any], set[str]]:
     """The sections, and the paths whose values in them stand in for wrong ones, so that nothing may be concluded from them."""
     sections: dict[str, Any] = {}
     unsettled: set[str] = set()
     for name, section in SECTIONS.items():
-        values = {key: settings[f'{name}.{key}'].value for key in section.model_fields if f'{name}.{key}' in settings}
+        values = {
+            key: settings[f'{name}.{key}'].value
+            for key in section.model_fields
+            if f'{name}.{key}' in settings
+        }
         try:
             sections[name] = section.model_validate(values)
         except ValidationError as error:
@@ -197,12 +248,20 @@ def _validate(settings: Mapping[str, _Setting], file: str, problems: list[Proble
             for key, detail in details.items():
                 path = f'{name}.{key}'
                 unsettled.add(path)
-                if detail['type'] != 'default_factory_not_called':  # the default of a key whose source is wrong
+                if (
+                    detail['type'] != 'default_factory_not_called'
+                ):  # the default of a key whose source is wrong
                     place = settings[path].place if path in settings else file
-                    inner = ''.join(f'{part} ' for part in detail['loc'][1:])  # of a value that is a group or a list itself
-                    problems.append(Problem(path=path, message=inner + _explain(detail), place=place))
+                    inner = ''.join(
+                        f'{part} ' for part in detail['loc'][1:]
+                    )  # of a value that is a group or a list itself
+                    problems.append(
+                        Problem(path=path, message=inner + _explain(detail), place=place)
+                    )
             right = {key: value for key, value in values.items() if key not in details}
-            stand_ins = {key: 1 for key in details if section.model_fields[key].is_required()}  # every key without a default is a size
+            stand_ins = {
+                key: 1 for key in details if section.model_fields[key].is_required()
+            }  # every key without a default is a size
             sections[name] = section.model_validate(right | stand_ins)
     return sections, unsettled
 
@@ -222,8 +281,14 @@ def _unknown(path: str) -> str:
     siblings = SECTIONS[section].model_fields if section in SECTIONS else ()
     in_section = [f'{section}.{near}' for near in get_close_matches(key, siblings, n=1)]
     of_that_name = [full for full, name in KEYS.items() if name == (key or section)]
-    near = in_section or of_that_name or get_close_matches(path, [*SECTIONS, *KEYS], n=1, cutoff=0.75)
-    return f'unknown key; did you mean {near[0]}?' if near else f'unknown key; there are {_members(section)}'
+    near = (
+        in_section or of_that_name or get_close_matches(path, [*SECTIONS, *KEYS], n=1, cutoff=0.75)
+    )
+    return (
+        f'unknown key; did you mean {near[0]}?'
+        if near
+        else f'unknown key; there are {_members(section)}'
+    )
 
 
 def _members(section: str) -> str:

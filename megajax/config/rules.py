@@ -19,7 +19,18 @@ LARGEST_LOSS_SCALE = 2**32  # the one that Megatron begins with
 
 def incompatibilities(config: 'Config') -> list[Problem]:
     """Every pair of keys that cannot work together."""
-    rules = _heads, _rope, _kv_heads, _widths, _batches, _loss_scale, _optimizer, _profile, _data, _masked
+    rules = (
+        _heads,
+        _rope,
+        _kv_heads,
+        _widths,
+        _batches,
+        _loss_scale,
+        _optimizer,
+        _profile,
+        _data,
+        _masked,
+    )
     return [*(problem for rule in rules for problem in rule(config)), *excluded(config)]
 
 
@@ -28,8 +39,12 @@ def _heads(config: 'Config') -> Iterator[Problem]:
     if 'head_dim' not in model.model_fields_set and model.hidden_size % model.num_heads:
         near = _multiples(model.hidden_size, model.num_heads)
         message = f'{model.hidden_size} is not a multiple of model.num_heads={model.num_heads}; use {near}, or set model.head_dim'
-        yield Problem(path='model.hidden_size', message=message, others=('model.num_heads', 'model.head_dim'))
-    yield from _divides('model.num_heads', model.num_heads, 'model.num_kv_heads', model.num_kv_heads)
+        yield Problem(
+            path='model.hidden_size', message=message, others=('model.num_heads', 'model.head_dim')
+        )
+    yield from _divides(
+        'model.num_heads', model.num_heads, 'model.num_kv_heads', model.num_kv_heads
+    )
     yield from _divides('model.num_heads', model.num_heads, 'mesh.model', shards)
     if model.position == 'rope' and model.head_dim % 2:
         message = f'{model.head_dim} is odd, and model.position=rope rotates pairs; use {_multiples(model.head_dim, 2)}'
@@ -47,7 +62,9 @@ def _rope(config: 'Config') -> Iterator[Problem]:
 
 def _kv_heads(config: 'Config') -> Iterator[Problem]:
     model, shards = config.model, config.mesh.model
-    if model.num_kv_heads == model.num_heads:  # then num_heads has to divide, which is checked already
+    if (
+        model.num_kv_heads == model.num_heads
+    ):  # then num_heads has to divide, which is checked already
         return
 
     def fits(n: int) -> bool:
@@ -57,13 +74,17 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
         near = _nearest([n for n in range(1, 2 * model.num_kv_heads + 1) if fits(n)], shards)
         message = f'{model.num_kv_heads} is neither a multiple nor a divisor of mesh.model={shards}; use mesh.model {near}'
         yield Problem(path='model.num_kv_heads', message=message, others=('mesh.model',))
-    elif shards > model.num_kv_heads and model.head_dim % shards:  # fewer key/value heads than shards: the fused QKV is cut along head_dim
+    elif (
+        shards > model.num_kv_heads and model.head_dim % shards
+    ):  # fewer key/value heads than shards: the fused QKV is cut along head_dim
         near = _multiples(model.head_dim, shards)
         message = (
             f'{model.head_dim} is not a multiple of mesh.model={shards}, which has to divide it where it exceeds '
             f'model.num_kv_heads={model.num_kv_heads}; use {near}, or mesh.model at most {model.num_kv_heads}'
         )
-        yield Problem(path='model.head_dim', message=message, others=('mesh.model', 'model.num_kv_heads'))
+        yield Problem(
+            path='model.head_dim', message=message, others=('mesh.model', 'model.num_kv_heads')
+        )
 
 
 def _widths(config: 'Config') -> Iterator[Problem]:
@@ -78,24 +99,36 @@ def _widths(config: 'Config') -> Iterator[Problem]:
         message = f'{seq_len} exceeds model.max_seq_len={model.max_seq_len}; use at most {model.max_seq_len}, or raise model.max_seq_len'
         yield Problem(path='train.seq_len', message=message, others=('model.max_seq_len',))
     if config.mesh.sequence_parallel:
-        yield from _divides('train.seq_len', seq_len, 'mesh.model', shards, under='mesh.sequence_parallel')
+        yield from _divides(
+            'train.seq_len', seq_len, 'mesh.model', shards, under='mesh.sequence_parallel'
+        )
 
 
 def _batches(config: 'Config') -> Iterator[Problem]:
-    data, microbatches, batch_size = config.mesh.data, config.train.microbatches, config.train.batch_size
+    data, microbatches, batch_size = (
+        config.mesh.data,
+        config.train.microbatches,
+        config.train.batch_size,
+    )
     if batch_size % (data * microbatches):
         message = (
             f'{batch_size} is not a multiple of mesh.data={data} x train.microbatches={microbatches} = {data * microbatches}; '
             f'use {_multiples(batch_size, data * microbatches)}'
         )
-        yield Problem(path='train.batch_size', message=message, others=('mesh.data', 'train.microbatches'))
+        yield Problem(
+            path='train.batch_size', message=message, others=('mesh.data', 'train.microbatches')
+        )
     elif config.train.overlap == 'batch_split' and config.microbatch_rows % 2:
         message = (
             f'{batch_size} gives each data shard {config.microbatch_rows} rows of a microbatch, '
             'and train.overlap=batch_split cuts them in half; '
             f'use {_multiples(batch_size, 2 * data * microbatches)}, or train.overlap=none'
         )
-        yield Problem(path='train.batch_size', message=message, others=('train.overlap', 'mesh.data', 'train.microbatches'))
+        yield Problem(
+            path='train.batch_size',
+            message=message,
+            others=('train.overlap', 'mesh.data', 'train.microbatches'),
+        )
 
 
 def _loss_scale(config: 'Config') -> Iterator[Problem]:
@@ -121,7 +154,13 @@ def _optimizer(config: 'Config') -> Iterator[Problem]:
         message = f'{optim.warmup_steps} leaves nothing of train.steps={steps}; use at most {steps - 1}, or raise train.steps'
         yield Problem(path='optim.warmup_steps', message=message, others=('train.steps',))
     if optim.shard:
-        yield from _divides('model.hidden_size', config.model.hidden_size, 'mesh.data', config.mesh.data, under='optim.shard')
+        yield from _divides(
+            'model.hidden_size',
+            config.model.hidden_size,
+            'mesh.data',
+            config.mesh.data,
+            under='optim.shard',
+        )
 
 
 def _profile(config: 'Config') -> Iterator[Problem]:
@@ -156,11 +195,17 @@ def _masked(config: 'Config') -> Iterator[Problem]:
         yield Problem(path='train.seq_len', message=message, others=('model.objective',))
 
 
-def _divides(path: str, value: int, by: str, divisor: int, *, under: str | None = None) -> Iterator[Problem]:
+def _divides(
+    path: str, value: int, by: str, divisor: int, *, under: str | None = None
+) -> Iterator[Problem]:
     if value % divisor:
         fixes = f'{_multiples(value, divisor)}, or {by} {_nearest(divisors(value), divisor)}'
         limit = f'{by}={divisor}' + (f' under {under}' if under else '')
-        yield Problem(path=path, message=f'{value} is not a multiple of {limit}; use {fixes}', others=(by, under) if under else (by,))
+        yield Problem(
+            path=path,
+            message=f'{value} is not a multiple of {limit}; use {fixes}',
+            others=(by, under) if under else (by,),
+        )
 
 
 def _multiples(value: int, divisor: int) -> str:

@@ -28,12 +28,16 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _check_loss_scale(value: Any) -> Any:
-    if value == 'auto' or (isinstance(value, (int, float)) and value is not True and 0 < value < math.inf):
+    if value == 'auto' or (
+        isinstance(value, (int, float)) and value is not True and 0 < value < math.inf
+    ):
         return value
     raise PydanticCustomError('loss_scale', "Input should be 'auto' or a power of two")
 
 
-FirstLossScale = Annotated[Literal['auto'] | float, BeforeValidator(_check_loss_scale)]  # one message for both of its types
+FirstLossScale = Annotated[
+    Literal['auto'] | float, BeforeValidator(_check_loss_scale)
+]  # one message for both of its types
 
 
 class Weights(dict[str, float]):
@@ -69,15 +73,23 @@ class ModelConfig(Section):
     num_layers: PositiveInt
     hidden_size: PositiveInt
     num_heads: PositiveInt
-    num_kv_heads: PositiveInt = Field(default_factory=lambda data: data['num_heads'])  # fewer than num_heads: grouped queries
-    head_dim: PositiveInt = Field(default_factory=lambda data: data['hidden_size'] // data['num_heads'])
+    num_kv_heads: PositiveInt = Field(
+        default_factory=lambda data: data['num_heads']
+    )  # fewer than num_heads: grouped queries
+    head_dim: PositiveInt = Field(
+        default_factory=lambda data: data['hidden_size'] // data['num_heads']
+    )
     ffn_size: PositiveInt = Field(default_factory=lambda data: 4 * data['hidden_size'])
     vocab_size: PositiveInt  # of the tokenizer, before padding
     max_seq_len: PositiveInt  # rows of the learned positions, and the limit of train.seq_len
-    objective: Literal['next_token', 'masked_lm'] = 'next_token'  # masked_lm: BERT, which has the heads for it
+    objective: Literal['next_token', 'masked_lm'] = (
+        'next_token'  # masked_lm: BERT, which has the heads for it
+    )
     # Which tokens one sees: those before it, or all; by default as the objective needs it.
     attention: Literal['causal', 'bidirectional'] = Field(
-        default_factory=lambda data: 'causal' if data['objective'] == 'next_token' else 'bidirectional'
+        default_factory=lambda data: (
+            'causal' if data['objective'] == 'next_token' else 'bidirectional'
+        )
     )
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
     activation: Literal['gelu', 'gelu_tanh', 'swiglu'] = 'gelu_tanh'
@@ -86,11 +98,15 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None  # for example {type: llama3, factor: 8}
     qk_norm: bool = False  # normalise queries and keys over head_dim, as Qwen3 does
     bias: bool = True  # in every linear layer but the LM head; BERT's heads have theirs always
-    qkv_bias: bool = Field(default_factory=lambda data: data['bias'])  # in that of queries, keys and values; Qwen2 has it there alone
+    qkv_bias: bool = Field(
+        default_factory=lambda data: data['bias']
+    )  # in that of queries, keys and values; Qwen2 has it there alone
     tie_embeddings: bool = True  # the LM head is the embedding table
     dropout: Fraction = 0.0  # after the embedding, the attention probabilities and each sublayer
     norm_eps: PositiveFloat = 1e-5
-    init_std: PositiveFloat = 0.02  # the projections into the residual are scaled by 1/sqrt(2 num_layers) besides
+    init_std: PositiveFloat = (
+        0.02  # the projections into the residual are scaled by 1/sqrt(2 num_layers) besides
+    )
 
     @property
     def causal(self) -> bool:
@@ -134,20 +150,36 @@ class TrainConfig(Section):
 
     steps: PositiveInt = 1000
     batch_size: PositiveInt = 8
-    microbatches: PositiveInt = 1  # forward and backward passes per step, their gradients accumulated
+    microbatches: PositiveInt = (
+        1  # forward and backward passes per step, their gradients accumulated
+    )
     seq_len: PositiveInt = 1024
-    dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'  # of the computation; parameters are float32
-    loss_scale: FirstLossScale = 'auto'  # of fp16, when a run begins: a power of two, or found with the first batch
-    recompute: Literal['none', 'selective', 'full'] = 'none'  # in the backward pass: nothing, the attention core, whole layers
+    dtype: Literal['float32', 'bfloat16', 'float16'] = (
+        'bfloat16'  # of the computation; parameters are float32
+    )
+    loss_scale: FirstLossScale = (
+        'auto'  # of fp16, when a run begins: a power of two, or found with the first batch
+    )
+    recompute: Literal['none', 'selective', 'full'] = (
+        'none'  # in the backward pass: nothing, the attention core, whole layers
+    )
     # Of collectives and products. batch_split: two halves of a microbatch take turns, see `train/overlap.py`; auto: none.
     overlap: Literal['auto', 'none', 'batch_split'] = 'auto'
     eval_every: PositiveInt = 500  # steps
     eval_batches: PositiveInt = 16
     log_every: PositiveInt = 10  # steps
-    profile: ProfileConfig | None = None  # for example {start: 10, steps: 3}: a trace for XProf in the run directory
-    sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()  # a YAML list; each is continued at every evaluation but the first
-    nonfinite: Literal['skip', 'rollback', 'stop'] = 'skip'  # what a loss or gradient that is not finite does; it never changes a parameter
-    spike: Literal['off', 'skip', 'rollback'] = 'off'  # what a loss far above the last ones does, see `train/guard.py`
+    profile: ProfileConfig | None = (
+        None  # for example {start: 10, steps: 3}: a trace for XProf in the run directory
+    )
+    sample_prompts: Annotated[
+        tuple[str, ...], Field(strict=False)
+    ] = ()  # a YAML list; each is continued at every evaluation but the first
+    nonfinite: Literal['skip', 'rollback', 'stop'] = (
+        'skip'  # what a loss or gradient that is not finite does; it never changes a parameter
+    )
+    spike: Literal['off', 'skip', 'rollback'] = (
+        'off'  # what a loss far above the last ones does, see `train/guard.py`
+    )
     seed: NonNegativeInt = 1234
 
 
@@ -157,7 +189,9 @@ class OptimConfig(Section):
     lr: PositiveFloat = 1.5e-4
     min_lr: NonNegativeFloat = 1e-5
     warmup_steps: NonNegativeInt = 0
-    schedule: Literal['cosine', 'linear', 'constant', 'wsd'] = 'cosine'  # after the warm-up, from lr to min_lr
+    schedule: Literal['cosine', 'linear', 'constant', 'wsd'] = (
+        'cosine'  # after the warm-up, from lr to min_lr
+    )
     weight_decay: NonNegativeFloat = 0.01  # decoupled; not for biases and norms
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
@@ -180,12 +214,14 @@ class DataConfig(Section):
     blend: Annotated[dict[str, PositiveFloat], AfterValidator(Weights)] = (
         Weights()
     )  # instead of a corpus: prefixes of .bin and .idx files, and how much of each
-    tokenizer: str = (
-        'auto'  # a tokenizer.json, bytes, bpe (trained on the text), none (for ids); auto: the one beside .bin and .idx, or bpe
-    )
+    tokenizer: str = 'auto'  # a tokenizer.json, bytes, bpe (trained on the text), none (for ids); auto: the one beside .bin and .idx, or bpe
     split: str = '95,5,0'  # weights of training, validation and test
-    order: Literal['stateless', 'megatron'] = 'stateless'  # of samples: computed on the fly, or Megatron-LM's own
-    document_mask: bool = False  # documents of a sequence do not see each other; positions begin again in each
+    order: Literal['stateless', 'megatron'] = (
+        'stateless'  # of samples: computed on the fly, or Megatron-LM's own
+    )
+    document_mask: bool = (
+        False  # documents of a sequence do not see each other; positions begin again in each
+    )
 
 
 class CheckpointConfig(Section):
@@ -208,13 +244,21 @@ class RunConfig(Section):
     """Where a run lives; without `dir` each run gets a fresh one."""
 
     dir: str | None = None
-    start_from: str | None = None  # RUN or RUN/STEP: begin with the weights of that checkpoint, at step 0 with a fresh optimizer
-    resume: Literal['auto', 'must', 'never'] = 'auto'  # from the newest checkpoint in `dir`: if there is one, always, never
+    start_from: str | None = (
+        None  # RUN or RUN/STEP: begin with the weights of that checkpoint, at step 0 with a fresh optimizer
+    )
+    resume: Literal['auto', 'must', 'never'] = (
+        'auto'  # from the newest checkpoint in `dir`: if there is one, always, never
+    )
     allow_changed_data: bool = False  # resume though a corpus of the same name holds something else than when the checkpoint was written
     max_minutes: PositiveFloat | None = None  # save and leave then, before a queue's time limit
-    wandb: str | None = None  # the project of Weights & Biases that is told the metrics, for example megajax
+    wandb: str | None = (
+        None  # the project of Weights & Biases that is told the metrics, for example megajax
+    )
     # Without a step that finishes; then write all stacks and exit with 124. auto: ten minutes, or ten of the longest steps so far.
-    watchdog_seconds: Annotated[float | Literal['auto'] | None, BeforeValidator(_check_patience)] = 'auto'
+    watchdog_seconds: Annotated[
+        float | Literal['auto'] | None, BeforeValidator(_check_patience)
+    ] = 'auto'
 
 
 class Config(Section):

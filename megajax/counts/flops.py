@@ -62,6 +62,12 @@ def narayanan_flops(model: ModelConfig, *, batch_size: int, seq_len: int, recomp
 
     Without, 72 B s l h^2 (1 + s/(6h) + V/(12 l h)). Holds for GPT: feed-forward of 4h, as many key/value heads as heads of h in all.
     """
-    B, s, l, h, V = batch_size, seq_len, model.num_layers, model.hidden_size, model.padded_vocab_size
+    B, s, l, h, V = (
+        batch_size,
+        seq_len,
+        model.num_layers,
+        model.hidden_size,
+        model.padded_vocab_size,
+    )
     layers = 24 * B * s * l * h**2 + 4 * B * s**2 * l * h
     return (4 if recompute else 3) * layers + 6 * B * s * h * V

@@ -50,10 +50,15 @@ def expected(config: Config) -> list[Expected]:
 
 
 def _activation(config: Config) -> Array:
-    return Array(DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len, config.model.hidden_size))
+    return Array(
+        DTYPES[config.train.dtype],
+        (config.microbatch_rows, config.train.seq_len, config.model.hidden_size),
+    )
 
 
-def _over_model(config: Config, name: str, phase: Phase, kinds: tuple[str, ...], array: Array, times: int = 1) -> Iterator[Expected]:
+def _over_model(
+    config: Config, name: str, phase: Phase, kinds: tuple[str, ...], array: Array, times: int = 1
+) -> Iterator[Expected]:
     site, times = Site(name, phase, 'model'), times * config.train.microbatches
     for kind in kinds:
         yield Expected(site=site, kind=kind, array=array, times=times, size=config.mesh.model)
@@ -77,12 +82,23 @@ def _layers(config: Config) -> Iterator[Expected]:
     backward = (GATHER, SCATTER, GATHER) if sequence_parallel else (REDUCE,)
     for name in ('attention', 'mlp'):
         for phase in passes(config):
-            yield from _over_model(config, name, phase, backward if phase == 'backward' else forward, _activation(config), layers)
+            yield from _over_model(
+                config,
+                name,
+                phase,
+                backward if phase == 'backward' else forward,
+                _activation(config),
+                layers,
+            )
 
 
 def passes(config: Config) -> tuple[Phase, ...]:
     """The phases that a layer goes through."""
-    return ('forward', 'backward', 'recompute') if config.train.recompute == 'full' else ('forward', 'backward')
+    return (
+        ('forward', 'backward', 'recompute')
+        if config.train.recompute == 'full'
+        else ('forward', 'backward')
+    )
 
 
 def few_kv_heads(config: Config) -> Iterator[Expected]:
@@ -100,7 +116,9 @@ def few_kv_heads(config: Config) -> Iterator[Expected]:
 def _head(config: Config) -> Iterator[Expected]:
     if config.mesh.sequence_parallel:
         pooler = 1 if config.model.is_bert else 0  # BERT's gathers all tokens for its first
-        yield from _over_model(config, 'head', 'forward', (GATHER,), _activation(config), 1 + pooler)
+        yield from _over_model(
+            config, 'head', 'forward', (GATHER,), _activation(config), 1 + pooler
+        )
         yield from _over_model(config, 'head', 'backward', (SCATTER, GATHER), _activation(config))
     else:
         yield from _over_model(config, 'head', 'backward', (REDUCE,), _activation(config))
@@ -109,7 +127,9 @@ def _head(config: Config) -> Iterator[Expected]:
 def _loss(config: Config) -> Iterator[Expected]:
     # Maximum, denominator, label's logit. Megatron's label smoothing is wrong above one device; the mean logit makes it right.
     count = 4 if config.loss.label_smoothing else 3
-    yield from _over_model(config, 'loss', 'forward', (REDUCE,) * count, Array('f32', _activation(config).shape[:2]))
+    yield from _over_model(
+        config, 'loss', 'forward', (REDUCE,) * count, Array('f32', _activation(config).shape[:2])
+    )
 
 
 def _vectors(config: Config) -> Iterator[Expected]:
@@ -120,7 +140,13 @@ def _vectors(config: Config) -> Iterator[Expected]:
     if partial:
         sizes = dim_sizes(config.model)
         array = Array('f32', (sum(num_elements(x, sizes) for x in partial),))
-        yield Expected(site=Site('gradients', 'step', 'model'), kind=REDUCE, array=array, times=1, size=config.mesh.model)
+        yield Expected(
+            site=Site('gradients', 'step', 'model'),
+            kind=REDUCE,
+            array=array,
+            times=1,
+            size=config.mesh.model,
+        )
 
 
 def over_data(config: Config, counts: Counts | None = None) -> Iterator[Expected]:
@@ -133,7 +159,13 @@ def over_data(config: Config, counts: Counts | None = None) -> Iterator[Expected
     matrices, every = counts or megatron_counts(config.model, config.mesh.model)
 
     def send(name: str, kind: str, dtype: str, count: int) -> Expected:
-        return Expected(site=Site(name, 'step', 'data'), kind=kind, array=Array(dtype, (count,)), times=1, size=config.mesh.data)
+        return Expected(
+            site=Site(name, 'step', 'data'),
+            kind=kind,
+            array=Array(dtype, (count,)),
+            times=1,
+            size=config.mesh.data,
+        )
 
     if config.optim.shard:
         yield send('parameters', GATHER, DTYPES[config.train.dtype], matrices)

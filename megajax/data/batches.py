@@ -23,9 +23,22 @@ class Batches:
     in each, and `loss_mask` is 0 where the label belongs to the next one. `len` is the number of steps, which may be endless.
     """
 
-    def __init__(self, samples: Samples, order: Order, *, seq_len: int, batch_size: int, document_mask: bool = False):
+    def __init__(
+        self,
+        samples: Samples,
+        order: Order,
+        *,
+        seq_len: int,
+        batch_size: int,
+        document_mask: bool = False,
+    ):
         self.batch_size = batch_size
-        self._samples, self._order, self._seq_len, self._document_mask = samples, order, seq_len, document_mask
+        self._samples, self._order, self._seq_len, self._document_mask = (
+            samples,
+            order,
+            seq_len,
+            document_mask,
+        )
 
     def __len__(self) -> int:
         return -(-len(self._order) // self.batch_size)
@@ -64,8 +77,12 @@ class Batches:
         """These rows of the batches of steps `first` up to `last`, read in a thread a little before they are asked for."""
         import grain
 
-        steps = grain.MapDataset.range(first, last).map(lambda step: self.rows(int(step), rows.start, rows.stop))
-        return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD)))
+        steps = grain.MapDataset.range(first, last).map(
+            lambda step: self.rows(int(step), rows.start, rows.stop)
+        )
+        return iter(
+            steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD))
+        )
 
 
 def _separate(batch: Batch, begins: Sequence[tuple[int, int]]) -> Batch:
@@ -76,5 +93,11 @@ def _separate(batch: Batch, begins: Sequence[tuple[int, int]]) -> Batch:
         starts_RS[row, begin] = begin
         loss_mask_RS[row, begin - 1] = 0
     starts_RS = starts_RS[:, :-1]
-    positions_RS = np.arange(starts_RS.shape[1], dtype=np.int32) - np.maximum.accumulate(starts_RS, axis=1)
-    return {**batch, 'segment_ids': np.cumsum(starts_RS > 0, axis=1, dtype=np.int32), 'positions': positions_RS}
+    positions_RS = np.arange(starts_RS.shape[1], dtype=np.int32) - np.maximum.accumulate(
+        starts_RS, axis=1
+    )
+    return {
+        **batch,
+        'segment_ids': np.cumsum(starts_RS > 0, axis=1, dtype=np.int32),
+        'positions': positions_RS,
+    }

@@ -43,9 +43,14 @@ def load_data(config: Config) -> Data:
     tokenizer = _tokenizer_of_pairs(config, manifests)
     for one, manifest in zip(sequences, manifests.values(), strict=True):
         check_token_ids(one, config.model.vocab_size, manifest.max_token if manifest else None)
-    parts = [split_sequences(watched(one, config.model.vocab_size), config.data.split) for one in sequences]
+    parts = [
+        split_sequences(watched(one, config.model.vocab_size), config.data.split)
+        for one in sequences
+    ]
     train, validation = [part[0] for part in parts], [part[1] for part in parts]
-    summary = f'{_size(train)} to train on, {_size(validation)} to validate, of {", ".join(prefixes)}'
+    summary = (
+        f'{_size(train)} to train on, {_size(validation)} to validate, of {", ".join(prefixes)}'
+    )
     return _make(config, tokenizer, train, validation, summary)
 
 
@@ -60,11 +65,21 @@ def _prefixes(config: Config) -> list[str]:
 def _load_text(config: Config) -> Data:
     spec = 'bpe' if config.data.tokenizer == 'auto' else config.data.tokenizer
     if spec == 'none':
-        raise _problem('data.tokenizer', f'none, and data.corpus={config.data.corpus} is text; use bpe, bytes or a tokenizer.json')
+        raise _problem(
+            'data.tokenizer',
+            f'none, and data.corpus={config.data.corpus} is text; use bpe, bytes or a tokenizer.json',
+        )
     train, validation, _ = split_documents(read_documents(config.data.corpus), config.data.split)
-    tokenizer = make_tokenizer(spec, config.model.vocab_size, [document.text for document in train], special=_special(config))
+    tokenizer = make_tokenizer(
+        spec,
+        config.model.vocab_size,
+        [document.text for document in train],
+        special=_special(config),
+    )
     parts = [_encode(config.data.corpus, documents, tokenizer) for documents in (train, validation)]
-    train_bytes, validation_bytes = (sum(len(one.text.encode()) for one in documents) for documents in (train, validation))
+    train_bytes, validation_bytes = (
+        sum(len(one.text.encode()) for one in documents) for documents in (train, validation)
+    )
     summary = (
         f'{len(train)} documents ({train_bytes / 1e6:.1f} MB) to train on, {len(validation)} ({validation_bytes / 1e6:.1f} MB) '
         f'to validate; {tokenizer.vocab_size} tokens, {train_bytes / len(parts[0].tokens):.2f} bytes each'
@@ -81,13 +96,22 @@ def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> P
     return Part(sequences=from_lengths(name, tokens, lengths), first=0, last=len(lengths))
 
 
-def _tokenizer_of_pairs(config: Config, manifests: Mapping[str, Manifest | None]) -> Tokenizer | None:
+def _tokenizer_of_pairs(
+    config: Config, manifests: Mapping[str, Manifest | None]
+) -> Tokenizer | None:
     spec = config.data.tokenizer
     if spec == 'bpe':
-        raise _problem('data.tokenizer', f'bpe is trained on text, and {next(iter(manifests))} holds tokens; use auto, or what made them')
+        raise _problem(
+            'data.tokenizer',
+            f'bpe is trained on text, and {next(iter(manifests))} holds tokens; use auto, or what made them',
+        )
     if spec == 'none':
         if config.train.sample_prompts:
-            raise _problem('train.sample_prompts', 'nothing can be sampled with data.tokenizer=none; leave it out', 'data.tokenizer')
+            raise _problem(
+                'train.sample_prompts',
+                'nothing can be sampled with data.tokenizer=none; leave it out',
+                'data.tokenizer',
+            )
         if config.model.is_bert:
             message = 'none, and model.objective=masked_lm needs the ids of special tokens; give the tokenizer.json that made the tokens'
             raise _problem('data.tokenizer', message, 'model.objective')
@@ -95,26 +119,43 @@ def _tokenizer_of_pairs(config: Config, manifests: Mapping[str, Manifest | None]
     beside = [manifest.tokenizer_path(prefix) for prefix, manifest in manifests.items() if manifest]
     if spec == 'auto':
         if missing := [prefix for prefix, manifest in manifests.items() if manifest is None]:
-            message = (
-                f'no tokenizer is known: there is no {manifest_path(missing[0])}; give the tokenizer.json that made the tokens, or none'
-            )
+            message = f'no tokenizer is known: there is no {manifest_path(missing[0])}; give the tokenizer.json that made the tokens, or none'
             raise _problem('data.tokenizer', message, *CORPUS)
         spec = str(beside[0])
     tokenizer = make_tokenizer(spec, config.model.vocab_size, special=_special(config))
     for path in beside:
         if load_tokenizer(str(path)).fingerprint != tokenizer.fingerprint:
-            fix = 'blend corpora of one tokenizer' if config.data.tokenizer == 'auto' else 'use data.tokenizer=auto'
-            message = f'{spec} did not make these tokens: their own is {path}, with another hash; {fix}'
+            fix = (
+                'blend corpora of one tokenizer'
+                if config.data.tokenizer == 'auto'
+                else 'use data.tokenizer=auto'
+            )
+            message = (
+                f'{spec} did not make these tokens: their own is {path}, with another hash; {fix}'
+            )
             raise _problem('data.tokenizer', message, *CORPUS)
     return tokenizer
 
 
-def _make(config: Config, tokenizer: Tokenizer | None, train: list[Part], validation: list[Part], summary: str) -> Data:
+def _make(
+    config: Config,
+    tokenizer: Tokenizer | None,
+    train: list[Part],
+    validation: list[Part],
+    summary: str,
+) -> Data:
     for part in train:
         if len(part.tokens) < 2:  # one, and the label after it
             message = f'{part.sequences.name} has {len(part.tokens)} tokens to train on, in {len(part)} of {len(part.sequences)} sequences'
-            raise _problem('data.corpus', f'{message}; give more text, or another data.split', 'data.split', *CORPUS)
-    make = _megatron if config.data.order == 'megatron' else partial(_stateless, tokenizer=tokenizer)
+            raise _problem(
+                'data.corpus',
+                f'{message}; give more text, or another data.split',
+                'data.split',
+                *CORPUS,
+            )
+    make = (
+        _megatron if config.data.order == 'megatron' else partial(_stateless, tokenizer=tokenizer)
+    )
     return Data(
         tokenizer=tokenizer,
         train=make(config, train),
@@ -124,19 +165,32 @@ def _make(config: Config, tokenizer: Tokenizer | None, train: list[Part], valida
     )
 
 
-def _stateless(config: Config, parts: list[Part], *, tokenizer: Tokenizer | None, validation: bool = False) -> Batches:
+def _stateless(
+    config: Config, parts: list[Part], *, tokenizer: Tokenizer | None, validation: bool = False
+) -> Batches:
     """Training: without end, shuffled. Validation: once and in order, so that every evaluation sees the same."""
     from megajax.data import stateless_order
 
     batch_size, seq_len = config.train.batch_size, config.train.seq_len
     batches: Callable[[Samples, Order], Batches] = partial(_batches, config)
     if not config.model.is_bert:
-        samples = Joined([Windows(part, seq_len=seq_len, find_documents=config.data.document_mask) for part in parts])
+        samples = Joined(
+            [
+                Windows(part, seq_len=seq_len, find_documents=config.data.document_mask)
+                for part in parts
+            ]
+        )
     else:
         assert tokenizer is not None
         vocabulary, length = Vocabulary.of(tokenizer), seq_len - NUM_SPECIAL
         samples = Joined([DocumentPieces(part, length=length, eod=tokenizer.eod) for part in parts])
-        batches = partial(MaskedBatches, seq_len=seq_len, batch_size=batch_size, seed=config.train.seed, vocabulary=vocabulary)
+        batches = partial(
+            MaskedBatches,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=config.train.seed,
+            vocabulary=vocabulary,
+        )
     weights = list(config.data.blend.values()) or [1.0]
     if validation:
         return batches(samples, stateless_order.in_order(samples.starts, weights))
@@ -152,25 +206,44 @@ def _stateless(config: Config, parts: list[Part], *, tokenizer: Tokenizer | None
 def _megatron(config: Config, parts: list[Part], *, validation: bool = False) -> Batches:
     """What Megatron-LM reads with the same settings; of validation, its first evaluation, each time."""
     train = config.train
-    steps = (train.steps // train.eval_every + 1) * train.eval_batches if validation else train.steps
+    steps = (
+        (train.steps // train.eval_every + 1) * train.eval_batches if validation else train.steps
+    )
     num_samples = steps * train.batch_size
     blend = config.data.blend
-    shares, made = blend_sizes(list(blend.values()), num_samples) if blend else ([num_samples], [num_samples])
+    shares, made = (
+        blend_sizes(list(blend.values()), num_samples) if blend else ([num_samples], [num_samples])
+    )
     if not all(len(part.tokens) for part in parts):  # `_make` has seen that training is not so
         return _batches(config, Joined([]), [])
-    datasets = [MegatronSamples(part, seq_len=train.seq_len, num_samples=n, seed=train.seed) for part, n in zip(parts, made, strict=True)]
+    datasets = [
+        MegatronSamples(part, seq_len=train.seq_len, num_samples=n, seed=train.seed)
+        for part, n in zip(parts, made, strict=True)
+    ]
     samples = Joined(datasets)
     if not blend:
         return _batches(config, samples, range(len(samples)))
     index, numbers = blend_index(list(blend.values()), sum(shares))
-    if (numbers >= np.diff(samples.starts)[index]).any():  # where Megatron raises too: its surplus is not enough
-        raise _problem('data.blend', f'{sum(shares)} samples are too few for these weights to come out; raise train.steps', 'train.steps')
+    if (
+        numbers >= np.diff(samples.starts)[index]
+    ).any():  # where Megatron raises too: its surplus is not enough
+        raise _problem(
+            'data.blend',
+            f'{sum(shares)} samples are too few for these weights to come out; raise train.steps',
+            'train.steps',
+        )
     return _batches(config, samples, np.array(samples.starts)[index] + numbers)
 
 
 def _batches(config: Config, samples: Samples, order: Order) -> Batches:
     train = config.train
-    return Batches(samples, order, seq_len=train.seq_len, batch_size=train.batch_size, document_mask=config.data.document_mask)
+    return Batches(
+        samples,
+        order,
+        seq_len=train.seq_len,
+        batch_size=train.batch_size,
+        document_mask=config.data.document_mask,
+    )
 
 
 def _size(parts: Sequence[Part]) -> str:

@@ -34,7 +34,11 @@ class Vocabulary:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
         """That of a tokenizer made with the names in `SPECIAL`."""
-        ids = {name.strip('[]').lower(): i for name in SPECIAL if (i := tokenizer.token_id(name)) is not None}
+        ids = {
+            name.strip('[]').lower(): i
+            for name in SPECIAL
+            if (i := tokenizer.token_id(name)) is not None
+        }
         return cls(**ids, others=np.flatnonzero(tokenizer.token_bytes))
 
 
@@ -50,7 +54,9 @@ class DocumentPieces:
         self._bounds = _document_bounds(part)
         tokens = np.diff(self._bounds)
         pieces = np.where(tokens < SHORTEST, 0, -(-tokens // length))
-        self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces)])  # the number of each document's first piece
+        self._first = np.concatenate(
+            [np.zeros(1, np.int64), np.cumsum(pieces)]
+        )  # the number of each document's first piece
 
     def __len__(self) -> int:
         return int(self._first[-1])
@@ -64,7 +70,9 @@ class DocumentPieces:
         if found[-1] == self._eod:
             found = found[:-1]
         window[: len(found)] = found
-        return len(found), [token - start for token in self._sequences.sequence_starts(start, start + len(found))]
+        return len(found), [
+            token - start for token in self._sequences.sequence_starts(start, start + len(found))
+        ]
 
     def _cut(self, document: int, number: int) -> int:
         """The token at which piece `number` of a document begins."""
@@ -82,8 +90,13 @@ def _document_bounds(part: Part) -> np.ndarray:
     """The tokens at which the documents of a part begin, and its end, int64."""
     sequences, documents = part.sequences, np.asarray(part.sequences.documents)
     inside = documents[(documents > part.first) & (documents < part.last)]
-    begins = np.unique(np.concatenate([[part.first], inside])) if len(part) else np.zeros(0, np.int64)
-    return np.append(np.asarray(sequences.pointers)[begins] // sequences.tokens.itemsize, sequences.start(part.last))
+    begins = (
+        np.unique(np.concatenate([[part.first], inside])) if len(part) else np.zeros(0, np.int64)
+    )
+    return np.append(
+        np.asarray(sequences.pointers)[begins] // sequences.tokens.itemsize,
+        sequences.start(part.last),
+    )
 
 
 class MaskedBatches(Batches):
@@ -94,15 +107,30 @@ class MaskedBatches(Batches):
     int32 `token_types` [B, S] are 1 in the second segment, `segment_ids` [B, S] 1 in the padding, and `swapped` is [B, 1].
     """
 
-    def __init__(self, samples: Samples, order: Order, *, seq_len: int, batch_size: int, seed: int, vocabulary: Vocabulary):
+    def __init__(
+        self,
+        samples: Samples,
+        order: Order,
+        *,
+        seq_len: int,
+        batch_size: int,
+        seed: int,
+        vocabulary: Vocabulary,
+    ):
         super().__init__(samples, order, seq_len=seq_len, batch_size=batch_size)
         self._seed, self._vocabulary = seed, vocabulary
 
     def _rows(self, places: range, count: int) -> Batch:
         shape = count, self._seq_len
         batch: Batch = {name: np.zeros(shape, np.int32) for name in ('labels', 'token_types')}
-        batch |= {'tokens': np.full(shape, self._vocabulary.pad, np.int32), 'segment_ids': np.ones(shape, np.int32)}
-        batch |= {'loss_mask': np.zeros(shape, np.float32), 'swapped': np.zeros((count, 1), np.int32)}
+        batch |= {
+            'tokens': np.full(shape, self._vocabulary.pad, np.int32),
+            'segment_ids': np.ones(shape, np.int32),
+        }
+        batch |= {
+            'loss_mask': np.zeros(shape, np.float32),
+            'swapped': np.zeros((count, 1), np.int32),
+        }
         for row, index in enumerate(places):
             self._fill({name: x[row] for name, x in batch.items()}, index)
         return batch
@@ -117,12 +145,20 @@ class MaskedBatches(Batches):
         swapped = random.random() < 0.5
         first, second = reversed(segments) if swapped else segments
         vocabulary = self._vocabulary
-        token_S = np.concatenate([[vocabulary.cls], first, [vocabulary.sep], second, [vocabulary.sep]])
+        token_S = np.concatenate(
+            [[vocabulary.cls], first, [vocabulary.sep], second, [vocabulary.sep]]
+        )
         places = np.delete(np.arange(1, len(token_S) - 1), len(first))  # all but the special ones
-        places = places[np.argsort(random.random(found), kind='stable')[: max(1, round(MASKED * found))]]
+        places = places[
+            np.argsort(random.random(found), kind='stable')[: max(1, round(MASKED * found))]
+        ]
         row['tokens'][: len(token_S)] = token_S
         row['tokens'][places] = self._hide(token_S[places], random)
-        row['labels'][places], row['loss_mask'][places], row['swapped'][0] = token_S[places], 1, swapped
+        row['labels'][places], row['loss_mask'][places], row['swapped'][0] = (
+            token_S[places],
+            1,
+            swapped,
+        )
         row['token_types'][len(first) + 2 : len(token_S)] = 1
         row['segment_ids'][: len(token_S)] = 0
 
@@ -130,4 +166,8 @@ class MaskedBatches(Batches):
         share = random.random(len(tokens))
         others = self._vocabulary.others
         anything = others[(random.random(len(tokens)) * len(others)).astype(np.int64)]
-        return np.where(share < AS_MASK, self._vocabulary.mask, np.where(share < AS_MASK + AS_ANY, anything, tokens))
+        return np.where(
+            share < AS_MASK,
+            self._vocabulary.mask,
+            np.where(share < AS_MASK + AS_ANY, anything, tokens),
+        )

@@ -26,7 +26,9 @@ class MegatronSamples:
         self.part, self.seq_len = part, seq_len
         tokens = int(part.lengths.sum(dtype=np.int64))
         if not tokens:
-            raise ValueError(f'{part.sequences.name}: sequences {part.first} to {part.last} hold no tokens')
+            raise ValueError(
+                f'{part.sequences.name}: sequences {part.first} to {part.last} hold no tokens'
+            )
         epochs = max(1, -(-(num_samples * seq_len + 1) // tokens))
         separate_from = _separate_from(tokens, epochs, num_samples, seq_len)
         random = np.random.RandomState(seed)
@@ -40,7 +42,9 @@ class MegatronSamples:
         total = (epochs * tokens - 1) // seq_len
         samples = np.arange(total, dtype=np.uint32 if total < np.iinfo(np.uint32).max else np.int64)
         cut = total if separate_from is None else separate_from
-        self.shuffle_index = np.concatenate([_shuffled(samples[:cut], random), _shuffled(samples[cut:], random)])
+        self.shuffle_index = np.concatenate(
+            [_shuffled(samples[:cut], random), _shuffled(samples[cut:], random)]
+        )
 
     def __len__(self) -> int:
         return len(self.shuffle_index)
@@ -85,7 +89,9 @@ def blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.nda
     counts = [0] * len(weights)
     datasets, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
     for sample in range(size):
-        behind = [weight * max(sample, 1) - count for weight, count in zip(weights, counts, strict=True)]
+        behind = [
+            weight * max(sample, 1) - count for weight, count in zip(weights, counts, strict=True)
+        ]
         dataset = behind.index(max(behind))
         datasets[sample], numbers[sample] = dataset, counts[dataset]
         counts[dataset] += 1

@@ -37,7 +37,10 @@ class Windows:
         window[: len(found)] = found
         if not self.find_documents:
             return len(found), []
-        return len(found), [token - first for token in self.part.sequences.document_starts(first, first + len(found))]
+        return len(found), [
+            token - first
+            for token in self.part.sequences.document_starts(first, first + len(found))
+        ]
 
 
 class Joined:

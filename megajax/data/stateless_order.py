@@ -13,14 +13,18 @@ import grain
 def shuffled(starts: Sequence[int], weights: Sequence[float], seed: int) -> Sequence[int]:
     """Numbers without end: datasets mixed by weight, each in another order in each of its epochs."""
     datasets = [
-        grain.MapDataset.range(start, stop).shuffle(seed=_seed_of(seed, i)).repeat() for i, (start, stop) in enumerate(pairwise(starts))
+        grain.MapDataset.range(start, stop).shuffle(seed=_seed_of(seed, i)).repeat()
+        for i, (start, stop) in enumerate(pairwise(starts))
     ]
     return _mix(datasets, weights)
 
 
 def in_order(starts: Sequence[int], weights: Sequence[float]) -> Sequence[int]:
     """Each number at most once: datasets mixed by weight, each in order, until one is used up."""
-    pairs = [(grain.MapDataset.range(start, stop), weight) for (start, stop), weight in zip(pairwise(starts), weights, strict=True)]
+    pairs = [
+        (grain.MapDataset.range(start, stop), weight)
+        for (start, stop), weight in zip(pairwise(starts), weights, strict=True)
+    ]
     filled = [pair for pair in pairs if len(pair[0])]
     return _mix(*zip(*filled, strict=True)) if filled else []
 

@@ -40,7 +40,10 @@ class GpuProgram:
 @functools.cache
 def quick() -> dict[str, Any]:
     """Options for a program that runs once on a CPU: machine code that is soon there, not fast."""
-    options: dict[str, Any] = {'xla_backend_optimization_level': 0, 'xla_llvm_disable_expensive_passes': True}
+    options: dict[str, Any] = {
+        'xla_backend_optimization_level': 0,
+        'xla_llvm_disable_expensive_passes': True,
+    }
     older = options | {'xla_cpu_use_fusion_emitters': False}  # which take three times as long
     try:
         jax.jit(lambda: 0).lower().compile(older)
@@ -49,14 +52,17 @@ def quick() -> dict[str, Any]:
     return older
 
 
-def compile_for_gpu(traced: Traced, devices: Sequence[Any], options: Mapping[str, Any]) -> GpuProgram:
+def compile_for_gpu(
+    traced: Traced, devices: Sequence[Any], options: Mapping[str, Any]
+) -> GpuProgram:
     """Compile for `devices` (see `hardware/targets.py`), whichever devices it was traced for."""
     computation: Any = traced.lower(lowering_platforms=('cuda',))._lowering
     computation._device_list = None
     computation.compile_args['backend'] = devices[0].client
     for part in ('in_shardings', 'out_shardings'):  # jax compares them, kinds of memory too
         computation.compile_args[part] = tuple(
-            _on(devices, one) if isinstance(one, NamedSharding) else one for one in computation.compile_args[part]
+            _on(devices, one) if isinstance(one, NamedSharding) else one
+            for one in computation.compile_args[part]
         )
     compiled = computation.compile({**WITHOUT_GPU, **options}, device_assignment=tuple(devices))
     return GpuProgram(
@@ -96,7 +102,11 @@ def full_text(module: hlo.HloModule) -> str:
 
 
 def run_on_cpu(
-    program: GpuProgram, values: Sequence[Any], devices: Sequence[jax.Device], *, exact: bool = False
+    program: GpuProgram,
+    values: Sequence[Any],
+    devices: Sequence[jax.Device],
+    *,
+    exact: bool = False,
 ) -> list[list[tuple[Index, np.ndarray]]]:
     """Execute with all of the function's arguments as whole arrays; for each result its pieces.
 
@@ -112,7 +122,9 @@ def run_on_cpu(
     results = []
     for pieces, sharding, shape in zip(made, program.outputs, program.output_shapes, strict=True):
         places = _on(devices, sharding).devices_indices_map(shape)
-        results.append([(places[device], np.asarray(x)) for device, x in zip(devices, pieces, strict=True)])
+        results.append(
+            [(places[device], np.asarray(x)) for device, x in zip(devices, pieces, strict=True)]
+        )
     return results
 
 

@@ -153,7 +153,9 @@ class _Step:
                 raise ValueError(f'the output{name} is not a number even by {source}{_PASS_OTHERS}')
         return found, source
 
-    def rounding(self, args: tuple[Any, ...], reference: Reference, expected: Arrays) -> list[float]:
+    def rounding(
+        self, args: tuple[Any, ...], reference: Reference, expected: Arrays
+    ) -> list[float]:
         """How far each expected output moves with the last places of all that goes in.
 
         An output that is zero but for rounding, such as the gradient of a bias of keys, moves by as
@@ -184,7 +186,9 @@ class _Step:
         # Rounded to 16 bits, one device's sums are no nearer to the truth than the GPU's.
         return module.run(inputs, self.devices, exact=not module.reads_16_bits), source
 
-    def _of_reference(self, args: tuple[Any, ...], reference: Any, inputs: Arrays) -> list[np.ndarray]:
+    def _of_reference(
+        self, args: tuple[Any, ...], reference: Any, inputs: Arrays
+    ) -> list[np.ndarray]:
         place = functools.partial(_on_one_device, device=self.devices[0], exact=self.exact)
         leaves = map(place, inputs, self.dtypes)
         given = jax.tree.unflatten(jax.tree.structure(args), leaves)

@@ -53,16 +53,21 @@ def _gemm_config(attributes: str) -> dict:
     return config
 
 
-def _matmul(config: dict, results: Sequence[Shape], a: jax.Array, b: jax.Array, *others: jax.Array) -> Arrays:
+def _matmul(
+    config: dict, results: Sequence[Shape], a: jax.Array, b: jax.Array, *others: jax.Array
+) -> Arrays:
     """cuBLASLt's alpha A B + beta C, then the vector bias, which is not scaled, then the activation.
 
     The bias lies along the dim that is contiguous in memory.
     """
     rest, epilogue, dims = [*others], config['epilogue'], config['dot_dimension_numbers']
     batch, contracting = (
-        tuple(tuple(map(int, dims.get(f'{side}_{kind}_dimensions', ()))) for side in ('lhs', 'rhs')) for kind in ('batch', 'contracting')
+        tuple(tuple(map(int, dims.get(f'{side}_{kind}_dimensions', ()))) for side in ('lhs', 'rhs'))
+        for kind in ('batch', 'contracting')
     )
-    y = config['alpha_real'] * lax.dot_general(_wide(a), _wide(b), ((contracting[0], contracting[1]), (batch[0], batch[1])))
+    y = config['alpha_real'] * lax.dot_general(
+        _wide(a), _wide(b), ((contracting[0], contracting[1]), (batch[0], batch[1]))
+    )
     if config['beta']:
         y = y + config['beta'] * _wide(rest.pop(0))
     if 'BIAS' in epilogue:
@@ -114,14 +119,18 @@ def _attention_backward(
     return _as_results(made, results)
 
 
-def _scores(scale: float, causal: bool, q_BSNH: jax.Array, k_BTKH: jax.Array, bias: Sequence[jax.Array]) -> jax.Array:
+def _scores(
+    scale: float, causal: bool, q_BSNH: jax.Array, k_BTKH: jax.Array, bias: Sequence[jax.Array]
+) -> jax.Array:
     keys_BTNH = _per_query_head(k_BTKH, q_BSNH)
     s_BNST = scale * jnp.einsum('bsnh,btnh->bnst', _wide(q_BSNH), keys_BTNH)
     for one in bias:
         s_BNST = s_BNST + _wide(one)
     if not causal:
         return s_BNST
-    return jnp.where(jnp.tri(s_BNST.shape[2], s_BNST.shape[3], dtype=jnp.bool)[None, None], s_BNST, LOWEST)
+    return jnp.where(
+        jnp.tri(s_BNST.shape[2], s_BNST.shape[3], dtype=jnp.bool)[None, None], s_BNST, LOWEST
+    )
 
 
 def _per_query_head(x_BTKH: jax.Array, q_BSNH: jax.Array) -> jax.Array:

@@ -9,7 +9,9 @@ from rich.text import Text
 
 from megajax.render.console import as_html, as_text
 
-_LEFT_OUT = 'the kernels themselves, the assignment of buffers, streams, the choices of an autotuner'
+_LEFT_OUT = (
+    'the kernels themselves, the assignment of buffers, streams, the choices of an autotuner'
+)
 NOT_COVERED = f'not covered: {_LEFT_OUT}, TF32'
 _OWN_PROGRAM = (
     'A manual region (jax.shard_map) cannot run on one device, so this does not check what the '

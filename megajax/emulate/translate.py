@@ -32,7 +32,9 @@ _UNTRANSLATABLE = {
     'send', 'recv', 'infeed', 'outfeed', 'rng', 'rng-get-and-update-state', 'ragged-all-to-all',
     'collective-broadcast', 'async-update', 'custom-call',
 }  # fmt: skip
-_NARROW_CONSTANT = re.compile(r' *(?P<root>ROOT )?%(?P<name>\S+) = (?P<dtype>b?f16)\[(?P<dims>[\d,]*)\] constant\((?P<value>.*)\)')
+_NARROW_CONSTANT = re.compile(
+    r' *(?P<root>ROOT )?%(?P<name>\S+) = (?P<dtype>b?f16)\[(?P<dims>[\d,]*)\] constant\((?P<value>.*)\)'
+)
 _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
 
 
@@ -150,7 +152,8 @@ class _Translation:
         if not any(_NARROW_FLOAT.match(str(one)) for one in operands):
             return self._as_it_is()
         wide = [
-            self._add(f'f32[{joined(shape.dims)}]', 'convert', f'%{one.name}') for shape, one in zip(operands, self.operands, strict=True)
+            self._add(f'f32[{joined(shape.dims)}]', 'convert', f'%{one.name}')
+            for shape, one in zip(operands, self.operands, strict=True)
         ]
         type_ = f'f32[{joined(result.dims)}]'
         product = self._add(type_, 'dot', ', '.join(wide), self._attributes())
@@ -176,7 +179,10 @@ class _Translation:
         results = shapes(self.type)
         if not self.type.startswith('('):
             return self._finish(self.opcode, self._inputs, attributes)
-        parts = [self._add(str(shape), self.opcode, f'%{one.name}', attributes) for shape, one in zip(results, self.operands, strict=True)]
+        parts = [
+            self._add(str(shape), self.opcode, f'%{one.name}', attributes)
+            for shape, one in zip(results, self.operands, strict=True)
+        ]
         return self._finish('tuple', ', '.join(parts))
 
     def _all_to_all(self) -> None:
@@ -190,7 +196,10 @@ class _Translation:
         joined_rows = self._add(all_rows, 'concatenate', ', '.join(rows), ', dimensions={0}')
         attributes = f'{self._groups()}, dimensions={{0}}'
         exchanged = self._add(all_rows, 'all-to-all', joined_rows, attributes)
-        received = [self._add(str(part), 'reshape', self._row(exchanged, row, index)) for index, part in enumerate(parts)]
+        received = [
+            self._add(str(part), 'reshape', self._row(exchanged, row, index))
+            for index, part in enumerate(parts)
+        ]
         return self._finish('tuple', ', '.join(received))
 
     def _row(self, array: str, row: Shape, index: int) -> str:

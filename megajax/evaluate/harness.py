@@ -41,20 +41,30 @@ class HarnessModel(TemplateLM):
         """What stands for an empty context."""
         return (self._text.start or [self._text.eod])[-1]
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
         """The ids of a text, and before them what the tokenizer starts one with unless told not to."""
         start = [] if add_special_tokens is False else self._text.start
         return [*start, *map(int, self._text.encode_batch([string])[0])]
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         """The log-likelihood of each whole text, in windows that do not overlap but for the last."""
         windows: list[Window] = []
         counts = []
         for request in requests:
             pairs = get_rolling_token_windows(
-                self.tok_encode(request.args[0]), prefix_token=self.prefix_token_id, max_seq_len=self._limit, context_len=1
+                self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self._limit,
+                context_len=1,
             )
-            own = [Window([*context, *target], len(target)) for context, target in map(make_disjoint_window, pairs)]
+            own = [
+                Window([*context, *target], len(target))
+                for context, target in map(make_disjoint_window, pairs)
+            ]
             windows += own
             counts.append(len(own))
         scored = iter(self._scorer.in_any_order(windows))
@@ -68,14 +78,20 @@ class HarnessModel(TemplateLM):
         texts = [''] * len(requests)
         for (wanted, max_tokens), numbers in by_request.items():
             room = max(self._limit - max_tokens, 1)
-            prompts = [(self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])[-room:] for i in numbers]
+            prompts = [
+                (self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])[-room:]
+                for i in numbers
+            ]
             for i, text in zip(numbers, self._continue(prompts, wanted), strict=True):
                 texts[i] = text
         return texts
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         limit = self._limit + 1
-        windows = [Window([*context, *target][-limit:], min(len(target), limit - 1)) for _, context, target in requests]
+        windows = [
+            Window([*context, *target][-limit:], min(len(target), limit - 1))
+            for _, context, target in requests
+        ]
         scored = self._scorer.in_any_order(windows)
         return [(-float(one.nll.sum()), bool(one.is_top.all())) for one in scored]
 
@@ -89,7 +105,9 @@ class HarnessModel(TemplateLM):
         return self._config.model.max_seq_len
 
 
-def evaluate_tasks(config: Config, params: nnx.State, tokenizer: Tokenizer, tasks: Sequence[str]) -> dict[str, dict[str, float]]:
+def evaluate_tasks(
+    config: Config, params: nnx.State, tokenizer: Tokenizer, tasks: Sequence[str]
+) -> dict[str, dict[str, float]]:
     """The harness's results of each task: NAME, or FOLDER/NAME for one of your own, from the YAML files in a folder.
 
     Raises ConfigError for a task that the harness does not know.
@@ -97,16 +115,30 @@ def evaluate_tasks(config: Config, params: nnx.State, tokenizer: Tokenizer, task
     folders = sorted({str(Path(task).parent) for task in tasks if '/' in task})
     manager, names = TaskManager(include_path=folders or None), [Path(task).name for task in tasks]
     if unknown := [name for name in names if not manager.match_tasks([name])]:
-        raise ConfigError(f'lm-evaluation-harness knows no task {", ".join(unknown)}: lm_eval ls tasks lists its own')
-    found = simple_evaluate(model=HarnessModel(config, params, tokenizer), tasks=names, task_manager=manager, bootstrap_iters=0)
-    return {name: {key: x for key, x in values.items() if isinstance(x, float)} for name, values in found['results'].items()}
+        raise ConfigError(
+            f'lm-evaluation-harness knows no task {", ".join(unknown)}: lm_eval ls tasks lists its own'
+        )
+    found = simple_evaluate(
+        model=HarnessModel(config, params, tokenizer),
+        tasks=names,
+        task_manager=manager,
+        bootstrap_iters=0,
+    )
+    return {
+        name: {key: x for key, x in values.items() if isinstance(x, float)}
+        for name, values in found['results'].items()
+    }
 
 
 def _request(given: dict[str, Any]) -> tuple[Request, int]:
     stops = given.get('until') or ()
     max_tokens = int(given.get('max_gen_toks', MAX_TOKENS))
     at_random = given.get('do_sample', bool(given.get('temperature')))
-    sampling = Sampling(temperature=float(given.get('temperature') or 1), top_k=given.get('top_k'), top_p=given.get('top_p'))
+    sampling = Sampling(
+        temperature=float(given.get('temperature') or 1),
+        top_k=given.get('top_k'),
+        top_p=given.get('top_p'),
+    )
     request = Request(
         max_tokens=max_tokens,
         sampling=sampling if at_random else Sampling(temperature=0),

@@ -30,7 +30,9 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, file: str) -> Lambada:
     """
     limit = scorer.config.model.max_seq_len + 1
     passages = [_window(*_split(text), tokenizer) for text in _read(file)]
-    windows = [Window(window.tokens[-limit:], min(window.num_targets, limit - 1)) for window in passages]
+    windows = [
+        Window(window.tokens[-limit:], min(window.num_targets, limit - 1)) for window in passages
+    ]
     scored = scorer.in_any_order(windows)
     right = sum(bool(one.is_top.all()) for one in scored)
     return Lambada(
@@ -65,5 +67,7 @@ def _read(file: str) -> Iterator[str]:
             text = json.loads(line)['text']
             assert text.split()
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-            raise ConfigError(f"{file}:{number}: not a JSON object with a passage under 'text'") from error
+            raise ConfigError(
+                f"{file}:{number}: not a JSON object with a passage under 'text'"
+            ) from error
         yield text

@@ -38,7 +38,9 @@ class WikiText:
     perplexity: float
 
 
-def perplexity(scorer: Scorer, tokenizer: Tokenizer, files: Sequence[str], *, stride: int | None = None) -> Perplexity:
+def perplexity(
+    scorer: Scorer, tokenizer: Tokenizer, files: Sequence[str], *, stride: int | None = None
+) -> Perplexity:
     """Of the documents in files and folders (see `read_documents`), each after the last, ended by an end-of-document token.
 
     Every token, but a start of the first document, is predicted once, from those before it in its window of `max_seq_len`, which moves
@@ -60,7 +62,9 @@ def perplexity(scorer: Scorer, tokenizer: Tokenizer, files: Sequence[str], *, st
     )
 
 
-def wikitext(scorer: Scorer, tokenizer: Tokenizer, file: str, *, stride: int = WIKITEXT_STRIDE) -> WikiText:
+def wikitext(
+    scorer: Scorer, tokenizer: Tokenizer, file: str, *, stride: int = WIKITEXT_STRIDE
+) -> WikiText:
     """Of a file of WikiText-103 as it is published, `wiki.test.tokens`: words and punctuation with spaces between them.
 
     The text is made readable again, and the loss of its T sub-word tokens counts for the T_o words of the file:
@@ -74,7 +78,9 @@ def wikitext(scorer: Scorer, tokenizer: Tokenizer, file: str, *, stride: int = W
     words = len(text.strip().split(' '))
     (ids,) = tokenizer.encode_batch([detokenize_wikitext(text)])
     if words < 2 or len(ids) < 2:
-        raise ConfigError(f'{file} has {words} words and {len(ids)} tokens: give a text of two at least')
+        raise ConfigError(
+            f'{file} has {words} words and {len(ids)} tokens: give a text of two at least'
+        )
     read = [*tokenizer.start, *ids]
     loss = _sum(scorer, read, stride) / (len(read) - 1)
     return WikiText(

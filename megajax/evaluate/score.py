@@ -70,7 +70,9 @@ class Scorer:
         token_BS = np.zeros((self._rows, length + 1), np.int32)
         for row, window in enumerate(windows):
             token_BS[row, : len(window.tokens)] = window.tokens
-        nll_BS, is_top_BS = (np.asarray(x) for x in self._score(self.params, token_BS[:, :-1], token_BS[:, 1:]))
+        nll_BS, is_top_BS = (
+            np.asarray(x) for x in self._score(self.params, token_BS[:, :-1], token_BS[:, 1:])
+        )
         for row, window in enumerate(windows):
             last = len(window.tokens) - 1
             targets = row, slice(last - window.num_targets, last)

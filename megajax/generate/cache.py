@@ -61,7 +61,12 @@ def decode(
 
 def write(cache: KeysValues, own: KeysValues, slot: jax.Array) -> KeysValues:
     """The cache with a token's keys and values at `slot`; in place where everything that reads the cache comes before `slot`."""
-    return KeysValues(*(lax.dynamic_update_slice_in_dim(x, new, slot, axis=2) for x, new in zip(cache, own, strict=True)))
+    return KeysValues(
+        *(
+            lax.dynamic_update_slice_in_dim(x, new, slot, axis=2)
+            for x, new in zip(cache, own, strict=True)
+        )
+    )
 
 
 def _attend_to_cache(

@@ -18,7 +18,15 @@ class Continuation:
     or the beginning of a stop.
     """
 
-    def __init__(self, prompt: Sequence[int], tokenizer: Tokenizer | None, *, limit: int, eod: int, stops: Sequence[str] = ()):
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        tokenizer: Tokenizer | None,
+        *,
+        limit: int,
+        eod: int,
+        stops: Sequence[str] = (),
+    ):
         self.ids: list[int] = []
         self.text = ''
         self.end: End | None = None

@@ -33,7 +33,9 @@ class Rows(NamedTuple):
     number_B: jax.Array  # by which the row draws at random
 
 
-Carry = tuple[Rows, jax.Array, jax.Array, jax.Array]  # rows, made_BM, how many, whether a row goes on
+Carry = tuple[
+    Rows, jax.Array, jax.Array, jax.Array
+]  # rows, made_BM, how many, whether a row goes on
 
 
 class Engine:
@@ -44,8 +46,15 @@ class Engine:
         self._layout = Layout.of(config)
         self._decoder, self._block = graphs(config)
         options = cures(target)
-        self.read = jax.jit(self._read, static_argnames=('num_slots', 'sampling'), compiler_options=options)
-        self.make = jax.jit(self._make, static_argnames=('num_tokens', 'sampling'), donate_argnames=('rows',), compiler_options=options)
+        self.read = jax.jit(
+            self._read, static_argnames=('num_slots', 'sampling'), compiler_options=options
+        )
+        self.make = jax.jit(
+            self._make,
+            static_argnames=('num_tokens', 'sampling'),
+            donate_argnames=('rows',),
+            compiler_options=options,
+        )
 
     def _read(
         self,
@@ -71,22 +80,43 @@ class Engine:
         segment_BS = (position_BS >= 0).astype(jnp.int32)  # padding is a document of its own
         position_BS = jnp.maximum(position_BS, 0)
         decoder = nnx.merge(self._decoder, weights.rest)
-        x_BSD = decoder.embed(token_BS, self.config.train.dtype, position_BS=position_BS)  # all-reduce
+        x_BSD = decoder.embed(
+            token_BS, self.config.train.dtype, position_BS=position_BS
+        )  # all-reduce
         core, caches = prefill(layout, segment_BS, num_slots), []
         for layer in weights.layers:
             block = nnx.merge(self._block, layer)
             x_BSD, cache = block(x_BSD, core, position_BS=position_BS)
             caches.append(cache)
-        rows = Rows(tuple(caches), token_BS[:, -1], jnp.int32(token_BS.shape[1] - 1), first_B, left_B, number_B)
+        rows = Rows(
+            tuple(caches),
+            token_BS[:, -1],
+            jnp.int32(token_BS.shape[1] - 1),
+            first_B,
+            left_B,
+            number_B,
+        )
         rows, token_B = self._sample(decoder, x_BSD[:, -1:], rows, seed, eod, sampling)
         return rows, jax.reshard(token_B[:, None], layout('--'))
 
     def _make(
-        self, weights: Weights, rows: Rows, wanted_B: jax.Array, seed: jax.Array, eod: jax.Array, *, num_tokens: int, sampling: Sampling
+        self,
+        weights: Weights,
+        rows: Rows,
+        wanted_B: jax.Array,
+        seed: jax.Array,
+        eod: jax.Array,
+        *,
+        num_tokens: int,
+        sampling: Sampling,
     ) -> tuple[Rows, jax.Array]:
         """Make up to `num_tokens` more tokens [B, M] in the rows that are still wanted; NO_TOKEN after a row's end."""
-        rows = rows._replace(left_B=jnp.where(jax.reshard(wanted_B, self._layout('B')), rows.left_B, 0))
-        made_BM = jnp.full((len(wanted_B), num_tokens), NO_TOKEN, jnp.int32, out_sharding=self._layout('B-'))
+        rows = rows._replace(
+            left_B=jnp.where(jax.reshard(wanted_B, self._layout('B')), rows.left_B, 0)
+        )
+        made_BM = jnp.full(
+            (len(wanted_B), num_tokens), NO_TOKEN, jnp.int32, out_sharding=self._layout('B-')
+        )
 
         def go_on(carry: Carry) -> jax.Array:
             _, _, count, is_wanted = carry
@@ -98,27 +128,42 @@ class Engine:
             made_BM = lax.dynamic_update_slice_in_dim(made_BM, token_B[:, None], count, axis=1)
             return rows, made_BM, count + 1, _any_left(rows)
 
-        rows, made_BM, _, _ = lax.while_loop(go_on, make_one, (rows, made_BM, jnp.int32(0), _any_left(rows)))
+        rows, made_BM, _, _ = lax.while_loop(
+            go_on, make_one, (rows, made_BM, jnp.int32(0), _any_left(rows))
+        )
         return rows, jax.reshard(made_BM, self._layout('--'))
 
-    def _make_one(self, weights: Weights, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling) -> tuple[Rows, jax.Array]:
+    def _make_one(
+        self, weights: Weights, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
+    ) -> tuple[Rows, jax.Array]:
         """One more token [B] in each row."""
         decoder = nnx.merge(self._decoder, weights.rest)
         position_B1 = (rows.slot - rows.first_B)[:, None]
         dtype, owns = self.config.train.dtype, []
         x_B1D = decoder.embed(rows.token_B[:, None], dtype, position_BS=position_B1)  # all-reduce
         for layer, cache in zip(weights.layers, rows.caches, strict=True):
-            block, core = nnx.merge(self._block, layer), decode(self._layout, cache, rows.slot, rows.first_B)
+            block, core = (
+                nnx.merge(self._block, layer),
+                decode(self._layout, cache, rows.slot, rows.first_B),
+            )
             x_B1D, own = block(x_B1D, core, position_BS=position_B1)
             owns.append(own)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, eod, sampling)
         # A slot that XLA does not know before the last read of the caches, or it copies them. Where no row goes on, any slot will do.
         slot = jnp.where(_any_left(new), rows.slot, 0)
-        caches = tuple(write(cache, own, slot) for cache, own in zip(rows.caches, owns, strict=True))
+        caches = tuple(
+            write(cache, own, slot) for cache, own in zip(rows.caches, owns, strict=True)
+        )
         return new._replace(caches=caches), token_B
 
     def _sample(
-        self, decoder: LanguageModel, x_B1D: jax.Array, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
+        self,
+        decoder: LanguageModel,
+        x_B1D: jax.Array,
+        rows: Rows,
+        seed: jax.Array,
+        eod: jax.Array,
+        sampling: Sampling,
     ) -> tuple[Rows, jax.Array]:
         """The token after that at `rows.slot`, which x_B1D is the last layer's view of, or NO_TOKEN in a row that has ended."""
         with jax.named_scope('head'):
@@ -126,12 +171,12 @@ class Engine:
         with jax.named_scope('sample'):
             slot = rows.slot + 1
             key_B = row_keys(jax.random.key(seed), rows.number_B, slot - rows.first_B)
-            token_B = choose(
-                logits_BV, key_B, sampling, self.config.model.vocab_size, self._layout
-            )
+            token_B = choose(logits_BV, key_B, sampling, self.config.model.vocab_size, self._layout)
             ended_B = rows.left_B == 0
             left_B = jnp.where(ended_B | (token_B == eod), 0, rows.left_B - 1)
-            return rows._replace(token_B=token_B, slot=slot, left_B=left_B), jnp.where(ended_B, NO_TOKEN, token_B)
+            return rows._replace(token_B=token_B, slot=slot, left_B=left_B), jnp.where(
+                ended_B, NO_TOKEN, token_B
+            )
 
 
 def _any_left(rows: Rows) -> jax.Array:

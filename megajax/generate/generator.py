@@ -56,14 +56,18 @@ class Generator:
         *_, rows = self.stream(encode_prompts(self.config, self.tokenizer, prompts), request)
         return [row.text for row in rows if row]
 
-    def stream(self, prompts: Sequence[Prompt], request: Request) -> Iterator[list[Continuation | None]]:
+    def stream(
+        self, prompts: Sequence[Prompt], request: Request
+    ) -> Iterator[list[Continuation | None]]:
         """The continuations again and again as they grow, with None for those that have not begun. A prompt has a token at least."""
         all_rows: list[Continuation | None] = [None] * len(prompts)
         for start in range(0, len(prompts), BATCH_SIZE):
             batch = prompts[start : start + BATCH_SIZE]
             rows = [self._continuation(prompt, request) for prompt in batch]
             all_rows[start : start + len(batch)] = rows
-            for _ in self._grow(batch, rows, start, size=min(len(prompts), BATCH_SIZE), request=request):
+            for _ in self._grow(
+                batch, rows, start, size=min(len(prompts), BATCH_SIZE), request=request
+            ):
                 yield all_rows
 
     def _continuation(self, prompt: Prompt, request: Request) -> Continuation:
@@ -71,21 +75,43 @@ class Generator:
         limit = min(request.max_tokens, self.config.model.max_seq_len - len(prompt))
         return Continuation(prompt, self.tokenizer, limit=limit, eod=eod, stops=request.stops)
 
-    def _grow(self, prompts: Sequence[Prompt], rows: Sequence[Continuation], number: int, *, size: int, request: Request) -> Iterator[None]:
+    def _grow(
+        self,
+        prompts: Sequence[Prompt],
+        rows: Sequence[Continuation],
+        number: int,
+        *,
+        size: int,
+        request: Request,
+    ) -> Iterator[None]:
         """Let rows, the first of which has this number, grow to their ends; a batch of fewer than `size` is filled up, not compiled."""
         size = -(-size // self.config.mesh.data) * self.config.mesh.data
         longest = max(map(len, prompts))
         length = min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.config.model.max_seq_len)
-        token_BS, count_B, wanted_B = np.zeros((size, length), np.int32), np.ones(size, np.int32), np.zeros(size, np.int32)
+        token_BS, count_B, wanted_B = (
+            np.zeros((size, length), np.int32),
+            np.ones(size, np.int32),
+            np.zeros(size, np.int32),
+        )
         for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             token_BS[i, length - len(prompt) :] = prompt
             count_B[i], wanted_B[i] = len(prompt), row.limit
         number_B = number + np.arange(size, dtype=np.int32)
         seed = np.uint32(request.seed)
         eod = np.int32(self.tokenizer.eod if self.tokenizer and request.to_eod else NO_TOKEN)
-        num_slots = -(-(length + min(request.max_tokens, self.config.model.max_seq_len)) // SLOTS) * SLOTS
+        num_slots = (
+            -(-(length + min(request.max_tokens, self.config.model.max_seq_len)) // SLOTS) * SLOTS
+        )
         state, made_BM = self._engine.read(
-            self._weights, token_BS, count_B, wanted_B, number_B, seed, eod, num_slots=num_slots, sampling=request.sampling
+            self._weights,
+            token_BS,
+            count_B,
+            wanted_B,
+            number_B,
+            seed,
+            eod,
+            num_slots=num_slots,
+            sampling=request.sampling,
         )
         while True:
             for row, ids in zip(rows, np.asarray(made_BM), strict=False):
@@ -95,7 +121,13 @@ class Generator:
             if not is_wanted_B.any():
                 return
             state, made_BM = self._engine.make(
-                self._weights, state, is_wanted_B, seed, eod, num_tokens=TOKENS_AT_ONCE, sampling=request.sampling
+                self._weights,
+                state,
+                is_wanted_B,
+                seed,
+                eod,
+                num_tokens=TOKENS_AT_ONCE,
+                sampling=request.sampling,
             )
 
 
@@ -122,14 +154,23 @@ def generate(
     return Generator(config, params, tokenizer).texts(prompts, request)
 
 
-def encode_prompts(config: Config, tokenizer: Tokenizer | None, prompts: Sequence[str]) -> list[list[int]]:
+def encode_prompts(
+    config: Config, tokenizer: Tokenizer | None, prompts: Sequence[str]
+) -> list[list[int]]:
     """Each prompt as the start of a document. Raises ConfigError for every one that leaves none of the model's positions."""
     config = inference_config(config)
     if tokenizer is None:
-        raise ConfigError('the model has no tokenizer, so it cannot read a prompt: train it on text, or data.tokenizer')
+        raise ConfigError(
+            'the model has no tokenizer, so it cannot read a prompt: train it on text, or data.tokenizer'
+        )
     limit = config.model.max_seq_len
     before = tokenizer.start or [tokenizer.eod]  # the end of the document before it
     encoded = [[*before, *map(int, ids)] for ids in tokenizer.encode_batch(list(prompts))]
     if long := [(number, len(ids)) for number, ids in enumerate(encoded, 1) if len(ids) >= limit]:
-        raise ConfigError(*(f'prompt {i} has {n} tokens, and model.max_seq_len={limit} must leave room: shorten it' for i, n in long))
+        raise ConfigError(
+            *(
+                f'prompt {i} has {n} tokens, and model.max_seq_len={limit} must leave room: shorten it'
+                for i, n in long
+            )
+        )
     return encoded

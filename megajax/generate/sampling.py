@@ -25,7 +25,9 @@ class Sampling:
     def __post_init__(self) -> None:
         problems = []
         if not 0 <= self.temperature < float('inf'):
-            problems.append(f'temperature {self.temperature} is negative or not finite: use 0 for the most probable token, or 0.8')
+            problems.append(
+                f'temperature {self.temperature} is negative or not finite: use 0 for the most probable token, or 0.8'
+            )
         if self.top_k is not None and self.top_k < 1:
             problems.append(f'top-k {self.top_k} leaves no token: use at least 1')
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -73,12 +75,16 @@ def most_probable(logits: jax.Array, vocab_size: int, layout: Layout) -> jax.Arr
 
 def row_keys(key: jax.Array, row_B: jax.Array, position_B: jax.Array) -> jax.Array:
     """A key for each row's token at its position."""
-    return jax.vmap(lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position))(row_B, position_B)
+    return jax.vmap(
+        lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position)
+    )(row_B, position_B)
 
 
 def _keep_top_p(logits_BV: jax.Array, top_p: float) -> jax.Array:
     falling_BV = -jnp.sort(-logits_BV, axis=-1)
     probability_BV = jax.nn.softmax(falling_BV, axis=-1)
-    before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV  # of all tokens that are more probable
+    before_BV = (
+        jnp.cumsum(probability_BV, axis=-1) - probability_BV
+    )  # of all tokens that are more probable
     lowest_B1 = jnp.min(jnp.where(before_BV < top_p, falling_BV, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits_BV < lowest_B1, -jnp.inf, logits_BV)

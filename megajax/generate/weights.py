@@ -30,8 +30,12 @@ def inference_config(config: Config) -> Config:
     Raises ConfigError for a model that does not say what comes next.
     """
     if config.model.is_bert:
-        raise ConfigError(f'model.objective={config.model.objective}: it fills in masked tokens, and says of no text what comes next')
-    return config.model_copy(update={'mesh': config.mesh.model_copy(update={'sequence_parallel': False})})
+        raise ConfigError(
+            f'model.objective={config.model.objective}: it fills in masked tokens, and says of no text what comes next'
+        )
+    return config.model_copy(
+        update={'mesh': config.mesh.model_copy(update={'sequence_parallel': False})}
+    )
 
 
 def make_weights(config: Config, params: nnx.State) -> Weights:
@@ -48,7 +52,9 @@ def _maker(config: Config) -> Any:
         model = nnx.merge(graph, cast_matrices(params, config.train.dtype, layout))
         stacked = nnx.state(model.layers)
         del model.layers
-        layers = (jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.model.num_layers))
+        layers = (
+            jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.model.num_layers)
+        )
         return Weights(nnx.state(model), tuple(layers))
 
     return jax.jit(make)

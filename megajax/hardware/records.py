@@ -88,7 +88,9 @@ class Hardware(Section):
     """One type of GPU, the hosts it is sold in, and where each figure is from."""
 
     name: str
-    device_kinds: Annotated[tuple[str, ...], Field(strict=False)] = ()  # as jax's `device.device_kind` spells them
+    device_kinds: Annotated[
+        tuple[str, ...], Field(strict=False)
+    ] = ()  # as jax's `device.device_kind` spells them
     peak_flops: dict[Dtype, PositiveFloat]  # of dense matrix products, without sparsity
     memory: PositiveInt  # bytes that a program can have
     memory_bandwidth: PositiveFloat
@@ -123,7 +125,11 @@ class Hardware(Section):
 
 def hardware_names() -> list[str]:
     """Those that `hardware` knows, in alphabetical order."""
-    return sorted(path.name.removesuffix('.yaml') for path in _folder().iterdir() if path.name.endswith('.yaml'))
+    return sorted(
+        path.name.removesuffix('.yaml')
+        for path in _folder().iterdir()
+        if path.name.endswith('.yaml')
+    )
 
 
 def compiled_for() -> tuple[str, ...]:
@@ -146,7 +152,10 @@ def hardware(name: str | Path) -> Hardware:
 
 def hardware_of(device_kind: str) -> Hardware | None:
     """The type that jax calls so, for example 'NVIDIA H100 80GB HBM3'; None where it is not known."""
-    return next((found for found in map(_known, hardware_names()) if device_kind in found.device_kinds), None)
+    return next(
+        (found for found in map(_known, hardware_names()) if device_kind in found.device_kinds),
+        None,
+    )
 
 
 @functools.cache
@@ -163,11 +172,18 @@ def _read(file: Path | Traversable) -> Hardware:
         values: Any = YAML(typ='safe', pure=True).load(file.read_text(encoding='utf-8'))
         return Hardware.model_validate(values)
     except FileNotFoundError:
-        raise ConfigError(f'{file}: no such file; known by name: {", ".join(hardware_names())}') from None
+        raise ConfigError(
+            f'{file}: no such file; known by name: {", ".join(hardware_names())}'
+        ) from None
     except OSError as error:
         raise ConfigError(f'{file}: cannot be read: {error.strerror}') from error
     except (YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f'{file}: not valid YAML: {str(error).splitlines()[0]}') from error
     except ValidationError as error:
         details = error.errors(include_url=False)
-        raise ConfigError(*(f'{file}: {".".join(map(str, one["loc"])) or "the file"}: {one["msg"]}' for one in details)) from error
+        raise ConfigError(
+            *(
+                f'{file}: {".".join(map(str, one["loc"])) or "the file"}: {one["msg"]}'
+                for one in details
+            )
+        ) from error

@@ -9,7 +9,11 @@ from megajax.hardware.records import Hardware, compiled_for, hardware
 GPUS = compiled_for()
 TARGETS = 'cpu', *GPUS
 DEVICES_PER_HOST = 8
-NOT_NVIDIA = 'AMD', 'gfx', 'Intel'  # how the kinds of other makers' GPUs begin, which jax calls gpu too
+NOT_NVIDIA = (
+    'AMD',
+    'gfx',
+    'Intel',
+)  # how the kinds of other makers' GPUs begin, which jax calls gpu too
 # Autotuning would need a GPU, and nobody runs the machine code: without its optimization the HLO is
 # the same to the letter, a sixth sooner.
 WITHOUT_GPU: dict[str, Any] = {'xla_gpu_autotune_level': 0, 'xla_backend_optimization_level': 0}
@@ -19,7 +23,11 @@ def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
     """Abstract devices of one target, host by host; needs XLA's GPU compiler but no GPU."""
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform='cuda', topology=f'1x{hosts}x{per_host}', target_config=_description(hardware(target)))
+    topology = topologies.get_topology_desc(
+        platform='cuda',
+        topology=f'1x{hosts}x{per_host}',
+        target_config=_description(hardware(target)),
+    )
     return list(topology.devices)
 
 
@@ -40,7 +48,9 @@ def check_target(target: str) -> None:
     if target not in TARGETS:
         raise ConfigError(f'target {target}: choose among {", ".join(TARGETS)}')
     if target != 'cpu' and not has_compiler():
-        raise ConfigError(f"target {target} needs XLA's GPU compiler (no GPU): pip install 'megajax[gpu-compile]'")
+        raise ConfigError(
+            f"target {target} needs XLA's GPU compiler (no GPU): pip install 'megajax[gpu-compile]'"
+        )
 
 
 def num_hosts(devices: int, wanted: int | None = None) -> int:
@@ -49,7 +59,9 @@ def num_hosts(devices: int, wanted: int | None = None) -> int:
     if wanted is None:
         return next(hosts for hosts in fits if devices <= hosts * DEVICES_PER_HOST)
     if wanted not in fits:
-        raise ConfigError(f'{wanted} hosts do not divide the {devices} devices of the mesh: choose among {", ".join(map(str, fits))}')
+        raise ConfigError(
+            f'{wanted} hosts do not divide the {devices} devices of the mesh: choose among {", ".join(map(str, fits))}'
+        )
     return wanted
 
 

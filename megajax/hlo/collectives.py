@@ -73,15 +73,25 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
 
 
 def _pieces(
-    program: Program, computation: Computation, instruction: Instruction, kind: str, mesh: Mapping[str, int]
+    program: Program,
+    computation: Computation,
+    instruction: Instruction,
+    kind: str,
+    mesh: Mapping[str, int],
 ) -> Iterator[Collective]:
     if computation is not program.entry and computation.name not in program.callers:
-        raise HloError(f'a collective in {computation.name}, which nothing calls: {instruction.line}')
+        raise HloError(
+            f'a collective in {computation.name}, which nothing calls: {instruction.line}'
+        )
     groups = device_groups(instruction, prod(mesh.values()))
     synchronous, flops = overlap(program, computation, instruction)
     for sent, name in _named(program, computation, instruction):
-        actual_kind, operand, result = as_meant(program, computation, instruction, kind, sent, groups)
-        if kind == 'all-gather':  # belongs to what reads it; XLA may have moved a cast before it, and its path with it
+        actual_kind, operand, result = as_meant(
+            program, computation, instruction, kind, sent, groups
+        )
+        if (
+            kind == 'all-gather'
+        ):  # belongs to what reads it; XLA may have moved a cast before it, and its path with it
             name = destination(program, computation, instruction, sent.place) or name
         yield Collective(
             kind=actual_kind,
@@ -100,7 +110,9 @@ def _pieces(
         )
 
 
-def _named(program: Program, computation: Computation, instruction: Instruction) -> Iterator[tuple[Sent, str]]:
+def _named(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Iterator[tuple[Sent, str]]:
     """Each array with its op_name; of a buffer that joins several, its parts."""
     arrays = arrays_of(computation, instruction)
     for sent, own in zip(arrays, paths(instruction.op_name, len(arrays)), strict=True):
@@ -108,6 +120,9 @@ def _named(program: Program, computation: Computation, instruction: Instruction)
         parts = joined(program, computation, made)
         if len(parts) > 1 and instruction.opcode.startswith('all-reduce'):
             for part in parts:
-                yield Sent(sent.place, part.results[0], part.results[0]), origin(program, computation, part)
+                yield (
+                    Sent(sent.place, part.results[0], part.results[0]),
+                    origin(program, computation, part),
+                )
         else:
             yield sent, own or origin(program, computation, made)

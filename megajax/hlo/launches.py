@@ -4,9 +4,22 @@ from collections.abc import Iterator
 
 from megajax.hlo.program import Computation, Program
 
-_NAMES_MEMORY = {'parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'add-dependency', 'opt-barrier'}
+_NAMES_MEMORY = {
+    'parameter',
+    'constant',
+    'tuple',
+    'get-tuple-element',
+    'bitcast',
+    'add-dependency',
+    'opt-barrier',
+}
 _DECIDES = {'while', 'conditional', 'call', 'partition-id', 'replica-id'}
-_WAITS = {'after-all', 'async-update', 'async-start', 'async-done'}  # for what was launched before, or is inside
+_WAITS = {
+    'after-all',
+    'async-update',
+    'async-start',
+    'async-done',
+}  # for what was launched before, or is inside
 _WITHOUT_KERNEL = _NAMES_MEMORY | _DECIDES | _WAITS
 
 
@@ -33,4 +46,7 @@ def _launching(program: Program) -> Iterator[Computation]:
 
 
 def _own(computation: Computation) -> int:
-    return sum(one.opcode not in _WITHOUT_KERNEL and not one.opcode.endswith('-done') for one in computation.instructions)
+    return sum(
+        one.opcode not in _WITHOUT_KERNEL and not one.opcode.endswith('-done')
+        for one in computation.instructions
+    )

@@ -7,7 +7,17 @@ from megajax.hlo.products import flops
 from megajax.hlo.program import Computation, Instruction, Program
 
 # What hands an array on as it is, or in another layout or dtype.
-SAME = {'bitcast', 'copy', 'reshape', 'transpose', 'convert', 'get-tuple-element', 'optimization-barrier', 'copy-start', 'copy-done'}
+SAME = {
+    'bitcast',
+    'copy',
+    'reshape',
+    'transpose',
+    'convert',
+    'get-tuple-element',
+    'optimization-barrier',
+    'copy-start',
+    'copy-done',
+}
 
 
 def joined(program: Program, computation: Computation, made: Instruction) -> list[Instruction]:
@@ -18,7 +28,11 @@ def joined(program: Program, computation: Computation, made: Instruction) -> lis
     if made.opcode == 'fusion':
         inside = program.computations[made.called[0]]
         root = inside.root if len(inside.instructions) == len(inside.parameters) + 1 else made
-    is_flat = root.opcode == 'concatenate' and len(root.results[0].shape) == 1 and not root.op_name.endswith('/concatenate')
+    is_flat = (
+        root.opcode == 'concatenate'
+        and len(root.results[0].shape) == 1
+        and not root.op_name.endswith('/concatenate')
+    )
     return [_before_reshapes(computation, name) for name in made.operands] if is_flat else [made]
 
 
@@ -39,15 +53,21 @@ def origin(program: Program, computation: Computation, made: Instruction, depth:
         if body is not None:
             inside = program.computations[body]
             if inside.root.opcode == 'tuple':
-                return origin(program, inside, inside.by_name[inside.root.operands[index]], depth - 1)
+                return origin(
+                    program, inside, inside.by_name[inside.root.operands[index]], depth - 1
+                )
     if made.opcode == 'fusion':
         inside = program.computations[made.called[0]]
-        if name := next((one.op_name for one in reversed(inside.instructions) if is_path(one.op_name)), ''):
+        if name := next(
+            (one.op_name for one in reversed(inside.instructions) if is_path(one.op_name)), ''
+        ):
             return name
     before = [computation.by_name[name] for name in made.operands]
     if (start := _slice_start(program, made)) is not None:
         before = [_part_at(program, computation, before[0], start)]
-    return next((name for one in before if (name := origin(program, computation, one, depth - 1))), '')
+    return next(
+        (name for one in before if (name := origin(program, computation, one, depth - 1))), ''
+    )
 
 
 def paths(op_name: str, count: int) -> list[str]:
@@ -74,14 +94,22 @@ def destination(program: Program, computation: Computation, made: Instruction, i
     first, ahead = '', [made]
     for one in ahead:
         for user in computation.users.get(one.name, ()):
-            if user.opcode == 'get-tuple-element' and len(made.operands) > 1 and user.attribute('index') != str(index):
+            if (
+                user.opcode == 'get-tuple-element'
+                and len(made.operands) > 1
+                and user.attribute('index') != str(index)
+            ):
                 continue
             if is_path(user.op_name) and flops(program, computation, user):
                 return user.op_name
             if user.opcode in SAME or user.opcode.endswith('-done') or user.opcode == 'fusion':
                 ahead.append(user)
             hands_on = user.opcode in SAME or user.opcode.endswith('-done')
-            if not hands_on and is_path(user.op_name) and not user.op_name.endswith(('/dynamic_update_slice', '/add')):
+            if (
+                not hands_on
+                and is_path(user.op_name)
+                and not user.op_name.endswith(('/dynamic_update_slice', '/add'))
+            ):
                 first = first or user.op_name
     return first
 
@@ -91,11 +119,15 @@ def _slice_start(program: Program, made: Instruction) -> int | None:
     if made.opcode == 'fusion':
         inside = program.computations[made.called[0]]
         made = inside.root if len(inside.instructions) == 2 else made
-    found = re.search(r'slice=\{\[(\d+):\d+\]\}', made.attributes) if made.opcode == 'slice' else None
+    found = (
+        re.search(r'slice=\{\[(\d+):\d+\]\}', made.attributes) if made.opcode == 'slice' else None
+    )
     return int(found[1]) if found else None
 
 
-def _part_at(program: Program, computation: Computation, buffer: Instruction, start: int) -> Instruction:
+def _part_at(
+    program: Program, computation: Computation, buffer: Instruction, start: int
+) -> Instruction:
     """What lies at a place of a flat buffer that was reduced as a whole."""
     while buffer.opcode in SAME or buffer.opcode.startswith('all-reduce'):
         buffer = computation.by_name[buffer.operands[0]]

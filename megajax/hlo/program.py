@@ -26,7 +26,9 @@ _ARRAY = re.compile(r'(\w+)\[([^\]]*)\](?:\{[^}]*\})?')
 _END = re.compile(r'\}(, execution_thread="[^"]*")?')
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _COMMENT = re.compile(r'/\*.*?\*/')
-_CALLED = re.compile(r'\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)')
+_CALLED = re.compile(
+    r'\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)'
+)
 _BRANCHES = re.compile(r'\b(?:branch_computations|called_computations)=\{([^}]*)\}')
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
@@ -83,7 +85,9 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """The computations that it names."""
         attributes = _QUOTED.sub('', self.attributes)
-        branches = [name.strip(' %') for group in _BRANCHES.findall(attributes) for name in group.split(',')]
+        branches = [
+            name.strip(' %') for group in _BRANCHES.findall(attributes) for name in group.split(',')
+        ]
         return (*_CALLED.findall(attributes), *branches)
 
     @property
@@ -135,7 +139,9 @@ class Computation:
             raise HloError(f'the computation {self.name} has no ROOT')
         for one in self.instructions:
             if missing := [name for name in one.operands if name not in self.by_name]:
-                raise HloError(f'{one.name} reads {missing[0]}, which {self.name} does not have: {one.line}')
+                raise HloError(
+                    f'{one.name} reads {missing[0]}, which {self.name} does not have: {one.line}'
+                )
 
 
 class Program:
@@ -148,7 +154,9 @@ class Program:
         self.computations = {one.name: one for one in _computations(text)}
         entries = re.findall(r'^ENTRY %?([\w.\-]+)', text, re.MULTILINE)
         if len(entries) != 1:
-            raise HloError(f'a compiled module has one ENTRY computation, this text has {len(entries)}')
+            raise HloError(
+                f'a compiled module has one ENTRY computation, this text has {len(entries)}'
+            )
         self.entry = self.computations[entries[0]]
         for one in self.computations.values():
             one.check()
@@ -164,7 +172,9 @@ class Program:
             for one in computation.instructions:
                 for name in one.called:
                     if name not in self.computations:
-                        raise HloError(f'{one.name} calls {name}, which the text does not have: {one.line}')
+                        raise HloError(
+                            f'{one.name} calls {name}, which the text does not have: {one.line}'
+                        )
                     callers[name].append((computation, one))
         return callers
 
@@ -256,7 +266,9 @@ def _arrays(text: str, line: str) -> tuple[Array, ...]:
             raise HloError(f'unknown dtype {dtype}: {line.strip()}')
         if not re.fullmatch(r'(<=)?\d+(,(<=)?\d+)*|', dims):
             raise HloError(f'a shape that is not understood: {line.strip()}')
-        arrays.append(Array(dtype, tuple(int(size.removeprefix('<=')) for size in dims.split(',') if size)))
+        arrays.append(
+            Array(dtype, tuple(int(size.removeprefix('<=')) for size in dims.split(',') if size))
+        )
     if _ARRAY.sub('', text).strip('(), '):
         raise HloError(f'a result that is not understood: {line.strip()}')
     return tuple(arrays)
@@ -267,11 +279,26 @@ class _Sources:
 
     def __init__(self, text: str):
         head = text.split('\n\n%', 1)[0]
-        self.files = {int(number): name for number, name in re.findall(r'^(\d+) "(.*)"$', _section(head, 'FileNames'), re.MULTILINE)}
-        places = re.findall(r'^(\d+) \{file_name_id=(\d+).*? line=(\d+)', _section(head, 'FileLocations'), re.MULTILINE)
+        self.files = {
+            int(number): name
+            for number, name in re.findall(
+                r'^(\d+) "(.*)"$', _section(head, 'FileNames'), re.MULTILINE
+            )
+        }
+        places = re.findall(
+            r'^(\d+) \{file_name_id=(\d+).*? line=(\d+)',
+            _section(head, 'FileLocations'),
+            re.MULTILINE,
+        )
         self.places = {int(number): (int(file), int(line)) for number, file, line in places}
-        frames = re.findall(r'^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?', _section(head, 'StackFrames'), re.MULTILINE)
-        self.frames = {int(number): (int(place), int(parent or 0)) for number, place, parent in frames}
+        frames = re.findall(
+            r'^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?',
+            _section(head, 'StackFrames'),
+            re.MULTILINE,
+        )
+        self.frames = {
+            int(number): (int(place), int(parent or 0)) for number, place, parent in frames
+        }
 
     def of(self, instruction: Instruction) -> str:
         if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):

@@ -20,14 +20,18 @@ if TYPE_CHECKING:
 __all__ = ['Inspection', 'assert_collectives', 'inspect', 'known_miscompiles', 'run']
 
 
-def inspect(config: Config, *, target: str = 'cpu', hosts: int | None = None, run: bool = False) -> Inspection:
+def inspect(
+    config: Config, *, target: str = 'cpu', hosts: int | None = None, run: bool = False
+) -> Inspection:
     """Compile the training step of `config` for its mesh of `target` devices and compare it with Megatron's; nothing is allocated.
 
     `hosts` are as few as the mesh needs with at most 8 devices each, unless given. With `run` the program of a GPU is executed too, on
     simulated CPU devices, and compared with one device. Raises ConfigError for a target or hosts that cannot be.
     """
     if run and target == 'cpu':
-        raise ConfigError("run=True executes the program of a GPU: give target='h100', or a100, h200, b200")
+        raise ConfigError(
+            "run=True executes the program of a GPU: give target='h100', or a100, h200, b200"
+        )
     inspection, _ = inspect_with_text(config, target=target, hosts=hosts)
     if not run:
         return inspection

@@ -14,7 +14,15 @@ from megajax.inspect.compile import CompiledStep
 from megajax.inspect.lint import known_miscompiles, lint, replicated_over_model
 from megajax.inspect.overlap import rates_of, transfer_seconds
 from megajax.inspect.products import count_products, products_run_twice
-from megajax.inspect.result import CollectiveInstruction, Inspection, Memory, Overlap, Row, Transfer, Verdict
+from megajax.inspect.result import (
+    CollectiveInstruction,
+    Inspection,
+    Memory,
+    Overlap,
+    Row,
+    Transfer,
+    Verdict,
+)
 from megajax.inspect.sites import ORDER, site_of
 
 NUM_REPLICATED = 5
@@ -47,7 +55,9 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         hidden_seconds=_by_axis(compiled.mesh, schedule, lambda one: one.hidden_seconds),
         products=products,
         memory=_memory(compiled, target),
-        findings=lint(config, compiled, placed, wanted, [*known_miscompiles(program, target), *twice]),
+        findings=lint(
+            config, compiled, placed, wanted, [*known_miscompiles(program, target), *twice]
+        ),
     )
 
 
@@ -62,10 +72,16 @@ def _rows(config: Config, placed: Sequence[Collective], wanted: Sequence[Expecte
 
 def _place(site: Site) -> tuple[int, int, str]:
     phases = 'forward', 'recompute', 'backward', 'step'
-    return ORDER.index(site.name) if site.name in ORDER else len(ORDER), phases.index(site.phase), site.axis
+    return (
+        ORDER.index(site.name) if site.name in ORDER else len(ORDER),
+        phases.index(site.phase),
+        site.axis,
+    )
 
 
-def _instructions(config: Config, program: Program, every: Sequence[Collective]) -> list[CollectiveInstruction]:
+def _instructions(
+    config: Config, program: Program, every: Sequence[Collective]
+) -> list[CollectiveInstruction]:
     """One record for each collective instruction of the text."""
     by_name = defaultdict[tuple[str, str], list[Collective]](list)
     for one in every:
@@ -94,13 +110,23 @@ def _row(site: Site, placed: list[Collective], wanted: list[Expected]) -> Row:
     theirs = sum(one.wire_bytes * one.times for one in wanted)
     # Of single numbers the contract limits no count: they cost a latency, and XLA joins them.
     scalars = all(one.is_scalar for one in placed)
-    verdict: Verdict = 'equal' if (scalars and not wanted) or abs(ours - theirs) <= 1e-6 * theirs else 'less' if ours < theirs else 'MORE'
+    verdict: Verdict = (
+        'equal'
+        if (scalars and not wanted) or abs(ours - theirs) <= 1e-6 * theirs
+        else 'less'
+        if ours < theirs
+        else 'MORE'
+    )
     return Row(
         site=site.name,
         phase=site.phase,
         axis=site.axis,
-        placed=_transfers((one.kind, one.whole, one.times, one.wire_bytes, one.at_most) for one in placed),
-        megatron=_transfers((one.kind, one.array, one.times, one.wire_bytes, False) for one in wanted),
+        placed=_transfers(
+            (one.kind, one.whole, one.times, one.wire_bytes, one.at_most) for one in placed
+        ),
+        megatron=_transfers(
+            (one.kind, one.array, one.times, one.wire_bytes, False) for one in wanted
+        ),
         wire_bytes=ours,
         megatron_wire_bytes=theirs,
         verdict=verdict,
@@ -116,7 +142,13 @@ def _transfers(parts: Iterable[tuple[str, object, int, float, bool]]) -> list[Tr
         if is_limit:
             at_most.add((kind, str(array)))
     return [
-        Transfer(kind=kind, array=array, times=times[kind, array], wire_bytes=wire[kind, array], at_most=(kind, array) in at_most)
+        Transfer(
+            kind=kind,
+            array=array,
+            times=times[kind, array],
+            wire_bytes=wire[kind, array],
+            at_most=(kind, array) in at_most,
+        )
         for kind, array in times
     ]
 
@@ -125,7 +157,10 @@ def _ratios(rows: list[Row], mesh: dict[str, int]) -> dict[str, float | None]:
     ratios: dict[str, float | None] = {}
     for axis in mesh:
         on_axis = [row for row in rows if axis in row.axis.split('+') and row.site != 'metrics']
-        ours, theirs = sum(row.wire_bytes for row in on_axis), sum(row.megatron_wire_bytes for row in on_axis)
+        ours, theirs = (
+            sum(row.wire_bytes for row in on_axis),
+            sum(row.megatron_wire_bytes for row in on_axis),
+        )
         ratios[axis] = ours / theirs if theirs else None
     return ratios
 
@@ -145,7 +180,12 @@ def _schedule(
             site=site_of(one, config).name,
             phase=site_of(one, config).phase,
             axis=one.axis,
-            transfer=Transfer(kind=one.kind, array=str(one.whole), times=one.times, wire_bytes=one.times * one.wire_bytes),
+            transfer=Transfer(
+                kind=one.kind,
+                array=str(one.whole),
+                times=one.times,
+                wire_bytes=one.times * one.wire_bytes,
+            ),
             synchronous=one.synchronous,
             overlapped_gflops=one.overlapped_flops / 1e9,
             seconds=one.times * on_wire,
@@ -185,5 +225,7 @@ def _memory(compiled: CompiledStep, target: str) -> Memory:
         temporaries=compiled.temporaries,
         outputs=compiled.outputs,
         device=hardware(target).memory if target in GPUS else None,
-        largest_replicated=[(one.name, one.bytes_per_device) for one in replicated[:NUM_REPLICATED]],
+        largest_replicated=[
+            (one.name, one.bytes_per_device) for one in replicated[:NUM_REPLICATED]
+        ],
     )

@@ -12,7 +12,9 @@ from megajax.config import ConfigError
 MARK = 'megajax config: '  # before each line of a ConfigError, since plugins write to stderr too
 
 
-def call_in_child(module: str, *arguments: object, target: str, say: Callable[[str], None] | None = None) -> None:
+def call_in_child(
+    module: str, *arguments: object, target: str, say: Callable[[str], None] | None = None
+) -> None:
     """Run `python -m module arguments` on the CPU; `say` gets each line that it prints.
 
     Raises ConfigError where cuDNN's library is missing and where the child does, RuntimeError with its errors where it fails.
@@ -20,7 +22,9 @@ def call_in_child(module: str, *arguments: object, target: str, say: Callable[[s
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     command = [sys.executable, '-m', module, *map(str, arguments)]
     with tempfile.TemporaryFile('w+') as errors:
-        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+        child = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        )
         assert child.stdout is not None
         with child:
             for line in child.stdout:
@@ -29,9 +33,13 @@ def call_in_child(module: str, *arguments: object, target: str, say: Callable[[s
         errors.seek(0)
         told = errors.read()
     if 'cuDNN not found' in told:
-        raise ConfigError(f"target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'")
+        raise ConfigError(
+            f"target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'"
+        )
     if child.returncode == ConfigError.exit_code:
-        raise ConfigError(*(line.removeprefix(MARK) for line in told.splitlines() if line.startswith(MARK)))
+        raise ConfigError(
+            *(line.removeprefix(MARK) for line in told.splitlines() if line.startswith(MARK))
+        )
     if child.returncode:
         raise RuntimeError(f'the step did not compile for {target}:\n{told}')
 

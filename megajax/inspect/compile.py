@@ -40,7 +40,10 @@ class CompiledStep:
 
 
 def compile_step(
-    config: Config, mesh: Mesh, devices_per_host: int, compiler_options: Mapping[str, str | bool] | None = None
+    config: Config,
+    mesh: Mesh,
+    devices_per_host: int,
+    compiler_options: Mapping[str, str | bool] | None = None,
 ) -> CompiledStep:
     """Compile in this process, for the devices of `mesh`."""
     start = time.perf_counter()
@@ -48,7 +51,11 @@ def compile_step(
         state = concrete(jax.eval_shape(lambda: init_state(config)))
         on_cpu = mesh.devices.flat[0].platform == 'cpu'
         options: dict[str, Any] = {} if on_cpu else WITHOUT_GPU
-        compiled = make_train_step(config).lower(state, abstract_batch(config)).compile(options | dict(compiler_options or {}))
+        compiled = (
+            make_train_step(config)
+            .lower(state, abstract_batch(config))
+            .compile(options | dict(compiler_options or {}))
+        )
         memory = compiled.memory_analysis()
         assert memory is not None
         return CompiledStep(
@@ -88,16 +95,25 @@ def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
 
 def _from_json(text: str) -> CompiledStep:
     told = json.loads(text)
-    return CompiledStep(**told | {name: [_placement(**one) for one in told[name]] for name in ('parameters', 'optimizer')})
+    return CompiledStep(
+        **told
+        | {name: [_placement(**one) for one in told[name]] for name in ('parameters', 'optimizer')}
+    )
 
 
 def _placement(*, shape: list[int], spec: list[Any], **others: Any) -> Placement:
-    return Placement(shape=tuple(shape), spec=P(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec)), **others)
+    return Placement(
+        shape=tuple(shape),
+        spec=P(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec)),
+        **others,
+    )
 
 
 def _main(task: str, result: str, target: str, hosts: str) -> None:
     compiled = compile_for(Config.model_validate_json(Path(task).read_bytes()), target, int(hosts))
-    Path(result).write_text(json.dumps(dataclasses.asdict(compiled), default=tuple))  # a spec is no tuple
+    Path(result).write_text(
+        json.dumps(dataclasses.asdict(compiled), default=tuple)
+    )  # a spec is no tuple
 
 
 if __name__ == '__main__':

@@ -16,6 +16,9 @@ def culprit(config: Config, target: str, *, exact: bool, say: Say) -> str:
         step = EmulatedStep(config, target, dump_options(Path(folder)))
 
         def is_right(text: str) -> bool:
-            return all(one.ok for one in judged(step.differences(exact=exact, text=text), config, exact=exact))
+            return all(
+                one.ok
+                for one in judged(step.differences(exact=exact, text=text), config, exact=exact)
+            )
 
         return str(first_wrong(modules(Path(folder)), is_right, say))

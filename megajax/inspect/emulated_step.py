@@ -38,15 +38,31 @@ class EmulatedStep:
     With `stored`, the text of a program that was compiled before, nothing is compiled for a GPU.
     """
 
-    def __init__(self, config: Config, target: str, options: Mapping[str, Any] | None = None, *, stored: str | None = None):
+    def __init__(
+        self,
+        config: Config,
+        target: str,
+        options: Mapping[str, Any] | None = None,
+        *,
+        stored: str | None = None,
+    ):
         self.config = updated(config, optim=SMOOTH)
         mesh, count = self.config.mesh, self.config.mesh.data * self.config.mesh.model
-        devices = gpu_devices(target, hosts=1, per_host=count) if stored is None else jax.devices('cpu')[:count]
+        devices = (
+            gpu_devices(target, hosts=1, per_host=count)
+            if stored is None
+            else jax.devices('cpu')[:count]
+        )
         with jax.set_mesh(mesh_of(devices, axis_sizes(mesh.data, mesh.model))):
-            arguments = concrete(jax.eval_shape(lambda: init_state(self.config))), abstract_batch(self.config)
+            arguments = (
+                concrete(jax.eval_shape(lambda: init_state(self.config))),
+                abstract_batch(self.config),
+            )
             traced = make_train_step(self.config).trace(*arguments)
             self.program: GpuProgram = (
-                compile_for_gpu(traced, devices, options or {}) if stored is None else stored_program(traced, arguments, stored)
+                compile_for_gpu(traced, devices, options or {})
+                if stored is None
+                else stored_program(traced, arguments, stored)
             )
         self._results = traced.out_info
 
@@ -64,10 +80,14 @@ class EmulatedStep:
         pieces = run_on_cpu(program, values, devices, exact=exact)
         tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
         scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
-        rounding = ROUNDING * limits(self.config, exact=exact)[0]  # a bias of keys has no gradient but that of rounding
+        rounding = (
+            ROUNDING * limits(self.config, exact=exact)[0]
+        )  # a bias of keys has no gradient but that of rounding
         of_gradient = {'scale': scale, 'rounding': rounding}
         found = [
-            difference(name, x, expected[name], **(of_gradient if name.startswith(GRADIENT) else {}))
+            difference(
+                name, x, expected[name], **(of_gradient if name.startswith(GRADIENT) else {})
+            )
             for name, x in _compared(*tree).items()
         ]
         return sorted(found, key=lambda one: -one.error)
@@ -96,7 +116,9 @@ def first_state(config: Config) -> TrainState:
     with jax.set_mesh(make_mesh()):
         make = jax.jit(functools.partial(init_state, config)).lower().compile(quick())
         state = jax.tree.map(np.array, make())
-    noisy = jax.tree.map(lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params)
+    noisy = jax.tree.map(
+        lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params
+    )
     if state.loss_scale is not None:  # the noise would overflow at the scale that a run begins with
         state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
     return state._replace(params=noisy)
@@ -106,7 +128,9 @@ def first_state(config: Config) -> TrainState:
 def reference(config: Config) -> Values:
     """By name, the results of a step on one device that are compared."""
     with jax.set_mesh(make_mesh()):
-        placed = jax.tree.map(lambda x: x.sharding, concrete(jax.eval_shape(lambda: init_state(config))))
+        placed = jax.tree.map(
+            lambda x: x.sharding, concrete(jax.eval_shape(lambda: init_state(config)))
+        )
         state, batch = jax.device_put(first_state(config), placed), place_batch(make_batch(config))
         step = make_train_step(config).lower(state, batch).compile(quick())
         return jax.tree.map(np.asarray, _compared(*step(state, batch)))
@@ -125,7 +149,10 @@ def _compared(state: TrainState, metrics: Values) -> Values:
 
 def _by_name(tree: Any) -> Values:
     is_leaf = lambda x: isinstance(x, list)  # noqa: E731  (the pieces of an array)
-    return {parameter_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
+    return {
+        parameter_name(path): x
+        for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    }
 
 
 def make_batch(config: Config) -> dict[str, np.ndarray]:

@@ -20,4 +20,7 @@ def limits(config: Config, *, exact: bool) -> tuple[float, float]:
 def judged(differences: Iterable[Difference], config: Config, *, exact: bool) -> list[Compared]:
     """Each difference with its limit."""
     gradient, loss = limits(config, exact=exact)
-    return [Compared(name=name, error=error, limit=loss if name in LOSSES else gradient) for name, error in differences]
+    return [
+        Compared(name=name, error=error, limit=loss if name in LOSSES else gradient)
+        for name, error in differences
+    ]

@@ -48,7 +48,9 @@ def known_miscompiles(program: Program, target: str) -> list[Finding]:
 
 def replicated_over_model(compiled: CompiledStep) -> list[Placement]:
     """Parameters that every device of a `model` group holds whole."""
-    return [one for one in compiled.parameters if compiled.mesh['model'] > 1 and 'model' not in one.axes]
+    return [
+        one for one in compiled.parameters if compiled.mesh['model'] > 1 and 'model' not in one.axes
+    ]
 
 
 def _error(rule: str, message: str) -> Finding:
@@ -59,7 +61,9 @@ def _replicated(config: Config, compiled: CompiledStep) -> Iterator[Finding]:
     declared = dict(parameters(config.model))
     for one in replicated_over_model(compiled):
         dims = declared[one.name].dims
-        if one.bytes_per_device > REPLICATED_LIMIT and any(dim in SHARDED_BY_MEGATRON for dim in dims):
+        if one.bytes_per_device > REPLICATED_LIMIT and any(
+            dim in SHARDED_BY_MEGATRON for dim in dims
+        ):
             message = (
                 f'{one} is whole on each of the {config.mesh.model} devices of a model group: '
                 f'map one of its dims, {dims}, to `model` in layout.py'
@@ -70,27 +74,45 @@ def _replicated(config: Config, compiled: CompiledStep) -> Iterator[Finding]:
 def _optimizer_elsewhere(compiled: CompiledStep) -> Iterator[Finding]:
     for parameter in compiled.parameters:
         for state in compiled.optimizer:
-            if state.name.endswith(f'.{parameter.name}') and state.shape == parameter.shape and state.axes != parameter.axes:
+            if (
+                state.name.endswith(f'.{parameter.name}')
+                and state.shape == parameter.shape
+                and state.axes != parameter.axes
+            ):
                 message = f'{state} does not lie where its parameter lies ({parameter}): create it with the sharding of the parameter'
                 yield _error('optimizer state elsewhere', message)
 
 
-def _reduced_twice(config: Config, placed: Sequence[Collective], wanted: Sequence[Expected]) -> Iterator[Finding]:
+def _reduced_twice(
+    config: Config, placed: Sequence[Collective], wanted: Sequence[Expected]
+) -> Iterator[Finding]:
     arrays, sources = defaultdict[tuple[Site, tuple[int, ...]], int](int), dict[Site, str]()
     for one in placed:
-        if one.kind in ('all-reduce', 'reduce-scatter') and site_of(one, config).phase == 'backward':
+        if (
+            one.kind in ('all-reduce', 'reduce-scatter')
+            and site_of(one, config).phase == 'backward'
+        ):
             arrays[site_of(one, config), one.whole.dims] += one.times
             sources[site_of(one, config)] = one.source
     for (site, dims), times in arrays.items():
         allowed = sum(
-            one.times for one in wanted if one.site == site and one.kind in ('all-reduce', 'reduce-scatter') and one.array.dims == dims
+            one.times
+            for one in wanted
+            if one.site == site
+            and one.kind in ('all-reduce', 'reduce-scatter')
+            and one.array.dims == dims
         )
         if allowed and times > allowed:
             message = f'the input gradient of {site.name} is reduced {times} times a step, {allowed} in Megatron ({sources[site]}): '
-            yield _error('input gradient reduced again', message + 'fuse the products that share the input, as QKV and gate and up are')
+            yield _error(
+                'input gradient reduced again',
+                message + 'fuse the products that share the input, as QKV and gate and up are',
+            )
 
 
-def _gathered_weights(config: Config, compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
+def _gathered_weights(
+    config: Config, compiled: CompiledStep, placed: Sequence[Collective]
+) -> Iterator[Finding]:
     weights, declared = dict[tuple[int, ...], str](), dict(parameters(config.model))
     for parameter in compiled.parameters:
         if 'model' in parameter.axes:
@@ -100,8 +122,15 @@ def _gathered_weights(config: Config, compiled: CompiledStep, placed: Sequence[C
     tokens = config.microbatch_rows * config.train.seq_len
     for one in placed:
         name = weights.get(tuple(sorted(one.whole.dims)))
-        at_rest = config.optim.shard and site_of(one, config).name == 'parameters'  # ZeRO-1, whose bytes have a row of their own
-        if one.kind == 'all-gather' and name and not at_rest and prod(one.whole.dims[:-1]) != tokens:
+        at_rest = (
+            config.optim.shard and site_of(one, config).name == 'parameters'
+        )  # ZeRO-1, whose bytes have a row of their own
+        if (
+            one.kind == 'all-gather'
+            and name
+            and not at_rest
+            and prod(one.whole.dims[:-1]) != tokens
+        ):
             message = f'{name} is gathered over {one.axis} at {one.op_name} ({one.source}): contract it where it lies'
             yield _error('gathered weight', message)
 
@@ -129,11 +158,15 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
 
 
 def _lossy_permutes(compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
-    permutes = [one for one in placed if one.kind == 'collective-permute' and one.groups]  # without pairs: the register has it
+    permutes = [
+        one for one in placed if one.kind == 'collective-permute' and one.groups
+    ]  # without pairs: the register has it
     for one in permutes:
         if found := fault(one.groups, prod(compiled.mesh.values())):
             rule, sentence = found
-            yield _error(rule, f'{one.times} x of {one.whole} at {one.op_name} ({one.source}): {sentence}')
+            yield _error(
+                rule, f'{one.times} x of {one.whole} at {one.op_name} ({one.source}): {sentence}'
+            )
 
 
 def _padded(config: Config) -> Iterator[Finding]:

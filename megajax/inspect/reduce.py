@@ -41,7 +41,12 @@ def _simpler(config: Config) -> Iterator[Config]:
         *_PLAINER,
         {'mesh': {'data': mesh.data // 2}, 'train': {'batch_size': train.batch_size // 2}},
         {'mesh': {'model': mesh.model // 2}},
-        {'model': {'num_heads': model.num_heads // 2, 'num_kv_heads': max(model.num_kv_heads // 2, 1)}},
+        {
+            'model': {
+                'num_heads': model.num_heads // 2,
+                'num_kv_heads': max(model.num_kv_heads // 2, 1),
+            }
+        },
         {'model': {'num_kv_heads': model.num_heads}},
         {'model': {'hidden_size': model.hidden_size // 2}},
         {'model': {'ffn_size': model.ffn_size // 2}},

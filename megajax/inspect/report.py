@@ -11,8 +11,20 @@ from megajax.inspect.result import Inspection, Overlap, Row, Transfer
 from megajax.inspect.run_report import run_lines
 from megajax.render.console import as_html, as_text
 
-_STYLES = {'equal': 'green', 'less': 'green', 'MORE': 'bold red', 'error': 'bold red', 'note': 'dim'}
-_SHORT = {'all-reduce': 'AR', 'all-gather': 'AG', 'reduce-scatter': 'RS', 'all-to-all': 'A2A', 'collective-permute': 'permute'}
+_STYLES = {
+    'equal': 'green',
+    'less': 'green',
+    'MORE': 'bold red',
+    'error': 'bold red',
+    'note': 'dim',
+}
+_SHORT = {
+    'all-reduce': 'AR',
+    'all-gather': 'AG',
+    'reduce-scatter': 'RS',
+    'all-to-all': 'A2A',
+    'collective-permute': 'permute',
+}
 
 
 def to_text(inspection: Inspection, *, width: int = 150) -> str:
@@ -29,7 +41,9 @@ def tables(inspection: Inspection) -> RenderableType:
     """Everything, for a rich console."""
     axes = ' x '.join(f'{name}={size}' for name, size in inspection.mesh.items())
     parts: list[RenderableType] = [
-        Text(f'{axes}, target {inspection.target}, jax {inspection.jax_version}, compiled in {inspection.compile_seconds:.0f} s'),
+        Text(
+            f'{axes}, target {inspection.target}, jax {inspection.jax_version}, compiled in {inspection.compile_seconds:.0f} s'
+        ),
         Text(),
         collectives_table(inspection.rows),
         _totals(inspection),
@@ -44,29 +58,73 @@ def tables(inspection: Inspection) -> RenderableType:
 
 def collectives_table(rows: list[Row]) -> Table:
     """A row per site, phase and axis; in a cell, a line per kind of array."""
-    table = Table(box=None, header_style='bold', pad_edge=False, title='collectives per step and device', title_justify='left')
-    for name in ('site', 'phase', 'axis', 'XLA placed', 'bytes', 'Megatron places', 'bytes', 'ratio', 'verdict'):
-        table.add_column(name, justify='right' if name in ('bytes', 'ratio') else 'left', no_wrap=name != 'site')
+    table = Table(
+        box=None,
+        header_style='bold',
+        pad_edge=False,
+        title='collectives per step and device',
+        title_justify='left',
+    )
+    for name in (
+        'site',
+        'phase',
+        'axis',
+        'XLA placed',
+        'bytes',
+        'Megatron places',
+        'bytes',
+        'ratio',
+        'verdict',
+    ):
+        table.add_column(
+            name, justify='right' if name in ('bytes', 'ratio') else 'left', no_wrap=name != 'site'
+        )
     for row in rows:
-        ratio = f'{row.wire_bytes / row.megatron_wire_bytes:.3f}' if row.megatron_wire_bytes else '-'
+        ratio = (
+            f'{row.wire_bytes / row.megatron_wire_bytes:.3f}' if row.megatron_wire_bytes else '-'
+        )
         theirs = si(row.megatron_wire_bytes) if row.megatron else '-'
-        cells = row.site, row.phase, row.axis or '-', _cell(row.placed), si(row.wire_bytes), _cell(row.megatron), theirs, ratio
+        cells = (
+            row.site,
+            row.phase,
+            row.axis or '-',
+            _cell(row.placed),
+            si(row.wire_bytes),
+            _cell(row.megatron),
+            theirs,
+            ratio,
+        )
         table.add_row(*cells, Text(row.verdict, style=_STYLES[row.verdict]))
     return table
 
 
 def schedule_table(inspection: Inspection) -> Table:
     """A row per collective of the GPU program, those that send most first; alike ones share a row."""
-    table = Table(box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left')
+    table = Table(
+        box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left'
+    )
     numbers = 'bytes', 'ms', 'ms hidden'
-    for name in ('site', 'phase', 'axis', 'collective', *numbers, 'overlaps with', 'link', 'source'):
+    for name in (
+        'site',
+        'phase',
+        'axis',
+        'collective',
+        *numbers,
+        'overlaps with',
+        'link',
+        'source',
+    ):
         justify: Literal['left', 'right'] = 'right' if name in numbers else 'left'
         table.add_column(name, justify=justify, no_wrap=name != 'source')
     alike = defaultdict[tuple[str, ...], list[Overlap]](list)
     for one in sorted(inspection.schedule, key=lambda one: -one.transfer.wire_bytes):
-        alike[one.site, one.phase, one.axis, one.transfer.kind, _matched(one), _link(one)].append(one)
+        alike[one.site, one.phase, one.axis, one.transfer.kind, _matched(one), _link(one)].append(
+            one
+        )
     for (site, phase, axis, _, matched, link), group in alike.items():
-        collective = _cell([group[0].transfer]) + (f' and {len(group) - 1} more' if len(group) > 1 else '')
+        collective = _cell([group[0].transfer]) + (
+            f' and {len(group) - 1} more' if len(group) > 1 else ''
+        )
         size = si(sum(one.transfer.wire_bytes for one in group))
         on_wire = _ms(sum(one.seconds for one in group))
         hidden = _ms(sum(one.hidden_seconds for one in group))
@@ -95,15 +153,24 @@ def si(count: float) -> str:
 
 
 def _cell(transfers: list[Transfer], limit: int = 3) -> str:
-    lines = [f'{"at most " * one.at_most}{one.times} {_SHORT.get(one.kind, one.kind)} {one.array}' for one in transfers[:limit]]
+    lines = [
+        f'{"at most " * one.at_most}{one.times} {_SHORT.get(one.kind, one.kind)} {one.array}'
+        for one in transfers[:limit]
+    ]
     if len(transfers) > limit:
         lines.append(f'... {len(transfers) - limit} more arrays')
     return '\n'.join(lines) or '-'
 
 
 def _totals(inspection: Inspection) -> Text:
-    parts = [f'{axis}: {ratio:.3f} of Megatron' for axis, ratio in inspection.ratios.items() if ratio is not None]
-    return Text(f'bytes on the wire  {", ".join(parts)}' if parts else 'one device: nothing on the wire')
+    parts = [
+        f'{axis}: {ratio:.3f} of Megatron'
+        for axis, ratio in inspection.ratios.items()
+        if ratio is not None
+    ]
+    return Text(
+        f'bytes on the wire  {", ".join(parts)}' if parts else 'one device: nothing on the wire'
+    )
 
 
 def _shares(inspection: Inspection) -> Text:
@@ -117,7 +184,9 @@ def _seconds(inspection: Inspection) -> list[Text]:
     if rates is None:
         return []
     hidden = inspection.hidden_seconds
-    parts = [_hidden(axis, seconds, hidden[axis]) for axis, seconds in inspection.wire_seconds.items()]
+    parts = [
+        _hidden(axis, seconds, hidden[axis]) for axis, seconds in inspection.wire_seconds.items()
+    ]
     whole = sum(one.seconds for one in inspection.schedule)
     parts.append(_hidden('in all', whole, sum(one.hidden_seconds for one in inspection.schedule)))
     return [
@@ -149,26 +218,39 @@ def _products(inspection: Inspection) -> Text:
 def _memory(inspection: Inspection) -> Text:
     memory = inspection.memory
     needed = memory.arguments + memory.temporaries + memory.outputs
-    line = (
-        f'memory per device  {si(memory.arguments)} state and batch + {si(memory.temporaries)} temporaries + {si(memory.outputs)} outputs'
-    )
+    line = f'memory per device  {si(memory.arguments)} state and batch + {si(memory.temporaries)} temporaries + {si(memory.outputs)} outputs'
     line += f' = {si(needed)}'
     if memory.device:
         line += f', {needed / memory.device:.0%} of {si(memory.device)}'
     replicated = ', '.join(f'{name} {si(size)}' for name, size in memory.largest_replicated)
-    return Text(line + (f'\nlargest parameters whole on each device  {replicated}' if replicated else ''))
+    return Text(
+        line + (f'\nlargest parameters whole on each device  {replicated}' if replicated else '')
+    )
 
 
 def _findings(inspection: Inspection) -> list[Text]:
-    return [Text(f'{one.level}: {one.rule}: {one.message}', style=_STYLES[one.level]) for one in inspection.findings]
+    return [
+        Text(f'{one.level}: {one.rule}: {one.message}', style=_STYLES[one.level])
+        for one in inspection.findings
+    ]
 
 
 def _conclusion(inspection: Inspection) -> Text:
     if inspection.ok:
         executed = ', and what the program computes is right' if inspection.runs else ''
         return Text(f'ok: no more than Megatron anywhere{executed}', style='green')
-    more = [f'{row.site} {row.phase} over {row.axis}' for row in inspection.rows if row.verdict == 'MORE']
+    more = [
+        f'{row.site} {row.phase} over {row.axis}'
+        for row in inspection.rows
+        if row.verdict == 'MORE'
+    ]
     errors = sum(one.level == 'error' for one in inspection.findings)
-    reasons = ([f'MORE than Megatron: {"; ".join(more)}'] if more else []) + ([f'{errors} lint errors'] if errors else [])
-    reasons += ['the program computes something else than one device'] if not all(run.ok for run in inspection.runs) else []
+    reasons = ([f'MORE than Megatron: {"; ".join(more)}'] if more else []) + (
+        [f'{errors} lint errors'] if errors else []
+    )
+    reasons += (
+        ['the program computes something else than one device']
+        if not all(run.ok for run in inspection.runs)
+        else []
+    )
     return Text(', '.join(reasons), style='bold red')

@@ -16,11 +16,17 @@ class _Result(BaseModel):
 class Transfer(_Result):
     """One kind of array that crosses the wire, at one site in one phase."""
 
-    kind: str = Field(description='all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, ...')
-    array: str = Field(description='what is gathered, reduced or scattered: dtype and shape on a device')
+    kind: str = Field(
+        description='all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, ...'
+    )
+    array: str = Field(
+        description='what is gathered, reduced or scattered: dtype and shape on a device'
+    )
     times: int = Field(description='per step, trip counts of loops multiplied in')
     wire_bytes: float = Field(description='per step and device, by the ring algorithm')
-    at_most: bool = Field(default=False, description='whether some of it is in a branch that may not be taken')
+    at_most: bool = Field(
+        default=False, description='whether some of it is in a branch that may not be taken'
+    )
 
 
 class CollectiveInstruction(_Result):
@@ -28,9 +34,13 @@ class CollectiveInstruction(_Result):
 
     instruction: str
     computation: str
-    kind: str = Field(description='as in a transfer; several where an XLA for CPUs joined what it means differently')
+    kind: str = Field(
+        description='as in a transfer; several where an XLA for CPUs joined what it means differently'
+    )
     axis: str = Field(description='mesh axes joined by +; empty where no device sends to another')
-    groups: str = Field(description='groups of devices, or pairs of source and target, as the text spells them')
+    groups: str = Field(
+        description='groups of devices, or pairs of source and target, as the text spells them'
+    )
     arrays: list[str] = Field(description='dtypes and shapes on a device')
     times: int = Field(description='per step, trip counts of loops multiplied in')
     at_most: bool = Field(description='whether it is in a branch that may not be taken')
@@ -61,7 +71,9 @@ class Overlap(_Result):
     axis: str
     transfer: Transfer
     synchronous: bool
-    overlapped_gflops: float = Field(description='of matrix products between its start and its end, on one device, each time')
+    overlapped_gflops: float = Field(
+        description='of matrix products between its start and its end, on one device, each time'
+    )
     seconds: float = Field(description='on the wire, per step, at the rates of the inspection')
     hidden_seconds: float = Field(
         description='of these, beside matrix products, each of which hides one transfer of a link',
@@ -92,7 +104,9 @@ class Products(_Result):
 
     compiled: float = Field(description='of the compiled program, trip counts multiplied in')
     expected: float = Field(description='of the config, with what it recomputes')
-    rematerialized: float = Field(default=0, description='of the compiled ones, what XLA repeats to save memory')
+    rematerialized: float = Field(
+        default=0, description='of the compiled ones, what XLA repeats to save memory'
+    )
 
     @property
     def ratio(self) -> float:
@@ -107,7 +121,9 @@ class Memory(_Result):
     temporaries: int
     outputs: int = Field(description='beside those that reuse the memory of arguments')
     device: int | None = Field(description='what the device has; None for a CPU')
-    largest_replicated: list[tuple[str, int]] = Field(description='parameters that every device of a model axis holds whole')
+    largest_replicated: list[tuple[str, int]] = Field(
+        description='parameters that every device of a model axis holds whole'
+    )
 
 
 class Finding(_Result):
@@ -122,7 +138,9 @@ class Compared(_Result):
     """One result of an executed step beside that of one device."""
 
     name: str
-    error: float = Field(description='the largest difference over the largest element of what is expected')
+    error: float = Field(
+        description='the largest difference over the largest element of what is expected'
+    )
     limit: float
 
     @property
@@ -135,12 +153,22 @@ class StepRun(_Result):
     """The compiled program of a step, executed on simulated CPU devices and compared with one device."""
 
     config: str = Field(description='the config that was executed, YAML')
-    shrunk: list[str] = Field(description='each key that was made smaller so that a CPU can execute the step')
+    shrunk: list[str] = Field(
+        description='each key that was made smaller so that a CPU can execute the step'
+    )
     exact: bool = Field(description='everything of 16 bits was computed in fp32')
     seconds: float
-    results: list[Compared] = Field(description='loss, gradients and updated parameters, worst first')
-    culprit: str = Field(default='', description='the pass of the compiler after which the program is wrong, with --bisect')
-    smallest: str = Field(default='', description='the smallest config of the family whose step is wrong, YAML, with --reduce')
+    results: list[Compared] = Field(
+        description='loss, gradients and updated parameters, worst first'
+    )
+    culprit: str = Field(
+        default='',
+        description='the pass of the compiler after which the program is wrong, with --bisect',
+    )
+    smallest: str = Field(
+        default='',
+        description='the smallest config of the family whose step is wrong, YAML, with --reduce',
+    )
 
     @property
     def ok(self) -> bool:
@@ -160,9 +188,13 @@ class Inspection(_Result):
     compile_seconds: float
     rows: list[Row]
     collectives: list[CollectiveInstruction]
-    ratios: dict[str, float | None] = Field(description='bytes on the wire per axis over those of Megatron; None where Megatron sends none')
+    ratios: dict[str, float | None] = Field(
+        description='bytes on the wire per axis over those of Megatron; None where Megatron sends none'
+    )
     schedule: list[Overlap]
-    overlapped_share: dict[str, float] = Field(description='per axis, the share of bytes whose transfer overlaps with matrix products')
+    overlapped_share: dict[str, float] = Field(
+        description='per axis, the share of bytes whose transfer overlaps with matrix products'
+    )
     rates: Rates | None = Field(description='that the seconds are computed at; None for a CPU')
     wire_seconds: dict[str, float] = Field(
         description='per axis, of the transfers of `schedule`, per step',
@@ -179,7 +211,11 @@ class Inspection(_Result):
     def ok(self) -> bool:
         """Nothing is MORE than Megatron, no lint is an error and what was executed is right."""
         no_more = all(row.verdict != 'MORE' for row in self.rows)
-        return no_more and all(finding.level != 'error' for finding in self.findings) and all(run.ok for run in self.runs)
+        return (
+            no_more
+            and all(finding.level != 'error' for finding in self.findings)
+            and all(run.ok for run in self.runs)
+        )
 
     def _repr_html_(self) -> str:
         from megajax.inspect.report import to_html

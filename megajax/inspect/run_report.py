@@ -15,13 +15,22 @@ def run_lines(runs: Sequence[StepRun]) -> list[Text]:
     if not runs:
         return []
     shrunk = [Text(f'made smaller for it: {", ".join(runs[0].shrunk)}')] if runs[0].shrunk else []
-    return [*(line for run in runs for line in _run(run)), *shrunk, Text(NOT_COVERED, style='dim'), Text()]
+    return [
+        *(line for run in runs for line in _run(run)),
+        *shrunk,
+        Text(NOT_COVERED, style='dim'),
+        Text(),
+    ]
 
 
 def _run(run: StepRun) -> Iterator[Text]:
     kind = 'everything of 16 bits in fp32' if run.exact else 'as it is'
     wrong = sum(not one.ok for one in run.results)
-    verdict = f'{wrong} of {len(run.results)} results are WRONG' if wrong else f'all {len(run.results)} results agree'
+    verdict = (
+        f'{wrong} of {len(run.results)} results are WRONG'
+        if wrong
+        else f'all {len(run.results)} results agree'
+    )
     head = f'executed on simulated CPU devices, {kind}, beside one device: {verdict} ({run.seconds:.0f} s)'
     yield Text(head, style='bold red' if wrong else 'green')
     yield from map(_line, run.results[:SHOWN])

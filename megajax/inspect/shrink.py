@@ -67,7 +67,11 @@ def _data(config: Config) -> int:
 def _heads(config: Config) -> tuple[int, int]:
     """Key/value and query heads, as few as leave each device whole key/value heads, or a part of one, as before."""
     model, shards = config.model, config.mesh.model
-    kv_heads = model.num_kv_heads if model.num_kv_heads < shards else max(shards, min(model.num_kv_heads, 2))
+    kv_heads = (
+        model.num_kv_heads
+        if model.num_kv_heads < shards
+        else max(shards, min(model.num_kv_heads, 2))
+    )
     per_device = max(kv_heads, shards)
     is_grouped = model.num_kv_heads < model.num_heads and model.num_heads > per_device
     return kv_heads, per_device * 2 if is_grouped else per_device

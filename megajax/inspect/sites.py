@@ -12,7 +12,18 @@ from megajax.hlo.collectives import Collective
 
 # In this order: the first that is in the path names the site.
 _SCOPES = ('optimizer', 'embedding', 'attention', 'mlp', 'head', 'loss', 'norm')
-ORDER = ('parameters', 'embedding', 'attention', 'mlp', 'norm', 'head', 'loss', 'gradients', 'optimizer', 'metrics')
+ORDER = (
+    'parameters',
+    'embedding',
+    'attention',
+    'mlp',
+    'norm',
+    'head',
+    'loss',
+    'gradients',
+    'optimizer',
+    'metrics',
+)
 
 
 def site_of(one: Collective, config: Config) -> Site:

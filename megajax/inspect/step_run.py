@@ -17,14 +17,25 @@ from megajax.inspect.result import StepRun
 from megajax.inspect.shrink import shrink
 
 
-def run_in_child(config: Config, target: str, *, bisect: bool, reduce: bool, say: Say) -> list[StepRun]:
+def run_in_child(
+    config: Config, target: str, *, bisect: bool, reduce: bool, say: Say
+) -> list[StepRun]:
     """Execute the step of `config`, or of a smaller one, as compiled for `target`; `say` hears of its progress.
 
     A program of 16 bits runs twice: as it is, and with everything of 16 bits in fp32.
     """
     with tempfile.TemporaryDirectory() as folder:
         task, result = Path(folder, 'task'), Path(folder, 'result')
-        task.write_text(json.dumps({'config': config.model_dump_json(), 'target': target, 'bisect': bisect, 'reduce': reduce}))
+        task.write_text(
+            json.dumps(
+                {
+                    'config': config.model_dump_json(),
+                    'target': target,
+                    'bisect': bisect,
+                    'reduce': reduce,
+                }
+            )
+        )
         call_in_child(__name__, task, result, target=target, say=say)
         return [StepRun.model_validate(one) for one in json.loads(result.read_text())]
 
@@ -39,14 +50,23 @@ def run(config: Config, target: str, *, bisect: bool, reduce: bool, say: Say) ->
     step = EmulatedStep(small, target)
     runs = []
     for exact in (False,) if small.train.dtype == 'float32' else (False, True):
-        say('executing it on simulated CPU devices' + (', everything of 16 bits in fp32 ...' if exact else ' ...'))
+        say(
+            'executing it on simulated CPU devices'
+            + (', everything of 16 bits in fp32 ...' if exact else ' ...')
+        )
         results = judged(step.differences(exact=exact), small, exact=exact)
         seconds, start = time.perf_counter() - start, time.perf_counter()
-        runs.append(StepRun(config=dump(small), shrunk=changes, exact=exact, seconds=seconds, results=results))
+        runs.append(
+            StepRun(
+                config=dump(small), shrunk=changes, exact=exact, seconds=seconds, results=results
+            )
+        )
     return [_explained(one, small, target, bisect=bisect, reduce=reduce, say=say) for one in runs]
 
 
-def _explained(found: StepRun, config: Config, target: str, *, bisect: bool, reduce: bool, say: Say) -> StepRun:
+def _explained(
+    found: StepRun, config: Config, target: str, *, bisect: bool, reduce: bool, say: Say
+) -> StepRun:
     if found.ok:
         return found
     from megajax.inspect.culprit import culprit
@@ -55,7 +75,9 @@ def _explained(found: StepRun, config: Config, target: str, *, bisect: bool, red
 
     def is_wrong(simpler: Config) -> bool:
         exact = found.exact and simpler.train.dtype != 'float32'
-        results = judged(EmulatedStep(simpler, target).differences(exact=exact), simpler, exact=exact)
+        results = judged(
+            EmulatedStep(simpler, target).differences(exact=exact), simpler, exact=exact
+        )
         worst = max(results, key=lambda one: one.error / one.limit)
         say(f'{"wrong" if not worst.ok else "right"}: {worst.name} differs by {worst.error:.1e}')
         return not worst.ok

@@ -23,7 +23,11 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     'num_tokentypes': (0,),
     'parallel_output_gate': (False,),
 }
-SCALING = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_seq_len': 8192}  # Megatron's own, which it has no arguments for
+SCALING = {
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
+    'original_max_seq_len': 8192,
+}  # Megatron's own, which it has no arguments for
 
 
 def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:
@@ -31,13 +35,23 @@ def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:
 
     Raises ConfigError with each argument whose value is not supported, or that is missing.
     """
-    wrong = [(name, arguments[name]) for name, allowed in ONLY.items() if arguments.get(name) not in (None, *allowed)]
+    wrong = [
+        (name, arguments[name])
+        for name, allowed in ONLY.items()
+        if arguments.get(name) not in (None, *allowed)
+    ]
     problems = [f'{file}: {name}={value} is not supported' for name, value in wrong]
     needed = ('num_layers', 'hidden_size', 'num_attention_heads', 'max_position_embeddings')
-    problems += [f'{file}: {name} is missing among its arguments' for name in needed if arguments.get(name) is None]
+    problems += [
+        f'{file}: {name} is missing among its arguments'
+        for name in needed
+        if arguments.get(name) is None
+    ]
     position = arguments.get('position_embedding_type', 'learned_absolute')
     if position not in ('learned_absolute', 'rope'):
-        problems.append(f'{file}: position_embedding_type={position} is not supported, only learned_absolute and rope')
+        problems.append(
+            f'{file}: position_embedding_type={position} is not supported, only learned_absolute and rope'
+        )
     if problems:
         raise ConfigError(*problems)
     return _model(arguments, position == 'rope')
@@ -48,13 +62,22 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
         value = arguments.get(name)
         return default if value is None else value
 
-    hidden, heads, bias, gated = get('hidden_size'), get('num_attention_heads'), get('add_bias_linear', True), get('swiglu', False)
-    fused = get('openai_gelu', False) or (bias and get('bias_gelu_fusion', True))  # both are the tanh approximation
+    hidden, heads, bias, gated = (
+        get('hidden_size'),
+        get('num_attention_heads'),
+        get('add_bias_linear', True),
+        get('swiglu', False),
+    )
+    fused = get('openai_gelu', False) or (
+        bias and get('bias_gelu_fusion', True)
+    )  # both are the tanh approximation
     model = {
         'num_layers': get('num_layers'),
         'hidden_size': hidden,
         'num_heads': heads,
-        'num_kv_heads': get('num_query_groups', heads) if get('group_query_attention', False) else heads,
+        'num_kv_heads': get('num_query_groups', heads)
+        if get('group_query_attention', False)
+        else heads,
         'head_dim': get('kv_channels', hidden // heads),
         'ffn_size': get('ffn_hidden_size', 4 * hidden),
         'vocab_size': get('vocab_size', get('padded_vocab_size')),
@@ -73,5 +96,9 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
     if rope:
         model['rope_theta'] = float(get('rotary_base', 10000))
     if rope and get('use_rope_scaling', False):
-        model['rope_scaling'] = {'type': 'llama3', 'factor': float(get('rope_scaling_factor', 8.0)), **SCALING}
+        model['rope_scaling'] = {
+            'type': 'llama3',
+            'factor': float(get('rope_scaling_factor', 8.0)),
+            **SCALING,
+        }
     return {key: value for key, value in model.items() if value is not None}

@@ -18,8 +18,15 @@ from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
 
 Dtype = Literal['float32', 'bfloat16', 'float16']
-DTYPES = {'float32': np.dtype(np.float32), 'bfloat16': np.dtype(ml_dtypes.bfloat16), 'float16': np.dtype(np.float16)}
-BEGIN_OF_DOCUMENT = ('<s>', '<|begin_of_text|>')  # Llama 2 and Mistral, Llama 3; others begin a document with the end of the last
+DTYPES = {
+    'float32': np.dtype(np.float32),
+    'bfloat16': np.dtype(ml_dtypes.bfloat16),
+    'float16': np.dtype(np.float16),
+}
+BEGIN_OF_DOCUMENT = (
+    '<s>',
+    '<|begin_of_text|>',
+)  # Llama 2 and Mistral, Llama 3; others begin a document with the end of the last
 FAMILY, DTYPE = 'imported as', 'imported in'  # in the record of a checkpoint that was imported
 
 logger = logging.getLogger(__name__)
@@ -44,12 +51,23 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
 
     dtypes = {str(x.dtype) for x in tensors.values() if x.dtype in DTYPES.values()}
     origin = {FAMILY: family} | ({DTYPE: dtypes.pop()} if len(dtypes) == 1 else {})
-    start_run(out, config, lambda config: from_huggingface(config, tensors, source=str(folder)), tokenizer=tokenizer, origin=origin)
+    start_run(
+        out,
+        config,
+        lambda config: from_huggingface(config, tensors, source=str(folder)),
+        tokenizer=tokenizer,
+        origin=origin,
+    )
     return config
 
 
 def export_huggingface(
-    source: Path, out: Path, *, family: str | None = None, dtype: Dtype | None = None, shard_bytes: int = SHARD_BYTES
+    source: Path,
+    out: Path,
+    *,
+    family: str | None = None,
+    dtype: Dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> tuple[str, str]:
     """Write a run's newest checkpoint, or one of them, as a directory that transformers and vLLM load; its family and dtype.
 
@@ -68,13 +86,20 @@ def export_huggingface(
     from megajax.interop.runs import parts
 
     pieces = huggingface_pieces(model, parameter_shapes(checkpoint))
-    plan = [Tensor(piece.name, piece.shape, DTYPES[dtype]) for group in pieces.values() for piece in group]
+    plan = [
+        Tensor(piece.name, piece.shape, DTYPES[dtype])
+        for group in pieces.values()
+        for piece in group
+    ]
     with new_folder(out) as partial:
         tokens = _write_tokenizer(checkpoint, partial, model.max_seq_len)
         keys |= {'torch_dtype': dtype, 'use_cache': True, **tokens}
         (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
         names = (tensor.name for tensor in plan)
-        arrays = (_cast(name, x, dtype) for name, (_, x) in zip(names, parts(checkpoint, [pieces]), strict=True))
+        arrays = (
+            _cast(name, x, dtype)
+            for name, (_, x) in zip(names, parts(checkpoint, [pieces]), strict=True)
+        )
         write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
     return family, dtype
 
@@ -84,7 +109,9 @@ def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
         made = x.astype(DTYPES[dtype], copy=False)
     if not np.isfinite(made).all():
         largest = float(np.abs(x).max())
-        raise ConfigError(f'{name}: {largest:.6g} is beyond what {dtype} has: export it as bfloat16 or float32')
+        raise ConfigError(
+            f'{name}: {largest:.6g} is beyond what {dtype} has: export it as bfloat16 or float32'
+        )
     return made
 
 
@@ -101,5 +128,7 @@ def _write_tokenizer(checkpoint: Path, folder: Path, length: int) -> dict[str, A
     begin = next((token for token in added if token['content'] in BEGIN_OF_DOCUMENT), end)
     about = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': length}
     about |= {'bos_token': begin['content'], 'eos_token': end['content']}
-    (folder / 'tokenizer_config.json').write_text(json.dumps(about | {'clean_up_tokenization_spaces': False}, indent=2) + '\n')
+    (folder / 'tokenizer_config.json').write_text(
+        json.dumps(about | {'clean_up_tokenization_spaces': False}, indent=2) + '\n'
+    )
     return {'bos_token_id': begin['id'], 'eos_token_id': end['id']}

@@ -39,7 +39,9 @@ def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str
         why = 'its norms come after the residual connections, and here before them, as in "megatron-bert"'
         raise ConfigError(f'{file}: model_type: {json.dumps(family)}: {why}')
     if family not in ARCHITECTURES:
-        raise ConfigError(f'{file}: model_type: {json.dumps(family)}: only {", ".join(ARCHITECTURES)} are supported')
+        raise ConfigError(
+            f'{file}: model_type: {json.dumps(family)}: only {", ".join(ARCHITECTURES)} are supported'
+        )
     read = Reader(keys, file)
     read.only('architectures', [ARCHITECTURES[family]], None, default=None)
     read.only('quantization_config', None, default=None)
@@ -114,14 +116,22 @@ def _read_dropouts(read: Reader, *keys: str) -> float:
 def _read_llama_like(read: Reader, family: str) -> Keys:
     read.only('hidden_act', 'silu', 'swish', default='silu')
     read.only('attention_dropout', 0, default=0)
-    hidden, heads, length = read.get('hidden_size'), read.get('num_attention_heads'), read.get('max_position_embeddings')
+    hidden, heads, length = (
+        read.get('hidden_size'),
+        read.get('num_attention_heads'),
+        read.get('max_position_embeddings'),
+    )
     _refuse_windows(read, family, length)
     biases = False
     if family in ('llama', 'qwen3'):
         biases = read.get('attention_bias', False)
     if family == 'llama':
         if read.get('mlp_bias', False) != biases:
-            read.refuse('mlp_bias', not biases, f'only that of attention_bias, {json.dumps(biases)}, is supported')
+            read.refuse(
+                'mlp_bias',
+                not biases,
+                f'only that of attention_bias, {json.dumps(biases)}, is supported',
+            )
     elif biases:
         read.refuse('attention_bias', biases, 'only false is supported')
     return {
@@ -129,7 +139,8 @@ def _read_llama_like(read: Reader, family: str) -> Keys:
         'hidden_size': hidden,
         'num_heads': heads,
         'num_kv_heads': read.get('num_key_value_heads', heads if family == 'llama' else ...),
-        'head_dim': read.get('head_dim', 128 if family == 'qwen3' else None) or (hidden or 0) // (heads or 1),
+        'head_dim': read.get('head_dim', 128 if family == 'qwen3' else None)
+        or (hidden or 0) // (heads or 1),
         'ffn_size': read.get('intermediate_size'),
         'vocab_size': read.get('vocab_size'),
         'max_seq_len': length,
@@ -151,7 +162,11 @@ def _refuse_windows(read: Reader, family: str, length: int | None) -> None:
     if family == 'mistral':
         window = read.get('sliding_window', 4096)
         if window is not None and length is not None and window < length:
-            read.refuse('sliding_window', window, f'only null, or at least max_position_embeddings={length}, is supported')
+            read.refuse(
+                'sliding_window',
+                window,
+                f'only null, or at least max_position_embeddings={length}, is supported',
+            )
     elif family in ('qwen2', 'qwen3'):
         read.only('use_sliding_window', False, default=False)
         read.get('sliding_window', None)
@@ -175,14 +190,20 @@ def _read_rope(read: Reader) -> Keys:
         read.refuse(f'{key}.{name}', scaling[name], why)
     theta = scaling.get('rope_theta', old[0])
     if not isinstance(theta, (int, float)) or not theta > 0:
-        read.refuse(f'{key}.rope_theta' if 'rope_theta' in scaling else 'rope_theta', theta, 'only a number above 0 is supported')
+        read.refuse(
+            f'{key}.rope_theta' if 'rope_theta' in scaling else 'rope_theta',
+            theta,
+            'only a number above 0 is supported',
+        )
         return {}
     theta = float(theta)
     if new is not None and 'rope_theta' not in {*scaling, *read.keys}:
         read.problems.append(f'{read.file}: {key}.rope_theta: required, and missing')
     kind = scaling.get('rope_type', scaling.get('type', 'default'))
     if scaling.get('partial_rotary_factor', 1) != 1:
-        read.refuse(f'{key}.partial_rotary_factor', scaling['partial_rotary_factor'], 'only 1 is supported')
+        read.refuse(
+            f'{key}.partial_rotary_factor', scaling['partial_rotary_factor'], 'only 1 is supported'
+        )
     if kind == 'default':
         return {'rope_theta': theta}
     if kind not in ('linear', 'llama3'):
@@ -193,9 +214,15 @@ def _read_rope(read: Reader) -> Keys:
         wanted |= {'low_freq_factor': 'low_freq_factor', 'high_freq_factor': 'high_freq_factor'}
         wanted |= {'original_max_seq_len': 'original_max_position_embeddings'}
     if missing := [name for name in wanted.values() if name not in scaling]:
-        read.problems.append(f'{read.file}: {key}.{missing[0]}: required by rope_type {kind}, and missing')
+        read.problems.append(
+            f'{read.file}: {key}.{missing[0]}: required by rope_type {kind}, and missing'
+        )
         return {}
-    return {'rope_theta': theta, 'rope_scaling': {'type': kind} | {ours: _number(scaling[name]) for ours, name in wanted.items()}}
+    return {
+        'rope_theta': theta,
+        'rope_scaling': {'type': kind}
+        | {ours: _number(scaling[name]) for ours, name in wanted.items()},
+    }
 
 
 def _number(x: Any) -> Any:
@@ -237,7 +264,9 @@ def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Ke
         if not different:
             return candidate, keys
         problems.append(f'{candidate} does not support {", ".join(different)}')
-    raise ConfigError(f'no Hugging Face architecture can represent this model: {"; ".join(problems)}')
+    raise ConfigError(
+        f'no Hugging Face architecture can represent this model: {"; ".join(problems)}'
+    )
 
 
 def _differences(model: ModelConfig, keys: Keys) -> list[str]:
@@ -324,6 +353,9 @@ def _write_scaling(model: ModelConfig) -> Keys | None:
         return None
     keys: Keys = {'rope_type': scaling.type, 'factor': scaling.factor}
     if scaling.type == 'llama3':
-        keys |= {'low_freq_factor': scaling.low_freq_factor, 'high_freq_factor': scaling.high_freq_factor}
+        keys |= {
+            'low_freq_factor': scaling.low_freq_factor,
+            'high_freq_factor': scaling.high_freq_factor,
+        }
         keys |= {'original_max_position_embeddings': scaling.original_max_seq_len}
     return keys

@@ -19,13 +19,21 @@ def check_new(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f'{out} is a file: choose another')
     if steps := find_steps(out / 'checkpoints'):
-        raise ConfigError(f'{out} is a run already, at step {steps[-1]}: choose another, or take it away')
+        raise ConfigError(
+            f'{out} is a run already, at step {steps[-1]}: choose another, or take it away'
+        )
 
 
-def settings(model: Mapping[str, Any], out: Path, tokenizer: Path | None) -> dict[str, dict[str, Any]]:
+def settings(
+    model: Mapping[str, Any], out: Path, tokenizer: Path | None
+) -> dict[str, dict[str, Any]]:
     """The config of a run with an imported model, before overrides: what the model asks of the keys beside it."""
     seq_len = min(SEQ_LEN, model.get('max_seq_len') or SEQ_LEN)
-    return {'model': dict(model), 'train': {'seq_len': seq_len}, 'data': {'tokenizer': tokenizer_of(out) if tokenizer else 'none'}}
+    return {
+        'model': dict(model),
+        'train': {'seq_len': seq_len},
+        'data': {'tokenizer': tokenizer_of(out) if tokenizer else 'none'},
+    }
 
 
 def tokenizer_of(run: Path) -> str:
@@ -52,7 +60,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f'{partial} is being written by another process: wait for it, or choose another') from None
+            raise ConfigError(
+                f'{partial} is being written by another process: wait for it, or choose another'
+            ) from None
         _clear(partial)
         yield partial
         for folder, _, names in os.walk(partial):

@@ -29,7 +29,9 @@ TIED = {  # where the embedding is the head, to the ends of these names
     'cls.predictions.decoder.bias': ('cls.predictions.bias',),
 }
 # Which older versions saved, and nobody reads.
-BUFFERS = re.compile(r'(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq|embeddings\.position_ids)')
+BUFFERS = re.compile(
+    r'(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq|embeddings\.position_ids)'
+)
 QUERIES, KEY, VALUE = slice(None, -2), slice(-2, -1), slice(-1, None)
 GATE, UP = slice(0, 1), slice(1, 2)
 
@@ -114,7 +116,9 @@ MEGATRON_BERT = {
         There('bert.encoder.layer.{}.attention.self.key.bias', '(KCH)', KEY),
         There('bert.encoder.layer.{}.attention.self.value.bias', '(KCH)', VALUE),
     ],
-    'layers.attention.out.weight': [There('bert.encoder.layer.{}.attention.output.dense.weight', 'D(NH)')],
+    'layers.attention.out.weight': [
+        There('bert.encoder.layer.{}.attention.output.dense.weight', 'D(NH)')
+    ],
     'layers.attention.out.bias': [There('bert.encoder.layer.{}.attention.output.dense.bias', 'D')],
     'layers.mlp_norm.weight': [There('bert.encoder.layer.{}.ln.weight', 'D')],
     'layers.mlp_norm.bias': [There('bert.encoder.layer.{}.ln.bias', 'D')],
@@ -158,7 +162,9 @@ def _family(model: ModelConfig) -> str:
     return 'gpt2' if model.position == 'learned' else 'llama'
 
 
-def from_huggingface(config: Config, tensors: Mapping[str, np.ndarray], *, source: str) -> nnx.State:
+def from_huggingface(
+    config: Config, tensors: Mapping[str, np.ndarray], *, source: str
+) -> nnx.State:
     """A family's tensors as parameters: fp32, in their places on the current mesh; raises ConfigError, which names `source`.
 
     The vocabulary is padded with zeros. What is mapped in `tensors` is read once, each process what its devices get.
@@ -170,15 +176,27 @@ def from_huggingface(config: Config, tensors: Mapping[str, np.ndarray], *, sourc
     return place(abstract, pieces, tensors, of=source)
 
 
-def _named_as_saved(model: ModelConfig, tensors: Mapping[str, np.ndarray], source: str) -> dict[str, np.ndarray]:
+def _named_as_saved(
+    model: ModelConfig, tensors: Mapping[str, np.ndarray], source: str
+) -> dict[str, np.ndarray]:
     """The tensors by the names that `save_pretrained` of the whole model gives them, and without what nobody reads."""
-    bare = _family(model) == 'gpt2' and not any(name.startswith('transformer.') for name in tensors)  # as it was released
-    named = {f'transformer.{name}' if bare and name != HEAD else name: x for name, x in tensors.items() if not BUFFERS.fullmatch(name)}
+    bare = _family(model) == 'gpt2' and not any(
+        name.startswith('transformer.') for name in tensors
+    )  # as it was released
+    named = {
+        f'transformer.{name}' if bare and name != HEAD else name: x
+        for name, x in tensors.items()
+        if not BUFFERS.fullmatch(name)
+    }
     for copy in TIED.keys() & named.keys() if model.tie_embeddings else ():
-        name, x = next(((name, x) for name, x in named.items() if name.endswith(TIED[copy])), ('', None))
+        name, x = next(
+            ((name, x) for name, x in named.items() if name.endswith(TIED[copy])), ('', None)
+        )
         if x is not None and not np.array_equal(named[copy], x):
             check_finite(name, x, of=source)  # NaN is not even equal to itself
             what = 'the embedding' if copy.endswith('weight') else name
-            raise ConfigError(f'{source}: {copy} is not {what}, and tie_word_embeddings says that it is')
+            raise ConfigError(
+                f'{source}: {copy} is not {what}, and tie_word_embeddings says that it is'
+            )
         del named[copy]
     return named

@@ -18,7 +18,18 @@ from flax import nnx
 from megajax.checkpoint.open import abstract_params
 from megajax.config import Config, ConfigError, ModelConfig
 from megajax.counts.parameters import SHARDED_BY_MEGATRON
-from megajax.interop.pieces import Pieces, Shape, check, cut, dims_here, make_pieces, name_of, place, shapes_of, tensors_of
+from megajax.interop.pieces import (
+    Pieces,
+    Shape,
+    check,
+    cut,
+    dims_here,
+    make_pieces,
+    name_of,
+    place,
+    shapes_of,
+    tensors_of,
+)
 
 # The parameter here: (megatron-core's name, where {} is the layer; its dims)
 NAMES: dict[str, tuple[str, str]] = {
@@ -28,9 +39,15 @@ NAMES: dict[str, tuple[str, str]] = {
     'layers.attention_norm.bias': ('decoder.layers.{}.input_layernorm.bias', 'D'),
     'layers.attention.qkv.weight': ('decoder.layers.{}.self_attention.linear_qkv.weight', '(KCH)D'),
     'layers.attention.qkv.bias': ('decoder.layers.{}.self_attention.linear_qkv.bias', '(KCH)'),
-    'layers.attention.query_norm.weight': ('decoder.layers.{}.self_attention.q_layernorm.weight', 'H'),
+    'layers.attention.query_norm.weight': (
+        'decoder.layers.{}.self_attention.q_layernorm.weight',
+        'H',
+    ),
     'layers.attention.query_norm.bias': ('decoder.layers.{}.self_attention.q_layernorm.bias', 'H'),
-    'layers.attention.key_norm.weight': ('decoder.layers.{}.self_attention.k_layernorm.weight', 'H'),
+    'layers.attention.key_norm.weight': (
+        'decoder.layers.{}.self_attention.k_layernorm.weight',
+        'H',
+    ),
     'layers.attention.key_norm.bias': ('decoder.layers.{}.self_attention.k_layernorm.bias', 'H'),
     'layers.attention.out.weight': ('decoder.layers.{}.self_attention.linear_proj.weight', 'D(NH)'),
     'layers.attention.out.bias': ('decoder.layers.{}.self_attention.linear_proj.bias', 'D'),
@@ -70,11 +87,18 @@ def to_megatron(config: Config, params: nnx.State) -> dict[str, np.ndarray]:
 
 
 def megatron_pieces(
-    model: ModelConfig, shapes: Mapping[str, Shape], *, rank: int = 0, ranks: int = 1, vocab_rows: int | None = None
+    model: ModelConfig,
+    shapes: Mapping[str, Shape],
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    vocab_rows: int | None = None,
 ) -> Pieces:
     """What each parameter is made of, on one rank of a tensor-parallel group; `vocab_rows` are those of all ranks, padding too."""
     if model.is_bert:
-        raise ConfigError(f'model.objective={model.objective}: only models of next tokens are read and written as Megatron-LM has them')
+        raise ConfigError(
+            f'model.objective={model.objective}: only models of next tokens are read and written as Megatron-LM has them'
+        )
     rows = (vocab_rows or model.vocab_size) // ranks
     if model.num_kv_heads % ranks or model.ffn_size % ranks:
         raise ConfigError(
@@ -84,7 +108,12 @@ def megatron_pieces(
     for path, shape in shapes.items():
         (name, there), here = tensors_of(NAMES, path, 'Megatron-LM'), dims[path]
         ends = dict(zip(here, shape, strict=True))
-        parts = {dim: (end // ranks, end) for dim, end in ends.items() if dim in SHARDED_BY_MEGATRON} | {'V': (rows, model.vocab_size)}
-        ranges = {dim: slice(min(rank * part, end), min((rank + 1) * part, end)) for dim, (part, end) in parts.items()}
+        parts = {
+            dim: (end // ranks, end) for dim, end in ends.items() if dim in SHARDED_BY_MEGATRON
+        } | {'V': (rows, model.vocab_size)}
+        ranges = {
+            dim: slice(min(rank * part, end), min((rank + 1) * part, end))
+            for dim, (part, end) in parts.items()
+        }
         pieces[path] = make_pieces(name, there, here, shape, ranges, {'V': rows})
     return pieces

@@ -23,7 +23,9 @@ from flax import nnx
 from megajax.config import ConfigError, ModelConfig
 from megajax.counts.parameters import parameters
 
-TILE = 16  # elements: of fp32 a cache line, which makes a transposition in numpy several times as fast
+TILE = (
+    16  # elements: of fp32 a cache line, which makes a transposition in numpy several times as fast
+)
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
@@ -66,7 +68,12 @@ def tensors_of(table: Mapping[str, Entry], name: str, of: str) -> Entry:
 
 
 def make_pieces(
-    name: str, there: str, here: str, shape: Shape, ranges: Mapping[str, slice] = NOTHING, sizes: Mapping[str, int] = NOTHING
+    name: str,
+    there: str,
+    here: str,
+    shape: Shape,
+    ranges: Mapping[str, slice] = NOTHING,
+    sizes: Mapping[str, int] = NOTHING,
 ) -> list[Piece]:
     """The pieces `there`, for example '(KCH)D' for [K*C*H, D], of a parameter of `shape` with the dims `here`, for example 'LDKCH'.
 
@@ -76,15 +83,30 @@ def make_pieces(
     if 'L' not in here:
         return [_make_piece(name, there, here, shape, ranges, sizes)]
     layers = range(shape[here.index('L')])
-    return [_make_piece(name.format(n), there, here, shape, {**ranges, 'L': slice(n, n + 1)}, sizes) for n in layers]
+    return [
+        _make_piece(name.format(n), there, here, shape, {**ranges, 'L': slice(n, n + 1)}, sizes)
+        for n in layers
+    ]
 
 
-def _make_piece(name: str, there: str, here: str, shape: Shape, ranges: Mapping[str, slice], sizes: Mapping[str, int]) -> Piece:
+def _make_piece(
+    name: str,
+    there: str,
+    here: str,
+    shape: Shape,
+    ranges: Mapping[str, slice],
+    sizes: Mapping[str, int],
+) -> Piece:
     lengths = dict(zip(here, shape, strict=True))
-    at = {dim: slice(*ranges.get(dim, slice(None)).indices(length)[:2]) for dim, length in lengths.items()}
+    at = {
+        dim: slice(*ranges.get(dim, slice(None)).indices(length)[:2])
+        for dim, length in lengths.items()
+    }
     counts = {dim: sizes.get(dim, part.stop - part.start) for dim, part in at.items()}
     groups = [''.join(dim for dim in group if dim in here) for group in _groups(there)]
-    dims = ''.join(dim for dim in here if dim not in ''.join(groups)) + ''.join(groups)  # one layer is a dim of size 1
+    dims = ''.join(dim for dim in here if dim not in ''.join(groups)) + ''.join(
+        groups
+    )  # one layer is a dim of size 1
     return Piece(
         name=name,
         shape=tuple(math.prod(counts[dim] for dim in group) for group in groups),
@@ -100,7 +122,9 @@ def _groups(there: str) -> Iterator[str]:
         yield from [part[1:]] if part.startswith('(') else part
 
 
-def check(abstract: nnx.State, pieces: Pieces, weights: Mapping[str, Any], *, of: str, keys: str) -> None:
+def check(
+    abstract: nnx.State, pieces: Pieces, weights: Mapping[str, Any], *, of: str, keys: str
+) -> None:
     """Raises ConfigError with all names that are missing or not expected and all wrong shapes and dtypes in `weights`.
 
     `of` names them in the messages, and `keys` says what decides which there are.
@@ -109,17 +133,25 @@ def check(abstract: nnx.State, pieces: Pieces, weights: Mapping[str, Any], *, of
     expected = {piece.name: piece for group in pieces.values() for piece in group}
     problems = []
     if missing := [name for name in expected if name not in weights]:
-        problems.append(f'{of}: {len(missing)} of {len(expected)} are missing ({keys}): {", ".join(missing)}')
+        problems.append(
+            f'{of}: {len(missing)} of {len(expected)} are missing ({keys}): {", ".join(missing)}'
+        )
     if unexpected := [name for name in weights if name not in expected]:
-        problems.append(f'{of}: {len(unexpected)} are not expected ({keys}): {", ".join(unexpected)}')
+        problems.append(
+            f'{of}: {len(unexpected)} are not expected ({keys}): {", ".join(unexpected)}'
+        )
     for name, piece in expected.items():
         if name not in weights:
             continue
         x = np.asarray(weights[name])
         if x.shape != piece.shape:
-            problems.append(f'{of}: {name}: expected {piece.shape}, got {x.shape}{_fix(piece.shape, x.shape)}')
+            problems.append(
+                f'{of}: {name}: expected {piece.shape}, got {x.shape}{_fix(piece.shape, x.shape)}'
+            )
         if x.dtype not in dtypes:
-            problems.append(f'{of}: {name}: expected one of {", ".join(map(str, DTYPES))}, got {x.dtype}')
+            problems.append(
+                f'{of}: {name}: expected one of {", ".join(map(str, DTYPES))}, got {x.dtype}'
+            )
     if problems:
         raise ConfigError(*problems)
 
@@ -136,10 +168,14 @@ def check_finite(name: str, x: np.ndarray, *, of: str) -> None:
         place = tuple(map(int, np.unravel_index(int(np.argmin(finite)), x.shape)))
         count = x.size - int(np.count_nonzero(finite))
         found = f'{count} of {x.size} numbers are not finite, the first, {x[place]}, at {place}'
-        raise ConfigError(f'{of}: {name}: {found}: the weights are of no use, take them from another checkpoint')
+        raise ConfigError(
+            f'{of}: {name}: {found}: the weights are of no use, take them from another checkpoint'
+        )
 
 
-def place(abstract: nnx.State, pieces: Pieces, weights: Mapping[str, np.ndarray], *, of: str) -> nnx.State:
+def place(
+    abstract: nnx.State, pieces: Pieces, weights: Mapping[str, np.ndarray], *, of: str
+) -> nnx.State:
     """The parameters that the pieces in `weights` make up, in the places and dtype of `abstract`, and zero where no piece lies.
 
     Host memory holds one shard of one parameter at a time, and a process reads only what its devices get. Raises ConfigError for
@@ -147,7 +183,13 @@ def place(abstract: nnx.State, pieces: Pieces, weights: Mapping[str, np.ndarray]
     """
     flat = nnx.to_flat_state(abstract)
     with ThreadPoolExecutor(THREADS) as pool:
-        placed = [(path, param.replace(_place(param.get_value(), pieces[name_of(path)], weights, pool, of))) for path, param in flat]
+        placed = [
+            (
+                path,
+                param.replace(_place(param.get_value(), pieces[name_of(path)], weights, pool, of)),
+            )
+            for path, param in flat
+        ]
     return nnx.from_flat_state(placed)
 
 
@@ -162,27 +204,43 @@ def shapes_of(params: nnx.State) -> dict[str, Shape]:
 
 
 def _place(
-    param: jax.ShapeDtypeStruct, pieces: Sequence[Piece], weights: Mapping[str, np.ndarray], pool: ThreadPoolExecutor, of: str
+    param: jax.ShapeDtypeStruct,
+    pieces: Sequence[Piece],
+    weights: Mapping[str, np.ndarray],
+    pool: ThreadPoolExecutor,
+    of: str,
 ) -> jax.Array:
     devices = defaultdict(list)
     for device, index in param.sharding.addressable_devices_indices_map(param.shape).items():
-        devices[tuple(part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True))].append(device)
+        devices[
+            tuple(part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True))
+        ].append(device)
     shards = []
     for bounds, holders in devices.items():
-        block = _read_block(tuple(slice(*bound) for bound in bounds), param.dtype, pieces, weights, pool, of)
+        block = _read_block(
+            tuple(slice(*bound) for bound in bounds), param.dtype, pieces, weights, pool, of
+        )
         shards += [jax.device_put(block, device) for device in holders]
         jax.block_until_ready(shards)  # before the next block is made
     return jax.make_array_from_single_device_arrays(param.shape, param.sharding, shards)
 
 
 def _read_block(
-    index: At, dtype: np.dtype, pieces: Sequence[Piece], weights: Mapping[str, np.ndarray], pool: ThreadPoolExecutor, of: str
+    index: At,
+    dtype: np.dtype,
+    pieces: Sequence[Piece],
+    weights: Mapping[str, np.ndarray],
+    pool: ThreadPoolExecutor,
+    of: str,
 ) -> np.ndarray:
     """The part of a parameter at `index`."""
     block = _zeros(tuple(part.stop - part.start for part in index), dtype)
 
     def copy(piece: Piece) -> None:
-        both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(index, piece.at, strict=True))
+        both = tuple(
+            slice(max(a.start, b.start), min(a.stop, b.stop))
+            for a, b in zip(index, piece.at, strict=True)
+        )
         if any(part.start >= part.stop for part in both):
             return
         source = piece.view(weights[piece.name])[_shifted(both, piece.at)]
@@ -192,7 +250,9 @@ def _read_block(
             copy_tiles(halves[..., 1][_shifted(both, index)], source.view(np.uint16))
         else:
             copy_tiles(block[_shifted(both, index)], source)
-        if not np.isfinite(block[_shifted(both, index)]).all():  # of the copy, which is in fp32 and in the processor's cache
+        if not np.isfinite(
+            block[_shifted(both, index)]
+        ).all():  # of the copy, which is in fp32 and in the processor's cache
             check_finite(piece.name, weights[piece.name], of=of)
 
     list(pool.map(copy, pieces))
@@ -207,7 +267,10 @@ def _zeros(shape: Shape, dtype: np.dtype) -> np.ndarray:
 
 
 def _shifted(at: At, origin: At) -> At:
-    return tuple(slice(part.start - zero.start, part.stop - zero.start) for part, zero in zip(at, origin, strict=True))
+    return tuple(
+        slice(part.start - zero.start, part.stop - zero.start)
+        for part, zero in zip(at, origin, strict=True)
+    )
 
 
 def cut(x: np.ndarray, piece: Piece, dtype: np.dtype | None = None) -> np.ndarray:
@@ -224,12 +287,16 @@ def copy_tiles(target: np.ndarray, source: np.ndarray) -> None:
     if along_target == along_source:
         target[...] = source
         return
-    target, source = (np.moveaxis(x, (along_source, along_target), (-2, -1)) for x in (target, source))
+    target, source = (
+        np.moveaxis(x, (along_source, along_target), (-2, -1)) for x in (target, source)
+    )
     for outer in np.ndindex(target.shape[:-2]):
         for start in range(0, target.shape[-1], TILE):
             target[outer][:, start : start + TILE] = source[outer][:, start : start + TILE]
 
 
 def _contiguous_dim(x: np.ndarray) -> int:
-    steps = [stride if size > 1 else math.inf for stride, size in zip(x.strides, x.shape, strict=True)]
+    steps = [
+        stride if size > 1 else math.inf for stride, size in zip(x.strides, x.shape, strict=True)
+    ]
     return int(np.argmin(steps))

@@ -45,7 +45,9 @@ class RankFile(NamedTuple):
     tensors: Mapping[str, np.ndarray]
 
 
-def import_megatron(folder: Path, out: Path, overrides: Sequence[str] = (), *, ranks: int | None = None) -> Config:
+def import_megatron(
+    folder: Path, out: Path, overrides: Sequence[str] = (), *, ranks: int | None = None
+) -> Config:
     """Make `out` a run at step 0 with a checkpoint's weights, merged over its tensor-parallel ranks; the config of the run.
 
     The model is what the checkpoint's arguments say, or a config.yaml beside the ranks. Raises ConfigError for what is not
@@ -56,7 +58,13 @@ def import_megatron(folder: Path, out: Path, overrides: Sequence[str] = (), *, r
     config = _config(folder, files[0], out, overrides)
     from megajax.interop.runs import start_run
 
-    start_run(out, config, lambda config: _merge(config, files), tokenizer=None, origin={'imported from': 'megatron'})
+    start_run(
+        out,
+        config,
+        lambda config: _merge(config, files),
+        tokenizer=None,
+        origin={'imported from': 'megatron'},
+    )
     return config
 
 
@@ -74,13 +82,20 @@ def export_megatron(source: Path, out: Path, *, ranks: int) -> None:
 
     shapes = parameter_shapes(checkpoint)
     rows = -(-config.model.vocab_size // (VOCAB_MULTIPLE * ranks)) * VOCAB_MULTIPLE * ranks
-    pieces = [megatron_pieces(config.model, shapes, rank=rank, ranks=ranks, vocab_rows=rows) for rank in range(ranks)]
+    pieces = [
+        megatron_pieces(config.model, shapes, rank=rank, ranks=ranks, vocab_rows=rows)
+        for rank in range(ranks)
+    ]
     float32 = np.dtype(np.float32)
     contents = [
         {
             'checkpoint_version': VERSION,
             'iteration': record.step,
-            'model': {piece.name: Stored(piece.shape, float32) for group in of_rank.values() for piece in group},
+            'model': {
+                piece.name: Stored(piece.shape, float32)
+                for group in of_rank.values()
+                for piece in group
+            },
         }
         for of_rank in pieces
     ]
@@ -103,12 +118,22 @@ def find_ranks(folder: Path, ranks: int | None = None) -> list[Path]:
     tracker = folder / TRACKER
     if tracker.is_file():
         newest = tracker.read_text().strip()
-        folder = folder / (newest if newest == RELEASE else f'iter_{int(newest):07}' if newest.isdecimal() else newest)
+        folder = folder / (
+            newest
+            if newest == RELEASE
+            else f'iter_{int(newest):07}'
+            if newest.isdecimal()
+            else newest
+        )
     found = sorted(path.name for path in folder.glob('mp_rank_*') if path.is_dir())
     if not found:
-        raise ConfigError(f'{folder}: there is no mp_rank_00; give the folder of a checkpoint, or one with {TRACKER}')
+        raise ConfigError(
+            f'{folder}: there is no mp_rank_00; give the folder of a checkpoint, or one with {TRACKER}'
+        )
     if staged := [name for name in found if not re.fullmatch(r'mp_rank_\d\d', name)]:
-        raise ConfigError(f'{folder}: {staged[0]} is a pipeline or expert stage, and only tensor-parallel ranks are merged')
+        raise ConfigError(
+            f'{folder}: {staged[0]} is a pipeline or expert stage, and only tensor-parallel ranks are merged'
+        )
     if found != [f'mp_rank_{rank:02}' for rank in range(len(found))]:
         raise ConfigError(f'{folder}: there are {", ".join(found)}, and not every rank from 00 on')
     if ranks is not None and ranks != len(found):
@@ -125,13 +150,23 @@ def _read_file(path: Path) -> RankFile:
         raise ConfigError(f"{path}: there is no 'model' in it")
     version = contents.get('checkpoint_version', VERSION)
     if not isinstance(version, (int, float)) or version < 2:
-        raise ConfigError(f'{path}: checkpoint_version {version} orders QKV in another way; only 2.0 and later are read')
+        raise ConfigError(
+            f'{path}: checkpoint_version {version} orders QKV in another way; only 2.0 and later are read'
+        )
     arguments = contents.get('args')
-    known = vars(arguments) if isinstance(arguments, Namespace) else arguments if isinstance(arguments, Mapping) else {}
+    known = (
+        vars(arguments)
+        if isinstance(arguments, Namespace)
+        else arguments
+        if isinstance(arguments, Mapping)
+        else {}
+    )
     return RankFile(path, known, dict(_tensors(contents['model'], path)))
 
 
-def _tensors(model: Mapping[str, Any], path: Path, prefix: str = '') -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(
+    model: Mapping[str, Any], path: Path, prefix: str = ''
+) -> Iterator[tuple[str, np.ndarray]]:
     for key, value in model.items():
         name = f'{prefix}{key}'
         if IGNORED.fullmatch(name) or name == 'word_embeddings_for_head':
@@ -149,9 +184,17 @@ def _tensors(model: Mapping[str, Any], path: Path, prefix: str = '') -> Iterator
 def _config(folder: Path, first: RankFile, out: Path, overrides: Sequence[str]) -> Config:
     beside = folder / 'config.yaml'
     if not first.arguments and not beside.is_file():
-        raise ConfigError(f"{first.path}: holds no arguments ('args') that say what the model is; write its config to {beside}")
-    model = read_arguments(first.arguments, str(first.path)) if first.arguments else load(beside).model.model_dump(mode='json')
-    return reload(settings(model, out, None), overrides, place=str(first.path if first.arguments else beside))
+        raise ConfigError(
+            f"{first.path}: holds no arguments ('args') that say what the model is; write its config to {beside}"
+        )
+    model = (
+        read_arguments(first.arguments, str(first.path))
+        if first.arguments
+        else load(beside).model.model_dump(mode='json')
+    )
+    return reload(
+        settings(model, out, None), overrides, place=str(first.path if first.arguments else beside)
+    )
 
 
 def _merge(config: Config, files: Sequence[RankFile]) -> Any:
@@ -161,7 +204,10 @@ def _merge(config: Config, files: Sequence[RankFile]) -> Any:
     from megajax.interop.pieces import check, place, shapes_of
 
     abstract = abstract_params(config)
-    embedding = next((x for name, x in files[0].tensors.items() if name == 'embedding.word_embeddings.weight'), None)
+    embedding = next(
+        (x for name, x in files[0].tensors.items() if name == 'embedding.word_embeddings.weight'),
+        None,
+    )
     rows = config.model.vocab_size if embedding is None else len(embedding) * len(files)
     if rows < config.model.vocab_size:
         raise ConfigError(
@@ -169,11 +215,17 @@ def _merge(config: Config, files: Sequence[RankFile]) -> Any:
         )
     merged: dict[str, list[Any]] = {}
     for rank, file in enumerate(files):
-        pieces = megatron_pieces(config.model, shapes_of(abstract), rank=rank, ranks=len(files), vocab_rows=rows)
+        pieces = megatron_pieces(
+            config.model, shapes_of(abstract), rank=rank, ranks=len(files), vocab_rows=rows
+        )
         check(abstract, pieces, file.tensors, of=str(file.path), keys=KEYS)
         for path, group in pieces.items():
-            merged.setdefault(path, []).extend(piece._replace(name=f'{rank}/{piece.name}') for piece in group)
-    tensors = {f'{rank}/{name}': x for rank, file in enumerate(files) for name, x in file.tensors.items()}
+            merged.setdefault(path, []).extend(
+                piece._replace(name=f'{rank}/{piece.name}') for piece in group
+            )
+    tensors = {
+        f'{rank}/{name}': x for rank, file in enumerate(files) for name, x in file.tensors.items()
+    }
     _check_copies(merged, files)
     return place(abstract, merged, tensors, of=f'{files[0].path.parent.parent}: rank')
 
@@ -190,6 +242,12 @@ def _check_copies(merged: 'Pieces', files: Sequence[RankFile]) -> None:
             first = firsts.setdefault(where, rank)
             if any(start == stop for start, stop in where):  # nothing but padding of the vocabulary
                 continue
-            if first != rank and not np.array_equal(files[first].tensors[name], files[rank].tensors[name]):
-                check_finite(name, files[rank].tensors[name], of=str(files[rank].path))  # NaN is not even equal to itself
-                raise ConfigError(f'{files[rank].path}: {name} is another than in {files[first].path}, and every rank should have the same')
+            if first != rank and not np.array_equal(
+                files[first].tensors[name], files[rank].tensors[name]
+            ):
+                check_finite(
+                    name, files[rank].tensors[name], of=str(files[rank].path)
+                )  # NaN is not even equal to itself
+                raise ConfigError(
+                    f'{files[rank].path}: {name} is another than in {files[first].path}, and every rank should have the same'
+                )

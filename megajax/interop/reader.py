@@ -6,9 +6,32 @@ from typing import Any
 
 # These keys concern the training or the tokenizer, or have no effect on the logits.
 INERT = frozenset(
-    {'architectures', 'model_type', 'transformers_version', 'torch_dtype', 'dtype', 'use_cache', 'pretraining_tp', 'max_window_layers'}
-    | {'bos_token_id', 'eos_token_id', 'pad_token_id', '_name_or_path', 'task_specific_params', 'initializer_range', 'n_ctx'}
-    | {'summary_activation', 'summary_first_dropout', 'summary_proj_to_labels', 'summary_type', 'summary_use_proj'}
+    {
+        'architectures',
+        'model_type',
+        'transformers_version',
+        'torch_dtype',
+        'dtype',
+        'use_cache',
+        'pretraining_tp',
+        'max_window_layers',
+    }
+    | {
+        'bos_token_id',
+        'eos_token_id',
+        'pad_token_id',
+        '_name_or_path',
+        'task_specific_params',
+        'initializer_range',
+        'n_ctx',
+    }
+    | {
+        'summary_activation',
+        'summary_first_dropout',
+        'summary_proj_to_labels',
+        'summary_type',
+        'summary_use_proj',
+    }
     | {'keys_to_ignore_at_inference'}
 )
 

@@ -19,14 +19,27 @@ from megajax.parallel.mesh import mesh_for
 from megajax.run.lock import run_lock
 
 
-def start_run(out: Path, config: Config, load: Callable[[Config], nnx.State], *, tokenizer: Path | None, origin: Mapping[str, str]) -> None:
+def start_run(
+    out: Path,
+    config: Config,
+    load: Callable[[Config], nnx.State],
+    *,
+    tokenizer: Path | None,
+    origin: Mapping[str, str],
+) -> None:
     """Make `out` a run at step 0 with the parameters that `load` brings to the mesh of `config`; its optimizer is fresh.
 
     `origin` goes into the checkpoint's record. Nothing in `out` looks like a checkpoint until it is complete.
     """
-    spec = str(tokenizer) if tokenizer and config.data.tokenizer == tokenizer_of(out) else config.data.tokenizer
+    spec = (
+        str(tokenizer)
+        if tokenizer and config.data.tokenizer == tokenizer_of(out)
+        else config.data.tokenizer
+    )
     special = SPECIAL if config.model.is_bert else ()
-    loaded = None if spec == 'none' else make_tokenizer(spec, config.model.vocab_size, special=special)
+    loaded = (
+        None if spec == 'none' else make_tokenizer(spec, config.model.vocab_size, special=special)
+    )
     mesh = mesh_for(config)
     with jax.set_mesh(mesh):
         params = load(config)

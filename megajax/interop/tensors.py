@@ -53,7 +53,11 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
         return _read_indexed(folder)
     if not (folder / SINGLE).is_file():
         pickles = sorted(path.name for path in folder.glob('*.bin'))
-        why = f'; {pickles[0]} is a pickle, which could run anything: save the model as safetensors first' if pickles else ''
+        why = (
+            f'; {pickles[0]} is a pickle, which could run anything: save the model as safetensors first'
+            if pickles
+            else ''
+        )
         raise ConfigError(f'{folder}: there is neither {SINGLE} nor {INDEX}{why}')
     return _read_file(folder / SINGLE)
 
@@ -71,7 +75,9 @@ def _read_indexed(folder: Path) -> dict[str, np.ndarray]:
 def _read_files(folder: Path, index: Path, files: Mapping[str, str]) -> dict[str, np.ndarray]:
     for name, file in files.items():
         if Path(file).name != file or not file.endswith('.safetensors'):
-            raise ConfigError(f'{index}: {name} is said to be in {file!r}, which is not the name of a safetensors file beside it')
+            raise ConfigError(
+                f'{index}: {name} is said to be in {file!r}, which is not the name of a safetensors file beside it'
+            )
         if not (folder / file).is_file():
             raise ConfigError(f'{index}: {name} is said to be in {file}, which is missing')
     tensors: dict[str, np.ndarray] = {}
@@ -83,13 +89,17 @@ def _read_files(folder: Path, index: Path, files: Mapping[str, str]) -> dict[str
                 raise ConfigError(f'{folder / file}: holds {name}, and {index.name} {where}')
         tensors |= found
     if missing := [name for name in files if name not in tensors]:
-        raise ConfigError(f'{index}: {missing[0]} is said to be in {files[missing[0]]}, which does not hold it')
+        raise ConfigError(
+            f'{index}: {missing[0]} is said to be in {files[missing[0]]}, which does not hold it'
+        )
     return tensors
 
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
     try:
-        with safe_open(path, framework='numpy'):  # checks that the header is sound, and the file as long as it says
+        with safe_open(
+            path, framework='numpy'
+        ):  # checks that the header is sound, and the file as long as it says
             pass
         with path.open('rb') as file:
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
@@ -97,7 +107,11 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
         raise ConfigError(f'{path}: not a sound safetensors file: {error}') from error
     start = 8 + int(content[:8].view('<u8')[0])
     header = json.loads(content[8:start].tobytes())
-    return {name: _view(path, name, about, content[start:]) for name, about in header.items() if name != '__metadata__'}
+    return {
+        name: _view(path, name, about, content[start:])
+        for name, about in header.items()
+        if name != '__metadata__'
+    }
 
 
 def _view(path: Path, name: str, about: Mapping[str, Any], content: np.ndarray) -> np.ndarray:
@@ -107,7 +121,13 @@ def _view(path: Path, name: str, about: Mapping[str, Any], content: np.ndarray) 
     return content[start:end].view(DTYPES[about['dtype']]).reshape(about['shape'])
 
 
-def write_tensors(folder: Path, plan: Iterable[Tensor], arrays: Iterator[np.ndarray], *, shard_bytes: int = SHARD_BYTES) -> None:
+def write_tensors(
+    folder: Path,
+    plan: Iterable[Tensor],
+    arrays: Iterator[np.ndarray],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write the arrays, which come in the order of `plan`, to files of at most `shard_bytes`, with an index if there are more than one.
 
     Nothing but the array at hand is in memory. A tensor that is larger than `shard_bytes` has a file of its own.
@@ -118,20 +138,34 @@ def write_tensors(folder: Path, plan: Iterable[Tensor], arrays: Iterator[np.ndar
             shards.append([])
         shards[-1].append(tensor)
     count = len(shards)
-    names = [SINGLE] if count == 1 else [f'model-{n:05}-of-{count:05}.safetensors' for n in range(1, count + 1)]
+    names = (
+        [SINGLE]
+        if count == 1
+        else [f'model-{n:05}-of-{count:05}.safetensors' for n in range(1, count + 1)]
+    )
     for name, tensors in zip(names, shards, strict=True):
         _write_file(folder / name, tensors, arrays)
     if count > 1:
-        weight_map = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        weight_map = {
+            tensor.name: name
+            for name, tensors in zip(names, shards, strict=True)
+            for tensor in tensors
+        }
         total = sum(tensor.size for tensors in shards for tensor in tensors)
-        (folder / INDEX).write_text(json.dumps({'metadata': {'total_size': total}, 'weight_map': weight_map}, indent=2))
+        (folder / INDEX).write_text(
+            json.dumps({'metadata': {'total_size': total}, 'weight_map': weight_map}, indent=2)
+        )
 
 
 def _write_file(path: Path, tensors: list[Tensor], arrays: Iterator[np.ndarray]) -> None:
     header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}  # which transformers asks for
     start = 0
     for tensor in tensors:
-        header[tensor.name] = {'dtype': CODES[tensor.dtype], 'shape': tensor.shape, 'data_offsets': [start, start + tensor.size]}
+        header[tensor.name] = {
+            'dtype': CODES[tensor.dtype],
+            'shape': tensor.shape,
+            'data_offsets': [start, start + tensor.size],
+        }
         start += tensor.size
     text = json.dumps(header, separators=(',', ':')).encode()
     text += b' ' * (-len(text) % 8)  # so that the data is aligned

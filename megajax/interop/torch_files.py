@@ -35,10 +35,39 @@ STORAGES = {
 }
 # Of arguments, random states and Transformer Engine's extra states: a placeholder takes their place, and their contents are not looked at.
 INERT = frozenset(
-    {('signal', 'Signals'), ('_codecs', 'encode'), ('io', 'BytesIO'), ('_io', 'BytesIO'), ('torch', 'device'), ('torch', 'Size')}
-    | {(f'numpy.{core}.multiarray', name) for core in ('core', '_core') for name in ('_reconstruct', 'scalar')}
-    | {('numpy', 'ndarray'), ('numpy', 'dtype'), ('collections', 'deque'), ('datetime', 'timedelta'), ('pathlib', 'PosixPath')}
-    | {('torch', dtype) for dtype in ('float32', 'float16', 'bfloat16', 'float64', 'int64', 'int32', 'uint8', 'bool')}
+    {
+        ('signal', 'Signals'),
+        ('_codecs', 'encode'),
+        ('io', 'BytesIO'),
+        ('_io', 'BytesIO'),
+        ('torch', 'device'),
+        ('torch', 'Size'),
+    }
+    | {
+        (f'numpy.{core}.multiarray', name)
+        for core in ('core', '_core')
+        for name in ('_reconstruct', 'scalar')
+    }
+    | {
+        ('numpy', 'ndarray'),
+        ('numpy', 'dtype'),
+        ('collections', 'deque'),
+        ('datetime', 'timedelta'),
+        ('pathlib', 'PosixPath'),
+    }
+    | {
+        ('torch', dtype)
+        for dtype in (
+            'float32',
+            'float16',
+            'bfloat16',
+            'float64',
+            'int64',
+            'int32',
+            'uint8',
+            'bool',
+        )
+    }
 )
 INERT_PACKAGES = ('megatron.', 'transformer_engine.')  # enumerations and settings
 
@@ -98,23 +127,32 @@ def load_torch(path: Path) -> Any:
     except ConfigError:
         raise
     except zipfile.BadZipFile as error:
-        raise ConfigError(f'{path}: not a zip archive as torch.save writes since 1.6, or cut short: {error}') from error
+        raise ConfigError(
+            f'{path}: not a zip archive as torch.save writes since 1.6, or cut short: {error}'
+        ) from error
     except OSError as error:
         raise ConfigError(f'{path}: cannot be read: {error.strerror}') from error
     except Exception as error:  # a pickle can be wrong in any way
-        raise ConfigError(f'{path}: not what torch.save writes: {type(error).__name__}: {error}') from error
+        raise ConfigError(
+            f'{path}: not what torch.save writes: {type(error).__name__}: {error}'
+        ) from error
 
 
 class _Unpickler(pickle.Unpickler):
     """Calls nothing but what `find_class` gives: the functions and placeholders of this file, and OrderedDict."""
 
-    def __init__(self, program: bytes, path: Path, entries: Mapping[str, zipfile.ZipInfo], content: mmap.mmap):
+    def __init__(
+        self, program: bytes, path: Path, entries: Mapping[str, zipfile.ZipInfo], content: mmap.mmap
+    ):
         super().__init__(io.BytesIO(program), encoding='utf-8')
         self.path, self.entries, self.content = path, entries, content
 
     def find_class(self, module: str, name: str) -> Any:
         """The stand-in for a global of the pickle."""
-        if (module, name) in (('torch._utils', '_rebuild_tensor_v2'), ('torch._utils', '_rebuild_parameter')):
+        if (module, name) in (
+            ('torch._utils', '_rebuild_tensor_v2'),
+            ('torch._utils', '_rebuild_parameter'),
+        ):
             return _rebuild_tensor if name == '_rebuild_tensor_v2' else _rebuild_parameter
         if module == 'torch' and name in STORAGES:
             return _Kind(STORAGES[name])
@@ -124,22 +162,36 @@ class _Unpickler(pickle.Unpickler):
             return Namespace
         if (module, name) in INERT or module.startswith(INERT_PACKAGES):
             return Inert
-        raise ConfigError(f'{self.path}: refused: it asks for {module}.{name}, and only tensors and plain containers are read')
+        raise ConfigError(
+            f'{self.path}: refused: it asks for {module}.{name}, and only tensors and plain containers are read'
+        )
 
     def persistent_load(self, pid: Any) -> np.ndarray:
         """A storage, as a view of the file."""
         storage, (dtype,), key, _, count = pid
         entry = self.entries[f'data/{key}']
-        if storage != 'storage' or entry.compress_type != zipfile.ZIP_STORED or count * dtype.itemsize > entry.file_size:
+        if (
+            storage != 'storage'
+            or entry.compress_type != zipfile.ZIP_STORED
+            or count * dtype.itemsize > entry.file_size
+        ):
             raise ValueError(f'storage {key} is not as long as its tensors, or compressed')
-        name_length, extra_length = struct.unpack_from('<HH', self.content, entry.header_offset + 26)  # of the entry's own header
+        name_length, extra_length = struct.unpack_from(
+            '<HH', self.content, entry.header_offset + 26
+        )  # of the entry's own header
         start = entry.header_offset + 30 + name_length + extra_length
         return np.frombuffer(self.content, np.uint8, count * dtype.itemsize, start).view(dtype)
 
 
-def _rebuild_tensor(storage: np.ndarray, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> np.ndarray:
+def _rebuild_tensor(
+    storage: np.ndarray, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
+) -> np.ndarray:
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if offset < 0 or min((*size, *stride), default=0) < 0 or (0 not in size and last >= len(storage)):
+    if (
+        offset < 0
+        or min((*size, *stride), default=0) < 0
+        or (0 not in size and last >= len(storage))
+    ):
         raise ValueError(f'a tensor of {size} reaches beyond its storage of {len(storage)}')
     strides = tuple(step * storage.itemsize for step in stride)
     return np.lib.stride_tricks.as_strided(storage[offset:], size, strides, writeable=False)
@@ -212,14 +264,29 @@ class TorchFile:
         stride = tuple(int(np.prod(x.shape[dim + 1 :])) for dim in range(len(x.shape)))
         yield b'ctorch._utils\n_rebuild_tensor_v2\n('
         key = str(len(self._tensors))
-        yield from (b'(', *self._pickle('storage'), f'ctorch\n{storage}\n'.encode(), *self._pickle(key), *self._pickle('cpu'))
-        yield from (*self._pickle(count), b'tQ', *self._pickle(0), *self._pickle(x.shape), *self._pickle(stride), *self._pickle(False))
+        yield from (
+            b'(',
+            *self._pickle('storage'),
+            f'ctorch\n{storage}\n'.encode(),
+            *self._pickle(key),
+            *self._pickle('cpu'),
+        )
+        yield from (
+            *self._pickle(count),
+            b'tQ',
+            *self._pickle(0),
+            *self._pickle(x.shape),
+            *self._pickle(stride),
+            *self._pickle(False),
+        )
         yield b'ccollections\nOrderedDict\n)RtR'
         self._tensors.append(x)
 
 
 @contextmanager
-def torch_files(paths: Iterable[Path], contents: Iterable[Mapping[str, Any]]) -> Iterator[list[TorchFile]]:
+def torch_files(
+    paths: Iterable[Path], contents: Iterable[Mapping[str, Any]]
+) -> Iterator[list[TorchFile]]:
     """Files to append tensors to, closed when all have theirs."""
     opened = [path.open('wb') for path in paths]
     try:

@@ -104,9 +104,7 @@ def attention_core(
     keeps nothing of the [S, S] scores (selective recomputation of Korthikanti et al., 2022).
     """
 
-    def core(
-        q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
-    ) -> tuple[jax.Array, None]:
+    def core(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> tuple[jax.Array, None]:
         return attend(
             q_BSNH,
             k_BSKH,

@@ -106,9 +106,9 @@ def _backward(
     dx_BSD = jax.reshard(dx_BTD, layout('BSD'))  # SP: all-gather, in the compute dtype
     # A frequent token is added up thousands of times: in fp32.
     dx_BSD = dx_BSD.astype(table_VD.dtype)
-    (dtable_VD,) = jax.linear_transpose(
-        lambda table: _lookup(table, token_BS, layout), table_VD
-    )(dx_BSD)
+    (dtable_VD,) = jax.linear_transpose(lambda table: _lookup(table, token_BS, layout), table_VD)(
+        dx_BSD
+    )
     if vector_BSD is None:
         return dtable_VD, None, None
     dvector = dx_BSD if rows == 'B' else dx_BSD.sum(0, keepdims=True)

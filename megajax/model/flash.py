@@ -20,7 +20,13 @@ logger = logging.getLogger(__name__)
 def can_flash(platform: str, dtype: str, head_dim: int) -> bool:
     """Whether a device runs cuDNN's flash attention: an NVIDIA GPU, where dtype and head dim fit."""
     can = platform == 'gpu' and fits_flash(dtype, head_dim)
-    logger.info('attention: %s (%s, %s, head dim %d)', 'cuDNN flash' if can else 'XLA', platform, dtype, head_dim)
+    logger.info(
+        'attention: %s (%s, %s, head dim %d)',
+        'cuDNN flash' if can else 'XLA',
+        platform,
+        dtype,
+        head_dim,
+    )
     return can
 
 
@@ -28,7 +34,11 @@ def can_flash(platform: str, dtype: str, head_dim: int) -> bool:
 # its own in a shard_map, and where the train step has mapped it over data shards it takes the rows of all of them as one batch.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def flash_attention(
-    q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array | None = None, causal: bool = True
+    q_BSNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_BS: jax.Array | None = None,
+    causal: bool = True,
 ) -> jax.Array:
     """Attention o_BSNH, causal or both ways, inside each segment where there are some, placed as q.
 
@@ -38,13 +48,19 @@ def flash_attention(
 
 
 def _forward(
-    q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array | None, causal: bool
+    q_BSNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_BS: jax.Array | None,
+    causal: bool,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     arrays = q_BSNH, k_BSKH, v_BSKH, segment_BS
     return _kernels(causal)[0](*_given(*arrays)), arrays
 
 
-def _backward(causal: bool, arrays: tuple[jax.Array | None, ...], do_BSNH: jax.Array) -> tuple[jax.Array | None, ...]:
+def _backward(
+    causal: bool, arrays: tuple[jax.Array | None, ...], do_BSNH: jax.Array
+) -> tuple[jax.Array | None, ...]:
     return *_kernels(causal)[1](do_BSNH, *_given(*arrays)), None
 
 
@@ -76,7 +92,9 @@ def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
         assert all(batched)
         merged = (x.reshape(-1, *x.shape[2:], out_sharding=_merged_rows(x)) for x in arrays)
         made = mapped(*merged)
-        split = jax.tree.map(lambda y: y.reshape(size, -1, *y.shape[1:], out_sharding=_split_rows(y)), made)
+        split = jax.tree.map(
+            lambda y: y.reshape(size, -1, *y.shape[1:], out_sharding=_split_rows(y)), made
+        )
         return split, jax.tree.map(lambda _: True, made)
 
     return mapped
@@ -96,7 +114,9 @@ def _kernels(causal: bool) -> tuple[Callable[..., jax.Array], Callable[..., tupl
     def run_gradient(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
 
-        def gradient(do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> tuple[jax.Array, ...]:
+        def gradient(
+            do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array
+        ) -> tuple[jax.Array, ...]:
             return jax.vjp(lambda *qkv: core(*qkv, *segments), q, k, v)[1](do)
 
         return jax.shard_map(gradient, in_specs=specs, out_specs=specs[1:4])(*arrays)
@@ -104,6 +124,17 @@ def _kernels(causal: bool) -> tuple[Callable[..., jax.Array], Callable[..., tupl
     return run, run_gradient
 
 
-def _cudnn(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, segment_BS: jax.Array | None = None, *, causal: bool) -> jax.Array:
-    mask_B1ST = None if segment_BS is None else segment_BS[:, None, :, None] == segment_BS[:, None, None, :]
-    return jax.nn.dot_product_attention(q_BSNH, k_BSKH, v_BSKH, mask=mask_B1ST, is_causal=causal, implementation='cudnn')
+def _cudnn(
+    q_BSNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_BS: jax.Array | None = None,
+    *,
+    causal: bool,
+) -> jax.Array:
+    mask_B1ST = (
+        None if segment_BS is None else segment_BS[:, None, :, None] == segment_BS[:, None, None, :]
+    )
+    return jax.nn.dot_product_attention(
+        q_BSNH, k_BSKH, v_BSKH, mask=mask_B1ST, is_causal=causal, implementation='cudnn'
+    )

@@ -48,11 +48,17 @@ class Loss:
         """
         token = self._token_ids(logits)
         top = lax.stop_gradient(logits.max(-1))  # all-reduce of [B, ...]
-        log_total = jnp.log(jnp.exp(logits - top[..., None]).sum(-1)) + top  # all-reduce of [B, ...]
-        nll = log_total - jnp.where(token == label[..., None], logits, 0).sum(-1)  # all-reduce of [B, ...]
+        log_total = (
+            jnp.log(jnp.exp(logits - top[..., None]).sum(-1)) + top
+        )  # all-reduce of [B, ...]
+        nll = log_total - jnp.where(token == label[..., None], logits, 0).sum(
+            -1
+        )  # all-reduce of [B, ...]
         objective = nll
         if self.label_smoothing:
-            mean = jnp.where(token < self.vocab_size, logits, 0).sum(-1) / self.vocab_size  # all-reduce of [B, ...]
+            mean = (
+                jnp.where(token < self.vocab_size, logits, 0).sum(-1) / self.vocab_size
+            )  # all-reduce of [B, ...]
             objective = (1 - self.label_smoothing) * nll + self.label_smoothing * (log_total - mean)
         if self.z_loss:
             objective = objective + self.z_loss * jnp.square(log_total)
@@ -116,9 +122,7 @@ def _forward(
 ) -> tuple[Sums, tuple[jax.Array, Head]]:
     chunk_with_gradient = jax.value_and_grad(_sum_over_chunk, argnums=(0, 1), has_aux=True)
 
-    def add_chunk(
-        carry: tuple[Sums, Head], chunk: Chunk
-    ) -> tuple[tuple[Sums, Head], jax.Array]:
+    def add_chunk(carry: tuple[Sums, Head], chunk: Chunk) -> tuple[tuple[Sums, Head], jax.Array]:
         (sums, dhead), (x, label, weight) = carry, chunk
         new_sums, (dx, new_dhead) = chunk_with_gradient(x, head, label, weight, loss)
         return (_add(sums, new_sums), jax.tree.map(jnp.add, dhead, new_dhead)), dx

@@ -12,7 +12,12 @@ from megajax.config import RopeScaling
 
 
 def rotate(
-    q_BSNH: jax.Array, k_BSKH: jax.Array, position_BS: jax.Array | None, *, theta: float, scaling: RopeScaling | None = None
+    q_BSNH: jax.Array,
+    k_BSKH: jax.Array,
+    position_BS: jax.Array | None,
+    *,
+    theta: float,
+    scaling: RopeScaling | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate queries and keys by their positions, 0, 1, ... unless given; angles and products in fp32."""
     frequency = frequencies(q_BSNH.shape[-1], theta, scaling)
@@ -31,11 +36,15 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax
     if scaling.type == 'linear':
         return frequency / scaling.factor
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = scaling.original_max_seq_len * frequency / (2 * math.pi)  # in the length of the first training
+    turns = (
+        scaling.original_max_seq_len * frequency / (2 * math.pi)
+    )  # in the length of the first training
     unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
     return frequency * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)

@@ -76,7 +76,11 @@ def _words(sizes: Mapping[str, int]) -> str:
 
 def is_simulated(mesh: Mesh) -> bool:
     """Whether the devices of the mesh share one CPU."""
-    return mesh.size > 1 and all(device.platform == 'cpu' for device in mesh.devices.flat) and jax.process_count() == 1
+    return (
+        mesh.size > 1
+        and all(device.platform == 'cpu' for device in mesh.devices.flat)
+        and jax.process_count() == 1
+    )
 
 
 def concrete(abstract: Any) -> Any:
@@ -90,14 +94,21 @@ def concrete(abstract: Any) -> Any:
     return jax.tree.map(on_mesh, abstract)
 
 
-def _within_hosts(devices: list[jax.Device], data: int, model: int, cross_hosts: bool) -> list[jax.Device]:
+def _within_hosts(
+    devices: list[jax.Device], data: int, model: int, cross_hosts: bool
+) -> list[jax.Device]:
     """The devices, those of a host beside one another however its processes are numbered."""
     hosts = _hosts()
     devices = sorted(devices, key=lambda device: hosts.index(hosts[device.process_index]))
-    groups = [{hosts[device.process_index] for device in devices[i * model : (i + 1) * model]} for i in range(data)]
+    groups = [
+        {hosts[device.process_index] for device in devices[i * model : (i + 1) * model]}
+        for i in range(data)
+    ]
     if cross_hosts or all(len(group) == 1 for group in groups):
         return devices
-    largest = math.gcd(*collections.Counter(hosts[device.process_index] for device in devices).values())
+    largest = math.gcd(
+        *collections.Counter(hosts[device.process_index] for device in devices).values()
+    )
     crossing = next(group for group in groups if len(group) > 1)
     raise ConfigError(
         f'mesh.model={model} reaches across hosts ({", ".join(sorted(crossing))}), and each layer would wait for their network: '
@@ -118,13 +129,20 @@ def _devices() -> list[jax.Device]:
     wanted: str = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # an assertion where a platform was asked for that no plugin has
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # an assertion where a platform was asked for that no plugin has
         why = f': {str(error).partition(" (set JAX_PLATFORMS")[0]}' if str(error) else ''
         fix = 'see megajax doctor, or set JAX_PLATFORMS=cpu to train on simulated devices'
-        raise ConfigError(f'JAX_PLATFORMS={wanted}, and jax has no such devices{why}; {fix}') from error
+        raise ConfigError(
+            f'JAX_PLATFORMS={wanted}, and jax has no such devices{why}; {fix}'
+        ) from error
     if devices[0].platform == 'cpu' and not wanted and (gpus := visible_gpus()):
         fix = "see megajax doctor (pip install 'megajax[cuda]'?), or set JAX_PLATFORMS=cpu to train on the CPU"
-        raise ConfigError(f'{gpus} GPUs are visible, and jax would leave them idle and use the CPU: {fix}')
+        raise ConfigError(
+            f'{gpus} GPUs are visible, and jax would leave them idle and use the CPU: {fix}'
+        )
     return devices
 
 

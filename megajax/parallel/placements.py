@@ -19,7 +19,10 @@ class Placement:
     bytes_per_device: int
 
     def __str__(self) -> str:
-        dims = ', '.join(f'{size}@{axis}' if axis else f'{size}' for size, axis in zip(self.shape, self.axes, strict=True))
+        dims = ', '.join(
+            f'{size}@{axis}' if axis else f'{size}'
+            for size, axis in zip(self.shape, self.axes, strict=True)
+        )
         return f'{self.name} [{dims}] {self.bytes_per_device:,} bytes per device'
 
     @property
@@ -35,7 +38,9 @@ def placements(tree: Any) -> list[Placement]:
 
 def parameter_name(path: tuple[Any, ...]) -> str:
     """`layers.attention.qkv.weight` for a leaf's path."""
-    keys = (str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key)))) for key in path)
+    keys = (
+        str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key)))) for key in path
+    )
     return '.'.join(key for key in keys if key != 'value')
 
 
@@ -46,4 +51,6 @@ def _placements(tree: Any) -> Iterator[Placement]:
         size = x.dtype.itemsize
         for dim in shard:
             size *= dim
-        yield Placement(name=parameter_name(path), shape=x.shape, spec=x.sharding.spec, bytes_per_device=size)
+        yield Placement(
+            name=parameter_name(path), shape=x.shape, spec=x.sharding.spec, bytes_per_device=size
+        )

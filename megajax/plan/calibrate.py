@@ -48,7 +48,11 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     rates = {}
     for dtype in dtypes:
         rates[dtype] = list(_product_rates(dtype, seconds / len(dtypes)))
-        yield f'products of {dtype}: ' + ', '.join(f'{size}: {rate / 1e12:.3g}' for size, rate in rates[dtype]) + ' TFLOP/s'
+        yield (
+            f'products of {dtype}: '
+            + ', '.join(f'{size}: {rate / 1e12:.3g}' for size, rate in rates[dtype])
+            + ' TFLOP/s'
+        )
     bandwidth = _memory_bandwidth(seconds)
     yield f'memory: {bandwidth / 1e9:.1f} GB/s'
     link = _link(seconds) if len(jax.devices()) > 1 else None
@@ -72,7 +76,10 @@ def fit_products(rates: list[Rate], peak: float) -> tuple[float, float]:
     """The `matmul` and `half_size` of least squared logarithmic error over products of equal sizes."""
 
     def loss(matmul: float, half_size: float) -> float:
-        return sum(float(np.log(matmul * peak * (size / (size + half_size)) ** 3 / rate)) ** 2 for size, rate in rates)
+        return sum(
+            float(np.log(matmul * peak * (size / (size + half_size)) ** 3 / rate)) ** 2
+            for size, rate in rates
+        )
 
     grid = ((percent / 100, float(half)) for percent in range(5, 101) for half in range(0, 513, 8))
     return min(grid, key=lambda pair: loss(*pair))
@@ -108,7 +115,9 @@ def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:
         x = _on_every_device((size, size), dtype)
         each = _seconds(functools.partial(square, x), most=seconds / len(SIZES))
         yield Rate(size, 2 * size**3 / each)
-        if size >= 512 and time.perf_counter() + 8 * 4 * each > deadline:  # the next is eight times as long
+        if (
+            size >= 512 and time.perf_counter() + 8 * 4 * each > deadline
+        ):  # the next is eight times as long
             break
 
 
@@ -145,7 +154,13 @@ def _seconds(run: Callable[[], Any], *, most: float = 2.0) -> float:
     return median(taken)
 
 
-def _hardware(device: jax.Device, known: Hardware | None, rates: dict[Dtype, list[Rate]], bandwidth: float, link: Link | None) -> Hardware:
+def _hardware(
+    device: jax.Device,
+    known: Hardware | None,
+    rates: dict[Dtype, list[Rate]],
+    bandwidth: float,
+    link: Link | None,
+) -> Hardware:
     best = {dtype: max(rate for _, rate in found) for dtype, found in rates.items()}
     peaks = known.peak_flops if known else best
     training: Dtype = max(best, key=best.__getitem__)
@@ -189,7 +204,11 @@ def _hardware(device: jax.Device, known: Hardware | None, rates: dict[Dtype, lis
 def _memory(device: jax.Device) -> int:
     """What jax may allocate on a device, or an equal share of the host's memory."""
     limit = (device.memory_stats() or {}).get('bytes_limit')
-    return int(limit) if limit else os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // jax.local_device_count()
+    return (
+        int(limit)
+        if limit
+        else os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') // jax.local_device_count()
+    )
 
 
 def _yaml(found: Hardware) -> str:

@@ -39,7 +39,12 @@ class Faults:
         write, before whose end the checkpoint before is the newest.
         """
         lost = self.restart + self.write + interval / 2
-        return interval / (interval + self.hold_up) * self.between_failures / (self.between_failures + lost)
+        return (
+            interval
+            / (interval + self.hold_up)
+            * self.between_failures
+            / (self.between_failures + lost)
+        )
 
 
 def faults(

@@ -11,7 +11,12 @@ from typing import NamedTuple
 from megajax.hardware.records import Efficiency, Hardware
 from megajax.plan.predictions import Prediction, Row, predicted
 
-STEPS = {'matmul': 0.04, 'flash': 0.04, 'flash_2': 0.04, 'half_size': 64.0}  # the first; it is halved five times
+STEPS = {
+    'matmul': 0.04,
+    'flash': 0.04,
+    'flash_2': 0.04,
+    'half_size': 64.0,
+}  # the first; it is halved five times
 LEAST = {'matmul': 0.05, 'flash': 0.05, 'flash_2': 0.05, 'half_size': 0.0}
 
 

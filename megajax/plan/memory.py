@@ -74,7 +74,11 @@ def memory(config: Config, *, capacity_bytes: int | None = None) -> Memory:
     """
     sizes = _Sizes(config)
     early = _memory(sizes, early=True)
-    return early if capacity_bytes is None or early.total <= capacity_bytes else _memory(sizes, early=False)
+    return (
+        early
+        if capacity_bytes is None or early.total <= capacity_bytes
+        else _memory(sizes, early=False)
+    )
 
 
 def largest_microbatch(config: Config, capacity_bytes: int) -> int:
@@ -84,7 +88,10 @@ def largest_microbatch(config: Config, capacity_bytes: int) -> int:
     def fits(rows: int) -> bool:
         batch_size = rows * step * config.mesh.data * config.train.microbatches
         train = config.train.model_copy(update={'batch_size': batch_size})
-        return memory(config.model_copy(update={'train': train}), capacity_bytes=capacity_bytes).total <= capacity_bytes
+        return (
+            memory(config.model_copy(update={'train': train}), capacity_bytes=capacity_bytes).total
+            <= capacity_bytes
+        )
 
     too_many = 1
     while fits(too_many):
@@ -151,12 +158,16 @@ class _Sizes:
     def _kept_scores(self) -> int:
         if self.flash or self.config.train.recompute == 'selective':
             return 0
-        return self.scores * (FLOAT32 + self.itemsize + (MASK if self.model.dropout else 0))  # softmax, after dropout, its mask
+        return self.scores * (
+            FLOAT32 + self.itemsize + (MASK if self.model.dropout else 0)
+        )  # softmax, after dropout, its mask
 
     @cached_property
     def kept(self) -> int:
         """By all layers: with full recomputation only their inputs."""
-        return self.model.num_layers * (self.residual if self.config.train.recompute == 'full' else self.kept_by_layer)
+        return self.model.num_layers * (
+            self.residual if self.config.train.recompute == 'full' else self.kept_by_layer
+        )
 
     @property
     def batch(self) -> int:
@@ -214,8 +225,14 @@ def _moments(sizes: _Sizes, *, early: bool) -> dict[str, Held]:
             activations=sizes.kept,
             buffers=sizes.model.num_layers * _copied(sizes),
         ),
-        'backward': Held(gradients=gradients, activations=sizes.kept, buffers=recomputed + _buffers_of_layer(sizes) + kept_free),
-        'embedding': Held(gradients=gradients + table, buffers=FLOAT32 * sizes.whole // sizes.itemsize),
+        'backward': Held(
+            gradients=gradients,
+            activations=sizes.kept,
+            buffers=recomputed + _buffers_of_layer(sizes) + kept_free,
+        ),
+        'embedding': Held(
+            gradients=gradients + table, buffers=FLOAT32 * sizes.whole // sizes.itemsize
+        ),
     }
 
 
@@ -232,10 +249,14 @@ def _copied(sizes: _Sizes) -> int:
     if sizes.config.train.recompute == 'full':
         return 0
     if not sizes.flash:  # to contract over queries where the forward pass contracts over keys
-        return sizes.queries if sizes.config.train.recompute == 'selective' else FLOAT32 * sizes.scores
+        return (
+            sizes.queries if sizes.config.train.recompute == 'selective' else FLOAT32 * sizes.scores
+        )
     if sizes.config.microbatch_rows == 1:
         return sizes.hidden
-    return sizes.whole if sizes.is_scattered else 0  # gathered with the sequence in front of the rows
+    return (
+        sizes.whole if sizes.is_scattered else 0
+    )  # gathered with the sequence in front of the rows
 
 
 def _buffers_of_layer(sizes: _Sizes) -> int:
@@ -245,6 +266,12 @@ def _buffers_of_layer(sizes: _Sizes) -> int:
     """
     mlp = 2 * sizes.up + sizes.hidden + 2 * sizes.whole
     made = 3 * sizes.queries  # what attention makes, once more for its gradient, and that gradient
-    heads = 3 * (sizes.queries + 2 * sizes.keys)  # queries, keys and values, their gradients, and these in one array
-    scores = 0 if sizes.flash else (4 if sizes.config.train.recompute == 'selective' else 2) * FLOAT32 * sizes.scores
+    heads = 3 * (
+        sizes.queries + 2 * sizes.keys
+    )  # queries, keys and values, their gradients, and these in one array
+    scores = (
+        0
+        if sizes.flash
+        else (4 if sizes.config.train.recompute == 'selective' else 2) * FLOAT32 * sizes.scores
+    )
     return max(mlp, sizes.up + made + heads + scores + 3 * sizes.whole)

@@ -25,11 +25,19 @@ def traffic(config: Config, *, flash: bool, adds_shards: bool = False) -> list[T
 
     Gradients of microbatches are added up whole, or, as FSDP does, only the part that a data shard keeps.
     """
-    return [*_of_layers(config, flash=flash), *_of_loss(config), *_of_weights(config, adds_shards=adds_shards)]
+    return [
+        *_of_layers(config, flash=flash),
+        *_of_loss(config),
+        *_of_weights(config, adds_shards=adds_shards),
+    ]
 
 
 def _of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
-    model, t, tokens = config.model, config.mesh.model, config.microbatch_rows * config.train.seq_len
+    model, t, tokens = (
+        config.model,
+        config.mesh.model,
+        config.microbatch_rows * config.train.seq_len,
+    )
     size = BYTES[config.train.dtype]
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
     heads = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * size / t
@@ -41,18 +49,26 @@ def _of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
     yield Traffic(name='norms', bytes=2 * (2 * forwards + 3) * residual, times=times)
     yield Traffic(name='residual', bytes=2 * (3 * forwards + 2) * residual, times=times)
     yield Traffic(name='heads', bytes=2 * (forwards + 1) * heads, times=times)
-    yield Traffic(name='activation', bytes=((3 if gated else 2) * forwards + (5 if gated else 3)) * ffn, times=times)
+    yield Traffic(
+        name='activation',
+        bytes=((3 if gated else 2) * forwards + (5 if gated else 3)) * ffn,
+        times=times,
+    )
     if not flash:
         scores = config.microbatch_rows * model.num_heads / t * config.train.seq_len**2 * size
         again = 1 if config.train.recompute == 'none' else 2
         dropout = 2 if model.dropout else 0
-        yield Traffic(name='softmax', bytes=((2 + dropout) * again + 3 + dropout) * scores, times=times)
+        yield Traffic(
+            name='softmax', bytes=((2 + dropout) * again + 3 + dropout) * scores, times=times
+        )
 
 
 def _of_loss(config: Config) -> Iterator[Traffic]:
     tokens = config.microbatch_rows * config.train.seq_len
     logits = 4 * tokens * config.model.padded_vocab_size / config.mesh.model
-    yield Traffic(name='loss', bytes=4 * logits, times=config.train.microbatches)  # maximum, sum; gradient read and written
+    yield Traffic(
+        name='loss', bytes=4 * logits, times=config.train.microbatches
+    )  # maximum, sum; gradient read and written
 
 
 def _of_weights(config: Config, *, adds_shards: bool) -> Iterator[Traffic]:
@@ -62,6 +78,12 @@ def _of_weights(config: Config, *, adds_shards: bool) -> Iterator[Traffic]:
     if BYTES[config.train.dtype] == 2:
         yield Traffic(name='cast of weights', bytes=6 * count, times=1)
     if microbatches > 1:
-        yield Traffic(name='gradient accumulation', bytes=12 * (own if adds_shards else count), times=microbatches)
+        yield Traffic(
+            name='gradient accumulation',
+            bytes=12 * (own if adds_shards else count),
+            times=microbatches,
+        )
     yield Traffic(name='gradient norm', bytes=4 * own, times=1)
-    yield Traffic(name='AdamW', bytes=7 * 4 * own, times=1)  # parameter and both moments read and written, gradient read
+    yield Traffic(
+        name='AdamW', bytes=7 * 4 * own, times=1
+    )  # parameter and both moments read and written, gradient read

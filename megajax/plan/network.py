@@ -20,8 +20,16 @@ class Cluster:
         """As many GPUs in each host as its type is sold with, unless given. Raises ConfigError for hosts of unequal size."""
         per_host = min(num_devices, devices_per_host or hardware.devices_per_host)
         if num_devices % per_host:
-            near = ' or '.join(str(n) for n in (num_devices // per_host * per_host, -(-num_devices // per_host) * per_host))
-            raise ConfigError(f'{num_devices} GPUs do not fill hosts of {per_host}: use {near}, or set the GPUs of a host')
+            near = ' or '.join(
+                str(n)
+                for n in (
+                    num_devices // per_host * per_host,
+                    -(-num_devices // per_host) * per_host,
+                )
+            )
+            raise ConfigError(
+                f'{num_devices} GPUs do not fill hosts of {per_host}: use {near}, or set the GPUs of a host'
+            )
         return cls(hardware=hardware, num_devices=num_devices, devices_per_host=per_host)
 
     @property
@@ -39,10 +47,19 @@ class Cluster:
     def ring(self, config: Config, axis: str) -> 'Ring':
         """Of the GPUs of one group over a mesh axis."""
         inside, across = self.hardware.inside_host, self.hardware.across_hosts
-        size, members = (config.mesh.model if axis == 'model' else config.mesh.data), self.members_per_host(config, axis)
+        size, members = (
+            (config.mesh.model if axis == 'model' else config.mesh.data),
+            self.members_per_host(config, axis),
+        )
         hosts = -(-size // members)
         bandwidth = self.hardware.ring_bandwidth(members=members, hosts=hosts)
-        return Ring(size=size, hosts=hosts, bandwidth=bandwidth, latency_inside=inside.latency, latency_across=across.latency)
+        return Ring(
+            size=size,
+            hosts=hosts,
+            bandwidth=bandwidth,
+            latency_inside=inside.latency,
+            latency_across=across.latency,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,5 +79,7 @@ class Ring:
         other hosts have the latency between hosts, as NCCL counts.
         """
         rounds = 2 if kind == 'all-reduce' else 1
-        latency = (self.size - self.hosts) * self.latency_inside + (self.hosts - 1) * self.latency_across
+        latency = (self.size - self.hosts) * self.latency_inside + (
+            self.hosts - 1
+        ) * self.latency_across
         return wire_bytes / self.bandwidth + rounds * latency

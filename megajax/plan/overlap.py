@@ -62,7 +62,11 @@ def beside(one: Expected, config: Config) -> Beside:
     """What a collective of a step of `config` overlaps with."""
     key = one.site.name, one.kind
     if config.train.overlap == 'batch_split':
-        tables = {'forward': _FORWARD_OF_HALVES, 'recompute': _RECOMPUTE_OF_HALVES, 'backward': _BACKWARD_OF_HALVES}
+        tables = {
+            'forward': _FORWARD_OF_HALVES,
+            'recompute': _RECOMPUTE_OF_HALVES,
+            'backward': _BACKWARD_OF_HALVES,
+        }
         return tables.get(one.site.phase, {}).get(key, NOTHING)
     if one.site.phase != 'backward':
         return NOTHING

@@ -13,7 +13,15 @@ from megajax.plan.memory import largest_microbatch, memory
 from megajax.plan.network import Cluster
 from megajax.plan.programs import BY_NAME, ProgramName
 from megajax.plan.result import CostLine, FaultsLine, Layout, MemoryLine, Plan, TransferLine
-from megajax.plan.search import Choice, Ranking, changed, describe, search, usable_memory, why_slower
+from megajax.plan.search import (
+    Choice,
+    Ranking,
+    changed,
+    describe,
+    search,
+    usable_memory,
+    why_slower,
+)
 from megajax.plan.time import StepTime, Transfer, step_time
 
 TOKENS = 1e9  # that the cost is of, unless it is said
@@ -48,7 +56,9 @@ def plan(
     ranking = search(config, cluster, BY_NAME[program])
     planned = config if is_own else ranking.best.config
     time = step_time(planned, cluster, BY_NAME[program])
-    lost = faults(planned, time, cluster, storage=storage, gpu_hours_to_failure=gpu_hours_to_failure)
+    lost = faults(
+        planned, time, cluster, storage=storage, gpu_hours_to_failure=gpu_hours_to_failure
+    )
     return _report(
         planned,
         cluster,
@@ -63,7 +73,9 @@ def plan(
     )
 
 
-def _report(config: Config, cluster: Cluster, ranking: Ranking, time: StepTime, **known: Any) -> Plan:
+def _report(
+    config: Config, cluster: Cluster, ranking: Ranking, time: StepTime, **known: Any
+) -> Plan:
     available = usable_memory(cluster)
     needed = memory(config, capacity_bytes=available)
     chosen = Choice(config=config, bytes=needed.total, time=time)
@@ -75,8 +87,14 @@ def _report(config: Config, cluster: Cluster, ranking: Ranking, time: StepTime, 
         band=cluster.hardware.fit.band if cluster.hardware.fit else None,
         gpus=cluster.num_devices,
         gpus_per_host=cluster.devices_per_host,
-        layout=_layout(chosen, ranking, available).model_copy(update={} if fits else {'reason': _too_large(needed.total, available)}),
-        memory=[MemoryLine(name=name, bytes=size) for name, size in dataclasses.asdict(needed).items() if isinstance(size, int)],
+        layout=_layout(chosen, ranking, available).model_copy(
+            update={} if fits else {'reason': _too_large(needed.total, available)}
+        ),
+        memory=[
+            MemoryLine(name=name, bytes=size)
+            for name, size in dataclasses.asdict(needed).items()
+            if isinstance(size, int)
+        ],
         memory_moment=needed.moment,
         memory_available=available,
         largest_microbatch=largest_microbatch(config, available),
@@ -92,9 +110,14 @@ def _report(config: Config, cluster: Cluster, ranking: Ranking, time: StepTime, 
         hfu=time.hfu,
         communication_share={axis: time.share(axis) for axis in ('data', 'model')},
         verdict=_verdict(ranking, available),
-        layouts=[_layout(choice, ranking, available) for choice in (*ranking.fitting, *ranking.too_large)],
+        layouts=[
+            _layout(choice, ranking, available) for choice in (*ranking.fitting, *ranking.too_large)
+        ],
         best_config=dump(ranking.best.config),
-        impossible={f'data={data} x model={model}': reason for (data, model), reason in ranking.impossible.items()},
+        impossible={
+            f'data={data} x model={model}': reason
+            for (data, model), reason in ranking.impossible.items()
+        },
         **known,
     )
 
@@ -131,7 +154,11 @@ def _efficiencies(gpu: Hardware) -> str:
     parts = [f'products {reached.matmul:.0%} ({alone.matmul:.0%})']
     if reached.flash and alone.flash:
         parts.append(f'attention {reached.flash:.0%} ({alone.flash:.0%})')
-    source = f'fitted on {fit.rows} published rates, mean error {fit.mean:.1%}' if fit else 'unverified: on no published rate'
+    source = (
+        f'fitted on {fit.rows} published rates, mean error {fit.mean:.1%}'
+        if fit
+        else 'unverified: on no published rate'
+    )
     return f'{", ".join(parts)} of the peak in training (alone), {source}'
 
 
@@ -171,13 +198,25 @@ def _paper_tflops(config: Config, time: StepTime) -> float | None:
     if not _is_gpt(config.model):
         return None
     recompute = config.train.recompute == 'full'
-    flops = narayanan_flops(config.model, batch_size=config.train.batch_size, seq_len=config.train.seq_len, recompute=recompute)
+    flops = narayanan_flops(
+        config.model,
+        batch_size=config.train.batch_size,
+        seq_len=config.train.seq_len,
+        recompute=recompute,
+    )
     return flops / time.total / time.devices / 1e12
 
 
 def _is_gpt(model: ModelConfig) -> bool:
-    is_square = model.num_heads * model.head_dim == model.hidden_size == model.num_kv_heads * model.head_dim
-    return not model.is_bert and is_square and model.ffn_size == 4 * model.hidden_size and model.activation != 'swiglu'
+    is_square = (
+        model.num_heads * model.head_dim == model.hidden_size == model.num_kv_heads * model.head_dim
+    )
+    return (
+        not model.is_bert
+        and is_square
+        and model.ffn_size == 4 * model.hidden_size
+        and model.activation != 'swiglu'
+    )
 
 
 def _verdict(ranking: Ranking, available: int) -> str:
@@ -194,8 +233,15 @@ def _verdict(ranking: Ranking, available: int) -> str:
         return f'yes: a step with {name} is {1 / ratio - 1:.1%} faster than the fastest step without it; {waits}'
     if without:
         return 'no: nothing with it fits or divides'
-    least = min((choice.bytes for choice in ranking.too_large if choice.config.mesh.model == 1), default=None)
-    reason = next((why for (_, model), why in ranking.impossible.items() if model == 1), 'nothing divides')
-    without_it = f'the least is {least / 1e9:.1f} GB of {available / 1e9:.1f} GB' if least else reason
+    least = min(
+        (choice.bytes for choice in ranking.too_large if choice.config.mesh.model == 1),
+        default=None,
+    )
+    reason = next(
+        (why for (_, model), why in ranking.impossible.items() if model == 1), 'nothing divides'
+    )
+    without_it = (
+        f'the least is {least / 1e9:.1f} GB of {available / 1e9:.1f} GB' if least else reason
+    )
     share = best.timed.share('model')
     return f'yes: without it {without_it}; with model={best.config.mesh.model} a GPU waits {share:.1%} of the step for its collectives'

@@ -39,7 +39,10 @@ def roofline(config: Config, cluster: Cluster) -> 'Figure':
     hardware, peak = cluster.hardware, peak_flops(config, cluster)
     points = _points(config, cluster)
     ridge = peak / hardware.memory_bandwidth
-    left, right = min(ridge, *(point.intensity for point in points)) / 4, 4 * max(ridge, *(point.intensity for point in points))
+    left, right = (
+        min(ridge, *(point.intensity for point in points)) / 4,
+        4 * max(ridge, *(point.intensity for point in points)),
+    )
     ceilings = (
         (1.0, 'solid', 'peak'),
         (hardware.reference.matmul, 'dashed', 'large products alone'),
@@ -47,22 +50,45 @@ def roofline(config: Config, cluster: Cluster) -> 'Figure':
     )
     for share, style, what in ceilings:
         axes.plot(
-            [left, share * ridge, right], [left * hardware.memory_bandwidth / 1e12, *[share * peak / 1e12] * 2], color='black', ls=style
+            [left, share * ridge, right],
+            [left * hardware.memory_bandwidth / 1e12, *[share * peak / 1e12] * 2],
+            color='black',
+            ls=style,
         )
-        axes.annotate(f'{what}: {share * peak / 1e12:,.0f} TFLOP/s', (right, share * peak / 1e12), ha='right', va='bottom')
+        axes.annotate(
+            f'{what}: {share * peak / 1e12:,.0f} TFLOP/s',
+            (right, share * peak / 1e12),
+            ha='right',
+            va='bottom',
+        )
     slope = left * hardware.memory_bandwidth / 1e12
-    axes.annotate(f'memory: {hardware.memory_bandwidth / 1e12:.2f} TB/s', (left, slope), xytext=(12, 0), textcoords='offset points')
+    axes.annotate(
+        f'memory: {hardware.memory_bandwidth / 1e12:.2f} TB/s',
+        (left, slope),
+        xytext=(12, 0),
+        textcoords='offset points',
+    )
     for point in points:
         label = f'{point.name}: {point.share:.0%}'
-        axes.scatter(point.intensity, point.rate / 1e12, s=40 + 800 * point.share, alpha=0.6, label=label)
+        axes.scatter(
+            point.intensity, point.rate / 1e12, s=40 + 800 * point.share, alpha=0.6, label=label
+        )
     for handle in axes.legend(loc='lower right').legend_handles:
         handle.set_sizes([50])  # type: ignore[union-attr]
-    axes.set(xscale='log', yscale='log', xlabel='FLOPs per byte of operands and result', ylabel='TFLOP/s of one GPU')
+    axes.set(
+        xscale='log',
+        yscale='log',
+        xlabel='FLOPs per byte of operands and result',
+        ylabel='TFLOP/s of one GPU',
+    )
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.set_major_formatter('{x:g}')
         axis.set_minor_formatter('')
-    axes.set_title(f'{hardware.name}, {config.train.dtype}: products with the weights, and shares of their time', fontsize=10)
+    axes.set_title(
+        f'{hardware.name}, {config.train.dtype}: products with the weights, and shares of their time',
+        fontsize=10,
+    )
     axes.grid(visible=True, which='both', alpha=0.2)
     return figure
 
@@ -80,7 +106,11 @@ def _points(config: Config, cluster: Cluster) -> list[_Point]:
     for one in products(config, flash=True):
         if one.name != 'attention':
             name = one.name.split()[0]
-            parts = one.times * one.flops, one.times * one.elements * BYTES[config.train.dtype], product_seconds(one, config, cluster)
+            parts = (
+                one.times * one.flops,
+                one.times * one.elements * BYTES[config.train.dtype],
+                product_seconds(one, config, cluster),
+            )
             sums[name] = [a + b for a, b in zip(sums[name], parts, strict=True)]
     total = sum(seconds for _, _, seconds in sums.values())
     places = defaultdict[tuple[float, float], list[str]](list)
@@ -101,12 +131,20 @@ def scaling(config: Config, cluster: Cluster) -> 'Figure':
     axes.plot(gpus, shares, marker='o', color='black')
     for count, share in zip(gpus, shares, strict=True):
         data, model = found[count].mesh
-        axes.annotate(f'{data}x{model}', (count, share), textcoords='offset points', xytext=(0, 8), ha='center', fontsize=8)
+        axes.annotate(
+            f'{data}x{model}',
+            (count, share),
+            textcoords='offset points',
+            xytext=(0, 8),
+            ha='center',
+            fontsize=8,
+        )
     axes.set_xscale('log', base=2)
     axes.set_xticks(gpus, [str(count) for count in gpus])
     axes.set(xlabel='GPUs', ylabel='MFU, %', ylim=(0, 1.2 * max(shares)))
     axes.set_title(
-        f'{cluster.hardware.name}, batch {config.train.batch_size}: the fastest mesh (data x model) on so many GPUs', fontsize=10
+        f'{cluster.hardware.name}, batch {config.train.batch_size}: the fastest mesh (data x model) on so many GPUs',
+        fontsize=10,
     )
     axes.grid(visible=True, alpha=0.2)
     return figure
@@ -117,7 +155,9 @@ def fastest(config: Config, cluster: Cluster, counts: Sequence[int]) -> dict[int
     found = {}
     for count in counts:
         try:
-            found[count] = search(config, Cluster.of(cluster.hardware, count, min(count, cluster.devices_per_host))).best
+            found[count] = search(
+                config, Cluster.of(cluster.hardware, count, min(count, cluster.devices_per_host))
+            ).best
         except ConfigError:
             continue
     return found

@@ -11,7 +11,14 @@ from megajax.counts.flops import narayanan_flops, step_flops
 from megajax.hardware.records import Hardware, hardware
 from megajax.plan.memory import largest_microbatch
 from megajax.plan.network import Cluster
-from megajax.plan.programs import FSDP, FSDP_IN_JAX, MEGATRON, MEGATRON_2021, MEGATRON_WITHOUT_OVERLAP, Program
+from megajax.plan.programs import (
+    FSDP,
+    FSDP_IN_JAX,
+    MEGATRON,
+    MEGATRON_2021,
+    MEGATRON_WITHOUT_OVERLAP,
+    Program,
+)
 from megajax.plan.time import StepTime, step_time
 
 BASELINE = 39.0  # TFLOP/s of one V100, of which the tables of 2019 give percentages
@@ -30,7 +37,9 @@ class Row:
     published: float
     flops: int  # of a step, as the source counts them
     held_out: bool
-    baseline: 'Row | None' = None  # whose published rate the source gives shares of; only these are predicted
+    baseline: 'Row | None' = (
+        None  # whose published rate the source gives shares of; only these are predicted
+    )
 
     @property
     def num_gpus(self) -> int:
@@ -77,7 +86,9 @@ def predict(table: str, gpus: Mapping[str, Hardware] = {}) -> list[Prediction]:
 def predicted(row: Row, gpu: Hardware) -> Prediction:
     """What a step of the row takes on such GPUs."""
     time = step_time(row.config, Cluster.of(gpu, row.num_gpus), row.program)
-    return Prediction(row=row, time=time, baseline=predicted(row.baseline, gpu) if row.baseline else None)
+    return Prediction(
+        row=row, time=time, baseline=predicted(row.baseline, gpu) if row.baseline else None
+    )
 
 
 def rows_to_fit(gpu: str) -> list[Row]:
@@ -86,7 +97,11 @@ def rows_to_fit(gpu: str) -> list[Row]:
 
 
 def _lines(file: str) -> list[str]:
-    return (resources.files('megajax') / 'plan' / 'papers' / f'{file}.csv').read_text(encoding='utf-8').splitlines()
+    return (
+        (resources.files('megajax') / 'plan' / 'papers' / f'{file}.csv')
+        .read_text(encoding='utf-8')
+        .splitlines()
+    )
 
 
 def _model(values: Values, *, vocab_size: int, seq_len: int, **keys: object) -> ModelConfig:
@@ -118,11 +133,26 @@ def _llama(values: Values, *, vocab_size: int, seq_len: int) -> ModelConfig:
     )
 
 
-def _config(model: ModelConfig, data: int, tensor: int, *, batch: int, rows: int | None = None, **keys: object) -> Config:
+def _config(
+    model: ModelConfig,
+    data: int,
+    tensor: int,
+    *,
+    batch: int,
+    rows: int | None = None,
+    **keys: object,
+) -> Config:
     """On a mesh, with microbatches of so many rows, or one."""
     microbatches = batch // data // rows if rows else 1
-    mesh = MeshConfig(data=data, model=tensor, sequence_parallel=bool(keys.pop('sequence_parallel', False)))
-    train = {'batch_size': batch, 'seq_len': model.max_seq_len, 'microbatches': microbatches, **keys}
+    mesh = MeshConfig(
+        data=data, model=tensor, sequence_parallel=bool(keys.pop('sequence_parallel', False))
+    )
+    train = {
+        'batch_size': batch,
+        'seq_len': model.max_seq_len,
+        'microbatches': microbatches,
+        **keys,
+    }
     return Config(model=model, mesh=mesh, train=TrainConfig.model_validate(train))
 
 
@@ -131,10 +161,14 @@ def _sharded(config: Config) -> Config:
     return config.model_copy(update={'optim': OptimConfig(shard=True)})
 
 
-def _of_2021(values: Values, gpu: str, published: float, batch: int, data: int, seq_len: int) -> Row:
+def _of_2021(
+    values: Values, gpu: str, published: float, batch: int, data: int, seq_len: int
+) -> Row:
     """fp16, dropout, every layer computed again, which the papers count."""
     model = _model(values, vocab_size=51200, seq_len=seq_len, dropout=0.1)
-    config = _config(model, data, int(values['tensor_parallel']), batch=batch, dtype='float16', recompute='full')
+    config = _config(
+        model, data, int(values['tensor_parallel']), batch=batch, dtype='float16', recompute='full'
+    )
     return Row(
         name=f'{values["params_b"]}B',
         gpu=gpu,
@@ -148,33 +182,59 @@ def _of_2021(values: Values, gpu: str, published: float, batch: int, data: int, 
 
 def _megatron_2019(lines: Iterator[Values]) -> Iterator[Row]:
     """Shares of one GPU's 39 TFLOP/s: the PyTorch of 2020 had 72 on the same GPU, so that rate is of its time."""
-    one_gpu = {'params_b': '1.2', 'hidden': '1536', 'heads': '16', 'layers': '40', 'tensor_parallel': '1', 'held_out': 'no'}
+    one_gpu = {
+        'params_b': '1.2',
+        'hidden': '1536',
+        'heads': '16',
+        'layers': '40',
+        'tensor_parallel': '1',
+        'held_out': 'no',
+    }
     baseline = _of_2021(one_gpu, 'v100', BASELINE, ROWS_2019, 1, 1024)
     for values in lines:
         data = int(values['data_parallel'])
-        row = _of_2021(values, 'v100', BASELINE * float(values['percent']) / 100, ROWS_2019 * data, data, 1024)
+        row = _of_2021(
+            values, 'v100', BASELINE * float(values['percent']) / 100, ROWS_2019 * data, data, 1024
+        )
         yield dataclasses.replace(row, baseline=baseline)
 
 
 def _megatron_2020(lines: Iterator[Values]) -> Iterator[Row]:
     for values in lines:
         data = int(values['gpus']) // int(values['tensor_parallel'])
-        row = _of_2021(values, values['gpu'], float(values['tflops']), int(values['batch']), data, 1024)
-        yield dataclasses.replace(row, config=_with_largest_microbatch(row.config, hardware(row.gpu)))
+        row = _of_2021(
+            values, values['gpu'], float(values['tflops']), int(values['batch']), data, 1024
+        )
+        yield dataclasses.replace(
+            row, config=_with_largest_microbatch(row.config, hardware(row.gpu))
+        )
 
 
 def _narayanan(lines: Iterator[Values]) -> Iterator[Row]:
     for values in lines:
-        row = _of_2021(values, 'a100', float(values['tflops']), int(values['batch']), int(values['data_parallel']), 2048)
-        yield dataclasses.replace(row, config=_with_largest_microbatch(row.config, hardware(row.gpu)))
+        row = _of_2021(
+            values,
+            'a100',
+            float(values['tflops']),
+            int(values['batch']),
+            int(values['data_parallel']),
+            2048,
+        )
+        yield dataclasses.replace(
+            row, config=_with_largest_microbatch(row.config, hardware(row.gpu))
+        )
 
 
 def _with_largest_microbatch(config: Config, gpu: Hardware) -> Config:
     """Where a source does not give the microbatch: the largest that fits and divides the batch."""
     limit = largest_microbatch(config, gpu.memory)
     each = config.train.batch_size // config.mesh.data
-    microbatches = next(count for count in range(1, each + 1) if each % count == 0 and each // count <= limit)
-    return config.model_copy(update={'train': config.train.model_copy(update={'microbatches': microbatches})})
+    microbatches = next(
+        count for count in range(1, each + 1) if each % count == 0 and each // count <= limit
+    )
+    return config.model_copy(
+        update={'train': config.train.model_copy(update={'microbatches': microbatches})}
+    )
 
 
 def _korthikanti(lines: Iterator[Values]) -> Iterator[Row]:
@@ -182,9 +242,18 @@ def _korthikanti(lines: Iterator[Values]) -> Iterator[Row]:
         if values['pipeline_parallel'] != '1':
             continue
         model = _model(values, vocab_size=51200, seq_len=2048, dropout=0.1)
-        tensor, batch, rows = (int(values[name]) for name in ('tensor_parallel', 'batch', 'microbatch'))
-        for recompute, column in (('full', 'seconds_full'), ('selective', 'seconds_sequence_selective')):
-            keys = {'dtype': 'float16', 'recompute': recompute, 'sequence_parallel': recompute == 'selective'}
+        tensor, batch, rows = (
+            int(values[name]) for name in ('tensor_parallel', 'batch', 'microbatch')
+        )
+        for recompute, column in (
+            ('full', 'seconds_full'),
+            ('selective', 'seconds_sequence_selective'),
+        ):
+            keys = {
+                'dtype': 'float16',
+                'recompute': recompute,
+                'sequence_parallel': recompute == 'selective',
+            }
             config = _config(model, 1, tensor, batch=batch, rows=rows, **keys)
             name, seconds = f'{values["params_b"]}B {recompute}', float(values[column])
             yield _of_model_flops(values, name, 'a100', config, MEGATRON_2021, seconds)
@@ -197,7 +266,16 @@ def _megatron_core(lines: Iterator[Values]) -> Iterator[Row]:
             continue
         model = _model(values, vocab_size=131072, seq_len=4096, tie_embeddings=False)
         data, tensor = int(values['data_parallel']), int(values['tensor_parallel'])
-        config = _sharded(_config(model, data, tensor, batch=int(values['batch']), rows=1, sequence_parallel=tensor > 1))
+        config = _sharded(
+            _config(
+                model,
+                data,
+                tensor,
+                batch=int(values['batch']),
+                rows=1,
+                sequence_parallel=tensor > 1,
+            )
+        )
         row = _of_model_flops(values, f'{values["params_b"]}B', 'h100', config, MEGATRON, 1.0)
         yield dataclasses.replace(row, published=float(values['tflops']))
 
@@ -205,15 +283,21 @@ def _megatron_core(lines: Iterator[Values]) -> Iterator[Row]:
 def _llm_foundry(lines: Iterator[Values], *, gpu: str, peak: float) -> Iterator[Row]:
     for values in lines:
         rate = float(values['tflops'])
-        is_bf16 = abs(rate / peak / (float(values['mfu_percent']) / 100) - 1) < 0.05  # else the peak is that of fp8
+        is_bf16 = (
+            abs(rate / peak / (float(values['mfu_percent']) / 100) - 1) < 0.05
+        )  # else the peak is that of fp8
         if values['gpu'] != gpu or not is_bf16:
             continue
         length = int(values['seq_len'])
         model = _model(values, vocab_size=50368, seq_len=length, bias=False)
         recompute = 'full' if values['checkpointing'] == 'True' else 'none'
         batch, rows = int(values['global_batch']), int(values['microbatch'])
-        config = _sharded(_config(model, int(values['gpus']), 1, batch=batch, rows=rows, recompute=recompute))
-        row = _of_model_flops(values, f'{values["model"]} x {length}', gpu.removesuffix('_80gb'), config, FSDP, 1.0)
+        config = _sharded(
+            _config(model, int(values['gpus']), 1, batch=batch, rows=rows, recompute=recompute)
+        )
+        row = _of_model_flops(
+            values, f'{values["model"]} x {length}', gpu.removesuffix('_80gb'), config, FSDP, 1.0
+        )
         yield dataclasses.replace(row, published=rate)
 
 
@@ -221,17 +305,30 @@ def _nvidia(lines: Iterator[Values]) -> Iterator[Row]:
     for values in lines:
         if values['context_parallel'] != '1':
             continue
-        tensor, sizes = int(values['tensor_parallel']), {'vocab_size': int(values['vocabulary']), 'seq_len': int(values['seq_len'])}
+        tensor, sizes = (
+            int(values['tensor_parallel']),
+            {'vocab_size': int(values['vocabulary']), 'seq_len': int(values['seq_len'])},
+        )
         if 'llama' in values['model']:
             model = _llama(values, **sizes)
         else:
             heads, ffn = int(values['kv_heads']), int(values['ffn'])
-            model = _model(values, **sizes, num_kv_heads=heads, ffn_size=ffn, tie_embeddings=values['program'] == 'pax')
+            model = _model(
+                values,
+                **sizes,
+                num_kv_heads=heads,
+                ffn_size=ffn,
+                tie_embeddings=values['program'] == 'pax',
+            )
         data = int(values['gpus']) // tensor
         batch, rows = int(values['batch']), int(values['rows'])
-        config = _sharded(_config(model, data, tensor, batch=batch, rows=rows, sequence_parallel=tensor > 1))
+        config = _sharded(
+            _config(model, data, tensor, batch=batch, rows=rows, sequence_parallel=tensor > 1)
+        )
         program = MEGATRON if values['program'] == 'megatron' else FSDP_IN_JAX
-        yield _of_model_flops(values, values['model'], 'h100', config, program, float(values['seconds']))
+        yield _of_model_flops(
+            values, values['model'], 'h100', config, program, float(values['seconds'])
+        )
 
 
 def _simumax(lines: Iterator[Values]) -> Iterator[Row]:
@@ -239,12 +336,23 @@ def _simumax(lines: Iterator[Values]) -> Iterator[Row]:
         model = _llama(values, vocab_size=128256, seq_len=4096)
         tensor, microbatches = int(values['tensor_parallel']), int(values['microbatches'])
         data = int(values['gpus']) // tensor
-        config = _sharded(_config(model, data, tensor, batch=data * microbatches, rows=1, sequence_parallel=True))
+        config = _sharded(
+            _config(model, data, tensor, batch=data * microbatches, rows=1, sequence_parallel=True)
+        )
         seconds = float(values['milliseconds']) / 1e3
-        yield _of_model_flops(values, f'{values["model"]} x {microbatches}', 'b200', config, MEGATRON_WITHOUT_OVERLAP, seconds)
+        yield _of_model_flops(
+            values,
+            f'{values["model"]} x {microbatches}',
+            'b200',
+            config,
+            MEGATRON_WITHOUT_OVERLAP,
+            seconds,
+        )
 
 
-def _of_model_flops(values: Values, name: str, gpu: str, config: Config, program: Program, seconds: float) -> Row:
+def _of_model_flops(
+    values: Values, name: str, gpu: str, config: Config, program: Program, seconds: float
+) -> Row:
     flops = step_flops(config).model
     return Row(
         name=name,

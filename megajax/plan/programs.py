@@ -15,7 +15,9 @@ from megajax.plan.launches import num_launches
 from megajax.plan.overlap import NOTHING, Beside, beside
 
 ProgramName = Literal['megajax', 'megatron']
-Attention = Literal['flash', 'flash_2']  # cuDNN's, or FlashAttention-2, as `hardware/records.py` has their rates
+Attention = Literal[
+    'flash', 'flash_2'
+]  # cuDNN's, or FlashAttention-2, as `hardware/records.py` has their rates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,12 @@ class Program:
     attention: Attention = 'flash'  # where it uses it
     gradient_bytes: int = 4  # of each element that is reduced over `data`
     adds_shards: bool = False  # of the gradients of microbatches, rather than the whole
-    recomputes_last: bool = False  # the last product of a layer too, which its backward pass does not need
-    num_launches: Callable[[Config], int] = lambda _: 0  # kernels of a step; 0 where nobody has counted them
+    recomputes_last: bool = (
+        False  # the last product of a layer too, which its backward pass does not need
+    )
+    num_launches: Callable[[Config], int] = lambda _: (
+        0
+    )  # kernels of a step; 0 where nobody has counted them
     pads_shards: bool = True  # of ZeRO-1, so that any number of GPUs along `data` can hold them
 
 
@@ -42,7 +48,13 @@ def fully_sharded(config: Config) -> list[Expected]:
 
     def send(name: str, phase: Phase, kind: str) -> Expected:
         site = Site(name, phase, 'data')
-        return Expected(site=site, kind=kind, array=weights, times=config.train.microbatches, size=config.mesh.data)
+        return Expected(
+            site=site,
+            kind=kind,
+            array=weights,
+            times=config.train.microbatches,
+            size=config.mesh.data,
+        )
 
     if config.mesh.data == 1:
         return []
@@ -57,9 +69,13 @@ def _beside_its_layer(one: Expected, config: Config) -> Beside:
     """Megatron-Core with --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather."""
     if one.site.axis == 'data':
         return _beside_everything(one, config)
-    if one.kind == REDUCE:  # only those of sequence parallelism take turns with the product that they belong to
+    if (
+        one.kind == REDUCE
+    ):  # only those of sequence parallelism take turns with the product that they belong to
         return NOTHING
-    parts = {'attention': ('qkv', 'out'), 'mlp': ('up', 'down'), 'head': ('head',)}.get(one.site.name, ())
+    parts = {'attention': ('qkv', 'out'), 'mlp': ('up', 'down'), 'head': ('head',)}.get(
+        one.site.name, ()
+    )
     return Beside(1.0, tuple(_names(parts, one.site.phase)))
 
 

@@ -31,9 +31,21 @@ def config_for(devices: int, *, is_gpu: bool) -> Config:
     """A GPT whose step takes some tenths of a second on a CPU or on a GPU, with rows for every device."""
     width, length, rows = (2048, 2048, 4) if is_gpu else (512, 256, 2)
     return Config(
-        model=ModelConfig(num_layers=4, hidden_size=width, num_heads=width // 64, vocab_size=8192, max_seq_len=length, dropout=0.0),
+        model=ModelConfig(
+            num_layers=4,
+            hidden_size=width,
+            num_heads=width // 64,
+            vocab_size=8192,
+            max_seq_len=length,
+            dropout=0.0,
+        ),
         mesh=MeshConfig(data=devices, model=1),
-        train=TrainConfig(batch_size=rows * devices, seq_len=length, dtype='bfloat16' if is_gpu else 'float32', recompute='none'),
+        train=TrainConfig(
+            batch_size=rows * devices,
+            seq_len=length,
+            dtype='bfloat16' if is_gpu else 'float32',
+            recompute='none',
+        ),
     )
 
 
@@ -41,7 +53,9 @@ def real_seconds(config: Config) -> list[float]:
     """The seconds of some steps after two that warm up."""
     train = config.train
     with jax.set_mesh(make_mesh(config.mesh.data, 1)):
-        tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, (train.batch_size, train.seq_len + 1), np.int32)
+        tokens = np.random.default_rng(0).integers(
+            0, config.model.vocab_size, (train.batch_size, train.seq_len + 1), np.int32
+        )
         mask = np.ones((train.batch_size, train.seq_len), np.float32)
         batch = place_batch({'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': mask})
         state, step, seconds = init_state(config), make_train_step(config), list[float]()

@@ -30,8 +30,13 @@ def tables(plan: Plan) -> RenderableType:
     hosts = plan.gpus // plan.gpus_per_host
     origin = 'the fastest layout' if plan.is_from_search else 'as the config says'
     return Group(
-        Text(f'{plan.gpus} x {plan.hardware}, {hosts} host{"s" if hosts > 1 else ""} of {plan.gpus_per_host}'),
-        Text(f'{plan.layout.name}: {origin}' + (f', as {plan.program} runs it' if plan.program != 'megajax' else '')),
+        Text(
+            f'{plan.gpus} x {plan.hardware}, {hosts} host{"s" if hosts > 1 else ""} of {plan.gpus_per_host}'
+        ),
+        Text(
+            f'{plan.layout.name}: {origin}'
+            + (f', as {plan.program} runs it' if plan.program != 'megajax' else '')
+        ),
         Text(plan.efficiencies),
         Text(),
         memory_table(plan),
@@ -51,7 +56,11 @@ def tables(plan: Plan) -> RenderableType:
 def memory_table(plan: Plan) -> Table:
     """A row per kind of array."""
     table = Table(
-        box=None, header_style='bold', pad_edge=False, title=f'memory per GPU, at its peak ({plan.memory_moment})', title_justify='left'
+        box=None,
+        header_style='bold',
+        pad_edge=False,
+        title=f'memory per GPU, at its peak ({plan.memory_moment})',
+        title_justify='left',
     )
     table.add_column('')
     table.add_column('bytes', justify='right')
@@ -65,7 +74,11 @@ def memory_table(plan: Plan) -> Table:
         note += '; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92'
     table.add_row('total', si(plan.layout.bytes), Text(note, style='green' if fits else 'bold red'))
     if plan.compiled_bytes is not None:
-        table.add_row('compiled', si(plan.compiled_bytes), f"the plan's total is {plan.layout.bytes / plan.compiled_bytes:.3f} of it")
+        table.add_row(
+            'compiled',
+            si(plan.compiled_bytes),
+            f"the plan's total is {plan.layout.bytes / plan.compiled_bytes:.3f} of it",
+        )
     if plan.best_compiled_bytes is not None and plan.config != plan.best_config:
         note = f"the plan's total is {plan.best.bytes / plan.best_compiled_bytes:.3f} of it"
         table.add_row('compiled, the fastest layout', si(plan.best_compiled_bytes), note)
@@ -74,7 +87,13 @@ def memory_table(plan: Plan) -> Table:
 
 def time_table(plan: Plan) -> Table:
     """A row per kind of work; of collectives what nothing hides."""
-    table = Table(box=None, header_style='bold', pad_edge=False, title=f'time per step, {_band(plan)}', title_justify='left')
+    table = Table(
+        box=None,
+        header_style='bold',
+        pad_edge=False,
+        title=f'time per step, {_band(plan)}',
+        title_justify='left',
+    )
     table.add_column('')
     for name in ('ms', 'share'):
         table.add_column(name, justify='right')
@@ -102,7 +121,10 @@ def _band(plan: Plan) -> str:
 
 
 def _rates(plan: Plan) -> Text:
-    parts = [f'{plan.tokens_per_second:,.0f} tokens/s ({_band(plan)})', f'{plan.tflops_per_gpu:.3g} TFLOP/s per GPU']
+    parts = [
+        f'{plan.tokens_per_second:,.0f} tokens/s ({_band(plan)})',
+        f'{plan.tflops_per_gpu:.3g} TFLOP/s per GPU',
+    ]
     if plan.paper_tflops_per_gpu is not None:
         parts[-1] += f" ({plan.paper_tflops_per_gpu:.3g} by the paper's formula)"
     parts += [f'MFU {plan.mfu:.1%}', f'HFU {plan.hfu:.1%}']
@@ -119,8 +141,12 @@ def _run(plan: Plan) -> list[Text]:
         f'{cost.kilowatt_hours:,.0f} kWh at the limit of the boards',
     ]
     if cost.cost and cost.tokens_per_unit:
-        spent.append(f'{cost.cost:,.0f} at {cost.price:g} a GPU hour, {cost.tokens_per_unit:,.0f} tokens for 1')
-    written = f'is on disk after {faults.write:,.0f} s and holds the steps up for {faults.hold_up:.1f} s'
+        spent.append(
+            f'{cost.cost:,.0f} at {cost.price:g} a GPU hour, {cost.tokens_per_unit:,.0f} tokens for 1'
+        )
+    written = (
+        f'is on disk after {faults.write:,.0f} s and holds the steps up for {faults.hold_up:.1f} s'
+    )
     return [
         Text(', '.join(spent)),
         Text(f'a checkpoint of {si(faults.checkpoint_bytes)} {written}'),
@@ -134,14 +160,31 @@ def _run(plan: Plan) -> list[Text]:
 
 def layouts_table(plan: Plan) -> Table:
     """The fastest of each mesh with and without sequence parallelism, and why it lost; for those that do not fit, the smallest."""
-    table = Table(box=None, header_style='bold', pad_edge=False, title=f'layouts, times {_band(plan)}', title_justify='left')
+    table = Table(
+        box=None,
+        header_style='bold',
+        pad_edge=False,
+        title=f'layouts, times {_band(plan)}',
+        title_justify='left',
+    )
     table.add_column('', no_wrap=True)
     for name in ('ms', 'MFU', 'bytes'):
         table.add_column(name, justify='right', no_wrap=True)
     table.add_column('')
     for one in _best_of_each(plan.layouts):
-        ms, mfu = (f'{1e3 * one.seconds:,.1f}', f'{one.mfu:.1%}') if one.seconds and one.mfu else ('-', '-')
-        table.add_row(one.name, ms, mfu, si(one.bytes), one.reason or 'the fastest', style=None if one.fits else 'dim')
+        ms, mfu = (
+            (f'{1e3 * one.seconds:,.1f}', f'{one.mfu:.1%}')
+            if one.seconds and one.mfu
+            else ('-', '-')
+        )
+        table.add_row(
+            one.name,
+            ms,
+            mfu,
+            si(one.bytes),
+            one.reason or 'the fastest',
+            style=None if one.fits else 'dim',
+        )
     count = sum(one.fits for one in plan.layouts)
     table.caption = f'{count} of {len(plan.layouts)} layouts fit; the best of each mesh is shown, --json has all'
     table.caption_justify = 'left'

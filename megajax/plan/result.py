@@ -39,7 +39,9 @@ class CostLine(_Result):
 
     tokens: float
     gpu_hours: float
-    kilowatt_hours: float = Field(description='of the GPUs at the limit of their boards, without hosts and cooling')
+    kilowatt_hours: float = Field(
+        description='of the GPUs at the limit of their boards, without hosts and cooling'
+    )
     price: float | None = Field(description='of a GPU hour, as it was given')
     cost: float | None = Field(description='in the unit of the price')
     tokens_per_unit: float | None = Field(description='tokens for one unit of the price')
@@ -82,37 +84,57 @@ class Plan(_Result):
 
     schema_version: Literal[1] = 1
     config: str = Field(description='the resolved config that the figures are of, YAML')
-    program: str = Field(description='whose step it is: megajax, or megatron for Megatron-Core; the memory is always that of megajax')
+    program: str = Field(
+        description='whose step it is: megajax, or megatron for Megatron-Core; the memory is always that of megajax'
+    )
     hardware: str
-    efficiencies: str = Field(description='what training reaches of the peaks, and what the fastest kernels alone do')
-    band: float | None = Field(description='what nine of ten published rates of the GPU are within; None where none was fitted')
+    efficiencies: str = Field(
+        description='what training reaches of the peaks, and what the fastest kernels alone do'
+    )
+    band: float | None = Field(
+        description='what nine of ten published rates of the GPU are within; None where none was fitted'
+    )
     gpus: int
     gpus_per_host: int
     layout: Layout
-    is_from_search: bool = Field(description='the fastest layout, because the mesh of the config has another number of GPUs')
+    is_from_search: bool = Field(
+        description='the fastest layout, because the mesh of the config has another number of GPUs'
+    )
     memory: list[MemoryLine]
     memory_moment: str = Field(description='the part of the step that needs the most')
     memory_available: int = Field(description='bytes that a program can count on')
     largest_microbatch: int = Field(description='rows that fit on each data shard; 0 if none')
-    compiled_bytes: int | None = Field(default=None, description='what the compiler has planned, with --verify')
-    best_compiled_bytes: int | None = Field(default=None, description='the same for the fastest layout')
+    compiled_bytes: int | None = Field(
+        default=None, description='what the compiler has planned, with --verify'
+    )
+    best_compiled_bytes: int | None = Field(
+        default=None, description='the same for the fastest layout'
+    )
     products: float
     memory_bound: float
-    launches: float = Field(description='seconds of kernels that are too short to matter by their work')
+    launches: float = Field(
+        description='seconds of kernels that are too short to matter by their work'
+    )
     transfers: list[TransferLine]
     seconds: float
     tokens_per_second: float
     tflops_per_gpu: float = Field(description='model FLOPs: what is computed again does not count')
-    paper_tflops_per_gpu: float | None = Field(description='by the formula of Narayanan et al. (2021); None where it does not hold')
+    paper_tflops_per_gpu: float | None = Field(
+        description='by the formula of Narayanan et al. (2021); None where it does not hold'
+    )
     mfu: float
     hfu: float
     tokens: float | None
     days: float | None
     cost: CostLine
     faults: FaultsLine
-    communication_share: dict[str, float] = Field(description='per axis, the share of the step in which a GPU waits for collectives')
+    communication_share: dict[str, float] = Field(
+        description='per axis, the share of the step in which a GPU waits for collectives'
+    )
     verdict: str = Field(description='whether tensor parallelism is worth it here')
-    layouts: list[Layout] = Field(description='all of them: those that fit, fastest first, then those that do not, smallest first')
+    layouts: list[Layout] = Field(
+        description='all of them: those that fit, fastest first, then those that do not, smallest first'
+    )
     best_config: str = Field(description='the config of the fastest layout, YAML')
     impossible: dict[str, str] = Field(description='meshes that cannot be, with the reason')
 

@@ -12,7 +12,9 @@ from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, Program
 from megajax.plan.time import StepTime, peak_flops, step_time
 
-USABLE = 0.92  # of a GPU's memory, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92; CUDA and NCCL need the rest
+USABLE = (
+    0.92  # of a GPU's memory, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92; CUDA and NCCL need the rest
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +70,11 @@ def search(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> Rank
             found += 1
             needed = memory(candidate, capacity_bytes=usable_memory(cluster)).total
             fits = needed <= usable_memory(cluster)
-            choice = Choice(config=candidate, bytes=needed, time=step_time(candidate, cluster, program) if fits else None)
+            choice = Choice(
+                config=candidate,
+                bytes=needed,
+                time=step_time(candidate, cluster, program) if fits else None,
+            )
             (fitting if fits else too_large).append(choice)
         if found:
             impossible.pop((data, model), None)
@@ -97,7 +103,12 @@ def changed(config: Config, **keys: object) -> Config:
     for path, value in keys.items():
         section, key = path.split('__')
         sections.setdefault(section, {})[key] = value
-    return config.model_copy(update={name: getattr(config, name).model_copy(update=values) for name, values in sections.items()})
+    return config.model_copy(
+        update={
+            name: getattr(config, name).model_copy(update=values)
+            for name, values in sections.items()
+        }
+    )
 
 
 def _layouts(config: Config, data: int, model: int, per_host: int) -> Iterator[Config]:
@@ -110,7 +121,9 @@ def _layouts(config: Config, data: int, model: int, per_host: int) -> Iterator[C
     shards = (False, True) if data > 1 else (False,)
     overlaps = ('none', 'batch_split') if model > 1 else ('none',)
     counts = divisors(config.train.batch_size // data)
-    for microbatches, sp, overlap, recompute, shard in product(counts, sequence_parallel, overlaps, recomputes, shards):
+    for microbatches, sp, overlap, recompute, shard in product(
+        counts, sequence_parallel, overlaps, recomputes, shards
+    ):
         yield changed(
             config,
             mesh__data=data,
@@ -129,7 +142,14 @@ def _order(choice: Choice) -> tuple[float, int, bool, bool, int, int]:
     config = choice.config
     recompute = ('none', 'selective', 'full').index(config.train.recompute)
     overlap = config.train.overlap == 'batch_split'
-    return choice.timed.total, config.mesh.model, overlap, config.optim.shard, recompute, config.train.microbatches
+    return (
+        choice.timed.total,
+        config.mesh.model,
+        overlap,
+        config.optim.shard,
+        recompute,
+        config.train.microbatches,
+    )
 
 
 def _indivisible(config: Config, data: int) -> str:
@@ -138,10 +158,17 @@ def _indivisible(config: Config, data: int) -> str:
     return f'train.batch_size: {batch} is not a multiple of mesh.data={data}; use {near}'
 
 
-def _why_none(config: Config, cluster: Cluster, too_large: list[Choice], impossible: dict[tuple[int, int], str]) -> Iterator[str]:
+def _why_none(
+    config: Config,
+    cluster: Cluster,
+    too_large: list[Choice],
+    impossible: dict[tuple[int, int], str],
+) -> Iterator[str]:
     if not too_large:
         yield f'no mesh of {cluster.num_devices} GPUs can train this config'
-        yield from (f'data={data} x model={model}: {reason}' for (data, model), reason in impossible.items())
+        yield from (
+            f'data={data} x model={model}: {reason}' for (data, model), reason in impossible.items()
+        )
         return
     least, have = too_large[0], usable_memory(cluster)
     yield (
@@ -159,7 +186,10 @@ def _enough(config: Config, cluster: Cluster, have: int) -> str | None:
     while count <= 65536:
         for model in divisors(count):
             for candidate in _layouts(config, count // model, model, cluster.devices_per_host):
-                if not incompatibilities(candidate) and memory(candidate, capacity_bytes=have).total <= have:
+                if (
+                    not incompatibilities(candidate)
+                    and memory(candidate, capacity_bytes=have).total <= have
+                ):
                     return f'it fits on {count} GPUs with {describe(candidate)}'
         count *= 2
     return None

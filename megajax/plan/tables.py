@@ -7,7 +7,19 @@ from rich.table import Table
 
 from megajax.plan.predictions import TABLES, Prediction, predict, source
 
-COLUMNS = 'model', 'GPUs', 'model x data', 'published', 'predicted', 'error', 'efficiencies', 'products', 'memory', 'model', 'data'
+COLUMNS = (
+    'model',
+    'GPUs',
+    'model x data',
+    'published',
+    'predicted',
+    'error',
+    'efficiencies',
+    'products',
+    'memory',
+    'model',
+    'data',
+)
 
 
 class Errors(NamedTuple):
@@ -30,9 +42,13 @@ def errors(predictions: Sequence[Prediction], *, held_out: bool = True) -> Error
 def table_of(name: str) -> Table:
     """TFLOP/s of a GPU as published and as predicted, and the predicted shares of the step."""
     predictions = predict(name)
-    table = Table(box=None, header_style='bold', pad_edge=False, title=source(name), title_justify='left')
+    table = Table(
+        box=None, header_style='bold', pad_edge=False, title=source(name), title_justify='left'
+    )
     for column in COLUMNS:
-        table.add_column(column, justify='left' if column in ('model', 'efficiencies') else 'right', no_wrap=True)
+        table.add_column(
+            column, justify='left' if column in ('model', 'efficiencies') else 'right', no_wrap=True
+        )
     for one in predictions:
         table.add_row(*_cells(one))
     table.caption = _caption(predictions)
@@ -42,9 +58,17 @@ def table_of(name: str) -> Table:
 
 def summary() -> Table:
     """How well every table is predicted."""
-    table = Table(box=None, header_style='bold', pad_edge=False, title='TFLOP/s of a GPU, predicted over published', title_justify='left')
+    table = Table(
+        box=None,
+        header_style='bold',
+        pad_edge=False,
+        title='TFLOP/s of a GPU, predicted over published',
+        title_justify='left',
+    )
     for column in ('table', 'GPU', 'rows', 'held out: mean', 'largest', 'fitted: mean', 'largest'):
-        table.add_column(column, justify='left' if column in ('table', 'GPU') else 'right', no_wrap=True)
+        table.add_column(
+            column, justify='left' if column in ('table', 'GPU') else 'right', no_wrap=True
+        )
     for cells in summary_rows():
         table.add_row(*cells)
     return table
@@ -87,7 +111,12 @@ def _caption(predictions: Sequence[Prediction]) -> str:
 
 def _cells(one: Prediction) -> list[str]:
     mesh, time = one.row.config.mesh, one.time
-    shares = (time.products / time.total, time.memory_bound / time.total, time.share('model'), time.share('data'))
+    shares = (
+        time.products / time.total,
+        time.memory_bound / time.total,
+        time.share('model'),
+        time.share('data'),
+    )
     return [
         one.row.name,
         f'{one.row.num_gpus} {one.row.gpu}',

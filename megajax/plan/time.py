@@ -92,7 +92,9 @@ def step_time(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> S
     """Of `config` on its mesh of GPUs of the cluster. Raises ConfigError where the GPU has no such dtype."""
     peak = peak_flops(config, cluster)
     attention = program.attention if program.uses_flash(config) else None
-    flash = attention is not None and cluster.hardware.efficiency.of_attention(attention) is not None
+    flash = (
+        attention is not None and cluster.hardware.efficiency.of_attention(attention) is not None
+    )
     work = products(config, flash=flash, recomputes_last=program.recomputes_last)
     moved = traffic(config, flash=flash, adds_shards=program.adds_shards)
     of_products = [product_seconds(one, config, cluster, program.attention) for one in work]
@@ -118,27 +120,43 @@ def peak_flops(config: Config, cluster: Cluster) -> float:
     """Of the config's dtype."""
     peaks = cluster.hardware.peak_flops
     if config.train.dtype not in peaks:
-        raise ConfigError(f'train.dtype={config.train.dtype}: {cluster.hardware.name} computes in {", ".join(peaks)}; use one of them')
+        raise ConfigError(
+            f'train.dtype={config.train.dtype}: {cluster.hardware.name} computes in {", ".join(peaks)}; use one of them'
+        )
     return peaks[config.train.dtype]
 
 
-def product_seconds(one: Product, config: Config, cluster: Cluster, attention: Attention = 'flash') -> float:
+def product_seconds(
+    one: Product, config: Config, cluster: Cluster, attention: Attention = 'flash'
+) -> float:
     """All times that it runs in a step: bound by its FLOPs, of which flash attention skips the masked half, or by what it moves."""
     hardware, peak = cluster.hardware, peak_flops(config, cluster)
     if one.flash:
         done = one.flops / 2 if config.model.causal else one.flops
-        return one.times * done / (peak * (hardware.efficiency.of_attention(attention) or hardware.efficiency.matmul))
+        return (
+            one.times
+            * done
+            / (peak * (hardware.efficiency.of_attention(attention) or hardware.efficiency.matmul))
+        )
     compute = one.flops / (peak * hardware.efficiency.of_product(*one.sizes))
     moved = one.elements * BYTES[config.train.dtype]
-    return one.times * max(compute, moved / (hardware.memory_bandwidth * hardware.efficiency.memory))
+    return one.times * max(
+        compute, moved / (hardware.memory_bandwidth * hardware.efficiency.memory)
+    )
 
 
 def traffic_seconds(one: Traffic, cluster: Cluster) -> float:
     """All times that it runs in a step."""
-    return one.times * one.bytes / (cluster.hardware.memory_bandwidth * cluster.hardware.efficiency.memory)
+    return (
+        one.times
+        * one.bytes
+        / (cluster.hardware.memory_bandwidth * cluster.hardware.efficiency.memory)
+    )
 
 
-def _transfers(config: Config, cluster: Cluster, program: Program, seconds: dict[tuple[str, Phase], float]) -> list[Transfer]:
+def _transfers(
+    config: Config, cluster: Cluster, program: Program, seconds: dict[tuple[str, Phase], float]
+) -> list[Transfer]:
     """Collectives that overlap with the same products share their seconds, in the order given.
 
     Of each transfer the smaller of its time and of the products beside it is hidden: where a share

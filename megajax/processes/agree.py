@@ -9,7 +9,11 @@ from orbax.checkpoint import multihost
 def from_all(*values: bool) -> np.ndarray:
     """[process, value]: what every process says; all must ask."""
     mine = np.array(values, np.int32)
-    return np.asarray(multihost_utils.process_allgather(mine)) if jax.process_count() > 1 else mine[None]
+    return (
+        np.asarray(multihost_utils.process_allgather(mine))
+        if jax.process_count() > 1
+        else mine[None]
+    )
 
 
 def gather(value: float) -> list[float]:
@@ -22,7 +26,9 @@ def all_are_here(where: str, seconds: float) -> bool:
     if jax.process_count() == 1:
         return True
     try:
-        multihost.get_jax_distributed_client().wait_at_barrier(f'megajax_{where}', int(1000 * seconds))
+        multihost.get_jax_distributed_client().wait_at_barrier(
+            f'megajax_{where}', int(1000 * seconds)
+        )
     except jax.errors.JaxRuntimeError:
         return False
     return True
@@ -32,7 +38,10 @@ def from_first(*values: int) -> list[int]:
     """What the first process says; all must ask."""
     if jax.process_count() == 1:
         return [int(value) for value in values]
-    return [int(value) for value in np.asarray(multihost_utils.broadcast_one_to_all(np.array(values, np.int32)))]
+    return [
+        int(value)
+        for value in np.asarray(multihost_utils.broadcast_one_to_all(np.array(values, np.int32)))
+    ]
 
 
 class SaveBarrier:
@@ -59,7 +68,9 @@ class SaveBarrier:
             names = (self._name(self.round, process) for process in range(jax.process_count()))
             keys = {client.blocking_key_value_get(name, timeout_ms) for name in names}
             if self.round > 1:
-                client.key_value_delete(self._name(self.round - 1, me))  # all have read it, since they came here
+                client.key_value_delete(
+                    self._name(self.round - 1, me)
+                )  # all have read it, since they came here
             if keys == {key}:
                 return
             if self.END not in key:

@@ -15,8 +15,13 @@ from megajax.processes.environment import LOCAL_DEVICES, Start, read_start
 from megajax.processes.peers import RETRY, Peers, end
 from megajax.processes.rendezvous import gather
 
-HEARTBEAT_TIMEOUT = 30  # seconds; of a process that lives and is frozen, which only jax's own heartbeats find
-PROXIES, NO_PROXIES = ('grpc_proxy', 'https_proxy', 'http_proxy'), ('no_grpc_proxy', 'no_proxy')  # as gRPC reads them
+HEARTBEAT_TIMEOUT = (
+    30  # seconds; of a process that lives and is frozen, which only jax's own heartbeats find
+)
+PROXIES, NO_PROXIES = (
+    ('grpc_proxy', 'https_proxy', 'http_proxy'),
+    ('no_grpc_proxy', 'no_proxy'),
+)  # as gRPC reads them
 # How jax, Gloo and NCCL say that processes did not reach each other in time. What a new start would meet again (an invalid argument of
 # NCCL, a CUDA error, a lack of memory) is not among it.
 UNREACHED = re.compile(
@@ -44,7 +49,9 @@ def processes() -> Iterator[None]:
         if peers and code in (0, RETRY):  # all stop here, as after a checkpoint on SIGTERM
             peers.done()
         elif peers:
-            peers.failed(_one_line(error), own=isinstance(error, RunError | KeyboardInterrupt | SystemExit))
+            peers.failed(
+                _one_line(error), own=isinstance(error, RunError | KeyboardInterrupt | SystemExit)
+            )
             _exit_without_waiting(peers, code)
         raise
     if peers:
@@ -99,7 +106,9 @@ def _end_if_unreached(peers: Peers, error: BaseException) -> None:
         why = _one_line(error)
         peers.failed(why, own=False)
         peers.wait(LAST_WORDS)
-        end(f'the processes did not reach each other in time ({why}): start the run again to go on from its last checkpoint')
+        end(
+            f'the processes did not reach each other in time ({why}): start the run again to go on from its last checkpoint'
+        )
 
 
 def _exit_without_waiting(peers: Peers, code: int) -> None:

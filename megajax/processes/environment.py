@@ -29,7 +29,9 @@ class Start:
     port: int
     bind: str | None  # the interface that process 0 listens on; None: all
     timeout: float  # seconds until all must have come
-    gpus: tuple[int, ...] | None = None  # of the visible ones; None: all, or those in JAX_LOCAL_DEVICE_IDS
+    gpus: tuple[int, ...] | None = (
+        None  # of the visible ones; None: all, or those in JAX_LOCAL_DEVICE_IDS
+    )
 
     @property
     def address(self) -> str:
@@ -45,7 +47,9 @@ def read_start(environ: Mapping[str, str] = os.environ) -> Start | None:
     if PROCESSES in environ:
         return _by_hand(environ)
     if PROCESS in environ:
-        raise ConfigError(f'{PROCESS}={environ[PROCESS]} without {PROCESSES}: set {COORDINATOR} and {PROCESSES} too, or none')
+        raise ConfigError(
+            f'{PROCESS}={environ[PROCESS]} without {PROCESSES}: set {COORDINATOR} and {PROCESSES} too, or none'
+        )
     return _slurm(environ) or _open_mpi(environ)
 
 
@@ -56,7 +60,9 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
     if (chosen := environ.get('CUDA_VISIBLE_DEVICES')) is not None:
         return sum(name.strip() not in ('', '-1') for name in chosen.split(','))
     try:
-        listed = subprocess.run(['nvidia-smi', '-L'], capture_output=True, text=True, timeout=60, check=False).stdout
+        listed = subprocess.run(
+            ['nvidia-smi', '-L'], capture_output=True, text=True, timeout=60, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith('GPU ') for line in listed.splitlines())
@@ -67,7 +73,9 @@ def _by_hand(environ: Mapping[str, str]) -> Start | None:
     index = PROCESS if PROCESS in environ else 'JOB_COMPLETION_INDEX'
     if missing := [name for name in (COORDINATOR, index) if name not in environ]:
         missing = [PROCESS if name == index else name for name in missing]
-        raise ConfigError(f'{PROCESSES}={environ[PROCESSES]} without {" and ".join(missing)}: set all three, or none')
+        raise ConfigError(
+            f'{PROCESSES}={environ[PROCESSES]} without {" and ".join(missing)}: set all three, or none'
+        )
     return _start(environ, index, PROCESSES, environ[COORDINATOR])
 
 
@@ -80,9 +88,18 @@ def _slurm(environ: Mapping[str, str]) -> Start | None:
     first = re.sub(r'^([^,\[]*)(?:\[([^-,\]]*))?.*', r'\1\2', environ[nodes])
     port = 61440 + (int(environ['SLURM_JOB_ID']) + 97 * int(environ.get('SLURM_STEP_ID', 0))) % 4096
     per_node = _expand(environ.get('SLURM_STEP_TASKS_PER_NODE', '1'))
-    local = int(environ['SLURM_LOCALID']), per_node[int(environ.get('SLURM_NODEID', 0)) % len(per_node)]
+    local = (
+        int(environ['SLURM_LOCALID']),
+        per_node[int(environ.get('SLURM_NODEID', 0)) % len(per_node)],
+    )
     on_node = int(environ.get('SLURM_GPUS_ON_NODE', 0))
-    return _start(environ, 'SLURM_PROCID', size, environ.get(COORDINATOR, f'{first}:{port}'), _share(environ, *local, on_node))
+    return _start(
+        environ,
+        'SLURM_PROCID',
+        size,
+        environ.get(COORDINATOR, f'{first}:{port}'),
+        _share(environ, *local, on_node),
+    )
 
 
 def _open_mpi(environ: Mapping[str, str]) -> Start | None:
@@ -94,24 +111,44 @@ def _open_mpi(environ: Mapping[str, str]) -> Start | None:
         # mpirun's own address, which Open MPI tells up to version 4; process 0 is where mpirun is.
         told = re.match(r'(\d+)\..*tcp://([^,:]+)', environ.get('OMPI_MCA_orte_hnp_uri', ''))
         if told is None:
-            raise ConfigError(f'Open MPI does not tell where process 0 is: mpirun -x {COORDINATOR}=HOST:PORT, HOST being its host')
+            raise ConfigError(
+                f'Open MPI does not tell where process 0 is: mpirun -x {COORDINATOR}=HOST:PORT, HOST being its host'
+            )
         address = f'{told[2]}:{61440 + int(told[1]) // 4096 % 4096}'
     local = int(environ['OMPI_COMM_WORLD_LOCAL_RANK']), int(environ['OMPI_COMM_WORLD_LOCAL_SIZE'])
     return _start(environ, index, size, address, _share(environ, *local, 0))
 
 
-def _start(environ: Mapping[str, str], index: str, count: str, address: str, gpus: tuple[int, ...] | None = None) -> Start | None:
+def _start(
+    environ: Mapping[str, str],
+    index: str,
+    count: str,
+    address: str,
+    gpus: tuple[int, ...] | None = None,
+) -> Start | None:
     number, total = _whole(environ, index), _whole(environ, count)
     if not 0 <= number < total:
-        raise ConfigError(f'{index}={number} is not among the {total} processes of {count}: use 0 to {total - 1}')
+        raise ConfigError(
+            f'{index}={number} is not among the {total} processes of {count}: use 0 to {total - 1}'
+        )
     host, _, port = address.rpartition(':')
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f'{COORDINATOR}={address}: not of the form host:port, for example node1:8476')
+        raise ConfigError(
+            f'{COORDINATOR}={address}: not of the form host:port, for example node1:8476'
+        )
     if total == 1:
         return None
     timeout = _whole(environ, START_TIMEOUT, 300)
     host = host.strip('[]')
-    return Start(index=number, count=total, host=host, port=int(port), bind=_bind(environ, host), timeout=timeout, gpus=gpus)
+    return Start(
+        index=number,
+        count=total,
+        host=host,
+        port=int(port),
+        bind=_bind(environ, host),
+        timeout=timeout,
+        gpus=gpus,
+    )
 
 
 def _bind(environ: Mapping[str, str], host: str) -> str | None:
@@ -125,7 +162,9 @@ def _bind(environ: Mapping[str, str], host: str) -> str | None:
     return None
 
 
-def _share(environ: Mapping[str, str], local: int, num_local: int, on_node: int) -> tuple[int, ...] | None:
+def _share(
+    environ: Mapping[str, str], local: int, num_local: int, on_node: int
+) -> tuple[int, ...] | None:
     """The visible GPUs of task `local` of `num_local` on this node, which has `on_node`, 0 if that is not known."""
     visible = visible_gpus(environ)
     bound_already = visible < on_node  # the scheduler shows each task its own

@@ -19,7 +19,13 @@ from types import FrameType
 from typing import IO
 
 from megajax.config.errors import ConfigError
-from megajax.processes.environment import COORDINATOR, LOCAL_DEVICES, PROCESS, PROCESSES, visible_gpus
+from megajax.processes.environment import (
+    COORDINATOR,
+    LOCAL_DEVICES,
+    PROCESS,
+    PROCESSES,
+    visible_gpus,
+)
 from megajax.processes.peers import RETRY
 from megajax.processes.signals import STOPS, Patience, drop_lost_outputs, take_stops
 
@@ -75,7 +81,9 @@ def make_plan(
         )
     run = {COORDINATOR: f'127.0.0.1:{_free_port()}', PROCESSES: str(processes)}
     place = _gpus_of if gpus else _cpus_of
-    variables = tuple({**run, PROCESS: str(index), **place(index, devices, environ)} for index in range(processes))
+    variables = tuple(
+        {**run, PROCESS: str(index), **place(index, devices, environ)} for index in range(processes)
+    )
     return Plan(command=(sys.executable, '-m', 'megajax', *arguments), variables=variables)
 
 
@@ -98,9 +106,13 @@ class _Group:
     def __init__(self, plan: Plan, grace: float):
         self.plan, self.grace = plan, grace
         self.processes: list[subprocess.Popen[str]] = []
-        self.tails: list[collections.deque[str]] = [collections.deque(maxlen=LAST_LINES) for _ in plan.variables]
+        self.tails: list[collections.deque[str]] = [
+            collections.deque(maxlen=LAST_LINES) for _ in plan.variables
+        ]
         self.readers: list[threading.Thread] = []
-        self.signals: list[signal.Signals] = []  # the first that asked to leave, and the SIGINT that insisted
+        self.signals: list[
+            signal.Signals
+        ] = []  # the first that asked to leave, and the SIGINT that insisted
         self.asked = 0  # processes that got the first signal
         self.patience = Patience()
         self.stopped: list[int] = []  # when another failed
@@ -136,11 +148,17 @@ class _Group:
         for index, process in enumerate(self.processes):
             for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert source is not None
-                self.readers.append(threading.Thread(target=self._pass_on, args=(index, source, target), daemon=True))
+                self.readers.append(
+                    threading.Thread(
+                        target=self._pass_on, args=(index, source, target), daemon=True
+                    )
+                )
         for reader in self.readers:
             reader.start()
         if self.signals:
-            self._send(self.signals[0], self.asked)  # to the one that was being started when it came
+            self._send(
+                self.signals[0], self.asked
+            )  # to the one that was being started when it came
 
     def wait(self) -> int:
         """Until all have ended; the exit code of the run."""
@@ -148,7 +166,11 @@ class _Group:
             time.sleep(POLL)
         if failed:
             failed = self._failed_first()
-            self.stopped = [index for index, process in enumerate(self.processes) if process.poll() is None and _is_stopped(process.pid)]
+            self.stopped = [
+                index
+                for index, process in enumerate(self.processes)
+                if process.poll() is None and _is_stopped(process.pid)
+            ]
             self._end_others()
         for process in self.processes:
             process.wait()
@@ -158,19 +180,30 @@ class _Group:
 
     def _result(self, failed: list[int]) -> int:
         if not failed:
-            return RETRY if len(self.processes) < len(self.plan.variables) else 0  # asked to leave before all had started
+            return (
+                RETRY if len(self.processes) < len(self.plan.variables) else 0
+            )  # asked to leave before all had started
         # 75 says that another process ended first.
         first = min(failed, key=lambda index: self.processes[index].returncode == RETRY)
         code = self.processes[first].returncode
         drop_lost_outputs()
         if self.signals:
             print(f'launch: ended by {self.signals[0].name}', file=sys.stderr)
-        elif self.stopped and code in (RETRY, -signal.SIGABRT):  # jax aborts where a heartbeat is missing
+        elif self.stopped and code in (
+            RETRY,
+            -signal.SIGABRT,
+        ):  # jax aborts where a heartbeat is missing
             which = ', '.join(map(str, self.stopped))
-            print(f'launch: process {which} of {len(self.processes)} was stopped, as by SIGSTOP, and the run with it', file=sys.stderr)
+            print(
+                f'launch: process {which} of {len(self.processes)} was stopped, as by SIGSTOP, and the run with it',
+                file=sys.stderr,
+            )
             return RETRY
         else:
-            print(f'launch: process {first} of {len(self.processes)} failed with {_describe(code)}; its last lines:', file=sys.stderr)
+            print(
+                f'launch: process {first} of {len(self.processes)} failed with {_describe(code)}; its last lines:',
+                file=sys.stderr,
+            )
             for line in self.tails[first]:
                 print(f'    {line}', file=sys.stderr)
         return _exit_code(code)
@@ -185,7 +218,12 @@ class _Group:
             time.sleep(POLL)
             failed = self._failed()
             only_consequences = all(self.processes[index].returncode == RETRY for index in failed)
-            if not only_consequences or self.signals or not self._running() or time.monotonic() > deadline:
+            if (
+                not only_consequences
+                or self.signals
+                or not self._running()
+                or time.monotonic() > deadline
+            ):
                 return failed
 
     def _running(self) -> bool:
@@ -214,12 +252,16 @@ class _Group:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     # Each leads a group of its own, with the workers that read its data.
-                    os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
+                    os.killpg(
+                        process.pid, number
+                    ) if number == signal.SIGKILL else process.send_signal(number)
 
     def _pass_on(self, index: int, source: IO[str], target: IO[str]) -> None:
         for line in source:
             self.tails[index].append(line.rstrip('\n'))
-            with contextlib.suppress(OSError, ValueError):  # our own output may be closed; the processes go on
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # our own output may be closed; the processes go on
                 target.write(f'[{index}] {line}' if line.endswith('\n') else f'[{index}] {line}\n')
                 target.flush()
 
@@ -234,14 +276,20 @@ def _usable_gpus(environ: Mapping[str, str]) -> int:
 
 
 def _gpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
-    return {LOCAL_DEVICES: ','.join(str(gpu) for gpu in range(index * devices, (index + 1) * devices))}
+    return {
+        LOCAL_DEVICES: ','.join(str(gpu) for gpu in range(index * devices, (index + 1) * devices))
+    }
 
 
 def _cpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
     variables = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
     # Simulated devices meet at each collective; on a busy machine one may be late, and XLA's default ends the process then.
     flags = environ.get('XLA_FLAGS', '')
-    return variables if PATIENCE in flags else {**variables, 'XLA_FLAGS': f'{flags} {PATIENCE}=600'.strip()}
+    return (
+        variables
+        if PATIENCE in flags
+        else {**variables, 'XLA_FLAGS': f'{flags} {PATIENCE}=600'.strip()}
+    )
 
 
 def _free_port() -> int:

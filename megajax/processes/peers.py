@@ -18,8 +18,14 @@ from typing import Any, NoReturn
 
 RETRY = 75  # the exit code of a run that another attempt may finish, EX_TEMPFAIL
 LONGEST = 1 << 16  # bytes of a line; more is no line of ours
-KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}  # seconds, seconds, probes: a silent host is lost after 5 s
-OWN_ERROR = 1.0  # seconds in which a process may fail by its own error after another has told of one
+KEEPALIVE = {
+    'TCP_KEEPIDLE': 2,
+    'TCP_KEEPINTVL': 1,
+    'TCP_KEEPCNT': 3,
+}  # seconds, seconds, probes: a silent host is lost after 5 s
+OWN_ERROR = (
+    1.0  # seconds in which a process may fail by its own error after another has told of one
+)
 
 Message = dict[str, Any]
 
@@ -48,13 +54,17 @@ class Link:
         try:
             received = self.socket.recv(LONGEST)
         except OSError as error:
-            if isinstance(error, TimeoutError) and error.errno is None:  # the socket's own, not that of the keepalive probes
+            if (
+                isinstance(error, TimeoutError) and error.errno is None
+            ):  # the socket's own, not that of the keepalive probes
                 raise
             received = b''
         self.closed = not received
         *lines, self._pending = (self._pending + received).split(b'\n')
         messages = [json.loads(line) for line in lines]
-        if len(self._pending) > LONGEST or not all(isinstance(message, dict) and 'event' in message for message in messages):
+        if len(self._pending) > LONGEST or not all(
+            isinstance(message, dict) and 'event' in message for message in messages
+        ):
             raise ValueError('no message')
         return [*messages, {'event': 'closed'}] if self.closed else messages
 
@@ -110,10 +120,16 @@ class Peers:
             case 'done':
                 link.done = True
             case 'closed' if not link.done:
-                self._leave(f'{link.name} was lost, so this process ends too: start the run again to go on from its last checkpoint', 0)
+                self._leave(
+                    f'{link.name} was lost, so this process ends too: start the run again to go on from its last checkpoint',
+                    0,
+                )
             case 'failed':
                 link.done = True
-                self._leave(f'{link.name} failed ({message["why"]}), so this process ends too: see what that one printed', OWN_ERROR)
+                self._leave(
+                    f'{link.name} failed ({message["why"]}), so this process ends too: see what that one printed',
+                    OWN_ERROR,
+                )
             case 'other':
                 self._leave(message['what'], message['patience'])
 

@@ -37,7 +37,9 @@ def _welcome(start: Start, server: socket.socket, deadline: float) -> dict[int, 
         selector.register(server, selectors.EVENT_READ)
         while len(joined) < start.count - 1:
             if (left := deadline - time.monotonic()) <= 0:
-                missing = ', '.join(str(index) for index in range(1, start.count) if index not in joined)
+                missing = ', '.join(
+                    str(index) for index in range(1, start.count) if index not in joined
+                )
                 end(
                     f'of {start.count} processes, {missing} did not come to process 0 at {start.address} within {start.timeout:g} s: '
                     f'see whether they started and can reach {start.address}, or give them more seconds in {START_TIMEOUT}'
@@ -56,7 +58,11 @@ def _welcome(start: Start, server: socket.socket, deadline: float) -> dict[int, 
 def _greet(start: Start, link: Link, joined: dict[int, Link]) -> None:
     """Read what a connection says; one that is not of this run, such as a port scan or a health check, is dropped."""
     try:
-        hello = [(int(m['process']), int(m['processes']), str(m['host'])) for m in link.receive() if m['event'] == 'hello']
+        hello = [
+            (int(m['process']), int(m['processes']), str(m['host']))
+            for m in link.receive()
+            if m['event'] == 'hello'
+        ]
     except (ValueError, TypeError, KeyError):
         link.closed, hello = True, []
     if link.closed and link in joined.values():
@@ -77,13 +83,17 @@ def _join(start: Start) -> tuple[Peers, int]:
     deadline = time.monotonic() + start.timeout
     link = Link(_connect(start, deadline), f'process 0 on {start.host}')
     link.send(event='hello', process=start.index, processes=start.count, host=socket.gethostname())
-    link.socket.settimeout(max(deadline - time.monotonic(), 0) + 5)  # process 0 tells first, and it knows who is missing
+    link.socket.settimeout(
+        max(deadline - time.monotonic(), 0) + 5
+    )  # process 0 tells first, and it knows who is missing
     messages: list[Message] = []
     try:
         while not messages:
             messages = link.receive()
     except (TimeoutError, ValueError):
-        end(f'{start.address} does not answer as process 0 of this run: see whether {COORDINATOR} is right')
+        end(
+            f'{start.address} does not answer as process 0 of this run: see whether {COORDINATOR} is right'
+        )
     link.socket.settimeout(None)
     match messages[0]:
         case {'event': 'welcome', 'jax_port': int(port)}:
@@ -92,7 +102,9 @@ def _join(start: Start) -> tuple[Peers, int]:
             return peers, port
         case {'event': 'refused', 'why': str(why)}:
             raise ConfigError(why)
-    end(f'process 0 at {start.address} ended before all {start.count} had come: its own output tells why')
+    end(
+        f'process 0 at {start.address} ended before all {start.count} had come: its own output tells why'
+    )
 
 
 def _connect(start: Start, deadline: float) -> socket.socket:
@@ -106,7 +118,9 @@ def _connect(start: Start, deadline: float) -> socket.socket:
                     f'({error.strerror}): see whether it started and {COORDINATOR} is right, or give it more seconds in {START_TIMEOUT}'
                 )
         else:
-            if connection.getsockname() != connection.getpeername():  # a port where nobody listens can meet itself, on one host
+            if (
+                connection.getsockname() != connection.getpeername()
+            ):  # a port where nobody listens can meet itself, on one host
                 return connection
             connection.close()
         time.sleep(0.1)
@@ -115,7 +129,9 @@ def _connect(start: Start, deadline: float) -> socket.socket:
 def _listen(start: Start, port: int) -> socket.socket:
     try:
         if start.bind is None and socket.has_dualstack_ipv6():
-            return socket.create_server(('', port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=start.count)
+            return socket.create_server(
+                ('', port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=start.count
+            )
         family = socket.AF_INET6 if ':' in (start.bind or '') else socket.AF_INET
         return socket.create_server((start.bind or '', port), family=family, backlog=start.count)
     except OSError as error:

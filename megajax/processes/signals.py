@@ -18,9 +18,16 @@ SAME_SECONDS = 1.0  # after the first signal, in which another SIGINT is still t
 Handler = Callable[[int, FrameType | None], Any]
 
 
-def take_stops(handler: Handler, numbers: Sequence[signal.Signals] = STOPS) -> dict[signal.Signals, Any]:
+def take_stops(
+    handler: Handler, numbers: Sequence[signal.Signals] = STOPS
+) -> dict[signal.Signals, Any]:
     """Install `handler` and return the handlers before it; what `nohup` or `trap ''` made this process ignore stays ignored."""
-    taken = [number for number in numbers if number in (signal.SIGTERM, signal.SIGINT) or signal.getsignal(number) is not signal.SIG_IGN]
+    taken = [
+        number
+        for number in numbers
+        if number in (signal.SIGTERM, signal.SIGINT)
+        or signal.getsignal(number) is not signal.SIG_IGN
+    ]
     return {number: signal.signal(number, handler) for number in taken}
 
 
@@ -41,7 +48,9 @@ class Patience:
         if self._asked is None:
             self._asked = now
             return 'first'
-        return 'insists' if number == signal.SIGINT and now - self._asked > SAME_SECONDS else 'again'
+        return (
+            'insists' if number == signal.SIGINT and now - self._asked > SAME_SECONDS else 'again'
+        )
 
 
 def drop_lost_outputs() -> None:

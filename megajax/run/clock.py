@@ -11,12 +11,25 @@ from typing import Any, Literal, get_args
 
 import jax
 
-Activity = Literal['productive', 'lost', 'compile', 'setup', 'restore', 'checkpoint', 'evaluation', 'data_wait', 'other']
+Activity = Literal[
+    'productive',
+    'lost',
+    'compile',
+    'setup',
+    'restore',
+    'checkpoint',
+    'evaluation',
+    'data_wait',
+    'other',
+]
 # productive: steps that count. lost: those skipped, rolled back, or done again by the next start. setup: devices, corpus, first state.
 # checkpoint: what saving holds the run up. data_wait: steps that wait for their batch. other: samples, traces, and between the steps.
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 
-ALWAYS, SMALL = ('compile', 'restore', 'checkpoint', 'data_wait'), 0.01  # what a line names; others above this share
+ALWAYS, SMALL = (
+    ('compile', 'restore', 'checkpoint', 'data_wait'),
+    0.01,
+)  # what a line names; others above this share
 WIDTH, INDENT = 120, 11  # of the lines on the terminal
 SUMMARY = 'summary.json'
 EVERY = 10.0  # seconds between two writings of the summary inside a run
@@ -63,7 +76,9 @@ class Summary:
         self.step: int | None = None  # until which the run is; None before it has a state
         self.last_step: int = before.get('step', 0)  # the same of the start before
         self._starts = before.get('starts', 0) + 1
-        self._before = {activity: float(before.get('seconds', {}).get(activity, 0)) for activity in ACTIVITIES}
+        self._before = {
+            activity: float(before.get('seconds', {}).get(activity, 0)) for activity in ACTIVITIES
+        }
         self._written = time.monotonic()
         self._warned = False
 
@@ -76,15 +91,24 @@ class Summary:
 
     def write(self) -> None:
         """Replace the file; a warning, once, if that cannot be."""
-        self._written, this, new = time.monotonic(), self._this(), self.path.with_name(f'{SUMMARY}.new')
+        self._written, this, new = (
+            time.monotonic(),
+            self._this(),
+            self.path.with_name(f'{SUMMARY}.new'),
+        )
         seconds = {'seconds': _rounded(self._total(this)), 'seconds_of_last_start': _rounded(this)}
         try:
             if jax.process_index() == 0:
-                new.write_text(json.dumps({'step': self.step, 'starts': self._starts, **seconds}, indent=2) + '\n')
+                new.write_text(
+                    json.dumps({'step': self.step, 'starts': self._starts, **seconds}, indent=2)
+                    + '\n'
+                )
                 os.replace(new, self.path)
         except OSError as error:
             if not self._warned:
-                logger.warning('%s cannot be written (%s); the run goes on', SUMMARY, error.strerror)
+                logger.warning(
+                    '%s cannot be written (%s); the run goes on', SUMMARY, error.strerror
+                )
             self._warned = True
 
     def write_sometimes(self) -> None:
@@ -114,7 +138,13 @@ def describe(seconds: Mapping[Activity, float]) -> str:
     rest = total - seconds['productive'] - sum(seconds[one] for one in named)
     parts = [f'{_short(seconds[one])} {one.replace("_", " ")}' for one in named]
     share = seconds['productive'] / total
-    return ', '.join([f'{_short(total)}: {_short(seconds["productive"])} productive ({share:.0%})', *parts, f'{_short(rest)} other'])
+    return ', '.join(
+        [
+            f'{_short(total)}: {_short(seconds["productive"])} productive ({share:.0%})',
+            *parts,
+            f'{_short(rest)} other',
+        ]
+    )
 
 
 def _line(name: str, seconds: Mapping[Activity, float]) -> str:
@@ -126,7 +156,10 @@ def _short(seconds: float) -> str:
 
 
 def _rounded(seconds: Mapping[Activity, float]) -> dict[str, float]:
-    return {**{activity: round(value, 3) for activity, value in seconds.items()}, 'total': round(sum(seconds.values()), 3)}
+    return {
+        **{activity: round(value, 3) for activity, value in seconds.items()},
+        'total': round(sum(seconds.values()), 3),
+    }
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -31,7 +31,10 @@ def phase_limits(config: Config, processes: int) -> Mapping[str, float] | None:
     chosen = config.run.watchdog_seconds
     if chosen is None:
         return None
-    checkpoint = CHECKPOINT + STATE_BYTES * num_parameters(config.model) / processes / CHECKPOINT_BYTES_PER_SECOND
+    checkpoint = (
+        CHECKPOINT
+        + STATE_BYTES * num_parameters(config.model) / processes / CHECKPOINT_BYTES_PER_SECOND
+    )
     limits = {
         'start': START,
         'corpus': CORPUS,

@@ -37,11 +37,20 @@ def run_lock(folder: Path) -> Iterator[None]:
         _take(path, file)
         if left := _holder(file):
             logger.warning('%s: the run of %s ended without a word; taking over', path, left)
-        _write(file, {'host': socket.gethostname(), 'pid': os.getpid(), 'start': f'{datetime.datetime.now(datetime.UTC):%FT%TZ}'})
+        _write(
+            file,
+            {
+                'host': socket.gethostname(),
+                'pid': os.getpid(),
+                'start': f'{datetime.datetime.now(datetime.UTC):%FT%TZ}',
+            },
+        )
         try:
             yield
         finally:
-            _write(file, None)  # and not unlinked: another may have opened it, and would hold a file without a name
+            _write(
+                file, None
+            )  # and not unlinked: another may have opened it, and would hold a file without a name
 
 
 def _open(path: Path) -> IO[str]:
@@ -49,7 +58,9 @@ def _open(path: Path) -> IO[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o640), 'r+')
     except OSError as error:
-        raise ConfigError(f'{path} cannot be written: {error.strerror}; allow it, or choose another run.dir') from error
+        raise ConfigError(
+            f'{path} cannot be written: {error.strerror}; allow it, or choose another run.dir'
+        ) from error
 
 
 def _take(path: Path, file: IO[str]) -> None:
@@ -57,10 +68,16 @@ def _take(path: Path, file: IO[str]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in TAKEN:  # some network file systems have no locks
-            logger.warning('%s cannot be locked (%s): see to it that no other run writes here', path, error.strerror)
+            logger.warning(
+                '%s cannot be locked (%s): see to it that no other run writes here',
+                path,
+                error.strerror,
+            )
             return
         holder = _holder(file) or 'a process that starts or ends'
-        raise ConfigError(f'{path.parent} is locked by {holder}: wait for it, stop it, or choose another run.dir') from error
+        raise ConfigError(
+            f'{path.parent} is locked by {holder}: wait for it, stop it, or choose another run.dir'
+        ) from error
 
 
 def _holder(file: IO[str]) -> str | None:

@@ -16,7 +16,9 @@ class Meter:
     """What the steps of `config` on `devices`, of all processes, come to; `compiled` is the step."""
 
     def __init__(self, config: Config, compiled: Compiled, devices: Sequence[jax.Device]):
-        self._devices = [device for device in devices if device.process_index == jax.process_index()]
+        self._devices = [
+            device for device in devices if device.process_index == jax.process_index()
+        ]
         self._tokens = config.train.batch_size * config.train.seq_len
         self._flops = step_flops(config).model / len(devices)
         known = hardware_of(devices[0].device_kind)
@@ -30,7 +32,10 @@ class Meter:
         the device is not known. `memory_bytes` is the most that the allocator of a device has had in use since the start; where
         there is no such count, as on a CPU, `planned_memory_bytes` is what XLA planned for the step.
         """
-        rates = {'tokens_per_s': self._tokens / seconds, 'tflops_per_device': self._flops / seconds / 1e12}
+        rates = {
+            'tokens_per_s': self._tokens / seconds,
+            'tflops_per_device': self._flops / seconds / 1e12,
+        }
         if self._peak:
             rates['mfu'] = self._flops / seconds / self._peak
         return rates | self._memory()
@@ -48,7 +53,12 @@ def _planned_bytes(compiled: Compiled) -> int:
     plan = compiled.memory_analysis()
     if plan is None:
         return 0
-    return plan.argument_size_in_bytes + plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return (
+        plan.argument_size_in_bytes
+        + plan.temp_size_in_bytes
+        + plan.output_size_in_bytes
+        - plan.alias_size_in_bytes
+    )
 
 
 def slowest(own_seconds: float) -> dict[str, float]:
@@ -61,4 +71,7 @@ def slowest(own_seconds: float) -> dict[str, float]:
         return {}
     all_seconds = gather(own_seconds)
     most = max(all_seconds)
-    return {'slowest_process': all_seconds.index(most), 'slowest_process_behind_ms': 1e3 * (most - statistics.median_low(all_seconds))}
+    return {
+        'slowest_process': all_seconds.index(most),
+        'slowest_process_behind_ms': 1e3 * (most - statistics.median_low(all_seconds)),
+    }

@@ -40,7 +40,9 @@ def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str
             settings['data'] = settings['data'] | {'tokenizer': str(tokenizer_of(checkpoint))}
         name = checkpoint.absolute().parent.parent.name
         return reload(settings, overrides, place=str(checkpoint / RECORD)), name
-    raise CheckpointError(f'{START_FROM}={start} cannot be used: run megajax checkpoint verify {start}')
+    raise CheckpointError(
+        f'{START_FROM}={start} cannot be used: run megajax checkpoint verify {start}'
+    )
 
 
 def candidates_of_start(start: Path) -> list[Path]:
@@ -58,7 +60,11 @@ def tokenizer_of(checkpoint: Path) -> Path:
 
 
 def _nothing_there(folder: Path) -> str:
-    runs = sorted(path.parent.name for path in folder.parent.glob(f'*/{CONFIG}')) if folder.parent.is_dir() else []
+    runs = (
+        sorted(path.parent.name for path in folder.parent.glob(f'*/{CONFIG}'))
+        if folder.parent.is_dir()
+        else []
+    )
     near = get_close_matches(folder.name, runs, n=1)
     guess = f'did you mean run.dir={folder.parent / near[0]}? ' if near else ''
     fix = f'to begin a run there name its config, for example megajax train {DEFAULT} run.dir={folder}'

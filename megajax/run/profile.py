@@ -26,7 +26,9 @@ class Profiler:
         self.folder = folder / FOLDER
         if jax.process_count() > 1:  # the files are named after the host, which they may share
             self.folder /= f'process_{jax.process_index()}'
-        self._first, self._last = (0, 0) if profile is None else (profile.start + 1, profile.start + profile.steps)
+        self._first, self._last = (
+            (0, 0) if profile is None else (profile.start + 1, profile.start + profile.steps)
+        )
         self._tracing = False
 
     @contextlib.contextmanager
@@ -66,6 +68,11 @@ class Profiler:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._tracing:
             self._stop()

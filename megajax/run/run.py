@@ -89,8 +89,15 @@ def run(config: Config, *, name: str) -> Run:
         report = Report()
         report.mesh(mesh)
         folder = _run_folder(config, name)
-        watchdog = Watchdog(folder, _limits(config), index=jax.process_index(), count=jax.process_count())
-        with run_lock(folder), _summed(folder, clock, report) as summary, watchdog, jax.set_mesh(mesh):
+        watchdog = Watchdog(
+            folder, _limits(config), index=jax.process_index(), count=jax.process_count()
+        )
+        with (
+            run_lock(folder),
+            _summed(folder, clock, report) as summary,
+            watchdog,
+            jax.set_mesh(mesh),
+        ):
             if jax.process_index() == 0:
                 stop.progress = lambda: _what_is_saved(summary)
             watchdog.beat('verifying what the run starts from', 'checkpoint')
@@ -101,24 +108,42 @@ def run(config: Config, *, name: str) -> Run:
             report.say(f'data       {data.summary}')
             stop.check()
             step = _train(config, data, folder, start, report, summary, stop, watchdog)
-    report.say(f'run        {folder}\nmetrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard')
+    report.say(
+        f'run        {folder}\nmetrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard'
+    )
     report.say(f'checkpoint {folder}/checkpoints/{step}')
     return Run(folder, step)
 
 
 def _train(
-    config: Config, data: Data, folder: Path, start: Path | None, report: Report, summary: Summary, stop: StopWatch, watchdog: Watchdog
+    config: Config,
+    data: Data,
+    folder: Path,
+    start: Path | None,
+    report: Report,
+    summary: Summary,
+    stop: StopWatch,
+    watchdog: Watchdog,
 ) -> int:
     """Train to the last step, and return the step of the newest checkpoint."""
     watchdog.beat('restoring', 'checkpoint')
-    with Checkpoints(folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints) as checkpoints:
+    with Checkpoints(
+        folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints
+    ) as checkpoints:
         state = _first_state(config, checkpoints, start, report, summary.clock)
         _write_inputs(folder, config, data)
         report.placements(placements(state.params), num_parameters(config.model))
         report.say(f'run        {folder}')
         metrics_writer = MetricsWriter(folder, int(state.step), config=config)
-        with metrics_writer as metrics, closing(Sampler(config, data.tokenizer, folder, int(state.step), report=report)) as sampler:
-            summary.begin(int(state.step), lost_seconds=metrics.lost_seconds(until=summary.last_step))
+        with (
+            metrics_writer as metrics,
+            closing(
+                Sampler(config, data.tokenizer, folder, int(state.step), report=report)
+            ) as sampler,
+        ):
+            summary.begin(
+                int(state.step), lost_seconds=metrics.lost_seconds(until=summary.last_step)
+            )
             trainer = Trainer(
                 config,
                 data,
@@ -191,24 +216,32 @@ def _run_folder(config: Config, name: str) -> Path:
     return Path('runs') / f'{name}-{datetime.datetime.fromtimestamp(now):%Y%m%d-%H%M%S}'
 
 
-def _first_state(config: Config, checkpoints: Checkpoints, start: Path | None, report: Report, clock: Clock) -> TrainState:
+def _first_state(
+    config: Config, checkpoints: Checkpoints, start: Path | None, report: Report, clock: Clock
+) -> TrainState:
     clock.begin('restore')
     step = checkpoints.newest_verified()
     if step is None:
         if config.run.resume == 'must':
-            raise ConfigError(f'run.resume=must, and {checkpoints.folder} holds no checkpoint: set run.dir, or run.resume=auto')
+            raise ConfigError(
+                f'run.resume=must, and {checkpoints.folder} holds no checkpoint: set run.dir, or run.resume=auto'
+            )
         params = _restore_start(config, checkpoints, start, report) if start else None
         clock.begin('setup')
         return init_state(config, params)
     if config.run.resume == 'never':
-        raise ConfigError(f'run.resume=never, and {checkpoints.folder} holds step {step}: choose another run.dir, or run.resume=auto')
+        raise ConfigError(
+            f'run.resume=never, and {checkpoints.folder} holds step {step}: choose another run.dir, or run.resume=auto'
+        )
     report.say(f'resume     {checkpoints.folder}, step {step}')
     state = checkpoints.restore(step)
     clock.begin('setup')
     return state
 
 
-def _restore_start(config: Config, checkpoints: Checkpoints, start: Path, report: Report) -> nnx.State:
+def _restore_start(
+    config: Config, checkpoints: Checkpoints, start: Path, report: Report
+) -> nnx.State:
     check_tokenizer(start, checkpoints.tokenizer)
     checkpoints.origin = origin_of(start)
     report.say(f'start      {start}: its weights, with a fresh optimizer')

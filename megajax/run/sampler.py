@@ -27,13 +27,24 @@ class Sampler:
     continued. What cannot be written does not end a run.
     """
 
-    def __init__(self, config: Config, tokenizer: Tokenizer | None, folder: Path, step: int, *, report: Report):
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer | None,
+        folder: Path,
+        step: int,
+        *,
+        report: Report,
+    ):
         self.prompts = config.train.sample_prompts
         self._config, self._tokenizer, self._report = config, tokenizer, report
         self._encoded = encode_prompts(config, tokenizer, self.prompts) if self.prompts else []
         self._sinks: list[Any] = []
         if self.prompts and jax.process_index() == 0:
-            self._sinks = [JsonLines(folder / 'samples.jsonl'), TensorBoard(folder / 'tensorboard' / 'samples')]
+            self._sinks = [
+                JsonLines(folder / 'samples.jsonl'),
+                TensorBoard(folder / 'tensorboard' / 'samples'),
+            ]
         self.rewind(step)
 
     def sample(self, step: int, params: nnx.State, check: Callable[[], None]) -> None:
@@ -43,7 +54,9 @@ class Sampler:
         if not self._report.console.is_terminal:  # there the bar goes on
             self._report.say('sampling ...')
         texts = [''] * len(self.prompts)
-        for rows in Generator(self._config, params, self._tokenizer).stream(self._encoded, Request(max_tokens=TOKENS)):
+        for rows in Generator(self._config, params, self._tokenizer).stream(
+            self._encoded, Request(max_tokens=TOKENS)
+        ):
             check()
             texts = [row.text if row else '' for row in rows]
         samples = dict(zip(self.prompts, texts, strict=True))

@@ -24,7 +24,8 @@ MAX_SLEEP = 10.0  # seconds between two looks at the page
 TAIL = 1 << 20  # bytes at the end of the log that may be of this stall
 HINT = 'run.watchdog_seconds sets the limit of a step, null turns the watchdog off'
 HALF = re.compile(
-    r"^watchdog: (\S+) process (\d+) of \d+ \((pid \d+ on host \S+)\) is in phase '([^'\n]*)'.* \[beat (\d+)\]$", re.MULTILINE
+    r"^watchdog: (\S+) process (\d+) of \d+ \((pid \d+ on host \S+)\) is in phase '([^'\n]*)'.* \[beat (\d+)\]$",
+    re.MULTILINE,
 )
 
 
@@ -41,13 +42,17 @@ class Place:
 
     def encode(self) -> bytes:
         """The page."""
-        text = '\t'.join(map(str, (self.limit, self.beat, self.since, self.index, self.count, self.phase)))
+        text = '\t'.join(
+            map(str, (self.limit, self.beat, self.since, self.index, self.count, self.phase))
+        )
         return text.encode()[:PAGE].ljust(PAGE, b'\0')
 
 
 def decode(page: bytes) -> Place:
     """The place in a page."""
-    limit, beat, since, index, count, phase = page.rstrip(b'\0').decode(errors='replace').split('\t', 5)
+    limit, beat, since, index, count, phase = (
+        page.rstrip(b'\0').decode(errors='replace').split('\t', 5)
+    )
     return Place(float(limit), int(beat), float(since), int(index), int(count), phase)
 
 

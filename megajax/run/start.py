@@ -16,7 +16,11 @@ from megajax.processes.agree import from_first
 from megajax.run.named import candidates_of_start, tokenizer_of
 
 HARMLESS = ('model.dropout', 'model.init_std')  # the weights mean the same with another value
-ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')  # which longer contexts ask to change
+ROTARY = (
+    'model.max_seq_len',
+    'model.rope_theta',
+    'model.rope_scaling',
+)  # which longer contexts ask to change
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +43,15 @@ def check_tokenizer(start: Path, tokenizer: Tokenizer | None) -> None:
     """Raises ConfigError if the ids of the run are not those that the weights were trained on."""
     there, here = read_record(start).tokenizer_sha256, tokenizer.fingerprint if tokenizer else None
     if there and here and there != here:
-        message = f'another than that of {start} ({there} there, {here} here), whose ids the weights know'
-        raise ConfigError(Problem(path='data.tokenizer', message=f'{message}; set data.tokenizer={tokenizer_of(start)}'))
+        message = (
+            f'another than that of {start} ({there} there, {here} here), whose ids the weights know'
+        )
+        raise ConfigError(
+            Problem(
+                path='data.tokenizer',
+                message=f'{message}; set data.tokenizer={tokenizer_of(start)}',
+            )
+        )
 
 
 def origin_of(start: Path) -> dict[str, str]:
@@ -60,8 +71,12 @@ def _find_sound(wanted: Path) -> Path:
             error = failure
     step = from_first(int(found.name) if found else -1)[0]
     if step < 0:
-        raise error or CheckpointError(f'{START_FROM}={wanted} cannot be used: the first process says why')
-    return found or next(path.absolute() for path in candidates_of_start(wanted) if path.name == str(step))
+        raise error or CheckpointError(
+            f'{START_FROM}={wanted} cannot be used: the first process says why'
+        )
+    return found or next(
+        path.absolute() for path in candidates_of_start(wanted) if path.name == str(step)
+    )
 
 
 def _check_same_model(start: Path, config: Config) -> None:

@@ -63,15 +63,26 @@ class Trainer:
         watchdog: Watchdog,
     ):
         self.config, self.data, self.state = config, data, state
-        self.report, self.metrics, self.sampler, self.checkpoints, self.stop = report, metrics, sampler, checkpoints, stop
+        self.report, self.metrics, self.sampler, self.checkpoints, self.stop = (
+            report,
+            metrics,
+            sampler,
+            checkpoints,
+            stop,
+        )
         self.step = self._saved = int(state.step)
-        self.watchdog, self._first = watchdog, self.step + 1  # the first step also connects the devices
+        self.watchdog, self._first = (
+            watchdog,
+            self.step + 1,
+        )  # the first step also connects the devices
         self.summary, self.clock, self.profiler = summary, summary.clock, profiler
         self._skipped = self.step - int(state.guard.taken)
         self._own_seconds = self._checkpoint_seconds = 0.0  # until the last line that tells of them
         self._due = self._save_due = False
         self._rollbacks = 0
-        self._ahead: _Dispatched | None = None  # of the step after `step`, whose metrics nobody read
+        self._ahead: _Dispatched | None = (
+            None  # of the step after `step`, whose metrics nobody read
+        )
         self._failure: Exception | None = None  # of dispatching it
         self._last_end = 0.0  # of the last step, by the clock
         self._eval_step: Compiled | None = None
@@ -80,20 +91,35 @@ class Trainer:
         """All steps that are left. Raises StopRequested at a safe point, NumericError if the numbers end the run."""
         steps = self.config.train.steps
         self.stop.check()
-        if self.step == 0 or (len(self.data.validation) and not self.checkpoints.is_evaluated(self.step)):
+        if self.step == 0 or (
+            len(self.data.validation) and not self.checkpoints.is_evaluated(self.step)
+        ):
             self._evaluate_if_due()
         if self.step >= steps:
-            self.report.say(f'nothing to do: the checkpoint is of step {self.step} and train.steps is {steps}')
+            self.report.say(
+                f'nothing to do: the checkpoint is of step {self.step} and train.steps is {steps}'
+            )
             return
         self._begin('compile', 'compiling', 'compile')
         with self.report.waiting('compiling the training step'):
-            self._train_step = make_train_step(self.config).lower(self.state, abstract_batch(self.config)).compile()
+            self._train_step = (
+                make_train_step(self.config)
+                .lower(self.state, abstract_batch(self.config))
+                .compile()
+            )
             self._check_compiled(self._train_step)
-        self._meter = Meter(self.config, self._train_step, list(jax.sharding.get_mesh().devices.flat))
+        self._meter = Meter(
+            self.config, self._train_step, list(jax.sharding.get_mesh().devices.flat)
+        )
         self.clock.begin('other')
         self._batches = self._read_on()
         self._own_seconds = self.clock.seconds('data_wait', 'other')
-        with self.profiler, self.report.progress(start=self.step, steps=steps, log_every=self.config.train.log_every) as progress:
+        with (
+            self.profiler,
+            self.report.progress(
+                start=self.step, steps=steps, log_every=self.config.train.log_every
+            ) as progress,
+        ):
             while self.step < steps:
                 try:
                     self.stop.check()
@@ -136,7 +162,9 @@ class Trainer:
             self.checkpoints.abandon()
             return
         if not all_are_here(f'failed_after_{self.step}', COMPANY):
-            logger.warning('step %d is not saved: the other processes did not fail with this one', self.step)
+            logger.warning(
+                'step %d is not saved: the other processes did not fail with this one', self.step
+            )
             self.checkpoints.abandon()
             return
         if self.step:
@@ -219,7 +247,11 @@ class Trainer:
 
     def _run_step(self, batch: Batch) -> tuple[TrainState, Metrics]:
         """The compiled step; the first one that a run takes in fp16 finds its loss scale, unless the config gives it."""
-        if self.state.loss_scale is None or self.config.train.loss_scale != 'auto' or self.step > self._skipped:
+        if (
+            self.state.loss_scale is None
+            or self.config.train.loss_scale != 'auto'
+            or self.step > self._skipped
+        ):
             return self._train_step(self.state, batch)
         first = float(self.state.loss_scale.value)
         state, metrics = take_first_step(self._train_step, self.state, batch)
@@ -274,13 +306,23 @@ class Trainer:
         self.checkpoints.wait()
         step = self.checkpoints.newest_verified()
         if step is None or self._rollbacks > ROLLBACKS:
-            why = 'there is no checkpoint yet' if step is None else f'it was rolled back {ROLLBACKS} times without getting to another'
-            raise NumericError(f'step {self.step} cannot be rolled back: {why}; lower optim.lr, or save more often (checkpoint.every)')
+            why = (
+                'there is no checkpoint yet'
+                if step is None
+                else f'it was rolled back {ROLLBACKS} times without getting to another'
+            )
+            raise NumericError(
+                f'step {self.step} cannot be rolled back: {why}; lower optim.lr, or save more often (checkpoint.every)'
+            )
         batches = int(self.state.batches) - (self._ahead is not None)
         self._ahead = self._failure = None
         if batches + self.config.train.steps - step > len(self.data.train):
-            raise NumericError(f'step {self.step} cannot be rolled back: the data has no more batches for the steps after {step}')
-        self.report.say(f'step {self.step} is rolled back to step {step}; its batch and those before it are not read again')
+            raise NumericError(
+                f'step {self.step} cannot be rolled back: the data has no more batches for the steps after {step}'
+            )
+        self.report.say(
+            f'step {self.step} is rolled back to step {step}; its batch and those before it are not read again'
+        )
         self.checkpoints.delete_after(step)
         restored = self.checkpoints.restore(step)
         self.state = restored._replace(
@@ -307,15 +349,24 @@ class Trainer:
             self._sample()
             return {}
         sums: Counter[str] = Counter()
-        start = self._begin('evaluation', 'evaluation', 'compile')  # with its first batch it is compiled
+        start = self._begin(
+            'evaluation', 'evaluation', 'compile'
+        )  # with its first batch it is compiled
         batches = self._validation_batches()
         for batch in batches:
             self.stop.check()
             if self._eval_step is None:
                 self.clock.begin('compile')
-                self._eval_step = make_eval_step(self.config).lower(self.state.params, batch).compile()
+                self._eval_step = (
+                    make_eval_step(self.config).lower(self.state.params, batch).compile()
+                )
                 start = self.clock.begin('evaluation')
-            sums.update({name: float(value) for name, value in self._eval_step(self.state.params, batch).items()})
+            sums.update(
+                {
+                    name: float(value)
+                    for name, value in self._eval_step(self.state.params, batch).items()
+                }
+            )
             self.watchdog.beat('evaluation')
         if not math.isfinite(sums['nll']):
             batches.check()
@@ -342,13 +393,21 @@ class Trainer:
     def _validation_batches(self) -> PlacedBatches:
         """The first `train.eval_batches` batches, with the bytes that each label stands for."""
         validation = self.data.validation
-        return PlacedBatches(validation, 0, min(self.config.train.eval_batches, len(validation)), prepare=self._with_label_bytes)
+        return PlacedBatches(
+            validation,
+            0,
+            min(self.config.train.eval_batches, len(validation)),
+            prepare=self._with_label_bytes,
+        )
 
     def _with_label_bytes(self, batch: HostBatch) -> HostBatch:
         tokenizer = self.data.tokenizer
         if tokenizer is None or self.config.model.is_bert:
             return batch
-        return {**batch, 'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0)}
+        return {
+            **batch,
+            'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0),
+        }
 
     def _begin(self, activity: Activity, phase: str, kind: str = 'step') -> float:
         """What follows is `activity` for the clock and `phase`, of a kind with a limit, for the watchdog; the time, in seconds."""
@@ -357,12 +416,17 @@ class Trainer:
 
     def _checkpoint_ms(self) -> float:
         """How long saving has held the run up since the last step."""
-        before, self._checkpoint_seconds = self._checkpoint_seconds, self.clock.seconds('checkpoint')
+        before, self._checkpoint_seconds = (
+            self._checkpoint_seconds,
+            self.clock.seconds('checkpoint'),
+        )
         return 1e3 * (self._checkpoint_seconds - before)
 
     def _find_slowest(self) -> dict[str, float]:
         """The process that was last to a step, on average over those since it was last asked."""
         own = self.clock.seconds('data_wait', 'other') - self._own_seconds
         found = slowest(own / self.config.train.log_every)
-        self._own_seconds = self.clock.seconds('data_wait', 'other')  # without the wait for the others' answers
+        self._own_seconds = self.clock.seconds(
+            'data_wait', 'other'
+        )  # without the wait for the others' answers
         return found

@@ -62,7 +62,11 @@ class _Timer:
     """A timer of the kernel's that does what `event` says, once, `extra` seconds after a limit."""
 
     def __init__(self, libc: ctypes.CDLL, event: _Event, limit: float, extra: float):
-        self._timer, self._set, self._delete = ctypes.c_void_p(), libc.timer_settime, libc.timer_delete
+        self._timer, self._set, self._delete = (
+            ctypes.c_void_p(),
+            libc.timer_settime,
+            libc.timer_delete,
+        )
         self._set.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         self._extra, self._time, self._left = extra, _Time(), _Time()
         if libc.timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
@@ -94,7 +98,9 @@ class Watchdog:
     ConfigError where the kernel is not Linux.
     """
 
-    def __init__(self, folder: Path, limits: Mapping[str, float] | None, *, index: int = 0, count: int = 1):
+    def __init__(
+        self, folder: Path, limits: Mapping[str, float] | None, *, index: int = 0, count: int = 1
+    ):
         self.folder, self.limits, self.index, self.count = folder, dict(limits or {}), index, count
         self._timers: tuple[_Timer, _Timer] | tuple[()] = ()
         self._beats = 0
@@ -102,7 +108,9 @@ class Watchdog:
     def __enter__(self) -> Self:
         if self.limits:
             if sys.platform != 'linux':
-                raise ConfigError(f'run.watchdog_seconds needs the timers of Linux, and this is {sys.platform}: set it to null')
+                raise ConfigError(
+                    f'run.watchdog_seconds needs the timers of Linux, and this is {sys.platform}: set it to null'
+                )
             self._shared = _above_stderr(os.memfd_create('watchdog'))
             os.truncate(self._shared, PAGE)
             self._page = mmap.mmap(self._shared, PAGE)
@@ -111,7 +119,12 @@ class Watchdog:
             self._make_timers(self.limits['start'])
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._timers:
             tell, leave = self._timers
             if not tell.delete():
@@ -140,7 +153,9 @@ class Watchdog:
 
     def _place(self, phase: str, kind: str) -> None:
         self._beats += 1
-        place = Place(self.limits[kind], self._beats, time.monotonic(), self.index, self.count, phase)
+        place = Place(
+            self.limits[kind], self._beats, time.monotonic(), self.index, self.count, phase
+        )
         self._page[:] = place.encode()
 
     def _wait_for_the_end(self) -> NoReturn:
@@ -151,10 +166,20 @@ class Watchdog:
     def _start_reporter(self) -> None:
         stacks, self._pipe = map(_above_stderr, os.pipe())
         log = self.folder.absolute() / LOG
-        command = [sys.executable, '-I', '-S', stall_report.__file__, *map(str, (self._shared, stacks, os.getpid(), log))]
+        command = [
+            sys.executable,
+            '-I',
+            '-S',
+            stall_report.__file__,
+            *map(str, (self._shared, stacks, os.getpid(), log)),
+        ]
         # Out of reach of Ctrl-C: the run may go on for a while after that.
         self._reporter = subprocess.Popen(
-            command, pass_fds=(self._shared, stacks), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+            command,
+            pass_fds=(self._shared, stacks),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
         )
         os.close(self._shared)
         os.close(stacks)
@@ -177,4 +202,6 @@ def _above_stderr(file: int) -> int:
 
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
-    return libc if hasattr(libc, 'timer_create') else ctypes.CDLL('librt.so.1', use_errno=True)  # its home before glibc 2.34
+    return (
+        libc if hasattr(libc, 'timer_create') else ctypes.CDLL('librt.so.1', use_errno=True)
+    )  # its home before glibc 2.34

@@ -27,7 +27,14 @@ class PlacedBatches:
     for ever: it hands in rows whose loss is not a number, and `check`, which all call when they see that, raises in every one.
     """
 
-    def __init__(self, batches: Batches, first: int, last: int, *, prepare: Callable[[HostBatch], HostBatch] = lambda batch: batch):
+    def __init__(
+        self,
+        batches: Batches,
+        first: int,
+        last: int,
+        *,
+        prepare: Callable[[HostBatch], HostBatch] = lambda batch: batch,
+    ):
         self._batches, self._prepare, self._rows = batches, prepare, local_rows(batches.batch_size)
         self._read = batches.read_ahead(first, last, self._rows)
         self._error: Exception | None = None
@@ -45,7 +52,9 @@ class PlacedBatches:
         except Exception as error:
             if jax.process_count() == 1:
                 raise
-            if not isinstance(error, RunError):  # the others may end this process before it has told of it
+            if not isinstance(
+                error, RunError
+            ):  # the others may end this process before it has told of it
                 logger.exception('this process could not read its rows of a batch')
             self._error = self._error or error
             batch = self._unreadable()
@@ -62,7 +71,9 @@ class PlacedBatches:
         if self._error is not None:
             raise self._error
         if failed.any():
-            raise ConfigError(f'process {int(failed.argmax())} could not read its rows of a batch: see what it printed')
+            raise ConfigError(
+                f'process {int(failed.argmax())} could not read its rows of a batch: see what it printed'
+            )
 
 
 def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = None) -> Batch:
@@ -86,7 +97,11 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
 def local_rows(batch_size: int) -> slice:
     """The rows of a batch that this process's devices hold, and perhaps others between them."""
     sharding = NamedSharding(jax.sharding.get_mesh(), BATCH('BS'))
-    rows = [index[0].indices(batch_size) for index in sharding.addressable_devices_indices_map((batch_size, 1)).values() if index]
+    rows = [
+        index[0].indices(batch_size)
+        for index in sharding.addressable_devices_indices_map((batch_size, 1)).values()
+        if index
+    ]
     return slice(min(start for start, _, _ in rows), max(stop for _, stop, _ in rows))
 
 
@@ -99,5 +114,12 @@ def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
         dtypes |= {'segment_ids': jnp.int32, 'positions': jnp.int32}
     if config.model.is_bert:
         dtypes |= {'segment_ids': jnp.int32, 'token_types': jnp.int32}
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
-    return batch if not config.model.is_bert else batch | {'swapped': jax.ShapeDtypeStruct((shape[0], 1), jnp.int32, sharding=sharding)}
+    batch = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        for name, dtype in dtypes.items()
+    }
+    return (
+        batch
+        if not config.model.is_bert
+        else batch | {'swapped': jax.ShapeDtypeStruct((shape[0], 1), jnp.int32, sharding=sharding)}
+    )

@@ -17,7 +17,9 @@ from megajax.train.step import Metrics, TrainState
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
-def take_first_step(train_step: TrainStep, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def take_first_step(
+    train_step: TrainStep, state: TrainState, batch: Batch
+) -> tuple[TrainState, Metrics]:
     """Take the step at the largest scale, from that of `state` down, at which no gradient overflows; the next has it over MARGIN.
 
     A step that overflows changes neither parameters nor optimizer, so it is taken again with the same batch and dropout until it
@@ -32,14 +34,18 @@ def take_first_step(train_step: TrainStep, state: TrainState, batch: Batch) -> t
         if not metrics['overflow']:  # the loss itself is not finite, and says nothing of the scale
             return state, metrics
         tried /= 2
-        state = _with_scale(state, tried)._replace(step=_like(state.step, step), batches=_like(state.batches, batches))
+        state = _with_scale(state, tried)._replace(
+            step=_like(state.step, step), batches=_like(state.batches, batches)
+        )
 
 
 def _with_scale(state: TrainState, value: float) -> TrainState:
     scale = state.loss_scale
     assert scale is not None
     fresh = scale._replace(
-        value=_like(scale.value, value), steady_steps=_like(scale.steady_steps, 0), overflows_left=_like(scale.overflows_left, HYSTERESIS)
+        value=_like(scale.value, value),
+        steady_steps=_like(scale.steady_steps, 0),
+        overflows_left=_like(scale.overflows_left, HYSTERESIS),
     )
     return state._replace(loss_scale=fresh)
 

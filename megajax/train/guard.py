@@ -39,11 +39,21 @@ class Verdict(NamedTuple):
 
 def init_guard() -> Guard:
     """Nothing seen yet."""
-    return Guard(losses=jnp.zeros(WINDOW, jnp.float32), taken=jnp.zeros((), jnp.int32), skipped_in_a_row=jnp.zeros((), jnp.int32))
+    return Guard(
+        losses=jnp.zeros(WINDOW, jnp.float32),
+        taken=jnp.zeros((), jnp.int32),
+        skipped_in_a_row=jnp.zeros((), jnp.int32),
+    )
 
 
 def judge(
-    guard: Guard, loss: jax.Array, nll: jax.Array, grad_norm: jax.Array, *, overflow: jax.Array, spikes: bool
+    guard: Guard,
+    loss: jax.Array,
+    nll: jax.Array,
+    grad_norm: jax.Array,
+    *,
+    overflow: jax.Array,
+    spikes: bool,
 ) -> tuple[Verdict, Guard]:
     """A step is taken if its loss and gradients are finite and, with `spikes`, its loss is no spike; the guard after it.
 
@@ -63,17 +73,27 @@ def judge(
     return Verdict(taken, finite, spike, overflow, after.skipped_in_a_row), after
 
 
-def respond(config: Config, step: int, metrics: Mapping[str, float]) -> Literal['go on', 'roll back']:
+def respond(
+    config: Config, step: int, metrics: Mapping[str, float]
+) -> Literal['go on', 'roll back']:
     """What a run does after `step`, the same in every process. Raises NumericError if it must end."""
     if metrics['taken'] or metrics['overflow']:
         return 'go on'
-    key, policy = ('spike', config.train.spike) if metrics['finite'] else ('nonfinite', config.train.nonfinite)
+    key, policy = (
+        ('spike', config.train.spike)
+        if metrics['finite']
+        else ('nonfinite', config.train.nonfinite)
+    )
     what = 'is a spike' if metrics['finite'] else 'or its gradient is not finite'
     if metrics['nll'] < -ROUNDING:
         what = f'has a cross entropy of {metrics["nll"]:.4g}, which is never below zero: a label is no token of the vocabulary'
     event = f'step {step}: the loss ({metrics["loss"]:.4g}, gradient norm {metrics["grad_norm"]:.4g}) {what}'
     if policy == 'stop':
-        raise NumericError(f'{event}; train.{key}=stop: look at the batch, lower optim.lr, or set train.{key}=skip')
+        raise NumericError(
+            f'{event}; train.{key}=stop: look at the batch, lower optim.lr, or set train.{key}=skip'
+        )
     if policy == 'skip' and metrics['skipped_in_a_row'] >= SKIPS_IN_A_ROW:
-        raise NumericError(f'{event}, as in the {SKIPS_IN_A_ROW - 1} steps before it; lower optim.lr, or set train.{key}=rollback')
+        raise NumericError(
+            f'{event}, as in the {SKIPS_IN_A_ROW - 1} steps before it; lower optim.lr, or set train.{key}=rollback'
+        )
     return 'roll back' if policy == 'rollback' else 'go on'

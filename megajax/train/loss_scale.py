@@ -16,7 +16,9 @@ from megajax.train.feed import Batch
 
 SMALLEST = 1.0
 WINDOW = 1000  # steps without an overflow, after which the scale is doubled
-HYSTERESIS = 2  # overflows, the last of which halves it, and each one after that until it is doubled
+HYSTERESIS = (
+    2  # overflows, the last of which halves it, and each one after that until it is doubled
+)
 HEADROOM = 2.0**15  # the largest power of two in fp16
 MARGIN = 4.0  # of a run's first scale below the largest that holds for the first batch: gradients of others may be larger
 
@@ -49,12 +51,19 @@ def scale_weights(loss_scale: LossScale | None, batch: Batch) -> Batch:
     """The batch with the weights of its tokens and rows scaled, and with them the loss: before anything is in fp16."""
     if loss_scale is None:
         return batch
-    return {name: x * loss_scale.value if name in ('weights', 'row_weights') else x for name, x in batch.items()}
+    return {
+        name: x * loss_scale.value if name in ('weights', 'row_weights') else x
+        for name, x in batch.items()
+    }
 
 
 def unscale(loss_scale: LossScale | None, sums_and_gradients: Any) -> Any:
     """What came out, as if the weights had not been scaled: exactly, by a power of two."""
-    return sums_and_gradients if loss_scale is None else jax.tree.map(lambda x: x / loss_scale.value, sums_and_gradients)
+    return (
+        sums_and_gradients
+        if loss_scale is None
+        else jax.tree.map(lambda x: x / loss_scale.value, sums_and_gradients)
+    )
 
 
 def overflows(loss_scale: LossScale | None, loss: jax.Array, grad_norm: jax.Array) -> jax.Array:
@@ -71,5 +80,9 @@ def adjust(loss_scale: LossScale | None, overflow: jax.Array) -> LossScale | Non
     steady = jnp.where(overflow, 0, loss_scale.steady_steps + 1)
     left = loss_scale.overflows_left - overflow
     grow, shrink = steady == WINDOW, overflow & (left <= 0)
-    value = jnp.where(shrink, jnp.maximum(loss_scale.value / 2, SMALLEST), jnp.where(grow, loss_scale.value * 2, loss_scale.value))
+    value = jnp.where(
+        shrink,
+        jnp.maximum(loss_scale.value / 2, SMALLEST),
+        jnp.where(grow, loss_scale.value * 2, loss_scale.value),
+    )
     return LossScale(value, jnp.where(grow, 0, steady), jnp.where(grow, HYSTERESIS, left))

@@ -27,7 +27,14 @@ from megajax.parallel.layout import Layout
 from megajax.train.compiler_options import evaluation_options, step_options
 from megajax.train.feed import Batch
 from megajax.train.guard import Guard, init_guard, judge
-from megajax.train.loss_scale import LossScale, adjust, init_loss_scale, overflows, scale_weights, unscale
+from megajax.train.loss_scale import (
+    LossScale,
+    adjust,
+    init_loss_scale,
+    overflows,
+    scale_weights,
+    unscale,
+)
 from megajax.train.optimizer import make_optimizer, make_schedule
 from megajax.train.overlap import num_parts
 from megajax.train.zero1 import gather_over_data, shard_over_data, sum_over_data
@@ -58,7 +65,9 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
     @jax.jit
     def init(params: nnx.State | None) -> TrainState:
         if params is None:
-            params = nnx.state(make_model(config.model, layout, key=jax.random.key(config.train.seed)))
+            params = nnx.state(
+                make_model(config.model, layout, key=jax.random.key(config.train.seed))
+            )
         params = shard_over_data(params, layout)
         zero = jnp.zeros((), jnp.int32)
         return TrainState(
@@ -96,15 +105,32 @@ def make_train_step(config: Config) -> Wrapped:
         with jax.named_scope('optimizer'):
             grad_norm = optax.tree.norm(grads)
             overflow = overflows(state.loss_scale, loss, grad_norm)
-            verdict, guard = judge(state.guard, loss, nll, grad_norm, overflow=overflow, spikes=config.train.spike != 'off')
+            verdict, guard = judge(
+                state.guard,
+                loss,
+                nll,
+                grad_norm,
+                overflow=overflow,
+                spikes=config.train.spike != 'off',
+            )
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             new = optax.apply_updates(state.params, updates), opt_state
-            params, opt_state = jax.tree.map(partial(jnp.where, verdict.taken), new, (state.params, state.opt_state))
-        metrics = {'loss': loss, 'nll': nll, 'grad_norm': grad_norm, 'lr': schedule(state.step), **verdict._asdict()}
+            params, opt_state = jax.tree.map(
+                partial(jnp.where, verdict.taken), new, (state.params, state.opt_state)
+            )
+        metrics = {
+            'loss': loss,
+            'nll': nll,
+            'grad_norm': grad_norm,
+            'lr': schedule(state.step),
+            **verdict._asdict(),
+        }
         if state.loss_scale is not None:
             metrics['loss_scale'] = state.loss_scale.value
         loss_scale = adjust(state.loss_scale, overflow)
-        return TrainState(state.step + 1, state.batches + 1, params, opt_state, guard, loss_scale), metrics
+        return TrainState(
+            state.step + 1, state.batches + 1, params, opt_state, guard, loss_scale
+        ), metrics
 
     return jax.jit(train_step, donate_argnums=0, compiler_options=step_options(config))
 
@@ -127,9 +153,15 @@ def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.Sta
     layout, num_microbatches = Layout.of(config), config.train.microbatches
     num_data = layout.num_shards('B')
     shard_loss = _make_shard_loss(config, layout.per_shard)
-    over_data = jax.vmap(jax.value_and_grad(shard_loss, has_aux=True), in_axes=(None, None, 0, None), spmd_axis_name='data')
+    over_data = jax.vmap(
+        jax.value_and_grad(shard_loss, has_aux=True),
+        in_axes=(None, None, 0, None),
+        spmd_axis_name='data',
+    )
 
-    def loss_and_gradients(params: nnx.State, batch: Batch, key: jax.Array, loss_scale: LossScale | None = None) -> tuple[Sums, nnx.State]:
+    def loss_and_gradients(
+        params: nnx.State, batch: Batch, key: jax.Array, loss_scale: LossScale | None = None
+    ) -> tuple[Sums, nnx.State]:
         batch = scale_weights(loss_scale, _with_rows_and_weights(batch, layout))
         weights, slots = separate(gather_over_data(params, config.train.dtype, layout))
         weights, copied = copy_to_shards(weights, layout), copy_to_shards(slots, layout)
@@ -170,16 +202,27 @@ def make_eval_step(config: Config) -> Wrapped:
     def shard_sums(params: nnx.State, shard: Batch) -> Metrics:
         model = nnx.merge(graph, params)
         x_BTD = model.hidden(shard['tokens'], computation, **_beside_tokens(shard))
-        nll = loss(model.before_head(x_BTD), model.head_VD, shard['labels'], shard['loss_mask'], model.head_bias_V)[1]
+        nll = loss(
+            model.before_head(x_BTD),
+            model.head_VD,
+            shard['labels'],
+            shard['loss_mask'],
+            model.head_bias_V,
+        )[1]
         if not isinstance(model, Bert):
             return {'nll': nll}
-        return {'nll': nll, 'order_nll': model.order_head.loss(x_BTD, shard['swapped'], _real_rows(shard))}
+        return {
+            'nll': nll,
+            'order_nll': model.order_head.loss(x_BTD, shard['swapped'], _real_rows(shard)),
+        }
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:
         shards = jax.tree.map(lambda x: _split(x, 1, layout)[0], batch)
         weights = gather_over_data(params, config.train.dtype, layout)
         per_shard = jax.vmap(shard_sums, in_axes=(None, 0), spmd_axis_name='data')(weights, shards)
-        sums = {name: x.sum() for name, x in per_shard.items()} | {'tokens': batch['loss_mask'].sum()}
+        sums = {name: x.sum() for name, x in per_shard.items()} | {
+            'tokens': batch['loss_mask'].sum()
+        }
         if 'order_nll' in sums:
             sums['rows'] = _real_rows(batch).sum()
         return sums | {'bytes': batch['label_bytes'].sum()} if 'label_bytes' in batch else sums
@@ -215,7 +258,11 @@ def _make_shard_loss(
 
 
 def _beside_tokens(shard: Batch) -> dict[str, Any]:
-    return {'position_BS': shard.get('positions'), 'segment_BS': shard.get('segment_ids'), 'type_BS': shard.get('token_types')}
+    return {
+        'position_BS': shard.get('positions'),
+        'segment_BS': shard.get('segment_ids'),
+        'type_BS': shard.get('token_types'),
+    }
 
 
 def _model_with_weights(

@@ -9,7 +9,15 @@ from support import make_config
 from megajax.config import Config, ModelConfig, load, presets
 from megajax.counts.flops import fits_flash, narayanan_flops, step_flops, uses_flash
 
-PAPER = ['gpt2_124m', 'gpt2_345m', 'megatron_1.2b', 'megatron_2.5b', 'megatron_4.2b', 'megatron_8.3b', 'gpt3_175b']
+PAPER = [
+    'gpt2_124m',
+    'gpt2_345m',
+    'megatron_1.2b',
+    'megatron_2.5b',
+    'megatron_4.2b',
+    'megatron_8.3b',
+    'gpt3_175b',
+]
 
 
 def formula(config: Config, factor: int, vocab: int) -> Fraction:
@@ -22,15 +30,28 @@ def formula(config: Config, factor: int, vocab: int) -> Fraction:
 @pytest.mark.parametrize('preset', PAPER)
 def test_a_gpt_has_exactly_the_flops_of_the_papers_formula(preset: str) -> None:
     config = load(preset)
-    found, shape = step_flops(config), {'batch_size': config.train.batch_size, 'seq_len': config.train.seq_len}
-    assert found.model == formula(config, 72, 12) == narayanan_flops(config.model, **shape, recompute=False)
+    found, shape = (
+        step_flops(config),
+        {'batch_size': config.train.batch_size, 'seq_len': config.train.seq_len},
+    )
+    assert (
+        found.model
+        == formula(config, 72, 12)
+        == narayanan_flops(config.model, **shape, recompute=False)
+    )
     with_every_layer_again = found.model + found.layers + found.attention
-    assert with_every_layer_again == formula(config, 96, 16) == narayanan_flops(config.model, **shape, recompute=True)
+    assert (
+        with_every_layer_again
+        == formula(config, 96, 16)
+        == narayanan_flops(config.model, **shape, recompute=True)
+    )
 
 
 def test_megatrons_largest_model_has_the_flops_that_its_table_implies() -> None:
     """Narayanan et al. (2021), Table 1: 163 TFLOP/s on each of 3072 GPUs, and section 5.1: 450 billion tokens in 84 days."""
-    model = ModelConfig(num_layers=128, hidden_size=25600, num_heads=160, vocab_size=51200, max_seq_len=2048)
+    model = ModelConfig(
+        num_layers=128, hidden_size=25600, num_heads=160, vocab_size=51200, max_seq_len=2048
+    )
     step = narayanan_flops(model, batch_size=3072, seq_len=2048, recompute=True)
     days = 450e9 / (3072 * 2048) * step / (163e12 * 3072) / 86400
     assert days == pytest.approx(84, rel=0.02)
@@ -52,11 +73,15 @@ def test_each_token_meets_each_weight_of_a_layer_once(change: dict[str, Any], fo
     assert found.head == 2 * 8 * 32 * 64 * 1024  # of the padded vocabulary
 
 
-def test_berts_square_layer_before_the_logits_is_whole_on_each_device_unless_the_sequence_is_sharded() -> None:
+def test_berts_square_layer_before_the_logits_is_whole_on_each_device_unless_the_sequence_is_sharded() -> (
+    None
+):
     causal, alone = step_flops(make_config()), step_flops(make_config('bert'))
     dense, of_first_token = 2 * 8 * 32 * 64**2, 2 * 8 * 64 * (64 + 2)
     assert alone.head - causal.head == dense + of_first_token
-    shared, scattered = (step_flops(make_config('bert', 2, 4, sequence_parallel=on)) for on in (False, True))
+    shared, scattered = (
+        step_flops(make_config('bert', 2, 4, sequence_parallel=on)) for on in (False, True)
+    )
     assert shared.model == scattered.model == alone.model
     assert shared.hardware - alone.hardware == 3 * 3 * (dense + of_first_token)
     assert scattered.hardware - alone.hardware == 3 * 3 * of_first_token
@@ -64,19 +89,34 @@ def test_berts_square_layer_before_the_logits_is_whole_on_each_device_unless_the
 
 def test_flops_do_not_depend_on_the_mesh_or_the_microbatches() -> None:
     alone = step_flops(make_config('llama'))
-    assert alone == step_flops(make_config('llama', 2, 4, sequence_parallel=True, train={'microbatches': 2}))
+    assert alone == step_flops(
+        make_config('llama', 2, 4, sequence_parallel=True, train={'microbatches': 2})
+    )
 
 
 @pytest.mark.parametrize(
     ('flash', 'recompute', 'passes'),
-    [(False, 'none', 6), (False, 'selective', 7), (False, 'full', 8), (True, 'none', 9), (True, 'full', 11)],
+    [
+        (False, 'none', 6),
+        (False, 'selective', 7),
+        (False, 'full', 8),
+        (True, 'none', 9),
+        (True, 'full', 11),
+    ],
 )
-def test_attention_is_a_number_of_products_of_the_scores_size(flash: bool, recompute: str, passes: int) -> None:
-    config = make_config(train={'recompute': recompute, 'dtype': 'bfloat16'}, model={'vocab_size': 1000, 'dropout': 0.0})
+def test_attention_is_a_number_of_products_of_the_scores_size(
+    flash: bool, recompute: str, passes: int
+) -> None:
+    config = make_config(
+        train={'recompute': recompute, 'dtype': 'bfloat16'},
+        model={'vocab_size': 1000, 'dropout': 0.0},
+    )
     found = step_flops(config, flash=flash)
     down = 2 * 8 * 32 * 2 * 64 * 256
     again = found.layers - down if recompute == 'full' else 0
-    assert (found.hardware - again - 3 * (found.layers + found.head)) / (found.attention / 2) == passes
+    assert (found.hardware - again - 3 * (found.layers + found.head)) / (
+        found.attention / 2
+    ) == passes
 
 
 @pytest.mark.parametrize('preset', presets())

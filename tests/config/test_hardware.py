@@ -6,7 +6,17 @@ from megajax.config import ConfigError
 from megajax.hardware.records import Efficiency, Hardware, hardware, hardware_names, hardware_of
 from megajax.hardware.targets import GPUS
 
-FIGURES = {'peak_flops', 'memory', 'memory_bandwidth', 'power', 'inside_host', 'across_hosts', 'efficiency', 'reference', 'compiler'}
+FIGURES = {
+    'peak_flops',
+    'memory',
+    'memory_bandwidth',
+    'power',
+    'inside_host',
+    'across_hosts',
+    'efficiency',
+    'reference',
+    'compiler',
+}
 
 
 @pytest.mark.parametrize('name', hardware_names())
@@ -31,7 +41,11 @@ def test_a_device_that_is_not_known_is_none(kind):
 def test_larger_products_reach_more_of_the_peak_and_the_largest_the_share():
     efficiency = Efficiency(matmul=0.8, half_size=100, memory=1.0)
     assert efficiency.of_product(100, 10**9, 10**9) == pytest.approx(0.4)
-    assert efficiency.of_product(200, 100, 50) == efficiency.of_product(50, 200, 100) < efficiency.of_product(200, 100, 51)
+    assert (
+        efficiency.of_product(200, 100, 50)
+        == efficiency.of_product(50, 200, 100)
+        < efficiency.of_product(200, 100, 51)
+    )
 
 
 def test_a_file_of_ones_own_is_read(tmp_path):
@@ -47,7 +61,10 @@ def test_a_file_of_ones_own_is_read(tmp_path):
         ('name: x\nmemry: 3', 'mine.yaml: memry: Extra inputs are not permitted'),
         ('name: x\nname: y', 'mine.yaml: not valid YAML'),
         ('a string', 'mine.yaml: the file: Input should be'),
-        ('inside_host: {bandwidth: 0, latency: 0}', 'mine.yaml: inside_host.bandwidth: Input should be greater than 0'),
+        (
+            'inside_host: {bandwidth: 0, latency: 0}',
+            'mine.yaml: inside_host.bandwidth: Input should be greater than 0',
+        ),
     ],
 )
 def test_a_mistake_names_the_file_and_the_key(tmp_path, text, message):
@@ -58,11 +75,17 @@ def test_a_mistake_names_the_file_and_the_key(tmp_path, text, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(('name', 'message'), [('h10', 'choose among a100, a100_40gb, b200, h100'), ('missing.yaml', 'no such file')])
+@pytest.mark.parametrize(
+    ('name', 'message'),
+    [('h10', 'choose among a100, a100_40gb, b200, h100'), ('missing.yaml', 'no such file')],
+)
 def test_an_unknown_name_lists_the_known(name, message):
     with pytest.raises(ConfigError, match=message):
         hardware(name)
 
 
 def test_a_file_has_what_the_schema_has():
-    assert set(Hardware.model_fields) - {'name', 'device_kinds', 'devices_per_host', 'sources', 'fit'} == FIGURES
+    assert (
+        set(Hardware.model_fields) - {'name', 'device_kinds', 'devices_per_host', 'sources', 'fit'}
+        == FIGURES
+    )

@@ -9,7 +9,9 @@ import pytest
 
 from megajax.config import ConfigError, dump, load, presets
 
-MODEL = 'model: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, max_seq_len: 1024}\n'
+MODEL = (
+    'model: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, max_seq_len: 1024}\n'
+)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -30,7 +32,23 @@ def test_a_dumped_config_loads_back_equal(preset: str, tmp_path: Path) -> None:
     assert load(write(tmp_path, dump(config))) == config
 
 
-@pytest.mark.parametrize('text', ['off', 'null', '3e-4', '2026-01-01', 'a: b', '# x', '', ' y ', 'two\nlines', '"', 'é', 'long ' * 60])
+@pytest.mark.parametrize(
+    'text',
+    [
+        'off',
+        'null',
+        '3e-4',
+        '2026-01-01',
+        'a: b',
+        '# x',
+        '',
+        ' y ',
+        'two\nlines',
+        '"',
+        'é',
+        'long ' * 60,
+    ],
+)
 def test_text_stays_text(text: str, tmp_path: Path) -> None:
     config = load(write(tmp_path, MODEL))
     config = config.model_copy(update={'data': config.data.model_copy(update={'corpus': text})})
@@ -68,7 +86,9 @@ def test_a_section_may_be_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize('value', ['big', '-4', 'null', '.inf', 'true', '0'])
 def test_a_loss_scale_is_auto_or_a_number(tmp_path: Path, value: str) -> None:
     (message,) = mistakes(write(tmp_path, MODEL), f'train.loss_scale={value}')
-    assert message.startswith(f"override train.loss_scale={value}: train.loss_scale: must be 'auto' or a power of two, not ")
+    assert message.startswith(
+        f"override train.loss_scale={value}: train.loss_scale: must be 'auto' or a power of two, not "
+    )
 
 
 def test_every_mistake_is_reported_at_once_with_its_place(tmp_path: Path) -> None:
@@ -110,7 +130,9 @@ data: stdlib
 
 
 @pytest.mark.parametrize(
-    'value', ['8.0', '"8"', 'true', 'null', '[8]', '{a: 8}', '.inf'], ids=['float', 'text', 'bool', 'null', 'list', 'group', 'infinity']
+    'value',
+    ['8.0', '"8"', 'true', 'null', '[8]', '{a: 8}', '.inf'],
+    ids=['float', 'text', 'bool', 'null', 'list', 'group', 'infinity'],
 )
 def test_no_value_is_converted_to_another_type(value: str, tmp_path: Path) -> None:
     (message,) = mistakes(write(tmp_path, MODEL), f'train.batch_size={value}')
@@ -135,7 +157,9 @@ def test_bad_yaml_is_reported_by_line(text: str, line: int, tmp_path: Path) -> N
 
 def test_a_missing_file_names_the_nearest_preset() -> None:
     (message,) = mistakes('configs/llama3_8.yaml')
-    assert message.startswith('configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: bert_1.3b, ')
+    assert message.startswith(
+        'configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: bert_1.3b, '
+    )
 
 
 def test_what_is_no_file_or_no_text_is_told(tmp_path: Path) -> None:
@@ -158,5 +182,7 @@ def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     write(tmp_path, f'{MODEL}data: {{corpus: größe}}\n')
     code = f'from megajax.config import load; print(ascii(load({str(tmp_path / "run.yaml")!r}).data.corpus))'
     ascii_only = os.environ | {'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0', 'PYTHONUTF8': '0'}
-    done = subprocess.run([sys.executable, '-c', code], env=ascii_only, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, '-c', code], env=ascii_only, capture_output=True, text=True
+    )
     assert done.stdout == f'{"größe"!a}\n', done.stderr

@@ -7,7 +7,9 @@ from megajax.counts.chunks import CHUNK_BYTES, FEW_MORE, chunk_sizes
 
 @pytest.mark.parametrize('tokens', [1, 61, 1021, 1024, 2048, 2 * 1021, 8191, 8192])
 @pytest.mark.parametrize('share', [0.01, 1, 1.5, 3, 11.7, 1e6])
-def test_chunks_hold_every_token_once_and_at_most_a_token_beyond_chunk_bytes(tokens: int, share: float) -> None:
+def test_chunks_hold_every_token_once_and_at_most_a_token_beyond_chunk_bytes(
+    tokens: int, share: float
+) -> None:
     logit_bytes = int(share * CHUNK_BYTES)
     count, size = chunk_sizes(logit_bytes, tokens)
     assert tokens <= count * size < tokens + size

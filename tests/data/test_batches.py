@@ -14,9 +14,13 @@ from megajax.data.tokens.indexed import from_lengths
 S, B = 8, 4
 
 
-def make_batches(lengths: list[int], *, seed: int | None = None, document_mask: bool = False) -> Batches:
+def make_batches(
+    lengths: list[int], *, seed: int | None = None, document_mask: bool = False
+) -> Batches:
     tokens = np.arange(1, 1 + sum(lengths), dtype=np.uint16)
-    part = Part(sequences=from_lengths('x', tokens, np.array(lengths, np.int32)), first=0, last=len(lengths))
+    part = Part(
+        sequences=from_lengths('x', tokens, np.array(lengths, np.int32)), first=0, last=len(lengths)
+    )
     windows = Windows(part, seq_len=S)
     starts = [0, len(windows)]
     order = in_order(starts, [1.0]) if seed is None else shuffled(starts, [1.0], seed)
@@ -57,7 +61,10 @@ def test_the_rows_of_processes_make_up_the_batch(seed: int | None, document_mask
     batches = make_batches([100] * 9 + [53], seed=seed, document_mask=document_mask)
     for step in (0, 29):
         parts = [batches.rows(step, start, stop) for start, stop in ((0, 1), (1, 4))]
-        assert_equal(batches[step], {name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+        assert_equal(
+            batches[step],
+            {name: np.concatenate([part[name] for part in parts]) for name in parts[0]},
+        )
 
 
 def test_what_is_read_ahead_is_what_is_read() -> None:
@@ -71,7 +78,9 @@ def test_what_is_read_ahead_is_what_is_read() -> None:
 def test_in_order_every_label_counts_once(length: int) -> None:
     batches = make_batches([length])
     found = [batches[step] for step in range(len(batches))]
-    labels = [label for batch in found for label in batch['labels'][batch['loss_mask'] == 1].tolist()]
+    labels = [
+        label for batch in found for label in batch['labels'][batch['loss_mask'] == 1].tolist()
+    ]
     assert labels == list(range(2, length + 1))
     assert all(batch['labels'].shape == (B, S) and batch['loss_mask'].any() for batch in found)
     with pytest.raises(IndexError):
@@ -81,7 +90,9 @@ def test_in_order_every_label_counts_once(length: int) -> None:
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=20))
 def test_documents_are_apart(lengths: list[int]) -> None:
     batches = make_batches(lengths, document_mask=True)
-    document = np.concatenate([[-1], np.repeat(np.arange(len(lengths)), lengths), [-1]])  # of token i, which is i
+    document = np.concatenate(
+        [[-1], np.repeat(np.arange(len(lengths)), lengths), [-1]]
+    )  # of token i, which is i
     start = np.concatenate([[0], np.repeat(1 + np.cumsum([0, *lengths[:-1]]), lengths), [0]])
     for step in range(len(batches)):
         batch = batches[step]
@@ -89,9 +100,13 @@ def test_documents_are_apart(lengths: list[int]) -> None:
             tokens, labels, mask = (batch[name][row] for name in ('tokens', 'labels', 'loss_mask'))
             real = tokens > 0
             owner = document[tokens[real]]
-            same_segment = batch['segment_ids'][row][real][:, None] == batch['segment_ids'][row][real][None]
+            same_segment = (
+                batch['segment_ids'][row][real][:, None] == batch['segment_ids'][row][real][None]
+            )
             np.testing.assert_array_equal(same_segment, owner[:, None] == owner[None])
             first = tokens[0] if real.any() else 0
-            np.testing.assert_array_equal(batch['positions'][row][real], tokens[real] - np.maximum(start[tokens[real]], first))
+            np.testing.assert_array_equal(
+                batch['positions'][row][real], tokens[real] - np.maximum(start[tokens[real]], first)
+            )
             inside = (labels > 0) & (document[labels] == document[tokens])
             np.testing.assert_array_equal(mask, inside.astype(np.float32))

@@ -51,7 +51,10 @@ except KeyboardInterrupt:
 
 
 def jsonl(texts: Sequence[str]) -> bytes:
-    return b'\n\n'.join(json.dumps({'id': i, 'text': text}).encode() for i, text in enumerate(texts)) + b'\n'
+    return (
+        b'\n\n'.join(json.dumps({'id': i, 'text': text}).encode() for i, text in enumerate(texts))
+        + b'\n'
+    )
 
 
 @pytest.fixture
@@ -62,12 +65,17 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def job(out: Path, *inputs: Path | str, **options: object) -> Job:
-    defaults: dict[str, object] = {'tokenizer': 'bytes', 'workers': 1} | ({'tokenizer': None} if 'train_bpe' in options else {})
+    defaults: dict[str, object] = {'tokenizer': 'bytes', 'workers': 1} | (
+        {'tokenizer': None} if 'train_bpe' in options else {}
+    )
     return Job(out=str(out), inputs=tuple(map(str, inputs)), **(defaults | options))  # type: ignore[arg-type]
 
 
 def files(prefix: Path) -> dict[str, bytes]:
-    return {path.name.removeprefix(prefix.name): path.read_bytes() for path in sorted(prefix.parent.glob(f'{prefix.name}.*'))}
+    return {
+        path.name.removeprefix(prefix.name): path.read_bytes()
+        for path in sorted(prefix.parent.glob(f'{prefix.name}.*'))
+    }
 
 
 def tokens_and_index(prefix: Path) -> tuple[bytes, bytes]:
@@ -78,16 +86,30 @@ def tokens_and_index(prefix: Path) -> tuple[bytes, bytes]:
 
 def run(*arguments: str, preexec: object = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, '-m', 'megajax', 'data', 'build', *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False, preexec_fn=preexec)  # type: ignore[call-overload]
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        preexec_fn=preexec,
+    )  # type: ignore[call-overload]
 
 
-def end(wanted: Job, *, before: str, count: int = 1, by: int = signal.SIGKILL) -> subprocess.CompletedProcess[str]:
+def end(
+    wanted: Job, *, before: str, count: int = 1, by: int = signal.SIGKILL
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, '-c', ENDED, str(int(by)), before, str(count), repr(vars(wanted))]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize('append_eod', [False, True])
-def test_the_pair_is_what_megatron_writes_for_these_tokens(append_eod: bool, corpus: Path, tmp_path: Path) -> None:
+def test_the_pair_is_what_megatron_writes_for_these_tokens(
+    append_eod: bool, corpus: Path, tmp_path: Path
+) -> None:
     build(job(tmp_path / 'out', corpus, append_eod=append_eod))
     tokenizer = byte_tokenizer()
     eod = [tokenizer.eod] if append_eod else []
@@ -96,17 +118,27 @@ def test_the_pair_is_what_megatron_writes_for_these_tokens(append_eod: bool, cor
     assert sequences.tokens.dtype == tokenizer.dtype
     assert sequences.tokens.tolist() == [token for document in documents for token in document]
     assert sequences.lengths.tolist() == [len(document) for document in documents if document]
-    assert sequences.documents.tolist() == [0, *np.cumsum([bool(document) for document in documents]).tolist()]
+    assert sequences.documents.tolist() == [
+        0,
+        *np.cumsum([bool(document) for document in documents]).tolist(),
+    ]
 
 
-def test_neither_workers_nor_units_nor_format_nor_compression_change_the_bytes(corpus: Path, tmp_path: Path) -> None:
+def test_neither_workers_nor_units_nor_format_nor_compression_change_the_bytes(
+    corpus: Path, tmp_path: Path
+) -> None:
     raw = corpus.read_bytes()
     parquet.write_table(pyarrow.table({'text': TEXTS}), tmp_path / 'a.parquet')
     (tmp_path / 'a.jsonl.gz').write_bytes(gzip.compress(raw))
     (tmp_path / 'a.jsonl.zst').write_bytes(zstandard.ZstdCompressor().compress(raw))
     for i, text in enumerate(TEXTS):
         (tmp_path / f'{i:03}.txt').write_bytes(text.encode())
-    cases = [(corpus, 1, UNIT), (corpus, 3, 500), (tmp_path / 'a.jsonl.gz', 2, 3000), (tmp_path / 'a.jsonl.zst', 1, 700)]
+    cases = [
+        (corpus, 1, UNIT),
+        (corpus, 3, 500),
+        (tmp_path / 'a.jsonl.gz', 2, 3000),
+        (tmp_path / 'a.jsonl.zst', 1, 700),
+    ]
     cases += [(tmp_path / 'a.parquet', 2, 1000), (tmp_path / '*.txt', 2, 2000)]
     built = set()
     for i, (path, workers, unit) in enumerate(cases):
@@ -121,8 +153,13 @@ def test_each_document_has_its_start_once(unit: int, tmp_path: Path) -> None:
     for i, text in enumerate(texts):
         (tmp_path / f'{i}.txt').write_text(text)
     tokenizer = start_token(tmp_path / 'tokenizer.json')
-    build(job(tmp_path / 'out', tmp_path / '*.txt', tokenizer=tokenizer, append_eod=True, workers=2), unit=unit)
-    assert read_pair(tmp_path / 'out').tokens.tolist() == [token for text in texts if text for token in [257, *text.encode(), 256]]
+    build(
+        job(tmp_path / 'out', tmp_path / '*.txt', tokenizer=tokenizer, append_eod=True, workers=2),
+        unit=unit,
+    )
+    assert read_pair(tmp_path / 'out').tokens.tolist() == [
+        token for text in texts if text for token in [257, *text.encode(), 256]
+    ]
 
 
 def test_a_long_text_is_one_document(tmp_path: Path) -> None:
@@ -132,14 +169,19 @@ def test_a_long_text_is_one_document(tmp_path: Path) -> None:
     build(job(tmp_path / 'out', tmp_path / '*.txt', append_eod=True, workers=2), unit=500)
     sequences = read_pair(tmp_path / 'out')
     assert sequences.lengths.tolist() == [len(text) + 1 for text in texts if text]
-    assert sequences.tokens.tolist() == [token for text in texts if text for token in [*text.encode(), 256]]
+    assert sequences.tokens.tolist() == [
+        token for text in texts if text for token in [*text.encode(), 256]
+    ]
     assert Manifest.read(tmp_path / 'out').max_token == 256  # type: ignore[union-attr]
 
 
 def test_the_manifest_says_what_the_files_are(corpus: Path, tmp_path: Path) -> None:
     summary = build(job(tmp_path / 'out', corpus, train_bpe=300, append_eod=True))
     manifest = Manifest.read(tmp_path / 'out')  # checks the tokenizer's hash
-    sequences, tokenizer = read_pair(tmp_path / 'out'), load_tokenizer(str(tmp_path / 'out.tokenizer.json'))
+    sequences, tokenizer = (
+        read_pair(tmp_path / 'out'),
+        load_tokenizer(str(tmp_path / 'out.tokenizer.json')),
+    )
     assert manifest == Manifest(
         tokenizer='out.tokenizer.json',
         tokenizer_sha256=sha256((tmp_path / 'out.tokenizer.json').read_bytes()).hexdigest(),
@@ -156,8 +198,13 @@ def test_the_manifest_says_what_the_files_are(corpus: Path, tmp_path: Path) -> N
     assert f'{manifest.documents} documents, {manifest.tokens} tokens' in str(summary)
 
 
-@pytest.mark.parametrize(('name', 'options'), [('corpus.jsonl', {}), ('corpus.jsonl.gz', {'train_bpe': 300}), ('long.txt', {})])
-def test_a_killed_build_goes_on(name: str, options: dict[str, object], corpus: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ('name', 'options'),
+    [('corpus.jsonl', {}), ('corpus.jsonl.gz', {'train_bpe': 300}), ('long.txt', {})],
+)
+def test_a_killed_build_goes_on(
+    name: str, options: dict[str, object], corpus: Path, tmp_path: Path
+) -> None:
     (tmp_path / 'corpus.jsonl.gz').write_bytes(gzip.compress(corpus.read_bytes()))
     (tmp_path / 'long.txt').write_text('\n'.join(TEXTS))
     wanted = job(tmp_path / 'out', tmp_path / name, append_eod=True, **options)
@@ -169,14 +216,19 @@ def test_a_killed_build_goes_on(name: str, options: dict[str, object], corpus: P
     trained = (partial / 'tokenizer.json').stat()
     assert 0 < progress['tokens'] * 2 < (tmp_path / 'whole.bin').stat().st_size
     assert not list(tmp_path.glob('out.[!p]*'))
-    again = end(wanted, before='progress.json', count=3)  # once more, which needs what the first left
+    again = end(
+        wanted, before='progress.json', count=3
+    )  # once more, which needs what the first left
     assert again.returncode == -signal.SIGKILL
     assert json.loads((partial / 'progress.json').read_bytes())['tokens'] > progress['tokens']
     assert (partial / 'tokenizer.json').stat() == trained
     summary = build(wanted, unit=2000)
     assert summary.encoded < summary.progress.text_bytes
     assert tokens_and_index(tmp_path / 'out') == tokens_and_index(tmp_path / 'whole')
-    assert json.loads(files(tmp_path / 'out')['.json'])['bin_sha256'] == sha256(files(tmp_path / 'whole')['.bin']).hexdigest()
+    assert (
+        json.loads(files(tmp_path / 'out')['.json'])['bin_sha256']
+        == sha256(files(tmp_path / 'whole')['.bin']).hexdigest()
+    )
     assert not partial.exists()
 
 
@@ -191,17 +243,23 @@ def test_a_kill_between_the_renames_is_completed(name: str, corpus: Path, tmp_pa
     assert not (tmp_path / 'out.partial').exists()
 
 
-def test_another_build_starts_afresh(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_build_starts_afresh(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     wanted = job(tmp_path / 'out', corpus)
     assert end(wanted, before='progress.json', count=5).returncode == -signal.SIGKILL
     with caplog.at_level('INFO'):
         summary = build(replace(wanted, append_eod=True), unit=2000)
     assert 'starting afresh' in caplog.text
-    assert summary.encoded == summary.progress.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert (
+        summary.encoded == summary.progress.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    )
 
 
 def test_an_interrupt_exits_130_and_keeps_what_is_done(corpus: Path, tmp_path: Path) -> None:
-    interrupted = end(job(tmp_path / 'out', corpus, workers=2), before='progress.json', count=4, by=signal.SIGINT)
+    interrupted = end(
+        job(tmp_path / 'out', corpus, workers=2), before='progress.json', count=4, by=signal.SIGINT
+    )
     assert (interrupted.returncode, interrupted.stderr) == (130, '')  # workers say nothing
     assert json.loads((tmp_path / 'out.partial' / 'progress.json').read_bytes())['tokens']
 
@@ -231,7 +289,9 @@ BAD = [
 
 
 @pytest.mark.parametrize(('data', 'message'), BAD)
-def test_bad_input_is_named_and_leaves_nothing_behind(data: bytes, message: str, corpus: Path, tmp_path: Path) -> None:
+def test_bad_input_is_named_and_leaves_nothing_behind(
+    data: bytes, message: str, corpus: Path, tmp_path: Path
+) -> None:
     bad = tmp_path / 'bad.jsonl'
     bad.write_bytes(data)
     inputs = (bad,) if 'holds no text' in message else (corpus, bad)
@@ -253,7 +313,9 @@ def test_bad_lines_are_skipped_and_counted(corpus: Path, tmp_path: Path) -> None
     lines = [line for line in corpus.read_bytes().split(b'\n') if line]
     bad = [data for data, message in BAD if 'bad.jsonl:1' in message]
     (tmp_path / 'bad.jsonl').write_bytes(b'\n'.join(lines[:50] + bad + lines[50:]))
-    summary = build(job(tmp_path / 'out', tmp_path / 'bad.jsonl', skip_bad=True, workers=2), unit=500)
+    summary = build(
+        job(tmp_path / 'out', tmp_path / 'bad.jsonl', skip_bad=True, workers=2), unit=500
+    )
     assert f'; {len(bad)} bad lines skipped ({tmp_path}/bad.jsonl:51, ' in str(summary)
     build(job(tmp_path / 'clean', corpus))
     assert tokens_and_index(tmp_path / 'out') == tokens_and_index(tmp_path / 'clean')
@@ -271,8 +333,13 @@ def test_bad_lines_are_skipped_and_counted(corpus: Path, tmp_path: Path) -> None
         ({'workers': 0}, '--workers: 0 is below 1'),
     ],
 )
-def test_a_mistake_in_the_job_is_named(options: dict[str, object], message: str, corpus: Path, tmp_path: Path) -> None:
-    filled = {key: value.format(folder=tmp_path) if isinstance(value, str) else value for key, value in options.items()}
+def test_a_mistake_in_the_job_is_named(
+    options: dict[str, object], message: str, corpus: Path, tmp_path: Path
+) -> None:
+    filled = {
+        key: value.format(folder=tmp_path) if isinstance(value, str) else value
+        for key, value in options.items()
+    }
     with pytest.raises(ConfigError, match=message):
         build(replace(job(tmp_path / 'out', corpus), **filled))  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ['corpus.jsonl']
@@ -281,7 +348,9 @@ def test_a_mistake_in_the_job_is_named(options: dict[str, object], message: str,
 @pytest.mark.parametrize('suffix', ['.bin', '.idx', '.json', '.tokenizer.json'])
 def test_what_is_there_is_not_touched(suffix: str, corpus: Path, tmp_path: Path) -> None:
     (tmp_path / f'out{suffix}').write_text('precious')
-    with pytest.raises(ConfigError, match=rf'out{suffix}: exists already; move it, or choose another OUT'):
+    with pytest.raises(
+        ConfigError, match=rf'out{suffix}: exists already; move it, or choose another OUT'
+    ):
         build(job(tmp_path / 'out', corpus))
     assert files(tmp_path / 'out') == {suffix: b'precious'}
 
@@ -292,10 +361,13 @@ def test_a_full_disk_is_named_with_what_was_written(tmp_path: Path) -> None:
     (tmp_path / 'a.txt').write_text('text\n' * 10**5)
     limit = 300_000
     arguments = [str(tmp_path / 'out'), '--input', str(tmp_path / 'a.txt'), '--tokenizer', 'bytes']
-    done = run(*arguments, preexec=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    done = run(
+        *arguments, preexec=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    )
     assert (done.returncode, done.stdout) == (2, '')
     assert re.fullmatch(
-        rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: File too large; make room, .*\n', done.stderr
+        rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: File too large; make room, .*\n',
+        done.stderr,
     )
     assert not files(tmp_path / 'out')
 
@@ -306,9 +378,22 @@ def test_the_command_takes_several_files_and_standard_input(corpus: Path, tmp_pa
     for i, part in enumerate(parts):
         part.write_bytes(b''.join(lines[i * 80 : (i + 1) * 80]))
     first, second, third = map(str, parts)
-    done = run(str(tmp_path / 'out'), '--input', first, second, '--append-eod', '--input', third, '--tokenizer', 'bytes')
+    done = run(
+        str(tmp_path / 'out'),
+        '--input',
+        first,
+        second,
+        '--append-eod',
+        '--input',
+        third,
+        '--tokenizer',
+        'bytes',
+    )
     assert (done.returncode, done.stderr) == (0, '')
-    assert re.fullmatch(r'120 documents, \d+ tokens, \d\.\d\d bytes each; .* MB/s; wrote .*out.bin, .*out.idx, .*\n', done.stdout)
+    assert re.fullmatch(
+        r'120 documents, \d+ tokens, \d\.\d\d bytes each; .* MB/s; wrote .*out.bin, .*out.idx, .*\n',
+        done.stdout,
+    )
     command = [
         sys.executable,
         '-m',
@@ -328,7 +413,10 @@ def test_the_command_takes_several_files_and_standard_input(corpus: Path, tmp_pa
 def test_a_worker_that_is_killed_ends_the_build_which_goes_on(corpus: Path, tmp_path: Path) -> None:
     def kill(read: int, total: int) -> None:
         # none is left when what it had sent before is read
-        for worker in subprocess.run(['pgrep', '-P', str(os.getpid()), '-f', 'megajax.data.build.encode'], capture_output=True).stdout.split():
+        for worker in subprocess.run(
+            ['pgrep', '-P', str(os.getpid()), '-f', 'megajax.data.build.encode'],
+            capture_output=True,
+        ).stdout.split():
             os.kill(int(worker), signal.SIGKILL)
 
     with pytest.raises(ConfigError, match=r'--workers: 1: a worker ended with exit code -9'):
@@ -351,7 +439,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
         path = tmp_path / f'{megabytes}.jsonl'
         path.write_bytes(jsonl(['some text in a line\n' * 50] * (1000 * megabytes)))
         command = [sys.executable, '-c', program, str(tmp_path / str(megabytes)), str(path)]
-        peaks.append(json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout))
+        peaks.append(
+            json.loads(subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout)
+        )
     print(peaks)
     small, large = np.array(peaks)
     assert (large < small + 15).all(), peaks

@@ -24,8 +24,18 @@ def data(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def built(tmp_path: Path) -> Path:
-    (tmp_path / 'text.jsonl').write_text(''.join(f'{{"text": "document number {i}"}}\n' for i in range(100)))
-    build(Job(out=str(tmp_path / 'web'), inputs=(str(tmp_path / 'text.jsonl'),), tokenizer='bytes', append_eod=True, workers=1))
+    (tmp_path / 'text.jsonl').write_text(
+        ''.join(f'{{"text": "document number {i}"}}\n' for i in range(100))
+    )
+    build(
+        Job(
+            out=str(tmp_path / 'web'),
+            inputs=(str(tmp_path / 'text.jsonl'),),
+            tokenizer='bytes',
+            append_eod=True,
+            workers=1,
+        )
+    )
     return tmp_path / 'web'
 
 
@@ -33,13 +43,19 @@ def test_what_was_built_is_shown_and_verified(built: Path) -> None:
     shown, verified = data('info', str(built)), data('verify', str(built))
     assert (shown.returncode, verified.returncode) == (0, 0), shown.stderr + verified.stderr
     assert shown.stdout.startswith('documents  100')
-    for line in ('tokens     1,890 of uint16, 3,780 bytes', "document 33: 'document number 33<|endoftext|>'"):
+    for line in (
+        'tokens     1,890 of uint16, 3,780 bytes',
+        "document 33: 'document number 33<|endoftext|>'",
+    ):
         assert line in shown.stdout
     assert verified.stdout.count('ok  ') == 5
 
 
 def test_files_of_megatron(tmp_path: Path) -> None:
-    shown, verified = data('info', str(ORACLES / 'c')), data('verify', str(ORACLES / 'c'), '--vocab-size', '70000')
+    shown, verified = (
+        data('info', str(ORACLES / 'c')),
+        data('verify', str(ORACLES / 'c'), '--vocab-size', '70000'),
+    )
     assert 'documents  30' in shown.stdout
     assert 'unknown: no manifest lies beside the files' in shown.stdout
     assert verified.stdout.count('ok  ') == 3
@@ -49,8 +65,14 @@ def test_files_of_megatron(tmp_path: Path) -> None:
     ('arguments', 'message'),
     [
         (['verify', f'{ORACLES}/c', '--vocab-size', '50000'], 'c.bin: at byte '),
-        (['info', f'{ORACLES}/c', '--tokenizer', 'bytes'], 'error: --tokenizer: has 257 entries, and document 0 holds'),
-        (['info', 'nowhere'], 'error: nowhere: there is no nowhere.bin and no nowhere.idx; give the prefix of two files'),
+        (
+            ['info', f'{ORACLES}/c', '--tokenizer', 'bytes'],
+            'error: --tokenizer: has 257 entries, and document 0 holds',
+        ),
+        (
+            ['info', 'nowhere'],
+            'error: nowhere: there is no nowhere.bin and no nowhere.idx; give the prefix of two files',
+        ),
     ],
 )
 def test_what_is_wrong_exits_2(arguments: list[str], message: str) -> None:
@@ -62,7 +84,11 @@ def test_what_is_wrong_exits_2(arguments: list[str], message: str) -> None:
 @pytest.mark.parametrize(
     ('suffix', 'change', 'message'),
     [
-        ('bin', lambda content: content[:7] + b'\1' + content[8:], r'web.bin: differs from what was built, by its hash'),
+        (
+            'bin',
+            lambda content: content[:7] + b'\1' + content[8:],
+            r'web.bin: differs from what was built, by its hash',
+        ),
         (
             'json',
             lambda content: content.replace(b'"tokens": 1890', b'"tokens": 1891'),
@@ -82,6 +108,12 @@ def test_lengths_of_documents_add_up(lengths: list[int], data: st.DataObject) ->
     inner = sorted(data.draw(st.lists(st.integers(0, len(lengths)))))
     documents = np.array([0, *inner, len(lengths)])
     whole = from_lengths('x', np.zeros(sum(lengths), np.uint16), np.array(lengths, np.int32))
-    sequences = Sequences(name='x', tokens=whole.tokens, lengths=whole.lengths, pointers=whole.pointers, documents=documents)
+    sequences = Sequences(
+        name='x',
+        tokens=whole.tokens,
+        lengths=whole.lengths,
+        pointers=whole.pointers,
+        documents=documents,
+    )
     found = [int(length) for chunk in document_lengths(sequences) for length in chunk]
     assert found == [sum(lengths[a:b]) for a, b in itertools.pairwise(documents)]

@@ -23,10 +23,18 @@ def index_bytes(dtype: type, lengths: list[int], documents: list[int]) -> bytes:
     return file.getvalue()
 
 
-def write_pair(prefix: Path, lengths: list[int], documents: list[int] | None = None, dtype: type = np.uint16, extra: bytes = b'') -> Path:
+def write_pair(
+    prefix: Path,
+    lengths: list[int],
+    documents: list[int] | None = None,
+    dtype: type = np.uint16,
+    extra: bytes = b'',
+) -> Path:
     tokens = np.arange(sum(lengths), dtype=dtype)
     Path(f'{prefix}.bin').write_bytes(tokens.tobytes())
-    Path(f'{prefix}.idx').write_bytes(index_bytes(dtype, lengths, documents or list(range(len(lengths) + 1))) + extra)
+    Path(f'{prefix}.idx').write_bytes(
+        index_bytes(dtype, lengths, documents or list(range(len(lengths) + 1))) + extra
+    )
     return prefix
 
 
@@ -44,9 +52,15 @@ def test_what_megatron_wrote_is_written_again_byte_for_byte(name: str) -> None:
     assert found.tokens.tobytes() == (ORACLES / f'{name}.bin').read_bytes()
 
 
-@given(lengths=st.lists(st.integers(0, 40)), dtype=st.sampled_from([np.uint8, np.uint16, np.int32]), data=st.data())
+@given(
+    lengths=st.lists(st.integers(0, 40)),
+    dtype=st.sampled_from([np.uint8, np.uint16, np.int32]),
+    data=st.data(),
+)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_written_is_read(tmp_path: Path, lengths: list[int], dtype: type, data: st.DataObject) -> None:
+def test_what_is_written_is_read(
+    tmp_path: Path, lengths: list[int], dtype: type, data: st.DataObject
+) -> None:
     inner = sorted(data.draw(st.lists(st.integers(0, len(lengths)))))
     prefix = write_pair(tmp_path / 'x', lengths, [0, *inner, len(lengths)], dtype)
     found = read_pair(prefix)
@@ -75,7 +89,9 @@ def test_document_starts_are_those_inside(lengths: list[int], data: st.DataObjec
     start = data.draw(st.integers(0, sum(lengths)))
     stop = data.draw(st.integers(start, sum(lengths)))
     begins = {sequences.start(i) for i, length in enumerate(lengths) if length}
-    assert sequences.document_starts(start, stop) == sorted(token for token in begins if start < token < stop)
+    assert sequences.document_starts(start, stop) == sorted(
+        token for token in begins if start < token < stop
+    )
 
 
 def test_a_document_of_several_sequences_begins_with_its_first(pair: Path) -> None:
@@ -86,7 +102,11 @@ def patched(content: bytes, at: int, kind: str, value: int) -> bytes:
     return content[:at] + struct.pack(kind, value) + content[at + struct.calcsize(kind) :]
 
 
-LENGTHS, POINTERS, DOCUMENTS = HEADER.size, HEADER.size + 16, HEADER.size + 48  # of the fixture's four sequences
+LENGTHS, POINTERS, DOCUMENTS = (
+    HEADER.size,
+    HEADER.size + 16,
+    HEADER.size + 48,
+)  # of the fixture's four sequences
 
 
 @pytest.mark.parametrize(
@@ -95,19 +115,55 @@ LENGTHS, POINTERS, DOCUMENTS = HEADER.size, HEADER.size + 16, HEADER.size + 48  
         (lambda b: b'', r'web.idx: has 0 bytes, and the header alone has 34'),
         (lambda b: b[:20], r'web.idx: has 20 bytes, and the header alone has 34'),
         (lambda b: b'P' + b[1:], r"web.idx: at byte 0: b'PMIDIDX.*' instead of b'MMIDIDX"),
-        (lambda b: patched(b, 9, '<Q', 2), r'web.idx: at byte 9: version 2, and there is only version 1; copy it again'),
-        (lambda b: patched(b, 17, '<B', 9), r'web.idx: at byte 17: 9 is no dtype of tokens; there are 1 \(uint8\)'),
+        (
+            lambda b: patched(b, 9, '<Q', 2),
+            r'web.idx: at byte 9: version 2, and there is only version 1; copy it again',
+        ),
+        (
+            lambda b: patched(b, 17, '<B', 9),
+            r'web.idx: at byte 17: 9 is no dtype of tokens; there are 1 \(uint8\)',
+        ),
         (lambda b: patched(b, 17, '<B', 7), r'web.idx: at byte 17: 7 is no dtype'),
-        (lambda b: b[:-3], r'web.idx: has 111 bytes, and 4 sequences and 4 document boundaries \(bytes 18 and 26\) need 114'),
-        (lambda b: patched(b, 18, '<Q', 2**63), r'web.idx: has 114 bytes, and 9223372036854775808 sequences'),
-        (lambda b: patched(b, LENGTHS + 8, '<i', -4), r'at byte 42: sequence 2 has -4 tokens, and cannot have fewer than 0'),
-        (lambda b: patched(b, POINTERS + 8, '<q', -6), r'at byte 58: sequence 1 begins at byte -6, and the lengths before it add up to 6'),
-        (lambda b: patched(b, POINTERS + 24, '<q', 6), r'at byte 74: sequence 3 begins at byte 6, and the lengths before it add up to 14'),
-        (lambda b: patched(b, LENGTHS + 12, '<i', 5), r'web.bin: has 18 bytes, and the lengths in web.idx add up to 24: 6 too few'),
-        (lambda b: patched(b, LENGTHS + 12, '<i', 1), r'web.bin: has 18 bytes, and the lengths in web.idx add up to 16: 2 too many'),
-        (lambda b: patched(b, DOCUMENTS, '<q', 1), r'at byte 82: the document boundaries do not begin with 0'),
-        (lambda b: patched(b, DOCUMENTS + 16, '<q', 1), r'at byte 98: document 2 begins with sequence 1, before document 1'),
-        (lambda b: patched(b, DOCUMENTS + 24, '<q', 3), r'at byte 106: the documents end with sequence 3, and there are 4'),
+        (
+            lambda b: b[:-3],
+            r'web.idx: has 111 bytes, and 4 sequences and 4 document boundaries \(bytes 18 and 26\) need 114',
+        ),
+        (
+            lambda b: patched(b, 18, '<Q', 2**63),
+            r'web.idx: has 114 bytes, and 9223372036854775808 sequences',
+        ),
+        (
+            lambda b: patched(b, LENGTHS + 8, '<i', -4),
+            r'at byte 42: sequence 2 has -4 tokens, and cannot have fewer than 0',
+        ),
+        (
+            lambda b: patched(b, POINTERS + 8, '<q', -6),
+            r'at byte 58: sequence 1 begins at byte -6, and the lengths before it add up to 6',
+        ),
+        (
+            lambda b: patched(b, POINTERS + 24, '<q', 6),
+            r'at byte 74: sequence 3 begins at byte 6, and the lengths before it add up to 14',
+        ),
+        (
+            lambda b: patched(b, LENGTHS + 12, '<i', 5),
+            r'web.bin: has 18 bytes, and the lengths in web.idx add up to 24: 6 too few',
+        ),
+        (
+            lambda b: patched(b, LENGTHS + 12, '<i', 1),
+            r'web.bin: has 18 bytes, and the lengths in web.idx add up to 16: 2 too many',
+        ),
+        (
+            lambda b: patched(b, DOCUMENTS, '<q', 1),
+            r'at byte 82: the document boundaries do not begin with 0',
+        ),
+        (
+            lambda b: patched(b, DOCUMENTS + 16, '<q', 1),
+            r'at byte 98: document 2 begins with sequence 1, before document 1',
+        ),
+        (
+            lambda b: patched(b, DOCUMENTS + 24, '<q', 3),
+            r'at byte 106: the documents end with sequence 3, and there are 4',
+        ),
     ],
 )
 def test_a_broken_index_is_refused_with_its_byte(pair: Path, break_index, message: str) -> None:  # type: ignore[no-untyped-def]
@@ -120,7 +176,9 @@ def test_a_broken_index_is_refused_with_its_byte(pair: Path, break_index, messag
 @pytest.mark.parametrize('missing', ['bin', 'idx'])
 def test_half_a_pair(pair: Path, missing: str) -> None:
     Path(f'{pair}.{missing}').unlink()
-    with pytest.raises(ConfigError, match=rf'web: there is no web.{missing}; give the prefix of two files'):
+    with pytest.raises(
+        ConfigError, match=rf'web: there is no web.{missing}; give the prefix of two files'
+    ):
         read_pair(pair)
 
 
@@ -134,7 +192,9 @@ mutations = st.one_of(
 
 @pytest.mark.slow
 @given(st.sampled_from('abc'), st.lists(mutations, min_size=1, max_size=4))
-@settings(max_examples=2500, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2500, deadline=1000, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 def test_no_mutation_of_an_index_crashes_hangs_or_reads_past_its_tokens(
     tmp_path: Path, name: str, changes: list[tuple[str, int, bytes]]
 ) -> None:
@@ -157,7 +217,12 @@ def read_everything(found: Sequences) -> None:
     bounds = [found.start(i) for i in range(len(found) + 1)]
     assert bounds[0] == 0
     assert bounds[-1] == len(found.tokens) == int(found.lengths.sum(dtype=np.int64))
-    assert all(stop - start == length for start, stop, length in zip(bounds[:-1], bounds[1:], found.lengths, strict=True))
+    assert all(
+        stop - start == length
+        for start, stop, length in zip(bounds[:-1], bounds[1:], found.lengths, strict=True)
+    )
     assert (found.documents >= 0).all()
     assert (found.documents <= len(found)).all()
-    assert found.document_starts(0, len(found.tokens)) == sorted(set(found.document_starts(0, len(found.tokens))))
+    assert found.document_starts(0, len(found.tokens)) == sorted(
+        set(found.document_starts(0, len(found.tokens)))
+    )

@@ -23,14 +23,18 @@ CODE = ''.join(f'def function_{i}(x):\n    if x:\n        return x + {i}\n\n\n' 
 def zstd(data: bytes) -> bytes:
     """Two frames, as pzstd and concatenation leave them."""
     half = len(data) // 2
-    return b''.join(zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:]))
+    return b''.join(
+        zstandard.ZstdCompressor().compress(part) for part in (data[:half], data[half:])
+    )
 
 
 WRITERS: dict[str, Callable[[bytes], bytes]] = {'': bytes, '.gz': gzip.compress, '.zst': zstd}
 
 
 def write(folder: Path, name: str, data: bytes) -> str:
-    (folder / name).write_bytes(WRITERS[Path(name).suffix if Path(name).suffix in WRITERS else ''](data))
+    (folder / name).write_bytes(
+        WRITERS[Path(name).suffix if Path(name).suffix in WRITERS else ''](data)
+    )
     return str(folder / name)
 
 
@@ -39,7 +43,9 @@ def write_parquet(path: Path, rows: list[object], key: str = 'text') -> str:
     return str(path)
 
 
-def units(*paths: str, unit: int, start: Position | None = None, format: Format | None = None) -> list[Unit]:
+def units(
+    *paths: str, unit: int, start: Position | None = None, format: Format | None = None
+) -> list[Unit]:
     return list(read_units(find_inputs(paths, format), 'text', start or Position(), unit))
 
 
@@ -56,7 +62,9 @@ def content(found: list[Unit]) -> list[bytes | None]:
 
 @pytest.mark.parametrize('suffix', WRITERS)
 @pytest.mark.parametrize('unit', [1, 100, 5000, len(LINES) - 1, len(LINES), 10**6])
-def test_units_are_whole_lines_and_together_the_file(suffix: str, unit: int, tmp_path: Path) -> None:
+def test_units_are_whole_lines_and_together_the_file(
+    suffix: str, unit: int, tmp_path: Path
+) -> None:
     found = units(write(tmp_path, f'a.jsonl{suffix}', LINES), unit=unit)
     assert content(found) == [LINES]
     for piece in pieces(found):
@@ -68,7 +76,10 @@ def test_units_are_whole_lines_and_together_the_file(suffix: str, unit: int, tmp
 
 def test_reading_goes_on_after_any_unit(tmp_path: Path) -> None:
     paths = [write(tmp_path, f'{i}.jsonl{suffix}', LINES) for i, suffix in enumerate(WRITERS)]
-    paths += [write_parquet(tmp_path / 'a.parquet', [f'row {i} ' * 20 for i in range(250)]), write(tmp_path, 'b.txt.gz', CODE.encode())]
+    paths += [
+        write_parquet(tmp_path / 'a.parquet', [f'row {i} ' * 20 for i in range(250)]),
+        write(tmp_path, 'b.txt.gz', CODE.encode()),
+    ]
     whole = units(*paths, unit=3000)
     assert len(whole) > 30
     for i in range(0, len(whole), 3):
@@ -80,14 +91,20 @@ def test_reading_goes_on_after_any_unit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('unit', [200, 999, 4096])
 def test_a_long_text_is_cut_where_the_tokenizer_cuts(unit: int, tmp_path: Path) -> None:
-    found = pieces(units(write(tmp_path, 'a.txt', CODE.encode()), write(tmp_path, 'b.txt', b'short'), unit=unit))
+    found = pieces(
+        units(
+            write(tmp_path, 'a.txt', CODE.encode()), write(tmp_path, 'b.txt', b'short'), unit=unit
+        )
+    )
     parts, end = found[:-1], found[-1]
     assert (parts[0].first, parts[-1].last, end.first, end.last) == (True, True, True, True)
     assert not any(before.last or after.first for before, after in pairwise(parts))
     tokenizer = train_bpe([CODE], 400)
     texts = [bytes(piece.data).decode() for piece in parts if isinstance(piece.data, bytes)]
     assert ''.join(texts) == CODE
-    assert [i for ids in tokenizer.encode_batch(texts) for i in ids] == list(tokenizer.encode_batch([CODE])[0])
+    assert [i for ids in tokenizer.encode_batch(texts) for i in ids] == list(
+        tokenizer.encode_batch([CODE])[0]
+    )
 
 
 def test_rows_keep_their_order_and_nulls(tmp_path: Path) -> None:
@@ -96,12 +113,20 @@ def test_rows_keep_their_order_and_nulls(tmp_path: Path) -> None:
     assert content(units(write_parquet(tmp_path / 'a.parquet', rows), unit=1000))[1:] == expected
 
 
-def test_inputs_come_in_the_order_given_and_globs_sorted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_come_in_the_order_given_and_globs_sorted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ('b.jsonl', 'a.jsonl.gz', 'c.md', 'd[1].parquet'):
         write(tmp_path, name, b'x')
     found = find_inputs(['c.md', '*.jsonl*', 'd[1].parquet', '-'], None)
-    expected = [('c.md', 'text'), ('a.jsonl.gz', 'jsonl'), ('b.jsonl', 'jsonl'), ('d[1].parquet', 'parquet'), ('-', 'jsonl')]
+    expected = [
+        ('c.md', 'text'),
+        ('a.jsonl.gz', 'jsonl'),
+        ('b.jsonl', 'jsonl'),
+        ('d[1].parquet', 'parquet'),
+        ('-', 'jsonl'),
+    ]
     assert [(input.path, input.format) for input in found] == expected
     assert [input.stream for input in found] == [False] * 4 + [True]
 
@@ -120,17 +145,26 @@ def test_all_inputs_that_cannot_be_found_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize('name', ['a.jsonl.gz', 'a.jsonl.zst', 'a.parquet'])
 @pytest.mark.parametrize('kept', [0, 0.5, 0.99])
 def test_a_truncated_file_is_named(name: str, kept: float, tmp_path: Path) -> None:
-    path = Path(write_parquet(tmp_path / name, ['text'] * 99) if name == 'a.parquet' else write(tmp_path, name, LINES))
+    path = Path(
+        write_parquet(tmp_path / name, ['text'] * 99)
+        if name == 'a.parquet'
+        else write(tmp_path, name, LINES)
+    )
     path.write_bytes(path.read_bytes()[: int(kept * path.stat().st_size)])
     with pytest.raises(ConfigError, match=rf'{name}: cannot be read to its end: .*; copy it again'):
         units(str(path), unit=10**6)
 
 
-def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, module in (('a.jsonl.zst', 'zstandard'), ('a.parquet', 'pyarrow')):
         (tmp_path / name).write_bytes(b'x')
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(ConfigError, match=rf"{name}: needs {module}, which is not installed; pip install 'megajax\[data\]'"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"{name}: needs {module}, which is not installed; pip install 'megajax\[data\]'",
+        ):
             find_inputs([str(tmp_path / name)], None)
 
 

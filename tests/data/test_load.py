@@ -9,14 +9,26 @@ import numpy as np
 import pytest
 
 from megajax.config import Config, ConfigError, load
-from megajax.data import encode_documents, load_data, make_tokenizer, read_documents, split_documents
+from megajax.data import (
+    encode_documents,
+    load_data,
+    make_tokenizer,
+    read_documents,
+    split_documents,
+)
 from megajax.data.build.manifest import Manifest
 from megajax.data.text.tokenizer import train_bpe
 from megajax.data.tokens.indexed import read_pair, write_index
 from megajax.data.tokens.token_ids import token_range
 
 ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'
-SMALL = ['train.batch_size=4', 'train.seq_len=32', 'mesh.data=1', 'mesh.model=1', 'model.vocab_size=300']
+SMALL = [
+    'train.batch_size=4',
+    'train.seq_len=32',
+    'mesh.data=1',
+    'mesh.model=1',
+    'model.vocab_size=300',
+]
 IDS = ['data.tokenizer=none', 'train.sample_prompts=[]', 'model.vocab_size=70000']
 
 
@@ -35,7 +47,9 @@ def folder(tmp_path: Path) -> Path:
     folder = tmp_path / 'text'
     folder.mkdir()
     for i in range(40):
-        (folder / f'{i}.py').write_text(f'def f{i}(x):\n    return x + {i}  # é\n' * 5, encoding='utf-8')
+        (folder / f'{i}.py').write_text(
+            f'def f{i}(x):\n    return x + {i}  # é\n' * 5, encoding='utf-8'
+        )
     return folder
 
 
@@ -49,7 +63,9 @@ def pair(tmp_path: Path) -> Path:
 def build(prefix: Path) -> Path:
     """A pair and what lies beside it, as `megajax data build` leaves them."""
     tokenizer = train_bpe(['def f(x):\n    return x\n' * 9], 265)
-    tokens, lengths = encode_documents([f'def f{i}(x):\n    return x * {i}\n' * 9 for i in range(40)], tokenizer)
+    tokens, lengths = encode_documents(
+        [f'def f{i}(x):\n    return x * {i}\n' * 9 for i in range(40)], tokenizer
+    )
     Path(f'{prefix}.bin').write_bytes(tokens.tobytes())
     with Path(f'{prefix}.idx').open('wb') as file:
         write_index(file, tokens.dtype, lengths, np.arange(41))
@@ -92,10 +108,15 @@ def test_each_document_ends_with_the_end_of_document_token() -> None:
 
 
 def test_text(folder: Path) -> None:
-    data, again = load_data(config(f'data.corpus={folder}')), load_data(config(f'data.corpus={folder}'))
+    data, again = (
+        load_data(config(f'data.corpus={folder}')),
+        load_data(config(f'data.corpus={folder}')),
+    )
     assert data.tokenizer.fingerprint == again.tokenizer.fingerprint
     assert_equal(data.train[17], again.train[17])
-    assert data.summary.startswith('37 documents (0.0 MB) to train on, 3 (0.0 MB) to validate; 300 tokens')
+    assert data.summary.startswith(
+        '37 documents (0.0 MB) to train on, 3 (0.0 MB) to validate; 300 tokens'
+    )
     _, validation, _ = split_documents(read_documents(str(folder)), '95,5,0')
     expected, _ = encode_documents([document.text for document in validation], data.tokenizer)
     batches = [data.validation[step] for step in range(len(data.validation))]
@@ -120,7 +141,14 @@ def test_the_standard_library_fills_a_vocabulary_and_compresses() -> None:
 
 @pytest.mark.parametrize('order', ['stateless', 'megatron'])
 def test_without_a_validation_part_there_are_no_validation_batches(pair: Path, order: str) -> None:
-    assert len(load_data(config(*IDS, f'data.corpus={pair}', 'data.split=1,0,0', f'data.order={order}')).validation) == 0
+    assert (
+        len(
+            load_data(
+                config(*IDS, f'data.corpus={pair}', 'data.split=1,0,0', f'data.order={order}')
+            ).validation
+        )
+        == 0
+    )
 
 
 def test_files_of_megatron_in_the_stateless_order() -> None:
@@ -131,18 +159,32 @@ def test_files_of_megatron_in_the_stateless_order() -> None:
     rows = [data.train.rows(i // 4, i % 4, i % 4 + 1) for i in range(epoch)]
     labels = sorted(tuple(row['labels'][row['loss_mask'] == 1]) for row in rows)
     assert labels == sorted(tuple(tokens[1 + i * 32 : 1 + (i + 1) * 32]) for i in range(epoch))
-    assert data.summary.startswith('54 sequences (2,360 tokens) to train on, 3 sequences (166 tokens) to validate')
+    assert data.summary.startswith(
+        '54 sequences (2,360 tokens) to train on, 3 sequences (166 tokens) to validate'
+    )
 
 
-@pytest.mark.parametrize(('run', 'corpus'), [('one_epoch', 'data.corpus={}/a'), ('blend', 'data.blend={{{0}/a: 0.7, {0}/b: 0.3}}')])
+@pytest.mark.parametrize(
+    ('run', 'corpus'),
+    [('one_epoch', 'data.corpus={}/a'), ('blend', 'data.blend={{{0}/a: 0.7, {0}/b: 0.3}}')],
+)
 def test_batches_in_the_order_of_megatron(run: str, corpus: str) -> None:
     results = np.load(ORACLES / 'gpt_dataset.npz')
     num_samples = json.loads(str(results['settings']))['runs'][run]['num_samples'][0]
-    steps = f'train.steps={num_samples // 2}', 'train.batch_size=2', 'data.split=900,50,50', 'data.order=megatron'
+    steps = (
+        f'train.steps={num_samples // 2}',
+        'train.batch_size=2',
+        'data.split=900,50,50',
+        'data.order=megatron',
+    )
     data = load_data(config(*IDS, corpus.format(ORACLES), *steps))
     for step in range(num_samples // 2)[:32]:
-        np.testing.assert_array_equal(data.train[step]['tokens'], results[f'{run}/train/tokens'][2 * step : 2 * step + 2])
-        np.testing.assert_array_equal(data.train[step]['labels'], results[f'{run}/train/labels'][2 * step : 2 * step + 2])
+        np.testing.assert_array_equal(
+            data.train[step]['tokens'], results[f'{run}/train/tokens'][2 * step : 2 * step + 2]
+        )
+        np.testing.assert_array_equal(
+            data.train[step]['labels'], results[f'{run}/train/labels'][2 * step : 2 * step + 2]
+        )
 
 
 def test_the_tokenizer_beside_a_pair_is_the_run_s(tmp_path: Path) -> None:
@@ -214,7 +256,10 @@ def test_a_manifest_that_is_not_true(tmp_path: Path, change, message: str) -> No
 def test_another_tokenizer_than_the_one_that_built_the_data(tmp_path: Path) -> None:
     prefix, other = build(tmp_path / 'web'), tmp_path / 'other.json'
     make_tokenizer('bpe', 290, ['while True: pass\n' * 9]).save(other)
-    with pytest.raises(ConfigError, match=r'data.tokenizer: .*other.json did not make these tokens: their own is .*web.tokenizer.json'):
+    with pytest.raises(
+        ConfigError,
+        match=r'data.tokenizer: .*other.json did not make these tokens: their own is .*web.tokenizer.json',
+    ):
         load_data(config(f'data.corpus={prefix}', f'data.tokenizer={other}'))
     load_data(config(f'data.corpus={prefix}', f'data.tokenizer={prefix}.tokenizer.json'))
 
@@ -225,5 +270,8 @@ def test_a_blend_of_two_tokenizers(tmp_path: Path) -> None:
     make_tokenizer('bytes', 300).save(f'{second}.tokenizer.json')
     tokens = np.array(read_pair(second).tokens)
     Path(f'{second}.json').write_text(manifest_of(second, tokens).model_dump_json())
-    with pytest.raises(ConfigError, match=r'web.tokenizer.json did not make these tokens: their own is .*code.*; blend corpora of one'):
+    with pytest.raises(
+        ConfigError,
+        match=r'web.tokenizer.json did not make these tokens: their own is .*code.*; blend corpora of one',
+    ):
         load_data(config(f'data.blend={{{first}: 1, {second}: 2}}'))

@@ -33,7 +33,9 @@ def part_of(documents: list[list[int]], *, eod: bool = False) -> Part:
     if eod:
         ends = np.cumsum([sum(document) for document in documents]) - 1
         tokens[ends[[sum(document) > 0 for document in documents]]] = EOD
-    sequences = Sequences(name='x', tokens=tokens, lengths=made.lengths, pointers=made.pointers, documents=bounds)
+    sequences = Sequences(
+        name='x', tokens=tokens, lengths=made.lengths, pointers=made.pointers, documents=bounds
+    )
     return Part(sequences=sequences, first=0, last=len(lengths))
 
 
@@ -48,7 +50,9 @@ def read_all(pieces: DocumentPieces) -> list[tuple[list[int], list[int]]]:
 
 @given(documents=sizes, eod=st.booleans())
 @settings(deadline=None, max_examples=50)
-def test_a_piece_is_of_one_document_in_order_and_has_two_tokens_at_least(documents: list[list[int]], eod: bool) -> None:
+def test_a_piece_is_of_one_document_in_order_and_has_two_tokens_at_least(
+    documents: list[list[int]], eod: bool
+) -> None:
     part = part_of(documents, eod=eod)
     document_of = np.repeat(np.arange(len(documents)), [sum(document) for document in documents])
     begins = {int(part.sequences.start(i)) for i in range(len(part))}
@@ -59,7 +63,9 @@ def test_a_piece_is_of_one_document_in_order_and_has_two_tokens_at_least(documen
         assert tokens == list(range(tokens[0], tokens[0] + len(tokens)))
         places = np.array(tokens) - FIRST
         assert len(set(document_of[places])) == 1
-        assert [places[0] + sentence for sentence in sentences] == [int(p) for p in places[1:] if p in begins]
+        assert [places[0] + sentence for sentence in sentences] == [
+            int(p) for p in places[1:] if p in begins
+        ]
         assert not seen & set(tokens)
         seen |= set(tokens)
 
@@ -74,21 +80,40 @@ def test_cuts_move_to_the_start_of_a_sentence() -> None:
     read = read_all(DocumentPieces(part_of([[12, 12, 12, 12]]), length=LENGTH, eod=EOD))  # halves
     assert [(len(tokens), sentences) for tokens, sentences in read] == [(24, [12]), (24, [12])]
     read = read_all(DocumentPieces(part_of([[20, 30]]), length=LENGTH, eod=EOD))
-    assert [(len(tokens), sentences) for tokens, sentences in read] == [(20, []), (29, [])]  # and one token is left out
+    assert [(len(tokens), sentences) for tokens, sentences in read] == [
+        (20, []),
+        (29, []),
+    ]  # and one token is left out
 
 
-def batches(documents: list[list[int]], *, seed: int = 7, order: list[int] | None = None, batch_size: int = 4) -> MaskedBatches:
+def batches(
+    documents: list[list[int]],
+    *,
+    seed: int = 7,
+    order: list[int] | None = None,
+    batch_size: int = 4,
+) -> MaskedBatches:
     pieces = DocumentPieces(part_of(documents), length=LENGTH, eod=EOD)
-    vocabulary = Vocabulary(cls=CLS, sep=SEP, mask=MASK, pad=PAD, others=np.arange(FIRST, FIRST + sum(map(sum, documents))))
+    vocabulary = Vocabulary(
+        cls=CLS,
+        sep=SEP,
+        mask=MASK,
+        pad=PAD,
+        others=np.arange(FIRST, FIRST + sum(map(sum, documents))),
+    )
     order = list(range(len(pieces))) if order is None else order
-    return MaskedBatches(pieces, order, seq_len=S, batch_size=batch_size, seed=seed, vocabulary=vocabulary)
+    return MaskedBatches(
+        pieces, order, seq_len=S, batch_size=batch_size, seed=seed, vocabulary=vocabulary
+    )
 
 
 def test_a_row_is_two_segments_of_a_piece_in_their_order_or_swapped_and_padding() -> None:
     orders = set()
     made = batches([[12, 8], [29], [7, 7, 7]] * 20, batch_size=60)[0]
     for row in range(60):
-        tokens, types, padding, masked = (made[name][row] for name in ('tokens', 'token_types', 'segment_ids', 'loss_mask'))
+        tokens, types, padding, masked = (
+            made[name][row] for name in ('tokens', 'token_types', 'segment_ids', 'loss_mask')
+        )
         whole = np.where(masked > 0, made['labels'][row], tokens)
         end = S - padding.sum()
         assert (whole[end:] == PAD).all()
@@ -106,11 +131,15 @@ def test_a_row_is_two_segments_of_a_piece_in_their_order_or_swapped_and_padding(
     assert len(orders) == 2 + 2 + 4
 
 
-def test_of_each_sequence_15_percent_are_masked_of_which_80_are_mask_10_anything_and_10_as_they_were() -> None:
+def test_of_each_sequence_15_percent_are_masked_of_which_80_are_mask_10_anything_and_10_as_they_were() -> (
+    None
+):
     made = batches([[29]] * 2000, batch_size=2000)[0]
     masked = made['loss_mask'] > 0
     assert set(masked.sum(1)) == {round(MASKED * 29)}
-    assert not (masked & ((made['tokens'] == CLS) | (made['tokens'] == SEP) | (made['tokens'] == PAD))).any()
+    assert not (
+        masked & ((made['tokens'] == CLS) | (made['tokens'] == SEP) | (made['tokens'] == PAD))
+    ).any()
     tokens, labels = made['tokens'][masked], made['labels'][masked]
     assert (tokens == MASK).mean() == pytest.approx(0.8, abs=0.02)
     assert (tokens == labels).mean() == pytest.approx(0.1, abs=0.02)
@@ -120,11 +149,15 @@ def test_of_each_sequence_15_percent_are_masked_of_which_80_are_mask_10_anything
     assert share == pytest.approx(np.full(29, 4 / 29), abs=0.03)
 
 
-def test_the_batch_of_a_step_is_the_same_in_any_parts_and_a_sample_is_masked_anew_each_time() -> None:
+def test_the_batch_of_a_step_is_the_same_in_any_parts_and_a_sample_is_masked_anew_each_time() -> (
+    None
+):
     made = batches([[29]] * 8, order=[0, 1, 2, 3] * 2)
     first, second, other = made[0], made[1], batches([[29]] * 8, seed=8)[0]
     for name, x in first.items():
-        np.testing.assert_array_equal(np.concatenate([made.rows(0, i, i + 1)[name] for i in range(4)]), x)
+        np.testing.assert_array_equal(
+            np.concatenate([made.rows(0, i, i + 1)[name] for i in range(4)]), x
+        )
         np.testing.assert_array_equal(batches([[29]] * 8)[0][name], x)
     assert (first['tokens'] != second['tokens']).any(1).all()
     assert (first['tokens'] != other['tokens']).any(1).all()
@@ -150,7 +183,9 @@ def load(config: Config) -> Data:
 
 
 @pytest.mark.parametrize('tokenizer', ['bytes', 'bpe'])
-def test_bytes_and_a_bpe_trained_here_get_the_special_tokens(tmp_path: Path, tokenizer: str) -> None:
+def test_bytes_and_a_bpe_trained_here_get_the_special_tokens(
+    tmp_path: Path, tokenizer: str
+) -> None:
     data = load(bert(tmp_path, tokenizer=tokenizer))
     assert data.tokenizer is not None
     assert data.tokenizer.vocab_size <= 300
@@ -165,30 +200,61 @@ def test_bytes_and_a_bpe_trained_here_get_the_special_tokens(tmp_path: Path, tok
 
 
 def test_a_word_piece_is_for_masked_lm_alone(tmp_path: Path) -> None:
-    pieces = ['[UNK]', *SPECIAL, 'de', '##f', 'f', 'x', 'return', '(', ')', ':', '+', '#', *'0123456789', *(f'##{n}' for n in range(10))]
-    backend = tokenizers.Tokenizer(models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token='[UNK]'))
+    pieces = [
+        '[UNK]',
+        *SPECIAL,
+        'de',
+        '##f',
+        'f',
+        'x',
+        'return',
+        '(',
+        ')',
+        ':',
+        '+',
+        '#',
+        *'0123456789',
+        *(f'##{n}' for n in range(10)),
+    ]
+    backend = tokenizers.Tokenizer(
+        models.WordPiece({piece: i for i, piece in enumerate(pieces)}, unk_token='[UNK]')
+    )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.add_special_tokens(['[UNK]', *SPECIAL])
     ends = [(name, pieces.index(name)) for name in ('[CLS]', '[SEP]')]
-    backend.post_processor = processors.TemplateProcessing(single='[CLS] $A [SEP]', special_tokens=ends)
+    backend.post_processor = processors.TemplateProcessing(
+        single='[CLS] $A [SEP]', special_tokens=ends
+    )
     backend.save(str(tmp_path / 'tokenizer.json'))
     (tmp_path / 'text').mkdir()
     config = bert(tmp_path / 'text', tokenizer=str(tmp_path / 'tokenizer.json'))
     batch = load(config).train[0]
     places = np.nonzero(batch['tokens'] == pieces.index('[CLS]'))
-    np.testing.assert_array_equal(places, [np.arange(len(batch['tokens'])), np.zeros(len(batch['tokens']))])
-    assert {pieces[i] for i in batch['labels'][batch['loss_mask'] > 0]} <= set(pieces) - set(SPECIAL)
+    np.testing.assert_array_equal(
+        places, [np.arange(len(batch['tokens'])), np.zeros(len(batch['tokens']))]
+    )
+    assert {pieces[i] for i in batch['labels'][batch['loss_mask'] > 0]} <= set(pieces) - set(
+        SPECIAL
+    )
     with pytest.raises(ConfigError, match='WordPiece, from whose tokens no text comes back'):
-        load(config.model_copy(update={'model': config.model.model_copy(update={'objective': 'next_token'})}))
+        load(
+            config.model_copy(
+                update={'model': config.model.model_copy(update={'objective': 'next_token'})}
+            )
+        )
 
 
 def test_a_tokenizer_without_them_is_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / 'tokenizer.json'
     make_tokenizer('bytes', 300, special=SPECIAL).save(file)
     content = json.loads(file.read_text())
-    content['added_tokens'] = [token for token in content['added_tokens'] if token['content'] not in ('[SEP]', '[MASK]')]
+    content['added_tokens'] = [
+        token for token in content['added_tokens'] if token['content'] not in ('[SEP]', '[MASK]')
+    ]
     file.write_text(json.dumps(content))
     (tmp_path / 'text').mkdir()
-    with pytest.raises(ConfigError, match=r'has no \[SEP\], \[MASK\], which model.objective=masked_lm needs') as error:
+    with pytest.raises(
+        ConfigError, match=r'has no \[SEP\], \[MASK\], which model.objective=masked_lm needs'
+    ) as error:
         load(bert(tmp_path / 'text', tokenizer=str(file)))
     assert error.value.exit_code == 2

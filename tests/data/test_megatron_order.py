@@ -14,7 +14,9 @@ ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'
 RESULTS = np.load(ORACLES / 'gpt_dataset.npz')
 RUNS = json.loads(str(RESULTS['settings']))['runs']
 
-every_split = pytest.mark.parametrize(('split', 'number'), [('train', 0), ('valid', 1), ('test', 2)])
+every_split = pytest.mark.parametrize(
+    ('split', 'number'), [('train', 0), ('valid', 1), ('test', 2)]
+)
 
 
 def datasets(run: str, number: int) -> list[MegatronSamples]:
@@ -22,9 +24,14 @@ def datasets(run: str, number: int) -> list[MegatronSamples]:
     num_samples = settings['num_samples'][number]
     weights = [weight for _, weight in settings['blend'] if weight]
     made = blend_sizes(weights, num_samples)[1] if weights else [num_samples]
-    parts = [split_sequences(read_pair(ORACLES / name), settings['split'])[number] for name, _ in settings['blend']]
+    parts = [
+        split_sequences(read_pair(ORACLES / name), settings['split'])[number]
+        for name, _ in settings['blend']
+    ]
     return [
-        MegatronSamples(part, seq_len=settings['sequence_length'], num_samples=count, seed=settings['seed'])
+        MegatronSamples(
+            part, seq_len=settings['sequence_length'], num_samples=count, seed=settings['seed']
+        )
         for part, count in zip(parts, made, strict=True)
     ]
 
@@ -34,7 +41,9 @@ def sample_order(run: str, number: int, found: list[MegatronSamples]) -> list[tu
     weights = [weight for _, weight in settings['blend'] if weight]
     if not weights:
         return [(0, i) for i in range(len(found[0]))]
-    index, numbers = blend_index(weights, sum(blend_sizes(weights, settings['num_samples'][number])[0]))
+    index, numbers = blend_index(
+        weights, sum(blend_sizes(weights, settings['num_samples'][number])[0])
+    )
     return list(zip(index.tolist(), numbers.tolist(), strict=True))
 
 
@@ -43,7 +52,9 @@ def sample_order(run: str, number: int, found: list[MegatronSamples]) -> list[tu
 def test_indices(run: str, split: str, number: int) -> None:
     for i, dataset in enumerate(datasets(run, number)):
         for name in ('document_index', 'sample_index', 'shuffle_index'):
-            np.testing.assert_array_equal(getattr(dataset, name), RESULTS[f'{run}/{split}/{i}/{name}'])
+            np.testing.assert_array_equal(
+                getattr(dataset, name), RESULTS[f'{run}/{split}/{i}/{name}']
+            )
 
 
 @every_split
@@ -61,7 +72,9 @@ def test_samples(run: str, split: str, number: int) -> None:
     order = sample_order(run, number, found)
     assert len(order) == RESULTS[f'{run}/{split}/length']
     window = np.zeros(RUNS[run]['sequence_length'] + 1, np.int32)
-    for i, (tokens, labels) in enumerate(zip(RESULTS[f'{run}/{split}/tokens'], RESULTS[f'{run}/{split}/labels'], strict=True)):
+    for i, (tokens, labels) in enumerate(
+        zip(RESULTS[f'{run}/{split}/tokens'], RESULTS[f'{run}/{split}/labels'], strict=True)
+    ):
         dataset, sample = order[i]
         assert found[dataset].read(sample, window)[0] == len(window)
         np.testing.assert_array_equal(window[:-1], tokens)
@@ -72,7 +85,9 @@ def test_sequences_begin_where_they_are_said_to_and_empty_ones_nowhere() -> None
     lengths = np.array([0, 3, 0, 5, 2, 0])
     owner = np.repeat(np.arange(len(lengths)), lengths)
     sequences = from_lengths('x', owner.astype(np.uint16), lengths)
-    samples = MegatronSamples(Part(sequences=sequences, first=0, last=6), seq_len=4, num_samples=6, seed=3)
+    samples = MegatronSamples(
+        Part(sequences=sequences, first=0, last=6), seq_len=4, num_samples=6, seed=3
+    )
     window = np.zeros(5, np.int32)
     for sample in range(len(samples)):
         found, begins = samples.read(sample, window)

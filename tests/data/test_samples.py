@@ -17,7 +17,11 @@ S = 4
 
 
 def make_windows(lengths: list[int], *, first_token: int = 0) -> Windows:
-    sequences = from_lengths('x', np.arange(first_token, first_token + sum(lengths), dtype=np.int32), np.array(lengths, np.int32))
+    sequences = from_lengths(
+        'x',
+        np.arange(first_token, first_token + sum(lengths), dtype=np.int32),
+        np.array(lengths, np.int32),
+    )
     return Windows(Part(sequences=sequences, first=0, last=len(lengths)), seq_len=S)
 
 
@@ -37,15 +41,24 @@ def test_every_token_but_the_first_is_a_label_once(lengths: list[int]) -> None:
 @given(st.lists(st.integers(0, 9)))
 def test_a_window_knows_where_documents_begin_in_it(lengths: list[int]) -> None:
     windows = make_windows(lengths)
-    starts = {int(start) for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False) if length}
+    starts = {
+        int(start)
+        for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False)
+        if length
+    }
     for i in range(len(windows)):
         tokens, begins = read(windows, i)
         assert begins == [at for at, token in enumerate(tokens) if at and token in starts]
 
 
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.sampled_from(['949,50,1', '1,1,1', '95,5,0', '1,0,0', '2,7,3.5']))
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=40),
+    st.sampled_from(['949,50,1', '1,1,1', '95,5,0', '1,0,0', '2,7,3.5']),
+)
 def test_a_split_cuts_sequences_in_three_and_loses_none(lengths: list[int], split: str) -> None:
-    sequences = from_lengths('x', np.arange(sum(lengths), dtype=np.int32), np.array(lengths, np.int32))
+    sequences = from_lengths(
+        'x', np.arange(sum(lengths), dtype=np.int32), np.array(lengths, np.int32)
+    )
     parts = split_sequences(sequences, split)
     assert [(a.last, b.first) for a, b in pairwise(parts)] == [(a.last, a.last) for a in parts[:2]]
     assert np.concatenate([part.tokens for part in parts]).tolist() == list(range(sum(lengths)))
@@ -56,7 +69,10 @@ def test_joined_datasets_are_numbered_through() -> None:
     a, empty, b = make_windows([9]), make_windows([0]), make_windows([3, 8], first_token=100)
     joined = Joined([a, empty, b])
     assert joined.starts == [0, 2, 2, 5]
-    assert [read(joined, i) for i in range(5)] == [*(read(a, i) for i in range(2)), *(read(b, i) for i in range(3))]
+    assert [read(joined, i) for i in range(5)] == [
+        *(read(a, i) for i in range(2)),
+        *(read(b, i) for i in range(3)),
+    ]
 
 
 @given(st.integers(1, 60), st.integers(0, 2**63), st.integers(0, 3))
@@ -71,7 +87,9 @@ def test_every_epoch_every_seed_and_every_dataset_has_an_order_of_its_own() -> N
 
     orders = [stateless_order.shuffled([0, 50], [1.0], seed) for seed in range(4)]
     blend = stateless_order.shuffled([0, 50, 100], [1, 1], 0)
-    halves = {d: tuple(int(blend[i]) % 50 for i in range(100) if blend[i] // 50 == d) for d in (0, 1)}
+    halves = {
+        d: tuple(int(blend[i]) % 50 for i in range(100) if blend[i] // 50 == d) for d in (0, 1)
+    }
     found = [epoch(order, number) for order in orders for number in range(4)]
     assert len(set(found)) == len(found)  # also where seed + epoch is the same
     assert halves[0] != halves[1]

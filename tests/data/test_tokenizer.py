@@ -24,20 +24,43 @@ CORPUS = [text * 20 for text in TEXTS]
 
 def bpe_file(path: Path, *, eod: str = '<|endoftext|>') -> str:
     make_tokenizer('bpe', 300, CORPUS).save(path)
-    path.write_text(path.read_text(encoding='utf-8').replace('<|endoftext|>', eod), encoding='utf-8')
+    path.write_text(
+        path.read_text(encoding='utf-8').replace('<|endoftext|>', eod), encoding='utf-8'
+    )
     return str(path)
 
 
 def sentencepiece(path: Path) -> str:
     """A tokenizer as Llama 2's: a space before the text, U+2581 for spaces, bytes for what it does not know, and a token at the start."""
-    names = ['<unk>', '<s>', '</s>', *(f'<0x{byte:02X}>' for byte in range(256)), '\u2581', 'a', 'b', '\u2581a', 'é']
+    names = [
+        '<unk>',
+        '<s>',
+        '</s>',
+        *(f'<0x{byte:02X}>' for byte in range(256)),
+        '\u2581',
+        'a',
+        'b',
+        '\u2581a',
+        'é',
+    ]
     vocab = {name: i for i, name in enumerate(names)}
-    backend = tokenizers.Tokenizer(models.BPE(vocab, [('\u2581', 'a')], byte_fallback=True, unk_token='<unk>'))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')])
-    steps = [decoders.Replace('\u2581', ' '), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(' ', 1, 0)]
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab, [('\u2581', 'a')], byte_fallback=True, unk_token='<unk>')
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend('\u2581'), normalizers.Replace(' ', '\u2581')]
+    )
+    steps = [
+        decoders.Replace('\u2581', ' '),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(' ', 1, 0),
+    ]
     backend.decoder = decoders.Sequence(steps)
     backend.add_special_tokens(['<unk>', '<s>', '</s>'])
-    backend.post_processor = tokenizers.processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 1)])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single='<s> $A', special_tokens=[('<s>', 1)]
+    )
     backend.save(str(path))
     return str(path)
 
@@ -90,7 +113,11 @@ def test_bpe_merges_line_breaks_with_indentation_and_what_stands_before() -> Non
 def test_a_saved_tokenizer_is_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path / 'saved.json')
     again = make_tokenizer(str(tmp_path / 'saved.json'), 300)
-    assert (again.fingerprint, again.vocab_size, again.eod) == (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod)
+    assert (again.fingerprint, again.vocab_size, again.eod) == (
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+        tokenizer.eod,
+    )
     np.testing.assert_array_equal(again.token_bytes, tokenizer.token_bytes)
 
 
@@ -109,16 +136,26 @@ def test_truncation_and_padding_of_a_file_are_turned_off(tmp_path: Path) -> None
     backend.enable_truncation(2)
     backend.enable_padding()
     backend.save(str(tmp_path / 'tokenizer.json'))
-    (long, short) = make_tokenizer(str(tmp_path / 'tokenizer.json'), 300).encode_batch([TEXTS[1], 'a'])
+    (long, short) = make_tokenizer(str(tmp_path / 'tokenizer.json'), 300).encode_batch(
+        [TEXTS[1], 'a']
+    )
     assert len(long) > 2
     assert len(short) == 1
 
 
-@pytest.mark.parametrize(('spec', 'vocab_size', 'entries'), [('bytes', 256, 257), ('bpe', 256, 257), ('tokenizer.json', 299, 300)])
-def test_a_vocabulary_that_is_too_small(spec: str, vocab_size: int, entries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ('spec', 'vocab_size', 'entries'),
+    [('bytes', 256, 257), ('bpe', 256, 257), ('tokenizer.json', 299, 300)],
+)
+def test_a_vocabulary_that_is_too_small(
+    spec: str, vocab_size: int, entries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     bpe_file(tmp_path / 'tokenizer.json')
-    with pytest.raises(ConfigError, match=f'model.vocab_size: {vocab_size} is below the {entries} .*{spec}; use {entries} or more'):
+    with pytest.raises(
+        ConfigError,
+        match=f'model.vocab_size: {vocab_size} is below the {entries} .*{spec}; use {entries} or more',
+    ):
         make_tokenizer(spec, vocab_size, CORPUS)
 
 

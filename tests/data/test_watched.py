@@ -21,7 +21,9 @@ def write_pair(prefix: Path, dtype: type = np.uint16) -> np.ndarray:
     tokens = (np.arange(COUNT) % 100).astype(dtype)
     Path(f'{prefix}.bin').write_bytes(tokens.tobytes())
     with Path(f'{prefix}.idx').open('wb') as file:
-        write_index(file, np.dtype(dtype), np.full(COUNT // 10, 10, np.int32), np.arange(COUNT // 10 + 1))
+        write_index(
+            file, np.dtype(dtype), np.full(COUNT // 10, 10, np.int32), np.arange(COUNT // 10 + 1)
+        )
     return tokens
 
 
@@ -52,30 +54,45 @@ def test_what_is_read_is_what_the_file_holds(tmp_path: Path, dtype: type) -> Non
         np.testing.assert_array_equal(sequences.read(start, stop), tokens[start:stop])
 
 
-@pytest.mark.parametrize(('dtype', 'token'), [(np.uint16, VOCAB), (np.int16, -1), (np.int32, VOCAB), (np.int64, 2**32), (np.int8, -128)])
-def test_an_id_outside_the_vocabulary_is_named_with_its_byte(tmp_path: Path, dtype: type, token: int) -> None:
+@pytest.mark.parametrize(
+    ('dtype', 'token'),
+    [(np.uint16, VOCAB), (np.int16, -1), (np.int32, VOCAB), (np.int64, 2**32), (np.int8, -128)],
+)
+def test_an_id_outside_the_vocabulary_is_named_with_its_byte(
+    tmp_path: Path, dtype: type, token: int
+) -> None:
     write_pair(tmp_path / 'x', dtype)
     sequences = watched(read_pair(tmp_path / 'x'), VOCAB)
     write_token(tmp_path / 'x.bin', 777, token, dtype)
     sequences.read(0, 777)
     sequences.read(778, COUNT)
     size = np.dtype(dtype).itemsize
-    with pytest.raises(ConfigError, match=rf'x\.bin: at byte {777 * size}: token 777 is {token}, and the model has {VOCAB} ids'):
+    with pytest.raises(
+        ConfigError,
+        match=rf'x\.bin: at byte {777 * size}: token 777 is {token}, and the model has {VOCAB} ids',
+    ):
         sequences.read(700, 800)
 
 
 def test_a_file_that_is_cut_short_says_so_where_it_ends(tmp_path: Path, opened: Sequences) -> None:
     os.truncate(tmp_path / 'x.bin', 1000)
     assert len(opened.read(400, 500)) == 100
-    with pytest.raises(ConfigError, match=rf'x\.bin: ends before byte 1002, and had {2 * COUNT} bytes when it was opened'):
+    with pytest.raises(
+        ConfigError,
+        match=rf'x\.bin: ends before byte 1002, and had {2 * COUNT} bytes when it was opened',
+    ):
         opened.read(400, 501)
 
 
 @pytest.mark.usefixtures('looks')
 @pytest.mark.parametrize('suffix', ['bin', 'idx'])
-def test_another_size_is_seen_before_anything_is_read(tmp_path: Path, opened: Sequences, suffix: str) -> None:
+def test_another_size_is_seen_before_anything_is_read(
+    tmp_path: Path, opened: Sequences, suffix: str
+) -> None:
     os.truncate(tmp_path / f'x.{suffix}', 1000)
-    with pytest.raises(ConfigError, match=rf'x\.{suffix}: has 1000 bytes, and had \d+ when it was opened'):
+    with pytest.raises(
+        ConfigError, match=rf'x\.{suffix}: has 1000 bytes, and had \d+ when it was opened'
+    ):
         opened.read(0, 10)
 
 
@@ -88,16 +105,22 @@ def test_other_tokens_of_the_vocabulary_are_seen_too(tmp_path: Path, opened: Seq
 
 
 @pytest.mark.usefixtures('looks')
-def test_a_file_that_was_touched_is_named_once_and_read_on(tmp_path: Path, opened: Sequences, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_was_touched_is_named_once_and_read_on(
+    tmp_path: Path, opened: Sequences, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         for time in (1, 2, 3):
             os.utime(tmp_path / 'x.bin', (time, time))
             assert opened.read(0, 3).tolist() == [0, 1, 2]
-    assert [record.message.partition(' while')[0] for record in caplog.records] == [f'{tmp_path}/x.bin was touched']
+    assert [record.message.partition(' while')[0] for record in caplog.records] == [
+        f'{tmp_path}/x.bin was touched'
+    ]
 
 
 @pytest.mark.usefixtures('looks')
-def test_a_file_whose_name_another_takes_is_read_to_the_end(tmp_path: Path, opened: Sequences) -> None:
+def test_a_file_whose_name_another_takes_is_read_to_the_end(
+    tmp_path: Path, opened: Sequences
+) -> None:
     (tmp_path / 'new').write_bytes(b'\xff' * 12)
     (tmp_path / 'new').replace(tmp_path / 'x.bin')
     (tmp_path / 'x.idx').unlink()

@@ -19,14 +19,35 @@ from megajax.inspect.emulated_step import EmulatedStep
 from megajax.model import product
 
 FOLDER = Path(__file__).parent / 'stored'
-MODEL = {'num_layers': 2, 'hidden_size': 32, 'num_heads': 2, 'num_kv_heads': 2, 'head_dim': 64, 'ffn_size': 64, 'vocab_size': 1000}
-PLAIN = {'norm': 'rmsnorm', 'activation': 'swiglu', 'position': 'rope', 'bias': False, 'qk_norm': False, 'max_seq_len': 16}
+MODEL = {
+    'num_layers': 2,
+    'hidden_size': 32,
+    'num_heads': 2,
+    'num_kv_heads': 2,
+    'head_dim': 64,
+    'ffn_size': 64,
+    'vocab_size': 1000,
+}
+PLAIN = {
+    'norm': 'rmsnorm',
+    'activation': 'swiglu',
+    'position': 'rope',
+    'bias': False,
+    'qk_norm': False,
+    'max_seq_len': 16,
+}
 
 
 def config() -> Config:
     train = {'batch_size': 4, 'seq_len': 16}
     return make_config(
-        'llama', 2, 2, sequence_parallel=True, model=MODEL | PLAIN, train=train, loss={'label_smoothing': 0.0, 'z_loss': 0.0}
+        'llama',
+        2,
+        2,
+        sequence_parallel=True,
+        model=MODEL | PLAIN,
+        train=train,
+        loss={'label_smoothing': 0.0, 'z_loss': 0.0},
     )
 
 
@@ -41,7 +62,10 @@ def main() -> None:
     jax.config.update('jax_num_cpu_devices', 8)
     FOLDER.mkdir(exist_ok=True)
     store('right')
-    unbarred = {'__getattr__': lambda _, name: getattr(jax.lax, name), 'optimization_barrier': staticmethod(lambda x: x)}
+    unbarred = {
+        '__getattr__': lambda _, name: getattr(jax.lax, name),
+        'optimization_barrier': staticmethod(lambda x: x),
+    }
     product.lax = type('', (), unbarred)()
     store('broken')
 

@@ -17,7 +17,9 @@ from megajax.hardware.targets import has_compiler
 from megajax.train.feed import place_batch
 from megajax.train.step import init_state, make_eval_step
 
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
 NUM_ROWS, NUM_SLOTS, NUM_TOKENS = 4, 48, 4
 SAMPLINGS = Sampling(temperature=0), Sampling(top_k=40, top_p=0.9)
 
@@ -32,7 +34,9 @@ def noisy_params(config: Config):
     """Parameters of which none is zero: a fault in a bias would not show."""
     random = np.random.default_rng(1)
     return jax.tree.map(
-        lambda x: jax.device_put(x + 0.05 * random.normal(size=x.shape).astype(x.dtype), x.sharding),
+        lambda x: jax.device_put(
+            x + 0.05 * random.normal(size=x.shape).astype(x.dtype), x.sharding
+        ),
         init_state(config).params,
     )
 
@@ -67,7 +71,9 @@ def run_prefill_and_decode(config: Config, sampling: Sampling, **options: bool) 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(('name', 'data', 'model'), [('gpt', 2, 4), ('llama', 1, 4), ('bert', 2, 4)])
+@pytest.mark.parametrize(
+    ('name', 'data', 'model'), [('gpt', 2, 4), ('llama', 1, 4), ('bert', 2, 4)]
+)
 def test_evaluation(name, data, model):
     config = step(name, data, model)
     with on_mesh(config):

@@ -18,7 +18,9 @@ from megajax.emulate.result import NOT_COVERED, GpuRun, Leaf
 from megajax.hardware.targets import has_compiler
 
 P = jax.P
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
 EXPLICIT = jax.sharding.AxisType.Explicit
 
 
@@ -128,7 +130,7 @@ def test_without_the_compiler_the_error_says_what_to_install():
 
 
 def test_no_gpu_is_a_target_by_another_name():
-    with pytest.raises(ValueError, match='choose among a100, h100'):
+    with pytest.raises(ValueError, match='choose among a100, b200'):
         megajax.inspect.run(jnp.sin, np.ones(3), target='cpu')
 
 
@@ -173,7 +175,15 @@ def test_a_result_says_what_is_wrong_what_it_was_compared_with_and_what_it_does_
     run = make(compared_with='one device', leaves=leaves, culprit='a-pass (pipeline p)')
     text = str(run)
     assert not run.ok
-    for part in ("['w']", 'WRONG: 1 of 31', '... 11 more', 'one device', 'a-pass', 'data=8', 'f of a line'):
+    for part in (
+        "['w']",
+        'WRONG: 1 of 31',
+        '... 11 more',
+        'one device',
+        'a-pass',
+        'data=8',
+        'f of a line',
+    ):
         assert part in text
     assert NOT_COVERED in ' '.join(text.split())
     assert '<pre' in run._repr_html_()

@@ -9,7 +9,9 @@ from .make_stored import FOLDER, config
 
 def differences(name: str) -> dict[str, float]:
     text = lzma.decompress((FOLDER / f'{name}.txt.xz').read_bytes()).decode()
-    return {one.name: one.error for one in EmulatedStep(config(), 'h100', stored=text).differences()}
+    return {
+        one.name: one.error for one in EmulatedStep(config(), 'h100', stored=text).differences()
+    }
 
 
 def test_a_right_program_computes_what_one_device_computes():

@@ -79,7 +79,9 @@ def test_the_compiler_is_told_all_figures_of_the_gpu(asked: list[dict], target: 
 @pytest.mark.parametrize(('target', 'tflops'), [('a100', 19.5), ('h100', 66.9), ('h200', 66.9)])
 def test_cores_and_clock_give_the_fp32_rate_of_the_sheet(target: str, tflops: float) -> None:
     one = hardware(target)
-    rate = 2 * one.compiler.cores * FP32_UNITS[one.compiler.capability] * one.compiler.clock_ghz / 1e3
+    rate = (
+        2 * one.compiler.cores * FP32_UNITS[one.compiler.capability] * one.compiler.clock_ghz / 1e3
+    )
     assert rate == pytest.approx(tflops, rel=0.003)
 
 

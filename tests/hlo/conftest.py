@@ -24,9 +24,17 @@ def read() -> Callable[..., list[Collective]]:
         dtype: Any = jnp.float32,
         trip_count: int | None = None,
     ) -> list[Collective]:
-        devices = jax.make_mesh(mesh, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+        devices = jax.make_mesh(
+            mesh, ('data', 'model'), axis_types=(jax.sharding.AxisType.Auto,) * 2
+        )
         whole = (shape[0] * mesh[0], shape[1] * mesh[1], *shape[2:])
-        mapped = jax.shard_map(function, mesh=devices, in_specs=jax.P('data', 'model'), out_specs=jax.P(('data', 'model')), check_vma=False)
+        mapped = jax.shard_map(
+            function,
+            mesh=devices,
+            in_specs=jax.P('data', 'model'),
+            out_specs=jax.P(('data', 'model')),
+            check_vma=False,
+        )
         text = program_text(jax.jit(mapped).lower(jax.ShapeDtypeStruct(whole, dtype)).compile())
         return collectives(Program(text, trip_count=trip_count), dict(devices.shape))
 

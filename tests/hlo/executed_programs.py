@@ -34,7 +34,9 @@ def mesh_of(auto: bool = True, **sizes: int) -> jax.sharding.Mesh:
     return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=(axis_type,) * len(sizes))
 
 
-def place(mesh: jax.sharding.Mesh, shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float32) -> jax.Array:
+def place(
+    mesh: jax.sharding.Mesh, shape: tuple[int, ...], *spec: Any, dtype: Any = jnp.float32
+) -> jax.Array:
     numbers = np.sin(np.arange(np.prod(shape))).reshape(shape) * 3
     return jax.device_put(jnp.asarray(numbers).astype(dtype), jax.NamedSharding(mesh, jax.P(*spec)))
 
@@ -43,7 +45,9 @@ def mapped(mesh: jax.sharding.Mesh, function: Callable, *arrays: jax.Array) -> t
     """The function of shards, whose results are stacked."""
     specs = tuple(array.sharding.spec for array in arrays)
     out = jax.P(mesh.axis_names)
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)), *arrays
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    ), *arrays
 
 
 def of_shards(function: Callable, **sizes: int) -> tuple[Any, ...]:
@@ -61,32 +65,58 @@ def fsdp_step_with_remat_in_bf16():
         return x + jnp.tanh(x @ up) @ down, None
 
     def loss(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> jax.Array:
-        return (lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), weights)[0].astype(jnp.float32) ** 2).mean()
+        return (
+            lax.scan(jax.checkpoint(layer), x.astype(jnp.bfloat16), weights)[0].astype(jnp.float32)
+            ** 2
+        ).mean()
 
     def step(weights: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, x))
 
     weights = place(mesh, (3, 32, 64), None, 'data'), place(mesh, (3, 64, 32), None, 'data')
-    return jax.jit(step, out_shardings=jax.tree.map(lambda w: w.sharding, weights)), weights, place(mesh, (16, 32), 'data')
+    return (
+        jax.jit(step, out_shardings=jax.tree.map(lambda w: w.sharding, weights)),
+        weights,
+        place(mesh, (16, 32), 'data'),
+    )
 
 
 @program
 def block_on_three_explicit_axes():
     mesh = mesh_of(auto=False, x=2, y=2, z=2)
 
-    def block(h: jax.Array, qkv: jax.Array, out: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    def block(
+        h: jax.Array, qkv: jax.Array, out: jax.Array, up: jax.Array, down: jax.Array
+    ) -> jax.Array:
         gathered = (None, None, 'z'), ('z', None, None), (None, 'z'), ('z', None)
-        qkv, out, up, down = (jax.reshard(w, jax.P(*spec)) for w, spec in zip((qkv, out, up, down), gathered, strict=True))
+        qkv, out, up, down = (
+            jax.reshard(w, jax.P(*spec))
+            for w, spec in zip((qkv, out, up, down), gathered, strict=True)
+        )
         q, k, v = jnp.einsum('bsd,dcnh->cbnsh', h, qkv, out_sharding=jax.P(None, 'x', 'z'))
         scores = jax.nn.softmax(jnp.einsum('bnqh,bnkh->bnqk', q, k), -1)
         h = h + jnp.einsum('bnqk,bnkh,nhd->bqd', scores, v, out, out_sharding=jax.P('x'))
-        return h + jnp.einsum('bsf,fd->bsd', jax.nn.silu(jnp.einsum('bsd,df->bsf', h, up)), down, out_sharding=jax.P('x'))
+        return h + jnp.einsum(
+            'bsf,fd->bsd',
+            jax.nn.silu(jnp.einsum('bsd,df->bsf', h, up)),
+            down,
+            out_sharding=jax.P('x'),
+        )
 
     def step(h: jax.Array, *weights: jax.Array) -> Any:
         return jax.grad(lambda weights: block(h, *weights).sum())(weights)
 
-    shapes = {(16, 3, 4, 8): ('x', None, 'z'), (4, 8, 16): ('z', None, 'x'), (16, 64): ('x', 'z'), (64, 16): ('z', 'x')}
-    return jax.jit(step), place(mesh, (4, 8, 16), 'x'), *(place(mesh, shape, *spec) for shape, spec in shapes.items())
+    shapes = {
+        (16, 3, 4, 8): ('x', None, 'z'),
+        (4, 8, 16): ('z', None, 'x'),
+        (16, 64): ('x', 'z'),
+        (64, 16): ('z', 'x'),
+    }
+    return (
+        jax.jit(step),
+        place(mesh, (4, 8, 16), 'x'),
+        *(place(mesh, shape, *spec) for shape, spec in shapes.items()),
+    )
 
 
 @program
@@ -106,7 +136,9 @@ def gpipe_of_four_stages():
     def step(w: jax.Array, x: jax.Array) -> jax.Array:
         return w - lax.psum(jax.grad(loss)(w, x), 'data')
 
-    return mapped(mesh, step, place(mesh, (4, 16, 16), 'stage'), place(mesh, (4, 8, 16), None, 'data'))
+    return mapped(
+        mesh, step, place(mesh, (4, 16, 16), 'stage'), place(mesh, (4, 8, 16), None, 'data')
+    )
 
 
 @program
@@ -121,7 +153,9 @@ def ring_attention():
             k, v = lax.ppermute((k, v), 'context', ring)
             return k, v, top + weights @ v, bottom + weights.sum(-1, keepdims=True)
 
-        *_, top, bottom = lax.fori_loop(0, 8, step, (k, v, jnp.zeros_like(q), jnp.zeros((q.shape[0], 1))))
+        *_, top, bottom = lax.fori_loop(
+            0, 8, step, (k, v, jnp.zeros_like(q), jnp.zeros((q.shape[0], 1)))
+        )
         return top / bottom
 
     return mapped(mesh, attend, *(place(mesh, (32, 8), 'context') for _ in range(3)))
@@ -158,19 +192,33 @@ def all_reduce_by_a_ring_of_permutes():
 
 @program
 def unequal_groups():
-    return of_shards(lambda x: jnp.sin(lax.psum(x, 'i', axis_index_groups=[[0, 1, 2], [3, 4, 5, 6], [7]])), i=8)
+    return of_shards(
+        lambda x: jnp.sin(lax.psum(x, 'i', axis_index_groups=[[0, 1, 2], [3, 4, 5, 6], [7]])), i=8
+    )
 
 
 @program
 def devices_in_another_order():
     devices = np.array(jax.devices())[[3, 0, 2, 1, 7, 5, 4, 6]].reshape(2, 4)
     mesh = jax.sharding.Mesh(devices, ('data', 'model'))
-    return mapped(mesh, lambda x: lax.psum(jnp.sin(lax.psum(x, 'model')), 'data'), place(mesh, (64, 16), ('data', 'model')))
+    return mapped(
+        mesh,
+        lambda x: lax.psum(jnp.sin(lax.psum(x, 'model')), 'data'),
+        place(mesh, (64, 16), ('data', 'model')),
+    )
 
 
-def placed_by_xla(function: Callable, shape: tuple[int, ...], spec: tuple[Any, ...], out: tuple[Any, ...], **sizes: int) -> tuple[Any, ...]:
+def placed_by_xla(
+    function: Callable,
+    shape: tuple[int, ...],
+    spec: tuple[Any, ...],
+    out: tuple[Any, ...],
+    **sizes: int,
+) -> tuple[Any, ...]:
     mesh = mesh_of(**(sizes or {'i': 8}))
-    return jax.jit(function, out_shardings=jax.NamedSharding(mesh, jax.P(*out))), place(mesh, shape, *spec)
+    return jax.jit(function, out_shardings=jax.NamedSharding(mesh, jax.P(*out))), place(
+        mesh, shape, *spec
+    )
 
 
 @program
@@ -191,7 +239,12 @@ def fft_placed_by_xla():
 @program
 def convolution_placed_by_xla():
     kernel = jnp.ones((1, 1, 5))
-    return placed_by_xla(lambda x: lax.conv(x, kernel, (1,), 'SAME'), (2, 1, 64), (None, None, 'i'), (None, None, 'i'))
+    return placed_by_xla(
+        lambda x: lax.conv(x, kernel, (1,), 'SAME'),
+        (2, 1, 64),
+        (None, None, 'i'),
+        (None, None, 'i'),
+    )
 
 
 @program
@@ -208,7 +261,11 @@ def gradients_of_an_mlp_placed_by_xla():
             x = jax.nn.relu(x @ weight)
         return x.mean()
 
-    weights = [place(mesh, (16, 32), None, 'model'), place(mesh, (32, 32), 'model'), place(mesh, (32, 2))]
+    weights = [
+        place(mesh, (16, 32), None, 'model'),
+        place(mesh, (32, 32), 'model'),
+        place(mesh, (32, 2)),
+    ]
     return jax.jit(jax.grad(loss)), weights, place(mesh, (8, 16), 'data')
 
 
@@ -217,10 +274,16 @@ def partial_sums_of_which_each_keeps_a_part():
     mesh = mesh_of(auto=False, data=2, model=4)
 
     def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
-        x = jax.reshard(jnp.tanh(jnp.einsum('sf,fd->sd', x, w, out_sharding=jax.P('model'))), jax.P())
+        x = jax.reshard(
+            jnp.tanh(jnp.einsum('sf,fd->sd', x, w, out_sharding=jax.P('model'))), jax.P()
+        )
         return jax.reshard(x, jax.P(None, 'model')), None
 
-    return jax.jit(lambda x, w: lax.scan(layer, x, w)[0]), place(mesh, (8, 32), None, 'model'), place(mesh, (3, 32, 32), None, 'model')
+    return (
+        jax.jit(lambda x, w: lax.scan(layer, x, w)[0]),
+        place(mesh, (8, 32), None, 'model'),
+        place(mesh, (3, 32, 32), None, 'model'),
+    )
 
 
 def sent_in(dtype: Any) -> Callable[[], tuple[Any, ...]]:
@@ -251,13 +314,21 @@ def gather(x: jax.Array) -> jax.Array:
 
 @program
 def every_second_step_of_a_scan():
-    return of_shards(lambda x: lax.scan(lambda x, i: (lax.cond(i % 2 == 0, reduce, gather, x), None), x, jnp.arange(7))[0])
+    return of_shards(
+        lambda x: lax.scan(
+            lambda x, i: (lax.cond(i % 2 == 0, reduce, gather, x), None), x, jnp.arange(7)
+        )[0]
+    )
 
 
 @program
 def switch_by_a_table():
     table = jnp.array([0, 2, 1, 1, 0, 0, 2, 2, 2, 0, 1, 0])
-    return of_shards(lambda x: lax.fori_loop(0, 12, lambda i, x: lax.switch(table[i], [reduce, gather, jnp.tanh], x), x))
+    return of_shards(
+        lambda x: lax.fori_loop(
+            0, 12, lambda i, x: lax.switch(table[i], [reduce, gather, jnp.tanh], x), x
+        )
+    )
 
 
 @program
@@ -270,13 +341,22 @@ def scans_in_scans():
 
 @program
 def loop_as_long_as_the_counter_of_another():
-    return of_shards(lambda x: lax.fori_loop(0, 5, lambda i, x: lax.fori_loop(0, i, lambda _, x: reduce(x), x), x))
+    return of_shards(
+        lambda x: lax.fori_loop(
+            0, 5, lambda i, x: lax.fori_loop(0, i, lambda _, x: reduce(x), x), x
+        )
+    )
 
 
 def loop_of_traced_length() -> tuple[Any, ...]:
     mesh = mesh_of(data=2, model=4)
     length = jax.device_put(jnp.int32(6), jax.NamedSharding(mesh, jax.P()))
-    return mapped(mesh, lambda x, n: lax.fori_loop(0, n, lambda _, x: reduce(x), x), place(mesh, (64, 16), ('data', 'model')), length)
+    return mapped(
+        mesh,
+        lambda x, n: lax.fori_loop(0, n, lambda _, x: reduce(x), x),
+        place(mesh, (64, 16), ('data', 'model')),
+        length,
+    )
 
 
 PROGRAMS['fori_loop of traced length'] = loop_of_traced_length
@@ -286,7 +366,9 @@ PROGRAMS['fori_loop of traced length'] = loop_of_traced_length
 def sums_cut_by_hand():
     def cut(x: jax.Array) -> jax.Array:
         over_data, half = lax.psum(x, 'data'), lax.axis_index('data')
-        own, other = (lax.dynamic_slice_in_dim(over_data, 4 * place, 4) for place in (half, 1 - half))
+        own, other = (
+            lax.dynamic_slice_in_dim(over_data, 4 * place, 4) for place in (half, 1 - half)
+        )
         return own + other + lax.dynamic_slice_in_dim(lax.psum(x, 'model'), 4 * half, 4)
 
     return of_shards(cut)
@@ -299,7 +381,12 @@ def as_many_numbers_as_devices():
 
 @program
 def permutes_that_send_nothing():
-    return of_shards(lambda x: lax.ppermute(x, 'model', []) + jnp.sin(lax.ppermute(x, 'model', [(i, i) for i in range(4)])))
+    return of_shards(
+        lambda x: (
+            lax.ppermute(x, 'model', [])
+            + jnp.sin(lax.ppermute(x, 'model', [(i, i) for i in range(4)]))
+        )
+    )
 
 
 def counted(name: str) -> tuple[list[dict[str, Any]], Callable[[], Any]]:
@@ -318,7 +405,9 @@ def counted(name: str) -> tuple[list[dict[str, Any]], Callable[[], Any]]:
             {
                 'opcode': instruction.opcode,
                 'bytes': sum(sent.operand.bytes for sent in arrays_of(computation, instruction)),
-                'groups': [[mesh.devices.flat[device].id for device in group] for group in one.groups],
+                'groups': [
+                    [mesh.devices.flat[device].id for device in group] for group in one.groups
+                ],
                 'times': one.times,
                 'kinds': [],
                 'read bytes': 0,

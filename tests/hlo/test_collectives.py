@@ -13,7 +13,10 @@ from megajax.hlo.runs import UnknownLoopError
 
 SHAPE = (8, 16)
 BYTES = 8 * 16 * 4
-SIZES = {(2, 4): {'data': 2, 'model': 4, 'data+model': 8}, (4, 2): {'data': 4, 'model': 2, 'data+model': 8}}
+SIZES = {
+    (2, 4): {'data': 2, 'model': 4, 'data+model': 8},
+    (4, 2): {'data': 4, 'model': 2, 'data+model': 8},
+}
 
 
 def step(kind: str, axis: str, sizes: dict[str, int]) -> Callable[[jax.Array], jax.Array]:
@@ -43,11 +46,15 @@ def total(found: list[Collective]) -> Counter:
 @pytest.mark.parametrize('mesh', SIZES)
 @pytest.mark.parametrize('axis', ['data', 'model', 'data+model'])
 @pytest.mark.parametrize('kind', KINDS)
-def test_a_collective_comes_back_with_its_axis_shapes_and_the_bytes_of_a_ring(kind, axis, mesh, read):
+def test_a_collective_comes_back_with_its_axis_shapes_and_the_bytes_of_a_ring(
+    kind, axis, mesh, read
+):
     [one] = read(step(kind, axis, SIZES[mesh]), mesh=mesh)
     n = SIZES[mesh][axis]
     rows = {'all-gather': 8 * n, 'reduce-scatter': 8 // n}.get(kind, 8)
-    sent = {'all-reduce': 2 * (n - 1) / n, 'all-gather': n - 1, 'collective-permute': 1}.get(kind, (n - 1) / n)
+    sent = {'all-reduce': 2 * (n - 1) / n, 'all-gather': n - 1, 'collective-permute': 1}.get(
+        kind, (n - 1) / n
+    )
     assert (one.kind, one.axis, one.times, one.at_most) == (kind, axis, 1, False)
     assert (one.operand.bytes, one.result.bytes) == (BYTES, rows * 16 * 4)
     assert one.wire_bytes == sent * BYTES
@@ -57,7 +64,12 @@ def test_a_collective_comes_back_with_its_axis_shapes_and_the_bytes_of_a_ring(ki
 
 @pytest.mark.parametrize(('mesh', 'axis'), [((8, 1), 'data'), ((1, 8), 'model')])
 def test_an_axis_of_one_device_sends_nothing_and_is_not_named(mesh, axis, read):
-    found = read(lambda x: lax.psum(jnp.sin(lax.psum(x, 'data')) + jnp.cos(lax.psum(x, 'model')), ('data', 'model')), mesh=mesh)
+    found = read(
+        lambda x: lax.psum(
+            jnp.sin(lax.psum(x, 'data')) + jnp.cos(lax.psum(x, 'model')), ('data', 'model')
+        ),
+        mesh=mesh,
+    )
     assert {one.axis for one in found if one.wire_bytes} == {axis}
     assert {one.axis for one in found if not one.wire_bytes} <= {''}
 
@@ -74,11 +86,17 @@ def repeat(function: Callable, times: int, how: str) -> Callable:
         case 'fori_loop':
             return lambda x: lax.fori_loop(0, times, lambda _, x: function(x), x)
         case 'unrolled in part':
-            return lambda x: lax.scan(lambda x, _: (function(x), None), x, None, length=times, unroll=2)[0]
+            return lambda x: lax.scan(
+                lambda x, _: (function(x), None), x, None, length=times, unroll=2
+            )[0]
         case 'unrolled':
-            return lambda x: lax.scan(lambda x, _: (function(x), None), x, None, length=times, unroll=True)[0]
+            return lambda x: lax.scan(
+                lambda x, _: (function(x), None), x, None, length=times, unroll=True
+            )[0]
         case 'remat':
-            return lambda x: lax.scan(lambda x, _: (jax.checkpoint(function)(x), None), x, None, length=times)[0]
+            return lambda x: lax.scan(
+                lambda x, _: (jax.checkpoint(function)(x), None), x, None, length=times
+            )[0]
     raise ValueError(how)
 
 
@@ -93,7 +111,9 @@ def test_a_scan_of_three_in_a_loop_of_five_runs_fifteen_times(how, read):
     assert len(found) == {'unrolled in part': 3, 'unrolled': 5}.get(how, 1)
 
 
-def random_program(random: random.Random, sizes: dict[str, int], depth: int = 3) -> tuple[Callable, Counter]:
+def random_program(
+    random: random.Random, sizes: dict[str, int], depth: int = 3
+) -> tuple[Callable, Counter]:
     """Steps one after another, some of them loops of steps, and what they send."""
     parts, expected = [], Counter()
     for _ in range(random.randint(1, 3)):
@@ -137,7 +157,10 @@ def times(found: list[Collective]) -> dict[tuple[str, str], tuple[int, bool]]:
 
 def either(predicate: Callable[[jax.Array], jax.Array]) -> Callable:
     """A step that reduces over `model` (more bytes) where the predicate holds, and else over `data`."""
-    reduce, gather = step('all-reduce', 'model', SIZES[2, 4]), step('collective-permute', 'data', SIZES[2, 4])
+    reduce, gather = (
+        step('all-reduce', 'model', SIZES[2, 4]),
+        step('collective-permute', 'data', SIZES[2, 4]),
+    )
     return lambda i, x: lax.cond(predicate(i), reduce, gather, x)
 
 
@@ -147,7 +170,10 @@ PREDICATES = {
     'not the last': (lambda i: i + 1 < 7, 6),
     'of two': (lambda i: (i > 1) & ~(i == 4), 4),
     'of a table': (lambda i: jnp.array([True, False, False, True, True, True, False])[i], 4),
-    'of a long table': (lambda i: jnp.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7])[2 * i] > 4, 4),
+    'of a long table': (
+        lambda i: jnp.array([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7])[2 * i] > 4,
+        4,
+    ),
     'of a clamped number': (lambda i: jnp.clip(3 * i - 8, 0, 5) == 5, 2),
     'of bits': (lambda i: (i.astype(jnp.uint32) << 1) >> 2 == 1, 2),
     'of a negative remainder': (lambda i: jnp.sign(lax.rem(i - 3, 2)) < 0, 2),
@@ -175,23 +201,33 @@ def test_a_branch_of_a_switch_is_counted_where_it_runs_in_a_scan_in_a_scan(read)
         return lax.scan(inner, x, number + jnp.arange(4) % 2)[0], None
 
     found = read(lambda x: lax.scan(outer, x, jnp.array([0, 1, 1, 5]))[0])  # 5 is the last branch
-    assert times(found) == {(kind, 'model'): (count, False) for kind, count in zip(kinds, (2, 6, 8), strict=True)}
+    assert times(found) == {
+        (kind, 'model'): (count, False) for kind, count in zip(kinds, (2, 6, 8), strict=True)
+    }
 
 
 def test_a_loop_as_long_as_the_outer_loops_counter_is_counted(read):
     psum = step('all-reduce', 'model', SIZES[2, 4])
-    found = read(lambda x: lax.fori_loop(0, 5, lambda i, x: lax.fori_loop(0, i, lambda _, x: psum(x), x), x))
+    found = read(
+        lambda x: lax.fori_loop(0, 5, lambda i, x: lax.fori_loop(0, i, lambda _, x: psum(x), x), x)
+    )
     assert total(found) == {('all-reduce', 'model'): 10}
 
 
 def test_in_a_loop_too_long_to_walk_the_branch_that_sends_most_counts_as_at_most(read):
     found = read(lambda x: lax.fori_loop(0, 30_000, either(lambda i: i % 2 == 0), x))
-    assert times(found) == {('all-reduce', 'model'): (30_000, True), ('collective-permute', 'data'): (0, False)}
+    assert times(found) == {
+        ('all-reduce', 'model'): (30_000, True),
+        ('collective-permute', 'data'): (0, False),
+    }
 
 
 def test_of_branches_that_hang_on_data_the_one_that_sends_most_counts_as_at_most(read):
     found = read(lambda x: lax.fori_loop(0, 3, lambda _, x: either(lambda _: x[0, 0] > 0)(0, x), x))
-    assert times(found) == {('all-reduce', 'model'): (3, True), ('collective-permute', 'data'): (0, False)}
+    assert times(found) == {
+        ('all-reduce', 'model'): (3, True),
+        ('collective-permute', 'data'): (0, False),
+    }
 
 
 def test_a_loop_of_unknown_length_is_an_error_with_its_place_unless_its_length_is_given(read):
@@ -200,9 +236,15 @@ def test_a_loop_of_unknown_length_is_an_error_with_its_place_unless_its_length_i
     def loop(x: jax.Array) -> jax.Array:
         return gather(lax.while_loop(lambda x: x.sum() < 5, repeat(psum, 3, 'scan'), x))
 
-    with pytest.raises(UnknownLoopError, match=rf'give a trip_count, .*shard_map/while at {re.escape(__file__)}:\d+'):
+    with pytest.raises(
+        UnknownLoopError,
+        match=rf'give a trip_count, .*shard_map/while at {re.escape(__file__)}:\d+',
+    ):
         read(loop)
-    assert times(read(loop, trip_count=6)) == {('all-reduce', 'model'): (18, False), ('all-gather', 'data'): (1, False)}
+    assert times(read(loop, trip_count=6)) == {
+        ('all-reduce', 'model'): (18, False),
+        ('all-gather', 'data'): (1, False),
+    }
 
 
 def test_a_loop_of_unknown_length_that_sends_nothing_is_no_error(read):
@@ -215,14 +257,23 @@ def test_what_the_condition_of_a_loop_sends_is_counted(read):
         return (state[0] < 7) & (lax.psum(state[1], 'data').sum() < jnp.inf)
 
     def loop(x: jax.Array) -> jax.Array:
-        return lax.while_loop(small, lambda state: (state[0] + 1, jnp.sin(lax.psum(state[1], 'model'))), (0, x))[1]
+        return lax.while_loop(
+            small, lambda state: (state[0] + 1, jnp.sin(lax.psum(state[1], 'model'))), (0, x)
+        )[1]
 
-    assert total(read(loop, trip_count=7)) == {('all-reduce', 'model'): 7, ('all-reduce', 'data'): 8}
+    assert total(read(loop, trip_count=7)) == {
+        ('all-reduce', 'model'): 7,
+        ('all-reduce', 'data'): 8,
+    }
 
 
 def test_arrays_that_one_instruction_sends_are_told_apart(read):
     found = read(lambda x: lax.psum((x, x[:2] * 2, x[:, :3] * 3, x[0, 0]), 'model')[:3])
-    assert sorted(one.operand.shape for one in found if not one.is_scalar) == [(2, 16), (8, 3), (8, 16)]
+    assert sorted(one.operand.shape for one in found if not one.is_scalar) == [
+        (2, 16),
+        (8, 3),
+        (8, 16),
+    ]
     assert len({one.instruction for one in found}) == 1
     assert sum(one.wire_bytes for one in found if not one.is_scalar) == 1.5 * 4 * (128 + 32 + 24)
 
@@ -232,7 +283,9 @@ def test_an_array_that_its_author_joined_from_two_is_one(read):
     assert [one.operand.shape for one in found] == [(144,)]
 
 
-@pytest.mark.parametrize(('dtype', 'width'), [(jnp.int8, 1), (jnp.bfloat16, 2), (jnp.int32, 4), (jnp.float32, 4)])
+@pytest.mark.parametrize(
+    ('dtype', 'width'), [(jnp.int8, 1), (jnp.bfloat16, 2), (jnp.int32, 4), (jnp.float32, 4)]
+)
 def test_bytes_are_those_of_the_dtype(dtype, width, read):
     [one] = read(lambda x: lax.all_gather(x, 'model'), dtype=dtype)
     assert one.wire_bytes == 3 * 128 * width

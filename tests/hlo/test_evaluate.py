@@ -13,19 +13,35 @@ from megajax.hlo.text import program_text
 TABLE = jnp.array([3, -1, 4, 1, -5, 9, 2, -6, 5, 3, -5, 8])
 
 FUNCTIONS = {
-    'arithmetic': lambda i, x: (x * 7 - i) // 3 + x % 5 + lax.rem(x, jnp.int32(4)) + lax.div(x, jnp.int32(-3)),
+    'arithmetic': lambda i, x: (
+        (x * 7 - i) // 3 + x % 5 + lax.rem(x, jnp.int32(4)) + lax.div(x, jnp.int32(-3))
+    ),
     'bits': lambda i, x: (x << 3) ^ (x >> 1) | lax.shift_right_logical(x, jnp.int32(5)) & ~i,
-    'comparisons': lambda i, x: jnp.where((x > i) & (x <= 3) | (x == -5), jnp.clip(x, -2, 4), jnp.sign(x) * jnp.abs(i)),
-    'narrow': lambda i, x: (x.astype(jnp.int8) * 100).astype(jnp.uint16) - (i > 0).astype(jnp.uint16),
+    'comparisons': lambda i, x: jnp.where(
+        (x > i) & (x <= 3) | (x == -5), jnp.clip(x, -2, 4), jnp.sign(x) * jnp.abs(i)
+    ),
+    'narrow': lambda i, x: (
+        (x.astype(jnp.int8) * 100).astype(jnp.uint16) - (i > 0).astype(jnp.uint16)
+    ),
     'unsigned': lambda i, x: (x.astype(jnp.uint32) // 3 - i.astype(jnp.uint32)) % 7,
     'table': lambda i, x: TABLE[i] + lax.dynamic_slice(TABLE, (i,), (3,)).sum() + x,
-    'update': lambda i, x: lax.dynamic_update_slice(jnp.concatenate([x, TABLE[::-1]]), x[1:4] * 2, (i,)),
-    'shapes': lambda i, x: (x.reshape(3, 4).T + jnp.arange(4)[:, None] + i).max(1) * jnp.array([1, -1, 1, -1]),
+    'update': lambda i, x: lax.dynamic_update_slice(
+        jnp.concatenate([x, TABLE[::-1]]), x[1:4] * 2, (i,)
+    ),
+    'shapes': lambda i, x: (
+        (x.reshape(3, 4).T + jnp.arange(4)[:, None] + i).max(1) * jnp.array([1, -1, 1, -1])
+    ),
     'any and all': lambda i, x: (x > i).any() | (x < -3).all() | (jnp.minimum(x, i).min() == i),
     'branches': lambda i, x: lax.switch(i, [lambda x: x + 1, lambda x: x * 2, jnp.negative], x),
-    'loop': lambda i, x: lax.fori_loop(0, 9, lambda j, x: jnp.where(j % 3 == 0, x + TABLE[j], x - i), x),
-    'loop by its condition': lambda i, x: lax.while_loop(lambda n: n * n < 50 + i, lambda n: n + 2, jnp.int32(0)) + x,
-    'loop in a loop': lambda i, x: lax.fori_loop(0, 4, lambda j, x: lax.fori_loop(0, j, lambda k, x: x + k * i, x), x),
+    'loop': lambda i, x: lax.fori_loop(
+        0, 9, lambda j, x: jnp.where(j % 3 == 0, x + TABLE[j], x - i), x
+    ),
+    'loop by its condition': lambda i, x: (
+        lax.while_loop(lambda n: n * n < 50 + i, lambda n: n + 2, jnp.int32(0)) + x
+    ),
+    'loop in a loop': lambda i, x: lax.fori_loop(
+        0, 4, lambda j, x: lax.fori_loop(0, j, lambda k, x: x + k * i, x), x
+    ),
 }
 
 
@@ -36,7 +52,9 @@ def test_a_value_is_that_which_the_program_computes(name):
     text = Program(program_text(function.lower(jnp.int32(0), jnp.zeros(12, jnp.int32)).compile()))
     for _ in range(20):
         given = source.integers(-2, 12, dtype=np.int32), source.integers(-9, 9, 12, dtype=np.int32)
-        value = Run(text, text.entry, given=lambda number, _, given=given: np.asarray(given[number])).value(text.entry.root.name)
+        value = Run(
+            text, text.entry, given=lambda number, _, given=given: np.asarray(given[number])
+        ).value(text.entry.root.name)
         assert value is not None
         expected = np.asarray(function(*given))
         assert (value.dtype, value.shape) == (expected.dtype, expected.shape)
@@ -53,8 +71,12 @@ def test_a_value_is_that_which_the_program_computes(name):
     ],
 )
 def test_what_hangs_on_data_has_no_value(function):
-    text = Program(program_text(jax.jit(function).lower(jnp.int32(0), jnp.zeros(12, jnp.int32)).compile()))
-    run = Run(text, text.entry, given=lambda number, _: np.array(3, np.int32) if number == 0 else None)
+    text = Program(
+        program_text(jax.jit(function).lower(jnp.int32(0), jnp.zeros(12, jnp.int32)).compile())
+    )
+    run = Run(
+        text, text.entry, given=lambda number, _: np.array(3, np.int32) if number == 0 else None
+    )
     assert run.value(text.entry.root.name) is None
 
 

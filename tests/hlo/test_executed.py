@@ -22,8 +22,17 @@ KINDS = {
     'AllToAll': 'all-to-all',
 }
 # What is not read as it is executed, because XLA's CPU backend cannot say it; see megajax/hlo/cpu_readings.py.
-SCATTERED = 'partial sums of which each keeps a part', 'fsdp step with remat in bf16', 'block on three explicit axes'
-NARROWED = 'fsdp step with remat in bf16', 'sent in bfloat16', 'sent in float16', 'sent in float8_e4m3fn'
+SCATTERED = (
+    'partial sums of which each keeps a part',
+    'fsdp step with remat in bf16',
+    'block on three explicit axes',
+)
+NARROWED = (
+    'fsdp step with remat in bf16',
+    'sent in bfloat16',
+    'sent in float16',
+    'sent in float8_e4m3fn',
+)
 
 
 class Executed(NamedTuple):
@@ -51,13 +60,21 @@ class Log:
         elif found := re.match(r'\s+rank=(\d+), key=.*global_devices=\[([\d, ]+)\]', message):
             devices = [int(device) for device in found[2].split(',')]
             if devices[int(found[1])] == 0:
-                return Executed(self.kind, self.bytes, () if self.kind == 'collective-permute' else tuple(sorted(devices)))
+                return Executed(
+                    self.kind,
+                    self.bytes,
+                    () if self.kind == 'collective-permute' else tuple(sorted(devices)),
+                )
         return None
 
 
 def executed(stderr: str) -> dict[str, Counter[Executed]]:
     """By program, what the first device ran."""
-    programs, counts, threads = dict[str, Counter[Executed]](), Counter[Executed](), dict[str, Log]()
+    programs, counts, threads = (
+        dict[str, Counter[Executed]](),
+        Counter[Executed](),
+        dict[str, Log](),
+    )
     for line in stderr.splitlines():
         if line.startswith('RUN '):
             counts = programs[line.removeprefix('RUN ')] = Counter()
@@ -71,10 +88,20 @@ def executed(stderr: str) -> dict[str, Counter[Executed]]:
 def both(tmp_path_factory) -> tuple[dict[str, list[dict]], dict[str, Counter[Executed]]]:
     path = tmp_path_factory.mktemp('executed') / 'counts.json'
     levels = ','.join(f'{name}_thunk=3' for name in (*THUNKS, 'collective'))
-    environment = os.environ | {'TF_CPP_MIN_LOG_LEVEL': '0', 'TF_CPP_VMODULE': levels, 'JAX_PLATFORMS': 'cpu'}
+    environment = os.environ | {
+        'TF_CPP_MIN_LOG_LEVEL': '0',
+        'TF_CPP_VMODULE': levels,
+        'JAX_PLATFORMS': 'cpu',
+    }
     environment.pop('JAX_DISABLE_MOST_OPTIMIZATIONS', None)  # as users compile
     script = Path(__file__).with_name('executed_programs.py')
-    child = subprocess.run([sys.executable, script, path], env=environment, stderr=subprocess.PIPE, text=True, timeout=900)
+    child = subprocess.run(
+        [sys.executable, script, path],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=900,
+    )
     assert child.returncode == 0, child.stderr[-4000:]
     return json.loads(path.read_text()), executed(child.stderr)
 
@@ -84,7 +111,9 @@ def counted(entries: list[dict]) -> Counter[Executed]:
     for entry in entries:
         group = next((tuple(sorted(group)) for group in entry['groups'] if 0 in group), ())
         kind = entry['opcode'].removesuffix('-start')
-        counts[Executed(kind, entry['bytes'], () if kind == 'collective-permute' else group)] += entry['times']
+        counts[Executed(kind, entry['bytes'], () if kind == 'collective-permute' else group)] += (
+            entry['times']
+        )
     return +counts
 
 
@@ -101,7 +130,12 @@ def test_what_is_counted_is_what_was_executed(both):
 def test_only_what_a_cpu_cannot_say_is_read_otherwise(both):
     counts, _ = both
     for name, entries in counts.items():
-        kinds = {(kind, entry['opcode']) for entry in entries for kind in entry['kinds'] if kind != entry['opcode']}
+        kinds = {
+            (kind, entry['opcode'])
+            for entry in entries
+            for kind in entry['kinds']
+            if kind != entry['opcode']
+        }
         assert kinds <= {('reduce-scatter', 'all-reduce')}, name
         assert not kinds or name in SCATTERED, name
         for entry in entries:

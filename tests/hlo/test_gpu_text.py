@@ -63,7 +63,12 @@ def test_what_a_start_carries_beside_operand_and_result_is_left_out(opcode, type
         %start = {type} {opcode}-start(%p), {pairs if opcode == 'collective-permute' else GROUPS}
         %done = {result}{{1,0}} {opcode}-done(%start)
     """)
-    assert (one.kind, one.axis, str(one.operand), str(one.result)) == (opcode, 'model', 'f32[8,16]', result)
+    assert (one.kind, one.axis, str(one.operand), str(one.result)) == (
+        opcode,
+        'model',
+        'f32[8,16]',
+        result,
+    )
     assert (one.wire_bytes, one.synchronous) == (sent, False)
 
 
@@ -86,7 +91,12 @@ def test_a_wrapped_collective_runs_once_in_the_background_from_start_to_done(nam
         """,
         before=WRAPPED,
     )
-    assert (one.kind, one.axis, one.times, str(one.result)) == ('all-gather', 'model', 1, 'f32[32,16]')
+    assert (one.kind, one.axis, one.times, str(one.result)) == (
+        'all-gather',
+        'model',
+        1,
+        'f32[32,16]',
+    )
     assert (one.synchronous, one.overlapped_flops) == (False, FLOPS)
 
 
@@ -136,7 +146,9 @@ LOOP = f"""
 """
 CARRIED = '(s32[], f32[16,64]{1,0}, f32[64,32]{1,0})'
 GEMM = """(f32[16,32]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":
-{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}""".replace('\n', '')
+{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}""".replace(
+    '\n', ''
+)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +158,10 @@ GEMM = """(f32[16,32]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target
         (f'%product = {DOT}', FLOPS),
         (f'%product = {GEMM}', FLOPS),
         ('%product = f32[16,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused', FLOPS),
-        (f'%product = {DOT}\n%again = f32[16,32]{{1,0}} fusion(%a, %b), kind=kLoop, calls=%fused', 2 * FLOPS),
+        (
+            f'%product = {DOT}\n%again = f32[16,32]{{1,0}} fusion(%a, %b), kind=kLoop, calls=%fused',
+            2 * FLOPS,
+        ),
         (
             f'%i = s32[] constant(0)\n%state = {CARRIED} tuple(%i, %a, %b)\n%loop = {CARRIED} while(%state), condition=%condition, '
             'body=%body, backend_config={"known_trip_count":{"n":"3"}}',
@@ -196,8 +211,13 @@ def test_a_flat_buffer_that_xla_joined_is_told_apart_by_its_parts():
 
 
 def test_a_flat_buffer_that_the_author_joined_and_sent_is_one_array():
-    by_author = CONCATENATE.replace('dimensions={0}', 'dimensions={0}, metadata={op_name="jit(f)/both/concatenate"}')
-    [one] = read(BUFFER.replace('to_apply=%add', 'to_apply=%add, metadata={op_name="jit(f)/all/psum"}'), before=by_author)
+    by_author = CONCATENATE.replace(
+        'dimensions={0}', 'dimensions={0}, metadata={op_name="jit(f)/both/concatenate"}'
+    )
+    [one] = read(
+        BUFFER.replace('to_apply=%add', 'to_apply=%add, metadata={op_name="jit(f)/all/psum"}'),
+        before=by_author,
+    )
     assert (str(one.operand), one.op_name) == ('f32[136]', 'jit(f)/all/psum')
 
 
@@ -214,9 +234,15 @@ def test_a_part_of_a_flat_buffer_that_was_reduced_before_keeps_its_name():
 
 
 def test_an_array_that_a_loop_made_has_the_name_that_it_had_in_the_loop():
-    loop = LOOP.replace('f32[16,64]{1,0} get-tuple-element(%state), index=1', 'f32[16,64]{1,0} negate(%old)')
-    loop = loop.replace('  %a =', '  %old = f32[16,64]{1,0} get-tuple-element(%state), index=1\n  %a =')
-    loop = loop.replace('negate(%old)', 'negate(%old), metadata={op_name="jit(f)/while/body/layer/neg"}')
+    loop = LOOP.replace(
+        'f32[16,64]{1,0} get-tuple-element(%state), index=1', 'f32[16,64]{1,0} negate(%old)'
+    )
+    loop = loop.replace(
+        '  %a =', '  %old = f32[16,64]{1,0} get-tuple-element(%state), index=1\n  %a ='
+    )
+    loop = loop.replace(
+        'negate(%old)', 'negate(%old), metadata={op_name="jit(f)/while/body/layer/neg"}'
+    )
     [one] = read(
         f"""
         %i = s32[] constant(0)
@@ -233,7 +259,9 @@ def test_an_array_that_a_loop_made_has_the_name_that_it_had_in_the_loop():
 
 def test_the_condition_of_a_loop_runs_once_more_than_its_body():
     send = f'  %sent = f32[16,64]{{1,0}} all-reduce(%held), {GROUPS}, to_apply=%add\n  ROOT'
-    loop = LOOP.replace('  ROOT', '  %held = f32[16,64]{1,0} get-tuple-element(%state), index=1\n' + send)
+    loop = LOOP.replace(
+        '  ROOT', '  %held = f32[16,64]{1,0} get-tuple-element(%state), index=1\n' + send
+    )
     found = read(
         f"""
         %i = s32[] constant(0)
@@ -256,11 +284,16 @@ def test_a_sum_that_is_narrowed_after_it_was_sent_on_a_gpu_is_sent_wide():
         %sum = f32[8,16]{{1,0}} all-reduce(%p), {GROUPS}, to_apply=%add, metadata={{op_name="jit(f)/dot_general"}}CONFIG
         %narrow = bf16[8,16]{{1,0}} convert(%sum)
     """
-    assert [read(lines.replace('CONFIG', text))[0].operand.dtype for text in ('', config)] == ['bf16', 'f32']
+    assert [read(lines.replace('CONFIG', text))[0].operand.dtype for text in ('', config)] == [
+        'bf16',
+        'f32',
+    ]
 
 
 RAGGED = '%p, %o, %n, %n, %n, %n), channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}'
-OPERANDS = '(f32[8,16]{1,0}, f32[32,16]{1,0}, s64[4]{0}, s64[4]{0}, s64[4]{0}, /*index=5*/s64[4]{0})'
+OPERANDS = (
+    '(f32[8,16]{1,0}, f32[32,16]{1,0}, s64[4]{0}, s64[4]{0}, s64[4]{0}, /*index=5*/s64[4]{0})'
+)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +317,11 @@ def test_a_ragged_exchange_is_one_that_sends_at_most_all_of_its_array(exchange):
 
 @pytest.mark.parametrize(
     ('pairs', 'axis', 'sent'),
-    [('{}', '', 0), ('{{0,0},{1,1},{2,2},{3,3},{4,4},{5,5},{6,6},{7,7}}', '', 0), ('{{0,1},{1,0},{2,2}}', 'model', 512)],
+    [
+        ('{}', '', 0),
+        ('{{0,0},{1,1},{2,2},{3,3},{4,4},{5,5},{6,6},{7,7}}', '', 0),
+        ('{{0,1},{1,0},{2,2}}', 'model', 512),
+    ],
 )
 def test_a_permute_that_sends_nothing_is_in_the_list(pairs, axis, sent):
     [one] = read(f"""

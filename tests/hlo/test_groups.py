@@ -45,17 +45,35 @@ ENTRY %main (p: f32[8]) -> f32[8] {{
         ("mesh['data'=2,'model'=4] {'model','data'}", ((0, 4, 1, 5, 2, 6, 3, 7),), 'data model'),
         ("mesh['axis_0'=2,'axis_1'=1,'axis_2'=4] {'axis_2'}", MODEL, 'model'),
         ("mesh['axis_0'=2,'axis_1'=1,'axis_2'=4] {'axis_1','axis_2'}", MODEL, 'model'),
-        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}", ((0, 2, 4, 6), (1, 3, 5, 7)), 'data model'),
-        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}", MODEL, 'model'),
-        ("mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}", DATA, 'data'),
-        ("mesh['a'=2,'b'=4], device_ids=(3,2,1,0,7,6,5,4) {'b'}", ((3, 2, 1, 0), (7, 6, 5, 4)), 'model'),
+        (
+            "mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_1'}",
+            ((0, 2, 4, 6), (1, 3, 5, 7)),
+            'data model',
+        ),
+        (
+            "mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}",
+            MODEL,
+            'model',
+        ),
+        (
+            "mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}",
+            DATA,
+            'data',
+        ),
+        (
+            "mesh['a'=2,'b'=4], device_ids=(3,2,1,0,7,6,5,4) {'b'}",
+            ((3, 2, 1, 0), (7, 6, 5, 4)),
+            'model',
+        ),
         ("mesh['a'=8] {'a':(2)4}", MODEL, 'model'),
         ("mesh['a'=8] {'a':(1)2}", DATA, 'data'),
         ("mesh['a'=8] {'a':(2)2}", ((0, 2), (1, 3), (4, 6), (5, 7)), 'model'),
         ("mesh['a'=8] {'a':(1)2,'a':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7)), 'data model'),
     ],
 )
-def test_every_spelling_of_groups_gives_the_devices_and_the_fewest_axes_that_join_them(spelling, groups, axes):
+def test_every_spelling_of_groups_gives_the_devices_and_the_fewest_axes_that_join_them(
+    spelling, groups, axes
+):
     found = device_groups(instruction(f'replica_groups={spelling}, use_global_device_ids=true'), 8)
     assert found == groups
     assert axes_of(found, MESH) == tuple(axes.split())
@@ -72,7 +90,9 @@ def test_every_spelling_of_groups_gives_the_devices_and_the_fewest_axes_that_joi
 )
 def test_the_pairs_of_a_permute_are_read_with_their_axes(pairs, axes):
     found = device_groups(instruction(f'source_target_pairs={pairs}', 'collective-permute'), 8)
-    assert str(found).replace(' ', '') == pairs.replace('{', '(').replace('}', ')').replace('((3,3))', '((3,3),)')
+    assert str(found).replace(' ', '') == pairs.replace('{', '(').replace('}', ')').replace(
+        '((3,3))', '((3,3),)'
+    )
     assert axes_of(found, MESH) == axes
 
 
@@ -87,7 +107,8 @@ def test_groups_along_any_axes_of_any_mesh_are_known_in_every_spelling(seed):
     groups = devices.transpose(rest + along).reshape(-1, np.prod([sizes[i] for i in along]))
     iota = f'[{",".join(map(str, groups.shape))}]<=[{",".join(map(str, sizes))}]T({",".join(map(str, rest + along))})'
     named = 'mesh[{}] {{{}}}'.format(
-        ','.join(f"'{name}'={size}" for name, size in mesh.items()), ','.join(f"'{[*mesh][i]}'" for i in along)
+        ','.join(f"'{name}'={size}" for name, size in mesh.items()),
+        ','.join(f"'{[*mesh][i]}'" for i in along),
     )
     listed = '{' + ','.join('{' + ','.join(map(str, row)) + '}' for row in groups) + '}'
     for spelling in (iota, named, listed):
@@ -115,7 +136,9 @@ def test_groups_of_devices_that_the_mesh_does_not_have_raise():
         axes_of(((0, 9),), MESH)
 
 
-@pytest.mark.parametrize(('groups', 'per_host'), [*itertools.product((DATA, MODEL, ALL, PAIRS), (1, 2, 4, 8))])
+@pytest.mark.parametrize(
+    ('groups', 'per_host'), [*itertools.product((DATA, MODEL, ALL, PAIRS), (1, 2, 4, 8))]
+)
 def test_groups_cross_hosts_where_one_has_devices_of_two(groups, per_host):
     widest = {DATA: 5, MODEL: 4, ALL: 8, PAIRS: 2}[groups]
     assert crosses_hosts(groups, per_host) == (widest > per_host)

@@ -39,7 +39,9 @@ ENTRY %main (p: f32[4,8], w: f32[16,32]) -> f32[8,32] {{
 )
 def test_the_product_behind_what_hands_an_array_on_is_its_destination(between):
     text = program(between)
-    assert destination(text, text.entry, text.entry.by_name['gather'], 0) == 'jit(f)/mlp/dot_general'
+    assert (
+        destination(text, text.entry, text.entry.by_name['gather'], 0) == 'jit(f)/mlp/dot_general'
+    )
 
 
 def test_without_a_product_the_first_reader_is_its_destination():

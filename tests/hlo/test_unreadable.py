@@ -38,7 +38,10 @@ def test_an_instruction_keeps_the_text_of_its_result_and_between_its_brackets():
     main = Program(TEXT.replace('%one =', f'{constant}\n  %one =')).entry.by_name
     assert (main['one'].type, main['one'].inputs) == ('f32[8,16]{1,0}', '%p')
     assert (main['p'].inputs, main['p'].operands) == ('0', ())
-    assert (main['table'].type, main['table'].inputs) == ('(s32[4]{0}, f32[])', '({0, 32, 64, 96}, 2.5)')
+    assert (main['table'].type, main['table'].inputs) == (
+        '(s32[4]{0}, f32[])',
+        '({0, 32, 64, 96}, 2.5)',
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,22 +51,54 @@ def test_an_instruction_keeps_the_text_of_its_result_and_between_its_brackets():
         (' negate(%p)', ' 2negate(%p)', '%one = f32[8,16]{1,0} 2negate(%p)'),
         (' negate(%p)', ' negate', '%one = f32[8,16]{1,0} negate, metadata='),
         (' negate(%p)', ' negate(%p', '%one = f32[8,16]{1,0} negate(%p, metadata='),
-        ('%one = f32[8,16]{1,0} negate(%p)', '%one f32[8,16]{1,0} negate(%p)', '%one f32[8,16]{1,0} negate(%p)'),
-        ('%one = f32[8,16]{1,0} negate', '%one = (f32[8,16]{1,0} negate', '%one = (f32[8,16]{1,0} negate(%p)'),
+        (
+            '%one = f32[8,16]{1,0} negate(%p)',
+            '%one f32[8,16]{1,0} negate(%p)',
+            '%one f32[8,16]{1,0} negate(%p)',
+        ),
+        (
+            '%one = f32[8,16]{1,0} negate',
+            '%one = (f32[8,16]{1,0} negate',
+            '%one = (f32[8,16]{1,0} negate(%p)',
+        ),
         ('%one = f32[8,16]', '%one = f33[8,16]', 'f33: %one = f33[8,16]{1,0} negate(%p)'),
         ('%one = f32[8,16]', '%one = b2x4y[8,16]', 'b2x4y: %one = b2x4y[8,16]{1,0} negate(%p)'),
         ('%one = f32[8,16]', '%one = f32[8,?]', '%one = f32[8,?]{1,0} negate(%p)'),
         ('%one = f32[8,16]{1,0}', '%one = f32', '%one = f32 negate(%p)'),
         (' negate(%p)', ' negate(p)', '%one = f32[8,16]{1,0} negate(p)'),
-        (' negate(%p)', ' negate(%q)', 'q, which main does not have: %one = f32[8,16]{1,0} negate(%q)'),
-        (' negate(%p)', ' fusion(%p), calls=%fused', 'fused, which the text does not have: %one = f32[8,16]{1,0} fusion(%p)'),
+        (
+            ' negate(%p)',
+            ' negate(%q)',
+            'q, which main does not have: %one = f32[8,16]{1,0} negate(%q)',
+        ),
+        (
+            ' negate(%p)',
+            ' fusion(%p), calls=%fused',
+            'fused, which the text does not have: %one = f32[8,16]{1,0} fusion(%p)',
+        ),
         ('to_apply=%add', 'to_apply=%mul', 'mul, which the text does not have: ROOT %sent'),
         (GROUPS, 'dimensions={0}', 'ROOT %sent = f32[8,16]{1,0} all-reduce(%one)'),
-        (' all-reduce(', ' all-reduce-scatter(', 'ROOT %sent = f32[8,16]{1,0} all-reduce-scatter(%one)'),
-        (' all-reduce(', ' all-gather-v2-start(', 'ROOT %sent = f32[8,16]{1,0} all-gather-v2-start(%one)'),
+        (
+            ' all-reduce(',
+            ' all-reduce-scatter(',
+            'ROOT %sent = f32[8,16]{1,0} all-reduce-scatter(%one)',
+        ),
+        (
+            ' all-reduce(',
+            ' all-gather-v2-start(',
+            'ROOT %sent = f32[8,16]{1,0} all-gather-v2-start(%one)',
+        ),
         (' all-reduce(', ' send(', 'ROOT %sent = f32[8,16]{1,0} send(%one)'),
-        ('ENTRY %main (p: f32[8,16]) -> f32[8,16] {', 'ENTRY %main (p: f32[8,16]) {', 'ENTRY %main (p: f32[8,16]) {'),
-        ('%add (x: f32[], y: f32[]) -> f32[] {', '%add (x: f32[], y: f32[]) {', '%add (x: f32[], y: f32[]) {'),
+        (
+            'ENTRY %main (p: f32[8,16]) -> f32[8,16] {',
+            'ENTRY %main (p: f32[8,16]) {',
+            'ENTRY %main (p: f32[8,16]) {',
+        ),
+        (
+            '%add (x: f32[], y: f32[]) -> f32[] {',
+            '%add (x: f32[], y: f32[]) {',
+            '%add (x: f32[], y: f32[]) {',
+        ),
         ('ROOT %sent', '%sent', 'main has no ROOT'),
         ('ENTRY %main', '%main', 'has 0'),
         ('%add (x', 'ENTRY %add (x', 'has 2'),
@@ -94,7 +129,13 @@ def test_a_compiled_text_cut_at_random_raises():
         lambda x: jax.lax.fori_loop(0, 5, lambda _, x: jnp.sin(jax.lax.psum(x, 'data')), x),
         mesh=mesh, in_specs=jax.P('data'), out_specs=jax.P('data'), check_vma=False,
     )  # fmt: skip
-    text = jax.jit(with_loop).lower(jax.ShapeDtypeStruct((8, 4), jnp.float32)).compile().as_text().rstrip()
+    text = (
+        jax.jit(with_loop)
+        .lower(jax.ShapeDtypeStruct((8, 4), jnp.float32))
+        .compile()
+        .as_text()
+        .rstrip()
+    )
     [one] = collectives(Program(text), {'data': 8})
     assert one.times == 5
     source = random.Random(0)

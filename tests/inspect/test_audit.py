@@ -28,11 +28,15 @@ DATA, MODEL, LAYERS = 2, 4, 3
 
 def small(name: str = 'gpt', *, sequence_parallel: bool = False, **sections: dict) -> Config:
     model = {'num_layers': LAYERS, 'dropout': 0.0} | sections.pop('model', {})
-    return make_config(name, DATA, MODEL, sequence_parallel=sequence_parallel, model=model, **sections)
+    return make_config(
+        name, DATA, MODEL, sequence_parallel=sequence_parallel, model=model, **sections
+    )
 
 
 def inspect_here(config: Config, **compiler_options: object) -> Inspection:
-    return audit(config, compile_step(config, make_mesh(DATA, MODEL), DATA * MODEL, compiler_options), 'cpu')
+    return audit(
+        config, compile_step(config, make_mesh(DATA, MODEL), DATA * MODEL, compiler_options), 'cpu'
+    )
 
 
 def rows(found: Inspection) -> dict[tuple[str, str, str], dict[str, int]]:
@@ -63,7 +67,9 @@ def caught(found: Inspection) -> set[str]:
     ],
 )
 def test_no_row_has_more_than_megatron(name, recompute, sequence_parallel):
-    config = small(name, sequence_parallel=sequence_parallel, train={'microbatches': 4, 'recompute': recompute})
+    config = small(
+        name, sequence_parallel=sequence_parallel, train={'microbatches': 4, 'recompute': recompute}
+    )
     found = inspect_here(config, **AS_SHIPPED)
     for row in found.rows:
         assert sum(one.wire_bytes for one in row.placed) == pytest.approx(row.wire_bytes)
@@ -198,7 +204,9 @@ def replicated_optimizer_state(patch):
             updates, state = optimizer.update(gradients, state, params)
             return updates, replicated(state)
 
-        return optimizer._replace(init=lambda params: replicated(optimizer.init(params)), update=update)
+        return optimizer._replace(
+            init=lambda params: replicated(optimizer.init(params)), update=update
+        )
 
     patch(step_module, 'make_optimizer', make_replicated)
 
@@ -208,18 +216,28 @@ def reduced_for_each_microbatch(patch):
 
     def make_worse(config: Config):
         count = config.train.microbatches
-        one = make(config.model_copy(update={'train': config.train.model_copy(update={'microbatches': 1})}))
+        one = make(
+            config.model_copy(update={'train': config.train.model_copy(update={'microbatches': 1})})
+        )
 
         def split(x: jax.Array) -> jax.Array:
-            x = x.reshape(DATA, count, -1, *x.shape[1:], out_sharding=jax.P('data', None, None, None))
-            return jnp.moveaxis(x, 1, 0).reshape(count, -1, *x.shape[3:], out_sharding=jax.P(None, 'data', None))
+            x = x.reshape(
+                DATA, count, -1, *x.shape[1:], out_sharding=jax.P('data', None, None, None)
+            )
+            return jnp.moveaxis(x, 1, 0).reshape(
+                count, -1, *x.shape[3:], out_sharding=jax.P(None, 'data', None)
+            )
 
         def loss_and_gradients(params, batch, key, loss_scale):
             def accumulate(total, microbatch):
                 return jax.tree.map(jnp.add, total, one(params, microbatch, key, loss_scale)), None
 
             zero = jnp.zeros((), out_sharding=jax.P())
-            return jax.lax.scan(accumulate, ((zero, zero), jax.tree.map(jnp.zeros_like, params)), jax.tree.map(split, batch))[0]
+            return jax.lax.scan(
+                accumulate,
+                ((zero, zero), jax.tree.map(jnp.zeros_like, params)),
+                jax.tree.map(split, batch),
+            )[0]
 
         return loss_and_gradients
 
@@ -245,14 +263,20 @@ HALF = {'train': {'dtype': 'bfloat16'}}
     [
         slow(column_parallel_down, small(), {'mlp forward model'}),
         (unfused, small(), {'attention backward model', 'input gradient reduced again'}),
-        slow(unfused, small('llama', model={'num_kv_heads': 8}), {'mlp backward model', 'input gradient reduced again'}),
+        slow(
+            unfused,
+            small('llama', model={'num_kv_heads': 8}),
+            {'mlp backward model', 'input gradient reduced again'},
+        ),
         slow(replicated_embedding, small(), {'replicated parameter', 'gradients step data'}),
         slow(gathered_table, small(), {'gathered weight'}),
         slow(replicated_mlp, small(), {'gradients step data'}),
         slow(gathered_logits, small(), {'head backward model'}),
         slow(sharded_norm, small(), {'mlp forward model'}),
         (replicated_optimizer_state, small(), {'optimizer state elsewhere'}),
-        slow(reduced_for_each_microbatch, small(train={'microbatches': 4}), {'gradients step data'}),
+        slow(
+            reduced_for_each_microbatch, small(train={'microbatches': 4}), {'gradients step data'}
+        ),
         slow(wide_residual_stream, small(**HALF), {'fp32 on the wire'}),
     ],
 )

@@ -46,10 +46,15 @@ def test_what_it_refuses_is_refused_here_line_by_line(call: Callable[..., list[s
 
 
 def test_what_it_fails_with_is_told(call: Callable[..., list[str]]) -> None:
-    with pytest.raises(RuntimeError, match=r'did not compile for h100:\n(.|\n)*ValueError: what went wrong'):
+    with pytest.raises(
+        RuntimeError, match=r'did not compile for h100:\n(.|\n)*ValueError: what went wrong'
+    ):
         call("raise ValueError('what went wrong')")
 
 
 def test_without_cudnn_the_fix_is_told(call: Callable[..., list[str]]) -> None:
-    with pytest.raises(ConfigError, match=r"^target h100: flash attention needs cuDNN's library to compile: pip install"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^target h100: flash attention needs cuDNN's library to compile: pip install",
+    ):
         call("raise RuntimeError('INTERNAL: cuDNN not found')")

@@ -16,13 +16,22 @@ SMALL = 'model.num_layers=2', 'model.vocab_size=1000', 'train.batch_size=8'
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, '-m', 'megajax', 'inspect', *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, '-m', 'megajax', 'inspect', *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 @pytest.fixture(scope='module')
 def inspected(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path, Path]:
     folder = tmp_path_factory.mktemp('inspected')
-    return command('tiny', *SMALL, '--json', folder / 'it.json', '--hlo', folder / 'it.txt'), folder / 'it.json', folder / 'it.txt'
+    return (
+        command('tiny', *SMALL, '--json', folder / 'it.json', '--hlo', folder / 'it.txt'),
+        folder / 'it.json',
+        folder / 'it.txt',
+    )
 
 
 def test_it_prints_the_table_and_exits_0_where_nothing_is_more(inspected):
@@ -30,7 +39,9 @@ def test_it_prints_the_table_and_exits_0_where_nothing_is_more(inspected):
     assert done.returncode == 0, done.stderr
     assert 'attention  backward  model  2 AR f32[1,4,256,256]' in done.stdout
     assert 'bytes on the wire  data: 1.000 of Megatron, model: 1.000 of Megatron' in done.stdout
-    assert re.search(r'matrix products  \S+ TFLOP a step and device, 1.000 of what the config', done.stdout)
+    assert re.search(
+        r'matrix products  \S+ TFLOP a step and device, 1.000 of what the config', done.stdout
+    )
     assert done.stdout.rstrip().endswith('ok: no more than Megatron anywhere')
 
 
@@ -62,8 +73,14 @@ def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
     ('arguments', 'message'),
     [
         (['tiny', '--target', 'h1000'], 'target h1000: choose among cpu, a100, b200, h100, h200'),
-        (['tiny', '--hosts', '3'], '3 hosts do not divide the 4 devices of the mesh: choose among 1, 2, 4'),
-        (['tiny', '--json', '/nowhere/it.json'], '/nowhere/it.json: there is no folder /nowhere: make it first'),
+        (
+            ['tiny', '--hosts', '3'],
+            '3 hosts do not divide the 4 devices of the mesh: choose among 1, 2, 4',
+        ),
+        (
+            ['tiny', '--json', '/nowhere/it.json'],
+            '/nowhere/it.json: there is no folder /nowhere: make it first',
+        ),
         (['tiny', 'mesh.model=3'], 'model.num_heads: 4 is not a multiple of mesh.model=3'),
     ],
 )
@@ -73,7 +90,9 @@ def test_a_wrong_call_exits_2_and_names_the_fix(arguments, message):
     assert message in done.stderr
 
 
-@pytest.mark.parametrize(('devices', 'hosts'), [(1, 1), (8, 1), (12, 2), (16, 2), (20, 4), (512, 64)])
+@pytest.mark.parametrize(
+    ('devices', 'hosts'), [(1, 1), (8, 1), (12, 2), (16, 2), (20, 4), (512, 64)]
+)
 def test_hosts_are_the_fewest_that_share_the_devices_with_at_most_8_each(devices, hosts):
     assert num_hosts(devices) == hosts
 
@@ -85,10 +104,16 @@ def test_a_gpu_target_without_its_compiler_says_what_to_install():
     assert "pip install 'megajax[gpu-compile]'" in done.stderr
 
 
-@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it")
+@pytest.mark.skipif(
+    not has_compiler(),
+    reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it",
+)
 @pytest.mark.parametrize('target', ['a100', 'h100', 'h200', 'b200'])
 def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
-    config = megajax.load('tiny', [*SMALL, 'mesh.sequence_parallel=true', 'train.dtype=bfloat16', 'train.microbatches=2'])
+    config = megajax.load(
+        'tiny',
+        [*SMALL, 'mesh.sequence_parallel=true', 'train.dtype=bfloat16', 'train.microbatches=2'],
+    )
     inspection, text = inspect_with_text(config, target=target, hosts=2)
     assert inspection.ok
     assert '__cudnn$fmha' in text
@@ -98,11 +123,23 @@ def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
     assert inspection.products.ratio == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it")
+@pytest.mark.skipif(
+    not has_compiler(),
+    reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it",
+)
 def test_halves_that_take_turns_hide_more_of_the_same_bytes():
-    overrides = 'model.num_layers=2', 'mesh.data=1', 'mesh.model=2', 'train.batch_size=4', 'train.recompute=full'
+    overrides = (
+        'model.num_layers=2',
+        'mesh.data=1',
+        'mesh.model=2',
+        'train.batch_size=4',
+        'train.recompute=full',
+    )
     plain, overlap = (
-        megajax.inspect(megajax.load('llama3_8b', [*overrides, 'train.microbatches=1', f'train.xla={xla}']), target='h100')
+        megajax.inspect(
+            megajax.load('llama3_8b', [*overrides, 'train.microbatches=1', f'train.xla={xla}']),
+            target='h100',
+        )
         for xla in ('default', 'overlap')
     )
     assert plain.ok

@@ -19,19 +19,25 @@ from megajax.inspect.shrink import shrink
 from megajax.model import product
 from megajax.train.feed import abstract_batch
 
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
 # XLA's Triton cannot tile every product of smaller heads.
 HEAD = {'head_dim': 64}
 EVERYTHING = {'microbatches': 2, 'recompute': 'full', 'overlap': 'batch_split', 'batch_size': 16}
 
 
-def step(name: str, data: int, model: int, /, *, sequence_parallel: bool = False, **sections: dict) -> Config:
+def step(
+    name: str, data: int, model: int, /, *, sequence_parallel: bool = False, **sections: dict
+) -> Config:
     sections['model'] = {'dropout': 0.0} | HEAD | sections.get('model', {})
     return make_config(name, data, model, sequence_parallel=sequence_parallel, **sections)
 
 
 def compared(config: Config, *, exact: bool = False, **options: object) -> list[Compared]:
-    return judged(EmulatedStep(config, 'h100', options).differences(exact=exact), config, exact=exact)
+    return judged(
+        EmulatedStep(config, 'h100', options).differences(exact=exact), config, exact=exact
+    )
 
 
 def wrong(results: list[Compared]) -> dict[str, float]:
@@ -44,16 +50,28 @@ def wrong(results: list[Compared]) -> dict[str, float]:
     ('config', 'options'),
     [
         (step('gpt', 2, 4, sequence_parallel=True, model={'dropout': 0.1}), {}),
-        (step('gpt', 4, 2, train=EVERYTHING, optim={'shard': True}), {'xla_gpu_enable_triton_gemm': False}),
+        (
+            step('gpt', 4, 2, train=EVERYTHING, optim={'shard': True}),
+            {'xla_gpu_enable_triton_gemm': False},
+        ),
         (step('llama', 2, 4, sequence_parallel=True), {}),
         (step('llama', 4, 2, sequence_parallel=True, train=EVERYTHING, optim={'shard': True}), {}),
         (step('bert', 2, 4, sequence_parallel=True, train={'recompute': 'selective'}), {}),
         (step('bert', 4, 2, train=EVERYTHING), {'xla_gpu_enable_triton_gemm': False}),
     ],
-    ids=['gpt-sp-dropout', 'gpt-tp-everything-cublas', 'llama-sp', 'llama-sp-everything', 'bert-sp', 'bert-tp-cublas'],
+    ids=[
+        'gpt-sp-dropout',
+        'gpt-tp-everything-cublas',
+        'llama-sp',
+        'llama-sp-everything',
+        'bert-sp',
+        'bert-tp-cublas',
+    ],
 )
 def test_every_gradient_is_that_of_one_device(config, options, monkeypatch):
-    monkeypatch.setattr(chunks, 'CHUNK_BYTES', 2**17)  # so that the loss has several chunks, as large models' have
+    monkeypatch.setattr(
+        chunks, 'CHUNK_BYTES', 2**17
+    )  # so that the loss has several chunks, as large models' have
     results = compared(config, **options)
     assert not wrong(results)
     assert max(one.error for one in results) > 0  # it was another program
@@ -63,10 +81,19 @@ def test_every_gradient_is_that_of_one_device(config, options, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
 def test_a_program_of_16_bits_is_right_as_it_is_and_exact_where_they_are_fp32(name):
-    config = step(name, 2, 4, sequence_parallel=True, train={'dtype': 'bfloat16'}, model={'num_kv_heads': 2} if name == 'llama' else {})
+    config = step(
+        name,
+        2,
+        4,
+        sequence_parallel=True,
+        train={'dtype': 'bfloat16'},
+        model={'num_kv_heads': 2} if name == 'llama' else {},
+    )
     emulated = EmulatedStep(config, 'h100')
     assert '__cudnn$fmha' in emulated.program.text
-    as_it_is, exact = (judged(emulated.differences(exact=exact), config, exact=exact) for exact in (False, True))
+    as_it_is, exact = (
+        judged(emulated.differences(exact=exact), config, exact=exact) for exact in (False, True)
+    )
     assert not wrong(as_it_is)
     assert not wrong(exact)
     assert exact[0].error < as_it_is[0].error / 100
@@ -75,14 +102,23 @@ def test_a_program_of_16_bits_is_right_as_it_is_and_exact_where_they_are_fp32(na
 @pytest.fixture(name='without_barriers')
 def fixture_without_barriers(monkeypatch):
     """The step as it was: Shardy gives the gathered gradient to the residual stream too."""
-    barriers = type('', (), {'__getattr__': lambda _, name: getattr(jax.lax, name), 'optimization_barrier': staticmethod(lambda x: x)})
+    barriers = type(
+        '',
+        (),
+        {
+            '__getattr__': lambda _, name: getattr(jax.lax, name),
+            'optimization_barrier': staticmethod(lambda x: x),
+        },
+    )
     monkeypatch.setattr(product, 'lax', barriers())
 
 
 @needs_compiler
 @pytest.mark.slow
 def test_a_gradient_that_the_compiler_loses_is_found(without_barriers):
-    emulated = EmulatedStep(step('llama', 2, 4, sequence_parallel=True), 'h100', {'xla_disable_hlo_passes': ''})
+    emulated = EmulatedStep(
+        step('llama', 2, 4, sequence_parallel=True), 'h100', {'xla_disable_hlo_passes': ''}
+    )
     if 'source_target_pairs={}' not in emulated.program.text:
         pytest.skip("this jax's compiler makes no permute without pairs")
     differences = {one.name: one.error for one in emulated.differences()}
@@ -94,7 +130,13 @@ def test_a_small_config_is_executed_as_it_is_and_a_large_one_keeps_its_mesh_layo
     small = step('llama', 2, 4)
     assert shrink(small) == (small, [])
     wide = step(
-        'llama', 2, 4, sequence_parallel=True, model={'hidden_size': 4096, 'num_layers': 32}, train=EVERYTHING, optim={'shard': True}
+        'llama',
+        2,
+        4,
+        sequence_parallel=True,
+        model={'hidden_size': 4096, 'num_layers': 32},
+        train=EVERYTHING,
+        optim={'shard': True},
     )
     shrunk, changes = shrink(wide)
     assert 'model.num_layers 32 -> 2' in changes
@@ -124,7 +166,14 @@ def test_reducing_keeps_what_a_fault_needs_and_takes_away_the_rest():
     def is_wrong(config: Config) -> bool:
         return config.mesh.sequence_parallel and config.mesh.data > 1 and not config.model.bias
 
-    full = step('llama', 4, 4, sequence_parallel=True, train=EVERYTHING | {'dtype': 'bfloat16'}, optim={'shard': True})
+    full = step(
+        'llama',
+        4,
+        4,
+        sequence_parallel=True,
+        train=EVERYTHING | {'dtype': 'bfloat16'},
+        optim={'shard': True},
+    )
     found = smallest(full, is_wrong)
     assert is_wrong(found)
     assert (found.mesh.data, found.model.num_layers, found.train.microbatches) == (2, 1, 1)
@@ -135,13 +184,24 @@ def test_reducing_keeps_what_a_fault_needs_and_takes_away_the_rest():
 
 @pytest.mark.parametrize(
     ('dtype', 'exact', 'gradient', 'loss'),
-    [('float32', False, 1e-5, 1e-5), ('bfloat16', True, 2e-5, 1e-5), ('bfloat16', False, 3e-2, 1e-3)],
+    [
+        ('float32', False, 1e-5, 1e-5),
+        ('bfloat16', True, 2e-5, 1e-5),
+        ('bfloat16', False, 3e-2, 1e-3),
+    ],
 )
 def test_limits_follow_from_the_dtype(dtype, exact, gradient, loss):
     config = step('gpt', 1, 1, train={'dtype': dtype})
     judge = functools.partial(judged, config=config, exact=exact)
-    assert [one.ok for one in judge([Difference('gradient of x', gradient), Difference('gradient of x', 1.01 * gradient)])] == [True, False]
-    assert [one.ok for one in judge([Difference('loss', loss), Difference('loss', 1.01 * loss)])] == [True, False]
+    assert [
+        one.ok
+        for one in judge(
+            [Difference('gradient of x', gradient), Difference('gradient of x', 1.01 * gradient)]
+        )
+    ] == [True, False]
+    assert [
+        one.ok for one in judge([Difference('loss', loss), Difference('loss', 1.01 * loss)])
+    ] == [True, False]
     assert not judge([Difference('loss', float('inf'))])[0].ok
 
 
@@ -151,7 +211,9 @@ def test_a_batch_has_all_that_a_step_reads_and_no_padding_counts(name):
     batch = emulated_step.make_batch(config)
     with on_mesh(config):
         read = abstract_batch(config)
-    assert {key: (x.shape, x.dtype) for key, x in batch.items()} == {key: (x.shape, x.dtype) for key, x in read.items()}
+    assert {key: (x.shape, x.dtype) for key, x in batch.items()} == {
+        key: (x.shape, x.dtype) for key, x in read.items()
+    }
     counted = batch['loss_mask'].sum(-1)
     assert (counted > 0).all()
     assert len(set(counted)) > 1

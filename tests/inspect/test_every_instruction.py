@@ -21,9 +21,17 @@ from megajax.parallel.mesh import make_mesh
 CONFIGS = {
     'gpt': make_config('gpt', 2, 4, model={'num_layers': 1}),
     'llama with sequence parallelism and ZeRO-1': make_config(
-        'llama', 2, 4, sequence_parallel=True, model={'num_layers': 1}, optim={'shard': True}, train={'microbatches': 2}
+        'llama',
+        2,
+        4,
+        sequence_parallel=True,
+        model={'num_layers': 1},
+        optim={'shard': True},
+        train={'microbatches': 2},
     ),
-    'bert over data': make_config('bert', 8, 1, model={'num_layers': 1}, train={'recompute': 'full'}),
+    'bert over data': make_config(
+        'bert', 8, 1, model={'num_layers': 1}, train={'recompute': 'full'}
+    ),
 }
 OTHERS = (
     'moe dispatch', 'unequal groups', 'convolution placed by xla', 'every second step of a scan', 'switch by a table', 'scans in scans',
@@ -45,7 +53,14 @@ def other(name: str) -> CompiledStep:
         text = program_text(function.lower(*arguments).compile())
     memory = {'arguments': 0, 'temporaries': 0, 'outputs': 0, 'parameters': [], 'optimizer': []}
     sizes = {'data': 1, 'model': 1} | dict(mesh.shape)
-    return CompiledStep(text=text, mesh=sizes, devices_per_host=8, jax_version=jax.__version__, seconds=0.0, **memory)
+    return CompiledStep(
+        text=text,
+        mesh=sizes,
+        devices_per_host=8,
+        jax_version=jax.__version__,
+        seconds=0.0,
+        **memory,
+    )
 
 
 def written(config: Config, compiled: CompiledStep, target: str) -> list[dict]:
@@ -54,7 +69,9 @@ def written(config: Config, compiled: CompiledStep, target: str) -> list[dict]:
 
 def in_the_text(text: str) -> list[str]:
     kinds = 'all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast'
-    return sorted(re.findall(rf'^ +(?:ROOT )?%([\w.\-]+) = .*? (?:{kinds})(?:-start)?\(%', text, re.MULTILINE))
+    return sorted(
+        re.findall(rf'^ +(?:ROOT )?%([\w.\-]+) = .*? (?:{kinds})(?:-start)?\(%', text, re.MULTILINE)
+    )
 
 
 def check(found: list[dict], text: str) -> None:
@@ -73,7 +90,9 @@ def test_every_collective_of_a_step_is_in_the_json(name):
     found = written(CONFIGS[name], compiled, 'cpu')
     check(found, compiled.text)
     rows = audit(CONFIGS[name], compiled, 'cpu').rows
-    assert sum(one['wire_bytes'] for one in found) == pytest.approx(sum(row.wire_bytes for row in rows))
+    assert sum(one['wire_bytes'] for one in found) == pytest.approx(
+        sum(row.wire_bytes for row in rows)
+    )
 
 
 @pytest.mark.parametrize('name', OTHERS)
@@ -85,14 +104,23 @@ def test_every_collective_of_another_program_is_in_the_json(name):
 def test_what_no_step_runs_is_in_the_json_with_zero_times():
     compiled = other('every second step of a scan')
     once = compiled.text.replace('"known_trip_count":{"n":"7"}', '"known_trip_count":{"n":"1"}')
-    times = {one['kind']: one['times'] for one in written(CONFIGS['gpt'], dataclasses.replace(compiled, text=once), 'cpu')}
+    times = {
+        one['kind']: one['times']
+        for one in written(CONFIGS['gpt'], dataclasses.replace(compiled, text=once), 'cpu')
+    }
     assert times == {'all-reduce': 1, 'all-gather': 0}
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
-@pytest.mark.parametrize('overrides', [(), ('mesh.sequence_parallel=true', 'optim.shard=true', 'train.recompute=full')])
+@pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
+@pytest.mark.parametrize(
+    'overrides', [(), ('mesh.sequence_parallel=true', 'optim.shard=true', 'train.recompute=full')]
+)
 def test_every_collective_of_a_gpus_step_is_in_the_json(overrides):
-    config = megajax.load('tiny', ['model.num_layers=1', 'model.vocab_size=1000', 'train.batch_size=8', *overrides])
+    config = megajax.load(
+        'tiny', ['model.num_layers=1', 'model.vocab_size=1000', 'train.batch_size=8', *overrides]
+    )
     compiled = compile_in_child(config, 'h100', 1)
     check(written(config, compiled, 'h100'), compiled.text)

@@ -29,9 +29,15 @@ PARAMETERS = [
         ((8, 32, 64), None),
     ],
 )
-def test_it_is_named_whatever_its_layout_and_nothing_else_is(shape: tuple[int, ...], name: str | None) -> None:
+def test_it_is_named_whatever_its_layout_and_nothing_else_is(
+    shape: tuple[int, ...], name: str | None
+) -> None:
     array = Array('bf16', shape)
-    gather = dataclasses.replace(reduced('layers/mlp', array), kind='all-gather', operand=Array('bf16', (shape[0] // 2, *shape[1:])))
+    gather = dataclasses.replace(
+        reduced('layers/mlp', array),
+        kind='all-gather',
+        operand=Array('bf16', (shape[0] // 2, *shape[1:])),
+    )
     compiled = SimpleNamespace(parameters=PARAMETERS)
     found = [*_gathered_weights(make_config('gpt', 2, 4), compiled, [gather])]
     assert [name in one.message for one in found] == ([True] if name else [])

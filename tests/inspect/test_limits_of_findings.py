@@ -24,13 +24,19 @@ def test_one_reduction_of_an_input_gradient_more_is_found(times: int, findings: 
     placed = [reduced(BACKWARD, Array('bf16', X_BSD), times=times)]
     found = [*_reduced_twice(CONFIG, placed, WANTED)]
     assert len(found) == findings
-    assert all(f'reduced {times} times a step, {ALLOWED} in Megatron' in one.message for one in found)
+    assert all(
+        f'reduced {times} times a step, {ALLOWED} in Megatron' in one.message for one in found
+    )
 
 
 @pytest.mark.parametrize(('rows', 'verdict'), [(999, 'less'), (1000, 'equal'), (1001, 'MORE')])
 def test_a_thousandth_more_on_the_wire_is_more(rows: int, verdict: str) -> None:
     config = make_config('gpt', 1, 2, train={'dtype': 'bfloat16', 'batch_size': 1000})
-    wanted = [one for one in expected(config) if one.site.name == 'attention' and one.site.phase == 'backward']
+    wanted = [
+        one
+        for one in expected(config)
+        if one.site.name == 'attention' and one.site.phase == 'backward'
+    ]
     one = reduced(BACKWARD, Array('bf16', (rows, *X_BSD[1:])), times=ALLOWED)
     assert _row(site_of(one, config), [one], wanted).verdict == verdict
 
@@ -47,7 +53,9 @@ def test_a_thousandth_more_on_the_wire_is_more(rows: int, verdict: str) -> None:
         ('f32', (64, 64), ('model',), False),  # a gradient
     ],
 )
-def test_activations_in_fp32_on_the_wire_are_found(dtype: str, shape: tuple[int, ...], axes: tuple[str, ...], is_found: bool) -> None:
+def test_activations_in_fp32_on_the_wire_are_found(
+    dtype: str, shape: tuple[int, ...], axes: tuple[str, ...], is_found: bool
+) -> None:
     one = dataclasses.replace(reduced(BACKWARD, Array(dtype, shape), times=1), axes=axes)
     assert bool([*_wide(CONFIG, [one])]) == is_found
     assert not [*_wide(make_config('gpt', 1, 2), [one])]

@@ -48,8 +48,16 @@ def permuted(*pairs: tuple[int, int]) -> Inspection:
 @pytest.mark.parametrize(
     ('pairs', 'rule', 'sentence'),
     [
-        (((0, 1), (1, 2), (2, 3)), 'permute without a source', 'devices 0, 4 have no source and get zeros'),
-        (((2, 2),), 'permute without a source', 'devices 0, 1, 3, 4, 5, 7 have no source and get zeros'),
+        (
+            ((0, 1), (1, 2), (2, 3)),
+            'permute without a source',
+            'devices 0, 4 have no source and get zeros',
+        ),
+        (
+            ((2, 2),),
+            'permute without a source',
+            'devices 0, 1, 3, 4, 5, 7 have no source and get zeros',
+        ),
     ],
 )
 def test_a_permute_that_loses_data_is_an_error_with_its_place(pairs, rule, sentence):
@@ -70,13 +78,18 @@ def test_a_permute_without_pairs_is_found_once_with_what_is_known_of_it():
     assert 'openxla/xla#45218' in error.message
 
 
-@pytest.mark.parametrize(('pairs', 'axis', 'sent'), [([(i, i) for i in range(4)], '', 0), ([(i, 3 - i) for i in range(4)], 'model', 512)])
+@pytest.mark.parametrize(
+    ('pairs', 'axis', 'sent'),
+    [([(i, i) for i in range(4)], '', 0), ([(i, 3 - i) for i in range(4)], 'model', 512)],
+)
 def test_a_permute_that_gives_every_device_a_source_has_a_row_whatever_it_sends(pairs, axis, sent):
     found = permuted(*pairs)
     assert not [one for one in found.findings if one.level == 'error']
     [row] = [row for row in found.rows if row.placed]
     assert (row.site, row.axis, row.wire_bytes) == ('mlp', axis, sent)
-    assert [(one.kind, one.array, one.times) for one in row.placed] == [('collective-permute', 'f32[8,16]', 1)]
+    assert [(one.kind, one.array, one.times) for one in row.placed] == [
+        ('collective-permute', 'f32[8,16]', 1)
+    ]
 
 
 def test_the_row_of_a_branch_that_may_not_be_taken_says_at_most():
@@ -92,4 +105,8 @@ def test_the_row_of_a_branch_that_may_not_be_taken_says_at_most():
 
 def test_a_loop_of_unknown_length_that_sends_something_is_an_error_with_its_place():
     with pytest.raises(ValueError, match=rf'give a trip_count, .*mlp/while at {__file__}:'):
-        inspected(lambda x: jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: jax.lax.psum(x, 'model'), x))
+        inspected(
+            lambda x: jax.lax.while_loop(
+                lambda x: x.sum() < 1, lambda x: jax.lax.psum(x, 'model'), x
+            )
+        )

@@ -10,7 +10,15 @@ from megajax.counts.parameters import num_parameters
 
 def config(name: str = 'megatron_8.3b', *overrides: str) -> megajax.Config:
     return megajax.load(
-        name, ['mesh.data=1', 'mesh.model=8', 'train.batch_size=8', 'train.recompute=none', 'train.dtype=bfloat16', *overrides]
+        name,
+        [
+            'mesh.data=1',
+            'mesh.model=8',
+            'train.batch_size=8',
+            'train.recompute=none',
+            'train.dtype=bfloat16',
+            *overrides,
+        ],
     )
 
 
@@ -20,7 +28,10 @@ def wire_bytes(found: list[Expected], *sites: str) -> float:
 
 def counts(found: list[Expected], *sites: str) -> dict[str, int]:
     kinds = {one.kind for one in found if one.site.name in sites}
-    return {kind: sum(one.times for one in found if one.kind == kind and one.site.name in sites) for kind in kinds}
+    return {
+        kind: sum(one.times for one in found if one.kind == kind and one.site.name in sites)
+        for kind in kinds
+    }
 
 
 def test_a_layer_of_8b_sends_352_megabytes_each_way_and_back():
@@ -31,7 +42,10 @@ def test_a_layer_of_8b_sends_352_megabytes_each_way_and_back():
 
 
 def test_full_recomputation_adds_the_forward_pass_once_more():
-    plain, again = (wire_bytes(expected(config('megatron_8.3b', f'train.recompute={how}')), 'attention', 'mlp') for how in ('none', 'full'))
+    plain, again = (
+        wire_bytes(expected(config('megatron_8.3b', f'train.recompute={how}')), 'attention', 'mlp')
+        for how in ('none', 'full')
+    )
     assert again == 1.5 * plain
     assert expected(config('megatron_8.3b', 'train.recompute=selective')) == expected(config())
 
@@ -44,7 +58,9 @@ def test_tensor_parallelism_makes_2L_plus_1_all_reduces_each_way():
 
 
 def test_sequence_parallelism_gathers_a_layers_input_again_for_the_weight_gradient():
-    assert counts(expected(config('megatron_8.3b', 'mesh.sequence_parallel=true')), 'attention', 'mlp') == {
+    assert counts(
+        expected(config('megatron_8.3b', 'mesh.sequence_parallel=true')), 'attention', 'mlp'
+    ) == {
         'all-gather': 6 * 72,
         'reduce-scatter': 4 * 72,
     }
@@ -52,7 +68,10 @@ def test_sequence_parallelism_gathers_a_layers_input_again_for_the_weight_gradie
 
 def test_microbatches_send_as_much_over_model_and_gradients_once():
     sites = 'embedding', 'attention', 'mlp', 'head', 'loss'
-    one, four = (expected(config('megatron_8.3b', 'mesh.data=2', f'train.microbatches={count}')) for count in (1, 4))
+    one, four = (
+        expected(config('megatron_8.3b', 'mesh.data=2', f'train.microbatches={count}'))
+        for count in (1, 4)
+    )
     assert wire_bytes(one, *sites) == wire_bytes(four, *sites)
     assert counts(four, 'gradients') == {'all-reduce': 1}
     assert wire_bytes(one, 'gradients') == wire_bytes(four, 'gradients')
@@ -70,6 +89,12 @@ def test_each_number_of_a_device_is_reduced_over_data_once_in_fp32(name):
 
 
 def test_few_key_value_heads_are_gathered_with_the_queries():
-    found = expected(config('llama3_8b', 'mesh.model=16', 'train.batch_size=8', 'train.microbatches=1'))
-    gathered = [one for one in found if one.kind == 'all-gather' and one.array.shape[-1] == (32 + 2 * 8) * 128]
+    found = expected(
+        config('llama3_8b', 'mesh.model=16', 'train.batch_size=8', 'train.microbatches=1')
+    )
+    gathered = [
+        one
+        for one in found
+        if one.kind == 'all-gather' and one.array.shape[-1] == (32 + 2 * 8) * 128
+    ]
     assert [one.times for one in gathered] == [32]

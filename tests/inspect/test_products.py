@@ -24,7 +24,9 @@ CASES = [
     slow('gpt', 2, 4, {'recompute': 'selective'}, {'sequence_parallel': True}),
     slow('gpt', 2, 4, {'recompute': 'full'}, {'model': {'dropout': 0.1}}),
     slow('gpt', 2, 4, {'recompute': 'none', 'overlap': 'batch_split'}, {}),
-    slow('llama', 2, 4, {'recompute': 'full', 'overlap': 'batch_split'}, {'sequence_parallel': True}),
+    slow(
+        'llama', 2, 4, {'recompute': 'full', 'overlap': 'batch_split'}, {'sequence_parallel': True}
+    ),
     slow('llama', 2, 4, {'recompute': 'full', 'dtype': 'float32'}, {'sequence_parallel': True}),
     slow('llama', 1, 1, {'recompute': 'full'}, {}),
     slow('llama', 4, 2, {'recompute': 'none'}, {'optim': {'shard': True}}),

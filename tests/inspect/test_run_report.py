@@ -18,7 +18,9 @@ WRONG = [Compared(name='gradient of lost', error=1.0, limit=1e-5), *RIGHT]
 
 
 def executed(results: list[Compared], **known: object) -> StepRun:
-    return StepRun.model_validate({'config': '', 'shrunk': [], 'exact': False, 'seconds': 61.7, 'results': results} | known)
+    return StepRun.model_validate(
+        {'config': '', 'shrunk': [], 'exact': False, 'seconds': 61.7, 'results': results} | known
+    )
 
 
 def said(*runs: StepRun) -> list[str]:
@@ -36,9 +38,17 @@ def test_a_right_step_has_its_verdict_and_its_five_worst() -> None:
 
 def test_a_wrong_step_says_how_much_is_wrong_and_why() -> None:
     head, worst, *_, culprit, smallest, shrunk, _, _ = said(
-        executed(WRONG, exact=True, culprit='some-pass', smallest='a: 1\n', shrunk=['x 2 -> 1', 'y 4 -> 2'])
+        executed(
+            WRONG,
+            exact=True,
+            culprit='some-pass',
+            smallest='a: 1\n',
+            shrunk=['x 2 -> 1', 'y 4 -> 2'],
+        )
     )
-    assert head.startswith('executed on simulated CPU devices, everything of 16 bits in fp32, beside one device: 1 of 8 results are WRONG')
+    assert head.startswith(
+        'executed on simulated CPU devices, everything of 16 bits in fp32, beside one device: 1 of 8 results are WRONG'
+    )
     assert worst == '  1.0e+00  gradient of lost  (limit 1e-05)'
     assert culprit == 'right before, wrong after the pass some-pass'
     assert smallest == 'the smallest config of the family that is wrong:\na: 1\n'
@@ -77,7 +87,9 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
         return [Compared(name='lost', error=found['gradients']['lost'], limit=1e-5)]
 
     monkeypatch.setattr('megajax.inspect.emulated_step.EmulatedStep', Step)
-    monkeypatch.setattr('megajax.inspect.culprit.culprit', lambda *_, exact, say: f'a pass, exact={exact}')
+    monkeypatch.setattr(
+        'megajax.inspect.culprit.culprit', lambda *_, exact, say: f'a pass, exact={exact}'
+    )
     monkeypatch.setattr(step_run, 'judged', judged)
     heard: list[str] = []
     config = make_config('gpt', 2, 4, train={'dtype': dtype})
@@ -88,7 +100,9 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
     assert all(one.shrunk == [] and one.smallest == '' for one in found)
 
 
-def test_the_process_of_its_own_runs_what_it_is_told_and_hands_the_result_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_of_its_own_runs_what_it_is_told_and_hands_the_result_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = {}
 
     def call(module: str, task: Path, result: Path, *, target: str, say: object) -> None:
@@ -103,9 +117,17 @@ def test_the_process_of_its_own_runs_what_it_is_told_and_hands_the_result_back(t
     monkeypatch.setattr(step_run, 'run', fake)
     config = make_config('gpt', 2, 4)
     assert run_in_child(config, 'h200', bisect=True, reduce=False, say=print) == [executed(RIGHT)]
-    assert (asked['config'], asked['target'], asked['bisect'], asked['reduce']) == (config, 'h200', True, False)
+    assert (asked['config'], asked['target'], asked['bisect'], asked['reduce']) == (
+        config,
+        'h200',
+        True,
+        False,
+    )
 
 
-@pytest.mark.parametrize(('count', 'text'), [(999, '999 B'), (1000, '1.0 kB'), (2.5e9, '2.5 GB'), (1e12, '1.0 TB'), (2.5e15, '2500.0 TB')])
+@pytest.mark.parametrize(
+    ('count', 'text'),
+    [(999, '999 B'), (1000, '1.0 kB'), (2.5e9, '2.5 GB'), (1e12, '1.0 TB'), (2.5e15, '2500.0 TB')],
+)
 def test_bytes_have_the_largest_unit_that_leaves_a_digit(count: float, text: str) -> None:
     assert si(count) == text

@@ -20,7 +20,9 @@ LIMIT = 2e-4  # of logits of size 1 to 10, in fp32
 
 def config_of(name: str, data: int = 1, model: int = 1) -> Config:
     keys = read_family(json.loads((DATA / name / 'config.json').read_text()), name)[1]
-    return Config(model=keys, mesh={'data': data, 'model': model}, train={'seq_len': 16, 'dtype': 'float32'})
+    return Config(
+        model=keys, mesh={'data': data, 'model': model}, train={'seq_len': 16, 'dtype': 'float32'}
+    )
 
 
 def logits(config: Config, params: nnx.State, token_BS: np.ndarray) -> np.ndarray:
@@ -43,4 +45,8 @@ def assert_same_tensors(actual: Path, expected: Path) -> None:
     a, b = read_tensors(actual), read_tensors(expected)
     assert a.keys() == b.keys()
     for name, x in b.items():
-        assert (a[name].dtype, a[name].shape, a[name].tobytes()) == (x.dtype, x.shape, x.tobytes()), name
+        assert (a[name].dtype, a[name].shape, a[name].tobytes()) == (
+            x.dtype,
+            x.shape,
+            x.tobytes(),
+        ), name

@@ -27,21 +27,29 @@ LIMIT = 2e-4  # of logits of size 1 to 10, in fp32
 MESHES = [(1, 1, False), (2, 2, False), (1, 4, True)]
 
 
-def heads_on_mesh(folder: Path, inputs: Mapping[str, np.ndarray], *mesh: int) -> dict[str, np.ndarray]:
+def heads_on_mesh(
+    folder: Path, inputs: Mapping[str, np.ndarray], *mesh: int
+) -> dict[str, np.ndarray]:
     """The logits of both heads of the model in `folder`."""
     data, model, sequence_parallel = mesh
     keys = read_family(json.loads((folder / 'config.json').read_text()), str(folder))[1]
     config = Config(
-        model=keys, mesh={'data': data, 'model': model, 'sequence_parallel': sequence_parallel}, train={'seq_len': 24, 'dtype': 'float32'}
+        model=keys,
+        mesh={'data': data, 'model': model, 'sequence_parallel': sequence_parallel},
+        train={'seq_len': 24, 'dtype': 'float32'},
     )
     with on_mesh(config):
         params = from_huggingface(config, read_tensors(folder), source=str(folder))
         graph = graph_of(config)
         names = ('input_ids', 'token_type_ids', 'attention_mask')
-        placed = [jax.device_put(inputs[name].astype(np.int32), jax.P('data', None)) for name in names]
+        placed = [
+            jax.device_put(inputs[name].astype(np.int32), jax.P('data', None)) for name in names
+        ]
 
         @jax.jit
-        def heads(params: nnx.State, token_BS: jax.Array, type_BS: jax.Array, mask_BS: jax.Array) -> dict[str, jax.Array]:
+        def heads(
+            params: nnx.State, token_BS: jax.Array, type_BS: jax.Array, mask_BS: jax.Array
+        ) -> dict[str, jax.Array]:
             bert, computation = nnx.merge(graph, params), Computation.of(config)
             rows = {'type_BS': type_BS, 'segment_BS': 1 - mask_BS}
             x_BSD = bert.hidden(token_BS, computation, **rows)
@@ -51,7 +59,11 @@ def heads_on_mesh(folder: Path, inputs: Mapping[str, np.ndarray], *mesh: int) ->
     return {'logits': made['logits'][:, :, : config.model.vocab_size], 'order': made['order']}
 
 
-def assert_heads_close(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray], inputs: Mapping[str, np.ndarray]) -> None:
+def assert_heads_close(
+    actual: Mapping[str, np.ndarray],
+    expected: Mapping[str, np.ndarray],
+    inputs: Mapping[str, np.ndarray],
+) -> None:
     real = inputs['attention_mask'] > 0
     assert np.abs(actual['logits'] - expected['logits'])[real].max() < LIMIT
     assert np.abs(actual['order'] - expected['order']).max() < LIMIT
@@ -93,8 +105,12 @@ def test_old_files_may_hold_what_is_tied_and_what_nobody_reads() -> None:
         params = by_name(from_huggingface(config, tensors, source='bert'))
         np.testing.assert_array_equal(np.asarray(params['masked_head.bias'])[:50], bias)
         for name, x in (('weight', table + 1), ('bias', bias + 1)):
-            with pytest.raises(ConfigError, match=rf'decoder\.{name} is not .*, and tie_word_embeddings says'):
-                from_huggingface(config, tensors | {f'cls.predictions.decoder.{name}': x}, source='bert')
+            with pytest.raises(
+                ConfigError, match=rf'decoder\.{name} is not .*, and tie_word_embeddings says'
+            ):
+                from_huggingface(
+                    config, tensors | {f'cls.predictions.decoder.{name}': x}, source='bert'
+                )
 
 
 @pytest.mark.parametrize(
@@ -108,19 +124,30 @@ def test_old_files_may_hold_what_is_tied_and_what_nobody_reads() -> None:
         ({'attention_probs_dropout_prob': 0.0}, 'dropouts must be the same'),
     ],
 )
-def test_another_architecture_is_refused_with_the_reason(keys: dict[str, Any], message: str) -> None:
+def test_another_architecture_is_refused_with_the_reason(
+    keys: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         read_family(json.loads((BERT / 'config.json').read_text()) | keys, 'config.json')
 
 
 def test_no_other_family_is_this_model() -> None:
-    model = Config(model=read_family(json.loads((BERT / 'config.json').read_text()), '')[1], train={'seq_len': 16}).model
+    model = Config(
+        model=read_family(json.loads((BERT / 'config.json').read_text()), '')[1],
+        train={'seq_len': 16},
+    ).model
     assert write_family(model)[0] == 'megatron-bert'
     with pytest.raises(ConfigError, match=r'model\.objective'):
         write_family(model, 'gpt2')
 
 
-@pytest.mark.parametrize('keys', [{'hidden_act': 'gelu_new', 'layer_norm_eps': 1e-3}, {'num_hidden_layers': 3, 'num_attention_heads': 8}])
+@pytest.mark.parametrize(
+    'keys',
+    [
+        {'hidden_act': 'gelu_new', 'layer_norm_eps': 1e-3},
+        {'num_hidden_layers': 3, 'num_attention_heads': 8},
+    ],
+)
 def test_transformers_itself_agrees_there_and_back(keys: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip('transformers', reason="transformers is in the extra 'test-hf'")
     from interop import make_bert
@@ -136,7 +163,9 @@ def test_transformers_itself_agrees_there_and_back(keys: dict[str, Any], tmp_pat
 
 
 def test_what_is_stored_is_what_transformers_makes() -> None:
-    transformers = pytest.importorskip('transformers', reason="transformers is in the extra 'test-hf'")
+    transformers = pytest.importorskip(
+        'transformers', reason="transformers is in the extra 'test-hf'"
+    )
     from interop import make_bert
 
     stored = dict(np.load(BERT / 'heads.npz'))

@@ -23,7 +23,10 @@ def test_a_number_that_the_dtype_does_not_have_is_refused_by_name(tmp_path: Path
     shutil.copytree(DATA / 'gpt2', tmp_path / 'in')
     save_file(tensors, tmp_path / 'in' / SINGLE)
     import_huggingface(tmp_path / 'in', tmp_path / 'run')
-    with pytest.raises(ConfigError, match=f'{NAME}: 70000 is beyond what float16 has: export it as bfloat16 or float32'):
+    with pytest.raises(
+        ConfigError,
+        match=f'{NAME}: 70000 is beyond what float16 has: export it as bfloat16 or float32',
+    ):
         export_huggingface(tmp_path / 'run', tmp_path / 'out', dtype='float16')
     assert not (tmp_path / 'out').exists()
     export_huggingface(tmp_path / 'run', tmp_path / 'out', dtype='bfloat16')

@@ -9,9 +9,13 @@ from megajax.interop import folder
 from megajax.interop.folder import new_folder
 
 
-def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_on_disk_before_the_folder_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out, synced = tmp_path / 'out', list[tuple[str, bool]]()
-    monkeypatch.setattr(folder, '_sync', lambda path: synced.append((str(path.relative_to(tmp_path)), out.exists())))
+    monkeypatch.setattr(
+        folder, '_sync', lambda path: synced.append((str(path.relative_to(tmp_path)), out.exists()))
+    )
     with new_folder(out) as partial:
         (partial / 'deep').mkdir()
         for name in ('config.json', 'deep/weights'):
@@ -19,7 +23,12 @@ def test_everything_is_on_disk_before_the_folder_has_its_name(tmp_path: Path, mo
         assert not out.exists()
     assert (out / 'deep/weights').read_text() == 'text'
     before = {path for path, is_there in synced if not is_there}
-    assert before == {'out.partial', 'out.partial/deep', 'out.partial/config.json', 'out.partial/deep/weights'}
+    assert before == {
+        'out.partial',
+        'out.partial/deep',
+        'out.partial/config.json',
+        'out.partial/deep/weights',
+    }
     assert [path for path, is_there in synced if is_there] == ['.']
 
 
@@ -41,5 +50,9 @@ def test_what_fails_leaves_no_folder_and_the_next_begins_anew(tmp_path: Path) ->
 
 
 def test_two_do_not_write_into_one_folder(tmp_path: Path) -> None:
-    with new_folder(tmp_path / 'out'), pytest.raises(ConfigError, match='is being written by another'), new_folder(tmp_path / 'out'):
+    with (
+        new_folder(tmp_path / 'out'),
+        pytest.raises(ConfigError, match='is being written by another'),
+        new_folder(tmp_path / 'out'),
+    ):
         pass

@@ -50,7 +50,10 @@ def test_logits_are_those_of_transformers(name: str, data: int, model: int) -> N
 def test_import_then_export_gives_the_same_tensors_bit_for_bit(name: str, tmp_path: Path) -> None:
     import_huggingface(DATA / name, tmp_path / 'run', ['mesh.model=2'])
     family, dtype = export_huggingface(tmp_path / 'run', tmp_path / 'out')
-    assert (family, dtype) == (json.loads((DATA / name / 'config.json').read_text())['model_type'], str(tensors_of(DATA / name)[0].dtype))
+    assert (family, dtype) == (
+        json.loads((DATA / name / 'config.json').read_text())['model_type'],
+        str(tensors_of(DATA / name)[0].dtype),
+    )
     assert_same_tensors(tmp_path / 'out', DATA / name)
     again = read_family(json.loads((tmp_path / 'out' / 'config.json').read_text()), name)
     assert again == (family, config_of(name).model.model_dump(mode='json', exclude_unset=True), [])
@@ -58,19 +61,31 @@ def test_import_then_export_gives_the_same_tensors_bit_for_bit(name: str, tmp_pa
 
 def test_an_import_is_a_run_at_step_0(tmp_path: Path) -> None:
     out = tmp_path / 'run'
-    config = import_huggingface(DATA / 'gpt2', out, ['mesh.data=2', 'train.dtype=float32', 'train.seq_len=8'])
+    config = import_huggingface(
+        DATA / 'gpt2', out, ['mesh.data=2', 'train.dtype=float32', 'train.seq_len=8']
+    )
     assert find_steps(out / 'checkpoints') == [0]
-    assert read_record(out / 'checkpoints' / '0').data == {'imported as': 'gpt2', 'imported in': 'float32'}
+    assert read_record(out / 'checkpoints' / '0').data == {
+        'imported as': 'gpt2',
+        'imported in': 'float32',
+    }
     opened = open_model(out, ['mesh.data=1', 'mesh.model=4'])
     assert opened.step == 0
     assert opened.tokenizer is not None
     assert opened.tokenizer.vocab_size == 50
     assert opened.config.data.tokenizer == str(out / 'tokenizer.json')
     assert opened.config.model == config.model
-    assert sum(x.size for x in gather(opened.params).values()) == num_parameters(config.model, padded=True)
+    assert sum(x.size for x in gather(opened.params).values()) == num_parameters(
+        config.model, padded=True
+    )
     expected = np.load(DATA / 'gpt2.npz')
     with jax.set_mesh(opened.mesh):
-        assert np.abs(logits(opened.config, opened.params, expected['tokens']) - expected['logits']).max() < LIMIT
+        assert (
+            np.abs(
+                logits(opened.config, opened.params, expected['tokens']) - expected['logits']
+            ).max()
+            < LIMIT
+        )
     with pytest.raises(ConfigError, match='run is a run already, at step 0'):
         import_huggingface(DATA / 'gpt2', out)
 
@@ -83,16 +98,32 @@ def test_each_device_gets_its_part_and_the_padding_is_zero() -> None:
     assert table.shape == (1024, 16)
     assert {shard.data.shape for shard in table.addressable_shards} == {(512, 16)}
     assert not np.asarray(table)[50:].any()
-    np.testing.assert_array_equal(np.asarray(table)[:50], read_tensors(DATA / 'mistral')['model.embed_tokens.weight'])
-    assert {shard.data.shape for shard in params['layers.mlp.up.weight'].addressable_shards} == {(2, 16, 2, 12)}
+    np.testing.assert_array_equal(
+        np.asarray(table)[:50], read_tensors(DATA / 'mistral')['model.embed_tokens.weight']
+    )
+    assert {shard.data.shape for shard in params['layers.mlp.up.weight'].addressable_shards} == {
+        (2, 16, 2, 12)
+    }
 
 
 def test_host_memory_holds_one_shard_of_one_parameter(tmp_path: Path) -> None:
-    keys = json.loads((DATA / 'llama2' / 'config.json').read_text()) | {'vocab_size': 8192, 'hidden_size': 64, 'head_dim': 16}
+    keys = json.loads((DATA / 'llama2' / 'config.json').read_text()) | {
+        'vocab_size': 8192,
+        'hidden_size': 64,
+        'head_dim': 16,
+    }
     config = Config(model=read_family(keys, '')[1], mesh={'model': 4}, train={'seq_len': 16})
-    random, shapes = np.random.default_rng(0), {name: x.shape for name, x in read_tensors(DATA / 'llama2').items()}
-    grown = {name: tuple({50: 8192, 16: 64}.get(size, size) for size in shape) for name, shape in shapes.items()}
-    save_file({name: random.random(shape, np.float32) for name, shape in grown.items()}, tmp_path / SINGLE)
+    random, shapes = (
+        np.random.default_rng(0),
+        {name: x.shape for name, x in read_tensors(DATA / 'llama2').items()},
+    )
+    grown = {
+        name: tuple({50: 8192, 16: 64}.get(size, size) for size in shape)
+        for name, shape in shapes.items()
+    }
+    save_file(
+        {name: random.random(shape, np.float32) for name, shape in grown.items()}, tmp_path / SINGLE
+    )
     tensors = read_tensors(tmp_path)
     with on_mesh(config):
         tracemalloc.start()  # knows numpy's memory; mapped files are not in it
@@ -106,11 +137,15 @@ def test_host_memory_holds_one_shard_of_one_parameter(tmp_path: Path) -> None:
     assert peak - left < shard
 
 
-def test_an_export_in_pieces_has_an_index_and_an_exported_tokenizer_reads_the_same(tmp_path: Path) -> None:
+def test_an_export_in_pieces_has_an_index_and_an_exported_tokenizer_reads_the_same(
+    tmp_path: Path,
+) -> None:
     import_huggingface(DATA / 'gpt2', tmp_path / 'run')
     export_huggingface(tmp_path / 'run' / 'checkpoints' / '0', tmp_path / 'out', shard_bytes=8000)
     files = sorted(path.name for path in (tmp_path / 'out').glob('*.safetensors'))
-    assert files == [f'model-{n:05}-of-{len(files):05}.safetensors' for n in range(1, len(files) + 1)]
+    assert files == [
+        f'model-{n:05}-of-{len(files):05}.safetensors' for n in range(1, len(files) + 1)
+    ]
     assert len(files) > 2
     assert all(load_file(tmp_path / 'out' / file) for file in files)
     index = json.loads((tmp_path / 'out' / INDEX).read_text())
@@ -133,7 +168,10 @@ def test_a_tokenizer_that_begins_documents_keeps_its_token(tmp_path: Path) -> No
     (tmp_path / 'in' / 'tokenizer.json').write_text(json.dumps(spec))
     import_huggingface(tmp_path / 'in', tmp_path / 'run')
     export_huggingface(tmp_path / 'run', tmp_path / 'out')
-    about, keys = (json.loads((tmp_path / 'out' / name).read_text()) for name in ('tokenizer_config.json', 'config.json'))
+    about, keys = (
+        json.loads((tmp_path / 'out' / name).read_text())
+        for name in ('tokenizer_config.json', 'config.json')
+    )
     assert (about['bos_token'], about['eos_token']) == ('<s>', '<|endoftext|>')
     assert (keys['bos_token_id'], keys['eos_token_id']) == (number, 49)
 
@@ -145,7 +183,9 @@ def test_names_of_other_versions_of_transformers(tmp_path: Path) -> None:
         ('llama2', {'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(2, np.float32)}),
         ('llama3', {'lm_head.weight': read_tensors(DATA / 'llama3')['model.embed_tokens.weight']}),
     ):
-        tensors = {key.removeprefix('transformer.'): x for key, x in read_tensors(DATA / name).items()}
+        tensors = {
+            key.removeprefix('transformer.'): x for key, x in read_tensors(DATA / name).items()
+        }
         config = config_of(name)
         with on_mesh(config):
             found = gather(from_huggingface(config, tensors | extra, source=name))
@@ -153,7 +193,9 @@ def test_names_of_other_versions_of_transformers(tmp_path: Path) -> None:
         assert all(np.array_equal(found[path], x) for path, x in expected.items())
     wrong = r'lm_head\.weight is not the embedding, and tie_word_embeddings says that it is'
     with on_mesh(config), pytest.raises(ConfigError, match=wrong):
-        from_huggingface(config, tensors | {'lm_head.weight': np.zeros((50, 16), np.float32)}, source=name)
+        from_huggingface(
+            config, tensors | {'lm_head.weight': np.zeros((50, 16), np.float32)}, source=name
+        )
 
 
 @pytest.mark.parametrize(
@@ -188,34 +230,125 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
 @pytest.mark.parametrize(
     ('name', 'key', 'value', 'message'),
     [
-        ('llama2', 'model_type', 'mixtral', 'model_type: "mixtral": only gpt2, llama, qwen2, qwen3, mistral'),
-        ('llama2', 'architectures', ['LlamaForSequenceClassification'], 'architectures: ["LlamaForSequenceClassification"]: only'),
-        ('llama2', 'quantization_config', {'bits': 4}, 'quantization_config: {"bits": 4}: only null is supported'),
+        (
+            'llama2',
+            'model_type',
+            'mixtral',
+            'model_type: "mixtral": only gpt2, llama, qwen2, qwen3, mistral',
+        ),
+        (
+            'llama2',
+            'architectures',
+            ['LlamaForSequenceClassification'],
+            'architectures: ["LlamaForSequenceClassification"]: only',
+        ),
+        (
+            'llama2',
+            'quantization_config',
+            {'bits': 4},
+            'quantization_config: {"bits": 4}: only null is supported',
+        ),
         ('llama2', 'hidden_act', 'gelu', 'hidden_act: "gelu": only "silu" or "swish" is supported'),
-        ('llama2', 'mlp_bias', True, 'mlp_bias: true: only that of attention_bias, false, is supported'),
+        (
+            'llama2',
+            'mlp_bias',
+            True,
+            'mlp_bias: true: only that of attention_bias, false, is supported',
+        ),
         ('llama2', 'attention_dropout', 0.1, 'attention_dropout: 0.1: only 0 is supported'),
-        ('llama2', 'rope_parameters', {'rope_type': 'yarn', 'factor': 4.0}, 'rope_parameters.rope_type: "yarn": only'),
-        ('llama2', 'rope_parameters', {'rope_type': 'default', 'partial_rotary_factor': 0.5}, 'rope_parameters.partial_rotary_factor: 0.5'),
-        ('llama2', 'rope_parameters', {'rope_type': 'llama3', 'factor': 4.0}, 'rope_parameters.low_freq_factor: required'),
-        ('llama2', 'rope_parameters', {'full_attention': ROPE}, 'rope_parameters.full_attention: {"rope_theta": 5e5}: only one rope'),
-        ('llama2', 'rope_parameters', ROPE | {'mrope_section': [2]}, 'rope_parameters.mrope_section: [2]: is not supported'),
-        ('llama2', 'rope_parameters', {'rope_type': 'default'}, 'rope_parameters.rope_theta: required, and missing'),
-        ('llama2', 'rope_parameters', {'rope_theta': None}, 'rope_parameters.rope_theta: null: only a number above 0 is supported'),
-        ('llama2', 'rope_parameters', ['default'], 'rope_parameters: ["default"]: only an object is supported'),
-        ('llama2', 'rope_scaling', {'attention_factor': 2.0}, 'rope_scaling.attention_factor: 2.0: is not supported'),
-        ('mistral', 'sliding_window', 16, 'sliding_window: 16: only null, or at least max_position_embeddings=32, is supported'),
+        (
+            'llama2',
+            'rope_parameters',
+            {'rope_type': 'yarn', 'factor': 4.0},
+            'rope_parameters.rope_type: "yarn": only',
+        ),
+        (
+            'llama2',
+            'rope_parameters',
+            {'rope_type': 'default', 'partial_rotary_factor': 0.5},
+            'rope_parameters.partial_rotary_factor: 0.5',
+        ),
+        (
+            'llama2',
+            'rope_parameters',
+            {'rope_type': 'llama3', 'factor': 4.0},
+            'rope_parameters.low_freq_factor: required',
+        ),
+        (
+            'llama2',
+            'rope_parameters',
+            {'full_attention': ROPE},
+            'rope_parameters.full_attention: {"rope_theta": 5e5}: only one rope',
+        ),
+        (
+            'llama2',
+            'rope_parameters',
+            ROPE | {'mrope_section': [2]},
+            'rope_parameters.mrope_section: [2]: is not supported',
+        ),
+        (
+            'llama2',
+            'rope_parameters',
+            {'rope_type': 'default'},
+            'rope_parameters.rope_theta: required, and missing',
+        ),
+        (
+            'llama2',
+            'rope_parameters',
+            {'rope_theta': None},
+            'rope_parameters.rope_theta: null: only a number above 0 is supported',
+        ),
+        (
+            'llama2',
+            'rope_parameters',
+            ['default'],
+            'rope_parameters: ["default"]: only an object is supported',
+        ),
+        (
+            'llama2',
+            'rope_scaling',
+            {'attention_factor': 2.0},
+            'rope_scaling.attention_factor: 2.0: is not supported',
+        ),
+        (
+            'mistral',
+            'sliding_window',
+            16,
+            'sliding_window: 16: only null, or at least max_position_embeddings=32, is supported',
+        ),
         ('qwen2', 'use_sliding_window', True, 'use_sliding_window: true: only false is supported'),
-        ('qwen3', 'layer_types', ['sliding_attention', 'full_attention'], 'layer_types: "sliding_attention": only "full_attention"'),
+        (
+            'qwen3',
+            'layer_types',
+            ['sliding_attention', 'full_attention'],
+            'layer_types: "sliding_attention": only "full_attention"',
+        ),
         ('qwen3', 'attention_bias', True, 'attention_bias: true: only false is supported'),
-        ('gpt2', 'activation_function', 'relu', 'activation_function: "relu": only gelu_new, gelu_pytorch_tanh, gelu are supported'),
+        (
+            'gpt2',
+            'activation_function',
+            'relu',
+            'activation_function: "relu": only gelu_new, gelu_pytorch_tanh, gelu are supported',
+        ),
         ('gpt2', 'attn_pdrop', 0.5, 'attn_pdrop: 0.5: the dropouts must be the same'),
-        ('gpt2', 'scale_attn_by_inverse_layer_idx', True, 'scale_attn_by_inverse_layer_idx: true: only false is supported'),
+        (
+            'gpt2',
+            'scale_attn_by_inverse_layer_idx',
+            True,
+            'scale_attn_by_inverse_layer_idx: true: only false is supported',
+        ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_key_and_value(name: str, key: str, value: Any, message: str) -> None:
+def test_what_is_not_supported_is_refused_by_key_and_value(
+    name: str, key: str, value: Any, message: str
+) -> None:
     keys = json.loads((DATA / name / 'config.json').read_text())
     with pytest.raises(ConfigError) as error:
-        read_family({name: x for name, x in keys.items() if name != 'rope_parameters' or 'rope' not in key} | {key: value}, 'config.json')
+        read_family(
+            {name: x for name, x in keys.items() if name != 'rope_parameters' or 'rope' not in key}
+            | {key: value},
+            'config.json',
+        )
     assert f'config.json: {message}' in str(error.value).replace('500000.0', '5e5')
 
 
@@ -223,13 +356,16 @@ def test_configs_of_transformers_4_are_read_too() -> None:
     keys = json.loads((DATA / 'llama3' / 'config.json').read_text())
     scaling = keys.pop('rope_parameters')
     theta, kind = scaling.pop('rope_theta'), scaling.pop('rope_type')
-    assert read_family(keys | {'rope_theta': theta, 'rope_scaling': scaling | {'type': kind}}, '')[1] == config_of(
-        'llama3'
-    ).model.model_dump(mode='json', exclude_unset=True)
+    assert read_family(keys | {'rope_theta': theta, 'rope_scaling': scaling | {'type': kind}}, '')[
+        1
+    ] == config_of('llama3').model.model_dump(mode='json', exclude_unset=True)
     with pytest.raises(ConfigError, match=r'rope_scaling.rope_type: "dynamic"'):
         read_family(keys | {'rope_scaling': OLD_SCALING}, '')
     del keys['num_hidden_layers'], keys['vocab_size']
-    with pytest.raises(ConfigError, match=r'num_hidden_layers: required, and missing\n.*vocab_size: required, and missing'):
+    with pytest.raises(
+        ConfigError,
+        match=r'num_hidden_layers: required, and missing\n.*vocab_size: required, and missing',
+    ):
         read_family(keys, '')
 
 
@@ -259,7 +395,11 @@ class TestDamage:
     def rewrite(self, change: dict[str, np.ndarray | None]) -> None:
         """llama2 with these tensors, None to leave one out."""
         self.copy('llama2')
-        tensors = {name: x for name, x in (load_file(self.folder / SINGLE) | change).items() if x is not None}
+        tensors = {
+            name: x
+            for name, x in (load_file(self.folder / SINGLE) | change).items()
+            if x is not None
+        }
         save_file(tensors, self.folder / SINGLE)
 
     def refused(self, *parts: str) -> None:
@@ -272,22 +412,47 @@ class TestDamage:
         self.copy('qwen3')
         victim = self.folder / 'model-00002-of-00004.safetensors'
         victim.write_bytes(victim.read_bytes()[:-4])
-        self.refused('model-00002-of-00004.safetensors: not a sound safetensors file', 'not fully covered')
+        self.refused(
+            'model-00002-of-00004.safetensors: not a sound safetensors file', 'not fully covered'
+        )
 
     def test_a_bad_header(self) -> None:
         self.copy('llama2')
         content = (self.folder / SINGLE).read_bytes()
-        for broken in (b'', content[:8], b'\xff' * 8 + content[8:], content[:8] + b'?' + content[9:]):
+        for broken in (
+            b'',
+            content[:8],
+            b'\xff' * 8 + content[8:],
+            content[:8] + b'?' + content[9:],
+        ):
             (self.folder / SINGLE).write_bytes(broken)
             self.refused('model.safetensors: not a sound safetensors file')
 
     def test_a_missing_and_an_extra_tensor(self) -> None:
-        self.rewrite({'model.norm.weight': None, 'model.layers.2.mlp.gate_proj.weight': np.zeros((24, 16), np.float32)})
-        self.refused('1 of 21 are missing', ': model.norm.weight', '1 are not expected', ': model.layers.2.mlp.gate_proj.weight')
+        self.rewrite(
+            {
+                'model.norm.weight': None,
+                'model.layers.2.mlp.gate_proj.weight': np.zeros((24, 16), np.float32),
+            }
+        )
+        self.refused(
+            '1 of 21 are missing',
+            ': model.norm.weight',
+            '1 are not expected',
+            ': model.layers.2.mlp.gate_proj.weight',
+        )
 
     def test_a_wrong_shape_and_dtype(self) -> None:
-        self.rewrite({'model.norm.weight': np.zeros(17, np.float32), 'lm_head.weight': np.zeros((50, 16), np.int8)})
-        self.refused('model.norm.weight: expected (16,), got (17,)', 'lm_head.weight: expected one of float32, float16, bfloat16, got int8')
+        self.rewrite(
+            {
+                'model.norm.weight': np.zeros(17, np.float32),
+                'lm_head.weight': np.zeros((50, 16), np.int8),
+            }
+        )
+        self.refused(
+            'model.norm.weight: expected (16,), got (17,)',
+            'lm_head.weight: expected one of float32, float16, bfloat16, got int8',
+        )
 
     def test_an_index_that_is_wrong(self) -> None:
         self.copy('qwen3')
@@ -302,14 +467,29 @@ class TestDamage:
                 {'model.norm.weight': '../secret.safetensors'},
                 "model.norm.weight is said to be in '../secret.safetensors', which is not the name",
             ),
-            ({'model.norm.weight': '/etc/passwd'}, "model.norm.weight is said to be in '/etc/passwd'"),
-            ({'ghost': files['model.norm.weight']}, f'ghost is said to be in {files["model.norm.weight"]}, which does not hold it'),
-            ({'model.norm.weight': files['model.embed_tokens.weight']}, f'{INDEX} says that it is in {files["model.embed_tokens.weight"]}'),
+            (
+                {'model.norm.weight': '/etc/passwd'},
+                "model.norm.weight is said to be in '/etc/passwd'",
+            ),
+            (
+                {'ghost': files['model.norm.weight']},
+                f'ghost is said to be in {files["model.norm.weight"]}, which does not hold it',
+            ),
+            (
+                {'model.norm.weight': files['model.embed_tokens.weight']},
+                f'{INDEX} says that it is in {files["model.embed_tokens.weight"]}',
+            ),
         ):
             (self.folder / INDEX).write_text(json.dumps({'weight_map': files | change}))
             self.refused(message)
         (self.folder / INDEX).write_text(
-            json.dumps({'weight_map': {name: file for name, file in files.items() if name != 'model.norm.weight'}})
+            json.dumps(
+                {
+                    'weight_map': {
+                        name: file for name, file in files.items() if name != 'model.norm.weight'
+                    }
+                }
+            )
         )
         self.refused('holds model.norm.weight, and model.safetensors.index.json does not know it')
         (self.folder / INDEX).write_text('[]')
@@ -333,7 +513,9 @@ class TestDamage:
 
 @pytest.mark.faults
 @pytest.mark.parametrize('moment', ['config.json', 'a tensor', 'an index'])
-def test_an_export_that_is_killed_leaves_nothing_under_its_name(moment: str, tmp_path: Path) -> None:
+def test_an_export_that_is_killed_leaves_nothing_under_its_name(
+    moment: str, tmp_path: Path
+) -> None:
     """(51 of the fault table) A real SIGKILL, sent by the exporting process to itself so that it comes at that moment."""
     import_huggingface(DATA / 'qwen3', tmp_path / 'run')
     program = f"""
@@ -350,7 +532,12 @@ else:
     folder._sync = die
 directories.export_huggingface(Path('run'), Path('out'), shard_bytes=8000)
 """
-    killed = subprocess.run([sys.executable, '-c', program], cwd=tmp_path, env=os.environ | {'JAX_PLATFORMS': 'cpu'}, check=False)
+    killed = subprocess.run(
+        [sys.executable, '-c', program],
+        cwd=tmp_path,
+        env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+        check=False,
+    )
     assert killed.returncode == -signal.SIGKILL
     assert (tmp_path / 'out.partial' / 'config.json').is_file()
     assert not (tmp_path / 'out').exists()
@@ -365,8 +552,22 @@ directories.export_huggingface(Path('run'), Path('out'), shard_bytes=8000)
 SET = {
     'model_type',
     *('n_layer', 'n_embd', 'n_head', 'n_inner', 'n_positions'),
-    *('num_hidden_layers', 'hidden_size', 'num_attention_heads', 'num_key_value_heads', 'head_dim', 'intermediate_size'),
-    *('vocab_size', 'max_position_embeddings', 'rope_parameters', 'rope_theta', 'rope_scaling', 'sliding_window'),
+    *(
+        'num_hidden_layers',
+        'hidden_size',
+        'num_attention_heads',
+        'num_key_value_heads',
+        'head_dim',
+        'intermediate_size',
+    ),
+    *(
+        'vocab_size',
+        'max_position_embeddings',
+        'rope_parameters',
+        'rope_theta',
+        'rope_scaling',
+        'sliding_window',
+    ),
 }
 
 

@@ -30,7 +30,9 @@ Steps = tuple[list[float], list[float], Arrays]
 
 for_each_oracle = pytest.mark.parametrize('name', ['gpt2', 'llama'])
 on_each_mesh = pytest.mark.parametrize(
-    'mesh', [slow({'model': 1}), slow({'model': 2}), {'model': 2, 'sequence_parallel': True}], ids=['1', '2', '2+sp']
+    'mesh',
+    [slow({'model': 1}), slow({'model': 2}), {'model': 2, 'sequence_parallel': True}],
+    ids=['1', '2', '2+sp'],
 )
 
 
@@ -42,7 +44,11 @@ def load(name: str) -> Arrays:
 
 def under(prefix: str, oracle: Arrays) -> Arrays:
     """The oracle's arrays by Megatron's names: p parameters, g gradients, pf parameters after the training steps."""
-    return {key.removeprefix(f'{prefix}/'): x for key, x in oracle.items() if key.startswith(f'{prefix}/')}
+    return {
+        key.removeprefix(f'{prefix}/'): x
+        for key, x in oracle.items()
+        if key.startswith(f'{prefix}/')
+    }
 
 
 def config_of(oracle: Arrays, mesh: dict[str, Any]) -> Config:
@@ -65,14 +71,21 @@ def config_of(oracle: Arrays, mesh: dict[str, Any]) -> Config:
             'norm_eps': given['eps'],
         },
         mesh=mesh,
-        train={'batch_size': given['batch'], 'seq_len': given['seq'], 'steps': given['train'], 'dtype': 'float32'},
+        train={
+            'batch_size': given['batch'],
+            'seq_len': given['seq'],
+            'steps': given['train'],
+            'dtype': 'float32',
+        },
         optim={'lr': given['lr'], 'schedule': 'constant', 'weight_decay': 0.1, 'beta2': 0.95},
     )
 
 
 def batch_of(oracle: Arrays, config: Config) -> Batch:
     tokens, labels = oracle['tokens'].astype(np.int32), oracle['labels'].astype(np.int32)
-    return place_batch({'tokens': tokens, 'labels': labels, 'loss_mask': np.ones(tokens.shape, config.train.dtype)})
+    return place_batch(
+        {'tokens': tokens, 'labels': labels, 'loss_mask': np.ones(tokens.shape, config.train.dtype)}
+    )
 
 
 @for_each_oracle
@@ -88,8 +101,13 @@ def test_logits_and_the_loss_of_each_token(name: str, mesh: dict[str, Any]) -> N
         return logit_BSV, loss.per_token(logit_BSV, batch['labels'])[0]
 
     with on_mesh(config):
-        logit_BSV, loss_BS = forward(from_megatron(config, under('p', oracle)), batch_of(oracle, config))
-    assert relative_error(np.asarray(logit_BSV)[:, :, : config.model.vocab_size], oracle['logits']) < LIMIT
+        logit_BSV, loss_BS = forward(
+            from_megatron(config, under('p', oracle)), batch_of(oracle, config)
+        )
+    assert (
+        relative_error(np.asarray(logit_BSV)[:, :, : config.model.vocab_size], oracle['logits'])
+        < LIMIT
+    )
     assert relative_error(loss_BS, oracle['loss_per_token']) < LIMIT
 
 
@@ -100,7 +118,9 @@ def test_the_loss_and_every_gradient(name: str, mesh: dict[str, Any]) -> None:
     config = config_of(oracle, mesh)
     with on_mesh(config):
         params = from_megatron(config, under('p', oracle))
-        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(params, batch_of(oracle, config), jax.random.key(0))
+        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(
+            params, batch_of(oracle, config), jax.random.key(0)
+        )
         assert relative_error(loss, oracle['loss']) < LIMIT
         assert_close(to_megatron(config, gradients), under('g', oracle), LIMIT)
 
@@ -116,7 +136,9 @@ def test_five_steps_of_adamw(name: str, mesh: dict[str, Any]) -> None:
     # `eps`, the rounding of fp32 becomes a step. A few elements in 1000 are beyond the limit, by 1e-3 at most; Megatron's own fp32
     # run is up to 2.7e-4 away from its float64 run. In float64, below, every element is held to the limit.
     expected = without_key_biases(under('pf', oracle), config_of(oracle, mesh))
-    errors = {name: np.abs(params[name] - x).mean() / np.abs(x).max() for name, x in expected.items()}
+    errors = {
+        name: np.abs(params[name] - x).mean() / np.abs(x).max() for name, x in expected.items()
+    }
     assert max(errors.values()) < LIMIT, errors
 
 
@@ -126,7 +148,9 @@ def test_five_steps_of_adamw(name: str, mesh: dict[str, Any]) -> None:
 def test_five_steps_of_adamw_in_double_precision(name: str, mesh: dict[str, Any]) -> None:
     oracle = load(f'{name}_f64')
     config = config_of(oracle, mesh)
-    config = config.model_copy(update={'train': config.train.model_copy(update={'dtype': 'float64'})})
+    config = config.model_copy(
+        update={'train': config.train.model_copy(update={'dtype': 'float64'})}
+    )
     losses, norms, params = train(oracle, config)
     assert relative_error(losses, oracle['train_losses']) < LIMIT
     assert relative_error(norms, oracle['train_gnorms']) < LIMIT
@@ -160,7 +184,9 @@ def without_key_biases(weights: Arrays, config: Config) -> Arrays:
     """
 
     def rest(bias: np.ndarray) -> np.ndarray:
-        return np.delete(bias.reshape(config.model.num_kv_heads, -1, config.model.head_dim), -2, axis=1)
+        return np.delete(
+            bias.reshape(config.model.num_kv_heads, -1, config.model.head_dim), -2, axis=1
+        )
 
     return {name: rest(x) if name.endswith('linear_qkv.bias') else x for name, x in weights.items()}
 
@@ -176,10 +202,17 @@ def test_megatrons_weights_come_back_bit_for_bit(name: str, mesh: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ('name', 'model'), [('gpt', {}), ('llama', {}), ('llama', {'norm': 'layernorm', 'bias': True, 'tie_embeddings': True})]
+    ('name', 'model'),
+    [
+        ('gpt', {}),
+        ('llama', {}),
+        ('llama', {'norm': 'layernorm', 'bias': True, 'tie_embeddings': True}),
+    ],
 )
 @pytest.mark.parametrize('model_size', [1, 2, 4])
-def test_our_parameters_come_back_bit_for_bit_in_their_places(name: str, model: dict[str, Any], model_size: int) -> None:
+def test_our_parameters_come_back_bit_for_bit_in_their_places(
+    name: str, model: dict[str, Any], model_size: int
+) -> None:
     config = make_config(name, 2, model_size, model=model)
     with on_mesh(config):
         params = init_state(config).params
@@ -187,7 +220,11 @@ def test_our_parameters_come_back_bit_for_bit_in_their_places(name: str, model: 
         back = from_megatron(config, weights)
     assert jax.tree.structure(back) == jax.tree.structure(params)
     for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(back), strict=True):
-        assert (theirs.shape, theirs.dtype, theirs.sharding) == (ours.shape, ours.dtype, ours.sharding)
+        assert (theirs.shape, theirs.dtype, theirs.sharding) == (
+            ours.shape,
+            ours.dtype,
+            ours.sharding,
+        )
     assert_identical(to_megatron(config, back), weights)
     assert sum(x.size for x in weights.values()) == num_parameters(config.model)
 
@@ -214,7 +251,9 @@ def test_every_wrong_name_and_shape_is_told_at_once() -> None:
     weights = under('p', oracle)
     del weights['decoder.layers.1.mlp.linear_fc1.bias'], weights['decoder.final_layernorm.bias']
     weights['output_layer.weight'] = weights['embedding.word_embeddings.weight']
-    weights['decoder.layers.0.mlp.linear_fc2.weight'] = weights['decoder.layers.0.mlp.linear_fc2.weight'].T
+    weights['decoder.layers.0.mlp.linear_fc2.weight'] = weights[
+        'decoder.layers.0.mlp.linear_fc2.weight'
+    ].T
     weights['embedding.word_embeddings.weight'] = np.zeros((256, 64), np.float32)
     with on_mesh(config), pytest.raises(ConfigError) as error:
         from_megatron(config, weights)

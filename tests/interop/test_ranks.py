@@ -72,19 +72,29 @@ def shard(name: str, x: np.ndarray, rank: int, ranks: int, *, gated: bool) -> np
     return x
 
 
-def write_ranks(folder: Path, weights: Arrays, ranks: int, arguments: dict[str, Any] | None = None, **others: Any) -> None:
+def write_ranks(
+    folder: Path,
+    weights: Arrays,
+    ranks: int,
+    arguments: dict[str, Any] | None = None,
+    **others: Any,
+) -> None:
     """A checkpoint as Megatron-LM has it, of these whole weights."""
     gated = bool(arguments and arguments['swiglu'])
     for rank in range(ranks):
         parts = {name: shard(name, x, rank, ranks, gated=gated) for name, x in weights.items()}
-        write_file(folder / 'iter_0000005' / f'mp_rank_{rank:02}' / FILE, parts, arguments, **others)
+        write_file(
+            folder / 'iter_0000005' / f'mp_rank_{rank:02}' / FILE, parts, arguments, **others
+        )
     (folder / 'latest_checkpointed_iteration.txt').write_text('5\n')
 
 
 def write_file(path: Path, parts: Arrays, arguments: dict[str, Any] | None, **others: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     model = {name: Stored(x.shape, x.dtype) for name, x in parts.items()}
-    contents = {'checkpoint_version': 3.0, 'iteration': 5, 'model': model, **others} | ({'args': arguments} if arguments else {})
+    contents = {'checkpoint_version': 3.0, 'iteration': 5, 'model': model, **others} | (
+        {'args': arguments} if arguments else {}
+    )
     with torch_files([path], [contents]) as (file,):
         for x in parts.values():
             file.append(x)
@@ -103,16 +113,25 @@ def logits(run: Path, token_BS: np.ndarray, *, model: int) -> np.ndarray:
         return np.asarray(forward(opened.params, placed))[:, :, : opened.config.model.vocab_size]
 
 
-@pytest.mark.parametrize(('name', 'ranks'), [('gpt2', 1), ('gpt2', 2), ('gpt2', 4), ('llama', 1), ('llama', 2)])
+@pytest.mark.parametrize(
+    ('name', 'ranks'), [('gpt2', 1), ('gpt2', 2), ('gpt2', 4), ('llama', 1), ('llama', 2)]
+)
 def test_ranks_of_the_oracle_give_its_logits(name: str, ranks: int, tmp_path: Path) -> None:
     oracle = oracle_of(name)
     write_ranks(tmp_path / 'in', weights_of(oracle), ranks, arguments_of(oracle))
-    import_megatron(tmp_path / 'in', tmp_path / 'run', ['train.dtype=float32', 'mesh.model=2'], ranks=ranks)
-    assert relative_error(logits(tmp_path / 'run', oracle['tokens'], model=2), oracle['logits']) < LIMIT
+    import_megatron(
+        tmp_path / 'in', tmp_path / 'run', ['train.dtype=float32', 'mesh.model=2'], ranks=ranks
+    )
+    assert (
+        relative_error(logits(tmp_path / 'run', oracle['tokens'], model=2), oracle['logits'])
+        < LIMIT
+    )
 
 
 @pytest.mark.parametrize(('name', 'ranks'), [('gpt2', 4), ('llama', 2)])
-def test_an_export_is_what_megatron_would_hold_and_comes_back(name: str, ranks: int, tmp_path: Path) -> None:
+def test_an_export_is_what_megatron_would_hold_and_comes_back(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
     oracle = oracle_of(name)
     write_ranks(tmp_path / 'in', weights_of(oracle), 1, arguments_of(oracle))
     import_megatron(tmp_path / 'in', tmp_path / 'run')
@@ -128,11 +147,18 @@ def test_an_export_is_what_megatron_would_hold_and_comes_back(name: str, ranks: 
                 if key.endswith(('word_embeddings.weight', 'output_layer.weight'))
                 else whole
             )
-            np.testing.assert_array_equal(model[key], shard(key, x, rank, ranks, gated=name == 'llama'), err_msg=key, strict=True)
+            np.testing.assert_array_equal(
+                model[key],
+                shard(key, x, rank, ranks, gated=name == 'llama'),
+                err_msg=key,
+                strict=True,
+            )
     import_megatron(tmp_path / 'out', tmp_path / 'again')
     first, again = (open_model(tmp_path / run) for run in ('run', 'again'))
     assert again.config.model == first.config.model
-    assert all(np.array_equal(x, gather(again.params)[key]) for key, x in gather(first.params).items())
+    assert all(
+        np.array_equal(x, gather(again.params)[key]) for key, x in gather(first.params).items()
+    )
 
 
 def test_names_of_transformer_engine_and_of_older_versions(tmp_path: Path) -> None:
@@ -154,7 +180,11 @@ def test_names_of_transformer_engine_and_of_older_versions(tmp_path: Path) -> No
         for key, x in weights.items()
     }
     runs = []
-    for kind, names in (('core', weights), ('engine', engine), ('old', {f'language_model.{key}': x for key, x in old.items()})):
+    for kind, names in (
+        ('core', weights),
+        ('engine', engine),
+        ('old', {f'language_model.{key}': x for key, x in old.items()}),
+    ):
         write_ranks(tmp_path / kind, names, 1, arguments_of(oracle))
         import_megatron(tmp_path / kind, tmp_path / f'run_{kind}')
         runs.append(gather(open_model(tmp_path / f'run_{kind}').params))
@@ -174,16 +204,30 @@ def test_sets_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     refused('there is no mp_rank_00')
     write_ranks(tmp_path / 'in', weights, 2, arguments)
     refused('holds 2 ranks, not 4', ranks=4)
-    first, second = (tmp_path / 'in' / 'iter_0000005' / f'mp_rank_{rank:02}' / FILE for rank in (0, 1))
+    first, second = (
+        tmp_path / 'in' / 'iter_0000005' / f'mp_rank_{rank:02}' / FILE for rank in (0, 1)
+    )
     parts = {name: shard(name, x, 1, 2, gated=True) for name, x in weights.items()}
-    write_file(second, parts | {'decoder.final_layernorm.weight': np.zeros(64, np.float32)}, arguments)
-    refused(r'mp_rank_01/model_optim_rng.pt: decoder.final_layernorm.weight is another than in .*mp_rank_00')
-    write_file(second, {name: x for name, x in parts.items() if 'linear_proj' not in name}, arguments)
-    refused(r'mp_rank_01/model_optim_rng.pt: 2 of \d+ are missing .*decoder.layers.0.self_attention.linear_proj.weight')
-    write_file(second, parts | {'decoder.final_layernorm.weight': np.zeros(65, np.float32)}, arguments)
+    write_file(
+        second, parts | {'decoder.final_layernorm.weight': np.zeros(64, np.float32)}, arguments
+    )
+    refused(
+        r'mp_rank_01/model_optim_rng.pt: decoder.final_layernorm.weight is another than in .*mp_rank_00'
+    )
+    write_file(
+        second, {name: x for name, x in parts.items() if 'linear_proj' not in name}, arguments
+    )
+    refused(
+        r'mp_rank_01/model_optim_rng.pt: 2 of \d+ are missing .*decoder.layers.0.self_attention.linear_proj.weight'
+    )
+    write_file(
+        second, parts | {'decoder.final_layernorm.weight': np.zeros(65, np.float32)}, arguments
+    )
     refused(r'decoder.final_layernorm.weight: expected \(64,\), got \(65,\)')
     second.write_bytes(second.read_bytes()[:-40])
-    refused('mp_rank_01/model_optim_rng.pt: not a zip archive as torch.save writes since 1.6, or cut short')
+    refused(
+        'mp_rank_01/model_optim_rng.pt: not a zip archive as torch.save writes since 1.6, or cut short'
+    )
     second.unlink()
     refused('mp_rank_01/model_optim_rng.pt: is missing')
     second.parent.rename(second.parent.with_name('mp_rank_02'))
@@ -192,13 +236,21 @@ def test_sets_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     refused('mp_rank_00_000 is a pipeline or expert stage')
 
 
-@pytest.mark.parametrize(('name', 'rank'), [('decoder.layers.1.mlp.linear_fc2.weight', 1), ('decoder.final_layernorm.weight', 0)])
-def test_weights_that_are_not_finite_are_refused_by_name(name: str, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ('name', 'rank'),
+    [('decoder.layers.1.mlp.linear_fc2.weight', 1), ('decoder.final_layernorm.weight', 0)],
+)
+def test_weights_that_are_not_finite_are_refused_by_name(
+    name: str, rank: int, tmp_path: Path
+) -> None:
     oracle = oracle_of('llama')
     weights = {key: x.copy() for key, x in weights_of(oracle).items()}
     weights[name][..., -1] = np.nan
     write_ranks(tmp_path / 'in', weights, 2, arguments_of(oracle))
-    with pytest.raises(ConfigError, match=rf'{tmp_path}/in.* {rank}?.*{name}: \d+ of \d+ numbers are not finite, the first, nan, at'):
+    with pytest.raises(
+        ConfigError,
+        match=rf'{tmp_path}/in.* {rank}?.*{name}: \d+ of \d+ numbers are not finite, the first, nan, at',
+    ):
         import_megatron(tmp_path / 'in', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
 
@@ -207,24 +259,55 @@ def test_ranks_must_divide_the_key_value_heads(tmp_path: Path) -> None:
     oracle = oracle_of('llama')
     write_ranks(tmp_path / 'in', weights_of(oracle), 1, arguments_of(oracle))
     import_megatron(tmp_path / 'in', tmp_path / 'run')
-    with pytest.raises(ConfigError, match=r'4 tensor-parallel ranks must divide model.num_kv_heads=2'):
+    with pytest.raises(
+        ConfigError, match=r'4 tensor-parallel ranks must divide model.num_kv_heads=2'
+    ):
         export_megatron(tmp_path / 'run', tmp_path / 'out', ranks=4)
     assert not (tmp_path / 'out').exists()
 
 
 def test_arguments_become_a_model() -> None:
-    base = {'num_layers': 2, 'hidden_size': 64, 'num_attention_heads': 4, 'max_position_embeddings': 128, 'padded_vocab_size': 50304}
+    base = {
+        'num_layers': 2,
+        'hidden_size': 64,
+        'num_attention_heads': 4,
+        'max_position_embeddings': 128,
+        'padded_vocab_size': 50304,
+    }
     defaults = Config(model=read_arguments(base, ''), train={'seq_len': 128}).model
     assert defaults == load('gpt2_124m', ['train.seq_len=128']).model.model_copy(
-        update={'num_layers': 2, 'hidden_size': 64, 'num_heads': 4, 'num_kv_heads': 4, 'head_dim': 16, 'ffn_size': 256}
+        update={
+            'num_layers': 2,
+            'hidden_size': 64,
+            'num_heads': 4,
+            'num_kv_heads': 4,
+            'head_dim': 16,
+            'ffn_size': 256,
+        }
         | {'vocab_size': 50304, 'max_seq_len': 128, 'dropout': 0.1}
     )
-    llama = {'position_embedding_type': 'rope', 'rotary_base': 500000, 'use_rope_scaling': True, 'swiglu': True, 'add_bias_linear': False}
-    model = Config(model=read_arguments(base | llama | {'add_qkv_bias': True}, ''), train={'seq_len': 128}).model
-    assert (model.activation, model.bias, model.qkv_bias, model.rope_theta) == ('swiglu', False, True, 5e5)
+    llama = {
+        'position_embedding_type': 'rope',
+        'rotary_base': 500000,
+        'use_rope_scaling': True,
+        'swiglu': True,
+        'add_bias_linear': False,
+    }
+    model = Config(
+        model=read_arguments(base | llama | {'add_qkv_bias': True}, ''), train={'seq_len': 128}
+    ).model
+    assert (model.activation, model.bias, model.qkv_bias, model.rope_theta) == (
+        'swiglu',
+        False,
+        True,
+        5e5,
+    )
     assert model.rope_scaling is not None
     assert (model.rope_scaling.type, model.rope_scaling.factor) == ('llama3', 8.0)
-    with pytest.raises(ConfigError, match=r'num_experts=8 is not supported\n.*position_embedding_type=yarn is not supported'):
+    with pytest.raises(
+        ConfigError,
+        match=r'num_experts=8 is not supported\n.*position_embedding_type=yarn is not supported',
+    ):
         read_arguments(base | {'num_experts': 8, 'position_embedding_type': 'yarn'}, 'x')
     with pytest.raises(ConfigError, match='hidden_size is missing among its arguments'):
         read_arguments({'num_layers': 2}, 'x')
@@ -239,14 +322,22 @@ def test_a_file_of_torch_is_read_without_torch() -> None:
     np.testing.assert_array_equal(model['half'], whole.astype(ml_dtypes.bfloat16), strict=True)
     np.testing.assert_array_equal(model['parameter'], whole[0], strict=True)
     assert isinstance(found['args'], Namespace)
-    assert (found['args'].num_layers, found['args'].seed, found['args'].names) == (2, None, ['a', 'b'])
+    assert (found['args'].num_layers, found['args'].seed, found['args'].names) == (
+        2,
+        None,
+        ['a', 'b'],
+    )
     assert isinstance(found['rng_state'][0]['numpy'][1], Inert)
     assert (found['checkpoint_version'], found['iteration']) == (3.0, 7)
 
 
 def test_torch_reads_what_is_written(tmp_path: Path) -> None:
     torch = pytest.importorskip('torch', reason="torch is in the extra 'test-hf'")
-    arrays = {'a': np.arange(6, dtype=np.float32).reshape(2, 3), 'b': np.ones(3, ml_dtypes.bfloat16), 'c': np.zeros((0, 2), np.float32)}
+    arrays = {
+        'a': np.arange(6, dtype=np.float32).reshape(2, 3),
+        'b': np.ones(3, ml_dtypes.bfloat16),
+        'c': np.zeros((0, 2), np.float32),
+    }
     write_file(tmp_path / 'x.pt', arrays, {'flag': True, 'count': 2**40, 'rate': 0.5})
     for options in ({}, {'mmap': True}):
         found = torch.load(tmp_path / 'x.pt', weights_only=True, **options)
@@ -279,7 +370,9 @@ class Call:
         (io.open, r'_?io\.open'),
     ],
 )
-def test_a_pickle_that_calls_is_refused_by_name_and_does_not_run(function: Any, name: str, protocol: int, tmp_path: Path) -> None:
+def test_a_pickle_that_calls_is_refused_by_name_and_does_not_run(
+    function: Any, name: str, protocol: int, tmp_path: Path
+) -> None:
     canary = tmp_path / 'canary'
     arguments = {
         os.system: (f'touch {canary}',),
@@ -287,8 +380,15 @@ def test_a_pickle_that_calls_is_refused_by_name_and_does_not_run(function: Any, 
         getattr: (Call(__import__, 'os'), 'system'),
         io.open: (str(canary), 'w'),
     }
-    write_pickle(tmp_path / 'in' / 'mp_rank_00' / FILE, {'model': Call(function, *arguments[function])}, protocol)
-    with pytest.raises(ConfigError, match=rf'refused: it asks for ({name}|(__builtin__|builtins)\.__import__), and only tensors'):
+    write_pickle(
+        tmp_path / 'in' / 'mp_rank_00' / FILE,
+        {'model': Call(function, *arguments[function])},
+        protocol,
+    )
+    with pytest.raises(
+        ConfigError,
+        match=rf'refused: it asks for ({name}|(__builtin__|builtins)\.__import__), and only tensors',
+    ):
         import_megatron(tmp_path / 'in', tmp_path / 'run')
     assert not canary.exists()
 
@@ -296,11 +396,18 @@ def test_a_pickle_that_calls_is_refused_by_name_and_does_not_run(function: Any, 
 def test_what_is_inert_stays_so(tmp_path: Path) -> None:
     """Objects that are known to lie beside weights are let through, and calls of them, with whatever arguments, do nothing."""
     canary = tmp_path / 'canary'
-    program = b'cmegatron.core.enums\nsystem\n(X' + len(f'touch {canary}').to_bytes(4, 'little') + f'touch {canary}'.encode() + b'tR.'
+    program = (
+        b'cmegatron.core.enums\nsystem\n(X'
+        + len(f'touch {canary}').to_bytes(4, 'little')
+        + f'touch {canary}'.encode()
+        + b'tR.'
+    )
     write_zip(tmp_path / 'x.pt', b'\x80\x02' + program)
     assert isinstance(load_torch(tmp_path / 'x.pt'), Inert)
     assert not canary.exists()
-    write_pickle(tmp_path / 'y.pt', {'args': argparse.Namespace(seed=1, nested=argparse.Namespace(a=[1]))}, 2)
+    write_pickle(
+        tmp_path / 'y.pt', {'args': argparse.Namespace(seed=1, nested=argparse.Namespace(a=[1]))}, 2
+    )
     assert load_torch(tmp_path / 'y.pt')['args'].nested.a == [1]
 
 
@@ -314,7 +421,9 @@ def test_tensors_that_reach_beyond_their_storage_are_refused(tmp_path: Path) -> 
     larger = size.replace(b'\x04', b'\x05')
     for broken in (program.replace(size, larger), larger.join(program.rsplit(size, 1))):
         write_zip(path, broken, data=np.zeros(4, np.float32).tobytes())
-        with pytest.raises(ConfigError, match=r'reaches beyond its storage of 4|is not as long as its tensors'):
+        with pytest.raises(
+            ConfigError, match=r'reaches beyond its storage of 4|is not as long as its tensors'
+        ):
             load_torch(path)
 
 

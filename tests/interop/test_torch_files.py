@@ -20,13 +20,18 @@ STORAGE = np.arange(12)
     ],
     ids=['whole', 'from a place on', 'transposed', 'scalar', 'repeated', 'empty'],
 )
-def test_a_tensor_is_what_its_strides_say(offset: int, size: tuple[int, ...], stride: tuple[int, ...], expected: np.ndarray) -> None:
+def test_a_tensor_is_what_its_strides_say(
+    offset: int, size: tuple[int, ...], stride: tuple[int, ...], expected: np.ndarray
+) -> None:
     np.testing.assert_array_equal(_rebuild_tensor(STORAGE, offset, size, stride), expected)
 
 
 @pytest.mark.parametrize(
-    ('offset', 'size', 'stride'), [(1, (3, 4), (4, 1)), (-1, (2,), (1,)), (0, (-2,), (1,)), (4, (2,), (-1,)), (0, (2,), (12,))]
+    ('offset', 'size', 'stride'),
+    [(1, (3, 4), (4, 1)), (-1, (2,), (1,)), (0, (-2,), (1,)), (4, (2,), (-1,)), (0, (2,), (12,))],
 )
-def test_a_tensor_beyond_its_storage_is_refused(offset: int, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+def test_a_tensor_beyond_its_storage_is_refused(
+    offset: int, size: tuple[int, ...], stride: tuple[int, ...]
+) -> None:
     with pytest.raises(ValueError, match='reaches beyond its storage of 12'):
         _rebuild_tensor(STORAGE, offset, size, stride)

@@ -21,24 +21,57 @@ from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer  # noqa: 
 from megajax.generate import encode_prompts  # noqa: E402
 from megajax.interop.directories import export_huggingface, import_huggingface  # noqa: E402
 
-ROPE = {'rope_type': 'llama3', 'rope_theta': 1e4, 'factor': 32.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
+ROPE = {
+    'rope_type': 'llama3',
+    'rope_theta': 1e4,
+    'factor': 32.0,
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
+}
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    'gpt2, exact GELU, wide': ('gpt2', {'vocab_size': 100, 'n_embd': 24, 'n_layer': 3, 'n_head': 4, 'activation_function': 'gelu'}),
-    'gpt2, untied': ('gpt2', {'vocab_size': 100, 'n_embd': 16, 'n_layer': 1, 'n_head': 4, 'tie_word_embeddings': False}),
-    'llama, narrow heads': ('llama', SIZES | {'num_key_value_heads': 2, 'head_dim': 4, 'hidden_size': 24, 'rms_norm_eps': 1e-3}),
-    'llama, scaled': ('llama', SIZES | {'num_key_value_heads': 1, 'rope_parameters': ROPE | {'original_max_position_embeddings': 8}}),
+    'gpt2, exact GELU, wide': (
+        'gpt2',
+        {'vocab_size': 100, 'n_embd': 24, 'n_layer': 3, 'n_head': 4, 'activation_function': 'gelu'},
+    ),
+    'gpt2, untied': (
+        'gpt2',
+        {'vocab_size': 100, 'n_embd': 16, 'n_layer': 1, 'n_head': 4, 'tie_word_embeddings': False},
+    ),
+    'llama, narrow heads': (
+        'llama',
+        SIZES | {'num_key_value_heads': 2, 'head_dim': 4, 'hidden_size': 24, 'rms_norm_eps': 1e-3},
+    ),
+    'llama, scaled': (
+        'llama',
+        SIZES
+        | {
+            'num_key_value_heads': 1,
+            'rope_parameters': ROPE | {'original_max_position_embeddings': 8},
+        },
+    ),
     'mistral, window unused': ('mistral', SIZES | {'num_key_value_heads': 2, 'sliding_window': 32}),
     'qwen2, more heads': (
         'qwen2',
-        SIZES | {'num_attention_heads': 8, 'num_key_value_heads': 4, 'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e6}},
+        SIZES
+        | {
+            'num_attention_heads': 8,
+            'num_key_value_heads': 4,
+            'rope_parameters': {'rope_type': 'default', 'rope_theta': 1e6},
+        },
     ),
-    'qwen3, tied, wide heads': ('qwen3', SIZES | {'num_key_value_heads': 4, 'head_dim': 12, 'tie_word_embeddings': True}),
+    'qwen3, tied, wide heads': (
+        'qwen3',
+        SIZES | {'num_key_value_heads': 4, 'head_dim': 12, 'tie_word_embeddings': True},
+    ),
 }
 
 
 def logits_of_folder(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """As a user of transformers gets them, computed in fp32."""
-    return logits_of(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), tokens)
+    return logits_of(
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(),
+        tokens,
+    )
 
 
 def logits_of_run(run: Path, tokens: np.ndarray, data: int, model: int) -> np.ndarray:
@@ -59,7 +92,10 @@ def test_logits_and_tensors_go_there_and_back(setting: str, dtype: str, tmp_path
     meshes = [(1, 1), (1, 2), (2, 2), (1, 4)]
     for data, size in meshes if dtype == 'float32' else meshes[-1:]:
         assert np.abs(logits_of_run(tmp_path / 'run', tokens, data, size) - expected).max() < LIMIT
-    assert export_huggingface(tmp_path / 'run', tmp_path / 'out', shard_bytes=10_000) == (model_type, dtype)
+    assert export_huggingface(tmp_path / 'run', tmp_path / 'out', shard_bytes=10_000) == (
+        model_type,
+        dtype,
+    )
     assert_same_tensors(tmp_path / 'out', tmp_path / 'in')
     assert np.abs(logits_of_folder(tmp_path / 'out', tokens) - expected).max() < 1e-6
 
@@ -67,15 +103,46 @@ def test_logits_and_tensors_go_there_and_back(setting: str, dtype: str, tmp_path
 @pytest.mark.parametrize('name', NAMES)
 def test_what_is_stored_is_what_transformers_makes(name: str) -> None:
     stored = np.load(DATA / f'{name}.npz')
-    assert np.abs(logits_of_folder(DATA / name, stored['tokens'].astype(np.int64)) - stored['logits']).max() < 1e-5
+    assert (
+        np.abs(
+            logits_of_folder(DATA / name, stored['tokens'].astype(np.int64)) - stored['logits']
+        ).max()
+        < 1e-5
+    )
 
 
-SIZES_HERE = {'num_layers': 2, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300, 'max_seq_len': 32}
+SIZES_HERE = {
+    'num_layers': 2,
+    'hidden_size': 32,
+    'num_heads': 4,
+    'vocab_size': 300,
+    'max_seq_len': 32,
+}
 MODELS = {
     'gpt2': {},
-    'llama': {'norm': 'rmsnorm', 'activation': 'swiglu', 'position': 'rope', 'bias': False, 'num_kv_heads': 2},
-    'qwen2': {'norm': 'rmsnorm', 'activation': 'swiglu', 'position': 'rope', 'bias': False, 'qkv_bias': True, 'head_dim': 12},
-    'qwen3': {'norm': 'rmsnorm', 'activation': 'swiglu', 'position': 'rope', 'bias': False, 'qk_norm': True, 'tie_embeddings': False},
+    'llama': {
+        'norm': 'rmsnorm',
+        'activation': 'swiglu',
+        'position': 'rope',
+        'bias': False,
+        'num_kv_heads': 2,
+    },
+    'qwen2': {
+        'norm': 'rmsnorm',
+        'activation': 'swiglu',
+        'position': 'rope',
+        'bias': False,
+        'qkv_bias': True,
+        'head_dim': 12,
+    },
+    'qwen3': {
+        'norm': 'rmsnorm',
+        'activation': 'swiglu',
+        'position': 'rope',
+        'bias': False,
+        'qk_norm': True,
+        'tie_embeddings': False,
+    },
 }
 
 
@@ -87,7 +154,12 @@ def test_a_model_trained_here_is_the_same_there(family: str, tmp_path: Path) -> 
         mesh={'data': 2, 'model': 2},
         train={'seq_len': 16, 'dtype': 'float32'},
     )
-    with on_mesh(config), Checkpoints(tmp_path / 'run' / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints:
+    with (
+        on_mesh(config),
+        Checkpoints(
+            tmp_path / 'run' / 'checkpoints', config, tokenizer=byte_tokenizer()
+        ) as checkpoints,
+    ):
         checkpoints.save({'params': random_params(config, 0.5)}, 7)
     assert export_huggingface(tmp_path / 'run', tmp_path / 'out') == (family, 'float32')
     text = 'def f(x):\n    return x'
@@ -101,6 +173,10 @@ def test_a_model_trained_here_is_the_same_there(family: str, tmp_path: Path) -> 
 
 
 def test_a_prompt_starts_as_there(tmp_path: Path) -> None:
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=start_token(tmp_path / 'tokenizer.json'))
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=start_token(tmp_path / 'tokenizer.json')
+    )
     config = Config(model=SIZES_HERE, train={'seq_len': 16})
-    assert encode_prompts(config, load_tokenizer(str(tmp_path / 'tokenizer.json')), ['def f']) == [theirs('def f')['input_ids']]
+    assert encode_prompts(config, load_tokenizer(str(tmp_path / 'tokenizer.json')), ['def f']) == [
+        theirs('def f')['input_ids']
+    ]

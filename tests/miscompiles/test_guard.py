@@ -47,7 +47,9 @@ from megajax.parallel.mesh import make_mesh, mesh_of
 
 from . import texts
 
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +101,11 @@ def test_a_config_that_has_an_uncured_fault_is_refused_with_its_keys_and_the_fix
     with pytest.raises(ConfigError) as error:
         refuse_bitten(bitten_config(), 'h100', (entry,))
     assert error.value.exit_code == 2
-    for part in ('mesh.sequence_parallel=true, model.bias=false, mesh.data=2', 'xla_no_such_option', 'another jaxlib'):
+    for part in (
+        'mesh.sequence_parallel=true, model.bias=false, mesh.data=2',
+        'xla_no_such_option',
+        'another jaxlib',
+    ):
         assert part in str(error.value)
     refuse_bitten(make_config('llama', 1, 2, sequence_parallel=True), 'h100', (entry,))
     refuse_bitten(make_config('gpt', 2, 2, sequence_parallel=True), 'h100', (entry,))
@@ -137,7 +143,9 @@ def test_a_text_that_may_be_right_ends_no_run_where_the_compiler_has_no_such_fau
     assert check_compiled(texts.product(1.5, 'BIAS'), 'no such GPU') == []
 
 
-def test_lists_of_passes_are_joined_with_each_other_and_with_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_passes_are_joined_with_each_other_and_with_the_users(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     several = {'xla_disable_hlo_passes': 'a', 'other': True}, {'xla_disable_hlo_passes': 'b'}
     assert merged(several) == {'xla_disable_hlo_passes': 'a,b', 'other': True}
     monkeypatch.setenv('XLA_FLAGS', '--xla_disable_hlo_passes=mine --other=1')
@@ -150,7 +158,10 @@ def test_the_gradient_of_our_embedding_is_right_and_shows_no_fault(sequence_para
     declared = {'table': Parameter('VD', Role.MATRIX, std=1.0)}
     parameters = Parameters(declared, {'V': 1024, 'D': 32}, Layout.of(config))
     random = np.random.default_rng(0)
-    ids, weights = random.integers(0, 1024, (4, 16), dtype=np.int32), random.normal(size=(4, 16, 32))
+    ids, weights = (
+        random.integers(0, 1024, (4, 16), dtype=np.int32),
+        random.normal(size=(4, 16, 32)),
+    )
     with jax.set_mesh(make_mesh(2, 4)):
         embedding = VocabParallelEmbedding(parameters, key=jax.random.key(0))
         graph, params = nnx.split(embedding)
@@ -171,7 +182,9 @@ def test_the_gradient_of_our_embedding_is_right_and_shows_no_fault(sequence_para
 
 def test_the_register_is_read_by_no_import_of_megajax() -> None:
     program = "import sys, megajax, megajax.inspect; sys.exit('megajax.miscompiles' in sys.modules)"
-    assert subprocess.run([sys.executable, '-c', program], env=os.environ, check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, '-c', program], env=os.environ, check=False).returncode == 0
+    )
 
 
 CURED = Answer(is_faulty=True, cure=EMPTY_PERMUTE.workaround)

@@ -31,7 +31,9 @@ from megajax.miscompiles.split_cycles import SPLIT_CYCLES
 
 from . import texts
 
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
 Options = Mapping[str, Any]
 ON_GPU = [entry for entry in REGISTER if entry.platform == 'gpu']
 
@@ -89,7 +91,9 @@ def test_a_repro_that_does_not_compile_answers_nothing() -> None:
 
 
 @pytest.mark.parametrize('reduced', [True, False])
-def test_the_text_of_an_embeddings_gradient_on_cpus_shows_whether_it_is_wrong(reduced: bool) -> None:
+def test_the_text_of_an_embeddings_gradient_on_cpus_shows_whether_it_is_wrong(
+    reduced: bool,
+) -> None:
     compiled = lower(jax.devices()[:4], reduced=reduced).compile(AS_SHIPPED)
     mesh = jax.tree.leaves(compiled.input_shardings)[0].mesh
     random = np.random.default_rng(0)
@@ -99,7 +103,10 @@ def test_the_text_of_an_embeddings_gradient_on_cpus_shows_whether_it_is_wrong(re
     want = np.zeros_like(table)
     np.add.at(want, ids, weights)
     specs = P('data', None), P('data', 'model'), P('data', 'model', None)
-    arrays = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((table, ids, weights), specs, strict=True)]
+    arrays = [
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip((table, ids, weights), specs, strict=True)
+    ]
     is_right = np.allclose(compiled(*arrays), want, atol=1e-5)
     assert is_right == (not find(SLICED_SCATTER, Program(compiled.as_text())))
     assert is_right or reduced
@@ -113,7 +120,9 @@ def test_a_small_product_on_a_cpu_is_wrong_only_where_its_text_shows_the_form() 
     assert not shows_fault(SMALL_DOT, 'cpu', SMALL_DOT.workaround)
 
 
-def test_an_answer_is_kept_for_the_same_compiler_and_flags(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_kept_for_the_same_compiler_and_flags(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer = ask(SMALL_DOT, 'cpu')
     (file,) = cache.iterdir()
     kept = json.loads(file.read_text())
@@ -136,7 +145,9 @@ def test_a_broken_answer_is_asked_for_again(cache: Path, text: str) -> None:
     assert file.read_text() == whole
 
 
-def test_without_a_directory_for_it_an_answer_is_still_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_directory_for_it_an_answer_is_still_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path(tmp_path, 'file').touch()
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'file'))
     assert ask(SMALL_DOT, 'cpu').is_faulty in (True, False)

@@ -136,4 +136,7 @@ def test_what_iterations_change_is_no_number() -> None:
 def test_what_two_places_of_a_loop_exchange_is_no_number() -> None:
     program = Program(LOOP.replace('tuple(%kept, %next)', 'tuple(%count, %kept)'))
     body = program.computations['body']
-    assert [integer(program, Place(body, body.by_name[name]), 0) for name in ('kept', 'count')] == [None, None]
+    assert [integer(program, Place(body, body.by_name[name]), 0) for name in ('kept', 'count')] == [
+        None,
+        None,
+    ]

@@ -140,7 +140,8 @@ ENTRY %main (w: f32[3,{contracted}], x: f32[{rows},{contracted}]) -> f32[{rows}]
 def scalar_dot() -> str:
     """The product of two vectors and the sum of the one number that it is, in such a fusion."""
     return small_dot(40_000, 3).replace(
-        'f32[3,40000]{1,0} dot(%w, %x), lhs_contracting_dims={1}', 'f32[] dot(%w, %x), lhs_contracting_dims={0,1}'
+        'f32[3,40000]{1,0} dot(%w, %x), lhs_contracting_dims={1}',
+        'f32[] dot(%w, %x), lhs_contracting_dims={0,1}',
     )
 
 

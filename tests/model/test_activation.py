@@ -25,7 +25,9 @@ def test_an_activation_and_its_gradient_are_those_of_fp32_rounded_once(activatio
     assert y.dtype == dtype
     np.testing.assert_array_equal(y, wide.astype(dtype))
     dy = jnp.ones_like(y)
-    np.testing.assert_array_equal(transposed(dy)[0], wide_transposed(dy.astype(jnp.float32))[0].astype(dtype))
+    np.testing.assert_array_equal(
+        transposed(dy)[0], wide_transposed(dy.astype(jnp.float32))[0].astype(dtype)
+    )
 
 
 @pytest.mark.parametrize('activation', ['gelu', 'gelu_tanh', 'swiglu'])

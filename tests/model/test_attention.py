@@ -15,7 +15,9 @@ from megajax.model.parameters import Parameters
 from megajax.parallel.layout import Layout
 
 
-def value_and_pullback(function: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]:
+def value_and_pullback(
+    function: Callable[..., jax.Array],
+) -> Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]]:
     def both(*arguments: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         value, pullback = jax.vjp(function, *arguments[:-1])
         return value, pullback(arguments[-1])
@@ -31,10 +33,15 @@ def test_attend_is_dot_product_attention_and_so_are_its_gradients(kv_heads, reco
     k_BSKH, v_BSKH = (jax.random.normal(key, (2, 24, kv_heads, 16)) for key in keys[2:])
 
     plain = functools.partial(jax.nn.dot_product_attention, is_causal=causal, implementation='xla')
-    expected, expected_gradients = jax.jit(value_and_pullback(plain))(q_BSNH, k_BSKH, v_BSKH, do_BSNH)
+    expected, expected_gradients = jax.jit(value_and_pullback(plain))(
+        q_BSNH, k_BSKH, v_BSKH, do_BSNH
+    )
     config = make_config('gpt', 2, min(kv_heads, 4))
     with on_mesh(config):
-        placed = [jax.device_put(x, jax.P('data', None, 'model', None)) for x in (q_BSNH, k_BSKH, v_BSKH, do_BSNH)]
+        placed = [
+            jax.device_put(x, jax.P('data', None, 'model', None))
+            for x in (q_BSNH, k_BSKH, v_BSKH, do_BSNH)
+        ]
         layout = Layout.of(config)
         ours = functools.partial(attend, layout=layout, recompute=recompute, causal=causal)
         actual, gradients = jax.jit(value_and_pullback(ours))(*placed)
@@ -56,7 +63,12 @@ def attention(kv_heads: int, shards: int) -> tuple[np.ndarray, dict[str, np.ndar
             jax.device_put(jax.random.normal(jax.random.key(seed), (2, 32, 64)), layout('BSD'))
             for seed in (1, 2)
         )
-        bias = jnp.arange(params['qkv']['bias'][...].size, dtype=jnp.float32).reshape(params['qkv']['bias'].shape) / 1000
+        bias = (
+            jnp.arange(params['qkv']['bias'][...].size, dtype=jnp.float32).reshape(
+                params['qkv']['bias'].shape
+            )
+            / 1000
+        )
         params['qkv']['bias'][...] = jax.device_put(bias, params['qkv']['bias'].sharding)
 
         def output(params: nnx.State) -> tuple[jax.Array, jax.Array]:
@@ -70,6 +82,9 @@ def attention(kv_heads: int, shards: int) -> tuple[np.ndarray, dict[str, np.ndar
 
 @pytest.mark.parametrize(('kv_heads', 'shards'), [(4, 2), (4, 4), (4, 8), (2, 8), (1, 2), (1, 8)])
 def test_attention_is_the_same_on_more_and_on_fewer_shards_than_key_value_heads(kv_heads, shards):
-    (expected, expected_gradients), (actual, gradients) = attention(kv_heads, 1), attention(kv_heads, shards)
+    (expected, expected_gradients), (actual, gradients) = (
+        attention(kv_heads, 1),
+        attention(kv_heads, shards),
+    )
     assert relative_error(actual, expected) < 1e-5
     assert_close(gradients, expected_gradients, 1e-5)

@@ -30,7 +30,13 @@ LENGTH, REAL = 16, 11  # the rest is padding
 
 def small(*mesh: int, sequence_parallel: bool = False, **model: object) -> Config:
     model = {'dropout': 0.0} | model
-    return make_config('bert', *mesh, sequence_parallel=sequence_parallel, model=model, train={'seq_len': LENGTH, 'batch_size': 4})
+    return make_config(
+        'bert',
+        *mesh,
+        sequence_parallel=sequence_parallel,
+        model=model,
+        train={'seq_len': LENGTH, 'batch_size': 4},
+    )
 
 
 @functools.cache
@@ -60,7 +66,11 @@ def test_each_logit_depends_on_every_token_before_and_after_it_and_on_no_padding
 def logits_of(config: Config, function, *arguments):
     """Of the entries of the vocabulary."""
     graph, params = graph_of(config), random_params(config, std=0.3)
-    return jax.jit(lambda params: function(nnx.merge(graph, params), *arguments)[..., : config.model.vocab_size])(params)
+    return jax.jit(
+        lambda params: function(nnx.merge(graph, params), *arguments)[
+            ..., : config.model.vocab_size
+        ]
+    )(params)
 
 
 def test_the_type_of_a_token_is_added_to_it_and_is_0_unless_given():
@@ -75,7 +85,9 @@ def test_the_type_of_a_token_is_added_to_it_and_is_0_unless_given():
             )
             for kind in (None, 0, 1)
         )
-        first, second = (np.asarray(row) for row in random_params(config, std=0.3)['token_type']['table'][...])
+        first, second = (
+            np.asarray(row) for row in random_params(config, std=0.3)['token_type']['table'][...]
+        )
         shift_D = second - first
         shifted = logits_of(config, lambda model: shift(model, shift_D)(token_BS, computation))
     np.testing.assert_array_equal(plain, zero)
@@ -95,7 +107,9 @@ def loss_by_the_book(model: Bert, batch: dict[str, jax.Array]) -> tuple[jax.Arra
     computation = Computation.of(small())
     logits = model(batch['tokens'], computation, **inputs)[..., : model.config.vocab_size]
     log_probability = jax.nn.log_softmax(logits)
-    of_labels = (log_probability * jax.nn.one_hot(batch['labels'], log_probability.shape[-1])).sum(-1)
+    of_labels = (log_probability * jax.nn.one_hot(batch['labels'], log_probability.shape[-1])).sum(
+        -1
+    )
     masked = -(of_labels * batch['loss_mask']).sum() / batch['loss_mask'].sum()
 
     first_BD = model.hidden(batch['tokens'], computation, **inputs)[:, 0]
@@ -104,7 +118,9 @@ def loss_by_the_book(model: Bert, batch: dict[str, jax.Array]) -> tuple[jax.Arra
         for layer in (model.order_head.pooler, model.order_head.classifier)
     )
     logits = classifier(jnp.tanh(pooler(first_BD)))
-    return masked, -(jax.nn.log_softmax(logits) * jax.nn.one_hot(batch['swapped'][:, 0], 2)).sum(-1).mean()
+    return masked, -(jax.nn.log_softmax(logits) * jax.nn.one_hot(batch['swapped'][:, 0], 2)).sum(
+        -1
+    ).mean()
 
 
 @functools.cache
@@ -129,7 +145,9 @@ def test_loss_and_gradients_are_those_of_masked_tokens_and_of_the_order(mesh):
     masked, order, expected = by_the_book()
     with on_mesh(config):
         params, batch = random_params(config, std=0.1), place_batch(make_batch(config))
-        (loss, nll), gradients = jax.jit(make_loss_and_gradients(config))(params, batch, jax.random.key(0))
+        (loss, nll), gradients = jax.jit(make_loss_and_gradients(config))(
+            params, batch, jax.random.key(0)
+        )
         sums = make_eval_step(config)(params, batch)
     assert_close(gather(gradients), expected, 1e-5)
     assert relative_error(nll, masked) < 1e-5
@@ -140,6 +158,9 @@ def test_loss_and_gradients_are_those_of_masked_tokens_and_of_the_order(mesh):
 
 def test_it_makes_no_text():
     config = small()
-    with on_mesh(config), pytest.raises(ConfigError, match='says of no text what comes next') as error:
+    with (
+        on_mesh(config),
+        pytest.raises(ConfigError, match='says of no text what comes next') as error,
+    ):
         Generator(config, init_state(config).params)
     assert error.value.exit_code == 2

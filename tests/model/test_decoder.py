@@ -34,7 +34,9 @@ from megajax.train.feed import place_batch
 from megajax.train.step import make_loss_and_gradients
 
 LENGTH = 16
-TOKENS = np.random.default_rng(0).permutation(1000)[:LENGTH].astype(np.int32)[None]  # none twice: each row of the table is one place
+TOKENS = (
+    np.random.default_rng(0).permutation(1000)[:LENGTH].astype(np.int32)[None]
+)  # none twice: each row of the table is one place
 SEGMENTS = np.repeat(np.arange(3), [5, 8, 3]).astype(np.int32)[None]
 POSITIONS = np.concatenate([np.arange(5), np.arange(8), np.arange(3)]).astype(np.int32)[None]
 
@@ -43,7 +45,13 @@ both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
 
 def small(name: str, *mesh: int, sequence_parallel: bool = False, **model: object) -> Config:
     model = {'dropout': 0.0, 'tie_embeddings': False} | model
-    return make_config(name, *mesh, sequence_parallel=sequence_parallel, model=model, train={'seq_len': LENGTH, 'batch_size': 2})
+    return make_config(
+        name,
+        *mesh,
+        sequence_parallel=sequence_parallel,
+        model=model,
+        train={'seq_len': LENGTH, 'batch_size': 2},
+    )
 
 
 def make_decoder(config: Config) -> LanguageModel:
@@ -84,7 +92,9 @@ def influence(config: Config, **documents: np.ndarray) -> np.ndarray:
             made = nnx.merge(graph, params)(TOKENS, IN_FP32, **documents)
             return (made * weight_V[None, None]).sum((0, 2))
 
-        gradients = jax.jit(lambda params: by_name(jax.jacrev(mixed_logits)(params))['embedding.table'])(params)
+        gradients = jax.jit(
+            lambda params: by_name(jax.jacrev(mixed_logits)(params))['embedding.table']
+        )(params)
         return np.abs(np.asarray(gradients)[:, TOKENS[0]]).max(-1)
 
 
@@ -106,7 +116,10 @@ def test_a_packed_document_has_the_logits_that_it_has_alone(name):
     config = small(name)
     with on_mesh(config):
         model = make_decoder(config)
-        packed, alone = logits(model, segment_BS=SEGMENTS, position_BS=POSITIONS), logits(model, TOKENS[:, 5:13])
+        packed, alone = (
+            logits(model, segment_BS=SEGMENTS, position_BS=POSITIONS),
+            logits(model, TOKENS[:, 5:13]),
+        )
     assert relative_error(packed[:, 5:13], alone) < 1e-5
 
 
@@ -114,7 +127,10 @@ def test_rotary_attention_sees_how_far_apart_places_are_and_not_where():
     config, place = small('llama'), np.arange(LENGTH, dtype=np.int32)[None]
     with on_mesh(config):
         model = make_decoder(config)
-        here, shifted, stretched = (logits(model, position_BS=position_BS) for position_BS in (place, place + 1000, 2 * place))
+        here, shifted, stretched = (
+            logits(model, position_BS=position_BS)
+            for position_BS in (place, place + 1000, 2 * place)
+        )
     assert relative_error(shifted, here) < 1e-4
     assert relative_error(stretched, here) > 1e-2
 
@@ -138,11 +154,15 @@ def test_scanned_layers_are_the_layers_one_after_another(name):
             positions = model.position and model.position(token_BS, None)
             x_BSD = model.embedding(token_BS, jnp.float32, positions, '-')
             for index in range(config.model.num_layers):
-                layer = nnx.merge(layer_graph, jax.tree.map(lambda x, index=index: x[index], params['layers']))
+                layer = nnx.merge(
+                    layer_graph, jax.tree.map(lambda x, index=index: x[index], params['layers'])
+                )
                 x_BSD, _ = layer(x_BSD, attention_core(config.model, layout))
             return loss(model.norm(x_BSD), model.head_VD, label_BS, weight_BS)[0]
 
-        (expected, gradients), (actual, actual_gradients) = (jax.jit(jax.value_and_grad(f))(params) for f in (looped, scanned))
+        (expected, gradients), (actual, actual_gradients) = (
+            jax.jit(jax.value_and_grad(f))(params) for f in (looped, scanned)
+        )
         assert relative_error(actual, expected) < 1e-6
         assert_close(gather(actual_gradients), gather(gradients), 1e-5)
 
@@ -194,22 +214,31 @@ def test_more_padding_changes_no_logit(monkeypatch):
 
 def over(x: jax.Array, wide: jax.Array) -> jax.Array:
     """`wide` with its first rows as those of x."""
-    return jax.device_put(np.concatenate([np.asarray(x), np.asarray(wide)[len(x) :]]), wide.sharding)
+    return jax.device_put(
+        np.concatenate([np.asarray(x), np.asarray(wide)[len(x) :]]), wide.sharding
+    )
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 def test_the_gradient_of_the_table_adds_up_in_fp32_what_each_place_of_a_token_gets(dtype):
     config, random = small('gpt', 2, 4, sequence_parallel=True), np.random.default_rng(0)
-    token_BS, dx_BSD = random.integers(5, size=(4, 64)), random.normal(size=(4, 64, 16)).astype(dtype)
+    token_BS, dx_BSD = (
+        random.integers(5, size=(4, 64)),
+        random.normal(size=(4, 64, 16)).astype(dtype),
+    )
     expected = np.zeros((1024, 16))
     np.add.at(expected, token_BS, dx_BSD.astype(np.float64))
     with on_mesh(config):
         declared = {'table': Parameter('VD', Role.MATRIX, std=1.0)}
         parameters = Parameters(declared, {'V': 1024, 'D': 16}, Layout.of(config))
         embedding = VocabParallelEmbedding(parameters, key=jax.random.key(0))
-        x_BSD, pullback = jax.vjp(lambda model: model(jax.device_put(token_BS, jax.P('data', None)), dtype), embedding)
+        x_BSD, pullback = jax.vjp(
+            lambda model: model(jax.device_put(token_BS, jax.P('data', None)), dtype), embedding
+        )
         (gradient,) = pullback(jax.device_put(dx_BSD, jax.typeof(x_BSD).sharding.spec))
-        np.testing.assert_array_equal(np.asarray(x_BSD), np.asarray(embedding.table[...]).astype(dtype)[token_BS])
+        np.testing.assert_array_equal(
+            np.asarray(x_BSD), np.asarray(embedding.table[...]).astype(dtype)[token_BS]
+        )
     assert gradient.table.dtype == jnp.float32
     assert relative_error(gradient.table[...], expected) < 1e-6
 
@@ -218,7 +247,9 @@ def test_every_place_of_the_model_and_every_row_has_its_own_dropout_key(monkeypa
     keys = []
 
     def record(x: jax.Array, rate: float, key_B: jax.Array, row: jax.P) -> jax.Array:
-        jax.debug.callback(lambda data: keys.extend(map(tuple, np.asarray(data))), jax.random.key_data(key_B))
+        jax.debug.callback(
+            lambda data: keys.extend(map(tuple, np.asarray(data))), jax.random.key_data(key_B)
+        )
         return x
 
     for module in (transformer, block, attention):
@@ -229,7 +260,9 @@ def test_every_place_of_the_model_and_every_row_has_its_own_dropout_key(monkeypa
         key_B = sequence_keys(jax.random.key(0), jnp.arange(2))
         make_decoder(config).hidden(token_BS, IN_FP32, key_B=key_B)
         jax.effects_barrier()
-    assert len(keys) == len(set(keys)) == 2 * (1 + 3 * config.model.num_layers)  # the embedding; attention and two branches of a layer
+    assert (
+        len(keys) == len(set(keys)) == 2 * (1 + 3 * config.model.num_layers)
+    )  # the embedding; attention and two branches of a layer
 
 
 @pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
@@ -254,9 +287,15 @@ def test_recomputation_keeps_less_for_the_backward_pass(name):
     """Selective keeps no scores, full nothing of a layer but its input."""
     kept: dict[str, list[tuple[int, ...]]] = {}
     for recompute in ('none', 'selective', 'full'):
-        config = make_config(name, model={'dropout': 0.1, 'num_layers': 4}, train={'recompute': recompute, 'seq_len': 24, 'batch_size': 2})
+        config = make_config(
+            name,
+            model={'dropout': 0.1, 'num_layers': 4},
+            train={'recompute': recompute, 'seq_len': 24, 'batch_size': 2},
+        )
         with on_mesh(config):
-            kept[recompute] = [x.shape for x in jax.eval_shape(lambda config=config: residuals(config))]
+            kept[recompute] = [
+                x.shape for x in jax.eval_shape(lambda config=config: residuals(config))
+            ]
     scores = {how: sum(shape[-2:] == (24, 24) for shape in shapes) for how, shapes in kept.items()}
     assert scores['none'] > scores['selective'] == scores['full'] == 0
     none, selective, full = (sum(map(math.prod, shapes)) for shapes in kept.values())

@@ -5,7 +5,17 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from support import assert_close, gather, make_batch, make_config, on_mesh, pack, random_params, relative_error, slow
+from support import (
+    assert_close,
+    gather,
+    make_batch,
+    make_config,
+    on_mesh,
+    pack,
+    random_params,
+    relative_error,
+    slow,
+)
 
 from megajax.model import attention, flash
 from megajax.parallel.layout import Layout
@@ -14,11 +24,18 @@ from megajax.train.step import make_loss_and_gradients
 
 
 def loss_and_gradients(name, data, model, microbatches, documents):
-    config = make_config(name, data, model, model={'dropout': 0.0}, train={'microbatches': microbatches})
+    config = make_config(
+        name, data, model, model={'dropout': 0.0}, train={'microbatches': microbatches}
+    )
     with on_mesh(config):
         batch = make_batch(config)
-        params, batch = random_params(config, std=0.05), place_batch(pack(batch, documents) if documents else batch)
-        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(params, batch, jax.random.key(0))
+        params, batch = (
+            random_params(config, std=0.05),
+            place_batch(pack(batch, documents) if documents else batch),
+        )
+        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(
+            params, batch, jax.random.key(0)
+        )
         return float(loss), gather(gradients)
 
 
@@ -32,7 +49,9 @@ def loss_and_gradients(name, data, model, microbatches, documents):
         ('bert', 2, 2, 2, None),
     ],
 )
-def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(name, data, model, microbatches, documents, monkeypatch):
+def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(
+    name, data, model, microbatches, documents, monkeypatch
+):
     loss, gradients = loss_and_gradients(name, data, model, microbatches, documents)
     seen = []
     on_gpu = jax.nn.dot_product_attention
@@ -60,8 +79,12 @@ def test_flash_is_for_16_bit_on_a_gpu_and_head_dims_that_cudnn_has():
     assert not flash.can_flash('cpu', 'bfloat16', 64)
 
 
-@pytest.mark.parametrize(('rate', 'has_keys'), [(0.0, False), (0.0, True), (0.5, False), (0.5, True)])
-def test_attention_with_dropout_to_apply_never_runs_the_kernel_which_has_none(rate, has_keys, monkeypatch):
+@pytest.mark.parametrize(
+    ('rate', 'has_keys'), [(0.0, False), (0.0, True), (0.5, False), (0.5, True)]
+)
+def test_attention_with_dropout_to_apply_never_runs_the_kernel_which_has_none(
+    rate, has_keys, monkeypatch
+):
     seen = []
     monkeypatch.setattr(attention, 'can_flash', lambda *_: True)
     monkeypatch.setattr(attention, 'flash_attention', lambda q, *_: seen.append(q) or q)

@@ -25,10 +25,14 @@ def linear(dims: str, layout: Layout) -> Parameters:
 
 
 @pytest.mark.parametrize(('model', 'sequence_parallel'), SHARDS)
-def test_a_column_and_a_row_parallel_layer_are_two_plain_ones_and_each_bias_is_added_once(model, sequence_parallel):
+def test_a_column_and_a_row_parallel_layer_are_two_plain_ones_and_each_bias_is_added_once(
+    model, sequence_parallel
+):
     config = make_config('gpt', 2, model, sequence_parallel=sequence_parallel)
     layout, random = Layout.of(config), np.random.default_rng(0)
-    x, up, up_bias, down, down_bias = (random.normal(size=size) for size in ((4, 8, 16), (16, 32), (32,), (32, 16), (16,)))
+    x, up, up_bias, down, down_bias = (
+        random.normal(size=size) for size in ((4, 8, 16), (16, 32), (32,), (32, 16), (16,))
+    )
     with on_mesh(config):
         column, row = (
             kind(linear(dims, layout), key=jax.random.key(0))
@@ -40,7 +44,9 @@ def test_a_column_and_a_row_parallel_layer_are_two_plain_ones_and_each_bias_is_a
         h_BSF = column(jax.device_put(x.astype('f4'), jax.P('data', None, None)))
         y_BSD = row(h_BSF)
         assert jax.typeof(h_BSF).sharding.spec == jax.P('data', None, 'model')
-        assert jax.typeof(y_BSD).sharding.spec == jax.P('data', 'model' if sequence_parallel else None, None)
+        assert jax.typeof(y_BSD).sharding.spec == jax.P(
+            'data', 'model' if sequence_parallel else None, None
+        )
     assert relative_error(h_BSF, x @ up + up_bias) < 1e-6
     assert relative_error(y_BSD, (x @ up + up_bias) @ down + down_bias) < 1e-6
 
@@ -60,7 +66,10 @@ def test_gradients_of_a_product_are_those_of_matmul(
 ):
     x_spec, w_spec, out_spec = (jax.P(*axes) for axes in (x_axes, w_axes, out_axes))
     keys = jax.random.split(jax.random.key(0), 3)
-    x, w, dy = (jax.random.normal(key, shape) for key, shape in zip(keys, ((4, 8, 16), (16, 32), (4, 8, 32)), strict=True))
+    x, w, dy = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(keys, ((4, 8, 16), (16, 32), (4, 8, 32)), strict=True)
+    )
     x, dy = x.astype(dtype), dy.astype(dtype)
     exact = functools.partial(jnp.matmul, precision='highest')
     y, gradients = jax.vjp(exact, x.astype('f4'), w.astype(dtype).astype('f4'))
@@ -72,7 +81,11 @@ def test_gradients_of_a_product_are_those_of_matmul(
         y_parallel, pullback = jax.vjp(multiply, put(x, x_spec), put(w, w_spec))
         dx, dw = pullback(put(dy, out_spec))
         assert (y_parallel.dtype, dx.dtype, dw.dtype) == (dtype, dtype, jnp.float32)
-        assert [jax.typeof(a).sharding.spec for a in (y_parallel, dx, dw)] == [out_spec, x_spec, w_spec]
+        assert [jax.typeof(a).sharding.spec for a in (y_parallel, dx, dw)] == [
+            out_spec,
+            x_spec,
+            w_spec,
+        ]
     expected = y, *gradients(dy.astype('f4'))
     # The weight gradient is exact even for bf16 operands: products and sum are in fp32.
     limits = (1e-6, 1e-6, 1e-6) if dtype == jnp.float32 else (2**-8, 2**-8, 1e-6)

@@ -22,16 +22,27 @@ HEAD = random.normal(size=(PADDED, HIDDEN)).astype('f4')
 LABEL = random.integers(VOCAB, size=(ROWS, LENGTH), dtype=np.int32)
 WEIGHT = ((random.random((ROWS, LENGTH)) < 0.7) * random.random((ROWS, LENGTH))).astype('f4')
 
-every_place = pytest.mark.parametrize('place', [(1, 1, False), (2, 4, False), (2, 4, True)], ids=['1x1', '2x4', '2x4-sp'])
+every_place = pytest.mark.parametrize(
+    'place', [(1, 1, False), (2, 4, False), (2, 4, True)], ids=['1x1', '2x4', '2x4-sp']
+)
 TERMS = [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.3, 1e-2)]
 
 
 def sums_and_gradients(place, smoothing=0.0, z_loss=0.0, scale=1.0):
     """(objective, nll), and the gradients of the objective by x and head; each data shard by itself, as in the train step."""
-    config = make_config('gpt', *place[:2], sequence_parallel=place[2], loss={'label_smoothing': smoothing, 'z_loss': z_loss})
+    config = make_config(
+        'gpt',
+        *place[:2],
+        sequence_parallel=place[2],
+        loss={'label_smoothing': smoothing, 'z_loss': z_loss},
+    )
     layout = Layout.of(config).per_shard
     loss = Loss.of(config, layout)
-    per_shard = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), in_axes=(0, None, 0, 0), spmd_axis_name='data')
+    per_shard = jax.vmap(
+        jax.value_and_grad(loss, argnums=(0, 1), has_aux=True),
+        in_axes=(0, None, 0, 0),
+        spmd_axis_name='data',
+    )
 
     def by_shard(x: np.ndarray, *spec: str | None) -> jax.Array:
         return jax.device_put(x.reshape(place[0], -1, *x.shape[1:]), jax.P('data', None, *spec))
@@ -61,14 +72,19 @@ def in_float64(smoothing, z_loss):
         return (per_token * WEIGHT).sum(), (nll * WEIGHT).sum()
 
     with jax.enable_x64(True):
-        (value, nll), gradients = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(jnp.float64(X), jnp.float64(HEAD))
+        (value, nll), gradients = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(
+            jnp.float64(X), jnp.float64(HEAD)
+        )
         return (float(value), float(nll)), jax.tree.map(np.asarray, gradients)
 
 
 @every_place
 @pytest.mark.parametrize(('smoothing', 'z_loss'), TERMS)
 def test_loss_and_gradients_are_those_of_optax_in_float64(place, smoothing, z_loss):
-    (expected, expected_gradients), (actual, gradients) = in_float64(smoothing, z_loss), sums_and_gradients(place, smoothing, z_loss)
+    (expected, expected_gradients), (actual, gradients) = (
+        in_float64(smoothing, z_loss),
+        sums_and_gradients(place, smoothing, z_loss),
+    )
     for x, reference in zip((*actual, *gradients), (*expected, *expected_gradients), strict=True):
         assert relative_error(x, reference) < 2e-6
 
@@ -81,7 +97,9 @@ def test_chunks_change_nothing(place, monkeypatch):
     monkeypatch.setattr('megajax.counts.chunks.CHUNK_BYTES', 1)
     monkeypatch.setattr(loss_module, '_chunks', lambda *a: chunks.append(split(*a)) or chunks[-1])
     chunked = sums_and_gradients(place, 0.1, 1e-2)
-    assert len(chunks[0][0]) == (LENGTH // 4 if place[2] else LENGTH)  # a token of each sequence shard at a time
+    assert len(chunks[0][0]) == (
+        LENGTH // 4 if place[2] else LENGTH
+    )  # a token of each sequence shard at a time
     for x, reference in zip(jax.tree.leaves(chunked), jax.tree.leaves(whole), strict=True):
         assert relative_error(x, reference) < 2e-6
 
@@ -89,9 +107,12 @@ def test_chunks_change_nothing(place, monkeypatch):
 @pytest.mark.parametrize('sequence_parallel', [False, True])
 @pytest.mark.parametrize('shards', [1, 2, 8])
 @pytest.mark.parametrize(
-    ('rows', 'length', 'vocab'), [(1, 8192, 32768), (4, 1024, 50304), (16, 2048, 128256), (3, 1536, 1024), (64, 96, 262144)]
+    ('rows', 'length', 'vocab'),
+    [(1, 8192, 32768), (4, 1024, 50304), (16, 2048, 128256), (3, 1536, 1024), (64, 96, 262144)],
 )
-def test_the_fewest_chunks_are_made_whose_logits_fit(rows, length, vocab, shards, sequence_parallel):
+def test_the_fewest_chunks_are_made_whose_logits_fit(
+    rows, length, vocab, shards, sequence_parallel
+):
     config = make_config('gpt', 1, shards, sequence_parallel=sequence_parallel and shards > 1)
     layout = Layout.of(config)
 
@@ -106,7 +127,9 @@ def test_the_fewest_chunks_are_made_whose_logits_fit(rows, length, vocab, shards
     logit_bytes = 4 * rows * length * vocab // shards
     assert 4 * math.prod(chunks.shape[1:]) * vocab // shards == logit_bytes // count
     assert logit_bytes <= count * CHUNK_BYTES
-    assert not any(logit_bytes <= fewer * CHUNK_BYTES for fewer in range(1, count) if tokens % fewer == 0)
+    assert not any(
+        logit_bytes <= fewer * CHUNK_BYTES for fewer in range(1, count) if tokens % fewer == 0
+    )
 
 
 @every_place

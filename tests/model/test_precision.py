@@ -36,7 +36,9 @@ def test_a_bias_is_added_in_fp32_and_so_is_its_gradient_summed():
         [close], _ = jax.vjp(lambda y: [add_bias(y, jnp.full((1, 1, 2), 1 + 2**-12))], y)
     assert (found.dtype, gradient.dtype) == (jnp.bfloat16, jnp.float32)
     assert (gradient == 64 * 64).all()  # ones added up in bf16 stay at 256
-    assert (close == 258).all()  # above the middle of 256 and 258, which the bias in bf16 would not be
+    assert (
+        close == 258
+    ).all()  # above the middle of 256 and 258, which the bias in bf16 would not be
 
 
 @pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
@@ -46,7 +48,10 @@ def test_matrices_alone_are_computed_with_in_16_bits(name):
     with on_mesh(config):
         params = jax.eval_shape(lambda: init_state(config)).params
         cast = jax.eval_shape(lambda params: cast_matrices(params, jnp.bfloat16, layout), params)
-    matrices = {f'layers.{layer}.weight' for layer in ('attention.qkv', 'attention.out', 'mlp.up', 'mlp.down')} | {'embedding.table'}
+    matrices = {
+        f'layers.{layer}.weight'
+        for layer in ('attention.qkv', 'attention.out', 'mlp.up', 'mlp.down')
+    } | {'embedding.table'}
     matrices |= {
         'gpt': set(),
         'llama': {'head'},

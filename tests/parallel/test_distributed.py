@@ -80,13 +80,23 @@ def free_port() -> int:
 class Run:
     """A program in several processes, whose lines are read as they come."""
 
-    def __init__(self, program, *arguments, count=2, devices=1, indices=None, counts=None, **variables):
+    def __init__(
+        self, program, *arguments, count=2, devices=1, indices=None, counts=None, **variables
+    ):
         environ = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
-        environ |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': f'{devices}', 'PYTHONPATH': str(ROOT), 'PYTHONUNBUFFERED': '1'}
+        environ |= {
+            'JAX_PLATFORMS': 'cpu',
+            'JAX_NUM_CPU_DEVICES': f'{devices}',
+            'PYTHONPATH': str(ROOT),
+            'PYTHONUNBUFFERED': '1',
+        }
         environ |= {'MEGAJAX_COORDINATOR': f'127.0.0.1:{free_port()}', **variables}
         self.processes, self.lines, self.readers = {}, {}, []
         for index in indices or range(count):
-            own = {'MEGAJAX_PROCESSES': f'{(counts or {}).get(index, count)}', 'MEGAJAX_PROCESS': f'{index}'}
+            own = {
+                'MEGAJAX_PROCESSES': f'{(counts or {}).get(index, count)}',
+                'MEGAJAX_PROCESS': f'{index}',
+            }
             process = subprocess.Popen(
                 [sys.executable, '-c', program, *arguments],
                 env=environ | own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -115,7 +125,10 @@ class Run:
 
     def codes(self, timeout=60):
         deadline = time.monotonic() + timeout
-        codes = {index: process.wait(max(deadline - time.monotonic(), 0.01)) for index, process in self.processes.items()}
+        codes = {
+            index: process.wait(max(deadline - time.monotonic(), 0.01))
+            for index, process in self.processes.items()
+        }
         for reader in self.readers:
             reader.join(timeout=5)
         return codes
@@ -124,7 +137,11 @@ class Run:
         return [line for line in self.lines[index] if line.startswith('error: ')]
 
     def after(self, index, name):
-        return [line.removeprefix(f'{name} ') for line in self.lines[index] if line.startswith(f'{name} ')]
+        return [
+            line.removeprefix(f'{name} ')
+            for line in self.lines[index]
+            if line.startswith(f'{name} ')
+        ]
 
 
 def test_processes_are_one_jax_whose_model_axis_stays_inside_a_host_and_which_listens_on_loopback_only():
@@ -136,9 +153,15 @@ def test_processes_are_one_jax_whose_model_axis_stays_inside_a_host_and_which_li
             assert run.after(index, 'across') == ['4']
             (refusal,) = run.after(index, 'refused')
             assert refusal.startswith('mesh.model=4 reaches across hosts (host0, host1)')
-            assert 'set mesh.model to 2 or a divisor of it, for example mesh.data=2 mesh.model=2, or ' in refusal
+            assert (
+                'set mesh.model to 2 or a divisor of it, for example mesh.data=2 mesh.model=2, or '
+                in refusal
+            )
         # In hexadecimal, the first byte last.
-        assert all(re.fullmatch(r'.{6}7F|0{24}01000000|0{16}FFFF0000.{6}7F', one) for one in run.after(0, 'listens')), run.lines
+        assert all(
+            re.fullmatch(r'.{6}7F|0{24}01000000|0{16}FFFF0000.{6}7F', one)
+            for one in run.after(0, 'listens')
+        ), run.lines
 
 
 @pytest.mark.parametrize('victim', [1, 0])
@@ -154,7 +177,10 @@ def test_a_killed_process_ends_the_other_within_seconds_in_a_line_that_names_it(
             return
         assert codes[1 - victim] == 75
         (line,) = run.errors(1 - victim)
-        assert re.match(rf'error: process {victim} on \S+ was lost, so this process ends too: start the run again', line)
+        assert re.match(
+            rf'error: process {victim} on \S+ was lost, so this process ends too: start the run again',
+            line,
+        )
         assert not any('Traceback' in line for line in run.lines[1 - victim])
 
 
@@ -180,8 +206,13 @@ def test_an_error_in_one_process_keeps_its_exit_code_and_ends_the_other_with_75(
 def test_process_0_says_who_did_not_come():
     with Run(MEET, count=4, indices=[0, 2], MEGAJAX_START_TIMEOUT='2') as run:
         assert run.codes(timeout=15) == {0: 75, 2: 75}
-        assert re.match(r'error: of 4 processes, 1, 3 did not come to process 0 at 127.0.0.1:\d+ within 2 s: see whether', run.lines[0][0])
-        assert re.match(r'error: process 0 at 127.0.0.1:\d+ ended before all 4 had come', run.lines[2][0])
+        assert re.match(
+            r'error: of 4 processes, 1, 3 did not come to process 0 at 127.0.0.1:\d+ within 2 s: see whether',
+            run.lines[0][0],
+        )
+        assert re.match(
+            r'error: process 0 at 127.0.0.1:\d+ ended before all 4 had come', run.lines[2][0]
+        )
         assert [len(lines) for lines in run.lines.values()] == [1, 1]
 
 
@@ -189,21 +220,30 @@ def test_a_process_that_does_not_reach_process_0_says_where_it_looked():
     with Run(MEET, indices=[1], MEGAJAX_START_TIMEOUT='1') as run:
         assert run.codes(timeout=15) == {1: 75}
         (line,) = run.lines[1]
-        assert re.match(r'error: process 1 could not reach process 0 at 127.0.0.1:\d+ within 1 s \(Connection refused\): see whether', line)
+        assert re.match(
+            r'error: process 1 could not reach process 0 at 127.0.0.1:\d+ within 1 s \(Connection refused\): see whether',
+            line,
+        )
 
 
 def test_processes_that_do_not_agree_on_their_number_are_refused():
     with Run(MEET, counts={1: 3}) as run:
         assert all(run.codes(timeout=15).values())
         for index in (0, 1):
-            assert re.search(r'ConfigError: process 1 on \S+ of 3 came to .*, where process 0 of 2 waits', run.lines[index][-1])
+            assert re.search(
+                r'ConfigError: process 1 on \S+ of 3 came to .*, where process 0 of 2 waits',
+                run.lines[index][-1],
+            )
 
 
 def test_a_port_that_is_taken_is_refused_with_the_fix():
     with socket.create_server(('127.0.0.1', 0)) as taken:
         port = taken.getsockname()[1]
         start = Start(index=0, count=2, host='127.0.0.1', port=port, bind='127.0.0.1', timeout=1)
-        with pytest.raises(ConfigError, match=rf'cannot listen on 127.0.0.1, port {port} .*: choose another port in MEGAJAX_COORDINATOR'):
+        with pytest.raises(
+            ConfigError,
+            match=rf'cannot listen on 127.0.0.1, port {port} .*: choose another port in MEGAJAX_COORDINATOR',
+        ):
             gather(start)
 
 
@@ -229,20 +269,32 @@ def test_where_a_process_comes_too_late_for_a_collective_all_leave_with_75():
     with Run(LATE) as run:
         assert set(run.codes(timeout=200).values()) == {75}
         lines = [line for lines in run.lines.values() for line in lines]
-        assert any(re.match(r'error: the processes did not reach each other in time \(\w+: UNKNOWN: Gloo', line) for line in lines)
+        assert any(
+            re.match(
+                r'error: the processes did not reach each other in time \(\w+: UNKNOWN: Gloo', line
+            )
+            for line in lines
+        )
         assert not any('Traceback' in line for line in lines)
 
 
-@pytest.mark.parametrize('said', [b'', b'GET / HTTP/1.1\r\n\r\n', b'{"event": "hello", "process": "one"}\n', b'[1]\n'])
+@pytest.mark.parametrize(
+    'said', [b'', b'GET / HTTP/1.1\r\n\r\n', b'{"event": "hello", "process": "one"}\n', b'[1]\n']
+)
 def test_strangers_at_the_port_do_not_disturb(said):
     port = free_port()
     with Run(MEET, indices=[0], MEGAJAX_COORDINATOR=f'127.0.0.1:{port}') as run:
         while True:
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(('127.0.0.1', port)) as stranger:
+            with (
+                contextlib.suppress(ConnectionRefusedError),
+                socket.create_connection(('127.0.0.1', port)) as stranger,
+            ):
                 stranger.sendall(said)
                 break
         with Run(MEET, indices=[1], MEGAJAX_COORDINATOR=f'127.0.0.1:{port}') as other:
             other.codes(timeout=15)
         # Each ends when it has met the other, without a word of farewell.
         run.codes(timeout=15)
-        assert not any('Traceback' in line or 'come' in line for line in run.lines[0] + other.lines[1])
+        assert not any(
+            'Traceback' in line or 'come' in line for line in run.lines[0] + other.lines[1]
+        )

@@ -17,12 +17,37 @@ from megajax.processes.peers import Peers
 @pytest.mark.parametrize(
     ('error', 'code'),
     [
-        (jax.errors.JaxRuntimeError('UNKNOWN: Gloo context initialization failed: [..] Connect timeout [::1]:8'), 75),
-        (jax.errors.JaxRuntimeError('DEADLINE_EXCEEDED: GetKeyValue() timed out with key: gpu:nccl/0'), 75),
-        (jax.errors.JaxRuntimeError('INTERNAL: NCCL operation ncclCommInitRank(..) failed: unhandled system error'), 75),
-        (jax.errors.JaxRuntimeError('INTERNAL: NCCL operation ncclCommInitRank(..) failed: invalid usage'), None),
+        (
+            jax.errors.JaxRuntimeError(
+                'UNKNOWN: Gloo context initialization failed: [..] Connect timeout [::1]:8'
+            ),
+            75,
+        ),
+        (
+            jax.errors.JaxRuntimeError(
+                'DEADLINE_EXCEEDED: GetKeyValue() timed out with key: gpu:nccl/0'
+            ),
+            75,
+        ),
+        (
+            jax.errors.JaxRuntimeError(
+                'INTERNAL: NCCL operation ncclCommInitRank(..) failed: unhandled system error'
+            ),
+            75,
+        ),
+        (
+            jax.errors.JaxRuntimeError(
+                'INTERNAL: NCCL operation ncclCommInitRank(..) failed: invalid usage'
+            ),
+            None,
+        ),
         (jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory'), None),
-        (ValueError('UNKNOWN: Gloo ReduceScatter failed: [buffer.cc:72] Read timeout [127.0.0.1]:4491'), 75),
+        (
+            ValueError(
+                'UNKNOWN: Gloo ReduceScatter failed: [buffer.cc:72] Read timeout [127.0.0.1]:4491'
+            ),
+            75,
+        ),
         (ValueError('run.dir=Gloo all failed: not a folder'), None),
     ],
 )
@@ -45,7 +70,9 @@ raise ValueError('what went wrong')
     assert done.stderr.endswith('ValueError: what went wrong\n')
 
 
-@pytest.mark.parametrize(('bind', 'interface'), [('127.0.0.1', '127.0.0.1:1234'), ('::1', '[::1]:1234'), (None, None)])
+@pytest.mark.parametrize(
+    ('bind', 'interface'), [('127.0.0.1', '127.0.0.1:1234'), ('::1', '[::1]:1234'), (None, None)]
+)
 def test_jax_listens_on_the_interface_that_the_environment_names(monkeypatch, bind, interface):
     asked = {}
     start = Start(index=0, count=2, host='a', port=1, bind=bind, timeout=60)
@@ -53,7 +80,9 @@ def test_jax_listens_on_the_interface_that_the_environment_names(monkeypatch, bi
     monkeypatch.setattr(distributed, 'gather', lambda _: (Peers(1, []), 1234))
     monkeypatch.setattr(distributed, '_avoid_proxies', lambda _: None)
     monkeypatch.setattr(jax.config, 'update', lambda *_: None)
-    monkeypatch.setattr(jax.distributed, 'initialize', lambda *one, **named: asked.update(named, address=one[0]))
+    monkeypatch.setattr(
+        jax.distributed, 'initialize', lambda *one, **named: asked.update(named, address=one[0])
+    )
     distributed.initialize()
     assert asked['coordinator_bind_address'] == interface
     assert (asked['address'], asked['initialization_timeout']) == ('a:1234', 60)
@@ -61,7 +90,20 @@ def test_jax_listens_on_the_interface_that_the_environment_names(monkeypatch, bi
 
 def test_hosts_whose_processes_are_numbered_in_turn_still_hold_whole_groups(monkeypatch):
     monkeypatch.setattr(mesh, '_hosts', lambda: ['a', 'b', 'a', 'b'])
-    devices = [SimpleNamespace(process_index=process, id=2 * process + i) for process in range(4) for i in range(2)]
-    assert [device.process_index for device in mesh._within_hosts(devices, 2, 4, False)] == [0, 0, 2, 2, 1, 1, 3, 3]
+    devices = [
+        SimpleNamespace(process_index=process, id=2 * process + i)
+        for process in range(4)
+        for i in range(2)
+    ]
+    assert [device.process_index for device in mesh._within_hosts(devices, 2, 4, False)] == [
+        0,
+        0,
+        2,
+        2,
+        1,
+        1,
+        3,
+        3,
+    ]
     with pytest.raises(ConfigError, match=r'mesh\.model=8 reaches across hosts'):
         mesh._within_hosts(devices, 1, 8, False)

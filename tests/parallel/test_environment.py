@@ -44,7 +44,14 @@ OPEN_MPI = {
         OPEN_MPI | {'OMPI_COMM_WORLD_SIZE': '1', 'OMPI_COMM_WORLD_RANK': '0'},
         {'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'JOB_COMPLETION_INDEX': '1'},
     ],
-    ids=['nothing', 'one by hand', 'one task', 'sbatch without srun', 'one of mpirun', 'a pod of a sweep'],
+    ids=[
+        'nothing',
+        'one by hand',
+        'one task',
+        'sbatch without srun',
+        'one of mpirun',
+        'a pod of a sweep',
+    ],
 )
 def test_a_process_that_is_alone_starts_nothing(environ):
     assert read_start(environ) is None
@@ -71,21 +78,47 @@ def test_a_process_that_is_alone_starts_nothing(environ):
 )  # fmt: skip
 def test_a_process_of_many_knows_its_place_and_its_gpus(environ, index, count, address, bind, gpus):
     start = read_start(environ)
-    assert (start.index, start.count, start.address, start.bind, start.gpus) == (index, count, address, bind, gpus)
+    assert (start.index, start.count, start.address, start.bind, start.gpus) == (
+        index,
+        count,
+        address,
+        bind,
+        gpus,
+    )
 
 
 @pytest.mark.parametrize(
     ('environ', 'message'),
     [
-        ({'MEGAJAX_PROCESSES': '4'}, 'MEGAJAX_PROCESSES=4 without MEGAJAX_COORDINATOR and MEGAJAX_PROCESS'),
+        (
+            {'MEGAJAX_PROCESSES': '4'},
+            'MEGAJAX_PROCESSES=4 without MEGAJAX_COORDINATOR and MEGAJAX_PROCESS',
+        ),
         ({'MEGAJAX_PROCESS': '1'}, 'MEGAJAX_PROCESS=1 without MEGAJAX_PROCESSES'),
-        (HAND | {'MEGAJAX_PROCESS': '4'}, 'MEGAJAX_PROCESS=4 is not among the 4 processes of MEGAJAX_PROCESSES: use 0 to 3'),
+        (
+            HAND | {'MEGAJAX_PROCESS': '4'},
+            'MEGAJAX_PROCESS=4 is not among the 4 processes of MEGAJAX_PROCESSES: use 0 to 3',
+        ),
         (HAND | {'MEGAJAX_PROCESS': 'x'}, 'MEGAJAX_PROCESS=x: not a whole number'),
-        (HAND | {'MEGAJAX_COORDINATOR': 'node1'}, 'MEGAJAX_COORDINATOR=node1: not of the form host:port'),
-        (SLURM | {'SLURM_STEP_TASKS_PER_NODE': '3'}, '3 tasks on this node do not divide its 8 GPUs'),
+        (
+            HAND | {'MEGAJAX_COORDINATOR': 'node1'},
+            'MEGAJAX_COORDINATOR=node1: not of the form host:port',
+        ),
+        (
+            SLURM | {'SLURM_STEP_TASKS_PER_NODE': '3'},
+            '3 tasks on this node do not divide its 8 GPUs',
+        ),
         (OPEN_MPI | {'OMPI_MCA_orte_hnp_uri': ''}, 'mpirun -x MEGAJAX_COORDINATOR=HOST:PORT'),
     ],
-    ids=['two missing', 'index alone', 'index too large', 'no number', 'no port', 'indivisible GPUs', 'Open MPI 5'],
+    ids=[
+        'two missing',
+        'index alone',
+        'index too large',
+        'no number',
+        'no port',
+        'indivisible GPUs',
+        'Open MPI 5',
+    ],
 )
 def test_an_environment_that_cannot_be_is_refused_with_the_fix(environ, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
@@ -98,7 +131,11 @@ def test_steps_of_one_slurm_job_meet_at_different_ports():
 
 @pytest.mark.parametrize(
     ('environ', 'count'),
-    [({'CUDA_VISIBLE_DEVICES': '4,5'}, 2), ({'CUDA_VISIBLE_DEVICES': ''}, 0), ({'CUDA_VISIBLE_DEVICES': '0', 'JAX_PLATFORMS': 'cpu'}, 0)],
+    [
+        ({'CUDA_VISIBLE_DEVICES': '4,5'}, 2),
+        ({'CUDA_VISIBLE_DEVICES': ''}, 0),
+        ({'CUDA_VISIBLE_DEVICES': '0', 'JAX_PLATFORMS': 'cpu'}, 0),
+    ],
 )
 def test_gpus_are_those_that_cuda_shows(environ, count):
     assert visible_gpus(environ) == count
@@ -110,16 +147,30 @@ def test_the_kubernetes_example_gives_each_pod_its_place():
     (container,) = pods['containers']
     environ = {one['name']: one['value'] for one in container['env']}
     start = read_start(environ | {'JOB_COMPLETION_INDEX': '2'})
-    assert (start.index, start.count) == (2, job['spec']['completions']) == (2, job['spec']['parallelism'])
+    assert (
+        (start.index, start.count)
+        == (2, job['spec']['completions'])
+        == (2, job['spec']['parallelism'])
+    )
     assert start.host == f'{job["metadata"]["name"]}-0.{service["metadata"]["name"]}'
     assert pods['subdomain'] == service['metadata']['name']
     config = load(container['command'][2], container['command'][3:])
-    assert config.mesh.data * config.mesh.model == start.count * container['resources']['limits']['nvidia.com/gpu']
+    assert (
+        config.mesh.data * config.mesh.model
+        == start.count * container['resources']['limits']['nvidia.com/gpu']
+    )
 
 
 def test_the_slurm_example_has_a_mesh_for_its_tasks():
     script = (SCRIPTS / 'slurm.sbatch').read_text()
-    sizes = {name: int(value) for name, value in re.findall(r'--(nodes|ntasks-per-node|gpus-per-node)=(\d+)', script)}
+    sizes = {
+        name: int(value)
+        for name, value in re.findall(r'--(nodes|ntasks-per-node|gpus-per-node)=(\d+)', script)
+    }
     command = re.search(r'megajax train (\S+) (mesh\S+) (mesh\S+)', script)
     config = load(command[1], [command[2], command[3]])
-    assert config.mesh.data * config.mesh.model == sizes['nodes'] * sizes['ntasks-per-node'] == sizes['nodes'] * sizes['gpus-per-node']
+    assert (
+        config.mesh.data * config.mesh.model
+        == sizes['nodes'] * sizes['ntasks-per-node']
+        == sizes['nodes'] * sizes['gpus-per-node']
+    )

@@ -14,7 +14,12 @@ EVERY_MODEL = {
     'embedding.table': ('model', None),  # vocabulary, D
     'norm.weight': (None,),
     'layers.attention_norm.weight': (None,),
-    'layers.attention.qkv.weight': (None, 'model', None, None),  # D, key/value head, its columns, head dim
+    'layers.attention.qkv.weight': (
+        None,
+        'model',
+        None,
+        None,
+    ),  # D, key/value head, its columns, head dim
     'layers.attention.out.weight': ('model', None, None),  # head, head dim, D
     'layers.mlp_norm.weight': (None,),
     'layers.mlp.up.weight': (None, 'model'),
@@ -38,19 +43,32 @@ LLAMA = EVERY_MODEL | {
 }
 FEW_KV_HEADS = LLAMA | {'layers.attention.qkv.weight': (None, None, None, 'model')}
 
-CASES = [('gpt', 1, 2, GPT), ('gpt', 2, 4, GPT), ('gpt', 1, 8, GPT), ('llama', 4, 2, LLAMA), ('llama', 2, 4, FEW_KV_HEADS)]
+CASES = [
+    ('gpt', 1, 2, GPT),
+    ('gpt', 2, 4, GPT),
+    ('gpt', 1, 8, GPT),
+    ('llama', 4, 2, LLAMA),
+    ('llama', 2, 4, FEW_KV_HEADS),
+]
 
 
 @pytest.mark.parametrize('sequence_parallel', [False, True])
 @pytest.mark.parametrize(('name', 'data', 'model', 'table'), CASES)
-def test_every_parameter_and_both_its_moments_lie_where_the_table_says(name, data, model, table, sequence_parallel):
+def test_every_parameter_and_both_its_moments_lie_where_the_table_says(
+    name, data, model, table, sequence_parallel
+):
     config = make_config(name, data, model, sequence_parallel=sequence_parallel)
-    expected = {parameter: (None, *axes) if parameter.startswith('layers.') else axes for parameter, axes in table.items()}
+    expected = {
+        parameter: (None, *axes) if parameter.startswith('layers.') else axes
+        for parameter, axes in table.items()
+    }
     with on_mesh(config):
         state = concrete(jax.eval_shape(lambda: init_state(config)))
         moments = (optax.tree_utils.tree_get(state.opt_state, moment) for moment in ('mu', 'nu'))
         for tree in (state.params, *moments):
-            assert {parameter: tuple(x.sharding.spec) for parameter, x in by_name(tree).items()} == expected
+            assert {
+                parameter: tuple(x.sharding.spec) for parameter, x in by_name(tree).items()
+            } == expected
 
 
 @pytest.mark.parametrize(('name', 'data', 'model', 'table'), CASES)
@@ -63,7 +81,12 @@ def test_a_device_holds_its_share_of_what_is_sharded_and_all_of_the_rest(name, d
     assert sum(x.nbytes for x in params.values()) == total
     assert sharded > 0.9 * total
     held = {
-        device: sum(shard.data.nbytes for x in params.values() for shard in x.addressable_shards if shard.device == device)
+        device: sum(
+            shard.data.nbytes
+            for x in params.values()
+            for shard in x.addressable_shards
+            if shard.device == device
+        )
         for device in jax.devices()[: data * model]
     }
     assert set(held.values()) == {sharded // model + total - sharded}

@@ -54,7 +54,9 @@ def port() -> int:
 
 
 def start(port: int, index: int, count: int, timeout: float = 20) -> Start:
-    return Start(index=index, count=count, host='127.0.0.1', port=port, bind='127.0.0.1', timeout=timeout)
+    return Start(
+        index=index, count=count, host='127.0.0.1', port=port, bind='127.0.0.1', timeout=timeout
+    )
 
 
 def say(port: int, line: bytes, answers: list[bytes]) -> threading.Thread:
@@ -80,7 +82,10 @@ def say(port: int, line: bytes, answers: list[bytes]) -> threading.Thread:
 
 
 def hello(index: int, count: int) -> bytes:
-    return json.dumps({'event': 'hello', 'process': index, 'processes': count, 'host': 'h'}).encode() + b'\n'
+    return (
+        json.dumps({'event': 'hello', 'process': index, 'processes': count, 'host': 'h'}).encode()
+        + b'\n'
+    )
 
 
 def test_all_processes_meet_agree_on_a_port_and_part_in_peace(port: int, ended: list[str]) -> None:
@@ -112,7 +117,10 @@ def test_all_processes_meet_agree_on_a_port_and_part_in_peace(port: int, ended: 
 def test_a_process_that_comes_before_process_0_waits_for_it(port: int, ended: list[str]) -> None:
     met: dict[int, tuple[Peers, int]] = {}
     threads = [
-        threading.Thread(target=lambda index=index: met.update({index: gather(start(port, index, 2, timeout=4))})) for index in (1, 0)
+        threading.Thread(
+            target=lambda index=index: met.update({index: gather(start(port, index, 2, timeout=4))})
+        )
+        for index in (1, 0)
     ]
     threads[0].start()
     time.sleep(0.3)
@@ -133,10 +141,14 @@ def test_a_process_that_comes_before_process_0_waits_for_it(port: int, ended: li
     [hello(0, 2), hello(2, 2), hello(1, 3), hello(-1, 2)],
     ids=['0 of 2', '2 of 2', '1 of 3', '-1 of 2'],
 )
-def test_a_process_that_cannot_be_one_of_the_run_is_refused(said: bytes, port: int, ended: list[str]) -> None:
+def test_a_process_that_cannot_be_one_of_the_run_is_refused(
+    said: bytes, port: int, ended: list[str]
+) -> None:
     answers: list[bytes] = []
     thread = say(port, said, answers)
-    with pytest.raises(ConfigError, match='where process 0 of 2 waits for each other one once') as error:
+    with pytest.raises(
+        ConfigError, match='where process 0 of 2 waits for each other one once'
+    ) as error:
         gather(start(port, 0, 2))
     thread.join(30)
     assert json.loads(answers[0]) == {'event': 'refused', 'why': str(error.value)}
@@ -153,8 +165,12 @@ def test_an_index_that_comes_twice_is_refused(port: int, ended: list[str]) -> No
     assert ended == []
 
 
-@pytest.mark.parametrize('said', [b'GET / HTTP/1.1\r\n\r\n', b'{"event": "hello", "process": "one"}\n', b'[1]\n'])
-def test_a_stranger_is_dropped_and_the_process_that_is_waited_for_is_welcome(said: bytes, port: int, ended: list[str]) -> None:
+@pytest.mark.parametrize(
+    'said', [b'GET / HTTP/1.1\r\n\r\n', b'{"event": "hello", "process": "one"}\n', b'[1]\n']
+)
+def test_a_stranger_is_dropped_and_the_process_that_is_waited_for_is_welcome(
+    said: bytes, port: int, ended: list[str]
+) -> None:
     answers: list[bytes] = []
     threads = [say(port, line, answers) for line in (said, hello(1, 2))]
     met, agreed = gather(start(port, 0, 2))
@@ -162,7 +178,9 @@ def test_a_stranger_is_dropped_and_the_process_that_is_waited_for_is_welcome(sai
     met.done()
     met.links[0].done = True
     threads[1].join(30)
-    assert {'event': 'welcome', 'jax_port': agreed} in [json.loads(line) for answer in answers for line in answer.splitlines()]
+    assert {'event': 'welcome', 'jax_port': agreed} in [
+        json.loads(line) for answer in answers for line in answer.splitlines()
+    ]
 
 
 def test_who_did_not_come_in_time_is_named(port: int, ended: list[str]) -> None:
@@ -170,10 +188,14 @@ def test_who_did_not_come_in_time_is_named(port: int, ended: list[str]) -> None:
     with pytest.raises(SystemExit):
         gather(start(port, 0, 4, timeout=2))
     thread.join(30)
-    assert ended[0].startswith(f'of 4 processes, 1, 3 did not come to process 0 at 127.0.0.1:{port} within 2 s: ')
+    assert ended[0].startswith(
+        f'of 4 processes, 1, 3 did not come to process 0 at 127.0.0.1:{port} within 2 s: '
+    )
     with pytest.raises(SystemExit):
         gather(start(port, 1, 4, timeout=0.1))
-    assert ended[1].startswith(f'process 1 could not reach process 0 at 127.0.0.1:{port} within 0.1 s (Connection refused): ')
+    assert ended[1].startswith(
+        f'process 1 could not reach process 0 at 127.0.0.1:{port} within 0.1 s (Connection refused): '
+    )
 
 
 @pytest.fixture

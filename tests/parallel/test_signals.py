@@ -27,7 +27,9 @@ def test_only_a_sigint_that_comes_later_insists(monkeypatch):
         now[0] += SAME_SECONDS / 2
         assert {patience.meaning(number) for number in STOPS} == {'again'}
         now[0] += SAME_SECONDS
-        assert [patience.meaning(number) for number in STOPS] == ['insists' if number == signal.SIGINT else 'again' for number in STOPS]
+        assert [patience.meaning(number) for number in STOPS] == [
+            'insists' if number == signal.SIGINT else 'again' for number in STOPS
+        ]
 
 
 @pytest.mark.usefixtures('_own_handlers')
@@ -42,7 +44,9 @@ def test_what_nohup_makes_a_process_ignore_stays_ignored():
 @pytest.mark.parametrize('reads', [False, True])
 def test_what_nobody_reads_is_no_error(reads):
     program = 'import sys; sys.stdin.read(); from megajax.processes.signals import drop_lost_outputs; drop_lost_outputs(); print("word")'
-    process = subprocess.Popen([sys.executable, '-c', program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, '-c', program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     assert process.stdout is not None
     if not reads:
         process.stdout.close()

@@ -16,21 +16,33 @@ from megajax.plan.time import step_time
 
 def test_the_curve_of_products_is_recovered():
     true = Efficiency(matmul=0.71, half_size=88, memory=1.0)
-    rates = [Rate(size, 1e14 * true.of_product(size, size, size)) for size in (256, 512, 1024, 4096)]
+    rates = [
+        Rate(size, 1e14 * true.of_product(size, size, size)) for size in (256, 512, 1024, 4096)
+    ]
     assert fit_products(rates, 1e14) == (0.71, 88)
 
 
 @pytest.mark.parametrize('devices', [2, 8])
 def test_bandwidth_and_latency_are_recovered(devices):
-    found = fit_link([(wire, wire / 3e11 + 2 * (devices - 1) * 4e-6) for wire in (1e5, 1e6, 1e7, 1e8)], devices)
+    found = fit_link(
+        [(wire, wire / 3e11 + 2 * (devices - 1) * 4e-6) for wire in (1e5, 1e6, 1e7, 1e8)], devices
+    )
     assert found.bandwidth == pytest.approx(3e11)
     assert found.latency == pytest.approx(4e-6)
 
 
 def test_the_devices_at_hand_are_measured_and_planned_for(tmp_path, monkeypatch):
-    for name, value in {'SIZES': (32, 64), 'ELEMENTS': (1 << 8, 1 << 12), 'MEMORY_ELEMENTS': 1 << 16}.items():
+    for name, value in {
+        'SIZES': (32, 64),
+        'ELEMENTS': (1 << 8, 1 << 12),
+        'MEMORY_ELEMENTS': 1 << 16,
+    }.items():
         monkeypatch.setattr(calibrate, name, value)
-    monkeypatch.setattr(calibrate, 'config_for', lambda devices, **_: make_config('gpt', devices, 1, model={'num_layers': 1}))
+    monkeypatch.setattr(
+        calibrate,
+        'config_for',
+        lambda devices, **_: make_config('gpt', devices, 1, model={'num_layers': 1}),
+    )
     file = tmp_path / 'here.yaml'
     *_, last = calibrate.calibrate(file, seconds=0.1)
     assert last == f'written to {file}'
@@ -46,7 +58,9 @@ def test_the_devices_at_hand_are_measured_and_planned_for(tmp_path, monkeypatch)
 @pytest.mark.parametrize('matmul', [0.05, 0.31, 0.9])
 def test_the_rate_of_training_is_that_of_the_steps(matmul):
     h100, config = hardware('h100'), config_for(8, is_gpu=True)
-    true = h100.model_copy(update={'efficiency': h100.efficiency.model_copy(update={'matmul': matmul})})
+    true = h100.model_copy(
+        update={'efficiency': h100.efficiency.model_copy(update={'matmul': matmul})}
+    )
     seconds = step_time(config, Cluster.of(true, 8)).total
     found = fitted_to_step(h100, config, [seconds, 1.1 * seconds, 0.95 * seconds])
     assert found.efficiency.matmul == pytest.approx(matmul, abs=1e-3)
@@ -68,6 +82,10 @@ def test_a_machine_where_others_work_is_said_to_be_busy(monkeypatch):
 
 
 def test_the_command_measures_for_as_long_as_it_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(calibrate, 'calibrate', lambda out, *, seconds: [f'{out.name} in {seconds:g} s'])
-    done = CliRunner().invoke(app, ['plan', 'calibrate', str(tmp_path / 'here.yaml'), '--seconds', '7'])
+    monkeypatch.setattr(
+        calibrate, 'calibrate', lambda out, *, seconds: [f'{out.name} in {seconds:g} s']
+    )
+    done = CliRunner().invoke(
+        app, ['plan', 'calibrate', str(tmp_path / 'here.yaml'), '--seconds', '7']
+    )
     assert done.output == 'here.yaml in 7 s\n'

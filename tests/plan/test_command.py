@@ -29,13 +29,29 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_the_command_says_what_the_call_says(tmp_path):
     json, winner = tmp_path / 'plan.json', tmp_path / 'winner.yaml'
-    done = command('gpt2_345m', '--gpu', 'h100', '--gpus', 16, '--tokens', '300e9', '--json', json, '--write', winner)
+    done = command(
+        'gpt2_345m',
+        '--gpu',
+        'h100',
+        '--gpus',
+        16,
+        '--tokens',
+        '300e9',
+        '--json',
+        json,
+        '--write',
+        winner,
+    )
     assert done.returncode == 0, done.stderr
     called = megajax.plan(megajax.load('gpt2_345m'), gpu='h100', gpus=16, tokens=300e9)
     assert Plan.model_validate_json(json.read_text()) == called
     assert str(called) in done.stdout
     titles = [line.strip() for line in done.stdout.splitlines()]
-    assert {f'memory per GPU, at its peak ({called.memory_moment})', 'time per step, ± 10%', 'layouts, times ± 10%'} <= set(titles)
+    assert {
+        f'memory per GPU, at its peak ({called.memory_moment})',
+        'time per step, ± 10%',
+        'layouts, times ± 10%',
+    } <= set(titles)
     assert megajax.load(winner) == called.fastest()
     assert called.fastest().mesh.data * called.fastest().mesh.model == 16
 
@@ -54,24 +70,43 @@ def test_a_config_on_its_own_mesh_is_planned_as_it_is():
 
 @pytest.mark.parametrize('recompute', ['none', 'full'])
 def test_the_papers_rate_counts_recomputation_where_there_is_some(recompute):
-    config = megajax.load('gpt2_345m', ['mesh.data=2', 'mesh.model=4', f'train.recompute={recompute}'])
+    config = megajax.load(
+        'gpt2_345m', ['mesh.data=2', 'mesh.model=4', f'train.recompute={recompute}']
+    )
     plan, model, train = megajax.plan(config, gpu='h100'), config.model, config.train
-    layer, head = 24 * model.hidden_size**2 + 4 * train.seq_len * model.hidden_size, 2 * model.hidden_size * model.padded_vocab_size
-    flops = train.batch_size * train.seq_len * ((4 if recompute == 'full' else 3) * model.num_layers * layer + 3 * head)
+    layer, head = (
+        24 * model.hidden_size**2 + 4 * train.seq_len * model.hidden_size,
+        2 * model.hidden_size * model.padded_vocab_size,
+    )
+    flops = (
+        train.batch_size
+        * train.seq_len
+        * ((4 if recompute == 'full' else 3) * model.num_layers * layer + 3 * head)
+    )
     assert plan.paper_tflops_per_gpu == pytest.approx(flops / plan.seconds / 8 / 1e12)
     assert megajax.plan(megajax.load('llama3_8b'), gpu='h100').paper_tflops_per_gpu is None
 
 
 def test_the_largest_microbatch_fits_and_one_row_more_does_not():
     keys = 'mesh.data=8', 'mesh.model=8', 'train.microbatches=1'
-    rows = megajax.plan(megajax.load('llama3_8b', [*keys, 'train.batch_size=8']), gpu='h100').largest_microbatch
+    rows = megajax.plan(
+        megajax.load('llama3_8b', [*keys, 'train.batch_size=8']), gpu='h100'
+    ).largest_microbatch
     for count, fits in ((rows, True), (rows + 1, False)):
         config = megajax.load('llama3_8b', [*keys, f'train.batch_size={8 * count}'])
         assert megajax.plan(config, gpu='h100').layout.fits == fits
 
 
 def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
-    done = command('llama3_8b', 'mesh.data=8', 'mesh.model=1', 'train.batch_size=64', 'train.microbatches=1', '--gpu', 'h100')
+    done = command(
+        'llama3_8b',
+        'mesh.data=8',
+        'mesh.model=1',
+        'train.batch_size=64',
+        'train.microbatches=1',
+        '--gpu',
+        'h100',
+    )
     assert done.returncode == 1
     assert 'does not fit in 76.2 GB' in done.stdout
     assert 'yes: without it the least is ' in done.stdout
@@ -82,15 +117,33 @@ def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
     [
         ('gpt3_175b --gpus 8', 'nothing fits on 8 x NVIDIA H100 SXM 80 GB: the least is '),
         ('gpt2_124m --gpus 5', '512 is not a multiple of mesh.data=5; use 510 or 515'),
-        ('gpt2_124m --gpus 12', '12 GPUs do not fill hosts of 8: use 8 or 16, or set the GPUs of a host'),
-        ('gpt2_124m --target-batch 3', 'train.batch_size: 3 is not a multiple of mesh.data=8 x train.microbatches=4'),
-        ('gpt2_124m --gpu tpu', 'GPU tpu: choose among a100, a100_40gb, b200, h100, h100_pcie, h200, v100'),
-        ('gpt2_124m --gpu v100', 'train.dtype=bfloat16: NVIDIA V100 SXM3 32 GB computes in float16, float32'),
-        ('gpt2_124m --gpu v100 --verify', 'verify with gpu v100: the step can be compiled for a100, b200, h100, h200'),
+        (
+            'gpt2_124m --gpus 12',
+            '12 GPUs do not fill hosts of 8: use 8 or 16, or set the GPUs of a host',
+        ),
+        (
+            'gpt2_124m --target-batch 3',
+            'train.batch_size: 3 is not a multiple of mesh.data=8 x train.microbatches=4',
+        ),
+        (
+            'gpt2_124m --gpu tpu',
+            'GPU tpu: choose among a100, a100_40gb, b200, h100, h100_pcie, h200, v100',
+        ),
+        (
+            'gpt2_124m --gpu v100',
+            'train.dtype=bfloat16: NVIDIA V100 SXM3 32 GB computes in float16, float32',
+        ),
+        (
+            'gpt2_124m --gpu v100 --verify',
+            'verify with gpu v100: the step can be compiled for a100, b200, h100, h200',
+        ),
         ('gpt2_124m --json nowhere/x.json', 'nowhere/x.json: there is no folder nowhere'),
         ('gpt2_124m --write tests', 'tests is a folder: give the name of a file in it'),
         ('gpt2_124m --roofline x.gif', 'x.gif: a picture ends in .png, .svg, .pdf'),
-        ('--table megatron_2019', '--table megatron_2019: choose among scaling, heads, strong, megatron, narayanan'),
+        (
+            '--table megatron_2019',
+            '--table megatron_2019: choose among scaling, heads, strong, megatron, narayanan',
+        ),
         ('--gpu h100', 'plan needs a config'),
         ('calibrate here.txt', 'here.txt: give a file that ends in .yaml'),
     ],
@@ -116,12 +169,19 @@ def test_the_tables_of_the_papers_are_shown():
 def test_a_plan_takes_less_than_2_seconds_and_needs_no_jax():
     code = 'import sys, megajax; megajax.plan(megajax.load("llama3_8b"), gpu="h100", gpus=64); print("jax" in sys.modules)'
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    assert subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout == 'False\n'
+    assert (
+        subprocess.run(
+            [sys.executable, '-c', code], capture_output=True, text=True, check=True
+        ).stdout
+        == 'False\n'
+    )
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before < 2
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
+@pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
 def test_the_compilers_figure_stands_beside():
     done = command('gpt2_124m', 'mesh.data=4', 'mesh.model=2', '--gpu', 'h100', '--verify')
     assert done.returncode == 0, done.stderr

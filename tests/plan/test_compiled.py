@@ -26,30 +26,53 @@ SMALL = 100e6  # bytes of a program of which some array that is not counted may 
 
 def config_of(line: dict[str, str]) -> Config:
     data, model = map(int, line['mesh'].split('x'))
-    train = {'recompute': line['recompute'], 'microbatches': line['microbatches'], 'dtype': 'bfloat16'}
+    train = {
+        'recompute': line['recompute'],
+        'microbatches': line['microbatches'],
+        'dtype': 'bfloat16',
+    }
     train['batch_size'] = str(data * int(line['rows']) * int(line['microbatches']))
-    overrides = [f'mesh.data={data}', f'mesh.model={model}', f'mesh.sequence_parallel={str(line["parallel"] == "sp").lower()}']
-    overrides += [*(f'train.{key}={value}' for key, value in train.items()), 'model.dropout=0.0', *line['overrides'].split()]
+    overrides = [
+        f'mesh.data={data}',
+        f'mesh.model={model}',
+        f'mesh.sequence_parallel={str(line["parallel"] == "sp").lower()}',
+    ]
+    overrides += [
+        *(f'train.{key}={value}' for key, value in train.items()),
+        'model.dropout=0.0',
+        *line['overrides'].split(),
+    ]
     return load(line['preset'], overrides)
 
 
 def name(line: dict[str, str]) -> str:
-    return ' '.join(line[key] for key in ('preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides')).strip()
+    return ' '.join(
+        line[key]
+        for key in ('preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides')
+    ).strip()
 
 
 @pytest.mark.parametrize('line', LINES, ids=name)
 def test_a_step_for_h100s_is_predicted(line: dict[str, str]) -> None:
     config = config_of(line)
     needed = memory(config, capacity_bytes=hardware('h100').memory)
-    assert needed.total == int(line['predicted_bytes']), 'python benchmarks/plan_memory.py writes the file anew'
+    assert needed.total == int(line['predicted_bytes']), (
+        'python benchmarks/plan_memory.py writes the file anew'
+    )
     if int(line['compiled_bytes']) > SMALL:
         assert needed.total == pytest.approx(int(line['compiled_bytes']), rel=0.10)
-    assert needed.state + needed.batch == pytest.approx(int(line['arguments']), abs=1000)  # counters
+    assert needed.state + needed.batch == pytest.approx(
+        int(line['arguments']), abs=1000
+    )  # counters
     devices = config.mesh.data * config.mesh.model
-    assert step_flops(config).hardware / devices / 1e9 == pytest.approx(float(line['compiled_gflops']), rel=1e-6, abs=1e-3)
+    assert step_flops(config).hardware / devices / 1e9 == pytest.approx(
+        float(line['compiled_gflops']), rel=1e-6, abs=1e-3
+    )
     if int(line['compiled_bytes']) <= hardware('h100').memory:  # else XLA computes some of it again
         assert num_launches(config) == pytest.approx(int(line['compiled_launches']), rel=0.15)
-    assert wire_bytes(config) == {axis: float(line[f'compiled_{axis}_wire']) for axis in ('data', 'model')}
+    assert wire_bytes(config) == {
+        axis: float(line[f'compiled_{axis}_wire']) for axis in ('data', 'model')
+    }
 
 
 def test_in_the_mean_a_step_needs_within_four_percent_of_what_is_predicted() -> None:
@@ -60,7 +83,11 @@ def test_in_the_mean_a_step_needs_within_four_percent_of_what_is_predicted() -> 
 
 
 def test_the_margin_is_what_a_step_needed_beyond_the_count_at_most() -> None:
-    beyond = [int(line['compiled_bytes']) / int(line['predicted_bytes']) - 1 for line in LINES if int(line['compiled_bytes']) > SMALL]
+    beyond = [
+        int(line['compiled_bytes']) / int(line['predicted_bytes']) - 1
+        for line in LINES
+        if int(line['compiled_bytes']) > SMALL
+    ]
     assert max(beyond) <= 0.03
     assert pytest.approx(max(beyond), abs=1e-3) == UNDERCOUNT
 
@@ -68,20 +95,28 @@ def test_the_margin_is_what_a_step_needed_beyond_the_count_at_most() -> None:
 def test_what_is_said_to_fit_does() -> None:
     capacity = hardware('h100').memory
     for line in LINES:
-        assert (int(line['predicted_bytes']) <= capacity) == (int(line['compiled_bytes']) <= capacity), name(line)
+        assert (int(line['predicted_bytes']) <= capacity) == (
+            int(line['compiled_bytes']) <= capacity
+        ), name(line)
 
 
 @pytest.fixture(scope='module')
 def step() -> tuple[Config, CompiledStep]:
     """Fewer key/value heads than devices, untied, sequence parallelism, microbatches, full recomputation."""
-    config = make_config('llama', 2, 4, sequence_parallel=True, train={'recompute': 'full', 'microbatches': 2})
+    config = make_config(
+        'llama', 2, 4, sequence_parallel=True, train={'recompute': 'full', 'microbatches': 2}
+    )
     return config, compile_step(config, make_mesh(2, 4), 8)
 
 
-def test_the_products_of_a_compiled_step_are_those_counted(step: tuple[Config, CompiledStep]) -> None:
+def test_the_products_of_a_compiled_step_are_those_counted(
+    step: tuple[Config, CompiledStep],
+) -> None:
     config, compiled = step
     products = count_products(config, Program(compiled.text), 'cpu')
-    assert 8 * products.compiled == step_flops(config, flash=False).hardware == 8 * products.expected
+    assert (
+        8 * products.compiled == step_flops(config, flash=False).hardware == 8 * products.expected
+    )
 
 
 def test_a_compiled_step_sends_the_bytes_counted(step: tuple[Config, CompiledStep]) -> None:
@@ -95,14 +130,22 @@ def test_a_compiled_step_sends_the_bytes_counted(step: tuple[Config, CompiledSte
 
 def test_the_state_of_a_compiled_step_is_that_counted(step: tuple[Config, CompiledStep]) -> None:
     config, compiled = step
-    assert memory(config).state == sum(one.bytes_per_device for one in compiled.parameters + compiled.optimizer if one.shape)
+    assert memory(config).state == sum(
+        one.bytes_per_device for one in compiled.parameters + compiled.optimizer if one.shape
+    )
 
 
 def test_a_wider_mlp_needs_as_much_more_as_xla_said() -> None:
     """With grouped queries and few devices the MLP is where the backward pass of a layer needs the most."""
     narrow, wide = (
-        next(line for line in LINES if line['overrides'] == f'train.seq_len=2048 model.num_layers=6{width}')
+        next(
+            line
+            for line in LINES
+            if line['overrides'] == f'train.seq_len=2048 model.num_layers=6{width}'
+        )
         for width in ('', ' model.ffn_size=28672')
     )
-    compiled, predicted = (int(wide[key]) - int(narrow[key]) for key in ('compiled_bytes', 'predicted_bytes'))
+    compiled, predicted = (
+        int(wide[key]) - int(narrow[key]) for key in ('compiled_bytes', 'predicted_bytes')
+    )
     assert predicted == pytest.approx(compiled, rel=FRAGMENTS)

@@ -10,7 +10,14 @@ from megajax.plan.faults import STATE, Faults, faults
 from megajax.plan.network import Cluster
 from megajax.plan.time import step_time
 
-FAULTS = Faults(checkpoint_bytes=10**11, hold_up=5.0, write=10.0, between_failures=3600.0, restart=300.0, interval=600.0)
+FAULTS = Faults(
+    checkpoint_bytes=10**11,
+    hold_up=5.0,
+    write=10.0,
+    between_failures=3600.0,
+    restart=300.0,
+    interval=600.0,
+)
 
 
 def test_no_interval_is_better_than_the_best():
@@ -23,7 +30,9 @@ def test_no_save_begins_before_the_last_is_done():
     assert dataclasses.replace(FAULTS, write=1000.0).best_interval == 1000
 
 
-@pytest.mark.parametrize('worse', [{'hold_up': 50.0}, {'write': 500.0}, {'between_failures': 600.0}, {'restart': 3000.0}])
+@pytest.mark.parametrize(
+    'worse', [{'hold_up': 50.0}, {'write': 500.0}, {'between_failures': 600.0}, {'restart': 3000.0}]
+)
 def test_whatever_is_worse_costs_goodput(worse):
     assert 0 < dataclasses.replace(FAULTS, **worse).goodput(600) < FAULTS.goodput(600) < 1
 

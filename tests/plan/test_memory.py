@@ -13,11 +13,19 @@ from megajax.plan.memory import Memory, kept_by_layer, largest_microbatch, memor
 GPU = 85 * 10**9
 
 
-def config(name: str, *overrides: str, data: int = 1, model: int = 8, rows: int = 1, **choices: Any) -> megajax.Config:
+def config(
+    name: str, *overrides: str, data: int = 1, model: int = 8, rows: int = 1, **choices: Any
+) -> megajax.Config:
     settings = {'recompute': 'none', 'dtype': 'bfloat16', 'microbatches': 1} | choices
     train = [f'train.{key}={value}' for key, value in settings.items()]
     batch = rows * data * settings['microbatches']
-    mesh = [f'mesh.data={data}', f'mesh.model={model}', f'train.batch_size={batch}', 'mesh.sequence_parallel=false', 'model.dropout=0.0']
+    mesh = [
+        f'mesh.data={data}',
+        f'mesh.model={model}',
+        f'train.batch_size={batch}',
+        'mesh.sequence_parallel=false',
+        'model.dropout=0.0',
+    ]
     return megajax.load(name, [*mesh, *train, *overrides])
 
 
@@ -31,14 +39,28 @@ def test_a_layer_keeps_what_korthikanti_et_al_count(shards: int) -> None:
 
 def test_sequence_parallelism_keeps_whole_only_the_inputs_of_products() -> None:
     sbh = 2 * 2048 * 12288
-    scattered = config('gpt3_175b', 'model.dropout=0.1', 'mesh.sequence_parallel=true', rows=2, recompute='selective')
+    scattered = config(
+        'gpt3_175b',
+        'model.dropout=0.1',
+        'mesh.sequence_parallel=true',
+        rows=2,
+        recompute='selective',
+    )
     assert kept_by_layer(scattered) == sbh * (4 + 30 / 8)
 
 
-@pytest.mark.parametrize(('dropout', 'dtype', 'each'), [('0.1', 'bfloat16', 7), ('0.0', 'float32', 8)])
-def test_without_flash_attention_a_layer_keeps_its_scores(dropout: str, dtype: str, each: int) -> None:
+@pytest.mark.parametrize(
+    ('dropout', 'dtype', 'each'), [('0.1', 'bfloat16', 7), ('0.0', 'float32', 8)]
+)
+def test_without_flash_attention_a_layer_keeps_its_scores(
+    dropout: str, dtype: str, each: int
+) -> None:
     kept, dropped = (
-        kept_by_layer(config('gpt2_345m', f'model.dropout={dropout}', model=4, rows=2, dtype=dtype, recompute=how))
+        kept_by_layer(
+            config(
+                'gpt2_345m', f'model.dropout={dropout}', model=4, rows=2, dtype=dtype, recompute=how
+            )
+        )
         for how in ('none', 'selective')
     )
     assert kept - dropped == each * 2 * 16 * 1024**2 / 4
@@ -52,7 +74,10 @@ def test_state_is_twelve_bytes_a_parameter(name: str) -> None:
 
 def test_zero_shares_the_state_and_adds_the_weights_of_a_step() -> None:
     """6 + 12/d bytes a parameter, as Megatron's distributed optimizer: its gradients are in fp32."""
-    plain, sharded = (memory(config('llama3_8b', f'optim.shard={on}', data=64, model=1, recompute='full')) for on in ('false', 'true'))
+    plain, sharded = (
+        memory(config('llama3_8b', f'optim.shard={on}', data=64, model=1, recompute='full'))
+        for on in ('false', 'true')
+    )
     parameters = plain.state / 12
     assert sharded.state == pytest.approx(12 / 64 * parameters, rel=0.01)
     assert sharded.weights == pytest.approx(2 * parameters, rel=0.001)
@@ -75,13 +100,16 @@ def test_several_microbatches_add_a_sum_of_gradients() -> None:
 
 def test_recomputation_needs_less() -> None:
     none, selective, full = (
-        memory(config('megatron_2.5b', model=4, rows=4, dtype='float32', recompute=how)) for how in ('none', 'selective', 'full')
+        memory(config('megatron_2.5b', model=4, rows=4, dtype='float32', recompute=how))
+        for how in ('none', 'selective', 'full')
     )
     assert full.total < selective.total < none.total
     assert full.activations == 54 * 4 * 1024 * 1920 * 4  # the input of each layer
 
 
-@pytest.mark.parametrize('overrides', [[], ['train.overlap=batch_split'], ['mesh.sequence_parallel=true']], ids=str)
+@pytest.mark.parametrize(
+    'overrides', [[], ['train.overlap=batch_split'], ['mesh.sequence_parallel=true']], ids=str
+)
 def test_the_largest_microbatch_fits_and_one_more_does_not(overrides: list[str]) -> None:
     def needed(rows: int) -> Memory:
         return memory(config('megatron_8.3b', *overrides, rows=rows), capacity_bytes=GPU)

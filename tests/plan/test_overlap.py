@@ -36,20 +36,30 @@ LINES = [*csv.DictReader(RESULTS.open(newline=''))]
 def hidden(config: Config) -> float:
     """The share of the seconds over `model` that the plan hides, at the rates at which `inspect` counts them."""
     h100 = hardware('h100')
-    rates = h100.efficiency.model_copy(update={'matmul': h100.reference.matmul, 'flash': h100.reference.flash, 'half_size': 192})
-    cluster = Cluster.of(h100.model_copy(update={'efficiency': rates}), config.mesh.data * config.mesh.model)
+    rates = h100.efficiency.model_copy(
+        update={'matmul': h100.reference.matmul, 'flash': h100.reference.flash, 'half_size': 192}
+    )
+    cluster = Cluster.of(
+        h100.model_copy(update={'efficiency': rates}), config.mesh.data * config.mesh.model
+    )
     over_model = [one for one in step_time(config, cluster).transfers if one.axis == 'model']
     return sum(one.hidden for one in over_model) / sum(one.seconds for one in over_model)
 
 
 def share(config: Config) -> float:
     """The share of the bytes over `model` that the plan sees beside products."""
-    found = [(one.times * one.wire_bytes, beside(one, config).share) for one in communication(config) if one.site.axis == 'model']
+    found = [
+        (one.times * one.wire_bytes, beside(one, config).share)
+        for one in communication(config)
+        if one.site.axis == 'model'
+    ]
     return sum(size * part for size, part in found) / sum(size for size, _ in found)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'")
+@pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
 @pytest.mark.skipif(
     not version('jax').startswith('0.10.'),
     reason="the plan has the shares of jax 0.10.2; by 0.12.0.1 a default step's are 4 to 11 %, not 36 to 50 %",
@@ -58,7 +68,11 @@ def share(config: Config) -> float:
 @pytest.mark.parametrize('recompute', ['none', 'full'])
 @pytest.mark.parametrize('overlap', ['none', 'batch_split'])
 def test_the_share_is_that_of_a_compiled_step(sequence_parallel, recompute, overlap):
-    overrides = f'mesh.sequence_parallel={sequence_parallel}', f'train.recompute={recompute}', f'train.overlap={overlap}'
+    overrides = (
+        f'mesh.sequence_parallel={sequence_parallel}',
+        f'train.recompute={recompute}',
+        f'train.overlap={overlap}',
+    )
     config = megajax.load('gpt2_345m', [*STEP, *overrides])
     found = megajax.inspect(config, target='h100')
     assert found.overlapped_share['model'] == pytest.approx(share(config), abs=0.12)
@@ -82,7 +96,15 @@ def test_what_is_hidden_is_that_of_the_stored_steps(line):
 
 def test_only_products_of_the_same_phase_hide_and_never_more_than_all():
     for overlap in OVERLAPS.values():
-        config = megajax.load('llama3_8b', ['mesh.sequence_parallel=true', 'train.recompute=full', f'train.overlap={overlap}', 'mesh.data=4'])
+        config = megajax.load(
+            'llama3_8b',
+            [
+                'mesh.sequence_parallel=true',
+                'train.recompute=full',
+                f'train.overlap={overlap}',
+                'mesh.data=4',
+            ],
+        )
         for one in communication(config):
             part, names, phase = beside(one, config)
             assert phase is None

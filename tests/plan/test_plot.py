@@ -11,7 +11,9 @@ CONFIG = megajax.load('gpt2_345m', ['train.batch_size=64', 'train.microbatches=1
 CLUSTER = Cluster.of(hardware('h100'), 8)
 
 
-@pytest.mark.parametrize(('draw', 'x', 'y'), [(roofline, 'FLOPs per byte', 'TFLOP/s'), (scaling, 'GPUs', 'MFU, %')])
+@pytest.mark.parametrize(
+    ('draw', 'x', 'y'), [(roofline, 'FLOPs per byte', 'TFLOP/s'), (scaling, 'GPUs', 'MFU, %')]
+)
 def test_a_picture_is_drawn_with_units(draw, x, y, tmp_path):
     figure = draw(CONFIG, CLUSTER)
     (axes,) = figure.axes

@@ -25,13 +25,18 @@ def test_no_tensor_parallelism_where_the_model_fits_and_the_batch_allows():
         assert ranking(config, 'h100', gpus).best.mesh == (gpus, 1)
 
 
-@pytest.mark.parametrize(('name', 'gpu', 'gpus'), [('llama3_8b', 'h100', 64), ('llama3_8b', 'a100', 64), ('gpt2_345m', 'h200', 16)])
+@pytest.mark.parametrize(
+    ('name', 'gpu', 'gpus'),
+    [('llama3_8b', 'h100', 64), ('llama3_8b', 'a100', 64), ('gpt2_345m', 'h200', 16)],
+)
 def test_tensor_parallelism_stays_inside_a_host(name, gpu, gpus):
     found = ranking(load(name), gpu, gpus)
     inside = [choice for choice in found.fitting if choice.config.mesh.model <= 8]
     across = [choice for choice in found.fitting if choice.config.mesh.model > 8]
     assert found.best is inside[0]
-    assert all(choice.config.mesh.allow_model_across_hosts for choice in across)  # so that `megajax train` takes what --write wrote
+    assert all(
+        choice.config.mesh.allow_model_across_hosts for choice in across
+    )  # so that `megajax train` takes what --write wrote
     if across:
         assert across[0].timed.total > 1.3 * inside[0].timed.total
 
@@ -39,7 +44,9 @@ def test_tensor_parallelism_stays_inside_a_host(name, gpu, gpus):
 def test_sequence_parallelism_wherever_there_is_tensor_parallelism():
     found = ranking(load('llama3_8b'), 'h100', 64)
     for model in {choice.config.mesh.model for choice in found.fitting} - {1}:
-        assert next(choice for choice in found.fitting if choice.config.mesh.model == model).config.mesh.sequence_parallel
+        assert next(
+            choice for choice in found.fitting if choice.config.mesh.model == model
+        ).config.mesh.sequence_parallel
 
 
 def test_every_layout_is_there_once_and_in_order():
@@ -50,11 +57,15 @@ def test_every_layout_is_there_once_and_in_order():
     assert len(layouts) == len(set(layouts)) == 2 * (2 * 4 + 4 * (5 + 4) + 2 * (6 + 5))
     seconds = [choice.timed.total for choice in found.fitting]
     assert seconds == sorted(seconds)
-    assert all(choice.bytes <= usable_memory(Cluster.of(hardware('h100'), 4)) for choice in found.fitting)
+    assert all(
+        choice.bytes <= usable_memory(Cluster.of(hardware('h100'), 4)) for choice in found.fitting
+    )
 
 
 def test_a_mesh_of_which_some_layout_can_be_is_not_impossible():
-    found = ranking(changed(small(), train__batch_size=40), 'h100', 40)  # ZeRO-1 cannot be on any of them
+    found = ranking(
+        changed(small(), train__batch_size=40), 'h100', 40
+    )  # ZeRO-1 cannot be on any of them
     possible = {choice.mesh for choice in (*found.fitting, *found.too_large)}
     assert possible == {(40, 1), (20, 2), (10, 4)}
     assert found.impossible.keys() == {(8, 5), (5, 8), (4, 10), (2, 20), (1, 40)}
@@ -69,7 +80,12 @@ def test_the_reason_says_by_how_much():
 
 def test_a_mesh_that_cannot_be_says_why():
     found = ranking(small(), 'h100', 8)
-    assert found.impossible == {(1, 8): 'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, or mesh.model 6 or 12'}
+    assert found.impossible == {
+        (
+            1,
+            8,
+        ): 'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, or mesh.model 6 or 12'
+    }
 
 
 def test_where_nothing_fits_the_fewest_gpus_that_would_are_named():
@@ -88,7 +104,9 @@ def test_where_nothing_divides_every_mesh_has_its_reason():
         ranking(small('mesh.data=1', 'train.batch_size=5', 'train.microbatches=1'), 'h100', 16)
     text = str(caught.value)
     assert 'no mesh of 16 GPUs can train this config' in text
-    assert 'data=16 x model=1: train.batch_size: 5 is not a multiple of mesh.data=16; use 16' in text
+    assert (
+        'data=16 x model=1: train.batch_size: 5 is not a multiple of mesh.data=16; use 16' in text
+    )
     assert 'data=1 x model=16: model.num_heads: 12 is not a multiple of mesh.model=16' in text
 
 
@@ -103,7 +121,11 @@ def test_megatrons_optimizer_pads_where_ours_does_not():
     config = changed(small('model.dropout=0'), train__batch_size=80)
     cluster = Cluster.of(hardware('h100'), 40)
     shards = {
-        program: {choice.config.optim.shard for choice in search(config, cluster, program).fitting if choice.mesh == (40, 1)}
+        program: {
+            choice.config.optim.shard
+            for choice in search(config, cluster, program).fitting
+            if choice.mesh == (40, 1)
+        }
         for program in (MEGAJAX, MEGATRON)
     }
     assert shards == {MEGAJAX: {False}, MEGATRON: {False, True}}

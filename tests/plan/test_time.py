@@ -19,7 +19,13 @@ from megajax.plan.programs import FSDP, MEGATRON, MEGATRON_2021
 from megajax.plan.time import product_seconds, step_time
 
 H100 = hardware('h100')
-LLAMA = 'mesh.data=4', 'mesh.model=4', 'train.batch_size=64', 'train.microbatches=4', 'train.recompute=none'
+LLAMA = (
+    'mesh.data=4',
+    'mesh.model=4',
+    'train.batch_size=64',
+    'train.microbatches=4',
+    'train.recompute=none',
+)
 
 
 def llama(*overrides: str) -> Config:
@@ -28,17 +34,31 @@ def llama(*overrides: str) -> Config:
 
 @pytest.mark.parametrize(
     ('name', 'recompute', 'flash', 'mesh'),
-    [*product(['gpt', 'llama', 'bert'], ['none', 'selective', 'full'], [False, True], [(1, 1), (2, 4)])],
+    [
+        *product(
+            ['gpt', 'llama', 'bert'], ['none', 'selective', 'full'], [False, True], [(1, 1), (2, 4)]
+        )
+    ],
 )
 def test_the_products_have_the_flops_of_the_step(name, recompute, flash, mesh):
-    config = make_config(name, *mesh, sequence_parallel=mesh[1] > 1 and flash, train={'recompute': recompute, 'microbatches': 2})
-    counted = sum(one.times * one.flops for one in products(config, flash=flash)) * mesh[0] * mesh[1]
+    config = make_config(
+        name,
+        *mesh,
+        sequence_parallel=mesh[1] > 1 and flash,
+        train={'recompute': recompute, 'microbatches': 2},
+    )
+    counted = (
+        sum(one.times * one.flops for one in products(config, flash=flash)) * mesh[0] * mesh[1]
+    )
     assert counted == step_flops(config, flash=flash).hardware
 
 
 def test_megatron_computes_the_last_product_of_a_layer_again():
     config = load('megatron_8.3b')
-    again, ours = (sum(one.times * one.flops for one in products(config, flash=False, recomputes_last=last)) for last in (True, False))
+    again, ours = (
+        sum(one.times * one.flops for one in products(config, flash=False, recomputes_last=last))
+        for last in (True, False)
+    )
     down = 2 * 8 * 1024 * (4 * 3072 // 8) * 3072 * 72
     assert again - ours == down
 
@@ -52,7 +72,14 @@ def faster(**figures: object) -> Hardware:
     [
         (faster(peak_flops={'bfloat16': 2 * H100.peak_flops['bfloat16']}), 'products'),
         (faster(memory_bandwidth=2 * H100.memory_bandwidth), 'memory_bound'),
-        (faster(inside_host=H100.inside_host.model_copy(update={'bandwidth': 2 * H100.inside_host.bandwidth})), 'waits'),
+        (
+            faster(
+                inside_host=H100.inside_host.model_copy(
+                    update={'bandwidth': 2 * H100.inside_host.bandwidth}
+                )
+            ),
+            'waits',
+        ),
         (faster(across_hosts=H100.across_hosts.model_copy(update={'latency': 0.0})), 'waits'),
     ],
     ids=['peak', 'memory', 'links', 'latency'],
@@ -64,10 +91,24 @@ def test_better_hardware_shortens_its_part(better, part):
     assert after.total < before.total
 
 
-@pytest.mark.parametrize('overrides', [(), ('mesh.sequence_parallel=true',), ('train.overlap=batch_split',), ('train.recompute=full',)], ids=str)
+@pytest.mark.parametrize(
+    'overrides',
+    [
+        (),
+        ('mesh.sequence_parallel=true',),
+        ('train.overlap=batch_split',),
+        ('train.recompute=full',),
+    ],
+    ids=str,
+)
 def test_the_parts_make_the_step(overrides):
     time = step_time(llama(*overrides), Cluster.of(H100, 16))
-    assert time.total == pytest.approx(time.products + time.memory_bound + time.launches + sum(one.exposed for one in time.transfers))
+    assert time.total == pytest.approx(
+        time.products
+        + time.memory_bound
+        + time.launches
+        + sum(one.exposed for one in time.transfers)
+    )
     assert time.share() == pytest.approx(time.share('data') + time.share('model'))
     assert all(0 <= one.hidden <= one.seconds * (1 + 1e-9) for one in time.transfers)
     assert all(one.exposed == one.seconds - one.hidden for one in time.transfers)
@@ -97,7 +138,10 @@ def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(overlap,
 
 
 def test_halves_that_take_turns_wait_less():
-    plain, turns = (step_time(llama(f'train.overlap={overlap}'), Cluster.of(H100, 16)) for overlap in ('none', 'batch_split'))
+    plain, turns = (
+        step_time(llama(f'train.overlap={overlap}'), Cluster.of(H100, 16))
+        for overlap in ('none', 'batch_split')
+    )
     assert turns.share('model') < plain.share('model')
 
 
@@ -126,12 +170,18 @@ def test_fsdp_sends_all_weights_three_times_a_microbatch():
 
 
 def test_a_dtype_that_the_gpu_lacks_is_refused():
-    with pytest.raises(ConfigError, match=r'train.dtype=bfloat16: NVIDIA V100 SXM3 32 GB computes in float16, float32'):
+    with pytest.raises(
+        ConfigError,
+        match=r'train.dtype=bfloat16: NVIDIA V100 SXM3 32 GB computes in float16, float32',
+    ):
         step_time(llama(), Cluster.of(hardware('v100'), 16))
 
 
 def test_a_small_step_waits_for_its_launches():
-    tiny, large = (step_time(config, Cluster.of(H100, 8)) for config in (load('tiny', ['mesh.data=2', 'mesh.model=4']), llama()))
+    tiny, large = (
+        step_time(config, Cluster.of(H100, 8))
+        for config in (load('tiny', ['mesh.data=2', 'mesh.model=4']), llama())
+    )
     assert tiny.launches > tiny.products + tiny.memory_bound
     assert large.launches < 0.05 * large.total
 

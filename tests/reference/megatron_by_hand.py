@@ -23,7 +23,9 @@ Weights = dict[str, jax.Array]
 
 SHARDED = {
     'word_embeddings.weight': P('model', None),
-    'linear_qkv.weight': P('model', None),  # column-parallel: the rows of [out, in], whole head groups
+    'linear_qkv.weight': P(
+        'model', None
+    ),  # column-parallel: the rows of [out, in], whole head groups
     'linear_qkv.bias': P('model'),
     'linear_proj.weight': P(None, 'model'),  # row-parallel: the columns of [out, in]
     'linear_fc1.weight': P('model', None),
@@ -66,7 +68,9 @@ def column_parallel_linear(x_BSD: jax.Array, weight_FD: jax.Array, bias_F: jax.A
     return jnp.einsum('bsd,fd->bsf', x_BSD, weight_FD) + bias_F[None, None]
 
 
-def row_parallel_linear(x_BSF: jax.Array, weight_DF: jax.Array, bias_D: jax.Array, sp: bool) -> jax.Array:
+def row_parallel_linear(
+    x_BSF: jax.Array, weight_DF: jax.Array, bias_D: jax.Array, sp: bool
+) -> jax.Array:
     """This device's columns in, a sum over devices out: Y = X_1 A_1 + X_2 A_2. The bias is added once, after that."""
     return g(jnp.einsum('bsf,df->bsd', x_BSF, weight_DF), sp) + bias_D[None, None]
 
@@ -81,23 +85,37 @@ def layer_norm(x_BRD: jax.Array, weights: Weights, name: str, eps: float) -> jax
 def self_attention(x_BSD: jax.Array, weights: Weights, config: ModelConfig, sp: bool) -> jax.Array:
     """Heads need nothing from one another: attention between the two products is this device's own."""
     batch, length, _ = x_BSD.shape
-    qkv_BSF = column_parallel_linear(x_BSD, weights['linear_qkv.weight'], weights['linear_qkv.bias'])
+    qkv_BSF = column_parallel_linear(
+        x_BSD, weights['linear_qkv.weight'], weights['linear_qkv.bias']
+    )
     qkv_BSKCH = qkv_BSF.reshape(batch, length, -1, config.queries_per_kv + 2, config.head_dim)
-    q_BSKGH, k_BSKH, v_BSKH = qkv_BSKCH[:, :, :, :-2], qkv_BSKCH[:, :, :, -2], qkv_BSKCH[:, :, :, -1]
+    q_BSKGH, k_BSKH, v_BSKH = (
+        qkv_BSKCH[:, :, :, :-2],
+        qkv_BSKCH[:, :, :, -2],
+        qkv_BSKCH[:, :, :, -1],
+    )
     score_BKGST = jnp.einsum('bskgh,btkh->bkgst', q_BSKGH, k_BSKH) / config.head_dim**0.5
     causal_ST = jnp.tril(jnp.ones((length, length), bool))
-    weight_BKGST = jax.nn.softmax(jnp.where(causal_ST[None, None, None], score_BKGST, -jnp.inf), axis=-1)
+    weight_BKGST = jax.nn.softmax(
+        jnp.where(causal_ST[None, None, None], score_BKGST, -jnp.inf), axis=-1
+    )
     o_BSF = jnp.einsum('bkgst,btkh->bskgh', weight_BKGST, v_BSKH).reshape(batch, length, -1)
-    return row_parallel_linear(o_BSF, weights['linear_proj.weight'], weights['linear_proj.bias'], sp)
+    return row_parallel_linear(
+        o_BSF, weights['linear_proj.weight'], weights['linear_proj.bias'], sp
+    )
 
 
 def mlp(x_BSD: jax.Array, weights: Weights, sp: bool) -> jax.Array:
     """GELU sees whole sums, because the first product is cut by columns: Z = g(GELU(f(X) A) B)."""
     h_BSF = column_parallel_linear(x_BSD, weights['linear_fc1.weight'], weights['linear_fc1.bias'])
-    return row_parallel_linear(jax.nn.gelu(h_BSF), weights['linear_fc2.weight'], weights['linear_fc2.bias'], sp)
+    return row_parallel_linear(
+        jax.nn.gelu(h_BSF), weights['linear_fc2.weight'], weights['linear_fc2.bias'], sp
+    )
 
 
-def transformer_layer(x_BRD: jax.Array, weights: Weights, config: ModelConfig, sp: bool) -> jax.Array:
+def transformer_layer(
+    x_BRD: jax.Array, weights: Weights, config: ModelConfig, sp: bool
+) -> jax.Array:
     """Two branches between f and g. Over `model`: two all-reduces forward and two backward (SP: as many pairs of gather and scatter)."""
     h_BRD = layer_norm(x_BRD, weights, 'input_layernorm', config.norm_eps)
     x_BRD = x_BRD + self_attention(f(h_BRD, sp), under('self_attention', weights), config, sp)
@@ -133,14 +151,24 @@ def vocab_parallel_cross_entropy(logit_BSV: jax.Array, label_BS: jax.Array) -> j
     return jnp.log(lax.psum(jnp.exp(logit_BSV).sum(-1), 'model')) - target_BS
 
 
-def language_model_loss(x_BRD: jax.Array, table_VD: jax.Array, label_BS: jax.Array, mask_BS: jax.Array, sp: bool) -> jax.Array:
+def language_model_loss(
+    x_BRD: jax.Array, table_VD: jax.Array, label_BS: jax.Array, mask_BS: jax.Array, sp: bool
+) -> jax.Array:
     """The mean loss of the tokens that count, from the last hidden states. The head is column-parallel: f before it, no g."""
     logit_BSV = jnp.einsum('bsd,vd->bsv', f(x_BRD, sp), table_VD)
     loss_BS = vocab_parallel_cross_entropy(logit_BSV, label_BS)
     return lax.psum((loss_BS * mask_BS).sum(), 'data') / lax.psum(mask_BS.sum(), 'data')
 
 
-def gpt_loss(weights: Weights, token_BS: jax.Array, label_BS: jax.Array, mask_BS: jax.Array, *, config: ModelConfig, sp: bool) -> jax.Array:
+def gpt_loss(
+    weights: Weights,
+    token_BS: jax.Array,
+    label_BS: jax.Array,
+    mask_BS: jax.Array,
+    *,
+    config: ModelConfig,
+    sp: bool,
+) -> jax.Array:
     """GPT-2 from tokens to the mean loss of the global batch."""
     weights = reduce_gradients(weights, sp)
     table_VD = weights['embedding.word_embeddings.weight']
@@ -154,4 +182,8 @@ def gpt_loss(weights: Weights, token_BS: jax.Array, label_BS: jax.Array, mask_BS
 
 def under(prefix: str, weights: Weights) -> Weights:
     """The weights of one module, by their names in it."""
-    return {name.removeprefix(f'{prefix}.'): weight for name, weight in weights.items() if name.startswith(f'{prefix}.')}
+    return {
+        name.removeprefix(f'{prefix}.'): weight
+        for name, weight in weights.items()
+        if name.startswith(f'{prefix}.')
+    }

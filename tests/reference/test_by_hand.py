@@ -27,14 +27,18 @@ LIMIT = 1e-5  # relative, see support.relative_error
 Arrays = dict[str, np.ndarray]
 
 on_each_mesh = pytest.mark.parametrize(
-    ('model_size', 'sp'), [(1, False), (2, False), (2, True), (4, False), (4, True)], ids=['1', '2', '2+sp', '4', '4+sp']
+    ('model_size', 'sp'),
+    [(1, False), (2, False), (2, True), (4, False), (4, True)],
+    ids=['1', '2', '2+sp', '4', '4+sp'],
 )
 
 
 def gpt(model_size: int, sp: bool) -> Config:
     """GPT-2 with grouped queries, and a vocabulary that megajax pads and Megatron by hand does not."""
     model = {'vocab_size': 96, 'num_kv_heads': 4, 'activation': 'gelu_tanh', 'dropout': 0.0}
-    return make_config('gpt', 2, model_size, sequence_parallel=sp, model=model, loss={'label_smoothing': 0.0})
+    return make_config(
+        'gpt', 2, model_size, sequence_parallel=sp, model=model, loss={'label_smoothing': 0.0}
+    )
 
 
 @on_each_mesh
@@ -43,7 +47,9 @@ def test_the_embedding(model_size: int, sp: bool) -> None:
         return x_BSD + model.embedding(batch['tokens'], jnp.float32)
 
     def theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
-        return x_BRD + by_hand.vocab_parallel_embedding(weights['embedding.word_embeddings.weight'], batch['tokens'], sp)
+        return x_BRD + by_hand.vocab_parallel_embedding(
+            weights['embedding.word_embeddings.weight'], batch['tokens'], sp
+        )
 
     assert_same(gpt(model_size, sp), ours, theirs, residual(sp))
 
@@ -57,7 +63,9 @@ def test_the_block(model_size: int, sp: bool) -> None:
         return block(x_BSD, attention_core(config.model, Layout.of(config)))[0]
 
     def theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
-        return by_hand.transformer_layer(x_BRD, by_hand.under('decoder.layers.1', weights), config.model, sp)
+        return by_hand.transformer_layer(
+            x_BRD, by_hand.under('decoder.layers.1', weights), config.model, sp
+        )
 
     assert_same(config, ours, theirs, residual(sp))
 
@@ -84,7 +92,9 @@ def test_the_whole_model(sp: bool) -> None:
     weights = random_weights()
     with on_mesh(config):
         batch = place_batch(make_batch(config))
-        (loss, _), grads = jax.jit(make_loss_and_gradients(config))(from_megatron(config, weights), batch, jax.random.key(0))
+        (loss, _), grads = jax.jit(make_loss_and_gradients(config))(
+            from_megatron(config, weights), batch, jax.random.key(0)
+        )
         gpt_loss = jax.shard_map(
             functools.partial(by_hand.gpt_loss, config=config.model, sp=sp),
             in_specs=(specs(weights), P('data'), P('data'), P('data')),
@@ -116,10 +126,18 @@ def assert_same(
     with on_mesh(config):
         batch = place_batch(make_batch(config))
         shape = config.train.batch_size, config.train.seq_len, config.model.hidden_size
-        x_BSD = jax.device_put(np.random.default_rng(1).normal(size=shape).astype(np.float32), residual(sp))
-        on_shards = jax.shard_map(run_theirs, in_specs=(specs(weights), residual(sp), P('data')), out_specs=y_spec)
-        y, dparams, dx_BSD = output_and_gradients(run_ours, from_megatron(config, weights), x_BSD, batch)
-        expected_y, expected_dweights, expected_dx_BSD = output_and_gradients(on_shards, place(weights), x_BSD, batch)
+        x_BSD = jax.device_put(
+            np.random.default_rng(1).normal(size=shape).astype(np.float32), residual(sp)
+        )
+        on_shards = jax.shard_map(
+            run_theirs, in_specs=(specs(weights), residual(sp), P('data')), out_specs=y_spec
+        )
+        y, dparams, dx_BSD = output_and_gradients(
+            run_ours, from_megatron(config, weights), x_BSD, batch
+        )
+        expected_y, expected_dweights, expected_dx_BSD = output_and_gradients(
+            on_shards, place(weights), x_BSD, batch
+        )
         assert_close(to_megatron(config, dparams), expected_dweights, LIMIT)
     assert_close({'y': y, 'dx': dx_BSD}, {'y': expected_y, 'dx': expected_dx_BSD}, LIMIT)
 
@@ -131,7 +149,9 @@ def output_and_gradients(
         y = function(weights, x_BSD, batch)
         return (y * y).sum() / 2, y
 
-    (_, y), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(weights, x_BSD)
+    (_, y), grads = jax.jit(jax.value_and_grad(objective, argnums=(0, 1), has_aux=True))(
+        weights, x_BSD
+    )
     return y, *grads
 
 
@@ -152,10 +172,14 @@ def random_weights() -> Arrays:
     """By Megatron's names, the same for every mesh; of a size at which all of them matter, biases and norms too."""
     config, random = gpt(1, sp=False), np.random.default_rng(0)
     with on_mesh(config):
-        shapes = {name: x.shape for name, x in to_megatron(config, init_state(config).params).items()}
+        shapes = {
+            name: x.shape for name, x in to_megatron(config, init_state(config).params).items()
+        }
 
     def weight(name: str, shape: tuple[int, ...]) -> np.ndarray:
         scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.3
-        return (random.normal(scale=scale, size=shape) + name.endswith('layernorm.weight')).astype(np.float32)
+        return (random.normal(scale=scale, size=shape) + name.endswith('layernorm.weight')).astype(
+            np.float32
+        )
 
     return {name: weight(name, shape) for name, shape in shapes.items()}

@@ -27,7 +27,9 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
     jax.config.update('jax_disable_most_optimizations', disabled)
 
 
-def attend(q_BSNH: jax.Array, k_BSNH: jax.Array, v_BSNH: jax.Array, out_NHD: jax.Array) -> jax.Array:
+def attend(
+    q_BSNH: jax.Array, k_BSNH: jax.Array, v_BSNH: jax.Array, out_NHD: jax.Array
+) -> jax.Array:
     weight_BNST = jax.nn.softmax(jnp.einsum('bsnh,btnh->bnst', q_BSNH, k_BSNH), axis=-1)
     o_BSNH = jnp.einsum('bnst,btnh->bsnh', weight_BNST, v_BSNH)
     return jnp.einsum('bsnh,nhd->bsd', o_BSNH, out_NHD, out_sharding=P('data', None, None))
@@ -38,17 +40,25 @@ def fused(x_BSD: jax.Array, qkv_DNCH: jax.Array, out_NHD: jax.Array) -> jax.Arra
     return attend(*(qkv_BSNCH[:, :, :, i] for i in range(3)), out_NHD)
 
 
-def separate(x_BSD: jax.Array, q_DNH: jax.Array, k_DNH: jax.Array, v_DNH: jax.Array, out_NHD: jax.Array) -> jax.Array:
-    return attend(*(jnp.einsum('bsd,dnh->bsnh', x_BSD, w_DNH) for w_DNH in (q_DNH, k_DNH, v_DNH)), out_NHD)
+def separate(
+    x_BSD: jax.Array, q_DNH: jax.Array, k_DNH: jax.Array, v_DNH: jax.Array, out_NHD: jax.Array
+) -> jax.Array:
+    return attend(
+        *(jnp.einsum('bsd,dnh->bsnh', x_BSD, w_DNH) for w_DNH in (q_DNH, k_DNH, v_DNH)), out_NHD
+    )
 
 
 def separate_after_f(x_BSD: jax.Array, *weights: jax.Array) -> jax.Array:
     return separate(jax.reshard(x_BSD, P('data', None, None, reduced={'model'})), *weights)
 
 
-def separate_in_fp32(x_BSD: jax.Array, q_DNH: jax.Array, k_DNH: jax.Array, v_DNH: jax.Array, out_NHD: jax.Array) -> jax.Array:
+def separate_in_fp32(
+    x_BSD: jax.Array, q_DNH: jax.Array, k_DNH: jax.Array, v_DNH: jax.Array, out_NHD: jax.Array
+) -> jax.Array:
     def product(w_DNH: jax.Array) -> jax.Array:
-        return jnp.einsum('bsd,dnh->bsnh', x_BSD, w_DNH, preferred_element_type=jnp.float32).astype(x_BSD.dtype)
+        return jnp.einsum('bsd,dnh->bsnh', x_BSD, w_DNH, preferred_element_type=jnp.float32).astype(
+            x_BSD.dtype
+        )
 
     return attend(product(q_DNH), product(k_DNH), product(v_DNH), out_NHD)
 
@@ -61,7 +71,9 @@ def test_separate_products_reduce_once_after_f(target: str) -> None:
     assert reduced_backward(separate_after_f, target) == 1
 
 
-def test_separate_products_reduce_three_times_unless_the_compiler_adds_them_first(target: str) -> None:
+def test_separate_products_reduce_three_times_unless_the_compiler_adds_them_first(
+    target: str,
+) -> None:
     """XLA for GPUs has a pass that does."""
     assert reduced_backward(separate, target) == (3 if target == 'cpu' else 1)
 
@@ -73,7 +85,11 @@ def test_a_cast_keeps_the_compiler_from_adding_them_first(target: str) -> None:
 
 def reduced_backward(function: Callable[..., jax.Array], target: str) -> float:
     """What the backward pass reduces over `model`, in activations in bf16."""
-    mesh = mesh_of(gpu_devices('h100', hosts=1, per_host=8), 2, 4) if target == 'h100' else make_mesh(2, 4)
+    mesh = (
+        mesh_of(gpu_devices('h100', hosts=1, per_host=8), 2, 4)
+        if target == 'h100'
+        else make_mesh(2, 4)
+    )
 
     def abstract(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
@@ -84,10 +100,16 @@ def reduced_backward(function: Callable[..., jax.Array], target: str) -> float:
     weights = [abstract((D, N, H), None, 'model', None)] * 3
     if function is fused:
         weights = [abstract((D, N, 3, H), None, 'model', None, None)]
-    args = abstract((B, S, D), 'data', None, None), *weights, abstract((N, H, D), 'model', None, None)
+    args = (
+        abstract((B, S, D), 'data', None, None),
+        *weights,
+        abstract((N, H, D), 'model', None, None),
+    )
     with jax.set_mesh(mesh):
         lowered = jax.jit(jax.grad(loss, argnums=range(len(args)))).lower(*args)
-        text = lowered.compile({'xla_gpu_autotune_level': '0'} if target == 'h100' else {}).as_text()
+        text = lowered.compile(
+            {'xla_gpu_autotune_level': '0'} if target == 'h100' else {}
+        ).as_text()
     assert text is not None
     sent = [one for one in collectives(Program(text), dict(mesh.shape)) if one.axis == 'model']
     assert {one.kind for one in sent} == {'all-reduce'}

@@ -17,7 +17,9 @@ VOCAB_SIZE = 1024  # what no way has to pad
 
 def gpt(*, sp: bool = False) -> Config:
     model = {'vocab_size': VOCAB_SIZE, 'num_kv_heads': 4, 'activation': 'gelu_tanh', 'dropout': 0.0}
-    return make_config('gpt', 2, 4, sequence_parallel=sp, model=model, loss={'label_smoothing': 0.0})
+    return make_config(
+        'gpt', 2, 4, sequence_parallel=sp, model=model, loss={'label_smoothing': 0.0}
+    )
 
 
 @functools.cache
@@ -27,10 +29,16 @@ def ways(*, sp: bool = False) -> dict[str, Way]:
     with on_mesh(config):
         params, batch = random_params(config, std=0.1), make_batch(config)
         auto = auto_way(config, params, batch, P('data', 'model', None) if sp else None)
-        return {'explicit': explicit_way(config, params, batch), 'auto': auto, 'by hand': by_hand_way(config, params, batch)}
+        return {
+            'explicit': explicit_way(config, params, batch),
+            'auto': auto,
+            'by hand': by_hand_way(config, params, batch),
+        }
 
 
-@pytest.mark.parametrize('sp', [pytest.param(False, marks=pytest.mark.slow), True], ids=['tp', 'tp+sp'])
+@pytest.mark.parametrize(
+    'sp', [pytest.param(False, marks=pytest.mark.slow), True], ids=['tp', 'tp+sp']
+)
 def test_all_have_the_same_loss_and_gradients(sp: bool) -> None:
     expected = ways(sp=sp)['by hand']
     for name in ('explicit', 'auto'):
@@ -45,15 +53,24 @@ def test_all_send_the_same_over_the_model_axis() -> None:
     assert counted['auto'] == counted['by hand']
     rows, length, hidden, layers = 4, 32, 64, 2
     # A layer four times, the embedding and the head once each; the loss three numbers per token.
-    assert counted['by hand'] == {('all-reduce', rows * length * hidden): 4 * layers + 2, ('all-reduce', rows * length): 3}
+    assert counted['by hand'] == {
+        ('all-reduce', rows * length * hidden): 4 * layers + 2,
+        ('all-reduce', rows * length): 3,
+    }
 
 
 def test_over_data_xla_reduces_a_tied_embedding_twice() -> None:
     """Each parameter is reduced once, but Auto axes reduce the part of the lookup and that of the head, then add."""
     config = gpt()
-    numbers = {name: sum(one.operand.bytes // 4 * one.times for one in over(way, 'data')) for name, way in ways().items()}
+    numbers = {
+        name: sum(one.operand.bytes // 4 * one.times for one in over(way, 'data'))
+        for name, way in ways().items()
+    }
     assert numbers['explicit'] == numbers['by hand']
-    assert numbers['auto'] == numbers['by hand'] + VOCAB_SIZE // config.mesh.model * config.model.hidden_size
+    assert (
+        numbers['auto']
+        == numbers['by hand'] + VOCAB_SIZE // config.mesh.model * config.model.hidden_size
+    )
 
 
 def test_with_sequence_parallelism_megajax_sends_activations_as_by_hand_does() -> None:

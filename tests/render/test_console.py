@@ -14,7 +14,9 @@ def table() -> Table:
 
 
 @pytest.mark.parametrize('colour', [None, '1'])
-def test_plain_text_has_no_escapes_even_where_a_terminal_would(colour: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_text_has_no_escapes_even_where_a_terminal_would(
+    colour: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if colour:
         monkeypatch.setenv('FORCE_COLOR', colour)  # what makes rich take any output for a terminal
     assert as_text(table()).splitlines() == [' name    bytes ', ' weight  1,024 ']

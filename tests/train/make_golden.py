@@ -42,7 +42,9 @@ def main() -> None:
     def record(self: Trainer) -> None:
         train(self)
         for path, leaf in nnx.to_flat_state(self.state.params):
-            parameters['.'.join(map(str, path))] = hashlib.sha256(np.asarray(leaf.get_value()).tobytes()).hexdigest()
+            parameters['.'.join(map(str, path))] = hashlib.sha256(
+                np.asarray(leaf.get_value()).tobytes()
+            ).hexdigest()
 
     Trainer.train = record  # type: ignore[method-assign]
     loop.run(load('golden.yaml'), name='golden')
@@ -50,7 +52,10 @@ def main() -> None:
     shutil.copytree('run', 'further')
     loop.run(load('golden.yaml', [f'train.steps={STEPS + 1}', 'run.dir=further']), name='golden')
     *_, last = (json.loads(line) for line in Path('further/metrics.jsonl').read_text().splitlines())
-    Path('expected.json').write_text(json.dumps({'step': STEPS, 'params': parameters, 'next_loss': last['loss']}, indent=2) + '\n')
+    Path('expected.json').write_text(
+        json.dumps({'step': STEPS, 'params': parameters, 'next_loss': last['loss']}, indent=2)
+        + '\n'
+    )
     shutil.rmtree('further')
     for path in Path('run').iterdir():
         if path.name != 'checkpoints':

@@ -36,15 +36,23 @@ optim: {lr: 1e-2}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('--kills', type=int, default=200)
     parser.add_argument('--seed', type=int, default=0)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, small_disk(Path(name) / 'disturbed/checkpoints') as disk:
+    with (
+        tempfile.TemporaryDirectory() as name,
+        small_disk(Path(name) / 'disturbed/checkpoints') as disk,
+    ):
         folder = Path(name)
         disturb(folder, arguments.kills, arguments.seed, disk)
         straight, disturbed = left(folder / 'straight'), left(folder / 'disturbed')
-    print(f'{len(straight) - 1} arrays of the last state, and the losses of all steps:', 'equal' if straight == disturbed else 'NOT equal')
+    print(
+        f'{len(straight) - 1} arrays of the last state, and the losses of all steps:',
+        'equal' if straight == disturbed else 'NOT equal',
+    )
     sys.exit(straight != disturbed)
 
 
@@ -52,9 +60,15 @@ def disturb(folder: Path, kills: int, seed: int, disk: Path | None) -> None:
     """Train once in peace, in `folder`/straight, and once with kills, in `folder`/disturbed."""
     (folder / 'corpus.txt').write_text('def f(x):\n    return x + 1\n' * 300)
     config = CONFIG.replace('STEPS', str(STEPS_PER_KILL * kills))
-    (folder / 'small.yaml').write_text(f'{config}data: {{corpus: {folder}/corpus.txt, tokenizer: bytes}}\n')
+    (folder / 'small.yaml').write_text(
+        f'{config}data: {{corpus: {folder}/corpus.txt, tokenizer: bytes}}\n'
+    )
     chance = random.Random(seed)
-    kinds = ['SIGKILL', 'SIGKILL', 'SIGTERM', 'full disk'] if disk else ['SIGKILL', 'SIGKILL', 'SIGTERM']
+    kinds = (
+        ['SIGKILL', 'SIGKILL', 'SIGTERM', 'full disk']
+        if disk
+        else ['SIGKILL', 'SIGKILL', 'SIGTERM']
+    )
     assert run(folder, 'straight').wait() == 0
     usual = seconds_to_first_step(folder)
     for number in range(kills):
@@ -62,19 +76,26 @@ def disturb(folder: Path, kills: int, seed: int, disk: Path | None) -> None:
         process = run(folder, 'disturbed')
         wait(process, folder / 'disturbed/metrics.jsonl', chance, usual)
         code = end(process, kind, disk, chance.uniform(0, usual / 4))
-        print(f'{number + 1} of {kills}: {kind}, exit code {code}, steps {steps(folder / "disturbed")}', flush=True)
+        print(
+            f'{number + 1} of {kills}: {kind}, exit code {code}, steps {steps(folder / "disturbed")}',
+            flush=True,
+        )
         if code == 0:  # it is at its end: the next ones disturb one that goes further back
             flip_a_bit(largest_file(folder / 'disturbed', steps(folder / 'disturbed')[-1]))
     assert run(folder, 'disturbed').wait() == 0
 
 
-def wait(process: subprocess.Popen[bytes], metrics: Path, chance: random.Random, usual: float) -> None:
+def wait(
+    process: subprocess.Popen[bytes], metrics: Path, chance: random.Random, usual: float
+) -> None:
     """Until a random moment of the start, or of the training that follows."""
     if chance.random() < IN_THE_START:
         time.sleep(usual * chance.uniform(0.05, 1))
         return
     count = last = num_steps(metrics)
-    while process.poll() is None and count <= last:  # at first it may lose some, those that the run lost
+    while (
+        process.poll() is None and count <= last
+    ):  # at first it may lose some, those that the run lost
         time.sleep(0.02)
         last, count = count, num_steps(metrics)
     time.sleep(chance.uniform(0, usual / 4))
@@ -100,8 +121,13 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
     """A file system of its own at `folder`; None where it cannot be had."""
     folder.mkdir(parents=True)
     command = ['mount', '-t', 'tmpfs', '-o', f'size={DISK}m', 'tmpfs', str(folder)]
-    mounted = os.geteuid() == 0 and not subprocess.run(command, check=False, capture_output=True).returncode
-    print('full disks: ' + ('yes' if mounted else 'no, because a file system cannot be mounted here'))
+    mounted = (
+        os.geteuid() == 0
+        and not subprocess.run(command, check=False, capture_output=True).returncode
+    )
+    print(
+        'full disks: ' + ('yes' if mounted else 'no, because a file system cannot be mounted here')
+    )
     try:
         yield folder if mounted else None
     finally:
@@ -127,8 +153,13 @@ def seconds_to_first_step(folder: Path) -> float:
 
 def run(folder: Path, name: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, '-m', 'megajax', 'train', 'small.yaml', f'run.dir={name}']
-    environ = os.environ | {'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
-    return subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environ = os.environ | {
+        'JAX_COMPILATION_CACHE_DIR': str(folder / 'compiled'),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    }
+    return subprocess.Popen(
+        command, cwd=folder, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
 
 
 def left(run: Path) -> dict[str, str]:
@@ -140,7 +171,10 @@ def left(run: Path) -> dict[str, str]:
     jax.config.update('jax_num_cpu_devices', 2)  # as the run had
     last = run / 'checkpoints' / str(steps(run)[-1])
     state = ocp.StandardCheckpointer().restore(last.absolute() / 'state')
-    arrays = {f'{last.name} {number}': np.asarray(array).tobytes() for number, array in enumerate(jax.tree.leaves(state))}
+    arrays = {
+        f'{last.name} {number}': np.asarray(array).tobytes()
+        for number, array in enumerate(jax.tree.leaves(state))
+    }
     contents = {'losses': json.dumps(losses(run)).encode(), **arrays}
     return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 

@@ -37,7 +37,12 @@ def mesh() -> Iterator[None]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('run') / 'checkpoints'
     config = tiny()
-    with on_mesh(config), Checkpoints(folder, config, tokenizer=byte_tokenizer(), data={'corpus': 'a'}) as checkpoints:
+    with (
+        on_mesh(config),
+        Checkpoints(
+            folder, config, tokenizer=byte_tokenizer(), data={'corpus': 'a'}
+        ) as checkpoints,
+    ):
         for step in (1, 2):
             checkpoints.save(make_state(config, step), step, validation_loss=3.0 / step)
     return folder
@@ -49,7 +54,14 @@ def folder(written: Path, tmp_path: Path) -> Path:
 
 
 def largest(step: Path) -> str:
-    return max((path for path in step.rglob('*') if path.is_file()), key=lambda path: path.stat().st_size).relative_to(step).as_posix()
+    return (
+        max(
+            (path for path in step.rglob('*') if path.is_file()),
+            key=lambda path: path.stat().st_size,
+        )
+        .relative_to(step)
+        .as_posix()
+    )
 
 
 def flip(path: Path) -> None:
@@ -71,8 +83,21 @@ def test_a_checkpoint_holds_all_that_a_run_is(folder: Path) -> None:
     record = read_record(step)
     assert record.config == tiny().model_dump(mode='json')
     assert record.tokenizer_sha256 == byte_tokenizer().fingerprint
-    assert (record.validation_loss, record.data, record.mesh) == (1.5, {'corpus': 'a'}, 'data=2 x model=2')
-    assert record.versions.keys() == {'megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'python'}
+    assert (record.validation_loss, record.data, record.mesh) == (
+        1.5,
+        {'corpus': 'a'},
+        'data=2 x model=2',
+    )
+    assert record.versions.keys() == {
+        'megajax',
+        'jax',
+        'jaxlib',
+        'flax',
+        'optax',
+        'orbax-checkpoint',
+        'numpy',
+        'python',
+    }
     assert json.loads((step / 'tokenizer.json').read_text())
     assert step.stat().st_mode & 0o777 == 0o750
 
@@ -84,18 +109,26 @@ def test_any_mesh_restores_the_same_bits(folder: Path, data: int, model: int) ->
         assert checkpoints.newest_verified() == 2
         state = checkpoints.restore(2)
         assert equal(state, config, 2)
-        assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, make_state(config, 2))
+        assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(
+            lambda x: x.sharding, make_state(config, 2)
+        )
 
 
 @pytest.mark.parametrize('damage', [flip, truncate, zero, Path.unlink])
-@pytest.mark.parametrize('name', ['largest', 'state/_METADATA', 'state/manifest.ocdbt', 'state/_sharding', RECORD, SUMS])
-def test_a_damaged_step_is_refused_by_name(folder: Path, name: str, damage: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    'name', ['largest', 'state/_METADATA', 'state/manifest.ocdbt', 'state/_sharding', RECORD, SUMS]
+)
+def test_a_damaged_step_is_refused_by_name(
+    folder: Path, name: str, damage: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     name = largest(folder / '2') if name == 'largest' else name
     damage(folder / '2' / name)
     assert newest(folder) == 1
     refused = [record.message for record in caplog.records if 'refused' in record.message]
     assert len(refused) == 1
-    assert name in refused[0] or (name == SUMS and damage is flip)  # then it is the file whose digest it was
+    assert name in refused[0] or (
+        name == SUMS and damage is flip
+    )  # then it is the file whose digest it was
     verify = CliRunner().invoke(checkpoint_app, ['verify', str(folder.parent)])
     assert verify.exit_code == 4
     assert '1  ok' in verify.output
@@ -156,10 +189,20 @@ def test_junk_is_ignored_and_left_alone(folder: Path, caplog: pytest.LogCaptureF
         assert checkpoints.newest_verified() == 2
         checkpoints.save(make_state(tiny(), 99), 99)
     assert newest(folder) == 99
-    assert {path.name for path in folder.iterdir()} == {'2', '99', 'abc', '98.orbax-checkpoint-tmp', '007', 'stray', '50'}
+    assert {path.name for path in folder.iterdir()} == {
+        '2',
+        '99',
+        'abc',
+        '98.orbax-checkpoint-tmp',
+        '007',
+        'stray',
+        '50',
+    }
 
 
-def test_a_folder_under_the_number_of_another_step_is_left_alone_and_named_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_under_the_number_of_another_step_is_left_alone_and_named_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copytree(folder / '2', folder / '20261121')
     with Checkpoints(folder, tiny(checkpoint={'keep': 1})) as checkpoints:
         assert checkpoints.newest_verified() == 2
@@ -177,7 +220,9 @@ def test_a_folder_under_the_number_of_another_step_is_left_alone_and_named_once(
     assert '3  ok\n20261121  1 wrong\n  holds step 2: rename it to 2' in verify.output
 
 
-def test_exchanged_folders_are_no_reason_to_start_afresh_and_make_room_without_being_lost(folder: Path) -> None:
+def test_exchanged_folders_are_no_reason_to_start_afresh_and_make_room_without_being_lost(
+    folder: Path,
+) -> None:
     (folder / '1').rename(folder / 'x')
     (folder / '2').rename(folder / '1')
     (folder / 'x').rename(folder / '2')
@@ -205,7 +250,9 @@ def test_a_loss_that_is_measured_after_the_save_is_kept_beside_it(folder: Path) 
 
 
 @pytest.mark.faults
-def test_objects_in_the_folder_are_never_executed(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_objects_in_the_folder_are_never_executed(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / 'canary'),)
@@ -224,7 +271,10 @@ def test_objects_in_the_folder_are_never_executed(folder: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ('changes', 'said'),
     [
-        ({'model': {'hidden_size': 64, 'norm': 'rmsnorm'}}, ['model.hidden_size 32 there, 64 here', 'model.norm layernorm there, rmsnorm']),
+        (
+            {'model': {'hidden_size': 64, 'norm': 'rmsnorm'}},
+            ['model.hidden_size 32 there, 64 here', 'model.norm layernorm there, rmsnorm'],
+        ),
         ({'train': {'dtype': 'bfloat16'}}, ['train.dtype float32 there, bfloat16 here']),
     ],
 )
@@ -236,22 +286,39 @@ def test_another_model_is_a_mistake(folder: Path, changes: Any, said: list[str])
 
 def test_another_tokenizer_is_a_mistake(folder: Path) -> None:
     other = train_bpe(['one two three one two three'], 300)
-    with Checkpoints(folder, tiny(), tokenizer=other) as checkpoints, pytest.raises(ConfigError) as error:
+    with (
+        Checkpoints(folder, tiny(), tokenizer=other) as checkpoints,
+        pytest.raises(ConfigError) as error,
+    ):
         checkpoints.restore(2)
     assert other.fingerprint in str(error.value)
     assert byte_tokenizer().fingerprint in str(error.value)
 
 
 def test_what_may_change_is_said(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = tiny(optim={'lr': 0.5}, train={'steps': 7}, run={'dir': 'elsewhere', 'allow_changed_data': True})
-    with caplog.at_level(logging.INFO), Checkpoints(folder, config, data={'corpus': 'b'}) as checkpoints:
+    config = tiny(
+        optim={'lr': 0.5}, train={'steps': 7}, run={'dir': 'elsewhere', 'allow_changed_data': True}
+    )
+    with (
+        caplog.at_level(logging.INFO),
+        Checkpoints(folder, config, data={'corpus': 'b'}) as checkpoints,
+    ):
         checkpoints.restore(2)
     said = [record.message for record in caplog.records if record.message.startswith('resume')]
-    assert [line.split(maxsplit=1)[1] for line in said] == ['optim.lr: 0.00015 -> 0.5', 'train.steps: 1000 -> 7', 'data corpus: a -> b']
+    assert [line.split(maxsplit=1)[1] for line in said] == [
+        'optim.lr: 0.00015 -> 0.5',
+        'train.steps: 1000 -> 7',
+        'data corpus: a -> b',
+    ]
 
 
-def test_other_data_under_the_same_name_is_a_mistake_unless_the_config_asks_for_other_data(folder: Path) -> None:
-    with Checkpoints(folder, tiny(), data={'corpus': 'b'}) as checkpoints, pytest.raises(ConfigError, match='corpus a there, b here'):
+def test_other_data_under_the_same_name_is_a_mistake_unless_the_config_asks_for_other_data(
+    folder: Path,
+) -> None:
+    with (
+        Checkpoints(folder, tiny(), data={'corpus': 'b'}) as checkpoints,
+        pytest.raises(ConfigError, match='corpus a there, b here'),
+    ):
         checkpoints.restore(2)
     for data, sections in (({'another': 'b'}, {}), ({'corpus': 'b'}, {'data': {'split': '9,1,0'}})):
         with Checkpoints(folder, tiny(**sections), data=data) as checkpoints:
@@ -261,12 +328,24 @@ def test_other_data_under_the_same_name_is_a_mistake_unless_the_config_asks_for_
 def test_another_version_is_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = folder / '2' / RECORD
     written = json.loads(record.read_text())
-    record.write_text(json.dumps(written | {'versions': written['versions'] | {'jax': '0.1', 'python': '4.0', 'gone': '1'}, 'later': [1]}))
+    record.write_text(
+        json.dumps(
+            written
+            | {
+                'versions': written['versions'] | {'jax': '0.1', 'python': '4.0', 'gone': '1'},
+                'later': [1],
+            }
+        )
+    )
     write_sums(folder / '2')
     with Checkpoints(folder, tiny()) as checkpoints:
         assert checkpoints.newest_verified() == 2
         assert equal(checkpoints.restore(2), tiny(), 2)
-    warnings = [record.message.split(': ')[0] for record in caplog.records if record.levelno == logging.WARNING]
+    warnings = [
+        record.message.split(': ')[0]
+        for record in caplog.records
+        if record.levelno == logging.WARNING
+    ]
     assert [warning for warning in warnings if warning.startswith('resume')] == [
         f'resume     jax 0.1 -> {jax.__version__}',
         f'resume     python 4.0 -> {platform.python_version()}',
@@ -274,14 +353,23 @@ def test_another_version_is_a_warning(folder: Path, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize('name', ['dtype', 'shape', 'missing'])
-def test_arrays_that_orbax_would_cast_or_pad_are_refused(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_that_orbax_would_cast_or_pad_are_refused(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def other(config: Config) -> Any:
         state = init_state(config)
-        step = {'dtype': state.step.astype('float32'), 'shape': jax.numpy.zeros(3, 'int32'), 'missing': {'more': state.step}}[name]
+        step = {
+            'dtype': state.step.astype('float32'),
+            'shape': jax.numpy.zeros(3, 'int32'),
+            'missing': {'more': state.step},
+        }[name]
         return state._replace(step=step)
 
     monkeypatch.setattr(module, 'init_state', other)
-    with Checkpoints(folder, tiny()) as checkpoints, pytest.raises(ConfigError, match=r'step.* there'):
+    with (
+        Checkpoints(folder, tiny()) as checkpoints,
+        pytest.raises(ConfigError, match=r'step.* there'),
+    ):
         checkpoints.restore(2)
 
 
@@ -308,7 +396,9 @@ def test_what_stays_is_what_any_key_asks_for(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ['2', '4', '6']
 
 
-def test_it_is_time_by_steps_and_by_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_time_by_steps_and_by_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Checkpoints(tmp_path, tiny(checkpoint={'every': 10, 'minutes': 5})) as checkpoints:
         assert [step for step in range(1, 31) if checkpoints.poll(step)] == [10, 20, 30]
         now = module.time.monotonic()
@@ -327,9 +417,13 @@ def test_the_command_lists_and_compares(folder: Path) -> None:
     assert run.invoke(checkpoint_app, ['verify', f'{folder.parent}/2']).output == '2  ok\n'
     with Checkpoints(folder, tiny(1, 1, optim={'lr': 0.5})) as checkpoints:
         state = make_state(tiny(), 2)
-        state.params['embedding']['table'].set_value(state.params['embedding']['table'].get_value() * 1.5)
+        state.params['embedding']['table'].set_value(
+            state.params['embedding']['table'].get_value() * 1.5
+        )
         checkpoints.save(state, 3)
-    said = run.invoke(checkpoint_app, ['diff', str(folder.parent), '3', '2'], catch_exceptions=False).output.splitlines()
+    said = run.invoke(
+        checkpoint_app, ['diff', str(folder.parent), '3', '2'], catch_exceptions=False
+    ).output.splitlines()
     assert said[:3] == ['mesh.data: 1 -> 2', 'mesh.model: 1 -> 2', 'optim.lr: 0.5 -> 0.00015']
     assert 'embedding.table: 0.5' in said
     assert {line.split(': ')[1] for line in said[3:]} == {'0', '0.5'}

@@ -16,7 +16,10 @@ def test_the_activities_add_up_to_the_time_that_passed() -> None:
         time.sleep(0.02)
     total, passed = clock.seconds(), time.perf_counter() - start
     assert total == pytest.approx(passed, abs=1e-3)
-    assert min(clock.seconds(activity) for activity in ('compile', 'data_wait', 'productive', 'other')) >= 0.02
+    assert (
+        min(clock.seconds(activity) for activity in ('compile', 'data_wait', 'productive', 'other'))
+        >= 0.02
+    )
     assert clock.seconds('restore', 'evaluation') == 0
 
 
@@ -27,7 +30,9 @@ def test_what_is_lost_was_productive_and_is_no_more_than_that() -> None:
     clock.begin('other')
     productive = clock.seconds('productive')
     clock.lose(0.01)
-    assert (clock.seconds('productive'), clock.seconds('lost')) == pytest.approx((productive - 0.01, 0.01))
+    assert (clock.seconds('productive'), clock.seconds('lost')) == pytest.approx(
+        (productive - 0.01, 0.01)
+    )
     clock.lose(60)
     assert (clock.seconds('productive'), clock.seconds('lost')) == pytest.approx((0, productive))
 
@@ -47,7 +52,9 @@ def work(summary: Summary, seconds: float, *, until: int) -> dict[str, float]:
     return json.loads(summary.path.read_text())
 
 
-def test_the_seconds_of_all_starts_are_summed_and_what_is_done_again_is_lost(tmp_path: Path) -> None:
+def test_the_seconds_of_all_starts_are_summed_and_what_is_done_again_is_lost(
+    tmp_path: Path,
+) -> None:
     first = work(start(tmp_path, 0, lost_seconds=0), 0.05, until=7)
     assert (first['step'], first['starts']) == (7, 1)
     assert first['seconds'] == first['seconds_of_last_start']
@@ -56,7 +63,9 @@ def test_the_seconds_of_all_starts_are_summed_and_what_is_done_again_is_lost(tmp
     assert (second['step'], second['starts']) == (9, 2)
     both, last = second['seconds'], second['seconds_of_last_start']
     assert both['lost'] == 0.03
-    assert both['productive'] == pytest.approx(first['seconds']['productive'] + last['productive'] - 0.03, abs=2e-3)
+    assert both['productive'] == pytest.approx(
+        first['seconds']['productive'] + last['productive'] - 0.03, abs=2e-3
+    )
     assert both['total'] == pytest.approx(sum(both[activity] for activity in ACTIVITIES), abs=5e-3)
     assert both['total'] == pytest.approx(first['seconds']['total'] + last['total'], abs=2e-3)
 
@@ -67,7 +76,9 @@ def test_a_summary_that_cannot_be_read_begins_anew(tmp_path: Path, content: str)
     assert work(start(tmp_path, 0, lost_seconds=1), 0, until=1)['starts'] == 1
 
 
-def test_a_summary_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_summary_that_cannot_be_written_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     summary = start(tmp_path / 'gone', 0, lost_seconds=0)
     summary.write()
     summary.write()
@@ -78,7 +89,13 @@ def test_a_summary_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog:
 
 
 def test_the_line_names_what_matters_and_adds_up() -> None:
-    seconds = dict.fromkeys(ACTIVITIES, 0.0) | {'productive': 9000.0, 'lost': 400.0, 'compile': 30.25, 'evaluation': 20.0, 'other': 550.0}
+    seconds = dict.fromkeys(ACTIVITIES, 0.0) | {
+        'productive': 9000.0,
+        'lost': 400.0,
+        'compile': 30.25,
+        'evaluation': 20.0,
+        'other': 550.0,
+    }
     assert describe(seconds) == (
         '10,000: 9,000 productive (90%), 400 lost, 30.2 compile, 0.0 restore, 0.0 checkpoint, 0.0 data wait, 570 other'
     )

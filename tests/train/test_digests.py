@@ -6,9 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from megajax.checkpoint.digests import COMMIT, SUMS, find_steps, problems, read_sums, strangers, write_sums
+from megajax.checkpoint.digests import (
+    COMMIT,
+    SUMS,
+    find_steps,
+    problems,
+    read_sums,
+    strangers,
+    write_sums,
+)
 
-FILES = {'state/_METADATA': b'{}', 'state/d/0': b'0123456789' * 100, 'record.json': b'{"step": 7}', 'state/manifest': b'm'}
+FILES = {
+    'state/_METADATA': b'{}',
+    'state/d/0': b'0123456789' * 100,
+    'record.json': b'{"step": 7}',
+    'state/manifest': b'm',
+}
 
 
 @pytest.fixture
@@ -88,7 +101,9 @@ def test_links_are_not_followed(step: Path, tmp_path: Path) -> None:
     (step / 'state/d/0').unlink()
     shutil.move(step / 'state', tmp_path / 'moved')
     (step / 'state').symlink_to(tmp_path / 'moved')
-    assert {line.split()[0] for line in problems(step)} == {name for name in FILES if name.startswith('state')}
+    assert {line.split()[0] for line in problems(step)} == {
+        name for name in FILES if name.startswith('state')
+    }
 
 
 def test_a_path_that_leads_out_of_the_step_is_not_read(step: Path, tmp_path: Path) -> None:

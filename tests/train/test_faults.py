@@ -32,7 +32,9 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
-def test_asked_to_stop_a_run_saves_and_goes_on_as_if_it_had_not(folder: Path, straight: dict[int, float], number: signal.Signals) -> None:
+def test_asked_to_stop_a_run_saves_and_goes_on_as_if_it_had_not(
+    folder: Path, straight: dict[int, float], number: signal.Signals
+) -> None:
     process = start(folder)
     read_until(process, 'step 13/40')
     process.send_signal(number)
@@ -45,8 +47,12 @@ def test_asked_to_stop_a_run_saves_and_goes_on_as_if_it_had_not(folder: Path, st
     assert losses(folder / 'run') == straight
 
 
-@pytest.mark.parametrize('phase', ['^mesh', '^data', '^compiling', '^step 10  validation', '^sampling'])
-def test_a_signal_is_honoured_in_every_phase(folder: Path, straight: dict[int, float], phase: str) -> None:
+@pytest.mark.parametrize(
+    'phase', ['^mesh', '^data', '^compiling', '^step 10  validation', '^sampling']
+)
+def test_a_signal_is_honoured_in_every_phase(
+    folder: Path, straight: dict[int, float], phase: str
+) -> None:
     process = start(folder, "train.sample_prompts=['def ']")
     read_until(process, phase)
     process.terminate()
@@ -57,11 +63,15 @@ def test_a_signal_is_honoured_in_every_phase(folder: Path, straight: dict[int, f
 
 
 def test_a_time_limit_is_a_signal(folder: Path) -> None:
-    code, said = finish(start(folder, 'train.steps=100000', 'optim.schedule=constant', 'run.max_minutes=0.1'))
+    code, said = finish(
+        start(folder, 'train.steps=100000', 'optim.schedule=constant', 'run.max_minutes=0.1')
+    )
     assert (code, 'stopped by run.max_minutes' in said) == (75, True), said
 
 
-def test_killed_a_run_goes_on_from_its_last_checkpoint(folder: Path, straight: dict[int, float]) -> None:
+def test_killed_a_run_goes_on_from_its_last_checkpoint(
+    folder: Path, straight: dict[int, float]
+) -> None:
     process = start(folder)
     read_until(process, 'step 37/40')
     process.kill()
@@ -82,16 +92,28 @@ trainer.Trainer._evaluate = evaluate
 
 
 @pytest.mark.parametrize(('step', 'overrides'), [(40, []), (30, ['checkpoint.every=20'])])
-def test_an_evaluation_that_fails_costs_no_step(folder: Path, straight: dict[int, float], step: int, overrides: list[str]) -> None:
+def test_an_evaluation_that_fails_costs_no_step(
+    folder: Path, straight: dict[int, float], step: int, overrides: list[str]
+) -> None:
     code, said = finish(start(folder, *overrides, fault=FAILS.format(step=step)))
-    assert (code, f'step {step} is saved: ' in said, 'MemoryError: of the evaluation' in said) == (1, True, True), said
+    assert (code, f'step {step} is saved: ' in said, 'MemoryError: of the evaluation' in said) == (
+        1,
+        True,
+        True,
+    ), said
     assert max(steps(folder / 'run')) == step
     assert f'step {step}  validation' in train(folder, *overrides)  # it is made up for
     assert losses(folder / 'run') == straight
 
 
 def test_output_that_cannot_be_encoded_ends_nothing(folder: Path) -> None:
-    said = train(folder, "train.sample_prompts=['é ☃']", 'train.steps=2', 'optim.schedule=constant', PYTHONIOENCODING='ascii')
+    said = train(
+        folder,
+        "train.sample_prompts=['é ☃']",
+        'train.steps=2',
+        'optim.schedule=constant',
+        PYTHONIOENCODING='ascii',
+    )
     assert r"sample after '\xe9 \u2603'" in said
 
 
@@ -112,16 +134,25 @@ def test_without_a_sound_checkpoint_a_run_does_not_start_afresh(folder: Path) ->
     assert (code, largest.name in said) == (4, True), said
 
 
-@pytest.mark.parametrize(('policy', 'message'), [('stop', 'train.nonfinite=stop'), ('skip', 'as in the 2 steps before it')])
+@pytest.mark.parametrize(
+    ('policy', 'message'),
+    [('stop', 'train.nonfinite=stop'), ('skip', 'as in the 2 steps before it')],
+)
 def test_numbers_that_stay_bad_end_the_run(folder: Path, policy: str, message: str) -> None:
-    code, said = finish(start(folder, 'optim.lr=1e38', 'checkpoint.every=1', f'train.nonfinite={policy}'))
+    code, said = finish(
+        start(folder, 'optim.lr=1e38', 'checkpoint.every=1', f'train.nonfinite={policy}')
+    )
     assert (code, message in said) == (3, True), said
     restored = finish(start(folder, 'train.steps=1', 'optim.schedule=constant'))
     assert restored[0] == 0, restored
-    assert None not in losses(folder / 'run').values()  # what was saved is finite, and what came after it is gone
+    assert (
+        None not in losses(folder / 'run').values()
+    )  # what was saved is finite, and what came after it is gone
 
 
-def test_rolled_back_a_run_goes_on_with_the_batches_after_the_bad_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rolled_back_a_run_goes_on_with_the_batches_after_the_bad_one(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = []
     whole = Batches.rows
 
@@ -143,12 +174,23 @@ def test_rolled_back_a_run_goes_on_with_the_batches_after_the_bad_one(folder: Pa
     again = read[len(read) - read[::-1].index(14) - 1 :] if read.count(14) > 1 else []
     assert again[:30] == list(range(14, 44))
     with pytest.raises(NumericError, match='there is no checkpoint yet'):
-        run(load(folder / 'small.yaml', [f'run.dir={folder}/other', *overrides[1:], 'optim.lr=1e38']), name='small')
+        run(
+            load(
+                folder / 'small.yaml', [f'run.dir={folder}/other', *overrides[1:], 'optim.lr=1e38']
+            ),
+            name='small',
+        )
 
 
 def test_killed_at_random_moments_a_run_ends_in_the_state_of_an_undisturbed_one() -> None:
     command = [sys.executable, str(Path(__file__).with_name('monkey.py')), '--kills', '60']
-    environ = os.environ | {'PYTHONPATH': os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH'))))}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=1800, check=False)
+    environ = os.environ | {
+        'PYTHONPATH': os.pathsep.join(
+            filter(None, (str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH')))
+        )
+    }
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=1800, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert 'the losses of all steps: equal' in done.stdout

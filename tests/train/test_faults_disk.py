@@ -16,10 +16,18 @@ from megajax.checkpoint.digests import find_steps, problems
 
 pytestmark = [
     pytest.mark.faults,
-    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root'),
+    pytest.mark.skipif(
+        os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root'
+    ),
 ]
 
-LONG = ('train.steps=1000000', 'train.log_every=1000000', 'train.eval_every=1000000', 'optim.schedule=constant', 'checkpoint.every=20')
+LONG = (
+    'train.steps=1000000',
+    'train.log_every=1000000',
+    'train.eval_every=1000000',
+    'optim.schedule=constant',
+    'checkpoint.every=20',
+)
 
 
 @pytest.fixture
@@ -27,7 +35,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     folder = write_run(tmp_path, CONFIG)
     disk = folder / 'run/checkpoints'
     disk.mkdir(parents=True)
-    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=8m', 'tmpfs', disk], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        ['mount', '-t', 'tmpfs', '-o', 'size=8m', 'tmpfs', disk], check=False, capture_output=True
+    ).returncode:
         pytest.skip('mounting is not allowed here')
     yield folder
     subprocess.run(['umount', '--lazy', disk], check=True)
@@ -43,7 +53,9 @@ def empty(disk: Path) -> None:
 
 def remount(disk: Path, how: str) -> None:
     deadline = time.monotonic() + 100
-    while subprocess.run(['mount', '-o', f'remount,{how}', disk], check=False, capture_output=True).returncode:
+    while subprocess.run(
+        ['mount', '-o', f'remount,{how}', disk], check=False, capture_output=True
+    ).returncode:
         assert time.monotonic() < deadline
         time.sleep(0.001)  # between two saves
 
@@ -63,7 +75,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(('breaks', 'heals', 'why'), [(full, empty, 'No space left'), (read_only, writable, 'Read-only file system')])
+@pytest.mark.parametrize(
+    ('breaks', 'heals', 'why'),
+    [(full, empty, 'No space left'), (read_only, writable, 'Read-only file system')],
+)
 def test_a_disk_that_fails_costs_checkpoints_and_only_the_last_ends_the_run_with_4(
     folder: Path, breaks: Callable[[Path], None], heals: Callable[[Path], None], why: str
 ) -> None:

@@ -37,7 +37,10 @@ def make_state(mesh: tuple[int, int], seed: int) -> TrainState:
     if mesh not in ABSTRACT:
         ABSTRACT[mesh] = concrete(jax.eval_shape(lambda: init_state(tiny(*mesh))))
     number = iter(range(10**6))
-    return jax.tree.map(lambda x: jax.device_put(np.full(x.shape, 1000 * seed + next(number), x.dtype), x.sharding), ABSTRACT[mesh])
+    return jax.tree.map(
+        lambda x: jax.device_put(np.full(x.shape, 1000 * seed + next(number), x.dtype), x.sharding),
+        ABSTRACT[mesh],
+    )
 
 
 class Run(RuleBasedStateMachine):
@@ -87,7 +90,9 @@ class Run(RuleBasedStateMachine):
                 (unfinished / COMMIT).unlink()
                 if not sums:
                     (unfinished / SUMS).unlink()
-                    files = sorted(path for path in (unfinished / 'state').rglob('*') if path.is_file())
+                    files = sorted(
+                        path for path in (unfinished / 'state').rglob('*') if path.is_file()
+                    )
                     for path in files[int(share * len(files)) :]:
                         path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
         self._open()
@@ -101,14 +106,20 @@ class Run(RuleBasedStateMachine):
         self.damaged = {other for other in self.damaged if other <= step}
         self.step = step
 
-    @rule(choice=st.randoms(use_true_random=False), damage=st.sampled_from(['delete', 'flip', 'cut', 'lose a file']))
+    @rule(
+        choice=st.randoms(use_true_random=False),
+        damage=st.sampled_from(['delete', 'flip', 'cut', 'lose a file']),
+    )
     @precondition(lambda self: len(self.good) > 1)
     def lose_a_checkpoint(self, choice: random.Random, damage: str) -> None:
         """Between two runs somebody, or the disk, deletes or damages one."""
         self.context.close()
         step = choice.choice(sorted(self.good))
         path = self.folder / str(step)
-        largest = max((file for file in path.rglob('*') if file.is_file()), key=lambda file: file.stat().st_size)
+        largest = max(
+            (file for file in path.rglob('*') if file.is_file()),
+            key=lambda file: file.stat().st_size,
+        )
         content = bytearray(largest.read_bytes())
         content[len(content) // 2] ^= 1
         match damage:
@@ -138,8 +149,13 @@ class Run(RuleBasedStateMachine):
         newest = self.checkpoints.newest_verified()
         assert newest == max(self.good, default=None)
         if newest is not None:
-            restored, expected = self.checkpoints.restore(newest), make_state(self.mesh, self.good[newest])
-            for actual, wanted in zip(jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True):
+            restored, expected = (
+                self.checkpoints.restore(newest),
+                make_state(self.mesh, self.good[newest]),
+            )
+            for actual, wanted in zip(
+                jax.tree.leaves(restored), jax.tree.leaves(expected), strict=True
+            ):
                 assert actual.sharding == wanted.sharding
                 np.testing.assert_array_equal(np.asarray(actual), np.asarray(wanted))
         self.step = newest or 0
@@ -150,4 +166,6 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = pytest.mark.faults(Run.TestCase)
-TestRun.settings = settings(max_examples=12, stateful_step_count=10, deadline=None, derandomize=True)
+TestRun.settings = settings(
+    max_examples=12, stateful_step_count=10, deadline=None, derandomize=True
+)

@@ -11,7 +11,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import HASH_STATES, children, finish, gone, hashes, losses, read_until, start, steps, stop, train
+from runs import (
+    HASH_STATES,
+    children,
+    finish,
+    gone,
+    hashes,
+    losses,
+    read_until,
+    start,
+    steps,
+    stop,
+    train,
+)
 from support import write_run
 
 from megajax.checkpoint.digests import find_steps
@@ -65,7 +77,10 @@ ROWS = """
         return batch
     Batches.rows = rows
 """
-HANGS = {'checkpoint': HOLD_THE_GIL, 'data': ROWS.format(fault='time.sleep(1000)')}  # by the phase that hangs
+HANGS = {
+    'checkpoint': HOLD_THE_GIL,
+    'data': ROWS.format(fault='time.sleep(1000)'),
+}  # by the phase that hangs
 
 
 @pytest.fixture
@@ -89,7 +104,9 @@ def assert_goes_on_as_if_nothing_had_been(folder: Path, straight: Path) -> None:
 
 def test_killed_while_saving_none_of_the_processes_has_saved(folder: Path, straight: Path) -> None:
     for victim in (1, 0):
-        code, said = finish(start(folder, processes=2, fault=ON_1.replace("'1'", f"'{victim}'") + SAVE))
+        code, said = finish(
+            start(folder, processes=2, fault=ON_1.replace("'1'", f"'{victim}'") + SAVE)
+        )
         assert code == 75, said
         assert f'launch: process {victim} of 2 failed with signal SIGKILL (137)' in said
         assert find_steps(folder / 'run/checkpoints') == [25]
@@ -119,7 +136,9 @@ def test_a_signal_is_honoured_in_every_phase_by_all_processes(folder: Path, phas
 
 @pytest.mark.parametrize('phase', HANGS)
 def test_where_one_process_hangs_all_tell_where_they_are_and_end(folder: Path, phase: str) -> None:
-    process = start(folder, f'run.watchdog_seconds={WATCHDOG}', processes=2, fault=ON_1 + HANGS[phase])
+    process = start(
+        folder, f'run.watchdog_seconds={WATCHDOG}', processes=2, fault=ON_1 + HANGS[phase]
+    )
     read_until(process, r'step 30/80')
     pids = children(process)
     began = time.monotonic()
@@ -130,16 +149,24 @@ def test_where_one_process_hangs_all_tell_where_they_are_and_end(folder: Path, p
     told = {pid: where for where, pid in re.findall(r"in phase '([^']+)': pid (\d+) ", log)}
     assert told.keys() == {str(pid) for pid in pids}, log
     assert told[str(pids[1])] == phase
-    named = rf"the others wait for process 1 \(pid {pids[1]} on host \S+\), which is in phase '{phase}'"
+    named = (
+        rf"the others wait for process 1 \(pid {pids[1]} on host \S+\), which is in phase '{phase}'"
+    )
     assert re.search(
-        rf"^\[0\] watchdog: process 0 of 2 .* is in phase '.*' for {WATCHDOG / 2:g} s and ends at .*; {named}$", said, re.MULTILINE
+        rf"^\[0\] watchdog: process 0 of 2 .* is in phase '.*' for {WATCHDOG / 2:g} s and ends at .*; {named}$",
+        said,
+        re.MULTILINE,
     )
     assert len(re.findall(named, log)) == 2  # at the end both say it
     assert all(gone(pid) for pid in pids)
 
 
 def test_a_frozen_process_is_found_by_its_heartbeat_and_named(folder: Path) -> None:
-    process = start(folder, processes=2, fault='from megajax.parallel import distributed; distributed.HEARTBEAT_TIMEOUT = 10')
+    process = start(
+        folder,
+        processes=2,
+        fault='from megajax.parallel import distributed; distributed.HEARTBEAT_TIMEOUT = 10',
+    )
     read_until(process, r'step 30/80')
     pids = children(process)
     os.kill(pids[1], signal.SIGSTOP)
@@ -150,8 +177,12 @@ def test_a_frozen_process_is_found_by_its_heartbeat_and_named(folder: Path) -> N
     assert all(gone(pid) for pid in pids)
 
 
-@pytest.mark.parametrize('where', ['megajax.run.run.load_data', 'megajax.run.trainer.make_train_step'])
-def test_an_error_in_one_process_before_the_first_step_ends_all_and_is_shown(folder: Path, where: str) -> None:
+@pytest.mark.parametrize(
+    'where', ['megajax.run.run.load_data', 'megajax.run.trainer.make_train_step']
+)
+def test_an_error_in_one_process_before_the_first_step_ends_all_and_is_shown(
+    folder: Path, where: str
+) -> None:
     module, _, name = where.rpartition('.')
     fault = f'    import {module} as module\n    def fails(*_): raise MemoryError("of this process")\n    module.{name} = fails\n'
     process = start(folder, processes=2, fault=ON_1 + fault)
@@ -160,15 +191,21 @@ def test_an_error_in_one_process_before_the_first_step_ends_all_and_is_shown(fol
     code, said = finish(process)
     assert code == 1, said
     assert time.monotonic() - began < 60
-    assert re.search(r'launch: process 1 of 2 failed with exit code 1; its last lines:\n.*MemoryError: of this process\n$', said, re.DOTALL)
-    assert re.search(r'^\[0\] error: process 1 on \S+ failed \(MemoryError: of this process\)', said, re.MULTILINE)
+    assert re.search(
+        r'launch: process 1 of 2 failed with exit code 1; its last lines:\n.*MemoryError: of this process\n$',
+        said,
+        re.DOTALL,
+    )
+    assert re.search(
+        r'^\[0\] error: process 1 on \S+ failed \(MemoryError: of this process\)',
+        said,
+        re.MULTILINE,
+    )
 
 
 def test_a_number_that_is_not_finite_in_one_process_skips_the_step_in_all(folder: Path) -> None:
     # The clock of that process is wrong too; what depends on the time is decided by the first.
-    skew = (
-        '    clocks = time.time, time.monotonic\n    time.time, time.monotonic = [lambda clock=clock: clock() + 1e6 for clock in clocks]\n'
-    )
+    skew = '    clocks = time.time, time.monotonic\n    time.time, time.monotonic = [lambda clock=clock: clock() + 1e6 for clock in clocks]\n'
     fault = ON_1 + skew + ROWS.format(fault="batch['loss_mask'][0, 0] = float('nan')")
     said = train(folder, 'run.dir=null', 'checkpoint.minutes=60', processes=2, fault=fault)
     assert 'step 34 is skipped' in said
@@ -180,10 +217,20 @@ def test_a_number_that_is_not_finite_in_one_process_skips_the_step_in_all(folder
 
 
 @pytest.mark.parametrize(
-    ('kind', 'told'), [('ConfigError', 'error: corpus.bin: at byte 7'), ('MemoryError', 'MemoryError: corpus.bin: at byte 7')]
+    ('kind', 'told'),
+    [
+        ('ConfigError', 'error: corpus.bin: at byte 7'),
+        ('MemoryError', 'MemoryError: corpus.bin: at byte 7'),
+    ],
 )
-def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(folder: Path, straight: Path, kind: str, told: str) -> None:
-    fault = ON_1 + '    from megajax.config import ConfigError\n' + ROWS.format(fault=f"raise {kind}('corpus.bin: at byte 7')")
+def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(
+    folder: Path, straight: Path, kind: str, told: str
+) -> None:
+    fault = (
+        ON_1
+        + '    from megajax.config import ConfigError\n'
+        + ROWS.format(fault=f"raise {kind}('corpus.bin: at byte 7')")
+    )
     code, said = finish(start(folder, processes=2, fault=fault))
     assert code == 2, said
     assert f'[1] {told}' in said
@@ -192,24 +239,44 @@ def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(fo
     assert_goes_on_as_if_nothing_had_been(folder, straight)
 
 
-def test_a_process_that_fails_alone_while_the_others_train_does_not_wait_for_them(folder: Path, straight: Path) -> None:
-    code, said = finish(start(folder, processes=2, fault=ON_1 + AT_33.format(fault="raise MemoryError('of this process')")))
-    assert (code, 'step 33 is not saved: the other processes did not fail with this one' in said) == (1, True), said
+def test_a_process_that_fails_alone_while_the_others_train_does_not_wait_for_them(
+    folder: Path, straight: Path
+) -> None:
+    code, said = finish(
+        start(
+            folder,
+            processes=2,
+            fault=ON_1 + AT_33.format(fault="raise MemoryError('of this process')"),
+        )
+    )
+    assert (
+        code,
+        'step 33 is not saved: the other processes did not fail with this one' in said,
+    ) == (1, True), said
     assert 'MemoryError: of this process' in said
     assert max(steps(folder / 'run')) == 25
     assert_goes_on_as_if_nothing_had_been(folder, straight)
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root')
-def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_compiles(folder: Path) -> None:
+def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_compiles(
+    folder: Path,
+) -> None:
     (folder / 'run').mkdir()
-    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'ro', 'tmpfs', folder / 'run'], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        ['mount', '-t', 'tmpfs', '-o', 'ro', 'tmpfs', folder / 'run'],
+        check=False,
+        capture_output=True,
+    ).returncode:
         pytest.skip('mounting is not allowed here')
     try:
         for processes in (1, 2):
             code, said = finish(start(folder, processes=processes))
             assert code == 2, said
-            assert 'run/lock cannot be written: Read-only file system; allow it, or choose another run.dir' in said
+            assert (
+                'run/lock cannot be written: Read-only file system; allow it, or choose another run.dir'
+                in said
+            )
             assert 'compiling' not in said
     finally:
         subprocess.run(['umount', folder / 'run'], check=True)
@@ -238,7 +305,9 @@ def tokens(folder: Path) -> dict[tuple[int, int], set[str]]:
     return found
 
 
-def test_four_processes_lose_one_and_two_or_one_go_on_with_the_same_state_and_tokens(folder: Path) -> None:
+def test_four_processes_lose_one_and_two_or_one_go_on_with_the_same_state_and_tokens(
+    folder: Path,
+) -> None:
     eight, fault = ('mesh.data=4', 'mesh.model=2'), TOKENS + HASH_STATES
     process = start(folder, *eight, processes=4, fault=fault)
     read_until(process, r'step 35/80')
@@ -246,21 +315,34 @@ def test_four_processes_lose_one_and_two_or_one_go_on_with_the_same_state_and_to
     os.kill(pids[2], signal.SIGKILL)
     killed = time.monotonic()
     code, said = finish(process)
-    assert (code, 'launch: process 2 of 4 failed with signal SIGKILL (137)' in said) == (75, True), said
+    assert (code, 'launch: process 2 of 4 failed with signal SIGKILL (137)' in said) == (
+        75,
+        True,
+    ), said
     assert time.monotonic() - killed < SECONDS
     assert all(gone(pid) for pid in pids)
     seen = [tokens(folder)]
     newest = find_steps(folder / 'run/checkpoints')[-1]
     found = []
     for count in (2, 1):
-        shutil.copytree(folder, there := folder / f'on_{count}', ignore=shutil.ignore_patterns('on_*', 'tokens'))
+        shutil.copytree(
+            folder, there := folder / f'on_{count}', ignore=shutil.ignore_patterns('on_*', 'tokens')
+        )
         said = train(there, *eight, 'run.resume=must', processes=count, fault=fault)
         assert re.search(rf'resume .*/run/checkpoints, step {newest}$', said, re.MULTILINE), said
         assert hashes(there)[f'restored {newest}'] == hashes(folder)[f'saved {newest}']
         seen.append(tokens(there))
         found.append(losses(there / 'run'))
-    assert seen[1].keys() == seen[2].keys() == {(step, row) for step in range(newest, 80) for row in range(4)}
+    assert (
+        seen[1].keys()
+        == seen[2].keys()
+        == {(step, row) for step in range(newest, 80) for row in range(4)}
+    )
     for place in (place for places in seen for place in places):
         assert len(set.union(*(places.get(place, set()) for places in seen))) == 1, place
-    np.testing.assert_allclose([found[0][step] for step in sorted(found[0])], [found[1][step] for step in sorted(found[1])], rtol=1e-5)
+    np.testing.assert_allclose(
+        [found[0][step] for step in sorted(found[0])],
+        [found[1][step] for step in sorted(found[1])],
+        rtol=1e-5,
+    )
     assert sorted(found[0]) == list(range(1, 81))

@@ -21,7 +21,12 @@ from megajax.run.run import run
 pytestmark = pytest.mark.faults
 
 CONSTANT = 'optim.schedule=constant'
-MESHES = {'data=2 x model=2': (2, 2), 'data=1 x model=4': (1, 4), 'data=4 x model=1': (4, 1), 'one device': (1, 1)}
+MESHES = {
+    'data=2 x model=2': (2, 2),
+    'data=1 x model=4': (1, 4),
+    'data=4 x model=1': (4, 1),
+    'one device': (1, 1),
+}
 
 
 @pytest.fixture
@@ -30,7 +35,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize('microbatches', [1, 2])
-def test_stopped_inside_an_epoch_and_resumed_a_run_ends_in_the_same_bits(folder: Path, microbatches: int) -> None:
+def test_stopped_inside_an_epoch_and_resumed_a_run_ends_in_the_same_bits(
+    folder: Path, microbatches: int
+) -> None:
     settings = [CONSTANT, f'train.microbatches={microbatches}']
     train(folder, *settings, 'train.steps=20', fault=HASH_STATES, name='straight')
     train(folder, *settings, 'train.steps=10', fault=HASH_STATES)
@@ -56,8 +63,18 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
     def go_on(name: str, data: int, model: int, steps: int) -> None:
         # Without the biases of keys, whose gradients are nothing but rounding, which Adam makes as large as any.
-        settings = ['model.num_heads=4', 'model.bias=false', 'optim.lr=1e-3', CONSTANT, 'train.eval_every=100', f'train.steps={steps}']
-        config = load(folder / 'small.yaml', [*settings, f'run.dir={folder}/{name}', f'mesh.data={data}', f'mesh.model={model}'])
+        settings = [
+            'model.num_heads=4',
+            'model.bias=false',
+            'optim.lr=1e-3',
+            CONSTANT,
+            'train.eval_every=100',
+            f'train.steps={steps}',
+        ]
+        config = load(
+            folder / 'small.yaml',
+            [*settings, f'run.dir={folder}/{name}', f'mesh.data={data}', f'mesh.model={model}'],
+        )
         run(config, name='small')
 
     go_on('first', 2, 2, 10)
@@ -74,12 +91,19 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def _state(run: Path, step: int) -> dict[str, np.ndarray]:
     config = load(run / 'config.yaml')
-    with jax.set_mesh(make_mesh(config.mesh.data, config.mesh.model)), Checkpoints(run / 'checkpoints', config) as checkpoints:
-        return {name: np.asarray(x) for name, x in by_name(checkpoints.restore(step).params).items()}
+    with (
+        jax.set_mesh(make_mesh(config.mesh.data, config.mesh.model)),
+        Checkpoints(run / 'checkpoints', config) as checkpoints,
+    ):
+        return {
+            name: np.asarray(x) for name, x in by_name(checkpoints.restore(step).params).items()
+        }
 
 
 @pytest.mark.parametrize('name', [name for name in MESHES if name != 'data=2 x model=2'])
-def test_on_another_mesh_the_same_tokens_follow_and_the_numbers_stay_close(resumed: dict[str, Any], name: str) -> None:
+def test_on_another_mesh_the_same_tokens_follow_and_the_numbers_stay_close(
+    resumed: dict[str, Any], name: str
+) -> None:
     expected, actual = resumed['data=2 x model=2'], resumed[name]
     assert sorted(actual[2]) == sorted(expected[2])
     assert list(actual[1]) == list(range(1, 21))
@@ -104,15 +128,24 @@ def test_a_corpus_that_was_replaced_is_not_trained_on_without_a_word(folder: Pat
 GOLDEN = Path(__file__).parent / 'data/first_release'  # made by make_golden.py
 
 
-def test_the_checkpoint_of_the_first_release_still_restores_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoint_of_the_first_release_still_restores_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(GOLDEN, tmp_path, dirs_exist_ok=True)
     expected = json.loads((tmp_path / 'expected.json').read_text())
     monkeypatch.chdir(tmp_path)  # the config names its corpus so
     settings = ['run.resume=must', f'train.steps={expected["step"] + 1}']
     config = load(tmp_path / 'golden.yaml', settings)
-    with jax.set_mesh(make_mesh(config.mesh.data, config.mesh.model)), Checkpoints(tmp_path / 'run/checkpoints', config) as checkpoints:
+    with (
+        jax.set_mesh(make_mesh(config.mesh.data, config.mesh.model)),
+        Checkpoints(tmp_path / 'run/checkpoints', config) as checkpoints,
+    ):
         assert checkpoints.newest_verified() == expected['step']
         params = by_name(checkpoints.restore(expected['step']).params)
-    assert {name: hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for name, x in params.items()} == expected['params']
+    assert {
+        name: hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for name, x in params.items()
+    } == expected['params']
     run(config, name='golden')
-    assert losses(tmp_path / 'run') == pytest.approx({expected['step'] + 1: expected['next_loss']}, rel=1e-4)
+    assert losses(tmp_path / 'run') == pytest.approx(
+        {expected['step'] + 1: expected['next_loss']}, rel=1e-4
+    )

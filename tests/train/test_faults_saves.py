@@ -20,7 +20,9 @@ from megajax.config import CheckpointError
 
 pytestmark = pytest.mark.faults
 
-PATHS = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH'))))
+PATHS = os.pathsep.join(
+    filter(None, (str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH')))
+)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +49,11 @@ def test_a_failed_save_is_told_cleaned_up_and_tried_again(
         checkpoints.save(make_state(config, 1), 1)
         assert checkpoints.wait()
         with monkeypatch.context() as broken:
-            broken.setattr(module, 'write_sums', lambda folder: (_ for _ in ()).throw(OSError(28, 'No space left on device')))
+            broken.setattr(
+                module,
+                'write_sums',
+                lambda folder: (_ for _ in ()).throw(OSError(28, 'No space left on device')),
+            )
             checkpoints.save(make_state(config, 2), 2)
             assert until_failed(checkpoints, 2, caplog)
             assert [path.name for path in tmp_path.iterdir()] == ['1']
@@ -78,7 +84,11 @@ def test_only_the_last_save_ends_a_run(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which('mount'), reason='mounting needs root')
 def test_a_full_disk_costs_one_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    if subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=2m', 'tmpfs', tmp_path], check=False, capture_output=True).returncode:
+    if subprocess.run(
+        ['mount', '-t', 'tmpfs', '-o', 'size=2m', 'tmpfs', tmp_path],
+        check=False,
+        capture_output=True,
+    ).returncode:
         pytest.skip('mounting is not allowed here')
     try:
         with Checkpoints(tmp_path / 'c', tiny(checkpoint={'keep': 3})) as checkpoints:
@@ -136,11 +146,22 @@ with on_mesh(tiny()):
 def run_child(moment: str, folder: Path) -> int:
     environment = os.environ | {'PYTHONPATH': PATHS, 'JAX_PLATFORMS': 'cpu'}
     command = [sys.executable, '-c', CHILD, moment, str(folder)]
-    return subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False).returncode
+    return subprocess.run(
+        command, env=environment, capture_output=True, timeout=120, check=False
+    ).returncode
 
 
 @pytest.mark.parametrize(
-    ('moment', 'left'), [('returned', 1), ('arrays', 1), ('record', 1), ('digests', 1), ('finished', 2), ('end', 2), ('error', 2)]
+    ('moment', 'left'),
+    [
+        ('returned', 1),
+        ('arrays', 1),
+        ('record', 1),
+        ('digests', 1),
+        ('finished', 2),
+        ('end', 2),
+        ('error', 2),
+    ],
 )
 def test_a_run_may_end_at_any_moment_of_a_save(tmp_path: Path, moment: str, left: int) -> None:
     assert run_child(moment, tmp_path / 'c') == {'end': 0, 'error': 1}.get(moment, -signal.SIGKILL)
@@ -219,10 +240,20 @@ with processes():
 def test_two_processes_agree(tmp_path: Path) -> None:
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]
-    common = {'MEGAJAX_COORDINATOR': f'127.0.0.1:{port}', 'MEGAJAX_PROCESSES': '2', 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': PATHS}
+    common = {
+        'MEGAJAX_COORDINATOR': f'127.0.0.1:{port}',
+        'MEGAJAX_PROCESSES': '2',
+        'JAX_PLATFORMS': 'cpu',
+        'PYTHONPATH': PATHS,
+    }
     environments = [os.environ | common | {'MEGAJAX_PROCESS': str(index)} for index in range(2)]
     command = [sys.executable, '-c', TOGETHER, str(tmp_path)]
-    started = [subprocess.Popen(command, env=e, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for e in environments]
+    started = [
+        subprocess.Popen(
+            command, env=e, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for e in environments
+    ]
     outputs = [process.communicate(timeout=120)[0] for process in started]
     assert all('well' in output for output in outputs), outputs
     with Checkpoints(tmp_path / 'c', tiny()) as checkpoints:

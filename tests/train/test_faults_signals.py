@@ -52,7 +52,9 @@ def test_a_second_sigterm_is_the_first(folder: Path, processes: int, pause: floa
     assert len(steps(folder / 'run')) == 1, said
 
 
-def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(folder: Path) -> None:
+def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(
+    folder: Path,
+) -> None:
     process = start(folder, *LONG, 'mesh.data=1', fault=SLOW_SAVE)
     read_until(process, 'step 13/')
     process.send_signal(signal.SIGINT)
@@ -82,7 +84,16 @@ def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(f
 def test_when_its_terminal_is_closed_a_run_saves(folder: Path, processes: int, piped: bool) -> None:
     terminal, end = pty.openpty()
     launched = ['launch', '--processes', '2', '--'] if processes > 1 else []
-    command = [sys.executable, '-m', 'megajax', *launched, 'train', 'small.yaml', 'run.dir=run', *LONG]
+    command = [
+        sys.executable,
+        '-m',
+        'megajax',
+        *launched,
+        'train',
+        'small.yaml',
+        'run.dir=run',
+        *LONG,
+    ]
     reader = subprocess.Popen(['cat'], stdin=subprocess.PIPE, stdout=end) if piped else None
     process = subprocess.Popen(
         [*command, f'mesh.data={processes}'],
@@ -104,10 +115,17 @@ def test_when_its_terminal_is_closed_a_run_saves(folder: Path, processes: int, p
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT])
-@pytest.mark.parametrize('command', [['train', 'tiny'], ['launch', '--processes', '2', '--', 'train', 'tiny']])
-def test_while_a_process_still_imports_a_signal_means_start_again(number: signal.Signals, command: list[str]) -> None:
+@pytest.mark.parametrize(
+    'command', [['train', 'tiny'], ['launch', '--processes', '2', '--', 'train', 'tiny']]
+)
+def test_while_a_process_still_imports_a_signal_means_start_again(
+    number: signal.Signals, command: list[str]
+) -> None:
     process = subprocess.Popen(
-        [sys.executable, '-X', 'importtime', '-m', 'megajax', *command], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [sys.executable, '-X', 'importtime', '-m', 'megajax', *command],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     assert process.stderr is not None
     for line in process.stderr:

@@ -36,7 +36,14 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_flags_of_the_user_stay_and_ours_are_known_to_xla(own: str, then: str) -> None:
     environ = os.environ | {'XLA_FLAGS': own}
-    done = subprocess.run([sys.executable, '-c', SHOW], env=environ, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(
+        [sys.executable, '-c', SHOW],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
+    )
     assert done.stdout.strip() == then
 
 
@@ -46,15 +53,23 @@ def test_a_flag_that_xla_does_not_know_is_named(folder: Path) -> None:
     assert 'Unknown flag in XLA_FLAGS: --xla_no_such_flag=1' in said
 
 
-@pytest.mark.skipif(any('cuda' in plugin.name for plugin in entry_points(group='jax_plugins')), reason='jax has a plugin for GPUs here')
+@pytest.mark.skipif(
+    any('cuda' in plugin.name for plugin in entry_points(group='jax_plugins')),
+    reason='jax has a plugin for GPUs here',
+)
 @pytest.mark.parametrize(
     ('environ', 'message'),
     [
         ({'JAX_PLATFORMS': 'cuda'}, 'error: JAX_PLATFORMS=cuda, and jax has no such devices'),
-        ({'JAX_PLATFORMS': '', 'CUDA_VISIBLE_DEVICES': '0,1'}, 'error: 2 GPUs are visible, and jax would leave them idle and use the CPU'),
+        (
+            {'JAX_PLATFORMS': '', 'CUDA_VISIBLE_DEVICES': '0,1'},
+            'error: 2 GPUs are visible, and jax would leave them idle and use the CPU',
+        ),
     ],
 )
-def test_where_gpus_are_meant_a_run_does_not_take_the_cpu(folder: Path, environ: dict[str, str], message: str) -> None:
+def test_where_gpus_are_meant_a_run_does_not_take_the_cpu(
+    folder: Path, environ: dict[str, str], message: str
+) -> None:
     code, said = finish(start(folder, **environ))
     assert (code, message in said) == (2, True), said
     assert 'set JAX_PLATFORMS=cpu to train on' in said

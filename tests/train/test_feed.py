@@ -22,8 +22,17 @@ FIRST, LAST = 7, 10
 
 def make_config(order: str) -> Config:
     corpus = f'data.blend={{{ORACLES}/a: 0.7, {ORACLES}/b: 0.3}}'
-    small = ['train.batch_size=8', 'train.seq_len=32', 'train.steps=40', 'train.sample_prompts=[]', 'model.vocab_size=1000']
-    return load('tiny', [*small, corpus, 'data.tokenizer=none', 'data.document_mask=true', f'data.order={order}'])
+    small = [
+        'train.batch_size=8',
+        'train.seq_len=32',
+        'train.steps=40',
+        'train.sample_prompts=[]',
+        'model.vocab_size=1000',
+    ]
+    return load(
+        'tiny',
+        [*small, corpus, 'data.tokenizer=none', 'data.document_mask=true', f'data.order={order}'],
+    )
 
 
 @pytest.mark.parametrize('order', ['stateless', 'megatron'])
@@ -65,20 +74,41 @@ def rows_of_this_process(order: str) -> dict[str, object]:
     return {'read': [rows.start, rows.stop], 'found': found}
 
 
-@pytest.mark.parametrize(('count', 'order'), [(2, 'megatron'), pytest.param(4, 'stateless', marks=pytest.mark.faults)])
+@pytest.mark.parametrize(
+    ('count', 'order'), [(2, 'megatron'), pytest.param(4, 'stateless', marks=pytest.mark.faults)]
+)
 def test_processes_read_their_own_rows_of_the_same_batches(count: int, order: str) -> None:
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]
-    commands = [[sys.executable, '-c', PROCESS, str(number), str(count), str(port), order] for number in range(count)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands]
+    commands = [
+        [sys.executable, '-c', PROCESS, str(number), str(count), str(port), order]
+        for number in range(count)
+    ]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for command in commands
+    ]
     said = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0] * count, [errors[-2000:] for _, errors in said]
-    results = [json.loads(next(line for line in out.splitlines() if line.startswith('{'))) for out, _ in said]  # gloo speaks too
+    assert [process.returncode for process in processes] == [0] * count, [
+        errors[-2000:] for _, errors in said
+    ]
+    results = [
+        json.loads(next(line for line in out.splitlines() if line.startswith('{')))
+        for out, _ in said
+    ]  # gloo speaks too
     share = 8 // count
-    assert [result['read'] for result in results] == [[number * share, (number + 1) * share] for number in range(count)]
+    assert [result['read'] for result in results] == [
+        [number * share, (number + 1) * share] for number in range(count)
+    ]
     train = load_data(make_config(order)).train
-    expected = {f'{step} {row}': labels.tolist() for step in range(FIRST, LAST) for row, labels in enumerate(train[step]['labels'])}
-    assert {key: labels for result in results for key, labels in result['found'].items()} == expected
+    expected = {
+        f'{step} {row}': labels.tolist()
+        for step in range(FIRST, LAST)
+        for row, labels in enumerate(train[step]['labels'])
+    }
+    assert {
+        key: labels for result in results for key, labels in result['found'].items()
+    } == expected
 
 
 def test_a_resumed_run_reads_on_where_the_straight_one_was() -> None:

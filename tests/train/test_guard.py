@@ -31,7 +31,9 @@ def kept_step(mesh: tuple[int, int]) -> Any:
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, slow(-np.inf)])
 @pytest.mark.parametrize('mesh', [slow((1, 1)), (2, 2), slow((4, 1))])
-def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(mesh: tuple[int, int], value: float) -> None:
+def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(
+    mesh: tuple[int, int], value: float
+) -> None:
     with on_mesh(config(*mesh)):
         step = kept_step(mesh)
         state, good = init_state(config(*mesh)), make_batch(config())
@@ -46,20 +48,26 @@ def test_one_bad_number_on_one_shard_leaves_every_parameter_as_it_is(mesh: tuple
         after, metrics = step(after, place_batch(good))
         assert metrics['taken']
         assert int(after.guard.skipped_in_a_row) == 0
-        assert any((old != new).any() for old, new in zip(leaves(state), leaves(after), strict=True))
+        assert any(
+            (old != new).any() for old, new in zip(leaves(state), leaves(after), strict=True)
+        )
 
 
 def test_a_batch_without_a_token_that_counts_has_no_loss_and_no_gradient_and_is_no_fault() -> None:
     with on_mesh(config(2, 2)):
         state, batch = init_state(config(2, 2)), make_batch(config())
-        _, metrics = kept_step((2, 2))(state, place_batch(batch | {'loss_mask': np.zeros_like(batch['loss_mask'])}))
+        _, metrics = kept_step((2, 2))(
+            state, place_batch(batch | {'loss_mask': np.zeros_like(batch['loss_mask'])})
+        )
     assert (metrics['loss'], metrics['nll'], metrics['grad_norm']) == (0, 0, 0)
     assert metrics['finite']
     assert metrics['taken']
 
 
 @functools.partial(jax.jit, static_argnames='spikes')
-def judged(guard: Any, loss: float, grad_norm: float, nll: float | None = None, *, spikes: bool) -> Any:
+def judged(
+    guard: Any, loss: float, grad_norm: float, nll: float | None = None, *, spikes: bool
+) -> Any:
     return judge(
         guard,
         jnp.float32(loss),
@@ -82,7 +90,9 @@ def test_a_loss_far_above_the_last_ones_is_a_spike_once_there_are_enough() -> No
     assert judged(usual(WINDOW - 1), 30.0, 1.0, spikes=True)[0].taken
     verdict, after = judged(usual(WINDOW), 30.0, 1.0, spikes=True)
     assert (bool(verdict.taken), bool(verdict.spike), bool(verdict.finite)) == (False, True, True)
-    np.testing.assert_array_equal(after.losses, usual(WINDOW).losses)  # a spike is no measure of the next
+    np.testing.assert_array_equal(
+        after.losses, usual(WINDOW).losses
+    )  # a spike is no measure of the next
     assert judged(usual(WINDOW), 3.5, 1.0, spikes=True)[0].taken
     watched, _ = judged(usual(WINDOW), 30.0, 1.0, spikes=False)
     assert (bool(watched.taken), bool(watched.spike)) == (True, True)
@@ -104,17 +114,32 @@ def test_a_cross_entropy_below_zero_is_not_finite() -> None:
         respond(config(nonfinite='stop'), 4, metrics(taken=False, finite=False, nll=-0.01))
 
 
-def metrics(*, taken: bool, finite: bool = True, in_a_row: int = 1, nll: float = 7.0) -> dict[str, float]:
-    return {'taken': taken, 'finite': finite, 'overflow': False, 'loss': 7.0, 'nll': nll, 'grad_norm': 1.0, 'skipped_in_a_row': in_a_row}
+def metrics(
+    *, taken: bool, finite: bool = True, in_a_row: int = 1, nll: float = 7.0
+) -> dict[str, float]:
+    return {
+        'taken': taken,
+        'finite': finite,
+        'overflow': False,
+        'loss': 7.0,
+        'nll': nll,
+        'grad_norm': 1.0,
+        'skipped_in_a_row': in_a_row,
+    }
 
 
 def test_the_config_decides_what_follows() -> None:
     assert respond(config(nonfinite='stop'), 4, metrics(taken=True)) == 'go on'
     assert respond(config(nonfinite='skip'), 4, metrics(taken=False, finite=False)) == 'go on'
-    assert respond(config(nonfinite='rollback'), 4, metrics(taken=False, finite=False)) == 'roll back'
+    assert (
+        respond(config(nonfinite='rollback'), 4, metrics(taken=False, finite=False)) == 'roll back'
+    )
     assert respond(config(spike='rollback'), 4, metrics(taken=False)) == 'roll back'
     assert respond(config(nonfinite='stop', spike='skip'), 4, metrics(taken=False)) == 'go on'
-    with pytest.raises(NumericError, match=r'step 4: the loss \(7, gradient norm 1\) or its gradient is not finite; train.nonfinite=stop'):
+    with pytest.raises(
+        NumericError,
+        match=r'step 4: the loss \(7, gradient norm 1\) or its gradient is not finite; train.nonfinite=stop',
+    ):
         respond(config(nonfinite='stop'), 4, metrics(taken=False, finite=False))
     with pytest.raises(NumericError, match=f'as in the {SKIPS_IN_A_ROW - 1} steps before it'):
         respond(config(), 4, metrics(taken=False, finite=False, in_a_row=SKIPS_IN_A_ROW))

@@ -55,23 +55,40 @@ def test_a_place_is_read_as_it_was_written_however_long_its_name():
 
 
 @pytest.mark.parametrize('behind', [0, 1, 2])
-def test_the_process_that_got_less_far_is_named_as_the_one_that_the_others_wait_for(tmp_path: Path, behind: int, capfd):
+def test_the_process_that_got_less_far_is_named_as_the_one_that_the_others_wait_for(
+    tmp_path: Path, behind: int, capfd
+):
     log = tmp_path / 'log'
-    places = [place(index, 40 if index == behind else 41, 'data' if index == behind else 'step 14') for index in range(3)]
+    places = [
+        place(index, 40 if index == behind else 41, 'data' if index == behind else 'step 14')
+        for index in range(3)
+    ]
     for one in reversed(places):
         shared = os.memfd_create('page')
         os.pwrite(shared, one.encode(), 0)
-        _tell_half(shared, dataclasses.replace(one, limit=1.0), f'pid {one.index} on host h{one.index}', str(log))
+        _tell_half(
+            shared,
+            dataclasses.replace(one, limit=1.0),
+            f'pid {one.index} on host h{one.index}',
+            str(log),
+        )
         os.close(shared)
     assert len(HALF.findall(log.read_text())) == 3
     named = f"the others wait for process {behind} (pid {behind} on host h{behind}), which is in phase 'data'"
     assert [_waited_for(one, str(log)) for one in places] == [named] * 3
 
 
-def test_where_all_are_at_the_same_place_or_the_log_is_of_another_time_nobody_is_named(tmp_path: Path):
+def test_where_all_are_at_the_same_place_or_the_log_is_of_another_time_nobody_is_named(
+    tmp_path: Path,
+):
     log = tmp_path / 'log'
     line = "watchdog: {} process {} of 3 (pid 1 on host a) is in phase 'step 14' for 300 s and ends at 600 s [beat {}]\n"
-    now, old = (time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(time.time() - ago)) for ago in (0, 10_000))
-    log.write_text(''.join(line.format(now, index, 41) for index in range(3)) + line.format(old, 1, 7).replace(' 1 of', ' 4 of'))
+    now, old = (
+        time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(time.time() - ago)) for ago in (0, 10_000)
+    )
+    log.write_text(
+        ''.join(line.format(now, index, 41) for index in range(3))
+        + line.format(old, 1, 7).replace(' 1 of', ' 4 of')
+    )
     assert _waited_for(place(0, 41, 'step 14'), str(log)) == ''
     assert _waited_for(place(0, 41, 'step 14'), str(tmp_path / 'none')) == ''

@@ -25,7 +25,9 @@ with run_lock(Path(sys.argv[1])):
 
 @pytest.fixture
 def holder(tmp_path: Path):
-    process = subprocess.Popen([sys.executable, '-c', HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, '-c', HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     assert process.stdout.readline() == 'held\n'
     yield process
@@ -34,11 +36,18 @@ def holder(tmp_path: Path):
 
 
 def test_a_second_run_is_refused_by_name(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    with pytest.raises(ConfigError, match=rf'locked by pid {holder.pid} on host {os.uname().nodename} since 2'), run_lock(tmp_path):
+    with (
+        pytest.raises(
+            ConfigError, match=rf'locked by pid {holder.pid} on host {os.uname().nodename} since 2'
+        ),
+        run_lock(tmp_path),
+    ):
         pass
 
 
-def test_the_lock_of_a_killed_run_is_taken_over(tmp_path: Path, holder: subprocess.Popen[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_lock_of_a_killed_run_is_taken_over(
+    tmp_path: Path, holder: subprocess.Popen[str], caplog: pytest.LogCaptureFixture
+) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     with caplog.at_level(logging.WARNING), run_lock(tmp_path):
@@ -56,7 +65,9 @@ def test_an_error_lets_go(tmp_path: Path) -> None:
             raise RuntimeError('of the run')
 
 
-def test_the_other_processes_of_a_run_do_not_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_processes_of_a_run_do_not_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with run_lock(tmp_path):
         monkeypatch.setattr('jax.process_index', lambda: 1)
         with run_lock(tmp_path):

@@ -58,8 +58,12 @@ def summary(run: Path) -> dict[str, Any]:
     return json.loads((run / 'summary.json').read_text())
 
 
-def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = load(folder / 'small.yaml', [f'run.dir={folder}/run', 'train.profile={start: 7, steps: 2}'])
+def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load(
+        folder / 'small.yaml', [f'run.dir={folder}/run', 'train.profile={start: 7, steps: 2}']
+    )
     began = time.perf_counter()
     run(config, name='small')
     passed = time.perf_counter() - began
@@ -75,31 +79,46 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(folder: Path, 
         'step_ms', 'data_wait_ms', 'checkpoint_ms', 'skipped_steps',
     }  # fmt: skip
     assert all(always <= line.keys() for line in steps)
-    assert max(steps, key=lambda line: line['checkpoint_ms'])['step'] in (6, 11)  # those after a save
+    assert max(steps, key=lambda line: line['checkpoint_ms'])['step'] in (
+        6,
+        11,
+    )  # those after a save
 
     seconds = summary(folder / 'run')['seconds']
     # The last lines are printed and the lock is given back after the clock's last look.
     assert sum(seconds.values()) - seconds['total'] == pytest.approx(passed, rel=0.01, abs=0.2)
     productive = sum(line['step_ms'] - line['data_wait_ms'] for line in steps) / 1e3
     assert seconds['productive'] == pytest.approx(productive, rel=0.01)
-    assert seconds['data_wait'] == pytest.approx(sum(line['data_wait_ms'] for line in steps) / 1e3, rel=0.01, abs=1e-3)
-    assert min(seconds['compile'], seconds['evaluation'], seconds['checkpoint'], seconds['setup']) > 0
+    assert seconds['data_wait'] == pytest.approx(
+        sum(line['data_wait_ms'] for line in steps) / 1e3, rel=0.01, abs=1e-3
+    )
+    assert (
+        min(seconds['compile'], seconds['evaluation'], seconds['checkpoint'], seconds['setup']) > 0
+    )
     assert seconds['restore'] == pytest.approx(0, abs=0.1)
     assert seconds['lost'] == 0
     told = re.search(
-        r'seconds ([\d.]+): .* productive \(\d+%\), .* compile, .* restore, .* checkpoint, .* data wait', ' '.join(said.split())
+        r'seconds ([\d.]+): .* productive \(\d+%\), .* compile, .* restore, .* checkpoint, .* data wait',
+        ' '.join(said.split()),
     )
     assert told
     assert float(told[1]) == pytest.approx(seconds['total'], rel=0.01)
 
     (trace,) = (folder / 'run/profile').rglob('*.xplane.pb')
-    events = (event for plane in jax.profiler.ProfileData.from_file(str(trace)).planes for line in plane.lines for event in line.events)
+    events = (
+        event
+        for plane in jax.profiler.ProfileData.from_file(str(trace)).planes
+        for line in plane.lines
+        for event in line.events
+    )
     assert [dict(event.stats)['step_num'] for event in events if event.name == 'train'] == [8, 9]
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[str]:
     command = [sys.executable, '-m', 'megajax', 'train', 'small.yaml', 'run.dir=run', *overrides]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
 
 
 @pytest.mark.faults
@@ -124,9 +143,15 @@ def test_stopped_or_killed_a_run_sums_over_its_starts(folder: Path) -> None:
     found, lines = summary(folder / 'run'), read_lines(folder / 'run')
     assert found['step'] == lines[-1]['step']
     assert [line['step'] for line in lines if 'loss' in line] == list(range(1, found['step'] + 1))
-    assert found['starts'] in (2, 3)  # a start that is killed in its first seconds leaves no summary
+    assert found['starts'] in (
+        2,
+        3,
+    )  # a start that is killed in its first seconds leaves no summary
     assert re.search(rf'^{found["starts"]} starts   ', said, re.MULTILINE)
-    assert found['seconds']['total'] > first['seconds']['total'] + found['seconds_of_last_start']['total'] - 0.01
+    assert (
+        found['seconds']['total']
+        > first['seconds']['total'] + found['seconds_of_last_start']['total'] - 0.01
+    )
     assert found['seconds']['restore'] > 0
 
 
@@ -135,7 +160,12 @@ def test_the_process_that_the_others_wait_for_is_named(folder: Path) -> None:
     with socket.create_server(('127.0.0.1', 0)) as server:
         port = server.getsockname()[1]
     environ = {name: value for name, value in os.environ.items() if name != 'XLA_FLAGS'}
-    environ |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '2', 'PYTHONPATH': str(ROOT), 'MEGAJAX_COORDINATOR': f'127.0.0.1:{port}'}
+    environ |= {
+        'JAX_PLATFORMS': 'cpu',
+        'JAX_NUM_CPU_DEVICES': '2',
+        'PYTHONPATH': str(ROOT),
+        'MEGAJAX_COORDINATOR': f'127.0.0.1:{port}',
+    }
     both = [
         subprocess.Popen(
             [sys.executable, '-c', SLOW_READER, 'run.dir=run', 'train.eval_every=100', 'train.profile={start: 3, steps: 1}'],
@@ -155,5 +185,9 @@ def test_the_process_that_the_others_wait_for_is_named(folder: Path) -> None:
     process, behind = found[12]
     assert process == 1
     assert 50 < behind < 600
-    assert re.search(r'^step 12  process 1 comes \d+\.\d ms after the median to each step$', said[0], re.MULTILINE)
+    assert re.search(
+        r'^step 12  process 1 comes \d+\.\d ms after the median to each step$',
+        said[0],
+        re.MULTILINE,
+    )
     assert len(list((folder / 'run/profile').rglob('process_*/**/*.xplane.pb'))) == 2

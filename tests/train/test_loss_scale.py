@@ -9,13 +9,31 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import CONFIG, losses, train
-from support import assert_close, gather, make_batch, make_config, on_mesh, random_params, relative_error, write_run
+from support import (
+    assert_close,
+    gather,
+    make_batch,
+    make_config,
+    on_mesh,
+    random_params,
+    relative_error,
+    write_run,
+)
 
 from megajax.config import Config, NumericError
 from megajax.train.feed import place_batch
 from megajax.train.first_step import take_first_step
 from megajax.train.guard import SKIPS_IN_A_ROW, init_guard, judge, respond
-from megajax.train.loss_scale import HYSTERESIS, MARGIN, SMALLEST, WINDOW, LossScale, adjust, init_loss_scale, overflows
+from megajax.train.loss_scale import (
+    HYSTERESIS,
+    MARGIN,
+    SMALLEST,
+    WINDOW,
+    LossScale,
+    adjust,
+    init_loss_scale,
+    overflows,
+)
 from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
 
 
@@ -54,7 +72,9 @@ def fp16() -> tuple[Config, Any]:
 @pytest.mark.parametrize('share', [0.0, 0.0005, 0.3])
 def test_the_scale_follows_megatrons_rule(share):
     overflow_N = np.random.default_rng(1).random(3 * WINDOW) < share
-    _, actual = jax.jit(lambda xs: jax.lax.scan(lambda s, x: (adjust(s, x), adjust(s, x).value), scale(2.0**16), xs))(overflow_N)
+    _, actual = jax.jit(
+        lambda xs: jax.lax.scan(lambda s, x: (adjust(s, x), adjust(s, x).value), scale(2.0**16), xs)
+    )(overflow_N)
     rule = MegatronsRule(2.0**16)
     np.testing.assert_array_equal(actual, [rule.update(overflow) for overflow in overflow_N])
 
@@ -76,8 +96,13 @@ def test_gradients_are_those_of_fp32_however_small_they_are():
         config = make_config('llama', 2, 2, train={'dtype': dtype})
         with on_mesh(config):
             params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
-            (loss, _), made = jax.jit(make_loss_and_gradients(config))(params, batch, jax.random.key(0), start)
-            gradients[dtype, start is not None and float(start.value)] = {'loss': np.asarray(loss), **gather(made)}
+            (loss, _), made = jax.jit(make_loss_and_gradients(config))(
+                params, batch, jax.random.key(0), start
+            )
+            gradients[dtype, start is not None and float(start.value)] = {
+                'loss': np.asarray(loss),
+                **gather(made),
+            }
     expected, scaled, unscaled = gradients.values()
     assert_close(scaled, expected, 1e-2)
     worst = max(relative_error(unscaled[name], x) for name, x in expected.items())
@@ -97,7 +122,9 @@ def test_an_overflow_changes_nothing_but_the_scale_and_does_not_end_the_run():
             assert (values['taken'], values['overflow'], values['skipped_in_a_row']) == (0, 1, 0)
             assert respond(config, 1, values) == 'go on'
         assert scales == [2.0**30, 2.0**30, 2.0**29, 2.0**28, 2.0**27]
-        for old, new in zip(*(jax.tree.leaves((s.params, s.opt_state)) for s in (start, state)), strict=True):
+        for old, new in zip(
+            *(jax.tree.leaves((s.params, s.opt_state)) for s in (start, state)), strict=True
+        ):
             np.testing.assert_array_equal(new, old)
         while not metrics['taken']:
             state, metrics = step(state, batch)
@@ -111,8 +138,17 @@ def test_gradients_that_are_not_finite_at_the_smallest_scale_end_the_run_as_with
     assert not overflows(scale(2 * SMALLEST), loss, loss)
     guard, config = init_guard(), make_config(train={'dtype': 'float16'})
     for count in range(1, SKIPS_IN_A_ROW + 1):
-        verdict, guard = judge(guard, loss, loss, infinite, overflow=overflows(scale(SMALLEST), loss, infinite), spikes=False)
-        values = {'loss': 3.0, 'nll': 3.0, 'grad_norm': np.inf} | {name: float(value) for name, value in verdict._asdict().items()}
+        verdict, guard = judge(
+            guard,
+            loss,
+            loss,
+            infinite,
+            overflow=overflows(scale(SMALLEST), loss, infinite),
+            spikes=False,
+        )
+        values = {'loss': 3.0, 'nll': 3.0, 'grad_norm': np.inf} | {
+            name: float(value) for name, value in verdict._asdict().items()
+        }
         assert values['skipped_in_a_row'] == count
         if count < SKIPS_IN_A_ROW:
             assert respond(config, count, values) == 'go on'
@@ -131,11 +167,18 @@ def test_the_first_step_is_taken_at_the_largest_scale_that_holds_and_later_ones_
         state, metrics = take_first_step(step, at(2.0**32), batches[0])
         held = float(metrics['loss_scale'])
         assert (metrics['taken'], state.step, state.batches, state.guard.taken) == (1, 1, 1, 1)
-        assert (state.loss_scale.value, state.loss_scale.overflows_left) == (held / MARGIN, HYSTERESIS)
+        assert (state.loss_scale.value, state.loss_scale.overflows_left) == (
+            held / MARGIN,
+            HYSTERESIS,
+        )
         assert step(at(2 * held), batches[0])[1]['overflow']
-        straight, other = step(at(held), batches[0])  # nothing but the scale tells that there were others before
+        straight, other = step(
+            at(held), batches[0]
+        )  # nothing but the scale tells that there were others before
         assert other['loss'] == metrics['loss']
-        for a, b in zip(*(jax.tree.leaves(s._replace(loss_scale=None)) for s in (state, straight)), strict=True):
+        for a, b in zip(
+            *(jax.tree.leaves(s._replace(loss_scale=None)) for s in (state, straight)), strict=True
+        ):
             np.testing.assert_array_equal(a, b)
         for batch in batches[1:]:
             state, metrics = step(state, batch)
@@ -143,7 +186,9 @@ def test_the_first_step_is_taken_at_the_largest_scale_that_holds_and_later_ones_
 
 
 def test_a_scale_that_the_config_gives_is_the_first():
-    assert init_loss_scale(make_config(train={'dtype': 'float16', 'loss_scale': 4096})).value == 4096
+    assert (
+        init_loss_scale(make_config(train={'dtype': 'float16', 'loss_scale': 4096})).value == 4096
+    )
 
 
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale():
@@ -151,7 +196,9 @@ def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale():
     bad = make_batch(config)
     bad['loss_mask'][0, 0] = np.nan
     with on_mesh(config):
-        state, metrics = take_first_step(make_train_step(config), init_state(config), place_batch(bad))
+        state, metrics = take_first_step(
+            make_train_step(config), init_state(config), place_batch(bad)
+        )
     values = {name: float(value) for name, value in metrics.items()}
     assert (values['taken'], values['overflow'], values['skipped_in_a_row']) == (0, 0, 1)
     assert (state.step, state.loss_scale.value) == (1, init_loss_scale(config).value)
@@ -171,5 +218,8 @@ def test_a_run_in_fp16_finds_its_scale_and_skips_no_batch_for_it(tmp_path: Path)
     assert 'train.loss_scale: auto -> 1024.0, without effect: this run has begun' in resumed
     assert 'loss scale the gradients' not in resumed
     given = train(tmp_path, *fp16, 'train.steps=6', 'train.loss_scale=4294967296', name='given')
-    assert 'step 1 is skipped: in fp16 its gradients overflow at a loss scale of 4,294,967,296; 1 so far' in given
+    assert (
+        'step 1 is skipped: in fp16 its gradients overflow at a loss scale of 4,294,967,296; 1 so far'
+        in given
+    )
     assert 'skipped    6 of 6 steps: 6 for gradients that overflow in fp16' in given

@@ -21,7 +21,9 @@ def test_rates_are_counted_by_hand() -> None:
 
 
 @pytest.mark.parametrize(('options', 'planned'), [({}, 8000), ({'donate_argnums': 0}, 4000)])
-def test_on_a_cpu_the_peak_is_not_known_and_memory_is_what_xla_planned(options: dict[str, int], planned: int) -> None:
+def test_on_a_cpu_the_peak_is_not_known_and_memory_is_what_xla_planned(
+    options: dict[str, int], planned: int
+) -> None:
     found = Meter(make_config('gpt'), doubled(**options), jax.devices()[:1]).measure(0.5)
     assert not {'mfu', 'memory_bytes'} & found.keys()
     assert found['planned_memory_bytes'] == planned
@@ -40,7 +42,9 @@ class Gpu:
 
 
 @pytest.mark.parametrize(('dtype', 'peak'), [('bfloat16', 989.4e12), ('float32', 494.7e12)])
-def test_on_a_gpu_utilisation_is_of_the_peak_of_the_dtype_and_memory_that_of_the_fullest(dtype: str, peak: float) -> None:
+def test_on_a_gpu_utilisation_is_of_the_peak_of_the_dtype_and_memory_that_of_the_fullest(
+    dtype: str, peak: float
+) -> None:
     config = make_config('gpt', train={'dtype': dtype})
     found = Meter(config, doubled(), [Gpu(7), Gpu(9)]).measure(1e-3)
     assert found['memory_bytes'] == 9

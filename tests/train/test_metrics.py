@@ -27,7 +27,9 @@ def steps(folder: Path) -> list[int]:
 
 def take(writer: MetricsWriter, *numbers: int, **values: float) -> None:
     for step in numbers:
-        writer.write(step, loss=1 / (step + 1), taken=1.0, step_ms=100.0, data_wait_ms=20.0, **values)
+        writer.write(
+            step, loss=1 / (step + 1), taken=1.0, step_ms=100.0, data_wait_ms=20.0, **values
+        )
 
 
 def events(folder: Path) -> Iterator[Event]:
@@ -54,12 +56,21 @@ def test_each_step_is_a_line_and_a_point_and_what_is_not_finite_is_null(tmp_path
         writer.write(0, validation_loss=2.5)
         take(writer, 1, 2, grad_norm=math.inf)
     assert lines(tmp_path)[0] == {'step': 0, 'validation_loss': 2.5}
-    assert lines(tmp_path)[2] == {'step': 2, 'loss': 1 / 3, 'taken': 1.0, 'step_ms': 100.0, 'data_wait_ms': 20.0, 'grad_norm': None}
+    assert lines(tmp_path)[2] == {
+        'step': 2,
+        'loss': 1 / 3,
+        'taken': 1.0,
+        'step_ms': 100.0,
+        'data_wait_ms': 20.0,
+        'grad_norm': None,
+    }
     assert drawn(tmp_path) == [1, 2]
 
 
 @pytest.mark.parametrize('left', ['', '{"step": 5, "lo', '\0\0\0\0\n', '{"loss": 3}\n', '5\n'])
-def test_a_resumed_run_takes_away_the_steps_that_it_lost_and_a_line_that_was_cut_short(tmp_path: Path, left: str) -> None:
+def test_a_resumed_run_takes_away_the_steps_that_it_lost_and_a_line_that_was_cut_short(
+    tmp_path: Path, left: str
+) -> None:
     with MetricsWriter(tmp_path, 0) as writer:
         take(writer, *range(5))
     with (tmp_path / 'metrics.jsonl').open('a') as file:
@@ -103,10 +114,15 @@ def test_on_a_full_disk_a_run_goes_on_with_one_warning_and_writes_all_when_there
     assert steps(tmp_path) == drawn(tmp_path) == [1, 2, 3, 4, 5]
     told = [record.getMessage() for record in caplog.records]
     assert [message.partition(' ')[0] for message in told] == ['metrics.jsonl', 'TensorBoard']
-    assert all(message.endswith('cannot be written ([Errno 27] File too large); the run goes on') for message in told)
+    assert all(
+        message.endswith('cannot be written ([Errno 27] File too large); the run goes on')
+        for message in told
+    )
 
 
-def test_a_file_that_cannot_be_opened_does_not_keep_a_run_from_starting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_cannot_be_opened_does_not_keep_a_run_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / 'metrics.jsonl').mkdir()
     (tmp_path / 'tensorboard').touch()
     with MetricsWriter(tmp_path, 0) as writer:
@@ -117,9 +133,14 @@ def test_a_file_that_cannot_be_opened_does_not_keep_a_run_from_starting(tmp_path
     assert len(caplog.records) == 2
 
 
-def test_wandb_that_is_not_installed_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_that_is_not_installed_is_said_with_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(metrics, 'find_spec', lambda name: None)
-    with pytest.raises(ConfigError, match=r"^run.wandb=mine needs a package that is not there: pip install 'megajax\[wandb\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^run.wandb=mine needs a package that is not there: pip install 'megajax\[wandb\]'",
+    ):
         check_wandb(make_config(run={'wandb': 'mine'}))
     check_wandb(make_config())
 
@@ -129,7 +150,9 @@ def told_wandb(folder: Path) -> list[tuple[str, list[int]]]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
-    for path in sorted((folder / 'wandb').glob('offline-run-*/*.wandb'), key=lambda path: path.stat().st_mtime_ns):
+    for path in sorted(
+        (folder / 'wandb').glob('offline-run-*/*.wandb'), key=lambda path: path.stat().st_mtime_ns
+    ):
         content, run, numbers = path.read_bytes()[7:], '', []
         while len(content) > 7:
             _, length, kind = struct.unpack('<IHB', content[:7])
@@ -165,4 +188,6 @@ def test_wandb_gets_each_step_once_in_one_run_also_after_a_restart_and_its_end_i
     assert told_wandb(tmp_path) == [(id, [0, 1, 2, 3, 4]), (id, [5, 6])]
     assert steps(tmp_path) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     (warning,) = [record.getMessage() for record in caplog.records]
-    assert re.match(r'wandb cannot be written \(Run \(\w+\) is finished.*; the run goes on$', warning)
+    assert re.match(
+        r'wandb cannot be written \(Run \(\w+\) is finished.*; the run goes on$', warning
+    )

@@ -24,7 +24,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('run')
     for step in (1, 2):
         config = seeded(step)
-        with on_mesh(config), Checkpoints(folder / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints:
+        with (
+            on_mesh(config),
+            Checkpoints(folder / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints,
+        ):
             checkpoints.save(init_state(config), step)
     return folder
 
@@ -66,14 +69,20 @@ def test_so_does_each_of_its_checkpoints(run: Path) -> None:
     assert_holds(open_model(run / '2'), 2)
 
 
-def test_what_does_not_hold_what_was_written_is_passed_over(run: Path, caplog: pytest.LogCaptureFixture) -> None:
-    victim = max((run / 'checkpoints' / '2' / 'state').rglob('d/*'), key=lambda path: path.stat().st_size)
+def test_what_does_not_hold_what_was_written_is_passed_over(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    victim = max(
+        (run / 'checkpoints' / '2' / 'state').rglob('d/*'), key=lambda path: path.stat().st_size
+    )
     content = victim.read_bytes()
     try:
         victim.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         assert_holds(open_model(run), 1)
         assert 'checkpoints/2 is refused' in caplog.text
-        with pytest.raises(CheckpointError, match='2 cannot be used: run megajax checkpoint verify'):
+        with pytest.raises(
+            CheckpointError, match='2 cannot be used: run megajax checkpoint verify'
+        ):
             open_model(run / '2')
     finally:
         victim.write_bytes(content)
@@ -81,9 +90,15 @@ def test_what_does_not_hold_what_was_written_is_passed_over(run: Path, caplog: p
 
 def test_what_is_not_there_or_does_not_fit_is_told(run: Path) -> None:
     assert find_steps(run / 'checkpoints') == [1, 2]
-    with pytest.raises(ConfigError, match='3: no finished checkpoint there; choose one of steps 1, 2'):
+    with pytest.raises(
+        ConfigError, match='3: no finished checkpoint there; choose one of steps 1, 2'
+    ):
         open_model(run / '3')
-    with pytest.raises(ConfigError, match=r'override mesh.model=3: model.num_heads: 4 is not a multiple'):
+    with pytest.raises(
+        ConfigError, match=r'override mesh.model=3: model.num_heads: 4 is not a multiple'
+    ):
         open_model(run, ['mesh.model=3'])
-    with pytest.raises(ConfigError, match=r'holds other arrays \(params/layers/mlp/down/weight/value'):
+    with pytest.raises(
+        ConfigError, match=r'holds other arrays \(params/layers/mlp/down/weight/value'
+    ):
         open_model(run, ['model.ffn_size=64'])

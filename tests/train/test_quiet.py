@@ -24,7 +24,9 @@ def test_a_save_that_fails_is_one_line_and_the_next_one_does_not_fail_with_it(
             checkpoints.save(state, 1)
             assert not checkpoints.wait()
         gc.collect()
-        said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        said = [
+            record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+        ]
         assert len(said) == 1, said
         assert said[0].startswith('checkpoint 1 could not be written (')
         assert 'Traceback' not in capfd.readouterr().err
@@ -33,7 +35,9 @@ def test_a_save_that_fails_is_one_line_and_the_next_one_does_not_fail_with_it(
         assert checkpoints.newest_verified() == 2
 
 
-def test_a_save_that_fails_is_tried_again_at_once_and_then_when_it_is_due(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_that_fails_is_tried_again_at_once_and_then_when_it_is_due(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = tiny(checkpoint={'every': 100})
     with on_mesh(config), Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:
         due = []
@@ -45,16 +49,24 @@ def test_a_save_that_fails_is_tried_again_at_once_and_then_when_it_is_due(tmp_pa
         checkpoints.save(make_state(config, 4), 4)
         assert checkpoints.wait()
         assert due == [True, False, True]
-        assert [record.getMessage().rpartition('; ')[2] for record in caplog.records if record.levelno >= logging.WARNING] == [
+        assert [
+            record.getMessage().rpartition('; ')[2]
+            for record in caplog.records
+            if record.levelno >= logging.WARNING
+        ] == [
             'trying again',
             'the next is tried when it is due',
             'trying again',
         ]
 
 
-def test_what_is_not_of_a_save_is_told_as_before(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_of_a_save_is_told_as_before(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard: list[str] = []
-    monkeypatch.setattr(sys, 'unraisablehook', lambda unraisable: heard.append(str(unraisable.exc_value)))
+    monkeypatch.setattr(
+        sys, 'unraisablehook', lambda unraisable: heard.append(str(unraisable.exc_value))
+    )
     for _ in range(2):
         leave_failed_saves_to_us()
     for name in ('absl', 'asyncio'):

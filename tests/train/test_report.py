@@ -8,11 +8,29 @@ from jax import P
 from megajax.parallel.placements import Placement
 from megajax.run.log.report import Report
 
-STEP = {'taken': 1.0, 'loss': 2.34567, 'lr': 3e-4, 'grad_norm': 0.3125, 'step_ms': 500.0, 'data_wait_ms': 1.0, 'checkpoint_ms': 0.1}
-SPEED = {'tokens_per_s': 1234567.0, 'tflops_per_device': 412.345, 'mfu': 0.4169, 'memory_bytes': 71.23e9}
+STEP = {
+    'taken': 1.0,
+    'loss': 2.34567,
+    'lr': 3e-4,
+    'grad_norm': 0.3125,
+    'step_ms': 500.0,
+    'data_wait_ms': 1.0,
+    'checkpoint_ms': 0.1,
+}
+SPEED = {
+    'tokens_per_s': 1234567.0,
+    'tflops_per_device': 412.345,
+    'mfu': 0.4169,
+    'memory_bytes': 71.23e9,
+}
 
 
-def said(capsys: pytest.CaptureFixture[str], *steps: Mapping[str, float], start: int = 0, total: int = 100_000) -> list[str]:
+def said(
+    capsys: pytest.CaptureFixture[str],
+    *steps: Mapping[str, float],
+    start: int = 0,
+    total: int = 100_000,
+) -> list[str]:
     with Report().progress(start=start, steps=total, log_every=len(steps)) as progress:
         for number, values in enumerate(steps, start + 1):
             progress.step(number, {'skipped_steps': 0, **values})
@@ -21,18 +39,33 @@ def said(capsys: pytest.CaptureFixture[str], *steps: Mapping[str, float], start:
 
 def test_a_line_has_all_numbers_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = said(capsys, {**STEP, **SPEED}, start=99_999)
-    assert line == ('step 100000/100000  loss 2.346  lr 3.00e-04  grad norm 0.31  1,234,567 tokens/s  412 TFLOP/s  MFU 41.7%  71.2 GB')
+    assert line == (
+        'step 100000/100000  loss 2.346  lr 3.00e-04  grad norm 0.31  1,234,567 tokens/s  412 TFLOP/s  MFU 41.7%  71.2 GB'
+    )
     assert len(line) < 120
 
 
 def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = said(capsys, {**STEP, 'tokens_per_s': 3.5, 'tflops_per_device': 0.0123, 'planned_memory_bytes': 81.3e6})
-    assert line == 'step 1/100000  loss 2.346  lr 3.00e-04  grad norm 0.31  4 tokens/s  0.0123 TFLOP/s  81.3 MB planned'
+    (line,) = said(
+        capsys,
+        {**STEP, 'tokens_per_s': 3.5, 'tflops_per_device': 0.0123, 'planned_memory_bytes': 81.3e6},
+    )
+    assert (
+        line
+        == 'step 1/100000  loss 2.346  lr 3.00e-04  grad norm 0.31  4 tokens/s  0.0123 TFLOP/s  81.3 MB planned'
+    )
 
 
-def test_rates_are_those_of_all_steps_since_the_last_line(capsys: pytest.CaptureFixture[str]) -> None:
-    slow, fast = {'step_ms': 900.0, 'tokens_per_s': 100 / 0.9}, {'step_ms': 100.0, 'tokens_per_s': 1000.0}
-    assert '  200 tokens/s' in said(capsys, {**STEP, **slow}, {**STEP, **fast})[0]  # 200 tokens in a second
+def test_rates_are_those_of_all_steps_since_the_last_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    slow, fast = (
+        {'step_ms': 900.0, 'tokens_per_s': 100 / 0.9},
+        {'step_ms': 100.0, 'tokens_per_s': 1000.0},
+    )
+    assert (
+        '  200 tokens/s' in said(capsys, {**STEP, **slow}, {**STEP, **fast})[0]
+    )  # 200 tokens in a second
 
 
 @pytest.mark.parametrize(
@@ -40,32 +73,64 @@ def test_rates_are_those_of_all_steps_since_the_last_line(capsys: pytest.Capture
     [
         ({'data_wait_ms': 200.0}, 'step 1  waited for data 0.20 s of 0.50 s'),
         ({'checkpoint_ms': 2000.0}, 'step 1  was held up by saving 2.00 s, beside 0.50 s of steps'),
-        ({'slowest_process': 3, 'slowest_process_behind_ms': 60.0}, 'step 1  process 3 comes 60.0 ms after the median to each step'),
+        (
+            {'slowest_process': 3, 'slowest_process_behind_ms': 60.0},
+            'step 1  process 3 comes 60.0 ms after the median to each step',
+        ),
     ],
 )
-def test_what_holds_the_steps_up_is_said(capsys: pytest.CaptureFixture[str], values: dict[str, float], remark: str) -> None:
+def test_what_holds_the_steps_up_is_said(
+    capsys: pytest.CaptureFixture[str], values: dict[str, float], remark: str
+) -> None:
     assert said(capsys, {**STEP, **values})[1:] == [remark]
 
 
 def test_skipped_steps_are_said_and_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    skipped = {**STEP, 'taken': 0.0, 'overflow': 0.0, 'finite': 0.0, 'loss': float('nan'), 'skipped_steps': 2}
-    assert said(capsys, skipped)[0] == 'step 1 is skipped: its loss is nan and its gradient norm 0.3125; 2 so far'
+    skipped = {
+        **STEP,
+        'taken': 0.0,
+        'overflow': 0.0,
+        'finite': 0.0,
+        'loss': float('nan'),
+        'skipped_steps': 2,
+    }
+    assert (
+        said(capsys, skipped)[0]
+        == 'step 1 is skipped: its loss is nan and its gradient norm 0.3125; 2 so far'
+    )
     overflow = {**skipped, 'overflow': 1.0, 'loss_scale': 2.0**16}
-    assert said(capsys, overflow)[0] == 'step 1 is skipped: in fp16 its gradients overflow at a loss scale of 65,536; 2 so far'
+    assert (
+        said(capsys, overflow)[0]
+        == 'step 1 is skipped: in fp16 its gradients overflow at a loss scale of 65,536; 2 so far'
+    )
     lines = said(capsys, overflow, skipped, {**STEP, 'taken': 1.0}, overflow)
-    assert lines[-1] == 'skipped    3 of 4 steps: 2 for gradients that overflow in fp16, 1 for a loss or gradient that is not finite'
-    assert said(capsys, {**skipped, 'finite': 1.0})[-1] == 'skipped    1 of 1 steps: 1 for a spike in the loss'
+    assert (
+        lines[-1]
+        == 'skipped    3 of 4 steps: 2 for gradients that overflow in fp16, 1 for a loss or gradient that is not finite'
+    )
+    assert (
+        said(capsys, {**skipped, 'finite': 1.0})[-1]
+        == 'skipped    1 of 1 steps: 1 for a spike in the loss'
+    )
 
 
-@pytest.mark.parametrize(('first', 'tried'), [(2.0**25, 'overflow at 33,554,432, and hold'), (2.0**19, 'hold')])
-def test_the_scales_that_the_first_batch_was_tried_at_are_said(capsys: pytest.CaptureFixture[str], first: float, tried: str) -> None:
+@pytest.mark.parametrize(
+    ('first', 'tried'), [(2.0**25, 'overflow at 33,554,432, and hold'), (2.0**19, 'hold')]
+)
+def test_the_scales_that_the_first_batch_was_tried_at_are_said(
+    capsys: pytest.CaptureFixture[str], first: float, tried: str
+) -> None:
     Report().loss_scale(first, 2.0**19)
     said = f'loss scale the gradients of the first batch {tried} at 524,288: the run begins with 131,072'
     assert capsys.readouterr().out.splitlines() == [said]
 
 
-def test_a_parameter_has_its_shape_its_axes_and_its_bytes_in_this_order(capsys: pytest.CaptureFixture[str]) -> None:
-    table = Placement(name='embedding.table', shape=(4096, 256), spec=P('model', None), bytes_per_device=2_097_152)
+def test_a_parameter_has_its_shape_its_axes_and_its_bytes_in_this_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    table = Placement(
+        name='embedding.table', shape=(4096, 256), spec=P('model', None), bytes_per_device=2_097_152
+    )
     Report().placements([table], 1_048_576)
     head, row, total = capsys.readouterr().out.splitlines()
     assert head.split() == ['parameter', 'shape', 'placement', 'bytes', 'per', 'device']

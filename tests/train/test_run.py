@@ -23,7 +23,9 @@ def folder(tmp_path: Path) -> Path:
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, '-m', 'megajax', 'train', 'small.yaml', *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -34,21 +36,42 @@ def losses(run: Path) -> dict[int, float]:
 def test_a_run_says_what_it_does_and_leaves_what_it_says(folder: Path) -> None:
     result = train(folder, 'run.dir=run')
     assert result.returncode == 0, result.stderr
-    for said in ('data=2 x model=2', 'simulated', 'layers.mlp.down.weight', 'step 6/6', 'bits per byte', "sample after 'def '"):
+    for said in (
+        'data=2 x model=2',
+        'simulated',
+        'layers.mlp.down.weight',
+        'step 6/6',
+        'bits per byte',
+        "sample after 'def '",
+    ):
         assert said in result.stdout
     assert sorted(losses(folder / 'run')) == [1, 2, 3, 4, 5, 6]
     assert (folder / 'run/checkpoints/6').is_dir()
-    assert {'config.yaml', 'tokenizer.json', 'tensorboard'} <= {path.name for path in (folder / 'run').iterdir()}
+    assert {'config.yaml', 'tokenizer.json', 'tensorboard'} <= {
+        path.name for path in (folder / 'run').iterdir()
+    }
 
 
 @pytest.mark.slow
 def test_a_bert_trains_and_makes_no_text(folder: Path) -> None:
-    result = train(folder, 'run.dir=run', 'model.objective=masked_lm', 'train.sample_prompts=[]', 'train.steps=12')
+    result = train(
+        folder,
+        'run.dir=run',
+        'model.objective=masked_lm',
+        'train.sample_prompts=[]',
+        'train.steps=12',
+    )
     assert result.returncode == 0, result.stderr
     assert 'nats per masked token' in result.stdout
     of_steps = losses(folder / 'run')
     assert of_steps[12] < of_steps[1] - 1
-    refused = subprocess.run([sys.executable, '-m', 'megajax', 'generate', 'run'], cwd=folder, capture_output=True, text=True, check=False)
+    refused = subprocess.run(
+        [sys.executable, '-m', 'megajax', 'generate', 'run'],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert refused.returncode == 2
     assert 'says of no text what comes next' in refused.stderr
 

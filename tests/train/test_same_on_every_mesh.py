@@ -26,7 +26,12 @@ DOCUMENTS = [10, 15, 7]  # lengths in a row
 LIMIT = {'float32': 1e-5, 'bfloat16': 2e-2}
 ONE_DEVICE = (1, 1, False)
 MESHES = [(2, 1), (1, 2), (2, 2), (1, 4), (4, 2), (2, 4), (1, 8)]
-PLACES = [(data, model, parallel) for data, model in MESHES for parallel in (False, True) if model > 1 or not parallel]
+PLACES = [
+    (data, model, parallel)
+    for data, model in MESHES
+    for parallel in (False, True)
+    if model > 1 or not parallel
+]
 
 QUICK = [(1, 4, False), (2, 2, True), (2, 4, True)]  # the others are for `make test-slow`
 
@@ -49,7 +54,8 @@ every_mesh = pytest.mark.parametrize('place', [at(place) for place in PLACES])
 BERT_PLACES = [(2, 2, False), (2, 2, True), (1, 4, True)]
 every_model_and_mesh = pytest.mark.parametrize(
     ('name', 'place'),
-    [at(place, name) for name in ('gpt', 'llama') for place in PLACES] + [at(place, 'bert') for place in BERT_PLACES],
+    [at(place, name) for name in ('gpt', 'llama') for place in PLACES]
+    + [at(place, 'bert') for place in BERT_PLACES],
 )
 
 
@@ -63,11 +69,15 @@ def start(name: str) -> TrainState:
 
 def start_on_mesh(name: str, config: Config) -> TrainState:
     abstract = concrete(jax.eval_shape(lambda: init_state(config)))
-    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding, may_alias=False), start(name), abstract)
+    return jax.tree.map(
+        lambda x, like: jax.device_put(x, like.sharding, may_alias=False), start(name), abstract
+    )
 
 
 # Without sequence parallelism, which leaves parameters where they are (tests/parallel/test_layout.py).
-@pytest.mark.parametrize('place', [at((data, model, False), quick=data * model == 8) for data, model in MESHES])
+@pytest.mark.parametrize(
+    'place', [at((data, model, False), quick=data * model == 8) for data, model in MESHES]
+)
 @both_models
 def test_initial_parameters_are_bit_identical(name, place):
     config = make_config(name, *place[:2])
@@ -86,7 +96,9 @@ class Training(NamedTuple):
 def train(name: str, place: tuple[int, int, bool]) -> Training:
     # Adam divides each element of a gradient by its own size, so an element that is nothing but rounding error, as all are of the
     # key bias (softmax is blind to it), would move by lr whichever way it was rounded. An eps above rounding error holds it still.
-    config = make_config(name, *place[:2], sequence_parallel=place[2], optim={'lr': 3e-3, 'eps': 1e-3})
+    config = make_config(
+        name, *place[:2], sequence_parallel=place[2], optim={'lr': 3e-3, 'eps': 1e-3}
+    )
     batches = [make_batch(config, seed=seed) for seed in range(STEPS)]
     if name == 'llama':
         batches = [pack(batch, DOCUMENTS) for batch in batches]
@@ -95,7 +107,9 @@ def train(name: str, place: tuple[int, int, bool]) -> Training:
         for batch in batches:
             state, metrics = step(state, place_batch(batch))
             losses.append(float(metrics['loss']))
-            if len(losses) == 1:  # AdamW's first moment is now the gradient, but for the factor of clipping and 1 - beta1
+            if (
+                len(losses) == 1
+            ):  # AdamW's first moment is now the gradient, but for the factor of clipping and 1 - beta1
                 gradients = gather(optax.tree_utils.tree_get(state.opt_state, 'mu'))
         return Training(losses, gradients, gather(state.params))
 
@@ -115,14 +129,28 @@ def test_loss_gradients_and_parameters_after_five_steps_are_those_of_one_device(
 def test_five_steps_move_every_parameter_far_beyond_the_limit(name):
     before, after = gather(start(name).params), train_on_one_device(name).params
     for parameter, x in before.items():
-        assert np.abs(after[parameter] - x).max() > 100 * LIMIT['float32'] * np.abs(after[parameter]).max(), parameter
+        assert (
+            np.abs(after[parameter] - x).max()
+            > 100 * LIMIT['float32'] * np.abs(after[parameter]).max()
+        ), parameter
 
 
 def bf16(place: tuple[int, int, bool]) -> tuple[float, dict[str, np.ndarray]]:
-    config = make_config('gpt', *place[:2], sequence_parallel=place[2], model={'dropout': 0.0}, train={'dtype': 'bfloat16'})
+    config = make_config(
+        'gpt',
+        *place[:2],
+        sequence_parallel=place[2],
+        model={'dropout': 0.0},
+        train={'dtype': 'bfloat16'},
+    )
     with on_mesh(config):
-        params, batch = start_on_mesh('gpt', config).params, place_batch(pack(make_batch(config), DOCUMENTS))
-        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(params, batch, jax.random.key(0))
+        params, batch = (
+            start_on_mesh('gpt', config).params,
+            place_batch(pack(make_batch(config), DOCUMENTS)),
+        )
+        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(
+            params, batch, jax.random.key(0)
+        )
         return float(loss), gather(gradients)
 
 
@@ -195,7 +223,9 @@ def test_attention_dropout_masks_are_bit_identical(place):
     np.testing.assert_array_equal(attended(place, all_rows), attended_on_one_device())
 
 
-@pytest.mark.parametrize(('masks', 'whole'), [(dropped, dropped_on_one_device), (attended, attended_on_one_device)])
+@pytest.mark.parametrize(
+    ('masks', 'whole'), [(dropped, dropped_on_one_device), (attended, attended_on_one_device)]
+)
 def test_a_microbatch_has_the_masks_that_its_rows_have_in_the_whole_batch(masks, whole):
     rows = np.array([2, 3, 6, 7])  # the second of two microbatches, on two data shards
     np.testing.assert_array_equal(masks((2, 2, False), rows), whole()[rows])
@@ -208,5 +238,7 @@ def test_masks_keep_the_share_that_the_rate_asks_for_and_differ_between_rows():
     assert len({row.tobytes() for row in x}) == ROWS
     weights = attended_on_one_device()
     causal = np.tril(np.ones((LENGTH, LENGTH), bool))[None, :, None, :]
-    assert (weights[np.broadcast_to(causal, weights.shape)] == 0).mean() == pytest.approx(RATE, abs=0.01)
+    assert (weights[np.broadcast_to(causal, weights.shape)] == 0).mean() == pytest.approx(
+        RATE, abs=0.01
+    )
     assert not weights[np.broadcast_to(~causal, weights.shape)].any()

@@ -15,10 +15,14 @@ PROMPTS = ('one', 'two')
 
 
 def small(prompts: tuple[str, ...] = PROMPTS) -> Config:
-    return make_config('llama', 1, 2, model={'vocab_size': 257, 'num_layers': 1}, train={'sample_prompts': prompts})
+    return make_config(
+        'llama', 1, 2, model={'vocab_size': 257, 'num_layers': 1}, train={'sample_prompts': prompts}
+    )
 
 
-def test_each_step_is_there_once_and_lost_ones_are_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_step_is_there_once_and_lost_ones_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config, checks = small(), []
     with on_mesh(config):
         params = random_params(config, std=0.3)

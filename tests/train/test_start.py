@@ -32,7 +32,10 @@ def mesh() -> Iterator[None]:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with the weights of an import at step 0 and a whole state at step 3."""
     run, config = tmp_path_factory.mktemp('runs') / 'source', tiny(run={'wandb': 'mine'})
-    with on_mesh(config), Checkpoints(run / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints:
+    with (
+        on_mesh(config),
+        Checkpoints(run / 'checkpoints', config, tokenizer=byte_tokenizer()) as checkpoints,
+    ):
         checkpoints.save({'params': make_state(config, 0).params}, 0)
         checkpoints.save(make_state(config, 3), 3)
     byte_tokenizer().save(run / 'tokenizer.json')
@@ -46,7 +49,10 @@ def source(written: Path, tmp_path: Path) -> Path:
 
 
 def damage(checkpoint: Path) -> None:
-    largest = max((path for path in checkpoint.rglob('*') if path.is_file()), key=lambda path: path.stat().st_size)
+    largest = max(
+        (path for path in checkpoint.rglob('*') if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     largest.write_bytes(largest.read_bytes()[:-1])
 
 
@@ -56,16 +62,23 @@ def starting(source: Path, /, **sections: dict[str, Any]) -> Config:
 
 @pytest.mark.parametrize(('name', 'step'), [('', 3), ('0', 0), ('checkpoints/0', 0), ('3', 3)])
 def test_a_run_or_one_of_its_steps_is_found(source: Path, name: str, step: int) -> None:
-    assert find_start(starting(source / name), source.parent / 'new') == source / 'checkpoints' / str(step)
+    assert find_start(
+        starting(source / name), source.parent / 'new'
+    ) == source / 'checkpoints' / str(step)
 
 
-def test_of_a_run_the_newest_that_verifies_is_taken_and_of_a_step_nothing_else(source: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_run_the_newest_that_verifies_is_taken_and_of_a_step_nothing_else(
+    source: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     damage(source / 'checkpoints/3')
     assert find_start(starting(source), source.parent / 'new') == source / 'checkpoints/0'
     assert 'checkpoints/3 is refused' in caplog.text
     with pytest.raises(CheckpointError, match='3 cannot be used: run megajax checkpoint verify'):
         find_start(starting(source / '3'), source.parent / 'new')
-    with pytest.raises(ConfigError, match=r'^run.start_from: .*7: no finished checkpoint there; choose one of steps 0, 3$'):
+    with pytest.raises(
+        ConfigError,
+        match=r'^run.start_from: .*7: no finished checkpoint there; choose one of steps 0, 3$',
+    ):
         find_start(starting(source / '7'), source.parent / 'new')
 
 
@@ -75,7 +88,10 @@ def test_the_weights_are_the_same_bits_on_any_mesh(source: Path, data: int, mode
     with on_mesh(config):
         start = find_start(config, source.parent / 'new')
         assert start
-        actual, expected = by_name(restore_params(start, config)), by_name(make_state(config, 3).params)
+        actual, expected = (
+            by_name(restore_params(start, config)),
+            by_name(make_state(config, 3).params),
+        )
     for name, x in expected.items():
         np.testing.assert_array_equal(actual[name], x, err_msg=name)
         assert actual[name].sharding == x.sharding
@@ -88,21 +104,34 @@ def test_a_run_that_has_begun_starts_from_nothing(source: Path) -> None:
 
 def test_every_key_of_another_model_is_named_with_its_fix(source: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        find_start(starting(source, model={'hidden_size': 64, 'norm': 'rmsnorm', 'max_seq_len': 64}), source.parent / 'new')
+        find_start(
+            starting(source, model={'hidden_size': 64, 'norm': 'rmsnorm', 'max_seq_len': 64}),
+            source.parent / 'new',
+        )
     lines = str(error.value).splitlines()
     fixes = {line.split(':')[0]: line.rpartition('; ')[2] for line in lines}
-    expected = {'hidden_size': '32', 'head_dim': '8', 'ffn_size': '128', 'norm': 'layernorm', 'max_seq_len': '32'}
+    expected = {
+        'hidden_size': '32',
+        'head_dim': '8',
+        'ffn_size': '128',
+        'norm': 'layernorm',
+        'max_seq_len': '32',
+    }
     assert fixes == {f'model.{key}': f'set model.{key}={value}' for key, value in expected.items()}
     assert all(f'in {source}/checkpoints/3' in line for line in lines)
 
 
-def test_what_leaves_the_weights_their_meaning_may_differ_and_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_leaves_the_weights_their_meaning_may_differ_and_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     old = tiny(model=ROTARY)
     with Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
         checkpoints.save(make_state(old, 1), 1)
     model = ROTARY | {'max_seq_len': 128, 'rope_theta': 5e5, 'dropout': 0.5}
     with caplog.at_level(logging.INFO):
-        assert find_start(starting(tmp_path / 'source', model=model, optim={'lr': 1.0}), tmp_path / 'new')
+        assert find_start(
+            starting(tmp_path / 'source', model=model, optim={'lr': 1.0}), tmp_path / 'new'
+        )
     said = [record.message for record in caplog.records]
     assert said == [
         'start      model.dropout: 0.0 -> 0.5',
@@ -115,7 +144,10 @@ def test_weights_are_not_given_the_ids_of_another_tokenizer(source: Path) -> Non
     checkpoint, other = source / 'checkpoints/3', train_bpe(['one two three one two three'], 300)
     check_tokenizer(checkpoint, byte_tokenizer())
     check_tokenizer(checkpoint, None)
-    with pytest.raises(ConfigError, match=rf'^data.tokenizer: .*{other.fingerprint}.* set data.tokenizer={source}/tokenizer.json$'):
+    with pytest.raises(
+        ConfigError,
+        match=rf'^data.tokenizer: .*{other.fingerprint}.* set data.tokenizer={source}/tokenizer.json$',
+    ):
         check_tokenizer(checkpoint, other)
 
 
@@ -133,11 +165,15 @@ def test_each_record_says_where_the_weights_came_from_and_changing_it_later_is_t
         origin = read_record(folder / step).origin
         assert (origin['checkpoint'], origin['step']) == (str(source / 'checkpoints/0'), '0')
     said = [record.message for record in caplog.records if 'run.start_from' in record.message]
-    assert said == [f'resume     run.start_from: {source} -> {source}/3, without effect: this run has begun; choose another run.dir for it']
+    assert said == [
+        f'resume     run.start_from: {source} -> {source}/3, without effect: this run has begun; choose another run.dir for it'
+    ]
 
 
 @pytest.mark.parametrize('damaged', [False, True])
-def test_an_import_is_not_deleted_by_the_run_that_goes_on_from_it(tmp_path: Path, damaged: bool) -> None:
+def test_an_import_is_not_deleted_by_the_run_that_goes_on_from_it(
+    tmp_path: Path, damaged: bool
+) -> None:
     config = tiny(checkpoint={'keep': 1})
     with Checkpoints(tmp_path, config) as checkpoints:
         checkpoints.save({'params': make_state(config, 0).params}, 0)
@@ -149,20 +185,35 @@ def test_an_import_is_not_deleted_by_the_run_that_goes_on_from_it(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ['0', '2']
 
 
-def test_a_command_without_a_config_has_that_of_what_it_names(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_without_a_config_has_that_of_what_it_names(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(source.parent)
     went_on, name = config_of_overrides(['run.dir=source', 'run.start_from=other', 'train.steps=5'])
     assert (went_on.model, went_on.run.wandb, went_on.train.steps) == (tiny().model, 'mine', 5)
     began, name = config_of_overrides(['run.start_from=source', 'run.dir="new"'])
-    assert (began.model, began.run.wandb, began.run.dir, name) == (tiny().model, None, 'new', 'source')
+    assert (began.model, began.run.wandb, began.run.dir, name) == (
+        tiny().model,
+        None,
+        'new',
+        'source',
+    )
     assert began.data.tokenizer == f'{source}/tokenizer.json'
     default, name = config_of_overrides(['train.steps=500'])
     assert (name, default.model.num_layers) == ('tiny', 4)
 
 
-def test_a_run_dir_that_names_nothing_does_not_train_the_default(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_dir_that_names_nothing_does_not_train_the_default(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(source.parent)
-    with pytest.raises(ConfigError, match=r'run.dir=sourse: there is no run.* did you mean run.dir=source\?.* train tiny run.dir=sourse$'):
+    with pytest.raises(
+        ConfigError,
+        match=r'run.dir=sourse: there is no run.* did you mean run.dir=source\?.* train tiny run.dir=sourse$',
+    ):
         config_of_overrides(['train.steps=5', 'run.dir=sourse'])
-    with pytest.raises(ConfigError, match=r'^run.dir=nowhere/at/all: there is no run, .* to begin a run there name its config'):
+    with pytest.raises(
+        ConfigError,
+        match=r'^run.dir=nowhere/at/all: there is no run, .* to begin a run there name its config',
+    ):
         config_of_overrides(['run.dir=nowhere/at/all'])

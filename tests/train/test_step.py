@@ -9,7 +9,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import assert_close, by_name, gather, make_batch, make_config, on_mesh, random_params, relative_error, slow
+from support import (
+    assert_close,
+    by_name,
+    gather,
+    make_batch,
+    make_config,
+    on_mesh,
+    random_params,
+    relative_error,
+    slow,
+)
 
 from megajax.config import Config, OptimConfig
 from megajax.counts.parameters import Parameter, Role
@@ -23,7 +33,9 @@ LIMIT = 1e-5  # relative, see support.relative_error
 def loss_and_gradients(config: Config) -> tuple[float, dict[str, np.ndarray]]:
     with on_mesh(config):
         params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
-        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(params, batch, jax.random.key(0))
+        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(
+            params, batch, jax.random.key(0)
+        )
         return float(loss), gather(gradients)
 
 
@@ -44,19 +56,28 @@ def test_four_microbatches_have_the_loss_and_gradients_of_one_with_dropout_on(me
 
 @pytest.mark.parametrize('sequence_parallel', [False, True], ids=['tp', 'sp'])
 def test_halves_that_take_turns_change_nothing(sequence_parallel):
-    assert_same_as_plain(make_config('gpt', 2, 2, sequence_parallel=sequence_parallel, train={'overlap': 'batch_split'}))
+    assert_same_as_plain(
+        make_config(
+            'gpt', 2, 2, sequence_parallel=sequence_parallel, train={'overlap': 'batch_split'}
+        )
+    )
 
 
 @pytest.mark.parametrize('recompute', ['selective', 'full'])
 def test_recomputation_changes_nothing(recompute):
-    assert_same_as_plain(make_config('gpt', 2, 2, sequence_parallel=True, train={'recompute': recompute}))
+    assert_same_as_plain(
+        make_config('gpt', 2, 2, sequence_parallel=True, train={'recompute': recompute})
+    )
 
 
 def test_every_step_and_every_row_has_its_own_dropout():
     config = make_config()
     tokens = np.tile(np.arange(32, dtype=np.int32), (8, 1))
     with on_mesh(config):
-        params, loss_and_gradients = random_params(config, std=0.3), jax.jit(make_loss_and_gradients(config))
+        params, loss_and_gradients = (
+            random_params(config, std=0.3),
+            jax.jit(make_loss_and_gradients(config)),
+        )
 
         def loss_of_row(row: int, seed: int) -> float:
             only = np.repeat(np.arange(8) == row, 32).reshape(8, 32).astype(np.float32)
@@ -72,17 +93,24 @@ def test_the_dropout_of_a_train_step_is_its_own():
     with on_mesh(config):
         step = jax.jit(make_train_step(config), donate_argnums=())
         state, batch = init_state(config), place_batch(make_batch(config))
-        first, again, *later = (float(step(state._replace(step=jnp.int32(number)), batch)[1]['loss']) for number in (0, 0, 1, 2))
+        first, again, *later = (
+            float(step(state._replace(step=jnp.int32(number)), batch)[1]['loss'])
+            for number in (0, 0, 1, 2)
+        )
     assert first == again
     assert len({first, *later}) == 3
 
 
 def test_a_step_reports_the_loss_norm_and_rate_that_it_used_clips_and_deletes_the_state_it_got():
-    config = make_config('gpt', 2, 2, model={'dropout': 0.0}, optim={'warmup_steps': 4, 'grad_clip': 0.05})
+    config = make_config(
+        'gpt', 2, 2, model={'dropout': 0.0}, optim={'warmup_steps': 4, 'grad_clip': 0.05}
+    )
     with on_mesh(config):
         old, batch = init_state(config), place_batch(make_batch(config))
         nll_sum = float(make_eval_step(config)(old.params, batch)['nll'])
-        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(old.params, batch, jax.random.key(0))
+        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(
+            old.params, batch, jax.random.key(0)
+        )
         gradients = gather(gradients)
         new, metrics = make_train_step(config)(old, batch)
         assert all(x.is_deleted() for x in jax.tree.leaves(old))
@@ -94,7 +122,9 @@ def test_a_step_reports_the_loss_norm_and_rate_that_it_used_clips_and_deletes_th
     assert metrics['nll'] == pytest.approx(nll_sum / np.asarray(batch['loss_mask']).sum(), rel=1e-6)
     assert metrics['grad_norm'] == pytest.approx(norm, rel=1e-5)
     assert metrics['lr'] == pytest.approx(config.optim.lr / 5)
-    assert_close(first_moment, {name: x * (0.1 * 0.05 / norm) for name, x in gradients.items()}, LIMIT)
+    assert_close(
+        first_moment, {name: x * (0.1 * 0.05 / norm) for name, x in gradients.items()}, LIMIT
+    )
 
 
 STEPS, WARMUP, LR, LOW = 100, 10, 1e-3, 1e-4
@@ -103,7 +133,11 @@ STEPS, WARMUP, LR, LOW = 100, 10, 1e-3, 1e-4
 @pytest.mark.parametrize(
     ('schedule', 'step', 'expected'),
     [
-        *[(schedule, step, LR * (step + 1) / 11) for schedule in ('cosine', 'linear', 'constant', 'wsd') for step in (0, 4, 9)],
+        *[
+            (schedule, step, LR * (step + 1) / 11)
+            for schedule in ('cosine', 'linear', 'constant', 'wsd')
+            for step in (0, 4, 9)
+        ],
         *[(schedule, 10, LR) for schedule in ('cosine', 'linear', 'constant', 'wsd')],
         ('cosine', 40, LOW + (LR - LOW) * (1 + math.cos(math.pi / 3)) / 2),
         ('cosine', 55, (LR + LOW) / 2),
@@ -126,7 +160,10 @@ def test_all_but_biases_and_norms_decay(name):
     with on_mesh(config):
         params = jax.eval_shape(lambda: init_state(config)).params
     decaying = {parameter for parameter, decays in by_name(decays(params)).items() if decays}
-    layers = {f'layers.{weight}.weight' for weight in ('attention.qkv', 'attention.out', 'mlp.up', 'mlp.down')}
+    layers = {
+        f'layers.{weight}.weight'
+        for weight in ('attention.qkv', 'attention.out', 'mlp.up', 'mlp.down')
+    }
     assert decaying == layers | {'embedding.table', 'position.table' if name == 'gpt' else 'head'}
 
 
@@ -142,8 +179,14 @@ def adamw(optim: OptimConfig, steps: int, params: dict, gradients: list[dict], c
             clipped = x * min(1, clip / norm)
             first[name] = optim.beta1 * first[name] + (1 - optim.beta1) * clipped
             second[name] = optim.beta2 * second[name] + (1 - optim.beta2) * clipped**2
-            update = first[name] / (1 - optim.beta1**t) / (np.sqrt(second[name] / (1 - optim.beta2**t)) + optim.eps)
-            params[name] = params[name] - lr * (update + (0 if 'norm' in name else optim.weight_decay) * params[name])
+            update = (
+                first[name]
+                / (1 - optim.beta1**t)
+                / (np.sqrt(second[name] / (1 - optim.beta2**t)) + optim.eps)
+            )
+            params[name] = params[name] - lr * (
+                update + (0 if 'norm' in name else optim.weight_decay) * params[name]
+            )
     return params
 
 
@@ -156,12 +199,23 @@ def declared(arrays: dict[str, np.ndarray]) -> dict[str, nnx.Param]:
 
 
 def test_updates_are_those_of_adamw_in_numpy_with_gradients_above_the_limit_scaled_to_it():
-    optim = {'lr': 0.1, 'warmup_steps': 8, 'weight_decay': 0.2, 'beta1': 0.8, 'beta2': 0.95, 'grad_clip': 1.5, 'eps': 1e-2}
+    optim = {
+        'lr': 0.1,
+        'warmup_steps': 8,
+        'weight_decay': 0.2,
+        'beta1': 0.8,
+        'beta2': 0.95,
+        'grad_clip': 1.5,
+        'eps': 1e-2,
+    }
     config = make_config(optim=optim)
     random = np.random.default_rng(0)
     shapes = {'norm': (7,), 'up': (7, 5), 'down': (5, 7)}
     # Norms of about 0.4, 4, 0.9 and 40: Adam does not see the scale of one gradient, but the ratios between several.
-    gradients = [{name: random.normal(size=shape, scale=scale) for name, shape in shapes.items()} for scale in (0.05, 0.5, 0.1, 5)]
+    gradients = [
+        {name: random.normal(size=shape, scale=scale) for name, shape in shapes.items()}
+        for scale in (0.05, 0.5, 0.1, 5)
+    ]
     params = start = {name: random.normal(size=shape) for name, shape in shapes.items()}
     optimizer = make_optimizer(config)
     state = optimizer.init(declared(params))
@@ -170,6 +224,8 @@ def test_updates_are_those_of_adamw_in_numpy_with_gradients_above_the_limit_scal
         params = gather(nnx.State(optax.apply_updates(declared(params), updates)))
     decaying = by_name(nnx.State(decays(declared(params))))
     assert decaying == {'norm': False, 'up': True, 'down': True}
-    expected, unclipped = (adamw(config.optim, config.train.steps, start, gradients, clip) for clip in (1.5, math.inf))
+    expected, unclipped = (
+        adamw(config.optim, config.train.steps, start, gradients, clip) for clip in (1.5, math.inf)
+    )
     assert_close(params, expected, 1e-6)
     assert relative_error(unclipped['up'], expected['up']) > 1e-2

@@ -12,13 +12,18 @@ from megajax.run.stop import StopWatch
 
 
 @pytest.mark.parametrize('number', STOPS)
-def test_a_signal_is_honoured_at_the_next_safe_point(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_is_honoured_at_the_next_safe_point(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
     with StopWatch(None) as stop:
         stop.progress = lambda: 'saving step 7'
         stop.check()
         os.kill(os.getpid(), number)
         said = capfd.readouterr().err
-        assert said == f'{number.name}: saving step 7; SIGINT (Ctrl-C) from now on leaves at once, with the last checkpoint\n'
+        assert (
+            said
+            == f'{number.name}: saving step 7; SIGINT (Ctrl-C) from now on leaves at once, with the last checkpoint\n'
+        )
         with pytest.raises(StopRequested, match=f'^{number.name}$'):
             stop.check()
 
@@ -33,7 +38,9 @@ def test_a_second_signal_is_the_first_again(capfd: pytest.CaptureFixture[str]) -
             stop.check()
 
 
-def test_before_there_is_anything_to_save_nothing_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+def test_before_there_is_anything_to_save_nothing_is_said(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with StopWatch(None) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(StopRequested):

@@ -23,9 +23,7 @@ def start(folder: Path, *overrides: str, **environ: str) -> subprocess.Popen[str
     command = [sys.executable, str(SCRIPT), 'small.yaml', *overrides]
     variables = os.environ | {'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'} | environ
     pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True
-    )
+    return subprocess.Popen(command, cwd=folder, env=variables, stdout=pipe, stderr=pipe, text=True)
 
 
 def losses(folder: Path) -> list[float]:

@@ -34,9 +34,13 @@ optim: {schedule: constant, warmup_steps: 0}
 def make_counting_step(config: Config) -> Any:
     """A step whose loss is the sum of the batch's mask; parameters stay as they are."""
 
-    def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(
+        state: TrainState, batch: dict[str, jax.Array]
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         loss = batch['loss_mask'].sum()
-        verdict, guard = judge(state.guard, loss, loss, jnp.float32(1), overflow=jnp.array(False), spikes=False)
+        verdict, guard = judge(
+            state.guard, loss, loss, jnp.float32(1), overflow=jnp.array(False), spikes=False
+        )
         metrics = {
             'loss': loss,
             'nll': loss,
@@ -66,7 +70,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(Batches, 'rows', rows)
         monkeypatch.setattr(trainer, 'make_train_step', make_counting_step)
-        run(load(folder / 'small.yaml', [f'run.dir={folder}/run', 'data.split=1,0,0']), name='small')
+        run(
+            load(folder / 'small.yaml', [f'run.dir={folder}/run', 'data.split=1,0,0']), name='small'
+        )
         return read
 
     return start
@@ -83,7 +89,9 @@ def test_an_error_leaves_the_newest_state_on_disk_and_says_where(
     with pytest.raises(ValueError, match='nobody thought'):
         start()
     assert steps(tmp_path / 'run') == [4, 5]
-    assert f'step 5 is saved: {tmp_path}/run/checkpoints/5' in ''.join(capsys.readouterr().out.split('\n'))
+    assert f'step 5 is saved: {tmp_path}/run/checkpoints/5' in ''.join(
+        capsys.readouterr().out.split('\n')
+    )
 
 
 @pytest.mark.parametrize('others', [True, False])
@@ -101,7 +109,12 @@ def test_only_a_whole_state_is_saved_and_where_all_processes_come_to_it(
 
     def made(state: Any, step: int) -> Trainer:
         one = object.__new__(Trainer)
-        one.state, one.step, one._saved, one.checkpoints = SimpleNamespace(step=state), step, 0, Saves()
+        one.state, one.step, one._saved, one.checkpoints = (
+            SimpleNamespace(step=state),
+            step,
+            0,
+            Saves(),
+        )
         one.report, one._ahead = SimpleNamespace(say=lambda _: None), None
         one._save = lambda: setattr(one.checkpoints, 'saved', one.step)
         return one
@@ -117,7 +130,9 @@ def test_only_a_whole_state_is_saved_and_where_all_processes_come_to_it(
     assert ('step 3 is not saved: the other processes did not fail' in caplog.text) != others
 
 
-def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(start: Any, tmp_path: Path) -> None:
+def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(
+    start: Any, tmp_path: Path
+) -> None:
     bad = 1, 3, 5, 7, 9
     assert len(bad) > trainer.ROLLBACKS
     start(*bad)
@@ -127,7 +142,9 @@ def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(start
 
 
 def test_a_run_that_gets_to_no_other_checkpoint_ends(start: Any, tmp_path: Path) -> None:
-    with pytest.raises(NumericError, match=f'rolled back {trainer.ROLLBACKS} times without getting to another'):
+    with pytest.raises(
+        NumericError, match=f'rolled back {trainer.ROLLBACKS} times without getting to another'
+    ):
         start(*range(4, 5 + trainer.ROLLBACKS))
     assert steps(tmp_path / 'run') == [3, 4]
 

@@ -56,8 +56,13 @@ def test_a_run_that_hangs_tells_where_and_ends_with_124(tmp_path: Path, hang: st
     assert (process.returncode, said) == (STALLED, '')
     assert LIMIT < time.monotonic() - begin < LIMIT + 2 * GRACE
     log = (tmp_path / LOG).read_text()
-    half, end = f'pid {process.pid} on host {platform.node()}', 'watchdog: no progress for 1 s in phase'
-    assert wrong.startswith(f"watchdog: process 0 of 1 ({half}) is in phase 'step 14' for 0.5 s and ends at 1 s\n{end}")
+    half, end = (
+        f'pid {process.pid} on host {platform.node()}',
+        'watchdog: no progress for 1 s in phase',
+    )
+    assert wrong.startswith(
+        f"watchdog: process 0 of 1 ({half}) is in phase 'step 14' for 0.5 s and ends at 1 s\n{end}"
+    )
     assert log[log.index(end) :] == wrong[wrong.index(end) :]
     assert log.count(f"({half}) is in phase 'step 14'") == 1
     assert log.count('Thread 0x') + log.count('thread 0x') >= 2
@@ -65,7 +70,10 @@ def test_a_run_that_hangs_tells_where_and_ends_with_124(tmp_path: Path, hang: st
 
 
 def test_a_hang_in_another_thread_is_shown_too(tmp_path: Path) -> None:
-    process = start(tmp_path, "watchdog.beat('data'); threading.Thread(target=hold_the_gil).start(); wait_for_ever()")
+    process = start(
+        tmp_path,
+        "watchdog.beat('data'); threading.Thread(target=hold_the_gil).start(); wait_for_ever()",
+    )
     _, wrong = process.communicate(timeout=30)
     assert process.returncode == STALLED
     assert 'in hold_the_gil' in wrong
@@ -78,7 +86,10 @@ def test_a_run_that_gets_on_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_the_limit_of_a_patient_phase_is_longer_and_ends_with_it(tmp_path: Path) -> None:
-    process = start(tmp_path, "watchdog.beat('compiling', 'compile'); time.sleep(2); watchdog.beat('step 1'); wait_for_ever()")
+    process = start(
+        tmp_path,
+        "watchdog.beat('compiling', 'compile'); time.sleep(2); watchdog.beat('step 1'); wait_for_ever()",
+    )
     code, _, wrong = finish(process)
     assert (code, "in phase 'step 1'" in wrong) == (STALLED, True)
 
@@ -90,7 +101,11 @@ def test_an_error_of_the_run_stays_what_it_is(tmp_path: Path) -> None:
 
 def test_without_its_directory_a_run_that_hangs_tells_the_terminal(tmp_path: Path) -> None:
     code, _, wrong = finish(start(tmp_path / 'gone', "watchdog.beat('saving'); hold_the_gil()"))
-    assert (code, 'in hold_the_gil' in wrong, 'cannot be written: No such file' in wrong) == (STALLED, True, True)
+    assert (code, 'in hold_the_gil' in wrong, 'cannot be written: No such file' in wrong) == (
+        STALLED,
+        True,
+        True,
+    )
 
 
 def test_killed_a_run_leaves_no_process_behind(tmp_path: Path) -> None:
@@ -99,7 +114,9 @@ def test_killed_a_run_leaves_no_process_behind(tmp_path: Path) -> None:
     reporter = Path('/proc', process.stdout.readline().strip())
     assert reporter.exists()
     process.kill()
-    assert finish(process)[0] == -9  # its output ends once the reporter, which inherits stderr, has ended
+    assert (
+        finish(process)[0] == -9
+    )  # its output ends once the reporter, which inherits stderr, has ended
     deadline = time.monotonic() + 5
     while reporter.exists() and 'State:\tZ' not in (reporter / 'status').read_text():
         assert time.monotonic() < deadline
@@ -126,7 +143,9 @@ def test_without_a_limit_there_is_no_watchdog() -> None:
 
 
 def test_without_stderr_the_log_is_written(tmp_path: Path) -> None:
-    process = start(tmp_path, "watchdog.beat('data'); hold_the_gil()", before='import os; os.close(2)')
+    process = start(
+        tmp_path, "watchdog.beat('data'); hold_the_gil()", before='import os; os.close(2)'
+    )
     assert finish(process)[0] == STALLED
     assert 'in hold_the_gil' in (tmp_path / LOG).read_text()
 

@@ -19,7 +19,15 @@ import numpy as np
 
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.build.encode import Encoded, Options, Workers
-from megajax.data.build.inputs import UNIT, Format, Input, Position, find_inputs, read_pieces, read_units
+from megajax.data.build.inputs import (
+    UNIT,
+    Format,
+    Input,
+    Position,
+    find_inputs,
+    read_pieces,
+    read_units,
+)
 from megajax.data.build.manifest import Manifest
 from megajax.data.build.parse import parse
 from megajax.data.build.partial import (
@@ -79,7 +87,9 @@ class Summary:
         done = self.progress
         size = f'{done.documents} documents, {done.tokens} tokens, {done.text_bytes / done.tokens:.2f} bytes each'
         speed = f'{self.seconds:.1f} s, {self.encoded / self.seconds / 1e6:.2f} MB/s'
-        places = ', '.join(done.skipped_places) + (', ...' if done.skipped > len(done.skipped_places) else '')
+        places = ', '.join(done.skipped_places) + (
+            ', ...' if done.skipped > len(done.skipped_places) else ''
+        )
         skipped = f'; {done.skipped} bad lines skipped ({places})' if done.skipped else ''
         return f'{size}; {speed}{skipped}; wrote {", ".join(map(str, self.files))}'
 
@@ -113,13 +123,17 @@ def build(
             progress = Progress(fingerprint=fingerprint)
             partial.start(progress)
         if not progress.complete:
-            builder = _Builder(job, inputs, partial, progress, _kept(job, inputs, partial, tokenizer), report)
+            builder = _Builder(
+                job, inputs, partial, progress, _kept(job, inputs, partial, tokenizer), report
+            )
             builder.encode(unit, checkpoint_units, checkpoint_seconds)
             builder.complete(out)
         partial.publish()
     tokenizer_file, *files = finals(out)
     encoded, seconds = progress.text_bytes - before, time.perf_counter() - started
-    return Summary(progress=progress, encoded=encoded, seconds=seconds, files=(*files, tokenizer_file))
+    return Summary(
+        progress=progress, encoded=encoded, seconds=seconds, files=(*files, tokenizer_file)
+    )
 
 
 @contextmanager
@@ -138,14 +152,22 @@ class _Builder:
     """Writes the tokens of units in order, with checkpoints, and at the end the index and the manifest."""
 
     def __init__(
-        self, job: Job, inputs: Sequence[Input], partial: Partial, progress: Progress, tokenizer: Tokenizer, report: Report
+        self,
+        job: Job,
+        inputs: Sequence[Input],
+        partial: Partial,
+        progress: Progress,
+        tokenizer: Tokenizer,
+        report: Report,
     ) -> None:
         self._job, self._inputs, self._partial, self._progress = job, inputs, partial, progress
         self._tokenizer, self._report = tokenizer, report
         self._total = sum(input.size for input in inputs)
         progress.itemsize = tokenizer.dtype.itemsize
         if progress.tokens:
-            logger.info('going on after %d documents and %d tokens', progress.documents, progress.tokens)
+            logger.info(
+                'going on after %d documents and %d tokens', progress.documents, progress.tokens
+            )
         partial.open(progress)
 
     def encode(self, unit: int, checkpoint_units: int, checkpoint_seconds: float) -> None:
@@ -169,7 +191,9 @@ class _Builder:
         if encoded.error:
             raise ConfigError(encoded.error)
         progress.skipped += len(encoded.skipped)
-        progress.skipped_places += [problem.path for problem in encoded.skipped[: PLACES - len(progress.skipped_places)]]
+        progress.skipped_places += [
+            problem.path for problem in encoded.skipped[: PLACES - len(progress.skipped_places)]
+        ]
         progress.text_bytes += encoded.text_bytes
         progress.max_token = max(progress.max_token, encoded.max_token)
         ids, lengths = encoded.ids, encoded.lengths.astype(np.int64)
@@ -185,7 +209,9 @@ class _Builder:
         progress.sequences += int(filled.sum())
         progress.documents += len(ended)
 
-    def _join(self, ids: np.ndarray, lengths: np.ndarray, last: bool) -> tuple[np.ndarray, np.ndarray]:
+    def _join(
+        self, ids: np.ndarray, lengths: np.ndarray, last: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The first document with what earlier units hold of it, and its end if that is here."""
         here = int(lengths[0])
         lengths[0] += self._progress.open_tokens
@@ -204,7 +230,12 @@ class _Builder:
 
     def complete(self, out: Path) -> None:
         """Write what belongs to the tokens, so that nothing but the renames is left."""
-        job, progress, partial, tokenizer = self._job, self._progress, self._partial, self._tokenizer
+        job, progress, partial, tokenizer = (
+            self._job,
+            self._progress,
+            self._partial,
+            self._tokenizer,
+        )
         if not progress.tokens:
             message = f'holds no text: {progress.documents} documents without tokens, {progress.skipped} bad lines; give other files'
             raise ConfigError(Problem(path='--input', message=message))
@@ -236,20 +267,35 @@ def _check(job: Job, out: Path) -> None:
     if job.out.endswith('/') or out.suffix in ('.bin', '.idx', '.json'):
         what = 'a folder' if job.out.endswith('/') else 'one of the files'
         problems.append(
-            Problem(path=job.out, message=f'is the name of {what}; give the prefix of the files, for example {out.parent}/corpus')
+            Problem(
+                path=job.out,
+                message=f'is the name of {what}; give the prefix of the files, for example {out.parent}/corpus',
+            )
         )
     elif not out.parent.is_dir():
-        problems.append(Problem(path=job.out, message=f'there is no folder {out.parent}; make it first'))
+        problems.append(
+            Problem(path=job.out, message=f'there is no folder {out.parent}; make it first')
+        )
     if (job.tokenizer is None) == (job.train_bpe is None):
         many = 'both' if job.tokenizer else 'neither'
         fix = "give one: --tokenizer with a tokenizer.json or 'bytes', or --train-bpe with a number of entries"
-        problems.append(Problem(path='--tokenizer', message=f'{many} of --tokenizer and --train-bpe; {fix}'))
+        problems.append(
+            Problem(path='--tokenizer', message=f'{many} of --tokenizer and --train-bpe; {fix}')
+        )
     if job.train_bpe is not None and job.train_bpe < 257:
         problems.append(
-            Problem(path='--train-bpe', message=f'{job.train_bpe} is below 257, all bytes and the end of a document; use 257 or more')
+            Problem(
+                path='--train-bpe',
+                message=f'{job.train_bpe} is below 257, all bytes and the end of a document; use 257 or more',
+            )
         )
     if job.workers is not None and job.workers < 1:
-        problems.append(Problem(path='--workers', message=f'{job.workers} is below 1; use 1 or more, or leave it out: one for each core'))
+        problems.append(
+            Problem(
+                path='--workers',
+                message=f'{job.workers} is below 1; use 1 or more, or leave it out: one for each core',
+            )
+        )
     if problems:
         raise ConfigError(*problems)
 
@@ -258,10 +304,19 @@ def _progress(out: Path, fingerprint: str) -> Progress | None:
     """How far this very build came; raises ConfigError if its names are taken by another."""
     progress = read_progress(out)
     if progress and progress.fingerprint != fingerprint:
-        logger.info('%s.partial is of other inputs or options, or of a stream: starting afresh', out)
+        logger.info(
+            '%s.partial is of other inputs or options, or of a stream: starting afresh', out
+        )
         progress = None
-    if not (progress and progress.complete) and (taken := [path for path in finals(out) if path.exists()]):
-        raise ConfigError(*(Problem(path=str(path), message='exists already; move it, or choose another OUT') for path in taken))
+    if not (progress and progress.complete) and (
+        taken := [path for path in finals(out) if path.exists()]
+    ):
+        raise ConfigError(
+            *(
+                Problem(path=str(path), message='exists already; move it, or choose another OUT')
+                for path in taken
+            )
+        )
     return progress
 
 
@@ -272,7 +327,9 @@ def _fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None,
     once = uuid4().hex if any(input.stream for input in inputs) else ''
     spec = tokenizer.fingerprint if tokenizer else f'bpe {job.train_bpe}'
     options = (job.json_key, job.append_eod, job.skip_bad, unit)
-    return sha256(json.dumps([VERSION, tokenizers.__version__, files, once, spec, *options]).encode()).hexdigest()
+    return sha256(
+        json.dumps([VERSION, tokenizers.__version__, files, once, spec, *options]).encode()
+    ).hexdigest()
 
 
 def _given(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
@@ -285,10 +342,17 @@ def _given(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
     try:
         return load_tokenizer(job.tokenizer)
     except ConfigError as error:
-        raise ConfigError(*(replace(p, path='--tokenizer') if isinstance(p, Problem) else p for p in error.problems)) from error
+        raise ConfigError(
+            *(
+                replace(p, path='--tokenizer') if isinstance(p, Problem) else p
+                for p in error.problems
+            )
+        ) from error
 
 
-def _kept(job: Job, inputs: Sequence[Input], partial: Partial, tokenizer: Tokenizer | None) -> Tokenizer:
+def _kept(
+    job: Job, inputs: Sequence[Input], partial: Partial, tokenizer: Tokenizer | None
+) -> Tokenizer:
     """The tokenizer, kept in the folder, where workers and a build that goes on find it."""
     kept = partial.folder / TOKENIZER
     if kept.exists():
@@ -300,7 +364,12 @@ def _kept(job: Job, inputs: Sequence[Input], partial: Partial, tokenizer: Tokeni
     try:
         tokenizer.save(partial.folder / NEW)
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ConfigError(Problem(path=str(kept), message=f'cannot be written: {error}; make room, or choose another OUT')) from error
+        raise ConfigError(
+            Problem(
+                path=str(kept),
+                message=f'cannot be written: {error}; make room, or choose another OUT',
+            )
+        ) from error
     partial.write(TOKENIZER, (partial.folder / NEW).read_bytes())
     return tokenizer
 

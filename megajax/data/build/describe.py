@@ -39,17 +39,25 @@ def describe(prefix: str | Path) -> Description:
     sequences = read_pair(prefix)
     counts = np.zeros(1, np.int64)
     for lengths in document_lengths(sequences):
-        found = np.bincount(np.where(lengths > 0, np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64) + 1, 0))
+        found = np.bincount(
+            np.where(lengths > 0, np.ceil(np.log2(np.maximum(lengths, 1))).astype(np.int64) + 1, 0)
+        )
         counts = np.pad(counts, (0, max(0, len(found) - len(counts))))
         counts[: len(found)] += found
-    return Description(sequences=sequences, manifest=Manifest.read(prefix), histogram=counts.tolist())
+    return Description(
+        sequences=sequences, manifest=Manifest.read(prefix), histogram=counts.tolist()
+    )
 
 
-def decode_samples(sequences: Sequences, tokenizer: Tokenizer, count: int) -> Iterator[tuple[int, str]]:
+def decode_samples(
+    sequences: Sequences, tokenizer: Tokenizer, count: int
+) -> Iterator[tuple[int, str]]:
     """The numbers and the beginnings of some documents, spread evenly over all; raises ConfigError if the tokenizer lacks an id."""
     total = len(sequences.documents) - 1
     for number in sorted({total * i // count for i in range(count)} if total else ()):
-        start, stop = (sequences.start(int(bound)) for bound in sequences.documents[number : number + 2])
+        start, stop = (
+            sequences.start(int(bound)) for bound in sequences.documents[number : number + 2]
+        )
         ids = sequences.tokens[start : min(stop, start + SAMPLE_TOKENS)]
         if ids.max(initial=0) >= tokenizer.vocab_size:
             message = f'has {tokenizer.vocab_size} entries, and document {number} holds {ids.max()}; give the one that made the tokens'
@@ -67,7 +75,12 @@ def document_lengths(sequences: Sequences) -> Iterator[np.ndarray]:
         yield np.diff(starts)
 
 
-def verify(prefix: str | Path, *, vocab_size: int | None = None, progress: Progress = lambda read, total: None) -> list[str]:
+def verify(
+    prefix: str | Path,
+    *,
+    vocab_size: int | None = None,
+    progress: Progress = lambda read, total: None,
+) -> list[str]:
     """Check every invariant of a pair, its manifest and its token ids, and say each; raises ConfigError at the first that is broken.
 
     Ids must be below `vocab_size`, by default that of the tokenizer beside the pair.
@@ -89,7 +102,10 @@ def verify(prefix: str | Path, *, vocab_size: int | None = None, progress: Progr
         check_token_ids(sequences, limit)
     if len(sequences.tokens):
         low, high = token_range(sequences)
-        said.append(f'{bin_path}: ids from {low} to {high}' + ('' if limit is None else f', all below {limit}'))
+        said.append(
+            f'{bin_path}: ids from {low} to {high}'
+            + ('' if limit is None else f', all below {limit}')
+        )
     return said
 
 
@@ -97,9 +113,7 @@ def _check_manifest(manifest: Manifest, path: Path, sequences: Sequences) -> Non
     found = {'documents': len(sequences.documents) - 1, 'tokens': len(sequences.tokens)}
     for key, value in found.items():
         if getattr(manifest, key) != value:
-            message = (
-                f'{key} is {getattr(manifest, key)}, and the files hold {value}; the manifest is of other files: copy all of one build'
-            )
+            message = f'{key} is {getattr(manifest, key)}, and the files hold {value}; the manifest is of other files: copy all of one build'
             raise ConfigError(Problem(path=str(path), message=message))
 
 
@@ -110,4 +124,9 @@ def _check_digest(path: Path, expected: str, progress: Progress) -> None:
             digest.update(chunk)
             progress(file.tell(), size)
     if digest.hexdigest() != expected:
-        raise ConfigError(Problem(path=str(path), message='differs from what was built, by its hash; copy it again, or build it again'))
+        raise ConfigError(
+            Problem(
+                path=str(path),
+                message='differs from what was built, by its hash; copy it again, or build it again',
+            )
+        )

@@ -54,11 +54,17 @@ def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
     first, last = unit.pieces[0].first, unit.pieces[-1].last
     if tokenizer.start:
         begin = np.array(tokenizer.start, tokenizer.dtype)
-        ids = [np.concatenate([begin, part]) if (i or first) and len(part) else part for i, part in enumerate(ids)]
+        ids = [
+            np.concatenate([begin, part]) if (i or first) and len(part) else part
+            for i, part in enumerate(ids)
+        ]
     if options.append_eod:
         eod = np.array([tokenizer.eod], tokenizer.dtype)
         whole = range(0 if first else 1, len(ids) if last else len(ids) - 1)
-        ids = [np.concatenate([part, eod]) if i in whole and len(part) else part for i, part in enumerate(ids)]
+        ids = [
+            np.concatenate([part, eod]) if i in whole and len(part) else part
+            for i, part in enumerate(ids)
+        ]
     row = np.concatenate([np.empty(0, tokenizer.dtype), *ids])
     return Encoded(
         ids=row,
@@ -109,7 +115,9 @@ class Workers:
                 ours, theirs = Pipe()
                 # not a process of multiprocessing, which would import the command line again in each worker
                 command = [sys.executable, '-c', PROGRAM, str(theirs.fileno()), *sys.path]
-                self._processes[ours] = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+                self._processes[ours] = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
+                )
                 theirs.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -162,7 +170,12 @@ class Workers:
         process = self._processes[connection]
         process.wait()  # it has closed its end
         why = f'a worker ended with exit code {process.returncode} (-9: killed, perhaps for want of memory; else it says why above)'
-        return UnfinishedError(Problem(path='--workers', message=f'{self._count}: {why}; the same command with fewer workers continues'))
+        return UnfinishedError(
+            Problem(
+                path='--workers',
+                message=f'{self._count}: {why}; the same command with fewer workers continues',
+            )
+        )
 
 
 def serve(descriptor: int) -> None:

@@ -17,12 +17,19 @@ from typing import Any, BinaryIO, Literal, cast
 
 from megajax.config.errors import ConfigError, Problem
 
-UNIT = 1 << 20  # bytes that a worker takes at a time: a fifth of a second, and some 30 MB while tokenizers works on them
+UNIT = (
+    1 << 20
+)  # bytes that a worker takes at a time: a fifth of a second, and some 30 MB while tokenizers works on them
 LONGEST = 1 << 28  # bytes of a line, which is in memory as a whole
 STDIN = '-'
 
 Format = Literal['jsonl', 'text', 'parquet']
-SUFFIXES: dict[str, Format] = {'.jsonl': 'jsonl', '.json': 'jsonl', '.ndjson': 'jsonl', '.parquet': 'parquet'}
+SUFFIXES: dict[str, Format] = {
+    '.jsonl': 'jsonl',
+    '.json': 'jsonl',
+    '.ndjson': 'jsonl',
+    '.parquet': 'parquet',
+}
 COMPRESSED = ('.gz', '.zst')
 
 
@@ -70,7 +77,11 @@ class Piece:
     @property
     def weight(self) -> int:
         """Bytes, and some for what any piece costs."""
-        return 100 + (len(self.data) if isinstance(self.data, bytes) else sum(len(row or b'') + 10 for row in self.data))
+        return 100 + (
+            len(self.data)
+            if isinstance(self.data, bytes)
+            else sum(len(row or b'') + 10 for row in self.data)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +105,20 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
         except ConfigError as error:
             problems += [problem for problem in error.problems if isinstance(problem, Problem)]
     if not patterns:
-        problems = [Problem(path='--input', message="names no file; give paths, globs, or '-' for standard input")]
+        problems = [
+            Problem(
+                path='--input',
+                message="names no file; give paths, globs, or '-' for standard input",
+            )
+        ]
     if problems:
         raise ConfigError(*problems)
     return inputs
 
 
-def read_units(inputs: Sequence[Input], key: str, start: Position, unit: int = UNIT) -> Iterator[Unit]:
+def read_units(
+    inputs: Sequence[Input], key: str, start: Position, unit: int = UNIT
+) -> Iterator[Unit]:
     """Units of about `unit` bytes from `start` on; `key` is the column of a Parquet file.
 
     Where a document of text is cut depends on nothing but its bytes and `unit`. Raises ConfigError with file and place if an input
@@ -118,16 +136,28 @@ def read_units(inputs: Sequence[Input], key: str, start: Position, unit: int = U
         yield Unit(pieces=pieces, after=after)
 
 
-def read_pieces(inputs: Sequence[Input], key: str, start: Position, unit: int = UNIT) -> Iterator[tuple[Piece, Position]]:
+def read_pieces(
+    inputs: Sequence[Input], key: str, start: Position, unit: int = UNIT
+) -> Iterator[tuple[Piece, Position]]:
     """Pieces of at most `unit` bytes, or one longer line, each with the position after it."""
     before = sum(input.size for input in inputs[: start.number])
     for number in range(start.number, len(inputs)):
         input = inputs[number]
         here = start if number == start.number else Position(number=number)
-        for piece, ended, read in _rows(input, key, here, unit) if input.format == 'parquet' else _text(input, here, unit):
+        for piece, ended, read in (
+            _rows(input, key, here, unit) if input.format == 'parquet' else _text(input, here, unit)
+        ):
             lines = piece.data.count(b'\n') if isinstance(piece.data, bytes) else len(piece.data)
-            after = Position(number=number, offset=piece.offset + len(piece.data), line=piece.line + lines, read=before + read)
-            yield piece, Position(number=number + 1, read=before + (input.size or read)) if ended else after
+            after = Position(
+                number=number,
+                offset=piece.offset + len(piece.data),
+                line=piece.line + lines,
+                read=before + read,
+            )
+            yield (
+                piece,
+                Position(number=number + 1, read=before + (input.size or read)) if ended else after,
+            )
         before += input.size
 
 
@@ -137,7 +167,9 @@ def _expand(pattern: str) -> list[str]:
         return [path]
     if not glob.has_magic(path):
         raise _problem(path, 'there is no such file; check the name, or give a glob in quotes')
-    if not (found := sorted(name for name in glob.glob(path, recursive=True) if not Path(name).is_dir())):
+    if not (
+        found := sorted(name for name in glob.glob(path, recursive=True) if not Path(name).is_dir())
+    ):
         raise _problem(path, "matches no file; check the pattern ('**' goes into folders)")
     return found
 
@@ -152,14 +184,26 @@ def _look(path: str, format: Format | None) -> Input:
             if stat.S_ISREG(status.st_mode):
                 Path(path).open('rb').close()
         except OSError as error:
-            raise _problem(path, f'cannot be read: {error.strerror}; allow it, or leave it out') from error
+            raise _problem(
+                path, f'cannot be read: {error.strerror}; allow it, or leave it out'
+            ) from error
         if stat.S_ISDIR(status.st_mode):
-            raise _problem(path, f"is a folder; give its files, for example '{path.rstrip('/')}/*.jsonl'")
+            raise _problem(
+                path, f"is a folder; give its files, for example '{path.rstrip('/')}/*.jsonl'"
+            )
         stream = not stat.S_ISREG(status.st_mode)
         size, mtime_ns = (0, 0) if stream else (status.st_size, status.st_mtime_ns)
-        found = Input(path=path, format=format or SUFFIXES.get(bare.suffix, 'text'), size=size, mtime_ns=mtime_ns, stream=stream)
+        found = Input(
+            path=path,
+            format=format or SUFFIXES.get(bare.suffix, 'text'),
+            size=size,
+            mtime_ns=mtime_ns,
+            stream=stream,
+        )
     if found.format == 'parquet' and (found.stream or found.compression):
-        raise _problem(path, 'Parquet is read from plain files only; write it to a file, decompressed')
+        raise _problem(
+            path, 'Parquet is read from plain files only; write it to a file, decompressed'
+        )
     if found.compression == '.zst':
         _optional('zstandard', path)
     elif found.format == 'parquet':
@@ -177,7 +221,14 @@ def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[Piece, bool
             stream.seek(offset)
         for data, ended in _blocks(input, stream, unit):
             whole = input.format == 'jsonl'
-            piece = Piece(input=input, offset=offset, line=line, data=data, first=whole or not offset, last=whole or ended)
+            piece = Piece(
+                input=input,
+                offset=offset,
+                line=line,
+                data=data,
+                first=whole or not offset,
+                last=whole or ended,
+            )
             yield piece, ended, offset + len(data) if input.stream else raw.tell()
             offset, line = offset + len(data), line + data.count(b'\n')
 
@@ -195,7 +246,10 @@ def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, 
                 seen = len(block)
                 block += stream.read(unit)
                 if len(block) > LONGEST:
-                    raise _problem(input.path, f'has a line of more than {LONGEST >> 20} MiB; break it up (is it {input.format}?)')
+                    raise _problem(
+                        input.path,
+                        f'has a line of more than {LONGEST >> 20} MiB; break it up (is it {input.format}?)',
+                    )
         yield bytes(block[: end or len(block)]), not end
         if not end:
             return
@@ -240,7 +294,9 @@ def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:
     for group in range(file.num_row_groups):
         rows = file.metadata.row_group(group).num_rows
         if start < first + rows:
-            for batch in file.iter_batches(batch_size=256, row_groups=[group], columns=[key], use_threads=False):
+            for batch in file.iter_batches(
+                batch_size=256, row_groups=[group], columns=[key], use_threads=False
+            ):
                 # as bytes, because the worker says which row is not UTF-8
                 texts = batch.column(0).cast('large_string').cast('large_binary').to_pylist()
                 yield from texts[max(start - first, 0) :]
@@ -251,10 +307,14 @@ def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:
 
 def _check_column(input: Input, key: str, schema: Any) -> None:
     if key not in schema.names:
-        raise _problem(input.path, f'has no column {key!r}; give --json-key one of {", ".join(schema.names)}')
+        raise _problem(
+            input.path, f'has no column {key!r}; give --json-key one of {", ".join(schema.names)}'
+        )
     kind = schema.field(key).type
     if str(getattr(kind, 'value_type', kind)) not in ('string', 'large_string', 'string_view'):
-        raise _problem(input.path, f'column {key!r} is {kind}, not text; give --json-key a column of strings')
+        raise _problem(
+            input.path, f'column {key!r} is {kind}, not text; give --json-key a column of strings'
+        )
 
 
 @contextmanager
@@ -308,7 +368,10 @@ class _ZstdFile(io.RawIOBase):
             return False
         try:
             # 2 GB is what `zstd --long=31` asks for
-            self._frame = self._frame or self._zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            self._frame = (
+                self._frame
+                or self._zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            )
             self._output = memoryview(self._frame.decompress(self._input))
         except self._zstandard.ZstdError as error:
             raise OSError(str(error)) from error
@@ -333,14 +396,18 @@ def _errors(input: Input) -> Iterator[None]:
 
 def _unreadable(input: Input, error: Exception) -> ConfigError:
     reason = getattr(error, 'strerror', None) or str(error).splitlines()[0].rstrip('. ')
-    return _problem(input.path, f'cannot be read to its end: {reason}; copy it again, or leave it out')
+    return _problem(
+        input.path, f'cannot be read to its end: {reason}; copy it again, or leave it out'
+    )
 
 
 def _optional(module: str, path: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise _problem(path, f"needs {error.name}, which is not installed; pip install 'megajax[data]'") from error
+        raise _problem(
+            path, f"needs {error.name}, which is not installed; pip install 'megajax[data]'"
+        ) from error
 
 
 def _problem(path: str, message: str) -> ConfigError:

@@ -36,7 +36,10 @@ class Manifest(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = '.'.join(map(str, first['loc']))
-            raise _problem(path, f'is not what megajax data build wrote ({where}: {first["msg"]}); delete it, or build again') from error
+            raise _problem(
+                path,
+                f'is not what megajax data build wrote ({where}: {first["msg"]}); delete it, or build again',
+            ) from error
         except OSError as error:
             raise _problem(path, f'cannot be read: {error.strerror}; allow it') from error
         manifest._check_tokenizer(path)
@@ -47,13 +50,21 @@ class Manifest(BaseModel):
         return manifest_path(prefix).with_name(self.tokenizer)
 
     def _check_tokenizer(self, path: Path) -> None:
-        file = path.with_name(self.tokenizer) if Path(self.tokenizer).name == self.tokenizer else None
+        file = (
+            path.with_name(self.tokenizer) if Path(self.tokenizer).name == self.tokenizer else None
+        )
         if file is None or file.is_symlink():  # a copied corpus must not reach into other folders
-            raise _problem(path, f'tokenizer {self.tokenizer!r} is not a plain file in the same folder; put it there, and its name here')
+            raise _problem(
+                path,
+                f'tokenizer {self.tokenizer!r} is not a plain file in the same folder; put it there, and its name here',
+            )
         if not file.is_file():
             raise _problem(file, f'is missing, and {path.name} names it; copy it there')
         if sha256(file.read_bytes()).hexdigest() != self.tokenizer_sha256:
-            raise _problem(file, f'is not the tokenizer that built these tokens: {path.name} has another hash; copy the right one')
+            raise _problem(
+                file,
+                f'is not the tokenizer that built these tokens: {path.name} has another hash; copy the right one',
+            )
 
 
 def manifest_path(prefix: str | Path) -> Path:

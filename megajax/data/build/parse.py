@@ -16,9 +16,18 @@ def parse(piece: Piece, key: str) -> Iterator[str | Problem]:
     if isinstance(piece.data, list):
         for row, text in enumerate(piece.data, piece.line):
             place = f'{path}: row {row}'
-            yield _decode(text, place) if text is not None else Problem(path=place, message=f'{key!r} is null, not text; {OR_SKIP}')
+            yield (
+                _decode(text, place)
+                if text is not None
+                else Problem(path=place, message=f'{key!r} is null, not text; {OR_SKIP}')
+            )
     elif piece.input.format == 'text':
-        yield _decode(piece.data, path, piece.offset, fix='convert it, for example with iconv, or leave it out')
+        yield _decode(
+            piece.data,
+            path,
+            piece.offset,
+            fix='convert it, for example with iconv, or leave it out',
+        )
     else:
         data = piece.data if piece.offset else piece.data.removeprefix(codecs.BOM_UTF8)
         for number, line in enumerate(data.split(b'\n'), piece.line):
@@ -30,7 +39,10 @@ def _decode(data: bytes, path: str, offset: int = 0, fix: str = OR_SKIP) -> str 
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        return Problem(path=path, message=f'is not UTF-8 at byte {offset + error.start} (0x{data[error.start]:02x}); {fix}')
+        return Problem(
+            path=path,
+            message=f'is not UTF-8 at byte {offset + error.start} (0x{data[error.start]:02x}); {fix}',
+        )
 
 
 def _parse_line(line: bytes, key: str, place: str) -> str | Problem:
@@ -41,18 +53,29 @@ def _parse_line(line: bytes, key: str, place: str) -> str | Problem:
     except (ValueError, RecursionError) as error:
         return Problem(path=place, message=f'is not JSON ({error}): {_short(decoded)}; {OR_SKIP}')
     if not isinstance(document, dict):
-        return Problem(path=place, message=f'is {type(document).__name__}, not a JSON object: {_short(decoded)}; {OR_SKIP}')
+        return Problem(
+            path=place,
+            message=f'is {type(document).__name__}, not a JSON object: {_short(decoded)}; {OR_SKIP}',
+        )
     if key not in document:
         keys = ', '.join(document) or 'none'
-        return Problem(path=place, message=f'has no key {key!r} (its keys: {_short(keys)}); give --json-key one of them, or --skip-bad')
+        return Problem(
+            path=place,
+            message=f'has no key {key!r} (its keys: {_short(keys)}); give --json-key one of them, or --skip-bad',
+        )
     text = document[key]
     if not isinstance(text, str):
-        return Problem(path=place, message=f'{key!r} is {_short(json.dumps(text))}, not text; {OR_SKIP}')
+        return Problem(
+            path=place, message=f'{key!r} is {_short(json.dumps(text))}, not text; {OR_SKIP}'
+        )
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            return Problem(path=place, message=f'{key!r} has half a surrogate pair at character {error.start}; {OR_SKIP}')
+            return Problem(
+                path=place,
+                message=f'{key!r} has half a surrogate pair at character {error.start}; {OR_SKIP}',
+            )
     return text
 
 

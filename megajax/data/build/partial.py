@@ -16,8 +16,19 @@ from megajax.data.build.inputs import UNIT, Position
 from megajax.data.tokens.indexed import write_index
 
 TOKENS, LENGTHS, DOCUMENTS, INDEX = 'tokens', 'lengths', 'documents', 'index'
-TOKENIZER, MANIFEST, PROGRESS, LOCK, NEW = 'tokenizer.json', 'manifest.json', 'progress.json', 'lock', 'new'
-FINAL = {TOKENIZER: '.tokenizer.json', MANIFEST: '.json', TOKENS: '.bin', INDEX: '.idx'}  # in the order of the renames
+TOKENIZER, MANIFEST, PROGRESS, LOCK, NEW = (
+    'tokenizer.json',
+    'manifest.json',
+    'progress.json',
+    'lock',
+    'new',
+)
+FINAL = {
+    TOKENIZER: '.tokenizer.json',
+    MANIFEST: '.json',
+    TOKENS: '.bin',
+    INDEX: '.idx',
+}  # in the order of the renames
 NAMES = frozenset({LENGTHS, DOCUMENTS, PROGRESS, LOCK, NEW, *FINAL})
 
 
@@ -50,7 +61,11 @@ class Progress(BaseModel):
     @property
     def sizes(self) -> dict[str, int]:
         """The bytes of the growing files."""
-        return {TOKENS: self.tokens * self.itemsize, LENGTHS: 4 * self.sequences, DOCUMENTS: 8 * (1 + self.documents)}
+        return {
+            TOKENS: self.tokens * self.itemsize,
+            LENGTHS: 4 * self.sequences,
+            DOCUMENTS: 8 * (1 + self.documents),
+        }
 
 
 def finals(out: Path) -> list[Path]:
@@ -83,7 +98,10 @@ class Partial:
         with _errors(partial.folder):
             partial.folder.mkdir(exist_ok=True)
             if strange := sorted({path.name for path in partial.folder.iterdir()} - NAMES):
-                raise _problem(partial.folder, f'holds {strange[0]}, which no build wrote; move the folder, or choose another OUT')
+                raise _problem(
+                    partial.folder,
+                    f'holds {strange[0]}, which no build wrote; move the folder, or choose another OUT',
+                )
             lock = (partial.folder / LOCK).open('w')
         with lock:
             try:
@@ -91,7 +109,10 @@ class Partial:
                 if not os.path.samestat(os.fstat(lock.fileno()), os.stat(partial.folder / LOCK)):
                     raise FileNotFoundError  # another build has just ended
             except OSError as error:
-                raise _problem(partial.folder, 'another build is writing here; wait for it, or choose another OUT') from error
+                raise _problem(
+                    partial.folder,
+                    'another build is writing here; wait for it, or choose another OUT',
+                ) from error
             try:
                 yield partial
             finally:
@@ -113,7 +134,10 @@ class Partial:
                 if name == DOCUMENTS and not file.tell():
                     self.append(DOCUMENTS, np.zeros(1, '<i8'))
                 if file.seek(0, os.SEEK_END) < size:
-                    raise _problem(path, f'has {file.tell()} bytes instead of {size}; run the same command again, which starts afresh')
+                    raise _problem(
+                        path,
+                        f'has {file.tell()} bytes instead of {size}; run the same command again, which starts afresh',
+                    )
                 file.truncate(size)
         self._files[TOKENS].seek(0)
         while chunk := self._files[TOKENS].read(UNIT):
@@ -186,7 +210,11 @@ class Partial:
     def discard(self) -> None:
         """Take the folder away."""
         self.close()
-        for name in (*sorted(NAMES - {PROGRESS, LOCK}), PROGRESS, LOCK):  # as long as there is anything, it says of what
+        for name in (
+            *sorted(NAMES - {PROGRESS, LOCK}),
+            PROGRESS,
+            LOCK,
+        ):  # as long as there is anything, it says of what
             (self.folder / name).unlink(missing_ok=True)
         with suppress(OSError):
             self.folder.rmdir()
@@ -211,7 +239,9 @@ def _errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         held = f' after {path.stat().st_size} bytes' if path.is_file() else ''
-        raise _problem(path, f'cannot be written{held}: {error.strerror}; make room, or choose another OUT') from error
+        raise _problem(
+            path, f'cannot be written{held}: {error.strerror}; make room, or choose another OUT'
+        ) from error
 
 
 def _problem(path: Path, message: str) -> ConfigError:

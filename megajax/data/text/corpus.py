@@ -15,7 +15,9 @@ from megajax.data.build.inputs import Position, find_inputs, read_pieces
 from megajax.data.build.parse import parse
 
 JSON_LINES = ('.jsonl', '.jsonl.gz', '.jsonl.zst')
-NOT_STDLIB = frozenset({'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'})
+NOT_STDLIB = frozenset(
+    {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +74,18 @@ def _cut(document: Document, ends: Sequence[float]) -> Parts:
     for part, end in zip(parts, ends, strict=True):
         stop = round(end * len(document.text))
         if start < stop:
-            part.append(Document(name=f'{document.name}[{start}:{stop}]', text=document.text[start:stop]))
+            part.append(
+                Document(name=f'{document.name}[{start}:{stop}]', text=document.text[start:stop])
+            )
         start = stop
     return parts
 
 
 def _hash(document: Document) -> float:
     digest = sha256(document.name.encode(errors='surrogateescape')).digest()
-    return int.from_bytes(digest[:6], 'big') / 2**48  # 48 bits are exact in a float, so this is below 1
+    return (
+        int.from_bytes(digest[:6], 'big') / 2**48
+    )  # 48 bits are exact in a float, so this is below 1
 
 
 def _read_stdlib() -> list[Document]:
@@ -101,9 +107,13 @@ def _read_path(root: Path) -> list[Document]:
             read = _lines if path.name.endswith(JSON_LINES) else _documents
             documents += read(path, root if root.is_dir() else root.parent)
         except UnicodeDecodeError as error:
-            raise _error(f'{path} is not UTF-8 at byte {error.start}; convert it, for example with iconv, or take it away') from error
+            raise _error(
+                f'{path} is not UTF-8 at byte {error.start}; convert it, for example with iconv, or take it away'
+            ) from error
         except OSError as error:
-            raise _error(f'{path} cannot be read: {error.strerror}; allow it, or take it away') from error
+            raise _error(
+                f'{path} cannot be read: {error.strerror}; allow it, or take it away'
+            ) from error
     return documents
 
 
@@ -122,7 +132,12 @@ def _lines(path: Path, root: Path) -> Iterator[Document]:
     for number, text in enumerate(texts):
         if isinstance(text, Problem):
             what, _ = text.message.rsplit('; ', 1)
-            raise ConfigError(replace(text, message=f'{what}; mend it, or let megajax data build choose a key or skip such lines'))
+            raise ConfigError(
+                replace(
+                    text,
+                    message=f'{what}; mend it, or let megajax data build choose a key or skip such lines',
+                )
+            )
         yield Document(name=f'{path.relative_to(root).as_posix()}:{number:012}', text=text)
 
 

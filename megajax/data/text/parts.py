@@ -49,5 +49,8 @@ def normalized(weights: Iterable[float]) -> list[float]:
 
 def split_sequences(sequences: Sequences, split: str) -> list[Part]:
     """Training, validation and test parts, by sequence number as Megatron splits: each bound is rounded to the nearest sequence."""
-    bounds = [round(fraction * float(len(sequences))) for fraction in accumulate(normalized(map(float, split.split(','))), initial=0.0)]
+    bounds = [
+        round(fraction * float(len(sequences)))
+        for fraction in accumulate(normalized(map(float, split.split(','))), initial=0.0)
+    ]
     return [Part(sequences=sequences, first=first, last=last) for first, last in pairwise(bounds)]

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 UINT16_BELOW = 65500  # as in megatron-core's `DType.optimal_dtype`
 DOCUMENTS_AT_ONCE = 64  # tokenizers holds some 90 bytes for each token of a call
-END_OF_DOCUMENT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '[SEP]')  # GPT-2 and ours, Llama 2, Llama 3, BERT
+END_OF_DOCUMENT = (
+    '<|endoftext|>',
+    '</s>',
+    '<|end_of_text|>',
+    '[SEP]',
+)  # GPT-2 and ours, Llama 2, Llama 3, BERT
 
 # What BPE may merge: a word with the space before it, punctuation with the blanks, line break and indentation after it, blanks.
 # Bytes per token of the standard library at 1024, 2048 and 4096 entries: 2.75, 3.30, 3.82; with GPT-2's pattern 2.62, 3.08, 3.48.
@@ -40,7 +45,9 @@ class Tokenizer:
         vocab = backend.get_vocab()
         names = [name for name in END_OF_DOCUMENT if name in vocab]
         if not names:
-            raise _error(f'{spec} has no end-of-document token; add one of {", ".join(END_OF_DOCUMENT)}')
+            raise _error(
+                f'{spec} has no end-of-document token; add one of {", ".join(END_OF_DOCUMENT)}'
+            )
         self._backend = backend
         self.eod = vocab[names[0]]
         self.start = _start(backend)
@@ -70,7 +77,9 @@ class Tokenizer:
         self._backend.save(str(path))
 
 
-def make_tokenizer(spec: str, vocab_size: int, texts: Sequence[str] = (), *, special: Sequence[str] = ()) -> Tokenizer:
+def make_tokenizer(
+    spec: str, vocab_size: int, texts: Sequence[str] = (), *, special: Sequence[str] = ()
+) -> Tokenizer:
     """The tokenizer that `spec` names: 'bytes', 'bpe' (trained on `texts` to `vocab_size` entries) or a tokenizer.json.
 
     `special` names tokens that it must have, which bytes and a BPE are given. A BPE has fewer entries where the texts have no more
@@ -78,14 +87,26 @@ def make_tokenizer(spec: str, vocab_size: int, texts: Sequence[str] = (), *, spe
     `vocab_size`.
     """
     made = spec in ('bytes', 'bpe')
-    tokenizer = byte_tokenizer(special) if spec == 'bytes' else train_bpe(texts, vocab_size, special) if made else load_tokenizer(spec)
+    tokenizer = (
+        byte_tokenizer(special)
+        if spec == 'bytes'
+        else train_bpe(texts, vocab_size, special)
+        if made
+        else load_tokenizer(spec)
+    )
     if not special and not tokenizer.is_lossless:
-        raise _error(f'{spec} is a WordPiece, from whose tokens no text comes back; use a byte-level BPE or one with byte fallback')
+        raise _error(
+            f'{spec} is a WordPiece, from whose tokens no text comes back; use a byte-level BPE or one with byte fallback'
+        )
     if missing := [name for name in special if tokenizer.token_id(name) is None]:
-        raise _error(f'{spec} has no {", ".join(missing)}, which model.objective=masked_lm needs; give a tokenizer.json that has them')
+        raise _error(
+            f'{spec} has no {", ".join(missing)}, which model.objective=masked_lm needs; give a tokenizer.json that has them'
+        )
     if tokenizer.vocab_size > vocab_size:
         message = f'{vocab_size} is below the {tokenizer.vocab_size} entries of data.tokenizer={spec}; use {tokenizer.vocab_size} or more'
-        raise ConfigError(Problem(path='model.vocab_size', message=message, others=('data.tokenizer',)))
+        raise ConfigError(
+            Problem(path='model.vocab_size', message=message, others=('data.tokenizer',))
+        )
     return tokenizer
 
 
@@ -94,7 +115,9 @@ def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.nda
     begin, end = (np.array(ids, tokenizer.dtype) for ids in (tokenizer.start, [tokenizer.eod]))
     pieces, lengths = [end[:0]], np.zeros(len(texts), np.int32)
     for start in range(0, len(texts), DOCUMENTS_AT_ONCE):
-        for i, ids in enumerate(tokenizer.encode_batch(texts[start : start + DOCUMENTS_AT_ONCE]), start):
+        for i, ids in enumerate(
+            tokenizer.encode_batch(texts[start : start + DOCUMENTS_AT_ONCE]), start
+        ):
             pieces += [begin, ids, end]
             lengths[i] = len(begin) + len(ids) + 1
     return np.concatenate(pieces), lengths
@@ -127,7 +150,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
     split = pre_tokenizers.Split(Regex(PIECES), 'isolated')
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
     size, alphabet = vocab_size - 1 - len(special), pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(texts, BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False))
+    backend.train_from_iterator(
+        texts, BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    )
     backend.add_special_tokens([END_OF_DOCUMENT[0], *special])
     return Tokenizer(backend, 'bpe')
 
@@ -144,7 +169,9 @@ def load_tokenizer(path: str) -> Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise _error(f"{path} is not a tokenizer.json: {error}; give one that the tokenizers library wrote, 'bpe' or 'bytes'") from error
+        raise _error(
+            f"{path} is not a tokenizer.json: {error}; give one that the tokenizers library wrote, 'bpe' or 'bytes'"
+        ) from error
     return Tokenizer(backend, path)
 
 
@@ -161,7 +188,9 @@ def _byte_level(model: 'tokenizers.models.BPE') -> 'tokenizers.Tokenizer':
 def _start(backend: 'tokenizers.Tokenizer') -> list[int]:
     """What a tokenizer.json says comes before every text; [CLS] is for masked data to put."""
     encoding = backend.encode('a')
-    added = takewhile(lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+    added = takewhile(
+        lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+    )
     return [i for i, _ in added if backend.id_to_token(i) != '[CLS]']
 
 
@@ -171,10 +200,14 @@ def _token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
     byte_level = isinstance(backend.decoder, ByteLevel)
     word_piece = type(backend.model).__name__ == 'WordPiece'
     if not (byte_level or word_piece or getattr(backend.model, 'byte_fallback', False)):
-        raise _error(f'{spec} has tokens that do not stand for bytes; use a byte-level BPE or one with byte fallback')
+        raise _error(
+            f'{spec} has tokens that do not stand for bytes; use a byte-level BPE or one with byte fallback'
+        )
     token_bytes = np.zeros(1 + max(backend.get_vocab().values()), np.int32)
     for name, i in backend.get_vocab(with_added_tokens=False).items():
-        spelled = len(name.removeprefix('##').encode()) if word_piece else _sentencepiece_bytes(name)
+        spelled = (
+            len(name.removeprefix('##').encode()) if word_piece else _sentencepiece_bytes(name)
+        )
         token_bytes[i] = len(name) if byte_level else spelled  # byte-level: a letter for each byte
     for i, token in backend.get_added_tokens_decoder().items():
         token_bytes[i] = 0 if token.special else len(token.content.encode())

@@ -20,7 +20,16 @@ from megajax.config.errors import ConfigError, Problem
 MAGIC = b'MMIDIDX\x00\x00'
 VERSION = 1
 HEADER = struct.Struct('<9sQBQQ')
-DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
+DTYPES = {
+    1: np.uint8,
+    2: np.int8,
+    3: np.int16,
+    4: np.int32,
+    5: np.int64,
+    6: np.float64,
+    7: np.float32,
+    8: np.uint16,
+}
 CODES = {np.dtype(dtype): code for code, dtype in DTYPES.items()}
 
 CHUNK = 1 << 20  # entries that a check holds in memory at a time
@@ -51,23 +60,35 @@ class Sequences:
 
     def start(self, sequence: int) -> int:
         """The first token of a sequence; of sequence S, the number of tokens."""
-        return int(self.pointers[sequence]) // self.tokens.itemsize if sequence < len(self) else len(self.tokens)
+        return (
+            int(self.pointers[sequence]) // self.tokens.itemsize
+            if sequence < len(self)
+            else len(self.tokens)
+        )
 
     def document_starts(self, start: int, stop: int) -> list[int]:
         """The tokens after `start` and before `stop` with which a document begins."""
         # bisect, because numpy would copy the mapped arrays, which are not aligned
-        first, last = (bisect_right(self.pointers, token * self.tokens.itemsize) for token in (start, stop - 1))
-        documents = self.documents[bisect_right(self.documents, first - 1) : bisect_right(self.documents, last - 1)]
+        first, last = (
+            bisect_right(self.pointers, token * self.tokens.itemsize) for token in (start, stop - 1)
+        )
+        documents = self.documents[
+            bisect_right(self.documents, first - 1) : bisect_right(self.documents, last - 1)
+        ]
         return sorted({self.start(int(sequence)) for sequence in documents} - {start})
 
     def sequence_starts(self, start: int, stop: int) -> list[int]:
         """The tokens after `start` and before `stop` with which a sequence begins."""
-        first, last = (bisect_right(self.pointers, token * self.tokens.itemsize) for token in (start, stop - 1))
+        first, last = (
+            bisect_right(self.pointers, token * self.tokens.itemsize) for token in (start, stop - 1)
+        )
         return sorted({self.start(sequence) for sequence in range(first, last)} - {start})
 
     def fingerprint(self) -> str:
         """A hash of the sizes, and of the first and last million of tokens and lengths: another for other data, soon made for any size."""
-        digest = sha256(f'{self.tokens.dtype.name} {len(self.tokens)} {len(self)} {len(self.documents)}'.encode())
+        digest = sha256(
+            f'{self.tokens.dtype.name} {len(self.tokens)} {len(self)} {len(self.documents)}'.encode()
+        )
         for array in (self.tokens, self.lengths):
             digest.update(array[:CHUNK].tobytes())
             digest.update(array[-CHUNK:].tobytes())
@@ -79,7 +100,13 @@ def from_lengths(name: str, tokens: np.ndarray, lengths: np.ndarray) -> Sequence
     ends = np.cumsum(lengths, dtype=np.int64)
     pointers = (ends - lengths) * tokens.itemsize
     documents = np.arange(len(lengths) + 1, dtype=np.int64)
-    return Sequences(name=name, tokens=tokens, lengths=lengths.astype(np.int32), pointers=pointers, documents=documents)
+    return Sequences(
+        name=name,
+        tokens=tokens,
+        lengths=lengths.astype(np.int32),
+        pointers=pointers,
+        documents=documents,
+    )
 
 
 def is_pair(prefix: str | Path) -> bool:
@@ -98,19 +125,30 @@ def read_pair(prefix: str | Path) -> Sequences:
     bin_path, idx_path = paths(prefix)
     if missing := [path.name for path in (bin_path, idx_path) if not path.is_file()]:
         raise _problem(
-            prefix, f'there is no {" and no ".join(missing)}; give the prefix of two files, copied or built with megajax data build'
+            prefix,
+            f'there is no {" and no ".join(missing)}; give the prefix of two files, copied or built with megajax data build',
         )
     try:
         tokens, index = _map(bin_path, np.uint8), _map(idx_path, np.uint8)
     except OSError as error:
-        raise _problem(Path(error.filename or idx_path), f'cannot be read: {error.strerror}; allow it') from error
+        raise _problem(
+            Path(error.filename or idx_path), f'cannot be read: {error.strerror}; allow it'
+        ) from error
     dtype, arrays = _parse(idx_path, index)
     _check_index(idx_path, len(tokens), dtype.itemsize, *arrays)
     lengths, pointers, documents = arrays
-    return Sequences(name=str(prefix), tokens=tokens.view(dtype), lengths=lengths, pointers=pointers, documents=documents)
+    return Sequences(
+        name=str(prefix),
+        tokens=tokens.view(dtype),
+        lengths=lengths,
+        pointers=pointers,
+        documents=documents,
+    )
 
 
-def write_index(file: BinaryIO, dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray) -> None:
+def write_index(
+    file: BinaryIO, dtype: np.dtype, lengths: np.ndarray, documents: np.ndarray
+) -> None:
     """Write PREFIX.idx for sequences of these lengths, int32 [S], and these document boundaries, int64 [D]."""
     file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(documents)))
     file.write(lengths.astype('<i4', copy=False).data)
@@ -121,7 +159,9 @@ def write_index(file: BinaryIO, dtype: np.dtype, lengths: np.ndarray, documents:
 
 def _map(path: Path, dtype: type) -> np.ndarray:
     # an empty file cannot be mapped; as a plain array, a mapped one is sliced three times as fast
-    return np.asarray(np.memmap(path, dtype, mode='r')) if path.stat().st_size else np.empty(0, dtype)
+    return (
+        np.asarray(np.memmap(path, dtype, mode='r')) if path.stat().st_size else np.empty(0, dtype)
+    )
 
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -131,53 +171,102 @@ def _parse(path: Path, index: np.ndarray) -> tuple[np.dtype, Arrays]:
     """The dtype of the tokens, and lengths, pointers and document boundaries."""
     again = 'copy it again, or build it again'
     if len(index) < HEADER.size:
-        raise _problem(path, f'has {len(index)} bytes, and the header alone has {HEADER.size}; {again}')
-    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
+        raise _problem(
+            path, f'has {len(index)} bytes, and the header alone has {HEADER.size}; {again}'
+        )
+    magic, version, code, num_sequences, num_boundaries = HEADER.unpack(
+        index[: HEADER.size].tobytes()
+    )
     if magic != MAGIC:
-        raise _problem(path, f'at byte 0: {magic!r} instead of {MAGIC!r}: no index of tokens; give the prefix of a .bin and .idx')
+        raise _problem(
+            path,
+            f'at byte 0: {magic!r} instead of {MAGIC!r}: no index of tokens; give the prefix of a .bin and .idx',
+        )
     if version != VERSION:
-        raise _problem(path, f'at byte 9: version {version}, and there is only version {VERSION}; {again}')
+        raise _problem(
+            path, f'at byte 9: version {version}, and there is only version {VERSION}; {again}'
+        )
     if code not in DTYPES or np.issubdtype(DTYPES[code], np.floating):
-        integers = ', '.join(f'{known} ({dtype.__name__})' for known, dtype in DTYPES.items() if np.issubdtype(dtype, np.integer))
-        raise _problem(path, f'at byte 17: {code} is no dtype of tokens; there are {integers}; {again}')
+        integers = ', '.join(
+            f'{known} ({dtype.__name__})'
+            for known, dtype in DTYPES.items()
+            if np.issubdtype(dtype, np.integer)
+        )
+        raise _problem(
+            path, f'at byte 17: {code} is no dtype of tokens; there are {integers}; {again}'
+        )
     without_modes = HEADER.size + 12 * num_sequences + 8 * num_boundaries
     if len(index) not in (without_modes, without_modes + num_sequences):
-        counts = f'{num_sequences} sequences and {num_boundaries} document boundaries (bytes 18 and 26)'
-        raise _problem(path, f'has {len(index)} bytes, and {counts} need {without_modes}, or {num_sequences} more with modes; {again}')
-    lengths, pointers, documents, _ = np.split(index[HEADER.size :], np.cumsum([4 * num_sequences, 8 * num_sequences, 8 * num_boundaries]))
-    return np.dtype(DTYPES[code]).newbyteorder('<'), (lengths.view('<i4'), pointers.view('<i8'), documents.view('<i8'))
+        counts = (
+            f'{num_sequences} sequences and {num_boundaries} document boundaries (bytes 18 and 26)'
+        )
+        raise _problem(
+            path,
+            f'has {len(index)} bytes, and {counts} need {without_modes}, or {num_sequences} more with modes; {again}',
+        )
+    lengths, pointers, documents, _ = np.split(
+        index[HEADER.size :], np.cumsum([4 * num_sequences, 8 * num_sequences, 8 * num_boundaries])
+    )
+    return np.dtype(DTYPES[code]).newbyteorder('<'), (
+        lengths.view('<i4'),
+        pointers.view('<i8'),
+        documents.view('<i8'),
+    )
 
 
-def _check_index(path: Path, num_bytes: int, itemsize: int, lengths: np.ndarray, pointers: np.ndarray, documents: np.ndarray) -> None:
+def _check_index(
+    path: Path,
+    num_bytes: int,
+    itemsize: int,
+    lengths: np.ndarray,
+    pointers: np.ndarray,
+    documents: np.ndarray,
+) -> None:
     again = 'copy it again, or build it again'
     total = 0
     for first, expected in _expected_pointers(lengths, itemsize):
         part, found = lengths[first : first + CHUNK], pointers[first : first + CHUNK]
         if (wrong := _first(part < 0)) is not None:
             where = f'at byte {HEADER.size + 4 * (first + wrong)}: sequence {first + wrong}'
-            raise _problem(path, f'{where} has {part[wrong]} tokens, and cannot have fewer than 0; {again}')
+            raise _problem(
+                path, f'{where} has {part[wrong]} tokens, and cannot have fewer than 0; {again}'
+            )
         if (wrong := _first(found != expected)) is not None:
             where = f'at byte {HEADER.size + 4 * len(lengths) + 8 * (first + wrong)}: sequence {first + wrong}'
-            raise _problem(path, f'{where} begins at byte {found[wrong]}, and the lengths before it add up to {expected[wrong]}; {again}')
+            raise _problem(
+                path,
+                f'{where} begins at byte {found[wrong]}, and the lengths before it add up to {expected[wrong]}; {again}',
+            )
         total = int(expected[-1]) + itemsize * int(part[-1])
     if num_bytes != total:
         size = f'has {num_bytes} bytes, and the lengths in {path.name} add up to {total}'
-        raise _problem(path.with_suffix('.bin'), f'{size}: {abs(total - num_bytes)} too {"few" if num_bytes < total else "many"}; {again}')
+        raise _problem(
+            path.with_suffix('.bin'),
+            f'{size}: {abs(total - num_bytes)} too {"few" if num_bytes < total else "many"}; {again}',
+        )
     _check_documents(path, documents, len(lengths), again)
 
 
 def _check_documents(path: Path, documents: np.ndarray, num_sequences: int, again: str) -> None:
     begin = HEADER.size + 12 * num_sequences
     if not len(documents) or documents[0] != 0:
-        raise _problem(path, f'at byte {begin}: the document boundaries do not begin with 0; {again}')
+        raise _problem(
+            path, f'at byte {begin}: the document boundaries do not begin with 0; {again}'
+        )
     for first in range(0, len(documents), CHUNK):
         part = documents[first : first + CHUNK + 1]  # one more, to compare with the next
         if (wrong := _first(part[1:] < part[:-1])) is not None:
             where = f'at byte {begin + 8 * (first + wrong + 1)}: document {first + wrong + 1}'
-            raise _problem(path, f'{where} begins with sequence {part[wrong + 1]}, before document {first + wrong}; {again}')
+            raise _problem(
+                path,
+                f'{where} begins with sequence {part[wrong + 1]}, before document {first + wrong}; {again}',
+            )
     if documents[-1] != num_sequences:
         where = f'at byte {begin + 8 * (len(documents) - 1)}'
-        raise _problem(path, f'{where}: the documents end with sequence {documents[-1]}, and there are {num_sequences}; {again}')
+        raise _problem(
+            path,
+            f'{where}: the documents end with sequence {documents[-1]}, and there are {num_sequences}; {again}',
+        )
 
 
 def _expected_pointers(lengths: np.ndarray, itemsize: int) -> Iterator[tuple[int, np.ndarray]]:

@@ -51,18 +51,33 @@ def _out_of_range(sequences: Sequences, vocab_size: int, high: int) -> ConfigErr
     else:
         raise AssertionError(f'{sequences.name}: an id of {high} was noted, and there is none')
     place = f'{paths(sequences.name)[0]}: at byte {token * tokens.itemsize}'
-    message = f'{vocab_size} ids end below {tokens[token]}, which is token {token} of {sequences.name}'
+    message = (
+        f'{vocab_size} ids end below {tokens[token]}, which is token {token} of {sequences.name}'
+    )
     fix = f'use {high + 1} or more' if tokens[token] >= 0 else 'build the files again'
-    return ConfigError(Problem(path='model.vocab_size', message=f'{message}; {fix}', others=('data.corpus', 'data.blend'), place=place))
+    return ConfigError(
+        Problem(
+            path='model.vocab_size',
+            message=f'{message}; {fix}',
+            others=('data.corpus', 'data.blend'),
+            place=place,
+        )
+    )
 
 
 def _notes() -> Path:
-    return Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser() / 'megajax' / 'token_ranges'
+    return (
+        Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()
+        / 'megajax'
+        / 'token_ranges'
+    )
 
 
 def _fingerprint(path: Path) -> str:
     status = path.resolve().stat()
-    return sha256(f'{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}'.encode()).hexdigest()
+    return sha256(
+        f'{path.resolve()} {status.st_size} {status.st_mtime_ns} {status.st_ino}'.encode()
+    ).hexdigest()
 
 
 def _remember(note: Path, found: tuple[int, int]) -> None:

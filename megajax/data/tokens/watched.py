@@ -58,7 +58,10 @@ class _WatchedTokens:
         if negative or found.max(initial=0) >= self._vocab_size:
             wrong = int(((found < 0) | (found >= self._vocab_size)).argmax())
             where = f'at byte {(start + wrong) * found.itemsize}: token {start + wrong} is {found[wrong]}'
-            raise _problem(self._path, f'{where}, and the model has {self._vocab_size} ids: it was written to after it was checked')
+            raise _problem(
+                self._path,
+                f'{where}, and the model has {self._vocab_size} ids: it was written to after it was checked',
+            )
         return found
 
     def _fill(self, rest: memoryview, offset: int) -> None:
@@ -66,9 +69,14 @@ class _WatchedTokens:
             try:
                 count = os.preadv(self._file.fileno(), [rest], offset)
             except OSError as error:
-                raise _problem(self._path, f'at byte {offset}: cannot be read: {error.strerror}') from error
+                raise _problem(
+                    self._path, f'at byte {offset}: cannot be read: {error.strerror}'
+                ) from error
             if not count:
-                raise _problem(self._path, f'ends before byte {offset + len(rest)}, and had {self._size()} bytes when it was opened')
+                raise _problem(
+                    self._path,
+                    f'ends before byte {offset + len(rest)}, and had {self._size()} bytes when it was opened',
+                )
             rest, offset = rest[count:], offset + count
 
     def _look_again(self) -> None:
@@ -78,14 +86,20 @@ class _WatchedTokens:
             if now is None or before is None or now.inode != before.inode or now == before:
                 continue
             if now.size != before.size:
-                raise _problem(path, f'has {now.size} bytes, and had {before.size} when it was opened')
+                raise _problem(
+                    path, f'has {now.size} bytes, and had {before.size} when it was opened'
+                )
             self._seen[path] = now
             if self._sequences.fingerprint() != self._fingerprint:
-                raise _problem(path, 'was written to: its first or last million entries are not those that it had when it was opened')
+                raise _problem(
+                    path,
+                    'was written to: its first or last million entries are not those that it had when it was opened',
+                )
             if path not in self._touched:
                 self._touched.add(path)
                 logger.warning(
-                    '%s was touched while the run reads it: its size, and its first and last million entries, are as before', path
+                    '%s was touched while the run reads it: its size, and its first and last million entries, are as before',
+                    path,
                 )
 
     def _size(self) -> int:

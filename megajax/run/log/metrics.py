@@ -46,10 +46,15 @@ class MetricsWriter:
         self._failed: set[str] = set()
         self._lines = JsonLines(folder / 'metrics.jsonl')
         if jax.process_index() == 0:
-            self._sinks = {'metrics.jsonl': self._lines, 'TensorBoard': TensorBoard(folder / 'tensorboard')}
+            self._sinks = {
+                'metrics.jsonl': self._lines,
+                'TensorBoard': TensorBoard(folder / 'tensorboard'),
+            }
             if config and config.run.wandb:
                 try:
-                    self._sinks['wandb'] = WandB(folder, config.run.wandb, config.model_dump(mode='json'))
+                    self._sinks['wandb'] = WandB(
+                        folder, config.run.wandb, config.model_dump(mode='json')
+                    )
                 except Exception as error:
                     logger.warning('wandb is left out: %s', reason(error))
         self.rewind(step)
@@ -64,7 +69,9 @@ class MetricsWriter:
 
     def lost_seconds(self, *, until: float = math.inf) -> float:
         """How long those steps took that the last `rewind` took away, of those that had been taken; up to step `until`."""
-        taken = (line for line in self._lines.removed if line.get('taken') and line['step'] <= until)
+        taken = (
+            line for line in self._lines.removed if line.get('taken') and line['step'] <= until
+        )
         return sum(line['step_ms'] - line['data_wait_ms'] for line in taken) / 1e3
 
     def _each(self, action: Callable[[Sink], None]) -> None:
@@ -73,13 +80,20 @@ class MetricsWriter:
                 action(sink)
             except Exception as error:
                 if name not in self._failed:
-                    logger.warning('%s cannot be written (%s); the run goes on', name, reason(error))
+                    logger.warning(
+                        '%s cannot be written (%s); the run goes on', name, reason(error)
+                    )
                 self._failed.add(name)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._each(lambda sink: sink.close())
 
 
@@ -89,11 +103,15 @@ class JsonLines:
     def __init__(self, path: Path):
         self.removed: list[dict[str, Any]] = []  # by the last `rewind`, the last one first
         self._path, self._file = path, AppendedFile(path)
-        self._last: int | None = None  # the step after which nothing may be, if there may be something
+        self._last: int | None = (
+            None  # the step after which nothing may be, if there may be something
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """A line of `step` and its values."""
-        self._append(step, {name: value if math.isfinite(value) else None for name, value in values.items()})
+        self._append(
+            step, {name: value if math.isfinite(value) else None for name, value in values.items()}
+        )
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """A line of `step` and its texts."""
@@ -150,4 +168,6 @@ def _parse(piece: bytes) -> dict[str, Any] | None:
 def check_wandb(config: Config) -> None:
     """Raises ConfigError where `run.wandb` asks for a package that is not there."""
     if config.run.wandb and find_spec('wandb') is None:
-        raise ConfigError(f"run.wandb={config.run.wandb} needs a package that is not there: pip install 'megajax[wandb]', or leave it out")
+        raise ConfigError(
+            f"run.wandb={config.run.wandb} needs a package that is not there: pip install 'megajax[wandb]', or leave it out"
+        )

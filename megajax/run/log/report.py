@@ -7,7 +7,15 @@ from contextlib import contextmanager
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -18,8 +26,15 @@ from megajax.processes.signals import drop_lost_outputs
 from megajax.train.loss_scale import MARGIN
 
 LEARNING = {'loss': 'loss {:.3f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad norm {:.2f}'}
-RATES = {'tokens_per_s': '{:,.0f} tokens/s', 'tflops_per_device': '{:.3g} TFLOP/s', 'mfu': 'MFU {:.1%}'}  # of several steps: by their time
-WORTH_SAYING, LEAST_MS = 0.1, 100.0  # of the time of the steps since the last line, and more than so many ms
+RATES = {
+    'tokens_per_s': '{:,.0f} tokens/s',
+    'tflops_per_device': '{:.3g} TFLOP/s',
+    'mfu': 'MFU {:.1%}',
+}  # of several steps: by their time
+WORTH_SAYING, LEAST_MS = (
+    0.1,
+    100.0,
+)  # of the time of the steps since the last line, and more than so many ms
 
 
 class Report:
@@ -39,7 +54,9 @@ class Report:
         if is_simulated(mesh):
             where = f'{mesh.size} devices, simulated: this machine has only a CPU'
         else:
-            where = f'{mesh.size} x {device.device_kind}' if device.platform != 'cpu' else _cpus(mesh)
+            where = (
+                f'{mesh.size} x {device.device_kind}' if device.platform != 'cpu' else _cpus(mesh)
+            )
         self.say(f'mesh       {axes}, {where}')
         if device.platform != 'cpu' and not is_nvidia(device):
             self.say(
@@ -50,17 +67,29 @@ class Report:
     def loss_scale(self, first: float, held: float) -> None:
         """Which scales the first batch in fp16 was tried at: from the first one down to that which held."""
         before = f'overflow at {first:,.0f}, and ' if held < first else ''
-        self.say(f'loss scale the gradients of the first batch {before}hold at {held:,.0f}: the run begins with {held / MARGIN:,.0f}')
+        self.say(
+            f'loss scale the gradients of the first batch {before}hold at {held:,.0f}: the run begins with {held / MARGIN:,.0f}'
+        )
 
     def placements(self, parameters: list[Placement], num_parameters: int) -> None:
         """The table of who holds what."""
-        table = Table('parameter', 'shape', 'placement', 'bytes per device', box=None, header_style='bold', pad_edge=False)
+        table = Table(
+            'parameter',
+            'shape',
+            'placement',
+            'bytes per device',
+            box=None,
+            header_style='bold',
+            pad_edge=False,
+        )
         for column in table.columns:
             column.no_wrap = True
         table.columns[-1].justify = 'right'
         for one in parameters:
             placement = ','.join(axis or '-' for axis in one.axes)
-            table.add_row(one.name, 'x'.join(map(str, one.shape)), placement, f'{one.bytes_per_device:,}')
+            table.add_row(
+                one.name, 'x'.join(map(str, one.shape)), placement, f'{one.bytes_per_device:,}'
+            )
         total = sum(one.bytes_per_device for one in parameters)
         table.add_row(f'{num_parameters:,} parameters', '', '', f'{total:,}', style='bold')
         self.console.print(table)
@@ -96,7 +125,11 @@ class _Console(Console):
 
 
 def _cpus(mesh: Mesh) -> str:
-    return 'one CPU' if mesh.size == 1 else f'{mesh.size} CPU devices of {jax.process_count()} processes'
+    return (
+        'one CPU'
+        if mesh.size == 1
+        else f'{mesh.size} CPU devices of {jax.process_count()} processes'
+    )
 
 
 class StepReport:
@@ -112,11 +145,17 @@ class StepReport:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """After each step, with its numbers as in `metrics.jsonl`."""
         if not values['taken']:
-            self.report.say(f'step {step} is skipped: {_why_skipped(values)}; {values["skipped_steps"]:.0f} so far')
+            self.report.say(
+                f'step {step} is skipped: {_why_skipped(values)}; {values["skipped_steps"]:.0f} so far'
+            )
             self._skipped[_kind_of_skip(values)] += 1
         self._count += 1
-        self._sums.update({name: values[name] for name in ('step_ms', 'data_wait_ms', 'checkpoint_ms')})
-        self._sums.update({name: values[name] * values['step_ms'] for name in RATES if name in values})
+        self._sums.update(
+            {name: values[name] for name in ('step_ms', 'data_wait_ms', 'checkpoint_ms')}
+        )
+        self._sums.update(
+            {name: values[name] * values['step_ms'] for name in RATES if name in values}
+        )
         rates = {name: self._sums[name] / self._sums['step_ms'] for name in RATES if name in values}
         told = _describe(LEARNING, values), '  '.join([_describe(RATES, rates), *_memory(values)])
         self.bar.update(self.task, completed=step, values='\n'.join(told))
@@ -154,7 +193,11 @@ def _kind_of_skip(values: Mapping[str, float]) -> str:
 def _memory(values: Mapping[str, float]) -> Iterator[str]:
     for name, what in (('memory_bytes', ''), ('planned_memory_bytes', ' planned')):
         if name in values:
-            yield (f'{values[name] / 1e9:.1f} GB' if values[name] >= 1e9 else f'{values[name] / 1e6:.1f} MB') + what
+            yield (
+                f'{values[name] / 1e9:.1f} GB'
+                if values[name] >= 1e9
+                else f'{values[name] / 1e6:.1f} MB'
+            ) + what
 
 
 def _remarks(sums: Mapping[str, float], values: Mapping[str, float]) -> Iterator[str]:

@@ -29,22 +29,41 @@ class TensorBoard:
     def __init__(self, folder: Path):
         name = f'events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}'
         self._file = AppendedFile(folder / name)
-        self._file.waiting.append(_record(Event(wall_time=time.time(), file_version='brain.Event:2')))
+        self._file.waiting.append(
+            _record(Event(wall_time=time.time(), file_version='brain.Event:2'))
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """A point of each curve."""
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        summary = Summary(
+            value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
         self._file.append(_record(Event(wall_time=time.time(), step=step, summary=summary)))
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Each under its name, as the plugin for text shows it: Markdown, in which four spaces before a line keep it as it is."""
-        indented = {name: ''.join(f'    {line}' for line in text.splitlines(keepends=True)) for name, text in texts.items()}
-        values = [value for name, text in indented.items() for value in tensorboard_text(name, text).value]
-        self._file.append(_record(Event(wall_time=time.time(), step=step, summary=Summary(value=values))))
+        indented = {
+            name: ''.join(f'    {line}' for line in text.splitlines(keepends=True))
+            for name, text in texts.items()
+        }
+        values = [
+            value for name, text in indented.items() for value in tensorboard_text(name, text).value
+        ]
+        self._file.append(
+            _record(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        )
 
     def rewind(self, step: int) -> None:
         """TensorBoard leaves out what was said before of later steps."""
-        self._file.append(_record(Event(wall_time=time.time(), step=step + (step > 0), session_log=SessionLog(status=SessionLog.START))))
+        self._file.append(
+            _record(
+                Event(
+                    wall_time=time.time(),
+                    step=step + (step > 0),
+                    session_log=SessionLog(status=SessionLog.START),
+                )
+            )
+        )
 
     def close(self) -> None:
         """Write what waits."""
@@ -55,7 +74,12 @@ def _record(event: Event) -> bytes:
     """An event as TFRecord frames it: length, its checksum, content, its checksum."""
     content = event.SerializeToString()
     length = struct.pack('<Q', len(content))
-    return length + struct.pack('<I', masked_crc32c(length)) + content + struct.pack('<I', masked_crc32c(content))
+    return (
+        length
+        + struct.pack('<I', masked_crc32c(length))
+        + content
+        + struct.pack('<I', masked_crc32c(content))
+    )
 
 
 class WandB:
@@ -70,15 +94,30 @@ class WandB:
         path = folder / WANDB_ID
         known = path.read_text().strip() if path.exists() else None
         # What is printed and the address of the repository, which may hold a token, are not sent.
-        settings = wandb.Settings(console='off', disable_git=True, disable_code=True, init_timeout=SECONDS, finish_timeout=SECONDS)
+        settings = wandb.Settings(
+            console='off',
+            disable_git=True,
+            disable_code=True,
+            init_timeout=SECONDS,
+            finish_timeout=SECONDS,
+        )
         begin = partial(
-            wandb.init, project=project, id=known, resume='allow', name=folder.name, dir=folder, config=config, settings=settings
+            wandb.init,
+            project=project,
+            id=known,
+            resume='allow',
+            name=folder.name,
+            dir=folder,
+            config=config,
+            settings=settings,
         )
         try:
             self._run = begin()
         except wandb.errors.CommError as error:
             logger.warning(
-                'wandb cannot be reached (%s): wandb sync %s/wandb/offline-* sends it later', str(error).partition('\n')[0], folder
+                'wandb cannot be reached (%s): wandb sync %s/wandb/offline-* sends it later',
+                str(error).partition('\n')[0],
+                folder,
             )
             self._run = begin(mode='offline')
         if known is None:
@@ -90,7 +129,9 @@ class WandB:
         if self._failed or step < self._next:
             return
         try:
-            self._run.log(dict(values), step=step)  # sent with the next step, so that a step may have two parts
+            self._run.log(
+                dict(values), step=step
+            )  # sent with the next step, so that a step may have two parts
         except Exception:
             self._failed = True  # each call might wait for it as long
             raise
