@@ -188,7 +188,11 @@ def test_a_path_in_a_manifest_stays_in_its_folder(folder: Path, checkpoint: Path
 @pytest.mark.parametrize('processes', [1, 2])
 def test_no_secret_of_the_environment_is_written_or_said(folder: Path, processes: int) -> None:
     said = train(folder, processes=processes, **SECRETS)
-    fails = 'from megajax.train import trainer\ndef fails(*_): raise RuntimeError("of the step")\ntrainer.Trainer._take_step = fails'
+    fails = (
+        'from megajax.run import trainer\n'
+        'def fails(*_, **__): raise RuntimeError("of the step")\n'
+        'trainer.Trainer._take_step = fails'
+    )
     code, more = finish(
         start(
             folder,

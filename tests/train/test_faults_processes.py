@@ -53,19 +53,19 @@ SAVE = """
 AT_33 = """
     import ctypes
     from megajax.run import trainer
-    def take_step(loop, take=trainer.Trainer._take_step):
+    def take_step(loop, take=trainer.Trainer._take_step, **options):
         if loop.step == 33:
             {fault}
-        return take(loop)
+        return take(loop, **options)
     trainer.Trainer._take_step = take_step
 """
 HOLD_THE_GIL = AT_33.format(fault='ctypes.PyDLL(None).sleep(1000)')
 # A run that has time to agree on a signal: jax needs half a second, and far more on a busy machine.
 SLOW = """
 from megajax.run import trainer
-def take_step(loop, take=trainer.Trainer._take_step):
+def take_step(loop, take=trainer.Trainer._take_step, **options):
     time.sleep(0.3 if loop.step >= 25 else 0)
-    return take(loop)
+    return take(loop, **options)
 trainer.Trainer._take_step = take_step
 """
 ROWS = """
@@ -165,7 +165,7 @@ def test_a_frozen_process_is_found_by_its_heartbeat_and_named(folder: Path) -> N
     process = start(
         folder,
         processes=2,
-        fault='from megajax.parallel import distributed; distributed.HEARTBEAT_TIMEOUT = 10',
+        fault='from megajax.processes import distributed; distributed.HEARTBEAT_TIMEOUT = 10',
     )
     read_until(process, r'step 30/80')
     pids = children(process)
