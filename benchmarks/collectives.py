@@ -9,6 +9,8 @@ import argparse
 import csv
 import itertools
 import os
+import random
+import sys
 import tempfile
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from megajax.inspect.compile import compile_for
 
 MESHES = (1, 2), (2, 4), (8, 8), (64, 8)
 SETTINGS = [*itertools.product((False, True), (1, 4), ('none', 'selective', 'full'))]
+SEED = 17  # of the lines that are compiled again
 KEYS = ['preset', 'data', 'model', 'sequence_parallel', 'microbatches', 'recompute']
 COLUMNS = [*KEYS, 'model_ratio', 'data_ratio', 'more', 'errors', 'model_overlap', 'data_overlap']
 
@@ -35,11 +38,32 @@ def main() -> None:
     )
     parser.add_argument('out', type=Path)
     parser.add_argument('--presets', nargs='*', default=sorted(presets()))
+    parser.add_argument('--again', action='store_true', help='compile 40 lines of OUT.csv again')
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         share_kernels(Path(folder, 'kernels'))
+        if arguments.again:
+            sys.exit(compile_again(read(arguments.out)))
         compile_all(arguments.out, arguments.presets)
     table(read(arguments.out))
+
+
+def compile_again(rows: list[dict[str, str]]) -> int:
+    """Print each of 40 lines, six of BERT, that a new compilation differs from; how many do."""
+    draw = random.Random(SEED)
+    berts = [row for row in rows if row['preset'].startswith('bert')]
+    others = [row for row in rows if not row['preset'].startswith('bert')]
+    different = 0
+    for row in draw.sample(berts, 6) + draw.sample(others, 34):
+        keys = {key: row[key] for key in KEYS}
+        config = load(**keys)
+        assert config is not None
+        new = {name: str(value) for name, value in measure(config).items()}
+        changed = {name: (row[name], new[name]) for name in new if row[name] != new[name]}
+        different += bool(changed)
+        print(*keys.values(), changed or 'the same', flush=True)
+    print(f'{different} of 40 differ')
+    return min(different, 1)
 
 
 def share_kernels(file: Path) -> None:
