@@ -61,8 +61,8 @@ def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(
     process.send_signal(signal.SIGINT)  # the same, passed on by a wrapper
     said = read_until(process, '^saving now')
     told = re.search(
-        r'^SIGINT: saving after the step that runs now \((\d+) are done\), then leaving; '
-        r'SIGINT \(Ctrl-C\) from now on leaves at once, with the last checkpoint$',
+        r'^SIGINT: saving after the current step \((\d+) done\), then exiting; '
+        r'a further SIGINT \(Ctrl-C\) exits at once, with only the last checkpoint$',
         said,
         re.MULTILINE,
     )

@@ -22,7 +22,8 @@ def test_a_signal_is_honoured_at_the_next_safe_point(
         said = capfd.readouterr().err
         assert (
             said
-            == f'{number.name}: saving step 7; SIGINT (Ctrl-C) from now on leaves at once, with the last checkpoint\n'
+            == f'{number.name}: saving step 7; '
+            'a further SIGINT (Ctrl-C) exits at once, with only the last checkpoint\n'
         )
         with pytest.raises(StopRequested, match=f'^{number.name}$'):
             stop.check()
