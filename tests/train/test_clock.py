@@ -83,7 +83,7 @@ def test_a_summary_that_cannot_be_written_is_one_warning(
     summary.write()
     summary.write()
     assert [record.getMessage() for record in caplog.records] == [
-        'summary.json cannot be written (No such file or directory); the run goes on'
+        'summary.json cannot be written (No such file or directory); the run continues'
     ]
     assert str(summary).startswith('seconds    0.0: 0.0 productive')
 

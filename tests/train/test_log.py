@@ -186,7 +186,7 @@ def test_the_process_that_the_others_wait_for_is_named(folder: Path) -> None:
     assert process == 1
     assert 50 < behind < 600
     assert re.search(
-        r'^step 12  process 1 comes \d+\.\d ms after the median to each step$',
+        r'^step 12  process 1 reaches each step \d+\.\d ms later than the median$',
         said[0],
         re.MULTILINE,
     )

@@ -115,7 +115,7 @@ def test_on_a_full_disk_a_run_goes_on_with_one_warning_and_writes_all_when_there
     told = [record.getMessage() for record in caplog.records]
     assert [message.partition(' ')[0] for message in told] == ['metrics.jsonl', 'TensorBoard']
     assert all(
-        message.endswith('cannot be written ([Errno 27] File too large); the run goes on')
+        message.endswith('cannot be written ([Errno 27] File too large); the run continues')
         for message in told
     )
 
@@ -139,7 +139,7 @@ def test_wandb_that_is_not_installed_is_said_with_the_command(
     monkeypatch.setattr(metrics, 'find_spec', lambda name: None)
     with pytest.raises(
         ConfigError,
-        match=r"^run.wandb=mine needs a package that is not there: pip install 'megajax\[wandb\]'",
+        match=r"^run.wandb=mine needs wandb, which is not installed: pip install 'megajax\[wandb\]'",
     ):
         check_wandb(make_config(run={'wandb': 'mine'}))
     check_wandb(make_config())
@@ -189,5 +189,5 @@ def test_wandb_gets_each_step_once_in_one_run_also_after_a_restart_and_its_end_i
     assert steps(tmp_path) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     (warning,) = [record.getMessage() for record in caplog.records]
     assert re.match(
-        r'wandb cannot be written \(Run \(\w+\) is finished.*; the run goes on$', warning
+        r'wandb cannot be written \(Run \(\w+\) is finished.*; the run continues$', warning
     )
