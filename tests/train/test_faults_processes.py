@@ -153,7 +153,7 @@ def test_where_one_process_hangs_all_tell_where_they_are_and_end(folder: Path, p
         rf"the others wait for process 1 \(pid {pids[1]} on host \S+\), which is in phase '{phase}'"
     )
     assert re.search(
-        rf"^\[0\] watchdog: process 0 of 2 .* is in phase '.*' for {WATCHDOG / 2:g} s and ends at .*; {named}$",
+        rf"^\[0\] watchdog: process 0 of 2 .* has been in phase '.*' for {WATCHDOG / 2:g} s and ends at .*; {named}$",
         said,
         re.MULTILINE,
     )

@@ -82,7 +82,7 @@ def test_where_all_are_at_the_same_place_or_the_log_is_of_another_time_nobody_is
     tmp_path: Path,
 ):
     log = tmp_path / 'log'
-    line = "watchdog: {} process {} of 3 (pid 1 on host a) is in phase 'step 14' for 300 s and ends at 600 s [beat {}]\n"
+    line = "watchdog: {} process {} of 3 (pid 1 on host a) has been in phase 'step 14' for 300 s and ends at 600 s [beat {}]\n"
     now, old = (
         time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(time.time() - ago)) for ago in (0, 10_000)
     )

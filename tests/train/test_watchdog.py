@@ -61,10 +61,10 @@ def test_a_run_that_hangs_tells_where_and_ends_with_124(tmp_path: Path, hang: st
         'watchdog: no progress for 1 s in phase',
     )
     assert wrong.startswith(
-        f"watchdog: process 0 of 1 ({half}) is in phase 'step 14' for 0.5 s and ends at 1 s\n{end}"
+        f"watchdog: process 0 of 1 ({half}) has been in phase 'step 14' for 0.5 s and ends at 1 s\n{end}"
     )
     assert log[log.index(end) :] == wrong[wrong.index(end) :]
-    assert log.count(f"({half}) is in phase 'step 14'") == 1
+    assert log.count(f"({half}) has been in phase 'step 14'") == 1
     assert log.count('Thread 0x') + log.count('thread 0x') >= 2
     assert f'in {hang}' in log
 
