@@ -177,12 +177,12 @@ def test_lines_carry_the_number_of_their_process_and_the_streams_stay_apart():
         (
             'os.kill(os.getpid(), 9)',
             75,
-            'signal SIGKILL (137), and the launch with 75: start it again',
+            'signal SIGKILL (137), and the launch exits with 75: start it again',
         ),
         more(
             'os.kill(os.getpid(), 6)',
             75,
-            'signal SIGABRT (134), and the launch with 75: start it again',
+            'signal SIGABRT (134), and the launch exits with 75: start it again',
         ),
         more('os.kill(os.getpid(), 11)', 139, 'signal SIGSEGV (139)'),
     ],

@@ -207,11 +207,11 @@ def test_process_0_says_who_did_not_come():
     with Run(MEET, count=4, indices=[0, 2], MEGAJAX_START_TIMEOUT='2') as run:
         assert run.codes(timeout=15) == {0: 75, 2: 75}
         assert re.match(
-            r'error: of 4 processes, 1, 3 did not come to process 0 at 127.0.0.1:\d+ within 2 s: see whether',
+            r'error: of 4 processes, 1, 3 did not connect to process 0 at 127.0.0.1:\d+ within 2 s: check that',
             run.lines[0][0],
         )
         assert re.match(
-            r'error: process 0 at 127.0.0.1:\d+ ended before all 4 had come', run.lines[2][0]
+            r'error: process 0 at 127.0.0.1:\d+ ended before all 4 had connected', run.lines[2][0]
         )
         assert [len(lines) for lines in run.lines.values()] == [1, 1]
 
@@ -221,7 +221,7 @@ def test_a_process_that_does_not_reach_process_0_says_where_it_looked():
         assert run.codes(timeout=15) == {1: 75}
         (line,) = run.lines[1]
         assert re.match(
-            r'error: process 1 could not reach process 0 at 127.0.0.1:\d+ within 1 s \(Connection refused\): see whether',
+            r'error: process 1 could not reach process 0 at 127.0.0.1:\d+ within 1 s \(Connection refused\): check that',
             line,
         )
 
@@ -231,7 +231,7 @@ def test_processes_that_do_not_agree_on_their_number_are_refused():
         assert all(run.codes(timeout=15).values())
         for index in (0, 1):
             assert re.search(
-                r'ConfigError: process 1 on \S+ of 3 came to .*, where process 0 of 2 waits',
+                r'ConfigError: process 1 on \S+ of 3 connected to .*, where process 0 of 2 expects',
                 run.lines[index][-1],
             )
 
