@@ -276,13 +276,13 @@ def test_two_builders_do_not_share_a_folder(corpus: Path, tmp_path: Path) -> Non
 BAD = [
     (
         b'{"text": "a"}\n\n{"text": "b"\n',
-        r'bad.jsonl:3: is not JSON \(Expecting .*{"text": "b"; mend it, or leave such lines out with --skip-bad',
+        r'bad.jsonl:3: is not JSON \(Expecting .*{"text": "b"; fix it, or skip such lines with --skip-bad',
     ),
     (b'{"body": "a"}', r"bad.jsonl:1: has no key 'text' \(its keys: body\); give --json-key"),
     (b'{"text": ["a"]}', r'bad.jsonl:1: \'text\' is \["a"\], not text'),
     (b'["a"]', r'bad.jsonl:1: is list, not a JSON object'),
     (b'{"text": "a\xff"}', r'bad.jsonl:1: is not UTF-8 at byte 11 \(0xff\)'),
-    (b'{"text": "\\ud800"}', r"bad.jsonl:1: 'text' has half a surrogate pair at character 0"),
+    (b'{"text": "\\ud800"}', r"bad.jsonl:1: 'text' has an unpaired surrogate at character 0"),
     (b'[' * 10**5, r'bad.jsonl:1: is not JSON'),
     (b' \n', '--input: holds no text: 0 documents'),
 ]
@@ -324,9 +324,9 @@ def test_bad_lines_are_skipped_and_counted(corpus: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'out': '{folder}/no/out'}, 'no/out: there is no folder .*; make it first'),
+        ({'out': '{folder}/no/out'}, 'no/out: there is no folder .*; create it first'),
         ({'out': '{folder}/out.bin'}, 'out.bin: is the name of one of the files; give the prefix'),
-        ({'tokenizer': None}, '--tokenizer: neither of --tokenizer and --train-bpe; give one'),
+        ({'tokenizer': None}, '--tokenizer: neither --tokenizer nor .* is given; give one'),
         ({'tokenizer': '{folder}/none.json'}, '--tokenizer: there is no file'),
         ({'train_bpe': 256, 'tokenizer': None}, '--train-bpe: 256 is below 257'),
         ({'train_bpe': 300, 'tokenizer': None, 'inputs': ('-',)}, '-: cannot be read twice'),
@@ -349,7 +349,7 @@ def test_a_mistake_in_the_job_is_named(
 def test_what_is_there_is_not_touched(suffix: str, corpus: Path, tmp_path: Path) -> None:
     (tmp_path / f'out{suffix}').write_text('precious')
     with pytest.raises(
-        ConfigError, match=rf'out{suffix}: exists already; move it, or choose another OUT'
+        ConfigError, match=rf'out{suffix}: already exists; move it, or choose another OUT'
     ):
         build(job(tmp_path / 'out', corpus))
     assert files(tmp_path / 'out') == {suffix: b'precious'}
@@ -366,7 +366,7 @@ def test_a_full_disk_is_named_with_what_was_written(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, '')
     assert re.fullmatch(
-        rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: File too large; make room, .*\n',
+        rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: File too large; free disk space, .*\n',
         done.stderr,
     )
     assert not files(tmp_path / 'out')

@@ -242,7 +242,7 @@ def make_symlink(prefix: Path) -> None:
         (lambda p: replaced(p, 'tokens', 'many'), r'web.json: is not what megajax data build wrote \(tokens: '),
         (lambda p: Path(f'{p}.json').write_text('{'), r'web.json: is not what megajax data build wrote'),
         (lambda p: Path(f'{p}.tokenizer.json').unlink(), r'web.tokenizer.json: is missing, and web.json names it'),
-        (lambda p: Path(f'{p}.tokenizer.json').write_text('{}'), r'web.tokenizer.json: is not the tokenizer that built these tokens'),
+        (lambda p: Path(f'{p}.tokenizer.json').write_text('{}'), r'web.tokenizer.json: is not the tokenizer that made these tokens'),
         (make_symlink, r"tokenizer 'web.tokenizer.json' is not a plain file in the same folder"),
     ],
 )  # fmt: skip
