@@ -243,7 +243,7 @@ def test_wikitext_of_one_word_or_token_is_refused(
 ) -> None:
     (tmp_path / 'wiki').write_text(text)
     tokenizer = SimpleNamespace(start=[], encode_batch=lambda _: [ids])
-    with pytest.raises(ConfigError, match=f'wiki has {counts}: give a text of two at least'):
+    with pytest.raises(ConfigError, match=f'wiki has {counts}: use a text with at least two'):
         wikitext(Oracle(), tokenizer, str(tmp_path / 'wiki'))
 
 

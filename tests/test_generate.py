@@ -492,7 +492,7 @@ def test_a_prompt_that_leaves_no_position_is_refused() -> None:
     assert len(encode_prompts(config, tokenizer, ['x' * 30])[0]) == 31
     with pytest.raises(
         ConfigError,
-        match=r'prompt 2 has 32 tokens, and model.max_seq_len=32 must leave room: shorten it',
+        match=r'prompt 2 has 32 tokens, which leaves no room in model.max_seq_len=32: shorten it',
     ):
         encode_prompts(config, tokenizer, ['x', 'y' * 31])
 

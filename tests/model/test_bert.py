@@ -160,7 +160,7 @@ def test_it_makes_no_text():
     config = small()
     with (
         on_mesh(config),
-        pytest.raises(ConfigError, match='says of no text what comes next') as error,
+        pytest.raises(ConfigError, match='not the next token of a text') as error,
     ):
         Generator(config, init_state(config).params)
     assert error.value.exit_code == 2

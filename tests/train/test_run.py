@@ -73,7 +73,7 @@ def test_a_bert_trains_and_makes_no_text(folder: Path) -> None:
         check=False,
     )
     assert refused.returncode == 2
-    assert 'says of no text what comes next' in refused.stderr
+    assert 'not the next token of a text' in refused.stderr
 
 
 @pytest.mark.faults
