@@ -214,6 +214,6 @@ def test_a_run_dir_that_names_nothing_does_not_train_the_default(
         config_of_overrides(['train.steps=5', 'run.dir=sourse'])
     with pytest.raises(
         ConfigError,
-        match=r'^run.dir=nowhere/at/all: there is no run, .* to begin a run there name its config',
+        match=r'^run.dir=nowhere/at/all: there is no run to resume .* to begin a run there name its config',
     ):
         config_of_overrides(['run.dir=nowhere/at/all'])
