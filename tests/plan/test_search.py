@@ -92,7 +92,7 @@ def test_where_nothing_fits_the_fewest_gpus_that_would_are_named():
     with pytest.raises(ConfigError) as caught:
         ranking(load('llama3_70b'), 'h100', 8)
     first, fix, *_ = str(caught.value).splitlines()
-    assert first.startswith('nothing fits on 8 x NVIDIA H100 SXM 80 GB: the least is ')
+    assert first.startswith('nothing fits on 8 x NVIDIA H100 SXM 80 GB: the smallest layout needs ')
     gpus = int(fix.removeprefix('it fits on ').split()[0])
     assert ranking(load('llama3_70b'), 'h100', gpus).fitting
     with pytest.raises(ConfigError):
