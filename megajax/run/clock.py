@@ -76,9 +76,7 @@ class Summary:
     def __init__(self, folder: Path, clock: Clock):
         self.path, self.clock = folder / SUMMARY, clock
         before = _read(self.path)
-        self.step: int | None = (
-            None  # the step that the run has reached; None before it has a state
-        )
+        self.step: int | None = None  # the step reached; None before the run has a state
         self.last_step: int = before.get('step', 0)  # the step that the previous start reached
         self._starts = before.get('starts', 0) + 1
         self._before = {
