@@ -125,7 +125,7 @@ def for_config(
 
     if verify:
         check_verify(gpu)
-    planned = plan(
+    result = plan(
         config,
         gpu=gpu,
         gpus=gpus,
@@ -138,20 +138,20 @@ def for_config(
         gpu_hours_to_failure=failures or GPU_HOURS_TO_FAILURE,
     )
     if verify:
-        planned = verified(planned, gpu)
+        result = verified(result, gpu)
     if json:
-        json.write_text(planned.model_dump_json(indent=2))
+        json.write_text(result.model_dump_json(indent=2))
     if write:
-        write.write_text(planned.best_config)
+        write.write_text(result.best_config)
     if pictures:
-        cluster = Cluster.of(hardware(gpu), planned.gpus, planned.gpus_per_host)
-        _draw(pictures, planned.planned(), cluster)
+        cluster = Cluster.of(hardware(gpu), result.gpus, result.gpus_per_host)
+        _draw(pictures, result.planned(), cluster)
     console.print(
-        tables(planned) if console.is_terminal else str(planned),
+        tables(result) if console.is_terminal else str(result),
         soft_wrap=not console.is_terminal,
         markup=False,
     )
-    raise typer.Exit(0 if planned.layout.fits else 1)
+    raise typer.Exit(0 if result.layout.fits else 1)
 
 
 @plan_app.command()

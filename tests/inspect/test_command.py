@@ -79,7 +79,7 @@ def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
         ),
         (
             ['tiny', '--json', '/nowhere/it.json'],
-            '/nowhere/it.json: there is no folder /nowhere: make it first',
+            '/nowhere/it.json: there is no folder /nowhere: create it first',
         ),
         (['tiny', 'mesh.model=3'], 'model.num_heads: 4 is not a multiple of mesh.model=3'),
     ],
