@@ -88,7 +88,7 @@ class Layout(_Result):
 
 
 class Plan(_Result):
-    """The memory and time of a config on GPUs that need not be present, and of all other layouts."""
+    """Memory and time of a config on GPUs that need not be present, and of all other layouts."""
 
     schema_version: Literal[1] = 1
     config: str = Field(description='the resolved config that the plan is for, YAML')
