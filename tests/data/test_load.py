@@ -258,7 +258,7 @@ def test_another_tokenizer_than_the_one_that_built_the_data(tmp_path: Path) -> N
     make_tokenizer('bpe', 290, ['while True: pass\n' * 9]).save(other)
     with pytest.raises(
         ConfigError,
-        match=r'data.tokenizer: .*other.json did not make these tokens: their own is .*web.tokenizer.json',
+        match=r'data.tokenizer: .*other.json did not make these tokens: their tokenizer is .*web.tokenizer.json',
     ):
         load_data(config(f'data.corpus={prefix}', f'data.tokenizer={other}'))
     load_data(config(f'data.corpus={prefix}', f'data.tokenizer={prefix}.tokenizer.json'))
@@ -272,6 +272,6 @@ def test_a_blend_of_two_tokenizers(tmp_path: Path) -> None:
     Path(f'{second}.json').write_text(manifest_of(second, tokens).model_dump_json())
     with pytest.raises(
         ConfigError,
-        match=r'web.tokenizer.json did not make these tokens: their own is .*code.*; blend corpora of one',
+        match=r'web.tokenizer.json did not make these tokens: their tokenizer is .*code.*; blend corpora that share',
     ):
         load_data(config(f'data.blend={{{first}: 1, {second}: 2}}'))

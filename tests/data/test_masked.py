@@ -236,7 +236,9 @@ def test_a_word_piece_is_for_masked_lm_alone(tmp_path: Path) -> None:
     assert {pieces[i] for i in batch['labels'][batch['loss_mask'] > 0]} <= set(pieces) - set(
         SPECIAL
     )
-    with pytest.raises(ConfigError, match='WordPiece, from whose tokens no text comes back'):
+    with pytest.raises(
+        ConfigError, match='WordPiece tokenizer, whose tokens cannot be converted back'
+    ):
         load(
             config.model_copy(
                 update={'model': config.model.model_copy(update={'objective': 'next_token'})}
