@@ -1,4 +1,4 @@
-"""An inspection as tables: on a terminal, and the same as HTML."""
+"""The tables of an inspection, for a terminal and as HTML."""
 
 from collections import defaultdict
 from typing import Literal
@@ -28,21 +28,22 @@ _SHORT = {
 
 
 def to_text(inspection: Inspection, *, width: int = 150) -> str:
-    """Plain text."""
+    """Render an inspection as plain text."""
     return as_text(tables(inspection), width=width)
 
 
 def to_html(inspection: Inspection) -> str:
-    """A fragment for a notebook."""
+    """Render an inspection as an HTML fragment for a notebook."""
     return as_html(tables(inspection))
 
 
 def tables(inspection: Inspection) -> RenderableType:
-    """Everything, for a rich console."""
+    """The complete report, for a rich console."""
     axes = ' x '.join(f'{name}={size}' for name, size in inspection.mesh.items())
     parts: list[RenderableType] = [
         Text(
-            f'{axes}, target {inspection.target}, jax {inspection.jax_version}, compiled in {inspection.compile_seconds:.0f} s'
+            f'{axes}, target {inspection.target}, jax {inspection.jax_version}, '
+            f'compiled in {inspection.compile_seconds:.0f} s'
         ),
         Text(),
         collectives_table(inspection.rows),
@@ -57,7 +58,7 @@ def tables(inspection: Inspection) -> RenderableType:
 
 
 def collectives_table(rows: list[Row]) -> Table:
-    """A row per site, phase and axis; in a cell, a line per kind of array."""
+    """A table with a row per site, phase and axis; a cell has a line per kind of array."""
     table = Table(
         box=None,
         header_style='bold',
@@ -99,7 +100,7 @@ def collectives_table(rows: list[Row]) -> Table:
 
 
 def schedule_table(inspection: Inspection) -> Table:
-    """A row per collective of the GPU program, those that send most first; alike ones share a row."""
+    """A table with a row per group of similar collectives of the GPU program, most bytes first."""
     table = Table(
         box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left'
     )
@@ -116,12 +117,11 @@ def schedule_table(inspection: Inspection) -> Table:
     ):
         justify: Literal['left', 'right'] = 'right' if name in numbers else 'left'
         table.add_column(name, justify=justify, no_wrap=name != 'source')
-    alike = defaultdict[tuple[str, ...], list[Overlap]](list)
+    similar = defaultdict[tuple[str, ...], list[Overlap]](list)
     for one in sorted(inspection.schedule, key=lambda one: -one.transfer.wire_bytes):
-        alike[one.site, one.phase, one.axis, one.transfer.kind, _matched(one), _link(one)].append(
-            one
-        )
-    for (site, phase, axis, _, matched, link), group in alike.items():
+        key = one.site, one.phase, one.axis, one.transfer.kind, _matched(one), _link(one)
+        similar[key].append(one)
+    for (site, phase, axis, _, matched, link), group in similar.items():
         collective = _cell([group[0].transfer]) + (
             f' and {len(group) - 1} more' if len(group) > 1 else ''
         )
@@ -144,7 +144,7 @@ def _link(one: Overlap) -> str:
 
 
 def si(count: float) -> str:
-    """Bytes in the largest unit that leaves a digit: 25.4 GB."""
+    """Format bytes in the largest unit that leaves a digit before the point: 25.4 GB."""
     for unit in ('B', 'kB', 'MB', 'GB'):
         if count < 1000:
             return f'{count:.0f} B' if unit == 'B' else f'{count:.1f} {unit}'
@@ -179,7 +179,7 @@ def _shares(inspection: Inspection) -> Text:
 
 
 def _seconds(inspection: Inspection) -> list[Text]:
-    """Milliseconds on the wire and beside products, by axis and in all, and at which rates."""
+    """Milliseconds on the wire and beside products, per axis and in total, and the rates used."""
     rates = inspection.rates
     if rates is None:
         return []
@@ -218,14 +218,14 @@ def _products(inspection: Inspection) -> Text:
 def _memory(inspection: Inspection) -> Text:
     memory = inspection.memory
     needed = memory.arguments + memory.temporaries + memory.outputs
-    line = f'memory per device  {si(memory.arguments)} state and batch + {si(memory.temporaries)} temporaries + {si(memory.outputs)} outputs'
-    line += f' = {si(needed)}'
+    line = (
+        f'memory per device  {si(memory.arguments)} state and batch + '
+        f'{si(memory.temporaries)} temporaries + {si(memory.outputs)} outputs = {si(needed)}'
+    )
     if memory.device:
         line += f', {needed / memory.device:.0%} of {si(memory.device)}'
     replicated = ', '.join(f'{name} {si(size)}' for name, size in memory.largest_replicated)
-    return Text(
-        line + (f'\nlargest parameters whole on each device  {replicated}' if replicated else '')
-    )
+    return Text(line + (f'\nlargest replicated parameters  {replicated}' if replicated else ''))
 
 
 def _findings(inspection: Inspection) -> list[Text]:
@@ -237,7 +237,7 @@ def _findings(inspection: Inspection) -> list[Text]:
 
 def _conclusion(inspection: Inspection) -> Text:
     if inspection.ok:
-        executed = ', and what the program computes is right' if inspection.runs else ''
+        executed = ', and the results of the program are correct' if inspection.runs else ''
         return Text(f'ok: no more than Megatron anywhere{executed}', style='green')
     more = [
         f'{row.site} {row.phase} over {row.axis}'
@@ -249,7 +249,7 @@ def _conclusion(inspection: Inspection) -> Text:
         [f'{errors} lint errors'] if errors else []
     )
     reasons += (
-        ['the program computes something else than one device']
+        ['the results of the program differ from those of one device']
         if not all(run.ok for run in inspection.runs)
         else []
     )

@@ -103,7 +103,7 @@ def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _kernels(causal: bool) -> tuple[Callable[..., jax.Array], Callable[..., tuple[jax.Array, ...]]]:
-    """Functions for attention of (q, k, v[, segments]) and its gradients of (do, q, k, v[, ...])."""
+    """Attention of (q, k, v[, segments]) and its gradients of (do, q, k, v[, segments])."""
     core = functools.partial(_cudnn, causal=causal)
 
     @_over_rows
