@@ -86,7 +86,7 @@ def test_an_import_is_a_run_at_step_0(tmp_path: Path) -> None:
             ).max()
             < LIMIT
         )
-    with pytest.raises(ConfigError, match='run is a run already, at step 0'):
+    with pytest.raises(ConfigError, match='run already holds a run, at step 0'):
         import_huggingface(DATA / 'gpt2', out)
 
 
@@ -191,7 +191,9 @@ def test_names_of_other_versions_of_transformers(tmp_path: Path) -> None:
             found = gather(from_huggingface(config, tensors | extra, source=name))
             expected = gather(from_huggingface(config, read_tensors(DATA / name), source=name))
         assert all(np.array_equal(found[path], x) for path, x in expected.items())
-    wrong = r'lm_head\.weight is not the embedding, and tie_word_embeddings says that it is'
+    wrong = (
+        r'lm_head\.weight differs from the embedding, but tie_word_embeddings says they are tied'
+    )
     with on_mesh(config), pytest.raises(ConfigError, match=wrong):
         from_huggingface(
             config, tensors | {'lm_head.weight': np.zeros((50, 16), np.float32)}, source=name
@@ -253,7 +255,7 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'llama2',
             'mlp_bias',
             True,
-            'mlp_bias: true: only that of attention_bias, false, is supported',
+            'mlp_bias: true: only the value of attention_bias, false, is supported',
         ),
         ('llama2', 'attention_dropout', 0.1, 'attention_dropout: 0.1: only 0 is supported'),
         (
@@ -330,7 +332,7 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'relu',
             'activation_function: "relu": only gelu_new, gelu_pytorch_tanh, gelu are supported',
         ),
-        ('gpt2', 'attn_pdrop', 0.5, 'attn_pdrop: 0.5: the dropouts must be the same'),
+        ('gpt2', 'attn_pdrop', 0.5, 'attn_pdrop: 0.5: all dropout rates must be equal'),
         (
             'gpt2',
             'scale_attn_by_inverse_layer_idx',
@@ -413,7 +415,7 @@ class TestDamage:
         victim = self.folder / 'model-00002-of-00004.safetensors'
         victim.write_bytes(victim.read_bytes()[:-4])
         self.refused(
-            'model-00002-of-00004.safetensors: not a sound safetensors file', 'not fully covered'
+            'model-00002-of-00004.safetensors: not a valid safetensors file', 'not fully covered'
         )
 
     def test_a_bad_header(self) -> None:
@@ -426,7 +428,7 @@ class TestDamage:
             content[:8] + b'?' + content[9:],
         ):
             (self.folder / SINGLE).write_bytes(broken)
-            self.refused('model.safetensors: not a sound safetensors file')
+            self.refused('model.safetensors: not a valid safetensors file')
 
     def test_a_missing_and_an_extra_tensor(self) -> None:
         self.rewrite(
@@ -436,9 +438,9 @@ class TestDamage:
             }
         )
         self.refused(
-            '1 of 21 are missing',
+            'missing tensors (1 of 21; ',
             ': model.norm.weight',
-            '1 are not expected',
+            'unexpected tensors (1; ',
             ': model.layers.2.mlp.gate_proj.weight',
         )
 
@@ -491,7 +493,7 @@ class TestDamage:
                 }
             )
         )
-        self.refused('holds model.norm.weight, and model.safetensors.index.json does not know it')
+        self.refused('holds model.norm.weight, but model.safetensors.index.json does not list it')
         (self.folder / INDEX).write_text('[]')
         self.refused(f'{INDEX}: not an index of tensors')
 
@@ -500,7 +502,7 @@ class TestDamage:
         (self.folder / SINGLE).unlink()
         self.refused('there is neither model.safetensors nor model.safetensors.index.json')
         (self.folder / 'pytorch_model.bin').write_bytes(b'\x80\x02.')
-        self.refused('pytorch_model.bin is a pickle, which could run anything')
+        self.refused('pytorch_model.bin is a pickle, which could run any code')
         (self.folder / 'config.json').unlink()
         self.refused('config.json: cannot be read')
 
@@ -544,7 +546,7 @@ directories.export_huggingface(Path('run'), Path('out'), shard_bytes=8000)
     export_huggingface(tmp_path / 'run', tmp_path / 'out')
     assert_same_tensors(tmp_path / 'out', DATA / 'qwen3')
     assert not (tmp_path / 'out.partial').exists()
-    with pytest.raises(ConfigError, match='out is there already'):
+    with pytest.raises(ConfigError, match='out already exists'):
         export_huggingface(tmp_path / 'run', tmp_path / 'out')
 
 

@@ -258,11 +258,11 @@ def test_every_wrong_name_and_shape_is_told_at_once() -> None:
     with on_mesh(config), pytest.raises(ConfigError) as error:
         from_megatron(config, weights)
     missing, unexpected, *shapes = str(error.value).splitlines()
-    assert '2 of 28 are missing' in missing
+    assert 'missing tensors (2 of 28; ' in missing
     assert missing.endswith(': decoder.layers.1.mlp.linear_fc1.bias, decoder.final_layernorm.bias')
-    assert '1 are not expected' in unexpected
+    assert 'unexpected tensors (1; ' in unexpected
     assert unexpected.endswith(': output_layer.weight')
     assert shapes == [
-        'Megatron weights: embedding.word_embeddings.weight: expected (128, 64), got (256, 64); where the rest is padding, pass [:128]',
+        'Megatron weights: embedding.word_embeddings.weight: expected (128, 64), got (256, 64); if the other rows are padding, pass [:128]',
         'Megatron weights: decoder.layers.0.mlp.linear_fc2.weight: expected (64, 256), got (256, 64)',
     ]
