@@ -201,7 +201,7 @@ def _hardware(
             'peak_flops': "the vendor's" if known else f'the fastest product, {by}',
             'memory_bandwidth': "the vendor's" if known else by,
             'power': "the vendor's" if known else 'not measured: set it',
-            'inside_host': by if link else 'not measured: there is one device',
+            'inside_host': by if link else 'not measured: there is only one device',
             'across_hosts': 'not measured: set it',
             'memory': "the vendor's" if known else 'the memory that jax may use on this machine',
             'efficiency': f'{by}: half_size from products of {training}, matmul from training '
