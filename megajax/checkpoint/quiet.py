@@ -19,8 +19,9 @@ def leave_failed_saves_to_us() -> None:
 
 
 def _is_told(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
-    is_of_save = 'orbax' in record.pathname or 'exception was never retrieved' in message
+    is_of_save = (
+        'orbax' in record.pathname or 'exception was never retrieved' in record.getMessage()
+    )
     return record.levelno < logging.ERROR or not is_of_save
 
 
