@@ -1,4 +1,6 @@
-"""Runs as a user starts them, in processes of their own: with faults in them, read while they go, and what they leave."""
+"""Runs as a user starts them, in processes of their own: with faults in them, read while they go,
+and what they leave.
+"""
 
 import json
 import os
@@ -39,7 +41,9 @@ def start(
     name: str = 'run',
     **environ: str,
 ) -> subprocess.Popen[str]:
-    """`megajax train small.yaml run.dir=NAME` in `folder`; each process first runs the code `fault`, which may break what it imports."""
+    """`megajax train small.yaml run.dir=NAME` in `folder`; each process first runs the code
+    `fault`, which may break what it imports.
+    """
     arguments = ['train', 'small.yaml', f'run.dir={name}', *overrides]
     if fault:
         command = ['-c', COMMAND.format(fault=fault), *arguments]
@@ -147,7 +151,8 @@ def fill(ballast: Path) -> None:
             pass
 
 
-# A fault for any run: it writes a hash of each state that is saved or restored, the same on every mesh and number of processes.
+# A fault for any run: it writes a hash of each state that is saved or restored, the same on every
+# mesh and number of processes.
 HASH_STATES = """
 import hashlib, jax, numpy as np
 from jax.experimental import multihost_utils
@@ -186,7 +191,9 @@ def hashes(folder: Path) -> dict[str, set[str]]:
 def stop(
     process: subprocess.Popen[str], number: signal.Signals, pattern: str
 ) -> tuple[int, str, float]:
-    """Send a signal when the process has said `pattern`; its exit code, all that it said, and how many seconds it took to end."""
+    """Send a signal when the process has said `pattern`; its exit code, all that it said, and how
+    many seconds it took to end.
+    """
     said = read_until(process, pattern)
     process.send_signal(number)
     sent = time.monotonic()

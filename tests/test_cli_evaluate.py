@@ -1,4 +1,6 @@
-"""`megajax eval` from the command line: what cannot be asked is said before jax, the rest is passed on."""
+"""`megajax eval` from the command line: what cannot be asked is said before jax, the rest is passed
+on.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,6 @@
-"""`megajax doctor`: whatever is wrong with a machine, it says so with a fix, and does not fail itself."""
+"""`megajax doctor`: whatever is wrong with a machine, it says so with a fix, and does not fail
+itself.
+"""
 
 import os
 import subprocess

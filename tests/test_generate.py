@@ -38,14 +38,18 @@ both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
 
 
 def small(name: str, *mesh: int, **model: object) -> Config:
-    """Without dropout, which only training has; sequence parallelism is on, and generation leaves it off."""
+    """Without dropout, which only training has; sequence parallelism is on, and generation leaves
+    it off.
+    """
     return make_config(
         name, *mesh, sequence_parallel=True, model={'dropout': 0.0, 'tie_embeddings': False} | model
     )
 
 
 def make_params(config: Config) -> nnx.State:
-    """Large enough that attention is far from uniform; a bias of the last norm as large would always choose the same token."""
+    """Large enough that attention is far from uniform; a bias of the last norm as large would
+    always choose the same token.
+    """
     return random_params(config, std=0.3 if config.model.norm == 'rmsnorm' else 0.05)
 
 
@@ -335,7 +339,9 @@ def test_a_text_is_what_comes_after_its_prompt() -> None:
 
 
 class FakeEngine:
-    """Makes in each row its number, again and again, at most two in a dispatch, and keeps what it was asked."""
+    """Makes in each row its number, again and again, at most two in a dispatch, and keeps what it
+    was asked.
+    """
 
     def __init__(self) -> None:
         self.reads: list[SimpleNamespace] = []

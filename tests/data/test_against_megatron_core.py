@@ -1,4 +1,6 @@
-"""Files and samples held to megatron-core itself, on random settings, where it is installed (pip install megatron-core torch)."""
+"""Files and samples held to megatron-core itself, on random settings, where it is installed (pip
+install megatron-core torch).
+"""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The built pair is Megatron's for the same tokens, whatever the workers, the format and the kills; a mistake leaves nothing behind."""
+"""The built pair is Megatron's for the same tokens, whatever the workers, the format and the kills;
+a mistake leaves nothing behind.
+"""
 
 import gzip
 import json
@@ -276,7 +278,10 @@ def test_two_builders_do_not_share_a_folder(corpus: Path, tmp_path: Path) -> Non
 BAD = [
     (
         b'{"text": "a"}\n\n{"text": "b"\n',
-        r'bad.jsonl:3: is not JSON \(Expecting .*{"text": "b"; fix it, or skip such lines with --skip-bad',
+        (
+            r'bad.jsonl:3: is not JSON \(Expecting .*{"text": "b"; fix it, '
+            r'or skip such lines with --skip-bad'
+        ),
     ),
     (b'{"body": "a"}', r"bad.jsonl:1: has no key 'text' \(its keys: body\); give --json-key"),
     (b'{"text": ["a"]}', r'bad.jsonl:1: \'text\' is \["a"\], not text'),
@@ -366,7 +371,8 @@ def test_a_full_disk_is_named_with_what_was_written(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, '')
     assert re.fullmatch(
-        rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: File too large; free disk space, .*\n',
+        rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: '
+        r'File too large; free disk space, .*\n',
         done.stderr,
     )
     assert not files(tmp_path / 'out')
@@ -391,7 +397,8 @@ def test_the_command_takes_several_files_and_standard_input(corpus: Path, tmp_pa
     )
     assert (done.returncode, done.stderr) == (0, '')
     assert re.fullmatch(
-        r'120 documents, \d+ tokens, \d\.\d\d bytes each; .* MB/s; wrote .*out.bin, .*out.idx, .*\n',
+        r'120 documents, \d+ tokens, \d\.\d\d bytes each; .* MB/s; wrote .*out.bin, '
+        r'.*out.idx, .*\n',
         done.stdout,
     )
     command = [
@@ -428,7 +435,8 @@ def test_a_worker_that_is_killed_ends_the_build_which_goes_on(corpus: Path, tmp_
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     program = (
-        'import re, resource, sys; from pathlib import Path; from megajax.data.build.build import Job, build\n'
+        'import re, resource, sys; from pathlib import Path; '
+        'from megajax.data.build.build import Job, build\n'
         'build(Job(out=sys.argv[1], inputs=(sys.argv[2],), tokenizer="bytes", workers=2))\n'
         # not ru_maxrss of itself, which begins with that of the process that started it
         'own = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])\n'

@@ -1,4 +1,6 @@
-"""Token files are what megatron-core writes and reads, and a broken one is refused with the byte where it breaks."""
+"""Token files are what megatron-core writes and reads, and a broken one is refused with the byte
+where it breaks.
+"""
 
 import io
 import shutil
@@ -126,7 +128,10 @@ LENGTHS, POINTERS, DOCUMENTS = (
         (lambda b: patched(b, 17, '<B', 7), r'web.idx: at byte 17: 7 is not a dtype'),
         (
             lambda b: b[:-3],
-            r'web.idx: has 111 bytes, and 4 sequences and 4 document boundaries \(bytes 18 and 26\) need 114',
+            (
+                r'web.idx: has 111 bytes, and 4 sequences and 4 document boundaries \(bytes 18 '
+                r'and 26\) need 114'
+            ),
         ),
         (
             lambda b: patched(b, 18, '<Q', 2**63),

@@ -1,4 +1,6 @@
-"""A batch of BERT's depends on the config and the step alone, its segments are of one document, and masking is as the paper says."""
+"""A batch of BERT's depends on the config and the step alone, its segments are of one document, and
+masking is as the paper says.
+"""
 
 import json
 from pathlib import Path
@@ -25,7 +27,9 @@ sizes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=5), min_size=
 
 
 def part_of(documents: list[list[int]], *, eod: bool = False) -> Part:
-    """Documents of sentences of these lengths, whose tokens count up; the last token of a document is EOD if asked."""
+    """Documents of sentences of these lengths, whose tokens count up; the last token of a document
+    is EOD if asked.
+    """
     lengths = np.array([length for document in documents for length in document], np.int32)
     tokens = np.arange(FIRST, FIRST + lengths.sum(), dtype=np.int32)
     made = from_lengths('x', tokens, lengths)

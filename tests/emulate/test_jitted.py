@@ -150,7 +150,9 @@ def test_differences_are_over_the_largest_element_and_of_integers_a_share():
 
 @needs_compiler
 def test_a_gradient_that_is_rounding_alone_is_not_wrong():
-    """A bias of keys moves all scores of a query alike, so its gradient is zero but for rounding."""
+    """A bias of keys moves all scores of a query alike, so its gradient is zero but for
+    rounding.
+    """
     mesh = others.mesh_of(data=8)
 
     def loss(w, x_BSD):

@@ -170,7 +170,9 @@ def test_a_sum_over_data_of_as_many_numbers_as_devices_is_an_all_reduce(read):
 
 
 def sliced(offset: str, size: int = 2, *, lines: str = '', more: str = '') -> str:
-    """The kind of a sum over `model` of f32[8,16] of which a slice is taken at an offset, on 2x4 devices."""
+    """The kind of a sum over `model` of f32[8,16] of which a slice is taken at an offset, on 2x4
+    devices.
+    """
     text = f"""
 %add (x: f32[], y: f32[]) -> f32[] {{
   %x = f32[] parameter(0)
@@ -196,7 +198,10 @@ ENTRY %main (p: f32[8,16], n: s32[]) -> f32[{size},16] {{
     return one.kind
 
 
-TABLE = '%table = s32[8]{0} constant({0, 2, 4, 6, 0, 2, 4, 6})\n  %one = s32[1]{0} dynamic-slice(%table, %device), dynamic_slice_sizes={1}'
+TABLE = (
+    '%table = s32[8]{0} constant({0, 2, 4, 6, 0, 2, 4, 6})\n'
+    '  %one = s32[1]{0} dynamic-slice(%table, %device), dynamic_slice_sizes={1}'
+)
 PLACE = """%four = u32[] constant(4)
   %place = u32[] remainder(%device, %four)
   %signed = s32[] convert(%place)

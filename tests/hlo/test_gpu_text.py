@@ -159,11 +159,15 @@ GEMM = """(f32[16,32]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target
         (f'%product = {GEMM}', FLOPS),
         ('%product = f32[16,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused', FLOPS),
         (
-            f'%product = {DOT}\n%again = f32[16,32]{{1,0}} fusion(%a, %b), kind=kLoop, calls=%fused',
+            (
+                f'%product = {DOT}\n%again = f32[16,32]{{1,0}} fusion(%a, %b), kind=kLoop, '
+                'calls=%fused'
+            ),
             2 * FLOPS,
         ),
         (
-            f'%i = s32[] constant(0)\n%state = {CARRIED} tuple(%i, %a, %b)\n%loop = {CARRIED} while(%state), condition=%condition, '
+            f'%i = s32[] constant(0)\n%state = {CARRIED} tuple(%i, %a, %b)\n'
+            f'%loop = {CARRIED} while(%state), condition=%condition, '
             'body=%body, backend_config={"known_trip_count":{"n":"3"}}',
             3 * FLOPS,
         ),

@@ -32,7 +32,10 @@ ENTRY %main (p: f32[4,8], w: f32[16,32]) -> f32[8,32] {{
     'between',
     [
         'fusion(%gather), kind=kLoop, calls=%transposed',
-        'fusion(%gather), kind=kLoop, calls=%transposed, metadata={op_name="jit(f)/attention/transpose"}',
+        (
+            'fusion(%gather), kind=kLoop, calls=%transposed, '
+            'metadata={op_name="jit(f)/attention/transpose"}'
+        ),
         'transpose(%gather), dimensions={1,0}',
     ],
     ids=['fusion', 'fusion of another site', 'transpose'],

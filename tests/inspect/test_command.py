@@ -1,4 +1,6 @@
-"""`megajax inspect` as a user calls it, on a terminal, in a notebook and for GPUs that are not there."""
+"""`megajax inspect` as a user calls it, on a terminal, in a notebook and for GPUs that are not
+there.
+"""
 
 import json
 import re

@@ -1,4 +1,6 @@
-"""Each detector fires on a text that has its fault and is silent on one that has not; the texts are written by hand."""
+"""Each detector fires on a text that has its fault and is silent on one that has not; the texts are
+written by hand.
+"""
 
 import jax
 import jax.numpy as jnp

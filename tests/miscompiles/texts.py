@@ -1,4 +1,6 @@
-"""Texts of compiled programs written by hand: the few lines that a detector reads, wrong and right."""
+"""Texts of compiled programs written by hand: the few lines that a detector reads, wrong and
+right.
+"""
 
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -10,7 +12,10 @@ ADD = """
 
 
 PLACE = 'metadata={op_name="jit(f)/add_any" source_file="model.py" source_line=7}'
-ROWS = 'update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1'
+ROWS = (
+    'update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, '
+    'index_vector_dim=1'
+)
 
 
 def permute(pairs: str) -> str:
@@ -39,7 +44,9 @@ ENTRY %main (x: f32[{rows},8], w: f32[8,8], b: f32[8]) -> (f32[{rows},8], s8[64]
 
 
 def ring(back: str, forth: str, device: int) -> str:
-    """A permute that was cut in two, put together again in a fusion: `back` goes to one device, `forth` to the others."""
+    """A permute that was cut in two, put together again in a fusion: `back` goes to one device,
+    `forth` to the others.
+    """
     return f"""HloModule m
 
 %join (back: f32[4], forth: f32[4], id: u32[]) -> f32[4] {{
@@ -65,8 +72,13 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
 
 
 def products(path: str) -> str:
-    """The same two operands multiplied in a fusion with a slice, and again beside it under `path`."""
-    call = 'custom_call_target="__cublas$lt$matmul", metadata={op_name="%s"}, backend_config={"dot_dimension_numbers":{}}'
+    """The same two operands multiplied in a fusion with a slice, and again beside it under
+    `path`.
+    """
+    call = (
+        'custom_call_target="__cublas$lt$matmul", metadata={op_name="%s"}, '
+        'backend_config={"dot_dimension_numbers":{}}'
+    )
     return f"""HloModule m
 
 %stack (all: f32[4,8,8], i: s32[], x: f32[8,8]) -> (f32[8,8], s8[64]) {{
@@ -95,7 +107,9 @@ ENTRY %main (x: f32[8,8], all: f32[4,8,8], i: s32[]) -> f32[8,8] {{
 
 
 def scatter(groups: str) -> str:
-    """A scatter over the whole table, of which devices 0 and 1 keep the first half and 2 and 3 the second, summed over groups."""
+    """A scatter over the whole table, of which devices 0 and 1 keep the first half and 2 and 3 the
+    second, summed over groups.
+    """
     return f"""HloModule m
 {ADD}
 ENTRY %main (ids: s32[8,1], rows: f32[8,16]) -> f32[32,16] {{
@@ -116,7 +130,9 @@ ENTRY %main (ids: s32[8,1], rows: f32[8,16]) -> f32[32,16] {{
 
 
 def small_dot(rows: int, contracted: int) -> str:
-    """A product of a small matrix with many rows and the reduction of its result, in one fusion for YNNPACK."""
+    """A product of a small matrix with many rows and the reduction of its result, in one fusion for
+    YNNPACK.
+    """
     return f"""HloModule m
 {ADD}
 %both (w: f32[3,{contracted}], x: f32[{rows},{contracted}]) -> f32[{rows}] {{

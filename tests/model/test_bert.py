@@ -1,4 +1,6 @@
-"""BERT looks both ways and not at padding, and its loss is that of the masked tokens and that of the order of the segments."""
+"""BERT looks both ways and not at padding, and its loss is that of the masked tokens and that of
+the order of the segments.
+"""
 
 import functools
 

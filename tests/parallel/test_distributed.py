@@ -21,7 +21,10 @@ pytestmark = pytest.mark.faults
 
 ROOT = Path(__file__).parents[2]
 
-MEET = 'from megajax.processes.environment import read_start; from megajax.processes.rendezvous import gather; gather(read_start())'
+MEET = (
+    'from megajax.processes.environment import read_start; '
+    'from megajax.processes.rendezvous import gather; gather(read_start())'
+)
 
 STEPS = """
 import sys, time
@@ -172,13 +175,15 @@ def test_a_killed_process_ends_the_other_within_seconds_in_a_line_that_names_it(
         killed = time.monotonic()
         codes = run.codes()
         assert time.monotonic() - killed < 5
-        # Where its coordinator is gone jax aborts within a tenth of a second, on a busy machine perhaps before our line is printed.
+        # Where its coordinator is gone jax aborts within a tenth of a second, on a busy machine
+        # perhaps before our line is printed.
         if victim == 0 and codes[1] == -signal.SIGABRT:
             return
         assert codes[1 - victim] == 75
         (line,) = run.errors(1 - victim)
         assert re.match(
-            rf'error: process {victim} on \S+ was lost, so this process ends too: start the run again',
+            rf'error: process {victim} on \S+ was lost, so this process ends too: '
+            r'start the run again',
             line,
         )
         assert not any('Traceback' in line for line in run.lines[1 - victim])
@@ -207,7 +212,8 @@ def test_process_0_says_who_did_not_come():
     with Run(MEET, count=4, indices=[0, 2], MEGAJAX_START_TIMEOUT='2') as run:
         assert run.codes(timeout=15) == {0: 75, 2: 75}
         assert re.match(
-            r'error: of 4 processes, 1, 3 did not connect to process 0 at 127.0.0.1:\d+ within 2 s: check that',
+            r'error: of 4 processes, 1, 3 did not connect to process 0 at 127.0.0.1:\d+ '
+            r'within 2 s: check that',
             run.lines[0][0],
         )
         assert re.match(
@@ -221,7 +227,8 @@ def test_a_process_that_does_not_reach_process_0_says_where_it_looked():
         assert run.codes(timeout=15) == {1: 75}
         (line,) = run.lines[1]
         assert re.match(
-            r'error: process 1 could not reach process 0 at 127.0.0.1:\d+ within 1 s \(Connection refused\): check that',
+            r'error: process 1 could not reach process 0 at 127.0.0.1:\d+ within 1 s '
+            r'\(Connection refused\): check that',
             line,
         )
 
@@ -242,7 +249,10 @@ def test_a_port_that_is_taken_is_refused_with_the_fix():
         start = Start(index=0, count=2, host='127.0.0.1', port=port, bind='127.0.0.1', timeout=1)
         with pytest.raises(
             ConfigError,
-            match=rf'cannot listen on 127.0.0.1, port {port} .*: choose another port in MEGAJAX_COORDINATOR',
+            match=(
+                rf'cannot listen on 127.0.0.1, port {port} .*: '
+                r'choose another port in MEGAJAX_COORDINATOR'
+            ),
         ):
             gather(start)
 

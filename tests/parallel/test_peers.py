@@ -194,7 +194,8 @@ def test_who_did_not_come_in_time_is_named(port: int, ended: list[str]) -> None:
     with pytest.raises(SystemExit):
         gather(start(port, 1, 4, timeout=0.1))
     assert ended[1].startswith(
-        f'process 1 could not reach process 0 at 127.0.0.1:{port} within 0.1 s (Connection refused): '
+        f'process 1 could not reach process 0 at 127.0.0.1:{port} within 0.1 s (Connection '
+        'refused): '
     )
 
 
@@ -252,7 +253,10 @@ def test_a_line_that_does_not_end_is_refused(pair: tuple[Link, Link]) -> None:
             near.receive()
 
 
-LOST = 'process 1 on h was lost, so this process ends too: start the run again to continue from its last checkpoint'
+LOST = (
+    'process 1 on h was lost, so this process ends too: '
+    'start the run again to continue from its last checkpoint'
+)
 FAILED = (
     'process 1 on h failed (why), so this process ends too: see the output of the failed process'
 )

@@ -172,7 +172,10 @@ def test_the_tables_of_the_papers_are_shown():
 
 
 def test_a_plan_takes_less_than_2_seconds_and_needs_no_jax():
-    code = 'import sys, megajax; megajax.plan(megajax.load("llama3_8b"), gpu="h100", gpus=64); print("jax" in sys.modules)'
+    code = (
+        'import sys, megajax; megajax.plan(megajax.load("llama3_8b"), gpu="h100", gpus=64); '
+        'print("jax" in sys.modules)'
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert (
         subprocess.run(

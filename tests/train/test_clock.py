@@ -97,7 +97,8 @@ def test_the_line_names_what_matters_and_adds_up() -> None:
         'other': 550.0,
     }
     assert describe(seconds) == (
-        '10,000: 9,000 productive (90%), 400 lost, 30.2 compile, 0.0 restore, 0.0 checkpoint, 0.0 data wait, 570 other'
+        '10,000: 9,000 productive (90%), 400 lost, 30.2 compile, 0.0 restore, 0.0 checkpoint, '
+        '0.0 data wait, 570 other'
     )
 
 

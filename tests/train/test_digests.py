@@ -1,4 +1,6 @@
-"""What a checkpoint's digests find, without jax: every file is one that may be changed, cut, emptied or lost."""
+"""What a checkpoint's digests find, without jax: every file is one that may be changed, cut,
+emptied or lost.
+"""
 
 import shutil
 import subprocess

@@ -1,4 +1,6 @@
-"""Runs that are interrupted, in processes of their own: what is asked for is on disk, and going on equals never having stopped."""
+"""Runs that are interrupted, in processes of their own: what is asked for is on disk, and going on
+equals never having stopped.
+"""
 
 import os
 import signal

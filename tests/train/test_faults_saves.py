@@ -1,4 +1,6 @@
-"""Saves that fail, are killed at every moment, or are those of several processes: what was there before stays, and is found."""
+"""Saves that fail, are killed at every moment, or are those of several processes: what was there
+before stays, and is found.
+"""
 
 import os
 import shutil

@@ -1,4 +1,6 @@
-"""Signals as schedulers, terminals and people send them: the work is saved unless somebody insists on leaving at once."""
+"""Signals as schedulers, terminals and people send them: the work is saved unless somebody insists
+on leaving at once.
+"""
 
 import fcntl
 import os

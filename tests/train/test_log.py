@@ -1,4 +1,6 @@
-"""What a run leaves in its directory about itself: where its seconds went, its speed, and a trace."""
+"""What a run leaves in its directory about itself: where its seconds went, its speed, and a
+trace.
+"""
 
 import json
 import os
@@ -98,7 +100,8 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(
     assert seconds['restore'] == pytest.approx(0, abs=0.1)
     assert seconds['lost'] == 0
     told = re.search(
-        r'seconds ([\d.]+): .* productive \(\d+%\), .* compile, .* restore, .* checkpoint, .* data wait',
+        r'seconds ([\d.]+): .* productive \(\d+%\), .* compile, .* restore, .* checkpoint, '
+        r'.* data wait',
         ' '.join(said.split()),
     )
     assert told

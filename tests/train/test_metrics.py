@@ -1,4 +1,6 @@
-"""Each step is in `metrics.jsonl` once, whatever happens to the run or to the disk, and nothing of it ends a run."""
+"""Each step is in `metrics.jsonl` once, whatever happens to the run or to the disk, and nothing of
+it ends a run.
+"""
 
 import json
 import math
@@ -42,7 +44,9 @@ def events(folder: Path) -> Iterator[Event]:
 
 
 def drawn(folder: Path) -> list[int]:
-    """The steps of the curve of losses, as TensorBoard draws it: a start takes away what was there of its step and later ones."""
+    """The steps of the curve of losses, as TensorBoard draws it: a start takes away what was there
+    of its step and later ones.
+    """
     found: list[int] = []
     for event in events(folder):
         if event.session_log.status == SessionLog.START:
@@ -146,7 +150,9 @@ def test_wandb_that_is_not_installed_is_said_with_the_command(
 
 
 def told_wandb(folder: Path) -> list[tuple[str, list[int]]]:
-    """The id and the steps of each start in wandb's files, which are LevelDB logs: blocks of 32 KiB, records of one protobuf each."""
+    """The id and the steps of each start in wandb's files, which are LevelDB logs: blocks of 32
+    KiB, records of one protobuf each.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
