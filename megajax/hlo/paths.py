@@ -1,4 +1,7 @@
-"""Where an array in a compiled program comes from and where it goes, by the paths that jax gave to what makes and reads it."""
+"""The origin and destination of arrays in a compiled program, by the paths that jax recorded.
+
+A path names the transformations and scopes of the instruction that makes or reads an array.
+"""
 
 import re
 from math import prod
@@ -6,7 +9,7 @@ from math import prod
 from megajax.hlo.products import flops
 from megajax.hlo.program import Computation, Instruction, Program
 
-# What hands an array on as it is, or in another layout or dtype.
+# Opcodes that pass an array on unchanged, or in another layout or dtype.
 SAME = {
     'bitcast',
     'copy',
@@ -21,7 +24,10 @@ SAME = {
 
 
 def joined(program: Program, computation: Computation, made: Instruction) -> list[Instruction]:
-    """The parts of a flat buffer that XLA made to send them at once; what the author joined is one array."""
+    """The parts of a flat buffer into which XLA joined arrays to send them together.
+
+    Any other array, such as one that the author concatenated, is its own only part.
+    """
     while made.opcode in SAME and len(made.operands) == 1 and made.opcode != 'get-tuple-element':
         made = computation.by_name[made.operands[0]]
     root = made
@@ -44,7 +50,7 @@ def _before_reshapes(computation: Computation, name: str) -> Instruction:
 
 
 def origin(program: Program, computation: Computation, made: Instruction, depth: int = 24) -> str:
-    """The path of an array, or of the nearest before it that has one."""
+    """The path of an array, or of the nearest predecessor that has a path; empty if none has."""
     if depth == 0 or is_path(made.op_name):
         return made.op_name
     if made.opcode == 'get-tuple-element':
@@ -66,34 +72,41 @@ def origin(program: Program, computation: Computation, made: Instruction, depth:
     if (start := _slice_start(program, made)) is not None:
         before = [_part_at(program, computation, before[0], start)]
     return next(
-        (name for one in before if (name := origin(program, computation, one, depth - 1))), ''
+        (name for each in before if (name := origin(program, computation, each, depth - 1))), ''
     )
 
 
 def paths(op_name: str, count: int) -> list[str]:
-    """The path of each operand: of joined ones XLA writes `before/(first:second)/after`, where it writes any."""
+    """The path of each of `count` operands of an instruction.
+
+    For joined operands XLA writes `before/(first:second)/after`, if it writes paths at all.
+    """
     if count == 1:
         return [op_name if is_path(op_name) else '']
-    joined = re.search(r'\(([^():]+(?::[^():]+)+)\)', op_name)
-    parts = joined[1].split(':') if joined else []
-    if joined is None or len(parts) != count:
+    match = re.search(r'\(([^():]+(?::[^():]+)+)\)', op_name)
+    parts = match[1].split(':') if match else []
+    if match is None or len(parts) != count:
         return [''] * count
-    return [op_name[: joined.start()] + part + op_name[joined.end() :] for part in parts]
+    return [op_name[: match.start()] + part + op_name[match.end() :] for part in parts]
 
 
 def is_path(op_name: str) -> bool:
-    """Not of what XLA itself named, nor of a loop, which says nothing of what it returns."""
+    """Whether a name is a path that jax recorded, and not a loop's.
+
+    The path of a loop says nothing about what the loop returns.
+    """
     return '/' in op_name and not op_name.endswith('/while')
 
 
 def destination(program: Program, computation: Computation, made: Instruction, index: int) -> str:
-    """The path of the first matrix product that reads an array, one of several that `made` has, or of the first reader at all.
+    """The path of the first matrix product that reads an array, or else of its first reader.
 
-    What only keeps it for later or adds it to a sum is no reader.
+    `index` is the place of the array in the results of `made`. An instruction that only stores the
+    array for later, or adds it to a sum, does not count as a reader.
     """
     first, ahead = '', [made]
-    for one in ahead:
-        for user in computation.users.get(one.name, ()):
+    for source in ahead:
+        for user in computation.users.get(source.name, ()):
             if (
                 user.opcode == 'get-tuple-element'
                 and len(made.operands) > 1
@@ -104,9 +117,9 @@ def destination(program: Program, computation: Computation, made: Instruction, i
                 return user.op_name
             if user.opcode in SAME or user.opcode.endswith('-done') or user.opcode == 'fusion':
                 ahead.append(user)
-            hands_on = user.opcode in SAME or user.opcode.endswith('-done')
+            passes_on = user.opcode in SAME or user.opcode.endswith('-done')
             if (
-                not hands_on
+                not passes_on
                 and is_path(user.op_name)
                 and not user.op_name.endswith(('/dynamic_update_slice', '/add'))
             ):
@@ -115,20 +128,20 @@ def destination(program: Program, computation: Computation, made: Instruction, i
 
 
 def _slice_start(program: Program, made: Instruction) -> int | None:
-    """Where a slice of a flat buffer begins."""
+    """The start of a slice of a flat buffer; None for any other instruction."""
     if made.opcode == 'fusion':
         inside = program.computations[made.called[0]]
         made = inside.root if len(inside.instructions) == 2 else made
-    found = (
+    match = (
         re.search(r'slice=\{\[(\d+):\d+\]\}', made.attributes) if made.opcode == 'slice' else None
     )
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def _part_at(
     program: Program, computation: Computation, buffer: Instruction, start: int
 ) -> Instruction:
-    """What lies at a place of a flat buffer that was reduced as a whole."""
+    """The part that has element `start` of a flat buffer, which may have been reduced as one."""
     while buffer.opcode in SAME or buffer.opcode.startswith('all-reduce'):
         buffer = computation.by_name[buffer.operands[0]]
     end = 0
