@@ -111,21 +111,23 @@ class _Reader(NamedTuple):
 def _readers(
     program: Program,
     computation: Computation,
-    made: Instruction,
+    producer: Instruction,
     index: int | None = None,
     dtype: str = '',
 ) -> Iterator[_Reader]:
     """Yield the readers of an array, or of one in a tuple, past instructions that pass it on."""
-    if made is computation.root:
-        yield _Reader(made, computation, dtype)
-    for user in computation.users.get(made.name, ()):
+    if producer is computation.root:
+        yield _Reader(producer, computation, dtype)
+    for user in computation.users.get(producer.name, ()):
         if index is not None and (
             user.opcode != 'get-tuple-element' or user.attribute('index') != str(index)
         ):
             continue
         if user.opcode in ('fusion', 'call'):
             inside = program.computations[user.called[0]]
-            for place in (place for place, name in enumerate(user.operands) if name == made.name):
+            for place in (
+                place for place, name in enumerate(user.operands) if name == producer.name
+            ):
                 for reader in _readers(program, inside, inside.parameters[place], None, dtype):
                     if reader.instruction is inside.root and reader.instruction.opcode in {
                         *SAME,
@@ -141,17 +143,17 @@ def _readers(
             yield _Reader(user, computation, dtype)
 
 
-def _dtype_before(program: Program, computation: Computation, made: Instruction) -> str:
+def _dtype_before(program: Program, computation: Computation, producer: Instruction) -> str:
     """The dtype of an array before the conversion that made it; empty without a conversion."""
-    while made.opcode in {*SAME, 'slice', 'dynamic-slice'} - {'get-tuple-element'}:
-        before = computation.by_name[made.operands[0]]
-        if made.opcode == 'convert':
+    while producer.opcode in {*SAME, 'slice', 'dynamic-slice'} - {'get-tuple-element'}:
+        before = computation.by_name[producer.operands[0]]
+        if producer.opcode == 'convert':
             return before.results[0].dtype
-        made = before
-    if made.opcode == 'fusion':
-        inside = program.computations[made.called[0]]
+        producer = before
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
         return _dtype_before(program, inside, inside.root)
-    given = _given(program, computation, made)
+    given = _given(program, computation, producer)
     return _dtype_before(program, *given) if given else ''
 
 
@@ -176,29 +178,31 @@ def _is_own_part(program: Program, reader: _Reader, groups: Groups) -> bool:
 
 
 def _given(
-    program: Program, computation: Computation, made: Instruction
+    program: Program, computation: Computation, producer: Instruction
 ) -> tuple[Computation, Instruction] | None:
     """The value that a caller passes for a fusion's parameter or for a value that a loop carries.
 
     Returned as its computation and instruction; None for any other instruction.
     """
     is_carried = (
-        made.opcode == 'get-tuple-element'
-        and computation.by_name[made.operands[0]].opcode == 'parameter'
+        producer.opcode == 'get-tuple-element'
+        and computation.by_name[producer.operands[0]].opcode == 'parameter'
     )
     for caller, call in (
         program.callers.get(computation.name, ())
-        if is_carried or made.opcode == 'parameter'
+        if is_carried or producer.opcode == 'parameter'
         else ()
     ):
-        if made.opcode == 'parameter' and call.opcode in ('fusion', 'call'):
+        if producer.opcode == 'parameter' and call.opcode in ('fusion', 'call'):
             place = next(
-                place for place, parameter in computation.parameters.items() if parameter is made
+                place
+                for place, parameter in computation.parameters.items()
+                if parameter is producer
             )
             return caller, caller.by_name[call.operands[place]]
         if is_carried and call.opcode == 'while':
             carried = caller.by_name[call.operands[0]]
             if carried.opcode == 'tuple':
-                index = int(made.attribute('index') or 0)
+                index = int(producer.attribute('index') or 0)
                 return caller, caller.by_name[carried.operands[index]]
     return None

@@ -154,7 +154,7 @@ class Loop:
 
     @cached_property
     def trip_count(self) -> int | None:
-        """How often the body runs: as the compiler states, or else by the condition.
+        """The number of steps, as the compiler states it or else by the condition.
 
         None where neither gives it.
         """
@@ -222,12 +222,12 @@ def _is_kept(body: Computation, place: int) -> bool:
     """Whether a loop's body passes on the carried value at a place unchanged."""
     if body.root.opcode != 'tuple':
         return False
-    made = body.by_name[body.root.operands[place]]
-    while made.opcode == 'copy':
-        made = body.by_name[made.operands[0]]
-    if made.opcode != 'get-tuple-element' or made.attribute('index') != str(place):
+    producer = body.by_name[body.root.operands[place]]
+    while producer.opcode == 'copy':
+        producer = body.by_name[producer.operands[0]]
+    if producer.opcode != 'get-tuple-element' or producer.attribute('index') != str(place):
         return False
-    return body.by_name[made.operands[0]].opcode == 'parameter'
+    return body.by_name[producer.operands[0]].opcode == 'parameter'
 
 
 def _is_small(instruction: Instruction) -> bool:

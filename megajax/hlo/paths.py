@@ -23,38 +23,49 @@ SAME = {
 }
 
 
-def joined(program: Program, computation: Computation, made: Instruction) -> list[Instruction]:
+def joined(program: Program, computation: Computation, producer: Instruction) -> list[Instruction]:
     """The parts of a flat buffer into which XLA joined arrays to send them together.
 
     Any other array, such as one that the author concatenated, is its own only part.
     """
-    while made.opcode in SAME and len(made.operands) == 1 and made.opcode != 'get-tuple-element':
-        made = computation.by_name[made.operands[0]]
-    root = made
-    if made.opcode == 'fusion':
-        inside = program.computations[made.called[0]]
-        root = inside.root if len(inside.instructions) == len(inside.parameters) + 1 else made
+    while (
+        producer.opcode in SAME
+        and len(producer.operands) == 1
+        and producer.opcode != 'get-tuple-element'
+    ):
+        producer = computation.by_name[producer.operands[0]]
+    root = producer
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
+        root = inside.root if len(inside.instructions) == len(inside.parameters) + 1 else producer
     is_flat = (
         root.opcode == 'concatenate'
         and len(root.results[0].shape) == 1
         and not root.op_name.endswith('/concatenate')
     )
-    return [_before_reshapes(computation, name) for name in made.operands] if is_flat else [made]
+    return (
+        [_before_reshapes(computation, name) for name in producer.operands]
+        if is_flat
+        else [producer]
+    )
 
 
 def _before_reshapes(computation: Computation, name: str) -> Instruction:
-    made = computation.by_name[name]
-    while made.opcode in ('bitcast', 'reshape'):
-        made = computation.by_name[made.operands[0]]
-    return made
+    producer = computation.by_name[name]
+    while producer.opcode in ('bitcast', 'reshape'):
+        producer = computation.by_name[producer.operands[0]]
+    return producer
 
 
-def origin(program: Program, computation: Computation, made: Instruction, depth: int = 24) -> str:
+def origin(
+    program: Program, computation: Computation, producer: Instruction, depth: int = 24
+) -> str:
     """The path of an array, or of the nearest predecessor that has a path; empty if none has."""
-    if depth == 0 or is_path(made.op_name):
-        return made.op_name
-    if made.opcode == 'get-tuple-element':
-        index, owner = int(made.attribute('index') or 0), computation.by_name[made.operands[0]]
+    if depth == 0 or is_path(producer.op_name):
+        return producer.op_name
+    if producer.opcode == 'get-tuple-element':
+        index = int(producer.attribute('index') or 0)
+        owner = computation.by_name[producer.operands[0]]
         body = owner.attribute('body') if owner.opcode == 'while' else None
         if body is not None:
             inside = program.computations[body]
@@ -62,14 +73,14 @@ def origin(program: Program, computation: Computation, made: Instruction, depth:
                 return origin(
                     program, inside, inside.by_name[inside.root.operands[index]], depth - 1
                 )
-    if made.opcode == 'fusion':
-        inside = program.computations[made.called[0]]
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
         if name := next(
-            (one.op_name for one in reversed(inside.instructions) if is_path(one.op_name)), ''
+            (each.op_name for each in reversed(inside.instructions) if is_path(each.op_name)), ''
         ):
             return name
-    before = [computation.by_name[name] for name in made.operands]
-    if (start := _slice_start(program, made)) is not None:
+    before = [computation.by_name[name] for name in producer.operands]
+    if (start := _slice_start(program, producer)) is not None:
         before = [_part_at(program, computation, before[0], start)]
     return next(
         (name for each in before if (name := origin(program, computation, each, depth - 1))), ''
@@ -98,18 +109,20 @@ def is_path(op_name: str) -> bool:
     return '/' in op_name and not op_name.endswith('/while')
 
 
-def destination(program: Program, computation: Computation, made: Instruction, index: int) -> str:
+def destination(
+    program: Program, computation: Computation, producer: Instruction, index: int
+) -> str:
     """The path of the first matrix product that reads an array, or else of its first reader.
 
-    `index` is the place of the array in the results of `made`. An instruction that only stores the
-    array for later, or adds it to a sum, does not count as a reader.
+    `index` is the place of the array in the results of `producer`. An instruction that only stores
+    the array for later, or adds it to a sum, does not count as a reader.
     """
-    first, ahead = '', [made]
+    first, ahead = '', [producer]
     for source in ahead:
         for user in computation.users.get(source.name, ()):
             if (
                 user.opcode == 'get-tuple-element'
-                and len(made.operands) > 1
+                and len(producer.operands) > 1
                 and user.attribute('index') != str(index)
             ):
                 continue
@@ -127,13 +140,15 @@ def destination(program: Program, computation: Computation, made: Instruction, i
     return first
 
 
-def _slice_start(program: Program, made: Instruction) -> int | None:
+def _slice_start(program: Program, producer: Instruction) -> int | None:
     """The start of a slice of a flat buffer; None for any other instruction."""
-    if made.opcode == 'fusion':
-        inside = program.computations[made.called[0]]
-        made = inside.root if len(inside.instructions) == 2 else made
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
+        producer = inside.root if len(inside.instructions) == 2 else producer
     match = (
-        re.search(r'slice=\{\[(\d+):\d+\]\}', made.attributes) if made.opcode == 'slice' else None
+        re.search(r'slice=\{\[(\d+):\d+\]\}', producer.attributes)
+        if producer.opcode == 'slice'
+        else None
     )
     return int(match[1]) if match else None
 

@@ -97,7 +97,7 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often the body of a while loop runs; None where the compiler does not know."""
+        """The number of steps of a while loop; None where the compiler does not know it."""
         match = _TRIP_COUNT.search(self.attributes)
         return int(match[1]) if match else None
 
@@ -188,14 +188,14 @@ class Program:
 
     @cached_property
     def runs(self) -> 'Runs':
-        """How often each computation runs."""
+        """The number of runs of each computation, and the computations that may not run."""
         from megajax.hlo.runs import Runs  # here, because it reads programs
 
         return Runs(self, self._trip_count)
 
     @property
     def times(self) -> dict[str, int]:
-        """How often each computation runs in one run of the program, by name.
+        """The number of runs of each computation in one run of the program, by name.
 
         See `megajax.hlo.runs`.
         """

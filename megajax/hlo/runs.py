@@ -1,4 +1,4 @@
-"""How often each computation of a program runs.
+"""The number of runs of each computation of a program.
 
 Trip counts of nested loops are multiplied. Where a conditional's branch sends something and its
 predicate follows from loop counters, the branch that runs counts; where the predicate is unknown,
@@ -174,7 +174,7 @@ def _multiplied(counts: Counter[str], times: int) -> Counter[str]:
 
 
 def _runs(caller: Instruction, name: str) -> int:
-    """How often an instruction runs the computation `name` that it calls."""
+    """The number of times that an instruction runs the computation `name` that it calls."""
     if caller.opcode in ('async-update', 'async-done'):
         return 0  # older versions of XLA repeat the computation that async-start started
     if caller.opcode != 'while':

@@ -101,11 +101,11 @@ def _reduced_twice(
             sources[site] = collective.source
     for (site, dims), times in arrays.items():
         allowed = sum(
-            one.times
-            for one in wanted
-            if one.site == site
-            and one.kind in ('all-reduce', 'reduce-scatter')
-            and one.array.dims == dims
+            transfer.times
+            for transfer in wanted
+            if transfer.site == site
+            and transfer.kind in ('all-reduce', 'reduce-scatter')
+            and transfer.array.dims == dims
         )
         if allowed and times > allowed:
             message = (
@@ -166,7 +166,7 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
 
 def _lossy_permutes(compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
     # Permutes without pairs are among the known miscompiles.
-    permutes = [one for one in placed if one.kind == 'collective-permute' and one.groups]
+    permutes = [each for each in placed if each.kind == 'collective-permute' and each.groups]
     for permute in permutes:
         if problem := fault(permute.groups, prod(compiled.mesh.values())):
             rule, sentence = problem

@@ -118,29 +118,36 @@ def schedule_table(inspection: Inspection) -> Table:
         justify: Literal['left', 'right'] = 'right' if name in numbers else 'left'
         table.add_column(name, justify=justify, no_wrap=name != 'source')
     similar = defaultdict[tuple[str, ...], list[Overlap]](list)
-    for one in sorted(inspection.schedule, key=lambda one: -one.transfer.wire_bytes):
-        key = one.site, one.phase, one.axis, one.transfer.kind, _matched(one), _link(one)
-        similar[key].append(one)
+    for overlap in sorted(inspection.schedule, key=lambda overlap: -overlap.transfer.wire_bytes):
+        key = (
+            overlap.site,
+            overlap.phase,
+            overlap.axis,
+            overlap.transfer.kind,
+            _matched(overlap),
+            _link(overlap),
+        )
+        similar[key].append(overlap)
     for (site, phase, axis, _, matched, link), group in similar.items():
         collective = _cell([group[0].transfer]) + (
             f' and {len(group) - 1} more' if len(group) > 1 else ''
         )
-        size = si(sum(one.transfer.wire_bytes for one in group))
-        on_wire = _ms(sum(one.seconds for one in group))
-        hidden = _ms(sum(one.hidden_seconds for one in group))
+        size = si(sum(overlap.transfer.wire_bytes for overlap in group))
+        on_wire = _ms(sum(overlap.seconds for overlap in group))
+        hidden = _ms(sum(overlap.hidden_seconds for overlap in group))
         source = group[0].source.split(' < ')[0].rpartition('megajax/')[2]
         table.add_row(site, phase, axis, collective, size, on_wire, hidden, matched, link, source)
     return table
 
 
-def _matched(one: Overlap) -> str:
-    if one.overlapped_gflops:
-        return f'{one.overlapped_gflops:,.1f} GFLOP'
-    return 'nothing: synchronous' if one.synchronous else 'no product'
+def _matched(overlap: Overlap) -> str:
+    if overlap.overlapped_gflops:
+        return f'{overlap.overlapped_gflops:,.1f} GFLOP'
+    return 'nothing: synchronous' if overlap.synchronous else 'no product'
 
 
-def _link(one: Overlap) -> str:
-    return 'between hosts' if one.crosses_hosts else 'inside a host'
+def _link(overlap: Overlap) -> str:
+    return 'between hosts' if overlap.crosses_hosts else 'inside a host'
 
 
 def si(count: float) -> str:
@@ -154,8 +161,9 @@ def si(count: float) -> str:
 
 def _cell(transfers: list[Transfer], limit: int = 3) -> str:
     lines = [
-        f'{"at most " * one.at_most}{one.times} {_SHORT.get(one.kind, one.kind)} {one.array}'
-        for one in transfers[:limit]
+        f'{"at most " * transfer.at_most}{transfer.times} '
+        f'{_SHORT.get(transfer.kind, transfer.kind)} {transfer.array}'
+        for transfer in transfers[:limit]
     ]
     if len(transfers) > limit:
         lines.append(f'... {len(transfers) - limit} more arrays')
@@ -187,8 +195,10 @@ def _seconds(inspection: Inspection) -> list[Text]:
     parts = [
         _hidden(axis, seconds, hidden[axis]) for axis, seconds in inspection.wire_seconds.items()
     ]
-    whole = sum(one.seconds for one in inspection.schedule)
-    parts.append(_hidden('in all', whole, sum(one.hidden_seconds for one in inspection.schedule)))
+    total = sum(overlap.seconds for overlap in inspection.schedule)
+    parts.append(
+        _hidden('in all', total, sum(overlap.hidden_seconds for overlap in inspection.schedule))
+    )
     return [
         Text(f'ms on the wire  {", ".join(parts)}'),
         Text(
@@ -230,8 +240,8 @@ def _memory(inspection: Inspection) -> Text:
 
 def _findings(inspection: Inspection) -> list[Text]:
     return [
-        Text(f'{one.level}: {one.rule}: {one.message}', style=_STYLES[one.level])
-        for one in inspection.findings
+        Text(f'{finding.level}: {finding.rule}: {finding.message}', style=_STYLES[finding.level])
+        for finding in inspection.findings
     ]
 
 
@@ -244,7 +254,7 @@ def _conclusion(inspection: Inspection) -> Text:
         for row in inspection.rows
         if row.verdict == 'MORE'
     ]
-    errors = sum(one.level == 'error' for one in inspection.findings)
+    errors = sum(finding.level == 'error' for finding in inspection.findings)
     reasons = ([f'MORE than Megatron: {"; ".join(more)}'] if more else []) + (
         [f'{errors} lint errors'] if errors else []
     )
