@@ -1,6 +1,6 @@
 """Samples as batches: the batch of a step depends only on the config and the step.
 
-R in a dim's place is a range of the rows B.
+R stands for a range of the rows B.
 """
 
 from collections.abc import Iterator, Sequence

@@ -88,7 +88,7 @@ class MegatronSamples:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[list[int], list[int]]:
-    """Return the samples that a blend takes from each dataset, and those to prepare: a few more."""
+    """Return the samples a blend takes from each dataset, and how many to prepare: a few more."""
     shares = [math.ceil(num_samples * weight) for weight in normalized(weights)]
     return shares, [math.ceil(share * (1 + SURPLUS)) for share in shares]
 

@@ -123,7 +123,7 @@ LENGTHS, POINTERS, DOCUMENTS = (
         ),
         (
             lambda b: patched(b, 17, '<B', 9),
-            r'web.idx: at byte 17: 9 is not a dtype of tokens; use one of 1 \(uint8\)',
+            r'web.idx: at byte 17: 9 is not a dtype of tokens; known are 1 \(uint8\)',
         ),
         (lambda b: patched(b, 17, '<B', 7), r'web.idx: at byte 17: 7 is not a dtype'),
         (

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     import tokenizers
 
 UINT16_BELOW = 65500  # as in megatron-core's `DType.optimal_dtype`
-DOCUMENTS_AT_ONCE = (
-    64  # documents per call; tokenizers holds some 90 bytes for each token of a call
-)
+# documents per call of tokenizers, which holds some 90 bytes for each of their tokens
+DOCUMENTS_AT_ONCE = 64
 # end-of-document tokens, by preference: of GPT-2 and megajax, Llama 2, Llama 3, BERT
 END_OF_DOCUMENT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '[SEP]')
 

@@ -204,7 +204,7 @@ def _parse(path: Path, index: np.ndarray) -> tuple[np.dtype, Arrays]:
             if np.issubdtype(dtype, np.integer)
         )
         raise _problem(
-            path, f'at byte 17: {code} is not a dtype of tokens; use one of {integers}; {again}'
+            path, f'at byte 17: {code} is not a dtype of tokens; known are {integers}; {again}'
         )
     without_modes = HEADER.size + 12 * num_sequences + 8 * num_boundaries
     if len(index) not in (without_modes, without_modes + num_sequences):

@@ -96,4 +96,4 @@ def _remember(note: Path, low_high: tuple[int, int]) -> None:
             json.dump(low_high, file)
         Path(file.name).replace(note)
     except OSError:
-        return  # the home is not writable: the file is read again next time
+        return  # the home directory is not writable: the file is read again next time
