@@ -45,7 +45,7 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
     if left:
         logger.warning('%s: unused keys: %s', folder / 'config.json', ', '.join(left))
     if tokenizer is None:
-        logger.warning('%s has no tokenizer.json: the run uses token ids without one', folder)
+        logger.warning('%s has no tokenizer.json: the run works on token ids only', folder)
     from megajax.interop.huggingface import from_huggingface
     from megajax.interop.runs import start_run
 

@@ -241,7 +241,7 @@ def _number(x: Any) -> Any:
 def read_config_json(folder: Path) -> tuple[str, Keys, list[str]]:
     """Read a directory's config.json as `read_family` does.
 
-    Raises ConfigError, also if there is none.
+    Raises ConfigError as `read_family` does, and for a file that is missing or cannot be parsed.
     """
     file = folder / 'config.json'
     try:

@@ -45,8 +45,7 @@ class There(NamedTuple):
     columns: slice = slice(None)  # of C, the columns of a head group, or of U, gate and up
 
 
-# GPT-2's linear layers are [in, out]; all queries come before all keys, and these before all
-# values.
+# GPT-2: linear layers are [in, out]. All queries come before all keys, and these before all values.
 GPT2 = {
     'embedding.table': [There('transformer.wte.weight', 'VD')],
     'position.table': [There('transformer.wpe.weight', 'SD')],
@@ -102,8 +101,7 @@ LLAMA = {
 }
 
 
-# MegatronBert, which is BERT with the norms before the matrix products: linear layers are [out,
-# in].
+# MegatronBert, BERT with the norms before the matrix products: linear layers are [out, in].
 MEGATRON_BERT = {
     'embedding.table': [There('bert.embeddings.word_embeddings.weight', 'VD')],
     'position.table': [There('bert.embeddings.position_embeddings.weight', 'SD')],

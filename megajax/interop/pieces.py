@@ -23,8 +23,7 @@ from flax import nnx
 from megajax.config import ConfigError, ModelConfig
 from megajax.counts.parameters import parameters
 
-# Elements of a tile's side; in fp32 a cache line, which makes numpy transpose several times as
-# fast.
+# Elements of a tile's side: a cache line in fp32, with which numpy transposes several times faster.
 TILE = 16
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -43,7 +42,7 @@ class Piece(NamedTuple):
     name: str
     shape: Shape
     split: Shape  # its shape with its dims split into the parameter's dims
-    order: tuple[int, ...]  # of the split dims in the parameter
+    order: tuple[int, ...]  # transposition of the split dims to the order of the parameter's
     at: At  # the region of the parameter that it fills
 
     def view(self, x: np.ndarray) -> np.ndarray:

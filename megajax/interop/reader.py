@@ -44,7 +44,7 @@ Keys = dict[str, Any]
 class Reader:
     """A config.json that is read key by key.
 
-    `problems` collects all errors, and `left` is the keys that nobody asked for.
+    `problems` collects all errors, and `left` lists the keys that nobody asked for.
     """
 
     def __init__(self, keys: Mapping[str, Any], file: str):

@@ -127,7 +127,7 @@ def load_torch(path: Path) -> Any:
         with path.open('rb') as file, zipfile.ZipFile(file) as archive:
             entries = {name.partition('/')[2]: archive.getinfo(name) for name in archive.namelist()}
             if 'byteorder' in entries and archive.read(entries['byteorder']) != b'little':
-                raise ConfigError(f'{path}: only little-endian files are supported')
+                raise ConfigError(f'{path}: not little-endian, the only supported byte order')
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             program = archive.read(entries['data.pkl'])
             return _Unpickler(program, path, entries, content).load()
