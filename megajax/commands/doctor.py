@@ -27,8 +27,8 @@ from megajax.processes.environment import visible_gpus
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 HEAD_DIMS = (64, 128)
 MARK = 'megajax doctor: '  # precedes the answer of the other process, because plugins print too
-TIMEOUT = 120.0  # seconds for jax to start; a driver that hangs does so for ever
-LITTLE = 2e9  # bytes; a checkpoint has 12 for each parameter
+TIMEOUT = 120.0  # seconds for jax to start; a driver that hangs never returns
+LITTLE = 2e9  # minimum free space in bytes; a checkpoint has 12 for each parameter
 PROXIES = ('grpc_proxy', 'https_proxy', 'http_proxy')
 
 
@@ -141,13 +141,13 @@ def _jax(diagnosis: Diagnosis, environ: Mapping[str, str], timeout: float) -> st
         diagnosis.fact('devices', 'unknown')
         _why_jax_fails(diagnosis, environ, done)
         return None
-    told = json.loads(answer)
-    for line in told['devices']:
+    report = json.loads(answer)
+    for line in report['devices']:
         diagnosis.fact('devices', line)
-    diagnosis.fact('attention', told['attention'])
-    _missing_gpus(diagnosis, told['platform'], told['count'], environ)
-    _compilation_cache(diagnosis, told['platform'], environ)
-    return told['target'] if told['target'] in GPUS else None
+    diagnosis.fact('attention', report['attention'])
+    _missing_gpus(diagnosis, report['platform'], report['count'], environ)
+    _compilation_cache(diagnosis, report['platform'], environ)
+    return report['target'] if report['target'] in GPUS else None
 
 
 def _why_jax_fails(
