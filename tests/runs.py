@@ -15,7 +15,8 @@ from pathlib import Path
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
-train: {steps: 40, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 10, eval_batches: 2, log_every: 1}
+train: {steps: 40, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 10, \
+eval_batches: 2, log_every: 1}
 checkpoint: {every: 10}
 optim: {lr: 1e-2}
 """
@@ -29,7 +30,8 @@ from megajax.processes.launch import Plan, launch, make_plan
 processes, command, *arguments = sys.argv[1:]
 mesh = load(arguments[1], arguments[2:]).mesh
 plan = make_plan(arguments, processes=int(processes), needed=mesh.data * mesh.model)
-sys.exit(launch(Plan(command=(sys.executable, '-c', command, *arguments), variables=plan.variables)))
+command = (sys.executable, '-c', command, *arguments)
+sys.exit(launch(Plan(command=command, variables=plan.variables)))
 """
 
 

@@ -21,7 +21,10 @@ ROOT = Path(__file__).parents[1]
 PAIR = """
 import sys
 from megajax.processes.launch import Plan, launch
-plan = Plan(command=(sys.executable, '-c', 'import os; exec(os.environ["DO"])'), variables=tuple({'DO': do} for do in sys.argv[1:]))
+plan = Plan(
+    command=(sys.executable, '-c', 'import os; exec(os.environ["DO"])'),
+    variables=tuple({'DO': do} for do in sys.argv[1:]),
+)
 sys.exit(launch(plan, grace=1))
 """
 IGNORE = (

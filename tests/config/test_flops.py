@@ -78,9 +78,7 @@ def test_each_token_meets_each_weight_of_a_layer_once(change: dict[str, Any], fo
     assert found.head == 2 * 8 * 32 * 64 * 1024  # of the padded vocabulary
 
 
-def test_berts_square_layer_before_the_logits_is_whole_on_each_device_unless_the_sequence_is_sharded() -> (
-    None
-):
+def test_berts_square_layer_is_whole_on_each_device_unless_the_sequence_is_sharded() -> None:
     causal, alone = step_flops(make_config()), step_flops(make_config('bert'))
     dense, of_first_token = 2 * 8 * 32 * 64**2, 2 * 8 * 64 * (64 + 2)
     assert alone.head - causal.head == dense + of_first_token

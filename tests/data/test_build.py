@@ -42,7 +42,8 @@ def hook(event, arguments):
         if not count:
             os.kill(os.getpid(), number)
 sys.addaudithook(hook)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a suite that runs in the background does not hand on
+# A suite that runs in the background does not hand this on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from megajax.data.build.build import Job, build
 options = eval(sys.argv[4])
 try:

@@ -135,9 +135,7 @@ def test_a_row_is_two_segments_of_a_piece_in_their_order_or_swapped_and_padding(
     assert len(orders) == 2 + 2 + 4
 
 
-def test_of_each_sequence_15_percent_are_masked_of_which_80_are_mask_10_anything_and_10_as_they_were() -> (
-    None
-):
+def test_15_percent_are_masked_of_which_80_are_mask_10_anything_and_10_as_they_were() -> None:
     made = batches([[29]] * 2000, batch_size=2000)[0]
     masked = made['loss_mask'] > 0
     assert set(masked.sum(1)) == {round(MASKED * 29)}

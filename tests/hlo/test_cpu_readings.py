@@ -183,12 +183,14 @@ def sliced(offset: str, size: int = 2, *, lines: str = '', more: str = '') -> st
 ENTRY %main (p: f32[8,16], n: s32[]) -> f32[{size},16] {{
   %p = f32[8,16]{{1,0}} parameter(0)
   %n = s32[] parameter(1)
-  %total = f32[8,16]{{1,0}} all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add, metadata={{op_name="jit(f)/dot_general"}}
+  %total = f32[8,16]{{1,0}} all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add, \
+metadata={{op_name="jit(f)/dot_general"}}
   %zero = s32[] constant(0)
   %device = u32[] partition-id()
   {lines}
   %start = {offset}
-  %part = f32[{size},16]{{1,0}} dynamic-slice(%total, %start, %zero), dynamic_slice_sizes={{{size},16}}
+  %part = f32[{size},16]{{1,0}} dynamic-slice(%total, %start, %zero), \
+dynamic_slice_sizes={{{size},16}}
   {more}
   ROOT %result = f32[{size},16]{{1,0}} negate(%part)
 }}

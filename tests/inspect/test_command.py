@@ -108,7 +108,9 @@ def test_a_gpu_target_without_its_compiler_says_what_to_install():
 
 @pytest.mark.skipif(
     not has_compiler(),
-    reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it",
+    reason=(
+        "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it"
+    ),
 )
 @pytest.mark.parametrize('target', ['a100', 'h100', 'h200', 'b200'])
 def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
@@ -127,7 +129,9 @@ def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
 
 @pytest.mark.skipif(
     not has_compiler(),
-    reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it",
+    reason=(
+        "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it"
+    ),
 )
 def test_halves_that_take_turns_hide_more_of_the_same_bytes():
     overrides = (

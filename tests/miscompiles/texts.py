@@ -38,7 +38,8 @@ ENTRY %main (x: f32[{rows},8], w: f32[8,8], b: f32[8]) -> (f32[{rows},8], s8[64]
   %x = f32[{rows},8]{{1,0}} parameter(0)
   %w = f32[8,8]{{1,0}} parameter(1)
   %b = f32[8]{{0}} parameter(2)
-  ROOT %call = (f32[{rows},8]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w, %b), custom_call_target="__cublas$lt$matmul", backend_config={config}
+  ROOT %call = (f32[{rows},8]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w, %b), \
+custom_call_target="__cublas$lt$matmul", backend_config={config}
 }}
 """
 
@@ -62,7 +63,8 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
   %x = f32[4]{{0}} parameter(0)
   %id = u32[] partition-id()
   %start = token[] after-all()
-  %recv = (f32[4]{{0}}, u32[], token[]) recv(%start), channel_id=1, frontend_attributes={{_xla_send_recv_source_target_pairs={{{back}}}}}
+  %recv = (f32[4]{{0}}, u32[], token[]) recv(%start), channel_id=1, \
+frontend_attributes={{_xla_send_recv_source_target_pairs={{{back}}}}}
   %done = (f32[4]{{0}}, token[]) recv-done(%recv), channel_id=1
   %data = f32[4]{{0}} get-tuple-element(%done), index=0
   %permute = f32[4]{{0}} collective-permute(%x), channel_id=2, source_target_pairs={{{forth}}}
@@ -124,7 +126,8 @@ ENTRY %main (ids: s32[8,1], rows: f32[8,16]) -> f32[32,16] {{
   %start = s32[] reshape(%entry)
   %zero = s32[] constant(0)
   %own = f32[32,16]{{1,0}} dynamic-slice(%scattered, %start, %zero), dynamic_slice_sizes={{32,16}}
-  ROOT %summed = f32[32,16]{{1,0}} all-reduce(%own), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add
+  ROOT %summed = f32[32,16]{{1,0}} all-reduce(%own), channel_id=1, replica_groups={groups}, \
+use_global_device_ids=true, to_apply=%add
 }}
 """
 
@@ -148,7 +151,8 @@ def small_dot(rows: int, contracted: int) -> str:
 ENTRY %main (w: f32[3,{contracted}], x: f32[{rows},{contracted}]) -> f32[{rows}] {{
   %w = f32[3,{contracted}]{{1,0}} parameter(0)
   %x = f32[{rows},{contracted}]{{1,0}} parameter(1)
-  ROOT %fused = f32[{rows}]{{0}} fusion(%w, %x), kind=kCustom, calls=%both, backend_config={{"fusion_config":{{"kind":"__ynn_fusion"}}}}
+  ROOT %fused = f32[{rows}]{{0}} fusion(%w, %x), kind=kCustom, calls=%both, \
+backend_config={{"fusion_config":{{"kind":"__ynn_fusion"}}}}
 }}
 """
 
@@ -182,7 +186,8 @@ def top_k(places: str) -> str:
 ENTRY %main (x: f32[4,2]) -> (f32[4,2], s32[4,2]) {{
   %x = f32[4,2]{{1,0}} parameter(0)
   %iota = s32[4,2]{{1,0}} iota(), iota_dimension=1, {path}
-  %both = (f32[4,2]{{1,0}}, s32[4,2]{{1,0}}) sort(%x, %iota), dimensions={{1}}, to_apply=%greater, {path}
+  %both = (f32[4,2]{{1,0}}, s32[4,2]{{1,0}}) sort(%x, %iota), dimensions={{1}}, to_apply=%greater, \
+{path}
   %values = f32[4,2]{{1,0}} get-tuple-element(%both), index=0, {path}
   %sorted = s32[4,2]{{1,0}} get-tuple-element(%both), index=1, {path}
   %zeros = s32[4,2]{{1,0}} fusion(), kind=kLoop, calls=%fill, {path}

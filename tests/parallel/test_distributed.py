@@ -37,7 +37,8 @@ from megajax.parallel.mesh import make_mesh
 with processes():
     with jax.set_mesh(make_mesh(2, 1)) as mesh:
         add = jax.jit(lambda x: jnp.sum(x))
-        x = jax.make_array_from_callback((2,), NamedSharding(jax.sharding.get_mesh(), P('data')), lambda index: np.ones(1))
+        sharding = NamedSharding(jax.sharding.get_mesh(), P('data'))
+        x = jax.make_array_from_callback((2,), sharding, lambda index: np.ones(1))
         for step in range(10_000):
             assert float(add(x)) == 2
             if step == 3:
@@ -57,17 +58,20 @@ from megajax.parallel.mesh import make_mesh
 
 with processes():
     mesh = make_mesh(1, 4)
-    x = jax.make_array_from_callback((4,), NamedSharding(mesh, P('model')), lambda index: jnp.arange(4.0)[index])
+    sharding = NamedSharding(mesh, P('model'))
+    x = jax.make_array_from_callback((4,), sharding, lambda index: jnp.arange(4.0)[index])
     with jax.set_mesh(mesh):
         print('sum', float(jax.jit(jnp.sum)(x)), jax.process_count(), jax.local_device_count())
     socket.gethostname = lambda: f'host{jax.process_index()}'
-    print('hosts', [[device.process_index for device in group] for group in make_mesh(2, 2).devices])
+    groups = make_mesh(2, 2).devices
+    print('hosts', [[device.process_index for device in group] for group in groups])
     print('across', make_mesh(1, 4, cross_hosts=True).shape['model'])
     try:
         make_mesh(1, 4)
     except ConfigError as error:
         print('refused', error)
-    own = {os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{fd}')}
+    files = [f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd')]
+    own = {os.readlink(file) for file in files if os.path.exists(file)}
     for line in [*open('/proc/net/tcp'), *open('/proc/net/tcp6')]:
         address, state, inode = (line.split()[i] for i in (1, 3, 9))
         if state == '0A' and f'socket:[{inode}]' in own:
@@ -147,7 +151,7 @@ class Run:
         ]
 
 
-def test_processes_are_one_jax_whose_model_axis_stays_inside_a_host_and_which_listens_on_loopback_only():
+def test_processes_are_one_jax_whose_model_axis_stays_in_a_host_and_which_listens_on_loopback():
     with Run(ADD_UP, devices=2) as run:
         assert run.codes() == {0: 0, 1: 0}, run.lines
         for index in (0, 1):
@@ -266,8 +270,12 @@ from megajax.parallel.mesh import make_mesh
 
 with processes():
     with jax.set_mesh(make_mesh(2, 1)) as mesh:
-        scatter = jax.jit(jax.shard_map(lambda x: jax.lax.psum_scatter(x, 'data', tiled=True), in_specs=P(None), out_specs=P('data')))
-        x = jax.make_array_from_callback((2,), NamedSharding(jax.sharding.get_mesh(), P(None)), lambda index: np.ones(2))
+        scatter = jax.jit(jax.shard_map(
+            lambda x: jax.lax.psum_scatter(x, 'data', tiled=True),
+            in_specs=P(None), out_specs=P('data'),
+        ))
+        sharding = NamedSharding(jax.sharding.get_mesh(), P(None))
+        x = jax.make_array_from_callback((2,), sharding, lambda index: np.ones(2))
         for pause in (0, 40):  # gloo's reduce-scatter waits for 30 s (jax-ml/jax#40831)
             if jax.process_index() == 1:
                 time.sleep(pause)

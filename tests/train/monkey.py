@@ -32,7 +32,8 @@ DISK = 8  # MiB, of which three checkpoints take less than two
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {model: 2}
-train: {steps: STEPS, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 1000, eval_batches: 2, log_every: 1}
+train: {steps: STEPS, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 1000, \
+eval_batches: 2, log_every: 1}
 checkpoint: {every: 10}
 optim: {lr: 1e-2}
 """

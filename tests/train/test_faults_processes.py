@@ -36,7 +36,8 @@ pytestmark = pytest.mark.faults
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
-train: {steps: 80, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 25, eval_batches: 2, log_every: 1}
+train: {steps: 80, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 25, eval_batches: 2, \
+log_every: 1}
 checkpoint: {every: 25}
 optim: {lr: 1e-2}
 """

@@ -99,8 +99,8 @@ def test_when_its_terminal_is_closed_a_run_saves(folder: Path, processes: int, p
     reader = subprocess.Popen(['cat'], stdin=subprocess.PIPE, stdout=end) if piped else None
     process = subprocess.Popen(
         [*command, f'mesh.data={processes}'],
-        cwd=folder, stdin=end, stdout=reader.stdin if reader else end, stderr=end, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        cwd=folder, stdin=end, stdout=reader.stdin if reader else end, stderr=end,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(end)
     if reader:

@@ -23,7 +23,8 @@ from megajax.run.run import run
 CONFIG = """
 model: {num_layers: 1, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
-train: {steps: 12, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 6, eval_batches: 2, log_every: 4}
+train: {steps: 12, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 6, eval_batches: 2, \
+log_every: 4}
 checkpoint: {every: 5}
 optim: {schedule: constant}
 """
@@ -171,7 +172,8 @@ def test_the_process_that_the_others_wait_for_is_named(folder: Path) -> None:
     }
     both = [
         subprocess.Popen(
-            [sys.executable, '-c', SLOW_READER, 'run.dir=run', 'train.eval_every=100', 'train.profile={start: 3, steps: 1}'],
+            [sys.executable, '-c', SLOW_READER, 'run.dir=run', 'train.eval_every=100',
+             'train.profile={start: 3, steps: 1}'],
             cwd=folder, env=environ | {'MEGAJAX_PROCESSES': '2', 'MEGAJAX_PROCESS': f'{index}'},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )

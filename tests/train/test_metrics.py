@@ -143,7 +143,10 @@ def test_wandb_that_is_not_installed_is_said_with_the_command(
     monkeypatch.setattr(metrics, 'find_spec', lambda name: None)
     with pytest.raises(
         ConfigError,
-        match=r"^run.wandb=mine needs wandb, which is not installed: pip install 'megajax\[wandb\]'",
+        match=(
+            r'^run.wandb=mine needs wandb, which is not installed: '
+            r"pip install 'megajax\[wandb\]'"
+        ),
     ):
         check_wandb(make_config(run={'wandb': 'mine'}))
     check_wandb(make_config())
@@ -173,7 +176,7 @@ def told_wandb(folder: Path) -> list[tuple[str, list[int]]]:
 
 @pytest.mark.faults
 @pytest.mark.skipif(metrics.find_spec('wandb') is None, reason='wandb is an extra')
-def test_wandb_gets_each_step_once_in_one_run_also_after_a_restart_and_its_end_is_not_that_of_the_run(
+def test_wandb_gets_each_step_once_in_one_run_also_after_a_restart_and_its_end_is_not_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import wandb

@@ -110,11 +110,8 @@ def train(name: str, place: tuple[int, int, bool]) -> Training:
         for batch in batches:
             state, metrics = step(state, place_batch(batch))
             losses.append(float(metrics['loss']))
-            if (
-                len(losses) == 1
-                # AdamW's first moment is now the gradient, but for the factor of clipping and 1 -
-                # beta1
-            ):
+            # Now AdamW's first moment is the gradient but for the factor of clipping and 1 - beta1.
+            if len(losses) == 1:
                 gradients = gather(optax.tree_utils.tree_get(state.opt_state, 'mu'))
         return Training(losses, gradients, gather(state.params))
 

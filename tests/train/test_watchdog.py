@@ -35,7 +35,8 @@ def sleep_in_c():
     print('went on')
 
 threading.Thread(target=wait_for_ever, daemon=True, name='other').start()
-with Watchdog(Path(sys.argv[1]), {'start': 60.0, 'compile': 60.0, 'step': float(sys.argv[2])}) as watchdog:
+limits = {'start': 60.0, 'compile': 60.0, 'step': float(sys.argv[2])}
+with Watchdog(Path(sys.argv[1]), limits) as watchdog:
     print('started', flush=True)
     exec(sys.argv[3])
 print('ended well')
