@@ -61,7 +61,8 @@ def test_a_wrong_count_fails_and_shows_what_was_expected_and_what_is_there(mesh,
     message = str(raised.value)
     assert f"over model: expected {expected or 'none'}, found {{'all-reduce': 1}}" in message
     assert re.search(
-        r'1 x all-reduce over model of f32\[4,16\] at \S*down/\S+dot_general \(\S*test_check.py:\d+',
+        r'1 x all-reduce over model of f32\[4,16\] at \S*down/\S+dot_general '
+        r'\(\S*test_check.py:\d+',
         message,
     )
 
@@ -215,7 +216,10 @@ def test_it_takes_what_is_lowered_or_compiled_with_the_mesh_of_its_arguments():
 def test_what_it_does_not_take_is_told_in_one_sentence(mesh, function):
     with pytest.raises(
         ValueError,
-        match=rf'takes a function, a jitted one .*, a jax.stages.Lowered or a .*Compiled, not {function!r}$',
+        match=(
+            r'takes a function, a jitted one .*, a jax.stages.Lowered or a .*Compiled, '
+            rf'not {function!r}$'
+        ),
     ):
         assert_collectives(function, *arguments(mesh))
 
@@ -270,7 +274,10 @@ def test_a_permute_that_gives_every_device_a_source_passes_and_one_that_is_decla
         (
             CHAIN,
             {'model': 'ring'},
-            r'its pairs of devices are not the declared ones: \(0, 1\), \(1, 2\), \(2, 3\), \(4, 5\)',
+            (
+                r'its pairs of devices are not the declared ones: \(0, 1\), \(1, 2\), \(2, 3\), '
+                r'\(4, 5\)'
+            ),
         ),
         (CHAIN[:2], {'model': 'chain'}, 'not the declared ones'),
         (BACK[:3], {'model': 'chain'}, 'not the declared ones'),

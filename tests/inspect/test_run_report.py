@@ -77,7 +77,9 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
     dtype: str, exact: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Step:
-        """The emulated step, which needs XLA's GPU compiler: one gradient is lost, unless two layers are one."""
+        """The emulated step, which needs XLA's GPU compiler: one gradient is lost, unless two
+        layers are one.
+        """
 
         def __init__(self, config, target):
             self.layers = config.model.num_layers

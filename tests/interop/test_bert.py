@@ -1,7 +1,8 @@
-"""Both heads of a BERT of transformers' give transformers' logits on every mesh, and its tensors come back bit for bit.
+"""Both heads of a BERT of transformers' give transformers' logits on every mesh, and its tensors
+come back bit for bit.
 
-`bert` holds a tiny random model and what transformers made of some tokens (`make_bert.py`); where transformers is installed, it is asked
-itself, with other settings.
+`bert` holds a tiny random model and what transformers made of some tokens (`make_bert.py`); where
+transformers is installed, it is asked itself, with other settings.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Models of transformers give transformers' logits on every mesh, and come back bit for bit.
 
-`data` holds tiny random models and what transformers made of some tokens (`make_data.py`); `test_transformers.py` asks transformers
-itself, where it is installed.
+`data` holds tiny random models and what transformers made of some tokens (`make_data.py`);
+`test_transformers.py` asks transformers itself, where it is installed.
 """
 
 import json
@@ -130,7 +130,8 @@ def test_host_memory_holds_one_shard_of_one_parameter(tmp_path: Path) -> None:
         params = jax.block_until_ready(from_huggingface(config, tensors, source=''))
         left, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    # What is left is the devices' own, which on a CPU is the memory that was filled; what is gone was the host's.
+    # What is left is the devices' own, which on a CPU is the memory that was filled; what is gone
+    # was the host's.
     shard, whole = 4 * 8192 * 64 // 4, sum(x.nbytes for x in tensors.values())
     assert whole > 8 * shard
     assert sum(x.nbytes for x in jax.tree.leaves(params)) >= whole
@@ -177,7 +178,9 @@ def test_a_tokenizer_that_begins_documents_keeps_its_token(tmp_path: Path) -> No
 
 
 def test_names_of_other_versions_of_transformers(tmp_path: Path) -> None:
-    """GPT-2 was released without `transformer.` and with its masks, Llama 2 with its frequencies, some tied heads are saved too."""
+    """GPT-2 was released without `transformer.` and with its masks, Llama 2 with its frequencies,
+    some tied heads are saved too.
+    """
     for name, extra in (
         ('gpt2', {f'h.{n}.attn.bias': np.ones((1, 1, 32, 32), np.uint8) for n in range(2)}),
         ('llama2', {'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(2, np.float32)}),
@@ -385,7 +388,9 @@ def test_each_model_is_written_as_the_family_that_it_is() -> None:
 
 
 class TestDamage:
-    """Each way in which a directory is broken is told with file and tensor, and nothing is written."""
+    """Each way in which a directory is broken is told with file and tensor, and nothing is
+    written.
+    """
 
     @pytest.fixture(autouse=True)
     def folders(self, tmp_path: Path) -> None:
@@ -518,7 +523,9 @@ class TestDamage:
 def test_an_export_that_is_killed_leaves_nothing_under_its_name(
     moment: str, tmp_path: Path
 ) -> None:
-    """(51 of the fault table) A real SIGKILL, sent by the exporting process to itself so that it comes at that moment."""
+    """(51 of the fault table) A real SIGKILL, sent by the exporting process to itself so that it
+    comes at that moment.
+    """
     import_huggingface(DATA / 'qwen3', tmp_path / 'run')
     program = f"""
 import os, signal
@@ -550,7 +557,8 @@ directories.export_huggingface(Path('run'), Path('out'), shard_bytes=8000)
         export_huggingface(tmp_path / 'run', tmp_path / 'out')
 
 
-# Keys without which a config.json is of another model or of none: sizes, and in OTHERS what a file sets to other than the default.
+# Keys without which a config.json is of another model or of none: sizes, and in OTHERS what a file
+# sets to other than the default.
 SET = {
     'model_type',
     *('n_layer', 'n_embd', 'n_head', 'n_inner', 'n_positions'),
