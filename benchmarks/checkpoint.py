@@ -1,8 +1,9 @@
-"""Saving with digests beside Orbax alone, in one run: `python benchmarks/checkpoint.py [--megabytes N]`.
+"""Saving with digests beside Orbax alone, in one run:
+`python benchmarks/checkpoint.py [--megabytes N]`.
 
-A state of random float32 numbers on four simulated devices is saved by an Orbax CheckpointManager with its own defaults and by
-megajax's Checkpoints, in turns, because others may use the machine. `blocking` is the time in which the training loop waits; `total`
-ends when the step can be trusted.
+A state of random float32 numbers on four simulated devices is saved by an Orbax CheckpointManager
+with its own defaults and by megajax's Checkpoints, in turns, because others may use the machine.
+`blocking` is the time in which the training loop waits; `total` ends when the step can be trusted.
 """
 
 import argparse
@@ -53,7 +54,8 @@ def compare(folder: Path, megabytes: int, rounds: int) -> None:
         for name, times in seconds.items():
             times.append(timed(save[name], state, turn))
             print(
-                f'round {turn}: {name:8s} blocking {times[-1][0]:.2f} s, total {times[-1][1]:.2f} s',
+                f'round {turn}: {name:8s} blocking {times[-1][0]:.2f} s, '
+                f'total {times[-1][1]:.2f} s',
                 flush=True,
             )
     report(

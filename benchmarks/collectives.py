@@ -1,8 +1,10 @@
-"""Bytes on the wire of every preset's training step on H100s, to those of Megatron: `python benchmarks/collectives.py OUT.csv`.
+"""Bytes on the wire of every preset's training step on H100s, to those of Megatron:
+`python benchmarks/collectives.py OUT.csv`.
 
-Meshes 1x2, 2x4, 8x8 and 64x8, sequence parallelism off and on, 1 and 4 microbatches, every recompute, in bf16, 4 rows for each data
-shard. No GPU is needed (`pip install 'megajax[gpu-compile]'`). Lines that OUT.csv has already are not done again, so that the run,
-about an hour on one core, can be interrupted.
+Meshes 1x2, 2x4, 8x8 and 64x8, sequence parallelism off and on, 1 and 4 microbatches, every
+recompute, in bf16, 4 rows for each data shard. No GPU is needed
+(`pip install 'megajax[gpu-compile]'`). Lines that OUT.csv has already are not done again, so that
+the run, about an hour on one core, can be interrupted.
 """
 
 import argparse
@@ -131,7 +133,8 @@ def measure(config: megajax.Config) -> dict[str, str]:
 def table(rows: list[dict[str, str]]) -> None:
     """The largest ratio of each preset."""
     print(
-        '\n| preset | compiled steps | TP: model | TP + SP: model | data | rows with MORE, lint errors |\n|---|---|---|---|---|---|'
+        '\n| preset | compiled steps | TP: model | TP + SP: model | data | rows with MORE, '
+        'lint errors |\n|---|---|---|---|---|---|'
     )
     for preset, group in itertools.groupby(
         sorted(rows, key=lambda row: row['preset']), key=lambda row: row['preset']
@@ -145,7 +148,8 @@ def table(rows: list[dict[str, str]]) -> None:
         largest = [max(map(float, ratios)) for ratios in (tp, sp, data)]
         bad = sum(bool(line['more'] or line['errors']) for line in lines)
         print(
-            f'| {preset} | {len(lines)} | {" | ".join(f"{ratio:.3f}" for ratio in largest)} | {bad} |'
+            f'| {preset} | {len(lines)} | {" | ".join(f"{ratio:.3f}" for ratio in largest)} | '
+            f'{bad} |'
         )
 
 

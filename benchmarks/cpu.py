@@ -1,8 +1,10 @@
-"""The training step on this CPU beside Hugging Face's GPT-2, in one run: `python benchmarks/cpu.py [--steps N]`.
+"""The training step on this CPU beside Hugging Face's GPT-2, in one run:
+`python benchmarks/cpu.py [--steps N]`.
 
-Both train a GPT-2 of 6 layers, width 384, 6 heads, vocabulary 50304, on 8 sequences of 256 tokens, without dropout, with AdamW and
-clipping at 1.0. The contenders take turns, each in a process of its own, so that a slow minute of the machine hits all of them.
-PyTorch and transformers are optional (`pip install 'megajax[bench]'`); without them only megajax is timed.
+Both train a GPT-2 of 6 layers, width 384, 6 heads, vocabulary 50304, on 8 sequences of 256 tokens,
+without dropout, with AdamW and clipping at 1.0. The contenders take turns, each in a process of its
+own, so that a slow minute of the machine hits all of them. PyTorch and transformers are optional
+(`pip install 'megajax[bench]'`); without them only megajax is timed.
 """
 
 import argparse
@@ -126,7 +128,9 @@ def megajax_step(*, dtype: str, data: int, model: int) -> Callable[[], None]:
 
 
 def products_of_a_step(*, dtype: str) -> Callable[[], None]:
-    """The matrix products of a step and nothing else, each in its fastest form: what no step on XLA's CPU backend can beat."""
+    """The matrix products of a step and nothing else, each in its fastest form: what no step on
+    XLA's CPU backend can beat.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -203,16 +207,19 @@ def report(speeds: dict[str, float]) -> None:
         ]
         one = ours[f'megajax 1x1 {dtype}']
         print(
-            f'{dtype}: model=2 on the same cores runs at {ours[f"megajax 1x2 {dtype}"] / one:.2f} of one device'
+            f'{dtype}: model=2 on the same cores runs at '
+            f'{ours[f"megajax 1x2 {dtype}"] / one:.2f} of one device'
         )
         if theirs:
             best = max(theirs)
             products = speeds[f'the products of a step {dtype}']
             print(
-                f'{dtype}: a step of nothing but its products would be at {products / best:.2f} of transformers'
+                f'{dtype}: a step of nothing but its products would be at '
+                f'{products / best:.2f} of transformers'
             )
             print(
-                f'{dtype}: one device at {one / best:.2f}, the best mesh at {max(ours.values()) / best:.2f} of transformers'
+                f'{dtype}: one device at {one / best:.2f}, '
+                f'the best mesh at {max(ours.values()) / best:.2f} of transformers'
             )
 
 

@@ -1,9 +1,11 @@
-"""`megajax data build` beside the encoder that it uses, in one run: `python benchmarks/data_build.py [--megabytes N]`.
+"""`megajax data build` beside the encoder that it uses, in one run:
+`python benchmarks/data_build.py [--megabytes N]`.
 
-The corpus is the interpreter's standard library as JSON lines, repeated; the tokenizer a byte-level BPE of 8192 entries, trained on a
-part of it. The raw encoder is tokenizers' own encode_batch_fast with its own threads, on texts that are in memory already; the build
-reads a file and writes a complete pair, in as many workers as there are cores, and its start counts. They take turns, and
-the ratio is the median of the rounds', because others may use the machine.
+The corpus is the interpreter's standard library as JSON lines, repeated; the tokenizer a byte-level
+BPE of 8192 entries, trained on a part of it. The raw encoder is tokenizers' own encode_batch_fast
+with its own threads, on texts that are in memory already; the build reads a file and writes a
+complete pair, in as many workers as there are cores, and its start counts. They take turns, and the
+ratio is the median of the rounds', because others may use the machine.
 """
 
 import argparse
@@ -75,8 +77,8 @@ def compare(folder: Path, size: int, rounds: int) -> None:
             str(tokenizer),
         ]
         seconds['megajax data build'].append(
-            timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))
-        )  # noqa: B023
+            timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL))  # noqa: B023
+        )
         assert json.loads(Path(f'{folder}/{turn}.json').read_text())['tokens'] == tokens
         print(
             f'round {turn + 1}: '

@@ -34,9 +34,9 @@ def main() -> None:
         write(prefix, arguments.tokens * 10**6)
         print(f'{"sequence":>8}  {"order":10}{"documents":>10}{"M tokens/s":>12}')
         for length, order, mask in SETTINGS:
-            print(
-                f'{length:8}  {order:10}{"apart" if mask == "true" else "joined":>10}{max(rates(prefix, length, order, mask)):12.1f}'
-            )
+            documents = 'apart' if mask == 'true' else 'joined'
+            rate = max(rates(prefix, length, order, mask))
+            print(f'{length:8}  {order:10}{documents:>10}{rate:12.1f}')
 
 
 def write(prefix: Path, tokens: int) -> None:
@@ -54,8 +54,10 @@ def rates(prefix: Path, length: int, order: str, mask: str) -> Iterator[float]:
     """Millions of tokens a second, of three rounds of a second or so."""
     batch_size = 2**18 // length
     overrides = [
-        f'data.corpus={prefix}', 'data.tokenizer=none', 'train.sample_prompts=[]', f'data.order={order}', f'data.document_mask={mask}',
-        f'train.seq_len={length}', f'model.max_seq_len={length}', f'train.batch_size={batch_size}', 'model.vocab_size=50257', 'mesh.data=1',
+        f'data.corpus={prefix}', 'data.tokenizer=none', 'train.sample_prompts=[]',
+        f'data.order={order}', f'data.document_mask={mask}', f'train.seq_len={length}',
+        f'model.max_seq_len={length}', f'train.batch_size={batch_size}',
+        'model.vocab_size=50257', 'mesh.data=1',
     ]  # fmt: skip
     train = load_data(megajax.load('tiny', overrides)).train
     for round in range(3):

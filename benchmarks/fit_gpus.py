@@ -1,7 +1,8 @@
-"""Efficiencies of GPUs from published rates of training: `python benchmarks/fit_gpus.py [GPU...] [--write]`.
+"""Efficiencies of GPUs from published rates of training:
+`python benchmarks/fit_gpus.py [GPU...] [--write]`.
 
-Prints what the rows that are not held out say, and with --write puts it into the GPUs' files. At most
-three numbers a GPU; `python benchmarks/plan_tables.py` then shows the rows that are held out.
+Prints what the rows that are not held out say, and with --write puts it into the GPUs' files. At
+most three numbers a GPU; `python benchmarks/plan_tables.py` then shows the rows that are held out.
 """
 
 import argparse

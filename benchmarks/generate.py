@@ -1,8 +1,10 @@
-"""Tokens a second of megajax and of transformers' generate, in one run: `python benchmarks/generate.py [--rounds N]`.
+"""Tokens a second of megajax and of transformers' generate, in one run:
+`python benchmarks/generate.py [--rounds N]`.
 
-Both continue prompts of 32 tokens by 64, greedily, with a GPT-2 of 124M parameters drawn at random, on this machine's CPU. The contenders
-take turns, each in a process of its own that stays and waits, so that a slow minute hits all of them. A turn is the whole call: reading
-the prompts, and the tokens. PyTorch and transformers are optional (`pip install 'megajax[bench]'`).
+Both continue prompts of 32 tokens by 64, greedily, with a GPT-2 of 124M parameters drawn at random,
+on this machine's CPU. The contenders take turns, each in a process of its own that stays and waits,
+so that a slow minute hits all of them. A turn is the whole call: reading the prompts, and the
+tokens. PyTorch and transformers are optional (`pip install 'megajax[bench]'`).
 """
 
 import argparse
@@ -84,10 +86,8 @@ def compare(workers: dict[str, subprocess.Popen[str]], dtype: str, batch: int, r
         speed = statistics.median(turn[name] for turn in turns)
         print(f'{dtype}  batch {batch}  {name:14s} {speed:7.1f} tokens/s', end='')
         if 'transformers' in workers:  # of a round, so that its minute counts for both
-            print(
-                f'  {statistics.median(turn[name] / turn["transformers"] for turn in turns):5.2f} of transformers',
-                end='',
-            )
+            ratio = statistics.median(turn[name] / turn['transformers'] for turn in turns)
+            print(f'  {ratio:5.2f} of transformers', end='')
         print(flush=True)
 
 

@@ -1,13 +1,14 @@
 """Everything worth measuring on one GPU, in eight minutes: `python benchmarks/gpu.py --out FOLDER`.
 
 Each measurement is a process of its own with a limit of its own, what matters most first, and ends
-as one JSON line on standard output and in FOLDER/results.jsonl, whatever befalls the others. `--list`
-shows them, `--only` takes some. Traces, the compiled step and the autotuner's choices lie beside, in
-at most 8 files of 16 MiB. `--small` runs tiny sizes, on a CPU too. `--wheels` is a folder of wheels
-that this machine lacks; they are installed for these processes alone. A machine with jax, flax and
-optax alone needs those of
+as one JSON line on standard output and in FOLDER/results.jsonl, whatever befalls the others.
+`--list` shows them, `--only` takes some. Traces, the compiled step and the autotuner's choices lie
+beside, in at most 8 files of 16 MiB. `--small` runs tiny sizes, on a CPU too. `--wheels` is a
+folder of wheels that this machine lacks; they are installed for these processes alone. A machine
+with jax, flax and optax alone needs those of
 
-    pip download --no-deps --dest WHEELS pydantic pydantic-core annotated-types typing-inspection ruamel.yaml
+    pip download --no-deps --dest WHEELS \\
+        pydantic pydantic-core annotated-types typing-inspection ruamel.yaml
 """
 
 import argparse
@@ -27,7 +28,9 @@ MOST_BYTES = 16 << 20  # of a file that is kept
 
 
 class Measurement(NamedTuple):
-    """What `gpu_measurements.py` calls so, how many seconds it may take, and what memory the GPU must have."""
+    """What `gpu_measurements.py` calls so, how many seconds it may take, and what memory the GPU
+    must have.
+    """
 
     name: str
     seconds: int

@@ -1,4 +1,6 @@
-"""One measurement of `benchmarks/gpu.py`: `python benchmarks/gpu_measurements.py NAME FOLDER` ends with a JSON line."""
+"""One measurement of `benchmarks/gpu.py`: `python benchmarks/gpu_measurements.py NAME FOLDER` ends
+with a JSON line.
+"""
 
 import functools
 import gzip
@@ -56,7 +58,8 @@ def machine() -> dict[str, Any]:
     device = jax.devices()[0]
     if device.platform != 'gpu' and not SMALL:
         raise SystemExit(
-            f'jax has no GPU here, only {device.device_kind}: install megajax[cuda] on a GPU host, or give --small'
+            f'jax has no GPU here, only {device.device_kind}: '
+            'install megajax[cuda] on a GPU host, or give --small'
         )
     versions = {
         name: version(name) for name in ('jax', 'jaxlib', 'flax', 'optax', 'torch', 'transformers')
@@ -140,7 +143,7 @@ def timed(run: Callable[[], object], steps: int = STEPS) -> dict[str, float]:
 
 
 def products() -> dict[str, Any]:
-    """Of one layer and the head of the 1.2B model and of Llama 3 8B: 8,192 tokens forward, TFLOP/s."""
+    """TFLOP/s of a layer and the head of the 1.2B model and of Llama 3 8B: 8,192 tokens forward."""
     import jax
     import jax.numpy as jnp
 
@@ -290,7 +293,9 @@ def step(size: str) -> dict[str, Any]:
 def rates(
     config: Any, times: dict[str, float], flops: int, attention: int, kind: str
 ) -> dict[str, Any]:
-    """Of a step: tokens a second, and the share of the peak with attention in full and as a causal mask leaves it."""
+    """Tokens a second of a step, and its share of the peak with attention in full and as a causal
+    mask leaves it.
+    """
     from megajax.hardware.records import hardware_of
 
     known, seconds = hardware_of(kind), times['median_ms'] / 1e3
@@ -398,9 +403,8 @@ def traced(size: str, out: Path) -> dict[str, Any]:
     """Two steps under the profiler; the compiled text, and which kernels the autotuner chose."""
     choices = out / 'autotune.txt'
     if not SMALL:
-        os.environ['XLA_FLAGS'] = (
-            f'{os.environ.get("XLA_FLAGS", "")} --xla_gpu_dump_autotune_results_to={choices}'.strip()
-        )
+        flags = f'{os.environ.get("XLA_FLAGS", "")} --xla_gpu_dump_autotune_results_to={choices}'
+        os.environ['XLA_FLAGS'] = flags.strip()
     import jax
 
     compiled, state, batch, _ = prepared(config_of(size))

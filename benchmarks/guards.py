@@ -1,7 +1,9 @@
-"""A training step with its guards beside the same step without, in one run: `python benchmarks/guards.py [--steps N]`.
+"""A training step with its guards beside the same step without, in one run:
+`python benchmarks/guards.py [--steps N]`.
 
-With: losses and gradients that are not finite and spikes leave everything as it is, decided inside the step. Without: every step is
-taken, and XLA takes the guards out. The model is that of `cpu.py`. The two take turns, because others may use the machine.
+With: losses and gradients that are not finite and spikes leave everything as it is, decided inside
+the step. Without: every step is taken, and XLA takes the guards out. The model is that of `cpu.py`.
+The two take turns, because others may use the machine.
 """
 
 import argparse
@@ -56,7 +58,8 @@ def make_step(*, guarded: bool) -> Callable[[], None]:
             compiled = megajax.make_train_step(config).lower(state, batch).compile()
     memory = compiled.memory_analysis()
     print(
-        f'{"with" if guarded else "without"} guards: {memory.temp_size_in_bytes / 1e6:.0f} MB of temporaries'
+        f'{"with" if guarded else "without"} guards: '
+        f'{memory.temp_size_in_bytes / 1e6:.0f} MB of temporaries'
     )
 
     def step() -> None:
@@ -114,7 +117,8 @@ def compare(steps: dict[str, Callable[[], None]], count: int) -> None:
         print(f'{name:8s} {1e3 * median:.1f} ms, {1e3 * min(seconds[name][2:]):.1f} at best')
     ratios = [a / b for a, b in zip(seconds['with'][2:], seconds['without'][2:], strict=True)]
     print(
-        f'ratio of medians {medians["with"] / medians["without"]:.3f}, median of ratios {statistics.median(ratios):.3f}'
+        f'ratio of medians {medians["with"] / medians["without"]:.3f}, '
+        f'median of ratios {statistics.median(ratios):.3f}'
     )
 
 

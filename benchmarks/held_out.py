@@ -1,4 +1,5 @@
-"""Which rows of the papers' tables no efficiency is fitted on: `python benchmarks/held_out.py` writes it into each table.
+"""Which rows of the papers' tables no efficiency is fitted on: `python benchmarks/held_out.py`
+writes it into each table.
 
 The rows of a table, as they were published, stand in the order of their SHA-256. Every second one
 from the first is held out, and all of a table that is for tests only, so that nobody has a choice.

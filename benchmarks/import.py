@@ -1,7 +1,9 @@
-"""Importing a Hugging Face directory beside reading its bytes, in turns, in one run: `python benchmarks/import.py [--gigabytes N]`.
+"""Importing a Hugging Face directory beside reading its bytes, in turns, in one run:
+`python benchmarks/import.py [--gigabytes N]`.
 
-Random weights of a Llama are brought to a mesh, transposed, fused and in fp32. `cold` drops the files from the page cache before each
-turn, `warm` has read them before. `read` is a plain read of the files into memory; a ratio is to the `read` of its own turn.
+Random weights of a Llama are brought to a mesh, transposed, fused and in fp32. `cold` drops the
+files from the page cache before each turn, `warm` has read them before. `read` is a plain read of
+the files into memory; a ratio is to the `read` of its own turn.
 """
 
 import argparse
@@ -39,7 +41,8 @@ def main() -> None:
         folder = Path(name)
         size = write(folder, arguments.gigabytes * 1e9, arguments.dtype)
         print(
-            f'{size / 1e9:.2f} GB of {arguments.dtype} in {len(files(folder))} files, to {arguments.model} devices'
+            f'{size / 1e9:.2f} GB of {arguments.dtype} in {len(files(folder))} files, '
+            f'to {arguments.model} devices'
         )
         compare(folder, arguments.model, arguments.rounds)
 
@@ -145,11 +148,13 @@ def compare(folder: Path, model: int, rounds: int) -> None:
                 seconds[name] = timed(work)
             ratios.append(seconds['import'] / seconds['read'])
             print(
-                f'{state} turn {turn}: read {seconds["read"]:.2f} s, import {seconds["import"]:.2f} s, ratio {ratios[-1]:.2f}',
+                f'{state} turn {turn}: read {seconds["read"]:.2f} s, '
+                f'import {seconds["import"]:.2f} s, ratio {ratios[-1]:.2f}',
                 flush=True,
             )
         print(
-            f'{state}: median ratio {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}'
+            f'{state}: median ratio {statistics.median(ratios):.2f}, '
+            f'{min(ratios):.2f} to {max(ratios):.2f}'
         )
 
 

@@ -1,7 +1,8 @@
 """Tests in processes forked from this one, which has jax imported, for `benchmarks/mutants.py`.
 
-They see a copy of the repository, and so do the processes that they start themselves: it comes first
-on PYTHONPATH. A `sitecustomize` in it writes down which functions of the package each test calls.
+They see a copy of the repository, and so do the processes that they start themselves: it comes
+first on PYTHONPATH. A `sitecustomize` in it writes down which functions of the package each test
+calls.
 """
 
 import dataclasses
@@ -42,7 +43,8 @@ OUT_OF_TIME = 'none in time'
 
 TRACER = """
 import os, sys, threading
-_folder, _file, _seen = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'megajax') + os.sep, None, set()
+_folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'megajax') + os.sep
+_file, _seen = None, set()
 
 def _call(frame, event, argument):
     code = frame.f_code
@@ -152,7 +154,8 @@ class Recorder:
 
     def __init__(self, out: Path, trace_file: Path):
         self.out, self.trace_file = out, trace_file
-        # Before any test is imported: some keep a copy of the environment for the processes they start.
+        # Before any test is imported: some keep a copy of the environment for the processes they
+        # start.
         os.environ['MEGAJAX_TRACE'] = str(trace_file)
 
     @pytest.hookimpl(wrapper=True)

@@ -1,4 +1,5 @@
-"""What the fast tests notice of random small changes: `python benchmarks/mutants.py OUT.csv --seed 1`.
+"""What the fast tests notice of random small changes:
+`python benchmarks/mutants.py OUT.csv --seed 1`.
 
 Changes are drawn from each room of the package in turn, and applied one at a time to a copy of the
 repository. Of a change those fast tests are run that call the changed function, the folder that
@@ -56,7 +57,8 @@ def main() -> None:
             writer.writerow(row)
             file.flush()
             print(
-                f'{number:3}  {row["seconds"]:6.1f} s  {change.file}:{change.line}  {change.text}  {row["noticed_by"] or "NOT NOTICED"}'
+                f'{number:3}  {row["seconds"]:6.1f} s  {change.file}:{change.line}  '
+                f'{change.text}  {row["noticed_by"] or "NOT NOTICED"}'
             )
     report(list(csv.DictReader(out.open(newline=''))))
 
@@ -123,7 +125,8 @@ def measure_calls(tree: Path, folders: Sequence[str], recorded: Path, scratch: P
         if known.get(file, {}).get('sha256') != digest:
             found = record(file, scratch)
             print(
-                f'{sum(test.seconds for test in found):6.1f} s  {file}: {len(found)} fast tests pass',
+                f'{sum(test.seconds for test in found):6.1f} s  {file}: '
+                f'{len(found)} fast tests pass',
                 flush=True,
             )
             known[file] = {

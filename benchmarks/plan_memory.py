@@ -1,8 +1,10 @@
-"""What `megajax.plan` counts of a training step beside what XLA's compiler made of it: `python benchmarks/plan_memory.py OUT.csv`.
+"""What `megajax.plan` counts of a training step beside what XLA's compiler made of it:
+`python benchmarks/plan_memory.py OUT.csv`.
 
-Bytes of memory, FLOPs of the matrix products, kernels and bytes on the wire of each H100, for every line of STEPS. No GPU is needed
-(`pip install 'megajax[gpu-compile]'`). What OUT.csv has of compiled steps is not compiled again, so that the run, about half an hour
-on one core, can be interrupted, and what is predicted can be computed anew in seconds.
+Bytes of memory, FLOPs of the matrix products, kernels and bytes on the wire of each H100, for every
+line of STEPS. No GPU is needed (`pip install 'megajax[gpu-compile]'`). What OUT.csv has of compiled
+steps is not compiled again, so that the run, about half an hour on one core, can be interrupted,
+and what is predicted can be computed anew in seconds.
 """
 
 import argparse
@@ -22,7 +24,8 @@ from megajax.plan.communication import wire_bytes
 from megajax.plan.launches import num_launches
 from megajax.plan.memory import memory
 
-# preset, data x model, sequence parallelism, recompute, rows of a microbatch, microbatches, other overrides
+# preset, data x model, sequence parallelism, recompute, rows of a microbatch, microbatches, other
+# overrides
 STEPS = """
 gpt2_124m      1x1 tp none      1 1
 gpt2_124m      1x1 tp none      8 1
@@ -86,10 +89,14 @@ tiny           2x4 sp none      4 1
 tiny           1x1 tp none      8 1 train.dtype=float32
 bert_336m      2x4 sp selective 8 2
 gpt2_345m      4x4 tp none      8 1 model.num_kv_heads=1
-qwen3_8b       8x4 tp full      2 1 optim.shard=true model.num_layers=40 model.hidden_size=5120 model.num_heads=40 model.ffn_size=17408
-qwen3_8b       8x4 sp none      1 2 optim.shard=true model.num_layers=40 model.hidden_size=5120 model.num_heads=40 model.ffn_size=17408
-llama3_8b      1x16 sp full     2 1 model.num_layers=3 model.hidden_size=8192 model.num_heads=64 model.vocab_size=256000
-llama3_8b      1x16 sp none     1 1 model.num_layers=3 model.hidden_size=8192 model.num_heads=64 model.vocab_size=256000
+qwen3_8b       8x4 tp full      2 1 optim.shard=true model.num_layers=40 \
+    model.hidden_size=5120 model.num_heads=40 model.ffn_size=17408
+qwen3_8b       8x4 sp none      1 2 optim.shard=true model.num_layers=40 \
+    model.hidden_size=5120 model.num_heads=40 model.ffn_size=17408
+llama3_8b      1x16 sp full     2 1 model.num_layers=3 model.hidden_size=8192 \
+    model.num_heads=64 model.vocab_size=256000
+llama3_8b      1x16 sp none     1 1 model.num_layers=3 model.hidden_size=8192 \
+    model.num_heads=64 model.vocab_size=256000
 """
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
 PREDICTED = [
@@ -213,18 +220,21 @@ def measure(config: megajax.Config) -> Line:
 
 def table(lines: list[Line]) -> None:
     print(
-        '\n| preset | data x model | layout | recompute | rows | microbatches | | predicted | compiled | ratio |'
+        '\n| preset | data x model | layout | recompute | rows | microbatches | | predicted | '
+        'compiled | ratio |'
     )
     print(f'|{"---|" * 10}')
     for line in lines:
         predicted, compiled = (int(line[name]) for name in ('predicted_bytes', 'compiled_bytes'))
         fits = '' if compiled <= hardware('h100').memory else ', does not fit'
         print(
-            f'| {" | ".join(key(line))} | {predicted / 1e9:.2f} GB | {compiled / 1e9:.2f} GB{fits} | {predicted / compiled:.3f} |'
+            f'| {" | ".join(key(line))} | {predicted / 1e9:.2f} GB | '
+            f'{compiled / 1e9:.2f} GB{fits} | {predicted / compiled:.3f} |'
         )
     errors = [abs(float(line['ratio']) - 1) for line in lines]
     print(
-        f'\n{len(lines)} steps: median error {statistics.median(errors):.1%}, largest {max(errors):.1%}'
+        f'\n{len(lines)} steps: median error {statistics.median(errors):.1%}, '
+        f'largest {max(errors):.1%}'
     )
 
 

@@ -1,4 +1,5 @@
-"""What the plan says overlaps beside what the compiled steps have: `python benchmarks/plan_overlap.py`, as Markdown.
+"""What the plan says overlaps beside what the compiled steps have:
+`python benchmarks/plan_overlap.py`, as Markdown.
 
 The steps are those of `benchmarks/collectives.py`, compiled for H100s; a step that does not fit is
 left out, because XLA's scheduler then saves memory instead, and nothing overlaps.
@@ -23,7 +24,9 @@ RESULTS = Path(__file__).parent / 'results'
 
 
 class Step(NamedTuple):
-    """A compiled step: the share of the bytes over `model` that runs beside products, there and in the plan."""
+    """A compiled step: the share of the bytes over `model` that runs beside products, there and in
+    the plan.
+    """
 
     kind: str
     compiled: float
@@ -46,7 +49,10 @@ def steps() -> Iterator[Step]:
                 line['model_overlap']
                 and memory(config, capacity_bytes=available).total <= available
             ):
-                kind = f'{"SP" if line["sequence_parallel"] == "True" else "TP"}, recompute={line["recompute"]}'
+                kind = (
+                    f'{"SP" if line["sequence_parallel"] == "True" else "TP"}, '
+                    f'recompute={line["recompute"]}'
+                )
                 yield Step(kind, float(line['model_overlap']), planned(config))
 
 
@@ -79,7 +85,8 @@ def main() -> None:
         by_kind[one.kind].append(one)
         by_kind['all'].append(one)
     print(
-        '| steps | how many | in the program | in the plan | mean error | within 10 points |\n|---|---|---|---|---|---|'
+        '| steps | how many | in the program | in the plan | mean error | within 10 points |\n'
+        '|---|---|---|---|---|---|'
     )
     for kind, found in sorted(by_kind.items(), key=lambda item: (item[0] == 'all', item[0])):
         shares = ' | '.join(
@@ -88,7 +95,8 @@ def main() -> None:
         )
         near = sum(one.error <= 0.1 for one in found) / len(found)
         print(
-            f'| {kind} | {len(found)} | {shares} | {100 * fmean(one.error for one in found):.1f} points | {near:.0%} |'
+            f'| {kind} | {len(found)} | {shares} | '
+            f'{100 * fmean(one.error for one in found):.1f} points | {near:.0%} |'
         )
 
 

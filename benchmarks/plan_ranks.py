@@ -1,4 +1,5 @@
-"""Where the mesh that was published ranks among those that the plan would try: `python benchmarks/plan_ranks.py`.
+"""Where the mesh that was published ranks among those that the plan would try:
+`python benchmarks/plan_ranks.py`.
 
 For each row of the tables of tensor parallelism, by how much a step on its mesh is slower than on
 the plan's fastest. A run of before ZeRO-1 or sequence parallelism is ranked among layouts without

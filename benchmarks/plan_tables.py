@@ -5,9 +5,11 @@ from megajax.plan.tables import markdown, summary_rows
 
 HEAD = """# What `megajax plan` predicts of published rates
 
-`python benchmarks/plan_tables.py` writes this file, and `megajax plan --table NAME` shows a table. TFLOP/s
+`python benchmarks/plan_tables.py` writes this file, and `megajax plan --table NAME` shows \
+a table. TFLOP/s
 are those of one GPU, as the source counts them. At most three efficiencies of a GPU are fitted
-(`benchmarks/fit_gpus.py`), on the rows marked so; which rows are held out follows from a hash of their
+(`benchmarks/fit_gpus.py`), on the rows marked so; which rows are held out follows from a hash \
+of their
 text (`benchmarks/held_out.py`). The last columns are the predicted shares of the step.
 
 | table | GPU | rows | held out: mean | largest | fitted: mean | largest |

@@ -1,10 +1,13 @@
-"""Random training steps, compiled for H100s and executed on simulated CPU devices: `python benchmarks/random_steps.py OUT.csv`.
+"""Random training steps, compiled for H100s and executed on simulated CPU devices:
+`python benchmarks/random_steps.py OUT.csv`.
 
-Each program has a number, from which its config follows: family, mesh, sequence parallelism, ZeRO-1, microbatches, recompute,
-batch-split overlap, dropout, norms of queries and keys, biases, key/value heads, loss and its chunks, dtype, Triton's products or
-cuBLAS's. Its loss, gradients and updated parameters are compared with those of one device, programs of 16 bits also with everything
-of 16 bits in fp32. Runs until it is told to stop (Ctrl-C, SIGTERM) or `--count` programs are done; numbers that OUT.csv has for this jax
-are left out. Exits with 1 where a program was wrong. No GPU is needed (`pip install 'megajax[gpu-compile]'`).
+Each program has a number, from which its config follows: family, mesh, sequence parallelism,
+ZeRO-1, microbatches, recompute, batch-split overlap, dropout, norms of queries and keys, biases,
+key/value heads, loss and its chunks, dtype, Triton's products or cuBLAS's. Its loss, gradients and
+updated parameters are compared with those of one device, programs of 16 bits also with everything
+of 16 bits in fp32. Runs until it is told to stop (Ctrl-C, SIGTERM) or `--count` programs are done;
+numbers that OUT.csv has for this jax are left out. Exits with 1 where a program was wrong. No GPU
+is needed (`pip install 'megajax[gpu-compile]'`).
 """
 
 import argparse
@@ -95,7 +98,9 @@ def main() -> None:
 
 
 def draw(number: int) -> tuple[megajax.Config, bool, bool]:
-    """The config of a program, whether Triton may make its products, and whether its loss has more than one chunk."""
+    """The config of a program, whether Triton may make its products, and whether its loss has more
+    than one chunk.
+    """
     random = np.random.default_rng(number)
 
     def choose(*values: Any) -> Any:

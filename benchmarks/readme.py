@@ -1,4 +1,5 @@
-"""What the README's commands show, and what a clock says of them: `python benchmarks/readme.py OUT.md`.
+"""What the README's commands show, and what a clock says of them:
+`python benchmarks/readme.py OUT.md`.
 
 Runs each command of COMMANDS in an empty folder and writes what it printed, its seconds in each
 turn, the versions and the machine. A number that stands in the README without another script's
@@ -39,7 +40,8 @@ COMMANDS = [
     Command(STEP, quoted=r'memory|state|temporaries|gradients|parameters'),
     Command(f'{STEP} optim.shard=true', quoted=r'memory|state|temporaries|gradients|parameters'),
     Command(
-        'inspect llama3_8b mesh.data=2 mesh.model=4 mesh.sequence_parallel=true --target h100 --run',
+        'inspect llama3_8b mesh.data=2 mesh.model=4 mesh.sequence_parallel=true --target h100 '
+        '--run',
         quoted=r'executed|limit|smaller|covered',
     ),
     Command('plan megatron_8.3b model.dropout=0 --gpu h100 --gpus 64 --tokens 300e9', turns=5),

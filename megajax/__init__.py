@@ -1,7 +1,7 @@
-"""Megatron-LM's tensor parallelism as JAX wants it.
+"""Megatron-LM's tensor parallelism, written for JAX.
 
-The names that a notebook or a script needs. Each is imported when it is first used, so that `import
-megajax` stays light. `train`, `inspect` and `plan` are packages that can be called.
+The package exports the names that a notebook or a script needs. Each is imported on first use, so
+that `import megajax` is quick. `train`, `inspect` and `plan` are callable packages.
 """
 
 from importlib import import_module

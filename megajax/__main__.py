@@ -1,4 +1,4 @@
-"""`megajax` and `python -m megajax` are one command."""
+"""The entry point of both `megajax` and `python -m megajax`."""
 
 import sys
 
@@ -6,7 +6,10 @@ from megajax.processes.signals import leave_when_asked
 
 
 def main() -> None:
-    """Run the command; the imports below take seconds on a busy machine, and a run may be asked to leave meanwhile."""
+    """Run the command.
+
+    The imports below take seconds on a busy machine, and a run may be asked to stop meanwhile.
+    """
     if sys.argv[1:2] in (['train'], ['launch']):
         leave_when_asked()
     from megajax.commands.main import main

@@ -1,4 +1,6 @@
-"""A small model's checkpoints: its config, states whose every number is known, and whether one holds them."""
+"""A small model's checkpoints: its config, states whose every number is known, and whether one
+holds them.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -4,7 +4,8 @@ import importlib.metadata
 import os
 import tempfile
 
-# On a busy machine a simulated device may be late to a collective, and XLA's default ends the process then.
+# On a busy machine a simulated device may be late to a collective, and XLA's default ends the
+# process then.
 FLAGS = {'--xla_cpu_collective_call_terminate_timeout_seconds': '600'}
 if importlib.metadata.version('jax').startswith('0.10.'):  # later ones have no such flag
     FLAGS['--xla_cpu_use_fusion_emitters'] = 'false'  # they take twice as long to compile
@@ -12,8 +13,8 @@ for flag, value in FLAGS.items():
     if flag not in os.environ.get('XLA_FLAGS', ''):
         os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}={value}'.strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# The tests, and the processes that they start, compile far more than they run. This halves the time; the SPMD partitioner works all the
-# same. What one of them has compiled the others read.
+# The tests, and the processes that they start, compile far more than they run. This halves the
+# time; the SPMD partitioner works all the same. What one of them has compiled the others read.
 os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = 'true'
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix='megajax-compiled-')

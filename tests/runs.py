@@ -1,4 +1,6 @@
-"""Runs as a user starts them, in processes of their own: with faults in them, read while they go, and what they leave."""
+"""Runs as a user starts them, in processes of their own: with faults in them, read while they go,
+and what they leave.
+"""
 
 import json
 import os
@@ -13,7 +15,8 @@ from pathlib import Path
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
-train: {steps: 40, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 10, eval_batches: 2, log_every: 1}
+train: {steps: 40, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 10, \
+eval_batches: 2, log_every: 1}
 checkpoint: {every: 10}
 optim: {lr: 1e-2}
 """
@@ -27,7 +30,8 @@ from megajax.processes.launch import Plan, launch, make_plan
 processes, command, *arguments = sys.argv[1:]
 mesh = load(arguments[1], arguments[2:]).mesh
 plan = make_plan(arguments, processes=int(processes), needed=mesh.data * mesh.model)
-sys.exit(launch(Plan(command=(sys.executable, '-c', command, *arguments), variables=plan.variables)))
+command = (sys.executable, '-c', command, *arguments)
+sys.exit(launch(Plan(command=command, variables=plan.variables)))
 """
 
 
@@ -39,7 +43,9 @@ def start(
     name: str = 'run',
     **environ: str,
 ) -> subprocess.Popen[str]:
-    """`megajax train small.yaml run.dir=NAME` in `folder`; each process first runs the code `fault`, which may break what it imports."""
+    """`megajax train small.yaml run.dir=NAME` in `folder`; each process first runs the code
+    `fault`, which may break what it imports.
+    """
     arguments = ['train', 'small.yaml', f'run.dir={name}', *overrides]
     if fault:
         command = ['-c', COMMAND.format(fault=fault), *arguments]
@@ -147,7 +153,8 @@ def fill(ballast: Path) -> None:
             pass
 
 
-# A fault for any run: it writes a hash of each state that is saved or restored, the same on every mesh and number of processes.
+# A fault for any run: it writes a hash of each state that is saved or restored, the same on every
+# mesh and number of processes.
 HASH_STATES = """
 import hashlib, jax, numpy as np
 from jax.experimental import multihost_utils
@@ -186,7 +193,9 @@ def hashes(folder: Path) -> dict[str, set[str]]:
 def stop(
     process: subprocess.Popen[str], number: signal.Signals, pattern: str
 ) -> tuple[int, str, float]:
-    """Send a signal when the process has said `pattern`; its exit code, all that it said, and how many seconds it took to end."""
+    """Send a signal when the process has said `pattern`; its exit code, all that it said, and how
+    many seconds it took to end.
+    """
     said = read_until(process, pattern)
     process.send_signal(number)
     sent = time.monotonic()

@@ -26,8 +26,9 @@ from megajax.train.step import init_state
 ROOT = Path(__file__).parents[1]
 # Options with which a program is compiled as a user's is, not as quickly as `conftest.py` has it.
 AS_SHIPPED = {'xla_cpu_use_fusion_emitters': True} if jax.__version__.startswith('0.10.') else {}
-# Together: tied and untied, learned and rotary positions, both norms, GELU and SwiGLU, MHA and GQA (key/value heads at least and fewer
-# than `model`), qk_norm, biases and none, vocabularies that no mesh divides, dropout, label smoothing and z-loss. Eight heads for model=8.
+# Together: tied and untied, learned and rotary positions, both norms, GELU and SwiGLU, MHA and GQA
+# (key/value heads at least and fewer than `model`), qk_norm, biases and none, vocabularies that no
+# mesh divides, dropout, label smoothing and z-loss. Eight heads for model=8.
 MODELS: dict[str, dict[str, Any]] = {
     'gpt': {
         'model': {'vocab_size': 1000, 'activation': 'gelu', 'dropout': 0.1},
@@ -97,7 +98,9 @@ def on_mesh(config: Config) -> AbstractContextManager[Any]:
 
 
 def make_batch(config: Config, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """A batch of random tokens; later rows have more tokens that count, so that no two data shards have as many."""
+    """A batch of random tokens; later rows have more tokens that count, so that no two data shards
+    have as many.
+    """
     random = np.random.default_rng(seed)
     rows, length = config.train.batch_size, config.train.seq_len
     token = random.integers(config.model.vocab_size, size=(rows, length + 1), dtype=np.int32)
@@ -132,7 +135,9 @@ def pack(batch: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarr
 
 
 def random_params(config: Config, std: float) -> nnx.State:
-    """Parameters of which none is zero or one, in their places on the current mesh; made in numpy, so without compiling."""
+    """Parameters of which none is zero or one, in their places on the current mesh; made in numpy,
+    so without compiling.
+    """
     random = np.random.default_rng(1)
     abstract = concrete(jax.eval_shape(lambda: init_state(config)).params)
     return jax.tree.map(
@@ -173,7 +178,9 @@ def assert_close(actual: Mapping[str, Any], expected: Mapping[str, Any], limit: 
 
 
 def start_token(path: Path) -> str:
-    """The tokenizer.json of one token per byte, 256 for the end of a document and, as Llama's have one, <s>, 257, for its start."""
+    """The tokenizer.json of one token per byte, 256 for the end of a document and, as Llama's have
+    one, <s>, 257, for its start.
+    """
     byte_tokenizer(['<s>']).save(path)
     backend = tokenizers.Tokenizer.from_file(str(path))
     backend.post_processor = tokenizers.processors.TemplateProcessing(
@@ -185,7 +192,9 @@ def start_token(path: Path) -> str:
 
 @contextmanager
 def disk_full_at(size: int) -> Iterator[None]:
-    """No file that this process writes gets longer than `size` bytes: an error says so, as it does of a full disk."""
+    """No file that this process writes gets longer than `size` bytes: an error says so, as it does
+    of a full disk.
+    """
     limit, handler = (
         resource.getrlimit(resource.RLIMIT_FSIZE),
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN),

@@ -27,7 +27,10 @@ def megajax(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess
     [
         (
             'gpt2_124m model.num_layer=2',
-            'override model.num_layer=2: model.num_layer: unknown key; did you mean model.num_layers?',
+            (
+                'override model.num_layer=2: model.num_layer: unknown key; '
+                'did you mean model.num_layers?'
+            ),
         ),
         (
             'gpt2_124m optim.lr=fast',
@@ -35,7 +38,10 @@ def megajax(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess
         ),
         (
             'gpt2_124m mesh.model=8',
-            'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, or mesh.model 6 or 12',
+            (
+                'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, '
+                'or mesh.model 6 or 12'
+            ),
         ),
         (
             '{folder}/twice.yaml',
@@ -89,7 +95,10 @@ def test_a_wrong_config_fails_within_a_second() -> None:
 
 @pytest.mark.parametrize('arguments', ['train mesh.model=7', 'config show tiny', 'config list'])
 def test_configs_need_no_jax(arguments: str) -> None:
-    program = "import sys; from megajax.commands.main import main\ntry: main()\nexcept SystemExit: pass\nsys.exit('jax' in sys.modules)"
+    program = (
+        'import sys; from megajax.commands.main import main\ntry: main()\nexcept SystemExit: '
+        "pass\nsys.exit('jax' in sys.modules)"
+    )
     done = subprocess.run(
         [sys.executable, '-c', program, *arguments.split()],
         cwd=ROOT,
@@ -104,7 +113,8 @@ def test_show_prints_a_config_that_loads_and_its_size(tmp_path: Path) -> None:
     shown = megajax('config', 'show', 'megatron_8.3b', 'train.steps=4000').stdout
     assert '  steps: 4000\n' in shown
     assert shown.endswith(
-        '# parameters: 8,314,143,744 (8.31B); with the vocabulary padded to 51200: 8,317,040,640 (8.32B)\n'
+        '# parameters: 8,314,143,744 (8.31B); with the vocabulary padded to 51200: '
+        '8,317,040,640 (8.32B)\n'
     )
     (tmp_path / 'shown.yaml').write_text(shown)
     assert megajax('config', 'show', str(tmp_path / 'shown.yaml')).stdout == shown

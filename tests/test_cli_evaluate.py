@@ -1,4 +1,6 @@
-"""`megajax eval` from the command line: what cannot be asked is said before jax, the rest is passed on."""
+"""`megajax eval` from the command line: what cannot be asked is said before jax, the rest is passed
+on.
+"""
 
 import dataclasses
 import json
@@ -29,7 +31,7 @@ from megajax.config import ConfigError
         ('--task perplexity gone.txt', 'gone.txt: no such file or folder'),
         (
             '--task perplexity a.txt --json gone/out.json',
-            'gone/out.json: there is no folder gone: make it first',
+            'gone/out.json: there is no folder gone: create it first',
         ),
         ('--harness boolq a.txt', '--harness reads its own data: leave out files and --stride'),
         (

@@ -1,4 +1,6 @@
-"""`megajax doctor`: whatever is wrong with a machine, it says so with a fix, and does not fail itself."""
+"""`megajax doctor`: whatever is wrong with a machine, it says so with a fix, and does not fail
+itself.
+"""
 
 import os
 import subprocess
@@ -28,7 +30,7 @@ def test_the_command_tells_what_there_is_and_exits_0(tmp_path: Path) -> None:
     command = [sys.executable, '-m', 'megajax', 'doctor', '--dir', str(tmp_path)]
     done = subprocess.run(command, env=CPU, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, ''), done
-    assert done.stdout.endswith('\n\nnothing is wrong\n')
+    assert done.stdout.endswith('\n\nno problems found\n')
     facts = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line)
     assert facts['jax'] == version('jax')
     assert facts['devices'].startswith('1 x cpu (cpu, ')
@@ -78,7 +80,8 @@ def test_the_command_exits_1_with_what_is_wrong_and_its_fix(tmp_path: Path) -> N
     done = subprocess.run(command, env=CPU, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert done.stdout.endswith(
-        f'\n\n1. {tmp_path}/gone is no folder that can be written\n  fix: mkdir -p {tmp_path}/gone, or choose another --dir\n'
+        f'\n\n1. {tmp_path}/gone is not a writable folder\n'
+        f'  fix: mkdir -p {tmp_path}/gone, or choose another --dir\n'
     )
 
 
@@ -110,9 +113,7 @@ def test_a_plugin_for_another_jaxlib_is_found(
 ) -> None:
     monkeypatch.setattr(doctor, '_plugins', lambda: {'jax-cuda12-plugin': '0.1.2'})
     (what,) = whats(diagnose(tmp_path, environ=CPU))
-    assert (
-        what == f'jax-cuda12-plugin 0.1.2 is not for jaxlib {version("jaxlib")}: jax leaves it out'
-    )
+    assert what == f'jax-cuda12-plugin 0.1.2 is not for jaxlib {version("jaxlib")}: jax ignores it'
 
 
 def test_a_jax_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_a_file_system_without_locks_or_room_is_found(
     monkeypatch.setattr(doctor.fcntl, 'flock', lambda *_: None)  # both hold it
     monkeypatch.setattr(doctor, 'LITTLE', 1e18)
     locks, room = whats(diagnose(tmp_path, environ=CPU))
-    assert 'has no locks' in locks
+    assert 'has no file locks' in locks
     assert 'GB free; a checkpoint takes 12 bytes' in room
 
 

@@ -1,4 +1,6 @@
-"""The evaluations, on texts small enough to count by hand, and held to the harness's own code where it is installed."""
+"""The evaluations, on texts small enough to count by hand, and held to the harness's own code where
+it is installed.
+"""
 
 import json
 import math
@@ -34,7 +36,9 @@ def small(*mesh: int, sequence_parallel: bool = True) -> Config:
 
 
 class Oracle:
-    """Scores without a model: a token costs as many nats as there are tokens before it in its window, and is right unless it is an x."""
+    """Scores without a model: a token costs as many nats as there are tokens before it in its
+    window, and is right unless it is an x.
+    """
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or small()
@@ -111,7 +115,9 @@ def test_the_most_probable_token_is_counted_right() -> None:
 
 
 def spied(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Scorer, list[tuple[int, ...]]]:
-    """A scorer without a model, for which a token costs its id and the even ones are right, and the shapes that it computes."""
+    """A scorer without a model, for which a token costs its id and the even ones are right, and the
+    shapes that it computes.
+    """
     shapes: list[tuple[int, ...]] = []
 
     def score(
@@ -243,7 +249,7 @@ def test_wikitext_of_one_word_or_token_is_refused(
 ) -> None:
     (tmp_path / 'wiki').write_text(text)
     tokenizer = SimpleNamespace(start=[], encode_batch=lambda _: [ids])
-    with pytest.raises(ConfigError, match=f'wiki has {counts}: give a text of two at least'):
+    with pytest.raises(ConfigError, match=f'wiki has {counts}: use a text with at least two'):
         wikitext(Oracle(), tokenizer, str(tmp_path / 'wiki'))
 
 
@@ -259,7 +265,8 @@ def test_wikitext_is_normalised_by_the_words_of_the_file(tmp_path: Path) -> None
         found.original_tokens == 14
     )  # '= Title = \n a well @-@ known , " quoted " word .', of which the line break is one
     assert found.tokens == len(ids)
-    # 16 tokens to predict in the first window, with 1, 2, ... before them; then the last 4 of windows of 17, and what is left over.
+    # 16 tokens to predict in the first window, with 1, 2, ... before them; then the last 4 of
+    # windows of 17, and what is left over.
     rest = len(ids) - 17
     losses = [*range(1, 17), *[13, 14, 15, 16] * (rest // 4), *range(17 - rest % 4, 17)]
     assert len(losses) == len(ids) - 1
@@ -451,7 +458,9 @@ STAND_INS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(name='harness')
 def import_harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module, whose models score with an `Oracle` and continue a prompt by its bytes in capitals."""
+    """The module, whose models score with an `Oracle` and continue a prompt by its bytes in
+    capitals.
+    """
 
     def scorer(config: Config, params: None) -> Oracle:
         assert params is None

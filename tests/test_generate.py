@@ -38,14 +38,18 @@ both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
 
 
 def small(name: str, *mesh: int, **model: object) -> Config:
-    """Without dropout, which only training has; sequence parallelism is on, and generation leaves it off."""
+    """Without dropout, which only training has; sequence parallelism is on, and generation leaves
+    it off.
+    """
     return make_config(
         name, *mesh, sequence_parallel=True, model={'dropout': 0.0, 'tie_embeddings': False} | model
     )
 
 
 def make_params(config: Config) -> nnx.State:
-    """Large enough that attention is far from uniform; a bias of the last norm as large would always choose the same token."""
+    """Large enough that attention is far from uniform; a bias of the last norm as large would
+    always choose the same token.
+    """
     return random_params(config, std=0.3 if config.model.norm == 'rmsnorm' else 0.05)
 
 
@@ -335,7 +339,9 @@ def test_a_text_is_what_comes_after_its_prompt() -> None:
 
 
 class FakeEngine:
-    """Makes in each row its number, again and again, at most two in a dispatch, and keeps what it was asked."""
+    """Makes in each row its number, again and again, at most two in a dispatch, and keeps what it
+    was asked.
+    """
 
     def __init__(self) -> None:
         self.reads: list[SimpleNamespace] = []
@@ -492,7 +498,7 @@ def test_a_prompt_that_leaves_no_position_is_refused() -> None:
     assert len(encode_prompts(config, tokenizer, ['x' * 30])[0]) == 31
     with pytest.raises(
         ConfigError,
-        match=r'prompt 2 has 32 tokens, and model.max_seq_len=32 must leave room: shorten it',
+        match=r'prompt 2 has 32 tokens, which leaves no room in model.max_seq_len=32: shorten it',
     ):
         encode_prompts(config, tokenizer, ['x', 'y' * 31])
 

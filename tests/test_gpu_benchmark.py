@@ -1,4 +1,6 @@
-"""The measurements of a GPU run to their end wherever they are, each whatever befalls the others."""
+"""The measurements of a GPU run to their end wherever they are, each whatever befalls the
+others.
+"""
 
 import json
 import subprocess

@@ -21,10 +21,16 @@ ROOT = Path(__file__).parents[1]
 PAIR = """
 import sys
 from megajax.processes.launch import Plan, launch
-plan = Plan(command=(sys.executable, '-c', 'import os; exec(os.environ["DO"])'), variables=tuple({'DO': do} for do in sys.argv[1:]))
+plan = Plan(
+    command=(sys.executable, '-c', 'import os; exec(os.environ["DO"])'),
+    variables=tuple({'DO': do} for do in sys.argv[1:]),
+)
 sys.exit(launch(plan, grace=1))
 """
-IGNORE = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); time.sleep(60)'
+IGNORE = (
+    'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); '
+    'time.sleep(60)'
+)
 COUNT = (
     'import signal, time\n'
     'for number in signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1:\n'
@@ -138,7 +144,10 @@ def test_a_mistake_exits_2_before_anything_starts(arguments, message):
 
 
 def test_a_dry_run_prints_each_process_and_imports_no_jax():
-    program = "import sys; from megajax.commands.main import main\ntry: main()\nexcept SystemExit as e: print(e.code, 'jax' in sys.modules)"
+    program = (
+        'import sys; from megajax.commands.main import main\ntry: main()\nexcept SystemExit as e: '
+        "print(e.code, 'jax' in sys.modules)"
+    )
     out, err = start(
         '-c',
         program,
@@ -177,12 +186,12 @@ def test_lines_carry_the_number_of_their_process_and_the_streams_stay_apart():
         (
             'os.kill(os.getpid(), 9)',
             75,
-            'signal SIGKILL (137), and the launch with 75: start it again',
+            'signal SIGKILL (137), and the launch exits with 75: start it again',
         ),
         more(
             'os.kill(os.getpid(), 6)',
             75,
-            'signal SIGABRT (134), and the launch with 75: start it again',
+            'signal SIGABRT (134), and the launch exits with 75: start it again',
         ),
         more('os.kill(os.getpid(), 11)', 139, 'signal SIGSEGV (139)'),
     ],

@@ -60,7 +60,10 @@ def test_a_change_keeps_the_other_lines_where_they_are():
 
 
 def test_a_change_names_the_outermost_function():
-    source = 'class A:\n    def f(self):\n        def inner():\n            return 1\n        return inner\n'
+    source = (
+        'class A:\n    def f(self):\n        def inner():\n            return 1\n'
+        '        return inner\n'
+    )
     assert [change.function for change in code.changes_of('megajax/a/b.py', source)] == ['A.f']
 
 

@@ -1,4 +1,6 @@
-"""Tables and outputs in the README and the pages are those of the stored files, and these keep their promises."""
+"""Tables and outputs in the README and the pages are those of the stored files, and these keep
+their promises.
+"""
 
 import csv
 import re

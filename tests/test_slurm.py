@@ -1,4 +1,6 @@
-"""`scripts/slurm.sbatch` under a real Slurm of one host: a time limit costs no step, and a job that is cancelled stays so."""
+"""`scripts/slurm.sbatch` under a real Slurm of one host: a time limit costs no step, and a job that
+is cancelled stays so.
+"""
 
 import contextlib
 import json
@@ -59,7 +61,9 @@ PartitionName=all Nodes={host} Default=YES MaxTime=INFINITE State=UP
 
 @pytest.fixture(scope='module')
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A controller and a node that has this machine's name, without systemd: each daemon in the foreground, as our child."""
+    """A controller and a node that has this machine's name, without systemd: each daemon in the
+    foreground, as our child.
+    """
     folder = tmp_path_factory.mktemp('slurm')
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(2)]

@@ -1,8 +1,9 @@
-"""Saving and restoring a run's state, through Orbax: in the background, hashed, and never trusted unseen.
+"""Saving and restoring a run's state through Orbax: saved in the background, verified by digests.
 
-A step's folder holds Orbax's arrays in `state`, `record.json`, `tokenizer.json` and the digests of all. Orbax writes the file that
-makes it a checkpoint after these, and takes old steps away after that: what was finished has digests, and whatever happens there is
-a step that was finished. With many processes all call the same methods, and share the folder.
+A step's folder holds Orbax's arrays in `state`, `record.json`, `tokenizer.json` and the digests of
+all. Orbax writes its commit marker last and deletes old steps only afterwards, so a committed step
+always has digests, and at every moment at least one committed step exists. With several processes
+all call the same methods and share the folder.
 """
 
 import contextlib
@@ -55,7 +56,8 @@ from megajax.parallel.mesh import concrete
 from megajax.processes.agree import SaveBarrier, from_all, from_first
 from megajax.train.step import TrainState, init_state
 
-TIMEOUT = 3600  # seconds in which all processes must have written their part, and the first must have hashed it
+# Seconds in which all processes must have written their parts, and the first must have hashed them.
+TIMEOUT = 3600
 
 ParametersOnly = dict[Literal['params'], nnx.State]
 
@@ -63,9 +65,10 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one run; leaving it as a context waits for what is being written.
+    """The checkpoints of one run; leaving it as a context waits for the save in progress.
 
-    `data` says what the run trains on, in any words. Raises ConfigError if the folder cannot be used.
+    `data` describes what the run trains on, in any words. Raises ConfigError if the folder cannot
+    be used, and CheckpointError if it cannot be read.
     """
 
     def __init__(
@@ -76,13 +79,9 @@ class Checkpoints:
         tokenizer: Tokenizer | None = None,
         data: Mapping[str, str] | None = None,
     ):
-        self.folder, self.config, self.tokenizer, self.data = (
-            folder.absolute(),
-            config,
-            tokenizer,
-            data,
-        )
-        self.origin: Mapping[str, str] = {}  # of the records
+        self.folder, self.config = folder.absolute(), config
+        self.tokenizer, self.data = tokenizer, data
+        self.origin: Mapping[str, str] = {}  # the origin in the records
         self._saving: Record | None = None
         self._failed: str | None = None  # why the newest state is not on disk
         self._retry, self._is_retry = False, False
@@ -98,7 +97,8 @@ class Checkpoints:
             self._manager = _Manager(self.folder, options=self._options())
         except OSError as error:
             raise ConfigError(
-                f'{self.folder} cannot be used: {reason(error)}; allow it, or choose another run.dir'
+                f'{self.folder} cannot be used: {reason(error)}; '
+                'allow it, or choose another run.dir'
             ) from error
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
@@ -106,9 +106,10 @@ class Checkpoints:
             raise CheckpointError(f'{self.folder} cannot be read: {reason(error)}') from error
 
     def newest_verified(self) -> int | None:
-        """The newest step that holds what was written, by its digests; None if no step was ever finished.
+        """The newest step that its digests verify; None if no step was ever finished.
 
-        Each step that is refused on the way is logged with the reason. Raises CheckpointError if there are only such.
+        Each newer step that is refused is logged with the reason. Raises CheckpointError if all
+        steps are refused.
         """
         self._settle()
         steps = find_steps(self.folder) if jax.process_index() == 0 else []
@@ -122,16 +123,18 @@ class Checkpoints:
         self._refused = set(from_first(*(sorted(self._refused) or [0] * num_refused)))
         if count and newest < 0:
             raise CheckpointError(
-                f'none of the {count} checkpoints in {self.folder} can be used: run megajax checkpoint verify {self.folder.parent}, '
-                'restore their files from a copy, or choose another run.dir to start afresh'
+                f'none of the {count} checkpoints in {self.folder} can be used: '
+                f'run megajax checkpoint verify {self.folder.parent}, '
+                'restore their files from a backup, or choose another run.dir to start afresh'
             )
         self._verified = newest if count else None
         return self._verified
 
     def restore(self, step: int) -> TrainState:
-        """The state of `step`, in its places on the current mesh; what differs from the run that wrote it is logged.
+        """Restore the state of `step`, placed on the current mesh.
 
-        Raises ConfigError if it is of another model, dtype, tokenizer or data, CheckpointError if it does not hold what was written.
+        Differences from the run that wrote it are logged. Raises ConfigError if it is of another
+        model, dtype, tokenizer or data, and CheckpointError if it does not hold what was written.
         """
         self._settle()
         path = self.folder / str(step)
@@ -160,19 +163,18 @@ class Checkpoints:
             raise CheckpointError(f'{path} cannot be restored: {reason(error)}') from error
 
     def poll(self, step: int) -> bool:
-        """Whether to save the state after `step` now; all processes call it after each step, and a save that failed is logged here.
+        """Whether to save the state after `step` now; all processes call this after each step.
 
-        It is time by `checkpoint.every`, by `checkpoint.minutes`, or, once, because the last save failed.
+        A save is due by `checkpoint.every`, by `checkpoint.minutes`, or, once, because the last
+        save failed. A failed save is logged here.
         """
         saving, minutes = self._saving is not None, self.config.checkpoint.minutes
         running = saving and self._manager.is_saving_in_progress()
         late = minutes is not None and time.monotonic() - self._begun > 60 * minutes
         if saving or minutes:
-            told = from_all(running, late)
-            running, late = (
-                bool(told[:, 0].any()),
-                bool(told[0, 1]),
-            )  # the clock of the first process counts
+            answers = from_all(running, late)
+            running = bool(answers[:, 0].any())
+            late = bool(answers[0, 1])  # the clock of the first process counts
         if saving and not running:
             self._settle()
         return step % self.config.checkpoint.every == 0 or self._retry or (late and not running)
@@ -180,10 +182,10 @@ class Checkpoints:
     def save(
         self, state: TrainState | ParametersOnly, step: int, *, validation_loss: float | None = None
     ) -> None:
-        """Start saving `state` as that after `step`; a sound checkpoint of it that is there stays as it is.
+        """Start saving `state` as that after `step`, unless a sound checkpoint of `step` exists.
 
-        Of parameters only, as an import has them, a run begins with a fresh optimizer.
-        Waits for the last save. What fails is logged here or by `poll`, and does not raise.
+        An import saves parameters only; a run that resumes from it begins with a fresh optimizer.
+        Waits for the previous save. A failure is logged here or by `poll`, and does not raise.
         """
         if self._saving and self._saving.step == step:
             return
@@ -207,22 +209,28 @@ class Checkpoints:
             self._settle(error)
 
     def note_validation_loss(self, step: int, loss: float) -> None:
-        """Keep the loss that was measured after the save of `step` began, beside its checkpoint, once that is there."""
+        """Write the loss of `step`, measured after its save began, once the checkpoint exists."""
         self._losses[step] = self._unwritten_losses[step] = loss
         if self._saving is None:
             self._write_losses()
 
     def is_evaluated(self, step: int) -> bool:
-        """Whether the validation loss of a finished step is known; the same in all processes."""
+        """Whether the validation loss of a finished step is known; equal in all processes."""
         return bool(from_first(self._loss(step) is not None)[0])
 
     def wait(self) -> bool:
-        """Wait for the save in the background; whether the newest state is on disk, so that it may be tried again."""
+        """Wait for the save in the background; return whether the newest state is on disk.
+
+        If it is not, the caller may try again.
+        """
         self._settle()
         return self._failed is None
 
     def delete_after(self, step: int) -> None:
-        """Take away all that is newer than `step`: a run that goes back to it must not resume from the branch that it left."""
+        """Delete all steps newer than `step`.
+
+        A run that returns to `step` must not resume from the branch that it left.
+        """
         self._settle()
         self._remove(
             [newer for newer in find_steps(self.folder) if newer > step]
@@ -233,12 +241,15 @@ class Checkpoints:
         self._verified, self._failed, self._retry = None, None, False
 
     def close(self, *, final: bool = False) -> None:
-        """Wait until what was started is on disk; if it is not and was the run's `final` save, raises CheckpointError."""
+        """Wait until the save in progress is on disk.
+
+        Raises CheckpointError if it was the run's `final` save and failed.
+        """
         if self._closed:
             return
         self._closed = True
         self._settle()
-        with contextlib.suppress(Exception):  # `_settle` has told of it
+        with contextlib.suppress(Exception):  # `_settle` has logged it
             self._manager.close()
         if final and self._failed:
             raise CheckpointError(f'the last checkpoint is not in {self.folder}: {self._failed}')
@@ -255,11 +266,11 @@ class Checkpoints:
         self.close(final=kind is None)
 
     def abandon(self) -> None:
-        """Let the save under way come to its end where the other processes will not come to ask about it, and close."""
+        """Finish the save in progress and close, when the other processes will not take part."""
         self._closed = True
         if self._saving is not None:
             self._saving = None
-            with contextlib.suppress(Exception):  # the error that the run leaves with is told
+            with contextlib.suppress(Exception):  # the run reports the error that it exits with
                 self._manager.wait_until_finished()
 
     def _options(self) -> ocp.CheckpointManagerOptions:
@@ -267,13 +278,15 @@ class Checkpoints:
             preservation_policy=preservation_policy(
                 self.config.checkpoint, self._loss, self._is_junk
             ),
-            # Orbax would take any folder without its marks for a save that was interrupted, so `sweep` does this.
+            # Orbax would take any folder without its markers for an interrupted save, so `sweep`
+            # does this.
             cleanup_tmp_directories=False,
             async_options=ocp.AsyncOptions(
                 timeout_secs=TIMEOUT,
                 barrier_sync_fn=SaveBarrier(),
                 post_finalization_callback=self._seal,
-                create_directories_asynchronously=False,  # its threads would wait for minutes for one that cannot be made
+                # Orbax's threads would wait minutes for a directory that cannot be created.
+                create_directories_asynchronously=False,
             ),
             file_options=ocp.options.FileOptions(path_permission_mode=0o750),
             # Otherwise any folder whose name is a number would be a checkpoint.
@@ -283,7 +296,11 @@ class Checkpoints:
         )
 
     def _seal(self) -> None:
-        """Complete a step; Orbax's thread calls it in the first process when the arrays are written, before it makes it a checkpoint."""
+        """Write the other files of a step, and their digests.
+
+        Orbax's thread calls this in the first process, after the arrays and before the commit
+        marker.
+        """
         assert self._saving is not None
         path = self.folder / str(self._saving.step)
         write_file(path / RECORD, self._saving.model_dump_json(indent=2).encode())
@@ -292,7 +309,7 @@ class Checkpoints:
         write_sums(path)
 
     def _settle(self, error: Exception | None = None) -> None:
-        """Wait for the save in the background, and learn from all processes how it ended."""
+        """Wait for the save in the background, and gather from all processes how it ended."""
         if self._saving is None:
             return
         try:
@@ -317,12 +334,12 @@ class Checkpoints:
         if finished:
             self._failed = None
             logger.warning(
-                'checkpoint %d is written, but older ones were not taken away: %s', step, why
+                'checkpoint %d is written, but older ones could not be deleted: %s', step, why
             )
         else:
             self._remove([step])
             self._failed, self._retry = why, not self._is_retry
-            then = 'trying again' if self._retry else 'the next is tried when it is due'
+            then = 'trying again' if self._retry else 'the next save is tried when it is due'
             logger.warning('checkpoint %d could not be written (%s); %s', step, why, then)
         self._manager.reload()
 
@@ -340,7 +357,7 @@ class Checkpoints:
         self._unwritten_losses.clear()
 
     def _make_room(self, step: int) -> bool:
-        """Take away what is in the way of a new `step`; False if that is a checkpoint that can be used."""
+        """Delete what is in the way of a new `step`; False if that is a usable checkpoint."""
         path, sound, in_the_way = self.folder / str(step), False, False
         if jax.process_index() == 0:
             if not self._swept:
@@ -361,7 +378,10 @@ class Checkpoints:
         return True
 
     def _remove(self, steps: Sequence[int]) -> None:
-        """The first process takes away these steps, the newest first; a kill leaves nothing that looks finished."""
+        """Delete these steps in the first process, the newest first.
+
+        A kill in between leaves nothing that looks finished.
+        """
         if jax.process_index() == 0:
             for path in (self.folder / str(step) for step in sorted(steps, reverse=True)):
                 if path.is_symlink():
@@ -374,21 +394,21 @@ class Checkpoints:
 
     def _refuses(self, step: int) -> bool:
         path = self.folder / str(step)
-        wrong = problems(path)
-        if wrong:
+        faults = problems(path)
+        if faults:
             self._refused.add(step)
-            more = f' (and {len(wrong) - 1} more)' if len(wrong) > 1 else ''
-            logger.warning('checkpoint %s is refused: %s%s', path, wrong[0], more)
+            more = f' (and {len(faults) - 1} more)' if len(faults) > 1 else ''
+            logger.warning('checkpoint %s is refused: %s%s', path, faults[0], more)
         elif extra := strangers(path):
             logger.warning(
                 'checkpoint %s holds %s, which does not belong to it: ignored',
                 path,
                 ', '.join(extra[:3]),
             )
-        return bool(wrong)
+        return bool(faults)
 
     def _loss(self, step: int) -> float | None:
-        """The validation loss at a step, None if it was not measured or its record is damaged."""
+        """The validation loss at a step; None if it was not measured or its record is damaged."""
         if step not in self._losses:
             try:
                 self._losses[step] = read_record(self.folder / str(step)).validation_loss
@@ -397,7 +417,10 @@ class Checkpoints:
         return self._losses[step]
 
     def _is_junk(self, step: int) -> bool | None:
-        """Whether a step was refused; None for what is not the run's: a link, or another step than its name says."""
+        """Whether a step was refused; None if it is not the run's own.
+
+        That is a link, or a folder that holds another step than its name says.
+        """
         path = self.folder / str(step)
         return (
             None if path.is_symlink() or foreign_step(path) is not None else step in self._refused
@@ -416,18 +439,23 @@ class Checkpoints:
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's, but it does not ask jax whether the processes are to stop, as `run/stop.py` does at each step.
+    """Orbax's manager, which here never asks jax whether the processes are to stop.
 
-    jax gives all processes one number at which they stop, later than any with which it was asked. Orbax asks with that of the step: were
-    that the last question before the number is chosen, the run's own would never meet it, and the signal be lost.
+    `run/stop.py` does so at each step. jax gives all processes one number at which they stop, later
+    than any number that it was asked about. Orbax asks with the number of the step: if that were
+    the last question before jax chooses, the run's own numbers would never reach the chosen one,
+    and the signal would be lost.
     """
 
     def reached_preemption(self, step: int) -> bool:
-        """Not for Orbax to know."""
+        """Return False: the run itself watches for preemption."""
         return False
 
 
 def _parts(state: TrainState | ParametersOnly) -> dict[str, Any]:
-    """A state by its parts, but for those that the config does without: so what was written before there were such still restores."""
+    """The parts of a state by name, without those that the config does not use.
+
+    Checkpoints written before such parts existed therefore still restore.
+    """
     parts = state if isinstance(state, dict) else state._asdict()
     return {str(name): part for name, part in parts.items() if part is not None}

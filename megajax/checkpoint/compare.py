@@ -1,4 +1,4 @@
-"""What differs between a checkpoint and the run that wants it, and between two checkpoints."""
+"""The differences between a checkpoint and the run that restores it, and of two checkpoints."""
 
 import logging
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from megajax.checkpoint.record import (
 )
 from megajax.config import CheckpointError, ConfigError
 
-BLOCK = 1 << 24  # elements that are compared at a time
-SHOWN = 3
+BLOCK = 1 << 24  # elements compared at a time
+SHOWN = 3  # maximum number of arrays named in an error
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,10 @@ Kinds = dict[str, tuple[tuple[int, ...], str]]
 
 
 def check_same_model(path: Path, there: Record, here: Record) -> None:
-    """Raises ConfigError with all that a resumed run must not change: the model, the dtype, the tokenizer."""
+    """Raise ConfigError if a resumed run changes the model, the dtype or the tokenizer.
+
+    The error names every difference.
+    """
     different = [
         f'{key} {a} there, {b} here'
         for key, (a, b) in config_differences(there, here).items()
@@ -44,23 +47,23 @@ def check_same_model(path: Path, there: Record, here: Record) -> None:
         different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
     if different:
         raise ConfigError(
-            f'{path} holds another model ({"; ".join(different)}): change these back, or choose another run.dir'
+            f'{path} holds another model ({"; ".join(different)}): '
+            'change these back, or choose another run.dir'
         )
 
 
 def check_same_data(path: Path, there: Record, here: Record) -> None:
-    """Raises ConfigError if the config names the same data and it holds something else, unless `run.allow_changed_data` is set."""
+    """Raise ConfigError if data of the same name has changed, unless `run.allow_changed_data`."""
     changed = changed_corpora(there, here)
     if changed and not here.config['run']['allow_changed_data']:
         lines = [f'{name} {a[:12]} there, {b[:12]} here' for name, (a, b) in changed.items()]
-        fix = 'bring it back, choose another run.dir, or set run.allow_changed_data=true'
-        raise ConfigError(
-            f'{path} was trained on other data of the same name (SHA-256 of {"; ".join(lines)}): {fix}'
-        )
+        fix = 'restore it, choose another run.dir, or set run.allow_changed_data=true'
+        changes = f'SHA-256 of {"; ".join(lines)}'
+        raise ConfigError(f'{path} was trained on other data of the same name ({changes}): {fix}')
 
 
 def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
-    """Log what a resumed run may change and has changed, and which of it has no effect on a run that has begun."""
+    """Log the permitted changes of a resumed run, and those without effect once a run has begun."""
     without_effect = {START_FROM} if is_import else AT_THE_START
     for key, (old, new) in other_differences(there, here).items():
         effect = (
@@ -71,7 +74,8 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
         logger.info('resume     %s: %s -> %s%s', key, old, new, effect)
     for name, (old, new) in version_differences(there, here).items():
         logger.warning(
-            'resume     %s %s -> %s: what follows may differ from a run of one version in its last bits',
+            'resume     %s %s -> %s: the results may differ in their last bits from those of a run '
+            'with one version',
             name,
             old,
             new,
@@ -79,9 +83,10 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
 
 
 def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
-    """Raises ConfigError if names, shapes or dtypes differ, which Orbax would cast, cut and pad without a word.
+    """Raise ConfigError if names, shapes or dtypes of the arrays differ.
 
-    With `under`, of the arrays whose names start so.
+    Orbax would silently cast, cut and pad them. With `under`, only arrays whose names start with it
+    are compared.
     """
     both = _saved_kinds(path), _kinds(abstract)
     there, here = (
@@ -100,7 +105,7 @@ def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
 
 
 def holds_parameters_only(path: Path) -> bool:
-    """Whether a checkpoint was imported, and has no optimizer."""
+    """Whether a checkpoint is an import, without an optimizer."""
     return all(name.startswith('params/') for name in _saved_kinds(path))
 
 
@@ -110,13 +115,16 @@ def parameter_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_parameter(path: Path, name: str) -> np.ndarray:
-    """One parameter of a checkpoint, whole, in the memory of this host."""
+    """Read one parameter of a checkpoint, unsharded, into the memory of this host."""
     parameters = _parameters(path)
     return _read(path, next(long for long in parameters if _short(long) == name), parameters)
 
 
 def parameter_differences(a: Path, b: Path) -> Iterator[tuple[str, float | str]]:
-    """For each parameter of either step max |a - b| / max |b|, or what is not comparable; one at a time, in the memory of this host."""
+    """Yield max |a - b| / max |b| for each parameter of either step, or why it has none.
+
+    One parameter at a time is in the memory of this host.
+    """
     left, right = _parameters(a), _parameters(b)
     for name in sorted(left.keys() | right.keys()):
         if left.get(name) != right.get(name):
@@ -136,12 +144,13 @@ def _saved_kinds(step: Path) -> Kinds:
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0][:300]
         raise CheckpointError(
-            f'{step} does not tell which arrays it holds ({why}): run megajax checkpoint verify {step}'
+            f'the list of arrays in {step} cannot be read ({why}): '
+            f'run megajax checkpoint verify {step}'
         ) from error
 
 
 def _kinds(tree: Any) -> Kinds:
-    """Shape and dtype of each array of a state or of its metadata, by name."""
+    """The shape and dtype of each array of a state or of its metadata, by name."""
     leaves = ocp.tree.to_flat_dict(tree, sep='/').items()
     return {
         name: (tuple(leaf.shape), str(leaf.dtype))
@@ -170,17 +179,16 @@ def _difference(a: np.ndarray, b: np.ndarray) -> float:
     difference = size = 0.0
     for start in range(0, a.size, BLOCK):
         x, y = (array[start : start + BLOCK].astype(np.float64) for array in (a, b))
-        difference, size = (
-            np.maximum(difference, np.abs(x - y).max()),
-            np.maximum(size, np.abs(y).max()),
-        )  # keeps NaN
+        # np.maximum keeps NaN.
+        difference = np.maximum(difference, np.abs(x - y).max())
+        size = np.maximum(size, np.abs(y).max())
     return float(difference / size) if size else float(difference and np.inf)
 
 
-def _kind(found: Kinds, name: str) -> str:
-    if name not in found:
+def _kind(kinds: Kinds, name: str) -> str:
+    if name not in kinds:
         return 'missing'
-    shape, dtype = found[name]
+    shape, dtype = kinds[name]
     return f'{dtype}[{",".join(map(str, shape))}]'
 
 

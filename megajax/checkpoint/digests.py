@@ -1,6 +1,7 @@
-"""SHA-256 of every file of a checkpoint, in the step's own folder, so that `sha256sum -c SHA256SUMS` checks it too. Imports no jax.
+"""The SHA-256 digests of a checkpoint's files, in the step's own folder. Imports no jax.
 
-Orbax does not look at content: a flipped bit in a file restores as wrong weights without a word.
+`sha256sum -c SHA256SUMS` checks them too. Orbax does not check contents: it silently restores a
+flipped bit in a file as wrong weights.
 """
 
 import hashlib
@@ -16,9 +17,8 @@ from megajax.config import CheckpointError, ConfigError
 
 SUMS = 'SHA256SUMS'
 COMMIT = 'commit_success.txt'  # Orbax's last file; a step without it was never finished
-STAMP = (
-    '_CHECKPOINT_METADATA'  # Orbax adds the time to it after the digests, and restores without it
-)
+# Orbax adds the time to this file after the digests are written, and restores without it.
+STAMP = '_CHECKPOINT_METADATA'
 LATER = frozenset({SUMS, COMMIT, STAMP, VALIDATION})
 THREADS = min(4, os.cpu_count() or 1)
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 
 class Sums(NamedTuple):
-    """What a step held when it was written: SHA-256 by path, and bytes in all."""
+    """The contents of a step when it was written."""
 
-    digests: dict[str, str]
-    size: int
+    digests: dict[str, str]  # SHA-256 by path
+    size: int  # bytes in all
 
 
 def write_sums(folder: Path) -> None:
-    """Hash what is in `folder` and put the digests there, complete or not at all."""
+    """Hash the files in `folder` and write the digests there, completely or not at all."""
     names = sorted(_files(folder))
     with ThreadPoolExecutor(THREADS) as pool:
         digests = list(pool.map(lambda name: _digest(folder / name), names))
@@ -43,59 +43,66 @@ def write_sums(folder: Path) -> None:
 
 
 def read_sums(folder: Path) -> Sums:
-    """The digests of a step. Raises ValueError if they are not whole."""
+    """Return the digests of a step. Raises ValueError if they are incomplete."""
     *lines, last = (folder / SUMS).read_bytes().decode('ascii').removesuffix('\n').split('\n')
     matches = [re.fullmatch(r'([0-9a-f]{64})  (\S.*)', line) for line in lines]
     digests = {match[2]: match[1] for match in matches if match}
     total = re.fullmatch(r'# (\d+) files, (\d+) bytes', last)
     if total is None or not digests or not len(lines) == len(digests) == int(total[1]):
-        raise ValueError('not whole')
+        raise ValueError('incomplete')
     return Sums(digests, int(total[2]))
 
 
 def problems(folder: Path, *, contents: bool = True) -> list[str]:
-    """What is wrong with a step, a line for each file; nothing if it holds what was written. Without `contents` only names and sizes."""
+    """Return the faults of a step, a line for each file; none if it holds what was written.
+
+    Without `contents` only names and sizes are checked.
+    """
     if folder.is_symlink():
         return ['is a symbolic link']
     if not (folder / COMMIT).is_file():
         return [f'was never finished: there is no {COMMIT}']
     if (step := foreign_step(folder)) is not None:
-        return [f'holds step {step}: rename it to {step} if that is free, or to what is no number']
+        fix = f'rename it to {step} if that name is free, or to a name that is not a number'
+        return [f'holds step {step}: {fix}']
     try:
         sums = read_sums(folder)
     except FileNotFoundError:
         return [f'{SUMS} is missing']
     except (OSError, ValueError):
         return [f'{SUMS} is damaged']
-    found = _files(folder)
-    wrong = {name: 'is missing' for name in sums.digests if name not in found}
-    wrong |= {
+    files = _files(folder)
+    faults = {name: 'is missing' for name in sums.digests if name not in files}
+    faults |= {
         name: 'is a symbolic link'
         for name in sums.digests
-        if name in found and (folder / name).is_symlink()
+        if name in files and (folder / name).is_symlink()
     }
-    there = [name for name in sums.digests if name not in wrong]
+    present = [name for name in sums.digests if name not in faults]
     if contents:
         with ThreadPoolExecutor(THREADS) as pool:
-            findings = pool.map(lambda name: _compare(folder / name, sums.digests[name]), there)
-            wrong |= {name: what for name, what in zip(there, findings, strict=True) if what}
-    if not wrong and (size := sum(_size(folder / name) for name in there)) != sums.size:
+            results = pool.map(lambda name: _compare(folder / name, sums.digests[name]), present)
+            faults |= {name: fault for name, fault in zip(present, results, strict=True) if fault}
+    if not faults and (size := sum(_size(folder / name) for name in present)) != sums.size:
         return [f'holds {size} bytes instead of {sums.size}']
-    return [f'{name} {wrong[name]}' for name in sorted(wrong)]
+    return [f'{name} {faults[name]}' for name in sorted(faults)]
 
 
 def strangers(folder: Path) -> list[str]:
-    """Files that were not there when the step was written."""
+    """The files that were added to a step's folder after it was written."""
     return sorted(_files(folder) - read_sums(folder).digests.keys())
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether a save came to its end here, or someone made a link to such a folder."""
+    """Whether the folder holds a finished save, or links to one."""
     return (folder / COMMIT).is_file()
 
 
 def foreign_step(folder: Path) -> int | None:
-    """The step that a folder holds under the number of another one, as a copy or an exchange leaves it; None if it does not."""
+    """The step in a folder that bears the number of another step; None if it bears its own.
+
+    A copied or exchanged folder is such a folder.
+    """
     if not is_step_name(folder.name) or folder.is_symlink() or not is_finished(folder):
         return None
     step = recorded_step(folder)
@@ -103,15 +110,18 @@ def foreign_step(folder: Path) -> int | None:
 
 
 def find_foreign(folder: Path) -> list[Path]:
-    """The finished checkpoints that lie under the number of another step, in order; they are no steps of the run."""
+    """The finished checkpoints under the number of another step, in order; the run ignores them."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if foreign_step(path) is not None]
-    return sorted(found, key=lambda path: int(path.name))
+    foreign = [path for path in folder.iterdir() if foreign_step(path) is not None]
+    return sorted(foreign, key=lambda path: int(path.name))
 
 
 def find_steps(folder: Path) -> list[int]:
-    """The steps that were finished, in order, sound or not. Links count, so that they can be refused by name; foreign ones do not."""
+    """The finished steps in order, sound or not.
+
+    Links count, so that they can be refused by name; folders that hold another step do not.
+    """
     if not folder.is_dir():
         return []
     finished = (path for path in folder.iterdir() if is_step_name(path.name) and is_finished(path))
@@ -119,43 +129,53 @@ def find_steps(folder: Path) -> list[int]:
 
 
 def find_step(path: Path) -> Path:
-    """The finished checkpoint that RUN/checkpoints/STEP or RUN/STEP stands for. Raises ConfigError with those that there are."""
+    """Return the finished checkpoint that RUN/checkpoints/STEP or RUN/STEP stands for.
+
+    Raises ConfigError with the steps that exist if there is none.
+    """
     for candidate in (path, path.parent / 'checkpoints' / path.name):
         if is_finished(candidate):
             return candidate
     folder = path.parent / 'checkpoints'
-    there = find_steps(folder) or find_steps(path / 'checkpoints') or find_steps(path)
+    steps = find_steps(folder) or find_steps(path / 'checkpoints') or find_steps(path)
     choice = (
-        f'choose one of steps {", ".join(map(str, there))}'
-        if there
+        f'choose one of steps {", ".join(map(str, steps))}'
+        if steps
         else "give a run's directory, or RUN/STEP"
     )
     raise ConfigError(f'{path}: no finished checkpoint there; {choice}')
 
 
 def find_candidates(path: Path) -> list[Path]:
-    """The finished checkpoints that RUN, the newest first, or RUN/STEP stands for. Raises ConfigError if there is none."""
+    """Return the finished checkpoints of RUN, the newest first, or the one of RUN/STEP.
+
+    Raises ConfigError if there is none.
+    """
     folder = path / 'checkpoints' if (path / 'checkpoints').is_dir() else path
     return [folder / str(step) for step in reversed(find_steps(folder))] or [find_step(path)]
 
 
 def find_sound(path: Path) -> Path:
-    """The folder of the checkpoint that `path` stands for, of a run the newest; all its files hold what was written."""
+    """Return the folder of the checkpoint that `path` stands for, verified by its digests.
+
+    For a run this is the newest sound checkpoint. Raises ConfigError if there is no finished
+    checkpoint, and CheckpointError if none is sound.
+    """
     for candidate in find_candidates(path):
-        wrong = problems(candidate)
-        if not wrong:
+        faults = problems(candidate)
+        if not faults:
             return candidate.absolute()
-        logger.warning('checkpoint %s is refused: %s', candidate, wrong[0])
+        logger.warning('checkpoint %s is refused: %s', candidate, faults[0])
     raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
 
 
 def is_step_name(name: str) -> bool:
-    """Whether Orbax would take it for a step."""
+    """Whether Orbax would take this name for a step."""
     return name.isascii() and name.isdecimal() and str(int(name)) == name
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file that appears under its name when it is on the disk."""
+    """Write a file atomically: it appears under its name once it is on the disk."""
     new = path.with_name(f'{path.name}.new')
     with new.open('wb') as file:
         file.write(content)
@@ -181,11 +201,11 @@ def _digest(path: Path) -> str:
 
 
 def _compare(path: Path, digest: str) -> str | None:
-    """What is wrong with a file, if anything."""
+    """The fault of a file, or None."""
     try:
         if _digest(path) == digest:
             return None
-        return 'is not what was written' if _size(path) else 'is empty'
+        return 'differs from what was written' if _size(path) else 'is empty'
     except OSError as error:
         return f'cannot be read: {error.strerror}'
 
@@ -193,5 +213,5 @@ def _compare(path: Path, digest: str) -> str | None:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except FileNotFoundError:  # a run takes the step away at this moment
+    except FileNotFoundError:  # a run is just deleting the step
         return 0

@@ -1,4 +1,4 @@
-"""A trained model as its checkpoint has it: config, parameters and tokenizer, without the optimizer."""
+"""A trained model from a checkpoint: config, parameters and tokenizer, without the optimizer."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,25 +22,27 @@ from megajax.parallel.mesh import concrete, mesh_for
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opened:
-    """A model to use: its config with the overrides, its parameters in their places on `mesh`, and the step that they are of."""
+    """A model that is ready to use."""
 
-    config: Config
+    config: Config  # the checkpoint's config with the overrides
     mesh: Mesh
-    params: nnx.State
+    params: nnx.State  # the parameters, placed on `mesh`
     tokenizer: Tokenizer | None
-    step: int
+    step: int  # the step of the checkpoint
 
 
 def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
-    """The model of a run (its newest checkpoint that verifies) or of one checkpoint (RUN/checkpoints/STEP, or RUN/STEP).
+    """Open the model of a run or of one checkpoint (RUN/checkpoints/STEP, or RUN/STEP).
 
-    `overrides` are as those of `load` and may set the mesh, which is made here; use the model under `jax.set_mesh(opened.mesh)`:
+    For a run this is its newest checkpoint that verifies. `overrides` are like those of `load` and
+    may set the mesh, which is made here; use the model under `jax.set_mesh(opened.mesh)`:
 
         opened = open_model(Path('runs/mine'), ['mesh.data=1', 'mesh.model=2'])
         with jax.set_mesh(opened.mesh):
             ...
 
-    Raises ConfigError if there is no checkpoint or the overrides do not fit it, CheckpointError if none holds what was written.
+    Raises ConfigError if there is no checkpoint or the overrides do not fit it, and CheckpointError
+    if no checkpoint holds what was written.
     """
     folder = find_sound(path)
     record = read_record(folder)
@@ -53,13 +55,17 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
 
 
 def abstract_params(config: Config) -> nnx.State:
-    """The shapes of the model's parameters and their places on the current mesh."""
+    """The shapes of the model's parameters and their placements on the current mesh."""
     layout, key = Layout.of(config), jax.random.key(0)
     return concrete(jax.eval_shape(lambda: nnx.state(make_model(config.model, layout, key=key))))
 
 
 def restore_params(folder: Path, config: Config) -> nnx.State:
-    """The parameters in a checkpoint's folder, in their places on the current mesh; raises CheckpointError if it has others."""
+    """Restore the parameters in a checkpoint's folder, placed on the current mesh.
+
+    Raises ConfigError if the folder holds other parameters, and CheckpointError if they cannot be
+    restored.
+    """
     item: Any = {'params': abstract_params(config)}
     check_same_arrays(folder, item, under='params/')
     args = ocp.args.PyTreeRestore(

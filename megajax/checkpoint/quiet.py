@@ -1,4 +1,7 @@
-"""Orbax's and tensorstore's own account of a save that failed is hundreds of lines; that of `checkpoint/checkpoints.py` is one."""
+"""Filters for the hundreds of lines that Orbax and tensorstore log about a failed save.
+
+`checkpoint/checkpoints.py` logs one line instead.
+"""
 
 import functools
 import logging
@@ -8,7 +11,7 @@ from typing import Any
 
 
 def leave_failed_saves_to_us() -> None:
-    """Drop the tracebacks of saves that Orbax's threads log or leave behind; everything else is told as before."""
+    """Drop the tracebacks of failed saves from Orbax's threads; log everything else as before."""
     for name in ('absl', 'asyncio'):
         logging.getLogger(name).addFilter(_is_told)
     if getattr(sys.unraisablehook, 'func', None) is not _tell:
@@ -16,11 +19,14 @@ def leave_failed_saves_to_us() -> None:
 
 
 def _is_told(record: logging.LogRecord) -> bool:
-    of_a_save = 'orbax' in record.pathname or 'exception was never retrieved' in record.getMessage()
-    return record.levelno < logging.ERROR or not of_a_save
+    is_of_save = (
+        'orbax' in record.pathname or 'exception was never retrieved' in record.getMessage()
+    )
+    return record.levelno < logging.ERROR or not is_of_save
 
 
 def _tell(others: Callable[[Any], object], unraisable: Any) -> None:
-    # tensorstore, in C++, reports to the event loop of a save, which is closed when the first of its writes has failed
+    # tensorstore, in C++, reports to the event loop of a save, which is closed once the first of
+    # its writes has failed.
     if str(unraisable.exc_value) != 'Event loop is closed':
         others(unraisable)

@@ -1,4 +1,7 @@
-"""What is kept with each checkpoint beside the state: config, tokenizer, versions, data; and what may differ on resume. Imports no jax."""
+"""The record stored with each checkpoint, and the differences that a resume allows.
+
+It holds config, tokenizer, versions and data. Imports no jax.
+"""
 
 import datetime
 import json
@@ -14,35 +17,33 @@ from megajax.config import CheckpointError, Config
 from megajax.config.renamed import current
 
 RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
-VALIDATION = 'validation_loss.json'  # of a state that was evaluated after it was saved
+VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after it was saved
 PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
-FIXED = ('model.', 'train.dtype')  # other arrays, or other numbers from the same ones
-OWN = ('run.', 'checkpoint.')  # of a process, not of the training
+FIXED = ('model.', 'train.dtype')  # keys that change the arrays, or the numbers computed from them
+OWN = ('run.', 'checkpoint.')  # keys of a process, not of the training
 START_FROM = 'run.start_from'
-AT_THE_START = frozenset(
-    {START_FROM, 'train.loss_scale'}
-)  # keys that a run begins with, and which change nothing afterwards
+# Keys that matter only when a run begins, and change nothing afterwards.
+AT_THE_START = frozenset({START_FROM, 'train.loss_scale'})
 
 
 class Record(BaseModel):
-    """How a checkpoint came about. `config` is the resolved one, `tokenizer_sha256` that of tokenizer.json, None if there is none."""
+    """The provenance of a checkpoint."""
 
     model_config = ConfigDict(frozen=True, extra='ignore')
 
-    step: int
-    time: datetime.datetime  # of the state, in UTC
-    config: dict[str, dict[str, Any]]
-    tokenizer_sha256: str | None = None
+    step: int  # the step after which the state was saved
+    time: datetime.datetime  # time of the state, in UTC
+    config: dict[str, dict[str, Any]]  # the resolved config, by section and key
+    tokenizer_sha256: str | None = None  # digest of tokenizer.json, None if there is none
     validation_loss: float | None = None  # nats per token, None if it was not measured
-    data: dict[str, str] = {}
-    versions: dict[str, str] = {}
-    origin: dict[
-        str, str
-    ] = {}  # of a run that `run.start_from` began: the checkpoint, its step and the SHA-256 of its SHA256SUMS
+    data: dict[str, str] = {}  # fingerprint of each corpus, by name
+    versions: dict[str, str] = {}  # versions of the libraries and of Python
+    # The checkpoint in `run.start_from`, its step and the SHA-256 of its SHA256SUMS; else empty.
+    origin: dict[str, str] = {}
 
     @property
     def mesh(self) -> str:
-        """The mesh that it was written on."""
+        """The mesh on which the checkpoint was written."""
         return ' x '.join(
             f'{axis}={self.config.get("mesh", {}).get(axis, "?")}' for axis in ('data', 'model')
         )
@@ -57,7 +58,7 @@ def make_record(
     data: Mapping[str, str] | None = None,
     origin: Mapping[str, str] | None = None,
 ) -> Record:
-    """The record of a state of this run after `step`."""
+    """Return the record of this run's state after `step`."""
     return Record(
         step=step,
         time=datetime.datetime.now(datetime.UTC),
@@ -72,7 +73,7 @@ def make_record(
 
 
 def read_record(folder: Path) -> Record:
-    """The record in a step's folder. Raises CheckpointError if it cannot be read."""
+    """Read the record in a step's folder. Raises CheckpointError if it cannot be read."""
     try:
         record = Record.model_validate_json((folder / RECORD).read_bytes())
     except (OSError, ValidationError) as error:
@@ -85,7 +86,7 @@ def read_record(folder: Path) -> Record:
 
 
 def recorded_step(folder: Path) -> int | None:
-    """The step of the state in a checkpoint's folder, None if its record does not tell."""
+    """The step of the state in a checkpoint's folder; None if its record cannot be read."""
     try:
         return int(json.loads((folder / RECORD).read_bytes())['step'])
     except (OSError, ValueError, KeyError, TypeError):
@@ -105,14 +106,17 @@ def is_fixed(key: str) -> bool:
 
 
 def config_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
-    """The config keys with other values, and both values; a key that one of them does not know has its default."""
+    """The config keys whose values differ, with both values.
+
+    A key that one record does not know has its default there.
+    """
     old, new = _flat(there.config), _flat(here.config)
     keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
     return {key: (old.get(key), new.get(key)) for key in keys}
 
 
 def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
-    """What a resumed run may have changed: keys of the config that are not fixed, and the contents of the data."""
+    """The changes that a resume allows: in config keys that are not fixed, and in the data."""
     different = {
         key: pair for key, pair in config_differences(there, here).items() if not is_fixed(key)
     }
@@ -128,12 +132,12 @@ def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]
 
 
 def version_differences(there: Record, here: Record) -> dict[str, tuple[str, str]]:
-    """The libraries, and Python, of which both know another version."""
+    """The libraries, and Python, whose versions differ, with both versions."""
     return _changed(there.versions, here.versions)
 
 
 def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
-    """The corpora that hold something else than they did, though nothing in the config's `data` asks for that."""
+    """The corpora whose contents have changed while the config's `data` section has not."""
     asked = any(key.startswith('data.') for key in config_differences(there, here))
     return {} if asked else _changed(there.data, here.data)
 
@@ -148,7 +152,7 @@ def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
         config = Config.model_validate(known).model_dump(mode='json') | {
             name: config[name] for name in config.keys() - known.keys()
         }
-    except ValidationError:  # of a version with other rules
+    except ValidationError:  # a version of megajax with other rules wrote it
         pass
     return {
         f'{name}.{key}': value for name, section in config.items() for key, value in section.items()
@@ -170,5 +174,5 @@ def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[
 def _version(package: str) -> str:
     try:
         return version(package)
-    except PackageNotFoundError:  # a clone that is not installed
+    except PackageNotFoundError:  # megajax runs from a clone that is not installed
         return 'unknown'

@@ -1,4 +1,4 @@
-"""Which checkpoints stay, as Orbax's policies."""
+"""The retention of checkpoints, as Orbax policies."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,10 +14,12 @@ def preservation_policy(
     loss_of: Callable[[int], float | None],
     is_junk: Callable[[int], bool | None],
 ) -> Any:
-    """The newest, every n-th step and the best, as far as `config` asks for them; `loss_of` knows a step's validation loss.
+    """Return the policy that retains the newest, every n-th and the best steps, as `config` asks.
 
-    Steps that `is_junk` take no sound one's place: True goes when the next is written, None is not ours and stays. So does step 0:
-    training never writes it, so it is an import, which this run may not be the last to begin with.
+    `loss_of` returns a step's validation loss. `is_junk` returns whether a step was refused, and
+    None for one that is not the run's own; neither kind takes the place of a sound step. A refused
+    one is deleted when the next is written, and one that is not the run's own stays. Step 0 stays
+    too: training never writes it, so it is an import, from which other runs may still begin.
     """
     policies: list[Any] = [checkpoint_managers.LatestN(config.keep)]
     if config.keep_every:
@@ -28,13 +30,13 @@ def preservation_policy(
 
 
 class _OfTheSound:
-    """A policy that does not see what cannot be used."""
+    """A policy that sees only sound checkpoints."""
 
     def __init__(self, policy: Any, is_junk: Callable[[int], bool | None]):
         self.policy, self.is_junk = policy, is_junk
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """As Orbax asks: for each checkpoint whether it stays."""
+        """Return for each checkpoint whether it is retained; Orbax calls this."""
         junk = {info.step: self.is_junk(info.step) if info.step else None for info in checkpoints}
         sound = [info for info in checkpoints if junk[info.step] is False]
         stays = dict(
@@ -48,7 +50,10 @@ class _OfTheSound:
 
 
 class _LeastLoss:
-    """Orbax's BestN with losses from the records, which outlive the process; a step without one is none of the best."""
+    """Orbax's BestN with losses from the records, which outlive the process.
+
+    A step without a loss is never among the best.
+    """
 
     def __init__(self, loss_of: Callable[[int], float | None], n: int):
         self.loss_of, self.n = loss_of, n
@@ -57,7 +62,7 @@ class _LeastLoss:
         )
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        """As Orbax asks: for each checkpoint whether it stays."""
+        """Return for each checkpoint whether it is retained; Orbax calls this."""
         losses = {info.step: self.loss_of(info.step) for info in checkpoints}
         measured = [
             _Info(step, loss)

@@ -1,4 +1,7 @@
-"""What lies among the checkpoints of a run and is none of them: left alone, named once, and moved aside where it is in the way."""
+"""Strays: paths among a run's checkpoints that are not its own.
+
+They are left alone, named once, and moved aside if they are in the way.
+"""
 
 import contextlib
 import logging
@@ -11,12 +14,12 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_strays(folder: Path, named: set[Path]) -> None:
-    """Name what is no checkpoint of the run, but for what is in `named` already, to which it is added."""
+    """Warn of every path that is not a checkpoint of the run and not in `named`; add it there."""
     for path in sorted(set(folder.iterdir()) - named):
         if (step := foreign_step(path)) is not None:
-            logger.warning('%s holds step %d, not the one of its name: ignored', path, step)
+            logger.warning('%s holds step %d, not the step in its name: ignored', path, step)
         elif not is_step_name(path.name):
-            logger.warning('%s is no checkpoint: ignored', path)
+            logger.warning('%s is not a checkpoint: ignored', path)
         elif not is_finished(path):
             logger.warning('%s was never finished: ignored', path)
         else:
@@ -25,7 +28,10 @@ def warn_of_strays(folder: Path, named: set[Path]) -> None:
 
 
 def move_aside(path: Path) -> bool:
-    """Rename a folder that holds another step than its name says, which is not the run's to take away; whether it was one."""
+    """Rename a folder that holds another step than its name says; return whether it was one.
+
+    The run does not own such a folder and must not delete it.
+    """
     step = foreign_step(path)
     if step is None:
         return False
@@ -37,7 +43,10 @@ def move_aside(path: Path) -> bool:
 
 
 def sweep(folder: Path) -> None:
-    """Take away what Orbax began and did not finish; `STAMP` is its first file, so that no other folder is touched."""
+    """Delete the folders of unfinished saves.
+
+    `STAMP` is the first file that Orbax writes there, so no other folder is touched.
+    """
     for path in folder.iterdir():
         if (
             is_step_name(path.name)

@@ -1,4 +1,4 @@
-"""The verbs of `megajax checkpoint`: parse, call, render."""
+"""The subcommands of `megajax checkpoint`: parse, call, render."""
 
 import os
 from pathlib import Path
@@ -13,7 +13,9 @@ from megajax.checkpoint.record import config_differences, read_record
 from megajax.config import CheckpointError, ConfigError
 
 checkpoint_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help='Look at the checkpoints of a run.'
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help='List, verify and compare the checkpoints of a run.',
 )
 
 Run = Annotated[
@@ -26,11 +28,11 @@ Run = Annotated[
 
 @checkpoint_app.command()
 def ls(run: Run) -> None:
-    """List the checkpoints of a run, by names and sizes of their files; verify reads them."""
+    """List the checkpoints of a run; checks names and sizes of files, verify their contents."""
     right = [Column(name, justify='right') for name in ('step', 'MB', 'validation loss')]
     table = Table(right[0], 'written (UTC)', *right[1:], 'mesh', 'files', box=None, pad_edge=False)
     for path in _steps(run):
-        wrong = problems(path, contents=False)
+        broken = problems(path, contents=False)
         try:
             record = read_record(path)
             loss = '-' if record.validation_loss is None else f'{record.validation_loss:.4f}'
@@ -40,28 +42,28 @@ def ls(run: Run) -> None:
                 _megabytes(path),
                 loss,
                 record.mesh,
-                wrong[0] if wrong else 'complete',
+                broken[0] if broken else 'complete',
             )
         except CheckpointError:
             table.add_row(
-                path.name, '?', _megabytes(path), '?', '?', wrong[0] if wrong else 'no record'
+                path.name, '?', _megabytes(path), '?', '?', broken[0] if broken else 'no record'
             )
     Console(highlight=False, soft_wrap=True).print(table, markup=False)
 
 
 @checkpoint_app.command()
 def verify(run: Run) -> None:
-    """Hash every file of a run's checkpoints; exits with 4 and names those that do not hold what was written."""
-    wrong = False
+    """Hash every file of a run's checkpoints; exits with 4 and names files that have changed."""
+    any_broken = False
     for path in _steps(run):
-        found = problems(path)
-        if found and not path.exists():  # a run has taken it away meanwhile
+        broken = problems(path)
+        if broken and not path.exists():  # the run has deleted it meanwhile
             continue
-        wrong = wrong or bool(found)
-        print(f'{path.name}  ' + ('ok' if not found else f'{len(found)} wrong'))
-        for problem in found:
+        any_broken = any_broken or bool(broken)
+        print(f'{path.name}  ' + ('ok' if not broken else f'{len(broken)} wrong'))
+        for problem in broken:
             print(f'  {problem}')
-    raise typer.Exit(4 if wrong else 0)
+    raise typer.Exit(4 if any_broken else 0)
 
 
 @checkpoint_app.command()
@@ -71,10 +73,14 @@ def diff(
         typer.Argument(metavar='RUN STEP STEP | RUN/STEP RUN/STEP', help='Two checkpoints.'),
     ],
 ) -> None:
-    """Show the config keys that differ between two checkpoints, and for each parameter max |a - b| / max |b|."""
+    """Show the config keys that differ between two checkpoints, and how far parameters differ.
+
+    The difference of a parameter is max |a - b| / max |b|.
+    """
     if len(where) not in (2, 3):
         raise ConfigError(
-            f'diff compares two checkpoints, and this names {len(where)} things: RUN STEP STEP, or RUN/STEP RUN/STEP'
+            f'diff compares two checkpoints, not {len(where)} arguments: '
+            'give RUN STEP STEP, or RUN/STEP RUN/STEP'
         )
     a, b = (
         find_step(Path(path))
@@ -92,7 +98,7 @@ def diff(
 
 
 def _steps(run: Path) -> list[Path]:
-    """The finished checkpoints that RUN or RUN/STEP stands for."""
+    """Return the finished checkpoints of RUN, or the one of RUN/STEP."""
     folder = run / 'checkpoints' if (run / 'checkpoints').is_dir() else run
     foreign = find_foreign(folder)
     if steps := [folder / str(step) for step in find_steps(folder)] + foreign:

@@ -1,4 +1,4 @@
-"""The verbs of `megajax data`: parse, call, render."""
+"""The subcommands of `megajax data`: parse, call, render."""
 
 import logging
 import sys
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from megajax.data.build.describe import Description
 
 data_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help='Build token files, and look at them.'
+    no_args_is_help=True, rich_markup_mode=None, help='Build, describe and verify token files.'
 )
 
-SECONDS = 30  # between lines where there is no terminal
+SECONDS = 30  # between progress lines without a terminal
 
 
 class _ManyInputs(TyperCommand):
-    """`--input a b c` is `--input a --input b --input c`, which is all that click can read."""
+    """A command that turns `--input a b c` into `--input a --input b --input c` for click."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         spread: list[str] = []
@@ -62,35 +62,40 @@ def build(
     format: Annotated[
         Literal['jsonl', 'text', 'parquet'] | None,
         typer.Option(
-            help='By the suffix if left out; .gz and .zst are decompressed. A file of text is one document.'
+            help='By the suffix if left out; .gz and .zst are decompressed. '
+            'A text file is one document.'
         ),
     ] = None,
     json_key: Annotated[
-        str, typer.Option(help='The key, or the column of Parquet, that holds the text.')
+        str, typer.Option(help='The JSON key or Parquet column that holds the text.')
     ] = 'text',
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar='PATH|bytes', help='A tokenizer.json, or a token for each byte.'),
+        typer.Option(metavar='PATH|bytes', help='A tokenizer.json; bytes: a token for each byte.'),
     ] = None,
     train_bpe: Annotated[
         int | None,
         typer.Option(
             metavar='VOCAB',
-            help='Train a byte-level BPE of so many entries on up to 256 MB of the text, and use it.',
+            help='Train a byte-level BPE with this many entries on up to 256 MB of the text, '
+            'and use it.',
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help='Processes that encode; one for each core if left out.')
+        int | None, typer.Option(help='Processes that encode; one per core if left out.')
     ] = None,
     append_eod: Annotated[
         bool, typer.Option('--append-eod', help='End each document with the end-of-document token.')
     ] = False,
     skip_bad: Annotated[
         bool,
-        typer.Option('--skip-bad', help='Leave out lines that cannot be read, and count them.'),
+        typer.Option('--skip-bad', help='Skip lines that cannot be read, and count them.'),
     ] = False,
 ) -> None:
-    """Tokenise a corpus into Megatron's files; after a kill or an interrupt, the same command continues."""
+    """Tokenize a corpus into Megatron's file format.
+
+    After a kill or an interrupt, the same command resumes the build.
+    """
     from megajax.data.build.build import Job  # here, because it imports numpy
     from megajax.data.build.build import build as run
 
@@ -112,7 +117,7 @@ def build(
             summary = run(job, report=progress)
     except KeyboardInterrupt:
         print(
-            'interrupted: the same command continues (standard input starts afresh)',
+            'interrupted: run the same command again to resume (standard input starts afresh)',
             file=sys.stderr,
         )
         raise typer.Exit(130) from None
@@ -121,38 +126,46 @@ def build(
 
 @data_app.command()
 def info(
-    prefix: Annotated[str, typer.Argument(metavar='PREFIX', help='Of PREFIX.bin and PREFIX.idx.')],
+    prefix: Annotated[
+        str, typer.Argument(metavar='PREFIX', help='The prefix of PREFIX.bin and PREFIX.idx.')
+    ],
     tokenizer: Annotated[
         str | None,
-        typer.Option(metavar='PATH|bytes', help='To decode; the one beside the files if left out.'),
+        typer.Option(
+            metavar='PATH|bytes',
+            help='The tokenizer to decode with; by default the one next to the files.',
+        ),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=0, help='How many documents to decode the start of.')
+        int, typer.Option(min=0, help='Number of documents to show the start of.')
     ] = 3,
 ) -> None:
-    """Show what token files hold: documents, tokens, their lengths, and the start of some documents."""
+    """Show documents, tokens and lengths of token files, and the start of some documents."""
     from megajax.data.build.describe import decode_samples, describe
     from megajax.data.text.tokenizer import load_tokenizer
 
-    found = describe(prefix)
+    description = describe(prefix)
     console = Console(highlight=False, soft_wrap=True)
-    console.print(_facts(found), _histogram(found.histogram))
-    path = tokenizer or (str(found.manifest.tokenizer_path(prefix)) if found.manifest else None)
+    console.print(_facts(description), _histogram(description.histogram))
+    manifest = description.manifest
+    path = tokenizer or (str(manifest.tokenizer_path(prefix)) if manifest else None)
     if path:
         decoder = load_tokenizer(path)
-        for number, text in decode_samples(found.sequences, decoder, samples):
+        for number, text in decode_samples(description.sequences, decoder, samples):
             console.print(f'document {number}: {text!r}', markup=False)
 
 
 @data_app.command()
 def verify(
-    prefix: Annotated[str, typer.Argument(metavar='PREFIX', help='Of PREFIX.bin and PREFIX.idx.')],
+    prefix: Annotated[
+        str, typer.Argument(metavar='PREFIX', help='The prefix of PREFIX.bin and PREFIX.idx.')
+    ],
     vocab_size: Annotated[
         int | None,
-        typer.Option(min=1, help='Ids must be below it; that of the tokenizer if left out.'),
+        typer.Option(min=1, help='Upper limit of ids; by default that of the tokenizer.'),
     ] = None,
 ) -> None:
-    """Check every invariant of token files; exits with 2 at the first that is broken."""
+    """Check every invariant of token files; exits with 2 at the first violation."""
     from megajax.data.build.describe import verify as check
 
     with _Progress() as progress:
@@ -160,33 +173,36 @@ def verify(
             print(f'ok  {line}')
 
 
-def _facts(found: 'Description') -> Table:
-    sequences, manifest = found.sequences, found.manifest
+def _facts(description: 'Description') -> Table:
+    sequences, manifest = description.sequences, description.manifest
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_row('documents', f'{found.num_documents:,}')
+    table.add_row('documents', f'{description.num_documents:,}')
     table.add_row('sequences', f'{len(sequences):,}')
     table.add_row(
         'tokens',
-        f'{len(sequences.tokens):,} of {sequences.tokens.dtype.name}, {sequences.tokens.nbytes:,} bytes',
+        f'{len(sequences.tokens):,} of {sequences.tokens.dtype.name}, '
+        f'{sequences.tokens.nbytes:,} bytes',
     )
     if manifest:
         end = 'ends' if manifest.append_eod else 'does not end'
         table.add_row(
             'text',
-            f'{manifest.text_bytes:,} bytes, {manifest.text_bytes / max(manifest.tokens, 1):.2f} a token',
+            f'{manifest.text_bytes:,} bytes, '
+            f'{manifest.text_bytes / max(manifest.tokens, 1):.2f} per token',
         )
         table.add_row(
             'tokenizer',
-            f'{manifest.tokenizer}, {manifest.vocab_size:,} entries; a document {end} with {manifest.eod}',
+            f'{manifest.tokenizer}, {manifest.vocab_size:,} entries; '
+            f'a document {end} with {manifest.eod}',
         )
     else:
-        table.add_row('tokenizer', 'unknown: no manifest lies beside the files')
+        table.add_row('tokenizer', 'unknown: there is no manifest next to the files')
     return table
 
 
 def _histogram(counts: Sequence[int]) -> Table:
     table = Table(
-        Column('tokens of a document', justify='right'),
+        Column('tokens per document', justify='right'),
         Column('documents', justify='right'),
         box=None,
         pad_edge=False,
@@ -203,7 +219,7 @@ def _histogram(counts: Sequence[int]) -> Table:
 
 
 class _Progress:
-    """A bar on a terminal, else a line now and then."""
+    """A progress bar on a terminal, otherwise a line every SECONDS."""
 
     def __init__(self) -> None:
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -222,7 +238,7 @@ class _Progress:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._bar.live.is_started:  # else rich would print a line
+        if self._bar.live.is_started:  # otherwise rich would print a line
             self._bar.stop()
 
     def __call__(self, read: int, total: int) -> None:

@@ -1,7 +1,7 @@
-"""`megajax doctor`: what a run would meet on this machine, and what is wrong with it, each with its fix.
+"""`megajax doctor`: the environment of a run on this machine, and its problems, each with a fix.
 
-jax is asked in a process of its own, since a wrong flag or driver ends the one that starts it. A proxy is told by the name of its variable
-only: its address may hold a password.
+jax is started in a separate process, because a wrong flag or driver ends the process that starts
+it. A proxy is reported by the name of its variable only: its address may contain a password.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ from megajax.processes.environment import visible_gpus
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 HEAD_DIMS = (64, 128)
-MARK = 'megajax doctor: '  # before what the other process found, since plugins print too
-TIMEOUT = 120.0  # seconds for jax to start; a driver that hangs does so for ever
-LITTLE = 2e9  # bytes; a checkpoint has 12 for each parameter
+MARK = 'megajax doctor: '  # precedes the answer of the other process, because plugins print too
+TIMEOUT = 120.0  # seconds for jax to start; a driver that hangs never returns
+LITTLE = 2e9  # minimum free space in bytes; a checkpoint has 12 for each parameter
 PROXIES = ('grpc_proxy', 'https_proxy', 'http_proxy')
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong, and what to do."""
+    """A problem and its fix."""
 
     what: str
     fix: str
@@ -45,60 +45,62 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """What there is, line by line, and what is wrong with it."""
+    """The facts about a machine, line by line, and its problems."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f'{name:<18}{value}' for name, value in self.facts]
-        wrong = '\n'.join(f'{number}. {finding}' for number, finding in enumerate(self.findings, 1))
-        return '\n'.join(lines) + f'\n\n{wrong or "nothing is wrong"}'
+        problems = '\n'.join(f'{i}. {finding}' for i, finding in enumerate(self.findings, 1))
+        return '\n'.join(lines) + f'\n\n{problems or "no problems found"}'
 
     def fact(self, name: str, value: str) -> None:
-        """One line."""
+        """Add a line."""
         self.facts.append((name, value))
 
     def wrong(self, what: str, fix: str) -> None:
-        """One finding."""
+        """Add a problem and its fix."""
         self.findings.append(Finding(what=what, fix=fix))
 
 
 def diagnose(
     folder: Path, *, environ: Mapping[str, str] = os.environ, timeout: float = TIMEOUT
 ) -> Diagnosis:
-    """Look at the packages, jax's devices, the network of this host and the file system of `folder`."""
-    found = Diagnosis()
-    _packages(found)
-    target = _jax(found, environ, timeout)
-    _miscompiles(found, target, environ, timeout)
-    _network(found, environ)
-    _files(found, folder)
-    return found
+    """Examine packages, jax's devices, the network of this host and the file system of `folder`."""
+    diagnosis = Diagnosis()
+    _packages(diagnosis)
+    target = _jax(diagnosis, environ, timeout)
+    _miscompiles(diagnosis, target, environ, timeout)
+    _network(diagnosis, environ)
+    _files(diagnosis, folder)
+    return diagnosis
 
 
-def _packages(found: Diagnosis) -> None:
-    found.fact('python', f'{platform.python_version()}, {platform.system()} {platform.machine()}')
+def _packages(diagnosis: Diagnosis) -> None:
+    diagnosis.fact(
+        'python', f'{platform.python_version()}, {platform.system()} {platform.machine()}'
+    )
     for name in PACKAGES:
         try:
-            found.fact(name, version(name))
+            diagnosis.fact(name, version(name))
         except PackageNotFoundError:
-            found.fact(name, 'missing')
-            found.wrong(
+            diagnosis.fact(name, 'missing')
+            diagnosis.wrong(
                 f'{name} is not installed', 'pip install megajax, in the environment that runs it'
             )
-    for name, its in _plugins().items():
-        found.fact('plugin', f'{name} {its}')
-        jaxlib = dict(found.facts)['jaxlib']
-        if 'cuda' in name and its.split('.')[:3] != jaxlib.split('.')[:3]:
-            found.wrong(
-                f'{name} {its} is not for jaxlib {jaxlib}: jax leaves it out',
+    for name, release in _plugins().items():
+        diagnosis.fact('plugin', f'{name} {release}')
+        jaxlib = dict(diagnosis.facts)['jaxlib']
+        if 'cuda' in name and release.split('.')[:3] != jaxlib.split('.')[:3]:
+            diagnosis.wrong(
+                f'{name} {release} is not for jaxlib {jaxlib}: jax ignores it',
                 "pip install --upgrade 'megajax[cuda]'",
             )
 
 
 def _plugins() -> dict[str, str]:
-    """The version of each package that gives jax a platform."""
+    """Return the version of each package that is a jax plugin."""
     return {
         plugin.dist.name: plugin.dist.version
         for plugin in entry_points(group='jax_plugins')
@@ -106,9 +108,12 @@ def _plugins() -> dict[str, str]:
     }
 
 
-def _jax(found: Diagnosis, environ: Mapping[str, str], timeout: float) -> str | None:
-    """Tell what jax finds, and return the target that its GPUs are; None for a CPU, or where jax does not start."""
-    # A run may be using the GPUs, and jax would take most of what is left of their memory.
+def _jax(diagnosis: Diagnosis, environ: Mapping[str, str], timeout: float) -> str | None:
+    """Add what jax finds, and return the compile target of its GPUs.
+
+    Returns None for a CPU, or if jax does not start.
+    """
+    # A run may be using the GPUs, and jax would preallocate most of their free memory.
     environment = {**environ, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
     command = [sys.executable, '-m', 'megajax.commands.doctor']
     try:
@@ -122,10 +127,10 @@ def _jax(found: Diagnosis, environ: Mapping[str, str], timeout: float) -> str | 
             check=False,
         )
     except subprocess.TimeoutExpired:
-        found.fact('devices', 'unknown')
-        found.wrong(
+        diagnosis.fact('devices', 'unknown')
+        diagnosis.wrong(
             f'jax does not start within {timeout:g} s',
-            'see whether nvidia-smi answers; with JAX_PLATFORMS=cpu no GPU is asked',
+            'check that nvidia-smi answers; JAX_PLATFORMS=cpu uses no GPU',
         )
         return None
     answer = next(
@@ -133,152 +138,161 @@ def _jax(found: Diagnosis, environ: Mapping[str, str], timeout: float) -> str | 
         None,
     )
     if done.returncode or answer is None:
-        found.fact('devices', 'unknown')
-        _why_jax_fails(found, environ, done)
+        diagnosis.fact('devices', 'unknown')
+        _why_jax_fails(diagnosis, environ, done)
         return None
-    told = json.loads(answer)
-    for line in told['devices']:
-        found.fact('devices', line)
-    found.fact('attention', told['attention'])
-    _missing_gpus(found, told['platform'], told['count'], environ)
-    _compilation_cache(found, told['platform'], environ)
-    return told['target'] if told['target'] in GPUS else None
+    report = json.loads(answer)
+    for line in report['devices']:
+        diagnosis.fact('devices', line)
+    diagnosis.fact('attention', report['attention'])
+    _missing_gpus(diagnosis, report['platform'], report['count'], environ)
+    _compilation_cache(diagnosis, report['platform'], environ)
+    return report['target'] if report['target'] in GPUS else None
 
 
 def _why_jax_fails(
-    found: Diagnosis, environ: Mapping[str, str], done: subprocess.CompletedProcess[str]
+    diagnosis: Diagnosis, environ: Mapping[str, str], done: subprocess.CompletedProcess[str]
 ) -> None:
     if unknown := re.search(r'Unknown flags? in XLA_FLAGS: (.*)', done.stderr):
         flags = ' '.join(flag.partition('=')[0] for flag in unknown[1].split())
-        found.wrong(
-            f'XLA_FLAGS holds what this jaxlib does not know, and ends every process for: {flags}',
+        diagnosis.wrong(
+            f'XLA_FLAGS has flags that this jaxlib does not know, which end every process: {flags}',
             'remove it from XLA_FLAGS',
         )
         return
     lines = done.stderr.strip().splitlines() or [f'exit code {done.returncode}']
-    why = re.sub(r'//[^/\s]*@', '//', lines[-1])  # without the password of an address
+    why = re.sub(r'//[^/\s]*@', '//', lines[-1])  # without the password in an address
     wanted = environ.get('JAX_PLATFORMS', '')
     if not wanted or wanted.startswith('cpu'):
-        found.wrong(
+        diagnosis.wrong(
             f'jax does not start: {why}',
-            f"{sys.executable} -c 'import jax; jax.devices()' shows all of it",
+            f"{sys.executable} -c 'import jax; jax.devices()' shows the full error",
         )
     elif 'cuda' in wanted and not any('cuda' in name for name in _plugins()):
-        found.wrong(
+        diagnosis.wrong(
             f'JAX_PLATFORMS={wanted}, and jax has no plugin for it',
             "pip install 'megajax[cuda]', or unset JAX_PLATFORMS",
         )
     else:
-        found.wrong(
+        diagnosis.wrong(
             f'JAX_PLATFORMS={wanted}, and jax does not start: {why}',
-            'see that nvidia-smi lists a GPU, or unset JAX_PLATFORMS',
+            'check that nvidia-smi lists a GPU, or unset JAX_PLATFORMS',
         )
 
 
-def _missing_gpus(found: Diagnosis, kind: str, count: int, environ: Mapping[str, str]) -> None:
+def _missing_gpus(diagnosis: Diagnosis, kind: str, count: int, environ: Mapping[str, str]) -> None:
     gpus = visible_gpus(environ)
     if kind == 'cpu' and gpus and not any('cuda' in name for name in _plugins()):
-        found.wrong(
+        diagnosis.wrong(
             f'{gpus} GPUs are visible, and jax has no plugin for them: runs use the CPU',
             "pip install 'megajax[cuda]'",
         )
     elif kind == 'cpu' and gpus:
-        fix = 'update the driver; unset LD_LIBRARY_PATH where it names another CUDA; CUDA_VISIBLE_DEVICES may name GPUs that are not there'
-        found.wrong(f'{gpus} GPUs are visible, and jax uses the CPU', fix)
+        fix = (
+            'update the driver; unset LD_LIBRARY_PATH if it contains another CUDA; '
+            'CUDA_VISIBLE_DEVICES may name GPUs that do not exist'
+        )
+        diagnosis.wrong(f'{gpus} GPUs are visible, and jax uses the CPU', fix)
     elif kind != 'cpu' and count < gpus:
-        found.wrong(
+        diagnosis.wrong(
             f'{gpus} GPUs are visible, and jax uses {count}',
-            'unset JAX_LOCAL_DEVICE_IDS, or show only those in CUDA_VISIBLE_DEVICES',
+            'unset JAX_LOCAL_DEVICE_IDS, or list only those GPUs in CUDA_VISIBLE_DEVICES',
         )
 
 
-def _compilation_cache(found: Diagnosis, platform: str, environ: Mapping[str, str]) -> None:
-    """Tell where jax's cache does not help: on CPUs each process has keys of its own, and jax writes those of the first."""
+def _compilation_cache(diagnosis: Diagnosis, platform: str, environ: Mapping[str, str]) -> None:
+    """Add a line where jax's compilation cache does not help.
+
+    On CPUs each process has its own cache keys, and jax writes only those of the first process.
+    """
     if platform == 'cpu' and environ.get('JAX_COMPILATION_CACHE_DIR'):
-        found.fact(
+        diagnosis.fact(
             'compilation cache',
-            'kept for process 0 alone; others on a CPU compile every time, and it waits for them',
+            'kept for process 0 alone; on a CPU the others always compile, and it waits for them',
         )
 
 
 def _miscompiles(
-    found: Diagnosis, target: str | None, environ: Mapping[str, str], timeout: float
+    diagnosis: Diagnosis, target: str | None, environ: Mapping[str, str], timeout: float
 ) -> None:
-    """Tell which known miscompiles XLA's GPU compiler has, where it is installed; its answers are kept for the next time."""
+    """Add the known miscompiles that XLA's GPU compiler has, if it is installed.
+
+    The results are cached for the next time.
+    """
     if not has_compiler():
         return
-    environment = {
-        **environ,
-        'JAX_PLATFORMS': 'cpu',
-        'TF_CPP_MIN_LOG_LEVEL': '3',
-    }  # the GPUs may be in use
+    # Not on the GPUs: they may be in use.
+    environment = {**environ, 'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     command = [sys.executable, '-m', 'megajax.miscompiles', *([target] if target else [])]
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
         )
     except subprocess.TimeoutExpired:
-        found.fact('miscompiles', f'unknown: XLA does not compile the repros within {timeout:g} s')
+        diagnosis.fact(
+            'miscompiles', f'unknown: XLA does not compile the repros within {timeout:g} s'
+        )
         return
     reason = (done.stderr.strip().splitlines() or [f'exit code {done.returncode}'])[-1]
     for line in [f'unknown: {reason}'] if done.returncode else done.stdout.splitlines():
-        found.fact('miscompiles', line)
+        diagnosis.fact('miscompiles', line)
 
 
-def _network(found: Diagnosis, environ: Mapping[str, str]) -> None:
+def _network(diagnosis: Diagnosis, environ: Mapping[str, str]) -> None:
     try:
         with (
             socket.create_server(('127.0.0.1', 0)) as server,
             socket.create_connection(server.getsockname(), timeout=5),
         ):
-            found.fact('loopback', 'a port can be bound and reached')
+            diagnosis.fact('loopback', 'a port can be bound and reached')
     except OSError as error:
-        found.fact('loopback', f'no: {error.strerror or error}')
-        found.wrong(
-            'no port of 127.0.0.1 can be bound and reached, so processes cannot meet',
+        diagnosis.fact('loopback', f'no: {error.strerror or error}')
+        diagnosis.wrong(
+            'no port of 127.0.0.1 can be bound and reached, so processes cannot connect',
             'allow it in the firewall or the sandbox',
         )
     if proxies := [name for name in PROXIES if environ.get(name)]:
-        found.fact('proxy', f'{", ".join(proxies)}; the processes of a run go past it')
+        diagnosis.fact('proxy', f'{", ".join(proxies)}; the processes of a run bypass it')
 
 
-def _files(found: Diagnosis, folder: Path) -> None:
+def _files(diagnosis: Diagnosis, folder: Path) -> None:
     try:
         with _two_handles(folder) as (first, second):
             locks, free = _locks(first, second), shutil.disk_usage(folder).free
     except (FileNotFoundError, NotADirectoryError):
-        found.fact('folder', f'{folder}: no folder that can be written')
-        found.wrong(
-            f'{folder} is no folder that can be written',
+        diagnosis.fact('folder', f'{folder}: not a writable folder')
+        diagnosis.wrong(
+            f'{folder} is not a writable folder',
             f'mkdir -p {folder}, or choose another --dir',
         )
         return
     except OSError as error:
-        found.fact('folder', f'{folder}: {error.strerror}')
-        found.wrong(
+        diagnosis.fact('folder', f'{folder}: {error.strerror}')
+        diagnosis.wrong(
             f'{folder} cannot be written: {error.strerror}',
             'allow it, or choose another --dir and run.dir',
         )
         return
-    found.fact(
+    diagnosis.fact(
         'folder',
-        f'{folder.resolve()}: {free / 1e9:.1f} GB free, writable, flock {"works" if locks else "does not work"}',
+        f'{folder.resolve()}: {free / 1e9:.1f} GB free, writable, '
+        f'flock {"works" if locks else "does not work"}',
     )
     if not locks:
-        found.wrong(
-            f'{folder} has no locks: two runs may write to one run.dir',
-            'mount it with locks, or watch over run.dir yourself',
+        diagnosis.wrong(
+            f'{folder} has no file locks: two runs may write to the same run.dir',
+            'mount it with locks, or make sure that each run has its own run.dir',
         )
     if free < LITTLE:
-        found.wrong(
-            f'{folder} has {free / 1e9:.1f} GB free; a checkpoint takes 12 bytes for each parameter',
-            'make room, or choose another',
+        diagnosis.wrong(
+            f'{folder} has {free / 1e9:.1f} GB free; a checkpoint takes 12 bytes per parameter',
+            'free some space, or choose another folder',
         )
 
 
 @contextlib.contextmanager
 def _two_handles(folder: Path) -> Iterator[tuple[int, int]]:
-    """One new file of `folder`, opened twice."""
+    """Create a temporary file in `folder` and open it twice."""
     with (
         tempfile.NamedTemporaryFile(dir=folder, prefix='.doctor-') as first,
         open(first.name, 'rb') as second,
@@ -299,18 +313,15 @@ def _locks(first: int, second: int) -> bool:
 
 
 def ask_jax() -> dict[str, Any]:
-    """jax's devices by kind, and which attention runs on the first, for `diagnose`."""
+    """Return jax's devices by kind, and the attention kernel of the first one, for `diagnose`."""
     import jax
 
     from megajax.miscompiles import target_of
     from megajax.model.flash import can_flash
 
     devices = jax.local_devices()
-    kinds = sorted({(one.platform, one.device_kind, _memory(one)) for one in devices})
-    lines = [
-        f'{sum((d.platform, d.device_kind, _memory(d)) == kind for d in devices)} x {kind[1]} ({kind[0]}{kind[2]})'
-        for kind in kinds
-    ]
+    kinds = [(device.platform, device.device_kind, _memory(device)) for device in devices]
+    lines = [f'{kinds.count(kind)} x {kind[1]} ({kind[0]}{kind[2]})' for kind in sorted({*kinds})]
     kind = devices[0].platform
     flash = {
         dtype: all(can_flash(kind, dtype, head_dim) for head_dim in HEAD_DIMS)
@@ -329,7 +340,7 @@ def ask_jax() -> dict[str, Any]:
 
 
 def _memory(device: Any) -> str:
-    """', 80.0 GB' for a device that tells what it has."""
+    """Return the memory of a device, such as ', 80.0 GB for jax', or '' if it is unknown."""
     if device.platform == 'cpu':
         return (
             f', {os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9:.1f} GB of the host'

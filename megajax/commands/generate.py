@@ -37,7 +37,9 @@ def generate(
     ] = None,
     prompt: Annotated[
         list[str] | None,
-        typer.Option(metavar='TEXT', help='May be given several times; empty if left out.'),
+        typer.Option(
+            metavar='TEXT', help='A prompt; may be given several times. Empty if left out.'
+        ),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -46,29 +48,30 @@ def generate(
             help="A prompt per line, or .jsonl with 'prompt'. The output is JSON lines.",
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help='To make after each prompt, at most.')] = 256,
-    temperature: Annotated[float, typer.Option(help='0 for the most probable token.')] = 0.8,
-    top_k: Annotated[int | None, typer.Option(help='Choose among so many tokens.')] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help='Choose among the fewest tokens with so much probability.')
+    max_tokens: Annotated[int, typer.Option(help='Maximum number of new tokens per prompt.')] = 256,
+    temperature: Annotated[
+        float, typer.Option(help='0 always chooses the most probable token.')
+    ] = 0.8,
+    top_k: Annotated[
+        int | None, typer.Option(help='Sample from this many most probable tokens.')
     ] = None,
-    seed: Annotated[int, typer.Option(help='The same gives the same text, on every mesh.')] = 0,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help='Sample from the fewest tokens that have this probability together.'),
+    ] = None,
+    seed: Annotated[int, typer.Option(help='The same seed gives the same text on every mesh.')] = 0,
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar='TEXT', help='End before this text; may be given several times.'),
+        typer.Option(metavar='TEXT', help='Stop before this text; may be given several times.'),
     ] = None,
 ) -> None:
-    """Continue prompts with a trained model; on a terminal one text appears as it is made."""
+    """Continue prompts with a trained model; without --prompts, print text as it is generated."""
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts else [])]
     _check_unicode(
         {'--prompt': prompt or [], '--stop': stop or [], str(prompts): texts[len(prompt or []) :]}
     )
-    from megajax.generate import (
-        Generator,
-        Request,
-        Sampling,
-        encode_prompts,
-    )  # here, because it imports jax
+    # Here, because it imports jax.
+    from megajax.generate import Generator, Request, Sampling, encode_prompts
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
@@ -86,25 +89,26 @@ def evaluate(
     run: Run,
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar='FILES KEY=VALUE', help='What to evaluate on, then overrides.'),
+        typer.Argument(metavar='FILES KEY=VALUE', help='Files to evaluate on, then overrides.'),
     ] = None,
     task: Annotated[
         Literal['perplexity', 'wikitext', 'lambada'] | None,
         typer.Option(
-            help='perplexity: of text, .jsonl and folders. wikitext, lambada: by the rules of the Megatron paper.'
+            help='perplexity: text, .jsonl and folders. '
+            'wikitext, lambada: by the rules of the Megatron paper.'
         ),
     ] = None,
     harness: Annotated[
         str | None,
         typer.Option(
             metavar='TASKS',
-            help='Of lm-evaluation-harness, with commas between them; FOLDER/NAME is one of yours.',
+            help='Comma-separated tasks of lm-evaluation-harness; FOLDER/NAME is your own task.',
         ),
     ] = None,
     stride: Annotated[
         int | None,
         typer.Option(
-            help='By how many tokens the window moves; wikitext: 32, perplexity: its length.'
+            help='Tokens between windows; by default 32 for wikitext, the window for perplexity.'
         ),
     ] = None,
     out: Annotated[
@@ -168,7 +172,7 @@ def _check(
     stride: int | None,
     out: Path | None,
 ) -> None:
-    """What is wrong with the command, before jax is imported."""
+    """Raise ConfigError with every mistake in the command, before jax is imported."""
     problems = []
     if bool(task) == bool(harness):
         problems.append('give one of --task and --harness')
@@ -178,7 +182,8 @@ def _check(
         problems.append('--harness reads its own data: leave out files and --stride')
     if task and (not files or (len(files) > 1 and task != 'perplexity')):
         problems.append(
-            f'--task {task} needs {"files" if task == "perplexity" else "one file"}, not {len(files)}'
+            f'--task {task} needs {"files" if task == "perplexity" else "one file"}, '
+            f'not {len(files)}'
         )
     if task == 'lambada' and stride:
         problems.append('--task lambada has no --stride')
@@ -218,15 +223,16 @@ def _read_prompts(file: Path) -> list[str]:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{file} cannot be read: {error!r}; write a prompt per line, or in .jsonl {{'prompt': text}}"
+            f'{file} cannot be read: {error!r}; '
+            "write a prompt per line, or in .jsonl {'prompt': text}"
         ) from error
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        raise ConfigError(f'{file} holds no prompts, or some that are not text')
+        raise ConfigError(f'{file} has no prompts, or some that are not text')
     return prompts
 
 
 def _as_json(prompts: Sequence[str]) -> Any:
-    """Each prompt and its text as a line of JSON, in order, as soon as it is complete."""
+    """Return a function that prints each prompt and its text as JSON, in order, once complete."""
     written = 0
 
     def show(rows: 'Sequence[Continuation | None]') -> None:
@@ -245,7 +251,7 @@ def _as_json(prompts: Sequence[str]) -> Any:
 
 
 def _as_text(prompts: Sequence[str]) -> Any:
-    """Each prompt and its text, in order, as far as they are known."""
+    """Return a function that prints each prompt and its text, in order, as far as generated."""
     current, shown = 0, 0
 
     def show(rows: 'Sequence[Continuation | None]') -> None:

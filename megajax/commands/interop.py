@@ -1,4 +1,4 @@
-"""The verbs of `megajax import` and `megajax export`: parse, call, render."""
+"""The subcommands of `megajax import` and `megajax export`: parse, call, render."""
 
 import logging
 import os
@@ -9,25 +9,28 @@ from typing import Annotated, Literal
 import typer
 
 import_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Make a run of another project's checkpoint."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Import another project's checkpoint as a run.",
 )
 export_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help='Write a checkpoint for another project.'
+    no_args_is_help=True, rich_markup_mode=None, help='Export a checkpoint for another project.'
 )
 
-Folder = Annotated[Path, typer.Argument(metavar='DIR', help='Of the checkpoint.')]
-NewRun = Annotated[Path, typer.Argument(metavar='OUT', help='The run directory to make.')]
+Folder = Annotated[Path, typer.Argument(metavar='DIR', help='The directory of the checkpoint.')]
+NewRun = Annotated[Path, typer.Argument(metavar='OUT', help='The run directory to create.')]
 Source = Annotated[
     Path,
     typer.Argument(
         metavar='RUN', help="A run's directory, for its newest checkpoint, or RUN/checkpoints/STEP."
     ),
 ]
-NewFolder = Annotated[Path, typer.Argument(metavar='OUT', help='The directory to make.')]
+NewFolder = Annotated[Path, typer.Argument(metavar='OUT', help='The directory to create.')]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar='KEY=VALUE', help='Of the run, for example mesh.model=8 train.dtype=bfloat16.'
+        metavar='KEY=VALUE',
+        help='Overrides for the run, for example mesh.model=8 train.dtype=bfloat16.',
     ),
 ]
 Family = Literal['gpt2', 'llama', 'qwen2', 'qwen3', 'mistral', 'megatron-bert']
@@ -36,7 +39,10 @@ Dtype = Literal['float32', 'bfloat16', 'float16']
 
 @import_app.command('hf')
 def import_hf(folder: Folder, out: NewRun, overrides: Overrides = None) -> None:
-    """Make a run at step 0 of a Hugging Face directory: config.json, *.safetensors, tokenizer.json."""
+    """Create a run at step 0 from a Hugging Face directory.
+
+    The directory has config.json, *.safetensors and tokenizer.json.
+    """
     _say_warnings()
     from megajax.interop.directories import import_huggingface
 
@@ -49,14 +55,15 @@ def export_hf(
     source: Source,
     out: NewFolder,
     family: Annotated[
-        Family | None, typer.Option(help='That of the import, or the first that fits, if left out.')
+        Family | None,
+        typer.Option(help='If left out: the family of the import, or the first that fits.'),
     ] = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help='That of the import, or float32 if left out.')
+        Dtype | None, typer.Option(help='If left out: the dtype of the import, or float32.')
     ] = None,
-    shard_gb: Annotated[float, typer.Option(min=0, help='The size of a file.')] = 5.0,
+    shard_gb: Annotated[float, typer.Option(min=0, help='Maximum size of a file in GB.')] = 5.0,
 ) -> None:
-    """Write a Hugging Face directory that transformers and vLLM load; it appears when it is complete."""
+    """Write a Hugging Face directory for transformers and vLLM; it appears when it is complete."""
     _on_the_host()
     from megajax.interop.directories import export_huggingface
 
@@ -73,10 +80,10 @@ def import_megatron_lm(
     overrides: Overrides = None,
     tensor_parallel: Annotated[
         int | None,
-        typer.Option(min=1, help='How many ranks there must be; those found if left out.'),
+        typer.Option(min=1, help='The expected number of ranks; not checked if left out.'),
     ] = None,
 ) -> None:
-    """Make a run at step 0 of Megatron-LM's mp_rank_XX/model_optim_rng.pt, merged over its ranks."""
+    """Create a run at step 0 from Megatron-LM's mp_rank_XX/model_optim_rng.pt; merges the ranks."""
     _say_warnings()
     from megajax.interop.ranks import import_megatron
 
@@ -88,9 +95,12 @@ def import_megatron_lm(
 def export_megatron_lm(
     source: Source,
     out: NewFolder,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help='How many ranks to write.')],
+    tensor_parallel: Annotated[int, typer.Option(min=1, help='The number of ranks to write.')],
 ) -> None:
-    """Write mp_rank_XX/model_optim_rng.pt for Megatron-LM's ranks; the directory appears when it is complete."""
+    """Write mp_rank_XX/model_optim_rng.pt for each of Megatron-LM's ranks.
+
+    The directory appears when it is complete.
+    """
     _on_the_host()
     from megajax.interop.ranks import export_megatron
 

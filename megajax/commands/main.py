@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Look at configs.')
+config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Show configs.')
 app.add_typer(config_app, name='config')
 app.add_typer(data_app, name='data')
 app.add_typer(checkpoint_app, name='checkpoint')
@@ -46,9 +46,9 @@ Overrides = Annotated[
 
 
 def main() -> None:
-    """Run the command; what a run can end with is printed, a line each, and has its exit code (`config/errors.py`)."""
+    """Run the command; print a RunError line by line and exit with its code."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what its encoding lacks must not end a run
+        if isinstance(stream, io.TextIOWrapper):  # an unencodable character must not end a run
             stream.reconfigure(errors='backslashreplace')
     try:
         app()
@@ -82,18 +82,19 @@ def train(
         list[str] | None,
         typer.Argument(
             metavar='CONFIG | KEY=VALUE',
-            help="A preset or a YAML file, then overrides. Without: the config of run.dir's run, of run.start_from, or tiny.",
+            help='A preset or a YAML file, then overrides. Without one: the config of the run '
+            'in run.dir or of run.start_from, otherwise tiny.',
         ),
     ] = None,
 ) -> None:
     """Train the model of a config."""
-    leave_when_asked()  # until there is a run to save; `run/stop.py` takes over
+    leave_when_asked()  # until `run/stop.py` takes over, when there is a run to save
     config, name = _read(arguments)
     logging.basicConfig(format='%(message)s')
     logging.getLogger('megajax').setLevel(logging.INFO)
-    from megajax.processes.distributed import (
-        processes,
-    )  # here, because it imports jax: a wrong config fails before that
+
+    # Here, because they import jax: an invalid config fails before that.
+    from megajax.processes.distributed import processes
     from megajax.run.run import run
 
     with processes():
@@ -111,17 +112,24 @@ def launch(
     processes: Annotated[int, typer.Option(min=1, help='How many processes.')],
     devices_per_process: Annotated[
         int | None,
-        typer.Option(min=1, help='An equal share of the GPUs or of the mesh unless given.'),
+        typer.Option(
+            min=1,
+            help='Devices of each process; an equal share of the GPUs or of the mesh if left out.',
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option('--dry-run', help='Print the variables and the command of each process.')
     ] = False,
 ) -> None:
-    """Train in several processes on this machine, each with its own GPUs or simulated devices; they end together."""
+    """Train in several processes on this machine.
+
+    Each process has its own GPUs or simulated devices; they end together.
+    """
     command, *rest = arguments
     if command != 'train':
         raise ConfigError(
-            f'launch starts train, not {command}: megajax launch --processes {processes} -- train CONFIG'
+            f'launch starts train, not {command}: '
+            f'megajax launch --processes {processes} -- train CONFIG'
         )
     mesh = _read(rest)[0].mesh
     from megajax.processes.launch import launch, make_plan
@@ -143,11 +151,11 @@ def inspect(
     source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')],
     overrides: Overrides = None,
     target: Annotated[
-        str, typer.Option(help='cpu, or a GPU that need not be there: a100, b200, h100, h200.')
+        str, typer.Option(help='cpu, or a GPU, which need not be present: a100, b200, h100, h200.')
     ] = 'cpu',
     hosts: Annotated[
         int | None,
-        typer.Option(help='Over how many hosts the mesh lies; 8 devices each unless given.'),
+        typer.Option(help='Number of hosts of the mesh; 8 devices per host if left out.'),
     ] = None,
     json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
     hlo: Annotated[
@@ -163,16 +171,19 @@ def inspect(
     bisect: Annotated[
         bool,
         typer.Option(
-            '--bisect', help='With --run: name the pass of the compiler that makes it wrong.'
+            '--bisect',
+            help='With --run: name the compiler pass that makes the result wrong.',
         ),
     ] = False,
     reduce: Annotated[
-        bool, typer.Option('--reduce', help='With --run: print the smallest config that is wrong.')
+        bool,
+        typer.Option('--reduce', help='With --run: print the smallest config with a wrong result.'),
     ] = False,
 ) -> None:
-    """Show the collectives that XLA inserted beside those that Megatron places by hand; exits with 1 where there are more.
+    """Show the collectives that XLA inserted next to those that Megatron places manually.
 
-    With --run the compiled step is executed too, without a GPU, and every gradient compared with that of one device.
+    Exits with 1 if XLA inserted more. With --run the compiled step is also executed, without a GPU,
+    and every gradient is compared with that of one device.
     """
     config = load(source, overrides or ())
     if (bisect or reduce) and not run:
@@ -213,16 +224,14 @@ def inspect(
 
 @app.command()
 def doctor(
-    folder: Annotated[Path, typer.Option('--dir', help='Where runs are to be written.')] = Path(
-        '.'
-    ),
+    folder: Annotated[Path, typer.Option('--dir', help='The folder for runs.')] = Path('.'),
 ) -> None:
-    """Show versions, devices and file system, and what is wrong with them; exits with 1 where something is."""
+    """Show versions, devices and file system, and their problems; exits with 1 if there are any."""
     from megajax.commands.doctor import diagnose
 
-    found = diagnose(folder)
-    print(found)
-    raise typer.Exit(1 if found.findings else 0)
+    diagnosis = diagnose(folder)
+    print(diagnosis)
+    raise typer.Exit(1 if diagnosis.findings else 0)
 
 
 @config_app.command()
@@ -240,8 +249,8 @@ def show(
 def combinations() -> None:
     """List the settings that exclude one another, with the reason and what to use instead."""
     table = Table('setting', 'with', 'why not', 'instead', box=None, pad_edge=False)
-    for one in COMBINATIONS:
-        table.add_row(one.one, one.other, one.reason, one.instead)
+    for pair in COMBINATIONS:
+        table.add_row(pair.one, pair.other, pair.reason, pair.instead)
     Console().print(table)
 
 
@@ -263,7 +272,7 @@ def list_presets() -> None:
 
 
 def _read(arguments: list[str] | None) -> tuple[Config, str]:
-    """The config that `train` is given, and its name."""
+    """Return the config of the arguments of `train`, and its name."""
     source, *overrides = arguments or ['tiny']
     if '=' in source:
         return config_of_overrides([source, *overrides])
@@ -273,10 +282,11 @@ def _read(arguments: list[str] | None) -> tuple[Config, str]:
 def _parameters(model: ModelConfig) -> str:
     count, padded = num_parameters(model), num_parameters(model, padded=True)
     line = f'parameters: {count:,} ({_short(count)})'
+    if padded == count:
+        return line
     return (
-        line
-        if padded == count
-        else f'{line}; with the vocabulary padded to {model.padded_vocab_size}: {padded:,} ({_short(padded)})'
+        f'{line}; with the vocabulary padded to {model.padded_vocab_size}: '
+        f'{padded:,} ({_short(padded)})'
     )
 
 

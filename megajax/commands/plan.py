@@ -1,4 +1,4 @@
-"""The verbs of `megajax plan`: parse, call, render."""
+"""The subcommands of `megajax plan`: parse, call, render."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _PlanGroup(TyperGroup):
-    """`megajax plan CONFIG` is `megajax plan for CONFIG`, which is all that click can read."""
+    """A group that turns `megajax plan CONFIG` into `megajax plan for CONFIG` for click."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         is_verb = args and (args[0] in self.commands or args[0] == '--help')
@@ -26,7 +26,8 @@ plan_app = typer.Typer(
     cls=_PlanGroup,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help='Will it fit, how fast, on which mesh: megajax plan CONFIG [KEY=VALUE ...] --gpu h100 --gpus 64 (megajax plan for --help).',
+    help='Will it fit, how fast, on which mesh: megajax plan CONFIG [KEY=VALUE ...] '
+    '--gpu h100 --gpus 64 (megajax plan for --help).',
 )
 
 
@@ -44,36 +45,40 @@ def for_config(
     ] = 'h100',
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help='How many; those of the mesh of the config if left out.'),
+        typer.Option(min=1, help="Number of GPUs; by default that of the config's mesh."),
     ] = None,
     gpus_per_host: Annotated[
-        int | None, typer.Option(min=1, help='As the GPU is sold if left out.')
+        int | None, typer.Option(min=1, help='By default as many as the GPU is sold with.')
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option(min=1, help='To be trained on, for example 300e9.')
+        float | None, typer.Option(min=1, help='Tokens to train on, for example 300e9.')
     ] = None,
     target_batch: Annotated[
         int | None,
-        typer.Option(min=1, help='Sequences of a step; those of the config if left out.'),
+        typer.Option(min=1, help='Sequences per step; by default those of the config.'),
     ] = None,
     program: Annotated[
         Literal['megajax', 'megatron'],
-        typer.Option(help='Whose step: ours, or that of Megatron-Core.'),
+        typer.Option(help='The training step to plan: that of megajax or of Megatron-Core.'),
     ] = 'megajax',
     price: Annotated[
-        float | None, typer.Option(min=0.01, help='Of a GPU hour, in any currency.')
+        float | None, typer.Option(min=0.01, help='Price of a GPU hour, in any currency.')
     ] = None,
     storage: Annotated[
         float | None,
-        typer.Option(min=1, help='Bytes a second that all hosts write; 1e9 a host if left out.'),
+        typer.Option(
+            min=1, help='Bytes/s that all hosts write together; 1e9 per host if left out.'
+        ),
     ] = None,
     failures: Annotated[
         float | None,
-        typer.Option(min=1, help='GPU hours between two failures; those of Llama 3 if left out.'),
+        typer.Option(min=1, help='GPU hours between failures; those of Llama 3 if left out.'),
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option('--verify', help='Compile the step for that GPU and show its memory beside.'),
+        typer.Option(
+            '--verify', help='Compile the step for that GPU and compare its memory with the plan.'
+        ),
     ] = False,
     json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
     write: Annotated[
@@ -81,15 +86,20 @@ def for_config(
     ] = None,
     roofline: Annotated[
         Path | None,
-        typer.Option(help='Draw the matrix products under the roofline: .png, .svg or .pdf.'),
+        typer.Option(help='Plot the matrix products under the roofline: .png, .svg or .pdf.'),
     ] = None,
-    scaling: Annotated[Path | None, typer.Option(help='Draw MFU over the number of GPUs.')] = None,
+    scaling: Annotated[Path | None, typer.Option(help='Plot MFU over the number of GPUs.')] = None,
     table: Annotated[
         str | None,
-        typer.Option(help="A published table beside what is predicted; 'all' for how well."),
+        typer.Option(
+            help="Compare a published table with its predictions; 'all' sums up the errors."
+        ),
     ] = None,
 ) -> None:
-    """Show memory, time and every layout of a config on GPUs that need not be there; exits with 1 where its own mesh does not fit."""
+    """Show memory, time and every layout of a config on GPUs, which need not be present.
+
+    Exits with 1 if the config's own mesh does not fit.
+    """
     console = Console(highlight=False)
     if table:
         _show_table(table, console)
@@ -115,7 +125,7 @@ def for_config(
 
     if verify:
         check_verify(gpu)
-    found = plan(
+    result = plan(
         config,
         gpu=gpu,
         gpus=gpus,
@@ -128,19 +138,20 @@ def for_config(
         gpu_hours_to_failure=failures or GPU_HOURS_TO_FAILURE,
     )
     if verify:
-        found = verified(found, gpu)
+        result = verified(result, gpu)
     if json:
-        json.write_text(found.model_dump_json(indent=2))
+        json.write_text(result.model_dump_json(indent=2))
     if write:
-        write.write_text(found.best_config)
+        write.write_text(result.best_config)
     if pictures:
-        _draw(pictures, found.planned(), Cluster.of(hardware(gpu), found.gpus, found.gpus_per_host))
+        cluster = Cluster.of(hardware(gpu), result.gpus, result.gpus_per_host)
+        _draw(pictures, result.planned(), cluster)
     console.print(
-        tables(found) if console.is_terminal else str(found),
+        tables(result) if console.is_terminal else str(result),
         soft_wrap=not console.is_terminal,
         markup=False,
     )
-    raise typer.Exit(0 if found.layout.fits else 1)
+    raise typer.Exit(0 if result.layout.fits else 1)
 
 
 @plan_app.command()
@@ -148,15 +159,18 @@ def calibrate(
     out: Annotated[
         Path,
         typer.Argument(
-            metavar='FILE.yaml', help='Where to write what was measured; --gpu FILE.yaml uses it.'
+            metavar='FILE.yaml', help='The file for the measured rates; --gpu FILE.yaml uses it.'
         ),
     ],
     seconds: Annotated[
         float,
-        typer.Option(min=1, help='For each of the measurements: products, memory, collectives.'),
+        typer.Option(min=1, help='Seconds per measurement: products, memory, collectives.'),
     ] = 20,
 ) -> None:
-    """Measure the devices of this machine: products by size, memory bandwidth and, with several, collectives."""
+    """Measure the devices of this machine.
+
+    It measures matrix products by size, memory bandwidth and, with several devices, collectives.
+    """
     if out.suffix != '.yaml' or not out.parent.is_dir():
         raise ConfigError(f'{out}: give a file that ends in .yaml, in a folder that exists')
     from megajax.plan.calibrate import calibrate as measure  # here, because it imports jax

@@ -1,4 +1,7 @@
-"""What a run is made of: the schema, presets, files and overrides, and the rules that keys obey together. Imports no jax."""
+"""The config of a run: its schema, presets, files and overrides, and rules for several keys.
+
+Imports no jax.
+"""
 
 from megajax.config.errors import (
     CheckpointError,

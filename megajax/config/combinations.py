@@ -1,7 +1,7 @@
-"""What cannot be combined, in one table: `megajax config combinations` prints it.
+"""The table of settings that cannot be combined; `megajax config combinations` prints it.
 
-Here are the pairs of features; what sizes demand of one another (`ffn_size` and `mesh.model`) is in
-`check.py`.
+It has the pairs of features. Constraints between sizes (`ffn_size` and `mesh.model`) are in
+`rules.py`.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Combination(NamedTuple):
     instead: str
 
     def problem(self) -> Problem:
-        """The mistake of the second setting's key."""
+        """Return the problem to report at the second setting's key."""
         path, key = self.other.split('=')[0], self.one.split('=')[0]
         return Problem(path=path, message=f'{self.reason}; {self.instead}', others=(key,))
 
@@ -62,7 +62,7 @@ COMBINATIONS = (
         MASKED,
         'data.document_mask=true',
         lambda config: config.model.is_bert and config.data.document_mask,
-        f'a sequence of {MASKED} is of one document',
+        f'a sequence of {MASKED} comes from one document',
         'leave it out',
     ),
     Combination(
@@ -76,5 +76,5 @@ COMBINATIONS = (
 
 
 def excluded(config: 'Config') -> list[Problem]:
-    """The pairs of the table that are in a config."""
-    return [one.problem() for one in COMBINATIONS if one.is_in(config)]
+    """Return a problem for each pair of the table that a config has."""
+    return [combination.problem() for combination in COMBINATIONS if combination.is_in(config)]

@@ -1,4 +1,7 @@
-"""What a run can end with, and the exit code of each; the watchdog adds 124 (`run/watchdog.py`). Imports no jax."""
+"""The errors that end a run, each with its exit code; the watchdog adds 124 (`run/watchdog.py`).
+
+Imports no jax.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,18 +10,24 @@ MAX_REASON_CHARACTERS = 300
 
 
 class RunError(Exception):
-    """What the command prints in a line or more and exits with `exit_code` for; anything else is a mistake of the program's."""
+    """An expected failure: printed without a traceback, exits with `exit_code`.
+
+    Any other exception is a bug.
+    """
 
     exit_code: ClassVar[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One mistake: the key, a message with its value, the limit and what would work, and where it was written."""
+    """A mistake in a config: its key, a message and the place where it was written.
+
+    The message has the value, the limit and a value that works.
+    """
 
     path: str
     message: str
-    others: tuple[str, ...] = ()  # the further keys that the message rests on
+    others: tuple[str, ...] = ()  # further keys that the message depends on
     place: str = ''  # 'configs/tiny.yaml:12' or 'override mesh.model=3'
 
     def __str__(self) -> str:
@@ -26,7 +35,7 @@ class Problem:
 
 
 class ConfigError(RunError, ValueError):
-    """A user's mistakes, all of them, found before anything compiles; do not retry."""
+    """All of a user's mistakes, found before anything compiles; do not retry."""
 
     exit_code = 2
 
@@ -39,30 +48,33 @@ class ConfigError(RunError, ValueError):
 
 
 class NumericError(RunError):
-    """Loss or gradients went where the run must not follow."""
+    """Loss or gradients with which the run must not continue."""
 
     exit_code = 3
 
 
 class CheckpointError(RunError):
-    """A checkpoint cannot be trusted, or the last one could not be written."""
+    """A checkpoint that cannot be trusted, or a last checkpoint that could not be written."""
 
     exit_code = 4
 
 
 class StopRequested(RunError):  # noqa: N818
-    """The run was asked to stop, by what its text says, and has saved; EX_TEMPFAIL: start it again."""
+    """A stop on request, with a saved checkpoint; the text names the cause.
+
+    The exit code is EX_TEMPFAIL: start the run again.
+    """
 
     exit_code = 75
 
 
 class MiscompileError(RunError):
-    """XLA has compiled a step that computes something else than was written; do not retry."""
+    """A step that XLA compiled incorrectly: it does not compute what was written; do not retry."""
 
-    exit_code = 1  # as `inspect` exits for the same program
+    exit_code = 1  # the same as `inspect` has for the same program
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error, or its kind; tensorstore's are pages."""
+    """Return the first line of an error, or its type; tensorstore's messages fill pages."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:MAX_REASON_CHARACTERS]

@@ -1,6 +1,7 @@
-"""From a preset or a YAML file and `section.key=value` overrides to a Config, with every mistake reported at once.
+"""Load a Config from a preset or a YAML file and `section.key=value` overrides.
 
-YAML 1.2: `3e-4` is a number, `off` and `2026-01-01` are text. A key written twice is a mistake.
+All mistakes are reported at once. Files are YAML 1.2: `3e-4` is a number, `off` and `2026-01-01`
+are text. A key that is written twice is a mistake.
 """
 
 import io
@@ -40,21 +41,22 @@ class _Setting(NamedTuple):
 
 
 class _Constructor(SafeConstructor):
-    """ruamel reads dates, which YAML 1.2 does not have, unless told otherwise."""
+    """A constructor that reads dates as text: YAML 1.2 has none, but ruamel parses them."""
 
 
 _Constructor.add_constructor('tag:yaml.org,2002:timestamp', SafeConstructor.construct_yaml_str)
 
 
 def presets() -> list[str]:
-    """The names that `load` knows, in alphabetical order."""
+    """Return the names of the presets, in alphabetical order."""
     return sorted(path.stem for path in _folder().glob('*.yaml'))
 
 
 def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a preset or a YAML file, apply `section.key=value` overrides (of two for one key the last stands) and check it all.
+    """Read a preset or a YAML file, apply `section.key=value` overrides and check the result.
 
-    Raises ConfigError with every mistake in the file, in the overrides and between keys, each with its line or its override.
+    If two overrides set the same key, the last one wins. Raises ConfigError with every mistake in
+    the file, in the overrides and between keys, each with its line or its override.
     """
     file = _find(source)
     problems: list[Problem] = []
@@ -65,7 +67,10 @@ def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
 def reload(
     settings: Mapping[str, Mapping[str, Any]], overrides: Sequence[str] = (), *, place: str
 ) -> Config:
-    """What `load` makes of sections that were read elsewhere, from `place`: a checkpoint's record, for example."""
+    """Return the Config of sections that were read from `place`, for example a checkpoint's record.
+
+    Raises ConfigError as `load` does.
+    """
     problems: list[Problem] = []
     written: dict[str, _Setting] = {}
     for path, value in (
@@ -87,7 +92,10 @@ def _resolve(
     file: str,
     problems: list[Problem],
 ) -> Config:
-    """The config of these settings; raises ConfigError with `problems` and all that is found here."""
+    """Return the config of these settings.
+
+    Raises ConfigError with `problems` and with every mistake that is found here.
+    """
     if written is None:
         raise ConfigError(*problems)
     sections, unsettled = _validate(written | overridden, file, problems)
@@ -110,7 +118,7 @@ def _resolve(
 
 
 def overridden(overrides: Sequence[str], path: str) -> Any:
-    """The value that the last override of a key gives, None if there is none that can be read."""
+    """Return the value of the last override of a key, None if there is no readable one."""
     setting = _read_overrides(overrides, []).get(path)
     return setting.value if setting else None
 
@@ -127,7 +135,7 @@ def dump(config: Config) -> str:
 
 def _folder() -> Path:
     package = Path(__file__).parents[1]
-    installed = package / 'configs'  # in a wheel; in a clone they lie beside the package
+    installed = package / 'configs'  # in a wheel; a clone has them next to the package
     return installed if installed.is_dir() else package.parent / 'configs'
 
 
@@ -137,7 +145,7 @@ def _find(source: str | Path) -> Path:
 
 
 def _read_file(file: Path, problems: list[Problem]) -> dict[str, _Setting] | None:
-    """The settings by path, or None where there is nothing to read."""
+    """Return the settings by path, or None if the file cannot be read."""
     try:
         return _read_text(file.read_text(encoding='utf-8'), str(file), problems)
     except FileNotFoundError:
@@ -181,7 +189,10 @@ def _read_text(text: str, file: str, problems: list[Problem]) -> dict[str, _Sett
 def _items(
     node: Node | None, prefix: str, file: str, problems: list[Problem]
 ) -> Iterator[tuple[str, Node, str]]:
-    """The path, value and place of a mapping's keys, each path once; nothing for an empty document or section."""
+    """Yield path, value and place of a mapping's keys, each path once.
+
+    An empty document or section yields nothing.
+    """
     if node is None or node.tag == 'tag:yaml.org,2002:null':
         return
     if not isinstance(node, MappingNode):
@@ -232,7 +243,10 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[s
 def _validate(
     settings: Mapping[str, _Setting], file: str, problems: list[Problem]
 ) -> tuple[dict[str, Any], set[str]]:
-    """The sections, and the paths whose values in them stand in for wrong ones, so that nothing may be concluded from them."""
+    """Return the sections, and the paths with a stand-in for an invalid value.
+
+    Nothing may be concluded from a stand-in.
+    """
     sections: dict[str, Any] = {}
     unsettled: set[str] = set()
     for name, section in SECTIONS.items():
@@ -248,42 +262,37 @@ def _validate(
             for key, detail in details.items():
                 path = f'{name}.{key}'
                 unsettled.add(path)
-                if (
-                    detail['type'] != 'default_factory_not_called'
-                ):  # the default of a key whose source is wrong
+                # Not called: the default of a key that follows from an invalid one.
+                if detail['type'] != 'default_factory_not_called':
                     place = settings[path].place if path in settings else file
-                    inner = ''.join(
-                        f'{part} ' for part in detail['loc'][1:]
-                    )  # of a value that is a group or a list itself
+                    # The path within a value that is itself a group or a list.
+                    inner = ''.join(f'{part} ' for part in detail['loc'][1:])
                     problems.append(
                         Problem(path=path, message=inner + _explain(detail), place=place)
                     )
-            right = {key: value for key, value in values.items() if key not in details}
-            stand_ins = {
-                key: 1 for key in details if section.model_fields[key].is_required()
-            }  # every key without a default is a size
-            sections[name] = section.model_validate(right | stand_ins)
+            valid = {key: value for key, value in values.items() if key not in details}
+            # Every key without a default is a size.
+            stand_ins = {key: 1 for key in details if section.model_fields[key].is_required()}
+            sections[name] = section.model_validate(valid | stand_ins)
     return sections, unsettled
 
 
 def _explain(detail: ErrorDetails) -> str:
     if detail['type'] == 'missing':
         return 'required, and has no default; add it'
-    if detail['type'] == 'extra_forbidden':  # in a group that is a value
+    if detail['type'] == 'extra_forbidden':  # within a value that is a group
         return 'is not a key; leave it out'
     allowed = PLAIN_WORDS.get(detail['type']) or detail['msg'].removeprefix('Input should be ')
     return f'must be {allowed}, not {"null" if detail["input"] is None else repr(detail["input"])}'
 
 
 def _unknown(path: str) -> str:
-    """The message for a path that names neither a section nor a key, with the nearest that does."""
+    """Return the message for a path that is neither a section nor a key, with the nearest one."""
     section, _, key = path.partition('.')
     siblings = SECTIONS[section].model_fields if section in SECTIONS else ()
     in_section = [f'{section}.{near}' for near in get_close_matches(key, siblings, n=1)]
-    of_that_name = [full for full, name in KEYS.items() if name == (key or section)]
-    near = (
-        in_section or of_that_name or get_close_matches(path, [*SECTIONS, *KEYS], n=1, cutoff=0.75)
-    )
+    same_key = [full for full, name in KEYS.items() if name == (key or section)]
+    near = in_section or same_key or get_close_matches(path, [*SECTIONS, *KEYS], n=1, cutoff=0.75)
     return (
         f'unknown key; did you mean {near[0]}?'
         if near

@@ -1,4 +1,4 @@
-"""Keys that have a new name; the old one works for one release, with a warning."""
+"""Keys that have a new name; the old name works for one release, with a warning."""
 
 import logging
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ RENAMED = {
 
 
 def current(path: str, value: Any, place: str | None = None) -> tuple[str, Any]:
-    """The path and the value by their names of today; warns where the old ones stand at `place`."""
+    """Return a path and a value by their new names; warn of old names if `place` is given."""
     if path not in RENAMED:
         return path, value
     renamed = RENAMED[path]

@@ -1,4 +1,4 @@
-"""What a config's keys demand of one another, found before jax is imported or anything compiles."""
+"""The rules between keys of a config, checked before jax is imported or anything compiles."""
 
 import bisect
 import functools
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from megajax.config.schema import Config
 
 
-SHORTEST_PAIR = 16  # tokens of a sequence of BERT's
-LARGEST_LOSS_SCALE = 2**32  # the one that Megatron begins with
+SHORTEST_PAIR = 16  # minimum tokens of a BERT sequence
+LARGEST_LOSS_SCALE = 2**32  # Megatron's initial loss scale
 
 
 def incompatibilities(config: 'Config') -> list[Problem]:
-    """Every pair of keys that cannot work together."""
+    """Return a problem for every pair of keys that cannot work together."""
     rules = (
         _heads,
         _rope,
@@ -38,7 +38,10 @@ def _heads(config: 'Config') -> Iterator[Problem]:
     model, shards = config.model, config.mesh.model
     if 'head_dim' not in model.model_fields_set and model.hidden_size % model.num_heads:
         near = _multiples(model.hidden_size, model.num_heads)
-        message = f'{model.hidden_size} is not a multiple of model.num_heads={model.num_heads}; use {near}, or set model.head_dim'
+        message = (
+            f'{model.hidden_size} is not a multiple of model.num_heads={model.num_heads}; '
+            f'use {near}, or set model.head_dim'
+        )
         yield Problem(
             path='model.hidden_size', message=message, others=('model.num_heads', 'model.head_dim')
         )
@@ -47,7 +50,10 @@ def _heads(config: 'Config') -> Iterator[Problem]:
     )
     yield from _divides('model.num_heads', model.num_heads, 'mesh.model', shards)
     if model.position == 'rope' and model.head_dim % 2:
-        message = f'{model.head_dim} is odd, and model.position=rope rotates pairs; use {_multiples(model.head_dim, 2)}'
+        message = (
+            f'{model.head_dim} is odd, and model.position=rope rotates pairs; '
+            f'use {_multiples(model.head_dim, 2)}'
+        )
         yield Problem(path='model.head_dim', message=message, others=('model.position',))
 
 
@@ -56,15 +62,16 @@ def _rope(config: 'Config') -> Iterator[Problem]:
     if scaling is None:
         return
     if scaling.type == 'llama3' and scaling.high_freq_factor <= scaling.low_freq_factor:
-        message = f'high_freq_factor {scaling.high_freq_factor} must be above low_freq_factor {scaling.low_freq_factor}'
+        message = (
+            f'high_freq_factor {scaling.high_freq_factor} must be above '
+            f'low_freq_factor {scaling.low_freq_factor}'
+        )
         yield Problem(path='model.rope_scaling', message=message)
 
 
 def _kv_heads(config: 'Config') -> Iterator[Problem]:
     model, shards = config.model, config.mesh.model
-    if (
-        model.num_kv_heads == model.num_heads
-    ):  # then num_heads has to divide, which is checked already
+    if model.num_kv_heads == model.num_heads:  # `_heads` has checked num_heads
         return
 
     def fits(n: int) -> bool:
@@ -72,15 +79,18 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
 
     if not fits(shards):
         near = _nearest([n for n in range(1, 2 * model.num_kv_heads + 1) if fits(n)], shards)
-        message = f'{model.num_kv_heads} is neither a multiple nor a divisor of mesh.model={shards}; use mesh.model {near}'
+        message = (
+            f'{model.num_kv_heads} is neither a multiple nor a divisor of mesh.model={shards}; '
+            f'use mesh.model {near}'
+        )
         yield Problem(path='model.num_kv_heads', message=message, others=('mesh.model',))
-    elif (
-        shards > model.num_kv_heads and model.head_dim % shards
-    ):  # fewer key/value heads than shards: the fused QKV is cut along head_dim
+    # With fewer key/value heads than shards the fused QKV is sharded over head_dim.
+    elif shards > model.num_kv_heads and model.head_dim % shards:
         near = _multiples(model.head_dim, shards)
         message = (
-            f'{model.head_dim} is not a multiple of mesh.model={shards}, which has to divide it where it exceeds '
-            f'model.num_kv_heads={model.num_kv_heads}; use {near}, or mesh.model at most {model.num_kv_heads}'
+            f'{model.head_dim} is not a multiple of mesh.model={shards}, which has to divide it '
+            f'where it exceeds model.num_kv_heads={model.num_kv_heads}; '
+            f'use {near}, or mesh.model at most {model.num_kv_heads}'
         )
         yield Problem(
             path='model.head_dim', message=message, others=('mesh.model', 'model.num_kv_heads')
@@ -93,10 +103,16 @@ def _widths(config: 'Config') -> Iterator[Problem]:
     padded = model.padded_vocab_size
     if padded % shards:
         near = _nearest(divisors(padded), shards)
-        message = f'{model.vocab_size} is padded to {padded}, which mesh.model={shards} does not divide; use mesh.model {near}'
+        message = (
+            f'{model.vocab_size} is padded to {padded}, which mesh.model={shards} does not divide; '
+            f'use mesh.model {near}'
+        )
         yield Problem(path='model.vocab_size', message=message, others=('mesh.model',))
     if seq_len > model.max_seq_len:
-        message = f'{seq_len} exceeds model.max_seq_len={model.max_seq_len}; use at most {model.max_seq_len}, or raise model.max_seq_len'
+        message = (
+            f'{seq_len} exceeds model.max_seq_len={model.max_seq_len}; '
+            f'use at most {model.max_seq_len}, or raise model.max_seq_len'
+        )
         yield Problem(path='train.seq_len', message=message, others=('model.max_seq_len',))
     if config.mesh.sequence_parallel:
         yield from _divides(
@@ -112,7 +128,8 @@ def _batches(config: 'Config') -> Iterator[Problem]:
     )
     if batch_size % (data * microbatches):
         message = (
-            f'{batch_size} is not a multiple of mesh.data={data} x train.microbatches={microbatches} = {data * microbatches}; '
+            f'{batch_size} is not a multiple of mesh.data={data} x '
+            f'train.microbatches={microbatches} = {data * microbatches}; '
             f'use {_multiples(batch_size, data * microbatches)}'
         )
         yield Problem(
@@ -136,22 +153,34 @@ def _loss_scale(config: 'Config') -> Iterator[Problem]:
     if train.loss_scale == 'auto':
         return
     if train.dtype != 'float16':
-        message = f'{train.loss_scale:g}, and only float16 has a loss scale, not train.dtype={train.dtype}; leave it out'
+        message = (
+            f'{train.loss_scale:g}, and only float16 has a loss scale, '
+            f'not train.dtype={train.dtype}; leave it out'
+        )
         yield Problem(path=path, message=message, others=('train.dtype',))
     below = min(2 ** max(math.floor(math.log2(train.loss_scale)), 0), LARGEST_LOSS_SCALE)
     if train.loss_scale != below:
         near = f'{below} or {2 * below}' if below < train.loss_scale < LARGEST_LOSS_SCALE else below
-        message = f'{train.loss_scale:g} is not a power of two from 1 to {LARGEST_LOSS_SCALE}, by which nothing is rounded; use {near}'
+        message = (
+            f'{train.loss_scale:g} is not a power of two from 1 to {LARGEST_LOSS_SCALE}, '
+            f'by which nothing is rounded; use {near}'
+        )
         yield Problem(path=path, message=message)
 
 
 def _optimizer(config: 'Config') -> Iterator[Problem]:
     optim, steps = config.optim, config.train.steps
     if optim.min_lr > optim.lr:
-        message = f'{optim.min_lr} exceeds optim.lr={optim.lr}; use at most {optim.lr}, for example {optim.lr / 10:g}'
+        message = (
+            f'{optim.min_lr} exceeds optim.lr={optim.lr}; '
+            f'use at most {optim.lr}, for example {optim.lr / 10:g}'
+        )
         yield Problem(path='optim.min_lr', message=message, others=('optim.lr',))
     if optim.warmup_steps >= steps:
-        message = f'{optim.warmup_steps} leaves nothing of train.steps={steps}; use at most {steps - 1}, or raise train.steps'
+        message = (
+            f'{optim.warmup_steps} leaves nothing of train.steps={steps}; '
+            f'use at most {steps - 1}, or raise train.steps'
+        )
         yield Problem(path='optim.warmup_steps', message=message, others=('train.steps',))
     if optim.shard:
         yield from _divides(
@@ -167,22 +196,30 @@ def _profile(config: 'Config') -> Iterator[Problem]:
     profile, steps = config.train.profile, config.train.steps
     if profile and profile.start + profile.steps > steps:
         message = (
-            f'start {profile.start} and {profile.steps} steps end at step {profile.start + profile.steps}, after train.steps={steps}; '
-            f'use at most start {max(steps - profile.steps, 0)} and {min(profile.steps, steps)} steps'
+            f'start {profile.start} and {profile.steps} steps end at step '
+            f'{profile.start + profile.steps}, after train.steps={steps}; '
+            f'use at most start {max(steps - profile.steps, 0)} '
+            f'and {min(profile.steps, steps)} steps'
         )
         yield Problem(path='train.profile', message=message, others=('train.steps',))
 
 
 def _data(config: 'Config') -> Iterator[Problem]:
     if config.data.blend and config.data.corpus != type(config.data).model_fields['corpus'].default:
-        message = f'{config.data.corpus}, and data.blend names {", ".join(config.data.blend)}; set one of the two'
+        message = (
+            f'{config.data.corpus}, and data.blend names {", ".join(config.data.blend)}; '
+            'set one of the two'
+        )
         yield Problem(path='data.corpus', message=message, others=('data.blend',))
     try:
         parts = [float(part) for part in config.data.split.split(',')]
     except ValueError:
         parts = []
     if not (len(parts) == 3 and parts[0] > 0 and all(0 <= part < float('inf') for part in parts)):
-        message = f"{config.data.split!r} is not three numbers, none negative and the first above zero; write for example '95,5,0'"
+        message = (
+            f'{config.data.split!r} is not three numbers, none negative and the first above zero; '
+            "write for example '95,5,0'"
+        )
         yield Problem(path='data.split', message=message)
 
 
@@ -215,12 +252,12 @@ def _multiples(value: int, divisor: int) -> str:
 
 @functools.cache
 def divisors(number: int) -> tuple[int, ...]:
-    """In ascending order."""
+    """Return the divisors of a number in ascending order."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 
 
-def _nearest(these: Sequence[int], value: int) -> str:
-    """Those in ascending order on either side of `value`, which is none of them."""
-    at = bisect.bisect(these, value)
-    return ' or '.join(str(n) for n in these[max(0, at - 1) : at + 1])
+def _nearest(allowed: Sequence[int], value: int) -> str:
+    """Return the neighbors of `value` among `allowed`, which is ascending and lacks `value`."""
+    at = bisect.bisect(allowed, value)
+    return ' or '.join(str(n) for n in allowed[max(0, at - 1) : at + 1])

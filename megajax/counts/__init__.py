@@ -1,0 +1,1 @@
+"""A model on paper: parameters, products, FLOPs and the collectives of Megatron-LM."""

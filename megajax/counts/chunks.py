@@ -1,14 +1,14 @@
-"""How the loss cuts a microbatch's tokens in chunks, with the logits of one chunk in memory."""
+"""The chunks of a microbatch's tokens in the loss, which has the logits of one chunk in memory."""
 
-CHUNK_BYTES = 128 * 2**20  # of fp32 logits on a device; of 32 to 1000 MB the least CPU time
-FEW_MORE = 2  # up to so many times as many chunks as needed are taken where they divide the tokens
+CHUNK_BYTES = 128 * 2**20  # fp32 logits per device; the least CPU time of 32 to 1000 MB
+FEW_MORE = 2  # maximum chunks per needed chunk, for a number of chunks that divides the tokens
 
 
 def chunk_sizes(logit_bytes: int, tokens: int) -> tuple[int, int]:
-    """Return into how many equal chunks `tokens` tokens are cut, and the tokens of one.
+    """Return the number of equal chunks of `tokens` tokens, and the tokens per chunk.
 
-    Of `logit_bytes` a chunk takes CHUNK_BYTES at most, or one token more. Chunks that divide the tokens
-    are preferred; where these would be many more, the last chunk is filled up with padding.
+    A chunk has at most CHUNK_BYTES of `logit_bytes`, or one token more. A number of chunks that
+    divides the tokens is preferred; if it would be much larger, the last chunk is padded.
     """
     least = max(1, min(-(-logit_bytes // CHUNK_BYTES), tokens))
     for count in range(least, min(FEW_MORE * least, tokens) + 1):

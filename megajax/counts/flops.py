@@ -1,7 +1,8 @@
-"""How many floating-point operations a training step has, counted without building it.
+"""The floating-point operations of a training step, counted without building it.
 
-Those of matrix products, of all devices and the whole global batch; a multiply-add is two. Causal attention counts as the papers count it,
-every query with every key, although a kernel may skip the half that the mask hides.
+The counts include matrix products only, on all devices and for the entire global batch; a
+multiply-add is two. Causal attention is counted as in the papers, every query with every key,
+although a kernel may skip the masked half.
 """
 
 import dataclasses
@@ -13,38 +14,46 @@ from megajax.parallel.layout import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flops:
-    """One forward pass, by where it is, and what is computed more than once."""
+    """The FLOPs of a forward pass, by part of the model, and those of repeated computation."""
 
     layers: int  # products with the weights of the layers
-    attention: int  # scores and their product with the values
+    attention: int  # scores, and their product with the values
     head: int  # logits, and BERT's other heads
-    recomputed: int  # in the backward pass; of BERT's heads also what each device of a tensor-parallel group repeats
+    # Recomputation in the backward pass, and the products of BERT's heads that each device of a
+    # tensor-parallel group repeats.
+    recomputed: int
 
     @property
     def model(self) -> int:
-        """A forward and a backward pass, for the model FLOPs utilisation (MFU) of Chowdhery et al. (2022)."""
+        """The FLOPs of a forward and a backward pass, without recomputation.
+
+        They are those of the model FLOPs utilization (MFU) of Chowdhery et al. (2022).
+        """
         return 3 * (self.layers + self.attention + self.head)
 
     @property
     def hardware(self) -> int:
-        """All that is done, for the hardware FLOPs utilisation (HFU) of Korthikanti et al. (2022)."""
+        """All FLOPs that are executed.
+
+        They are those of the hardware FLOPs utilization (HFU) of Korthikanti et al. (2022).
+        """
         return self.model + self.recomputed
 
 
 def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
-    """Of a training step of `config`, with cuDNN's flash attention or without.
+    """Count the FLOPs of a training step of `config`, with or without cuDNN's flash attention.
 
-    By default as on a GPU.
+    By default `flash` is as on a GPU.
     """
     flash = uses_flash(config) if flash is None else flash
     layout = Layout.of(config)
     forward = {'layers': 0, 'attention': 0, 'head': 0}
-    for one in products(config, flash=flash, layout=Layout()):
-        if one.phase == 'forward':
-            forward[one.where] += one.times * one.flops
-    on_a_device = sum(one.times * one.flops for one in products(config, flash=flash, layout=layout))
-    every = on_a_device * layout.num_devices
-    return Flops(**forward, recomputed=every - 3 * sum(forward.values()))
+    for product in products(config, flash=flash, layout=Layout()):
+        if product.phase == 'forward':
+            forward[product.where] += product.times * product.flops
+    on_a_device = products(config, flash=flash, layout=layout)
+    executed = layout.num_devices * sum(x.times * x.flops for x in on_a_device)
+    return Flops(**forward, recomputed=executed - 3 * sum(forward.values()))
 
 
 def uses_flash(config: Config) -> bool:
@@ -53,14 +62,19 @@ def uses_flash(config: Config) -> bool:
 
 
 def fits_flash(dtype: str, head_dim: int) -> bool:
-    """cuDNN's flash attention needs a 16-bit dtype and a head dim of a multiple of 8 up to 128."""
+    """Whether cuDNN's flash attention supports these.
+
+    It needs a 16-bit dtype and a head dim that is a multiple of 8, at most 128.
+    """
     return dtype in ('bfloat16', 'float16') and head_dim % 8 == 0 and head_dim <= 128
 
 
 def narayanan_flops(model: ModelConfig, *, batch_size: int, seq_len: int, recompute: bool) -> int:
-    """96 B s l h^2 (1 + s/(6h) + V/(16 l h)) of Narayanan et al. (2021), section 5.1, with every layer computed again.
+    """Count the FLOPs of a step by the formula of Narayanan et al. (2021), section 5.1.
 
-    Without, 72 B s l h^2 (1 + s/(6h) + V/(12 l h)). Holds for GPT: feed-forward of 4h, as many key/value heads as heads of h in all.
+    It is 96 B s l h^2 (1 + s/(6h) + V/(16 l h)) with full recomputation, and without it
+    72 B s l h^2 (1 + s/(6h) + V/(12 l h)). It holds for GPT: a feed-forward size of 4h, as many
+    key/value heads as heads, and head dims that sum to h.
     """
     B, s, l, h, V = (
         batch_size,

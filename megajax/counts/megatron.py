@@ -1,8 +1,7 @@
-"""The collectives that Megatron-LM places by hand, for the training step of a config.
+"""The collectives that Megatron-LM places manually, for the training step of a config.
 
-They follow megatron-core's code (layers.py, mappings.py, cross_entropy.py, finalize_model_grads.py, distrib_optimizer.py), with this
-project's padding of the vocabulary. B batch rows of a microbatch on a data shard, S sequence, D model, V vocabulary (padded), N query
-heads, K key/value heads, H head dim, F feed-forward, L layers.
+They follow megatron-core's code (layers.py, mappings.py, cross_entropy.py,
+finalize_model_grads.py, distrib_optimizer.py), with megajax's padding of the vocabulary.
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16'}
 
 
 class Site(NamedTuple):
-    """A part of the step, a phase of it, and the mesh axis."""
+    """The place of a collective: a part of the step, its phase, and the mesh axis."""
 
     name: str
     phase: Phase
@@ -28,7 +27,10 @@ class Site(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Expected:
-    """One collective of a step: the whole array that is gathered, reduced or scattered over a group of `size` devices."""
+    """A collective of a step.
+
+    `array` is the full array that is gathered, reduced or scattered over a group of `size` devices.
+    """
 
     site: Site
     kind: str
@@ -38,15 +40,15 @@ class Expected:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends each time."""
+        """Bytes that a device sends in one execution."""
         return ring_bytes(self.kind, self.array, self.size)
 
 
 def expected(config: Config) -> list[Expected]:
-    """Every collective of a step of `config`, but for those of single numbers."""
+    """Return every collective of a step of `config`, except those of scalars."""
     sites = _embedding, _layers, few_kv_heads, _head, _loss, _vectors
-    over_model = [one for site in sites for one in site(config)] if config.mesh.model > 1 else []
-    return [*over_model, *over_data(config)]
+    over_model = (collective for site in sites for collective in site(config))
+    return [*(over_model if config.mesh.model > 1 else ()), *over_data(config)]
 
 
 def _activation(config: Config) -> Array:
@@ -78,7 +80,8 @@ def _embedding(config: Config) -> Iterator[Expected]:
 def _layers(config: Config) -> Iterator[Expected]:
     sequence_parallel, layers = config.mesh.sequence_parallel, config.model.num_layers
     forward = (GATHER, SCATTER) if sequence_parallel else (REDUCE,)
-    # With sequence parallelism Megatron keeps a layer's input sharded and gathers it again for the weight gradient.
+    # With sequence parallelism Megatron keeps a layer's input sharded and gathers it again for the
+    # weight gradient.
     backward = (GATHER, SCATTER, GATHER) if sequence_parallel else (REDUCE,)
     for name in ('attention', 'mlp'):
         for phase in passes(config):
@@ -93,7 +96,7 @@ def _layers(config: Config) -> Iterator[Expected]:
 
 
 def passes(config: Config) -> tuple[Phase, ...]:
-    """The phases that a layer goes through."""
+    """Return the phases of a layer in a step."""
     return (
         ('forward', 'backward', 'recompute')
         if config.train.recompute == 'full'
@@ -102,7 +105,7 @@ def passes(config: Config) -> tuple[Phase, ...]:
 
 
 def few_kv_heads(config: Config) -> Iterator[Expected]:
-    """With fewer key/value heads than devices, the whole QKV of a layer is gathered."""
+    """Yield the gathers of each layer's full QKV, with fewer key/value heads than devices."""
     model = config.model
     if model.num_kv_heads >= config.mesh.model:
         return
@@ -115,7 +118,7 @@ def few_kv_heads(config: Config) -> Iterator[Expected]:
 
 def _head(config: Config) -> Iterator[Expected]:
     if config.mesh.sequence_parallel:
-        pooler = 1 if config.model.is_bert else 0  # BERT's gathers all tokens for its first
+        pooler = 1 if config.model.is_bert else 0  # gathers all tokens, for the first one
         yield from _over_model(
             config, 'head', 'forward', (GATHER,), _activation(config), 1 + pooler
         )
@@ -125,7 +128,8 @@ def _head(config: Config) -> Iterator[Expected]:
 
 
 def _loss(config: Config) -> Iterator[Expected]:
-    # Maximum, denominator, label's logit. Megatron's label smoothing is wrong above one device; the mean logit makes it right.
+    # Maximum, denominator, the label's logit. Megatron's label smoothing is wrong on more than one
+    # device; the mean logit corrects it.
     count = 4 if config.loss.label_smoothing else 3
     yield from _over_model(
         config, 'loss', 'forward', (REDUCE,) * count, Array('f32', _activation(config).shape[:2])
@@ -133,7 +137,10 @@ def _loss(config: Config) -> Iterator[Expected]:
 
 
 def _vectors(config: Config) -> Iterator[Expected]:
-    """Gradients of replicated vectors of which each device sees a part: of the sequence, or of the heads."""
+    """Yield the reduction of partial gradients of replicated vectors.
+
+    Each device sees a part of the sequence, or of the heads, that the vector is applied along.
+    """
     heads = [x for _, x in parameters(config.model) if x.partial == 'N']
     tokens = [x for _, x in parameters(config.model) if x.partial == 'T']
     partial = heads + (tokens if config.mesh.sequence_parallel else [])
@@ -150,13 +157,14 @@ def _vectors(config: Config) -> Iterator[Expected]:
 
 
 def over_data(config: Config, counts: Counts | None = None) -> Iterator[Expected]:
-    """Once a step; with ZeRO-1, matrices are reduced to their parts and gathered for the next step.
+    """Yield the collectives over `data`, which run once a step.
 
-    `counts` are the parameters of a device, by default as Megatron shards them.
+    With ZeRO-1, gradients of matrices are reduce-scattered, and the matrices are gathered for the
+    next step. `counts` are the parameters of a device, by default as Megatron shards them.
     """
     if config.mesh.data == 1:
         return
-    matrices, every = counts or megatron_counts(config.model, config.mesh.model)
+    matrices, total = counts or megatron_counts(config.model, config.mesh.model)
 
     def send(name: str, kind: str, dtype: str, count: int) -> Expected:
         return Expected(
@@ -170,6 +178,6 @@ def over_data(config: Config, counts: Counts | None = None) -> Iterator[Expected
     if config.optim.shard:
         yield send('parameters', GATHER, DTYPES[config.train.dtype], matrices)
         yield send('gradients', SCATTER, 'f32', matrices)
-        yield send('gradients', REDUCE, 'f32', every - matrices)
+        yield send('gradients', REDUCE, 'f32', total - matrices)
     else:
-        yield send('gradients', REDUCE, 'f32', every)
+        yield send('gradients', REDUCE, 'f32', total)

@@ -1,9 +1,9 @@
-"""Every parameter of a model, declared once: its dims, what it is for, how it begins. Imports no jax.
+"""The declaration of every parameter of a model: its dims, its role and its initial values.
 
-What happens to a parameter follows from its declaration and from nothing else: where it lies
-(`parallel/layout.py` maps letters to mesh axes), in which dtype a step computes with it, whether it
-decays, what ZeRO shards, what lint expects, how `interop` cuts it, and every count of this package.
-The letters of dims are those of `parallel/layout.py`.
+Everything else about a parameter follows from its declaration: its placement (`parallel/layout.py`
+maps letters to mesh axes), the dtype that a step computes with, weight decay, its ZeRO shards, the
+expectations of lint, its slices in `interop`, and every count of this package. The letters of dims
+are those of `parallel/layout.py`. Imports no jax.
 """
 
 import dataclasses
@@ -16,26 +16,26 @@ from typing import NamedTuple
 from megajax.config.schema import Config, ModelConfig
 from megajax.parallel.layout import Layout
 
-SHARDED_BY_MEGATRON = 'VFNK'  # the dims of weights and biases that it cuts over its ranks
+SHARDED_BY_MEGATRON = 'VFNK'  # dims of weights and biases that Megatron shards over its ranks
 UNSHARDED: Mapping[str, int] = {}
-NUM_SEGMENTS = 2  # of a BERT sequence: token types, and the orders they can be in
+NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders
 
 
 class Role(enum.Enum):
-    """What a parameter is for."""
+    """The role of a parameter, which decides its dtype in a step, its decay and its ZeRO shards."""
 
-    MATRIX = 'matrix'  # a step computes with it in train.dtype; it decays, and ZeRO shards it
-    TABLE = 'table'  # stays in fp32 and unsharded by ZeRO, and decays: a lookup, a router
-    VECTOR = 'vector'  # stays in fp32 and unsharded by ZeRO, and does not decay: norms and biases
+    MATRIX = 'matrix'  # computed with in train.dtype, decayed, sharded by ZeRO
+    TABLE = 'table'  # in fp32, decayed, not sharded by ZeRO: a lookup, a router
+    VECTOR = 'vector'  # in fp32, not decayed, not sharded by ZeRO: norms and biases
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     """The declaration of a parameter.
 
-    It begins with N(0, std) or, without `std`, with `value`. `partial` is the dim of an activation
-    that the parameter is applied along: where that dim is sharded, each shard makes a part of the
-    parameter's gradient, and the parts are added up once a step.
+    The initial values are N(0, std) or, without `std`, `value`. `partial` is the dim of an
+    activation that the parameter is applied along: if that dim is sharded, each shard computes a
+    partial gradient of the parameter, and the partial gradients are summed once a step.
     """
 
     dims: str
@@ -51,7 +51,7 @@ class Parameter:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether it holds that of every layer."""
+        """Whether the array holds the parameters of all layers."""
         return self.dims.startswith('L')
 
     @property
@@ -65,7 +65,7 @@ Declared = Mapping[str, 'Parameter | Declared']
 
 @functools.cache
 def declare(model: ModelConfig) -> Declared:
-    """The parameters of a model, by the names of the modules that hold them."""
+    """Declare the parameters of a model, by the names of the modules that hold them."""
     std = model.init_std
     declared: dict[str, Parameter | Declared] = {
         'embedding': {'table': Parameter('VD', Role.MATRIX, std)},
@@ -83,8 +83,8 @@ def declare(model: ModelConfig) -> Declared:
 
 def _block(model: ModelConfig) -> Declared:
     std = model.init_std
-    # Each layer adds to the residual stream twice; this keeps its variance at the start (Radford et
-    # al., 2019).
+    # Each layer adds to the residual stream twice; this scale preserves its initial variance
+    # (Radford et al., 2019).
     out_std = std / (2 * model.num_layers) ** 0.5
     attention: dict[str, Parameter | Declared] = {
         'qkv': _linear('DKCH', std, bias='KCH' if model.qkv_bias else None),
@@ -105,7 +105,7 @@ def _block(model: ModelConfig) -> Declared:
 
 
 def _bert(model: ModelConfig) -> Declared:
-    """Token types and heads; as in Megatron-LM the square layers of the heads are unsharded."""
+    """Declare token types and heads; as in Megatron-LM, the heads' square layers are unsharded."""
     std = model.init_std
     dense = Parameter('DE', Role.MATRIX, std, partial='T')
     return {
@@ -123,7 +123,7 @@ def _bert(model: ModelConfig) -> Declared:
 
 
 def _linear(dims: str, std: float, *, bias: str | None, partial: str = '') -> Declared:
-    """A product's weight and its bias; `partial` is that of the bias."""
+    """Declare a linear layer's weight and bias; `partial` is that of the bias."""
     weight = {'weight': Parameter(dims, Role.MATRIX, std)}
     return weight | ({'bias': Parameter(bias, Role.VECTOR, partial=partial)} if bias else {})
 
@@ -136,7 +136,7 @@ def _norm(model: ModelConfig, dims: str, *, partial: str) -> Declared:
 
 
 def stacked(declared: Declared) -> Declared:
-    """The same parameters with a dim L before the others, one entry for each layer."""
+    """Return the same parameters with a leading dim L, one entry for each layer."""
     return {
         name: dataclasses.replace(x, dims=f'L{x.dims}') if isinstance(x, Parameter) else stacked(x)
         for name, x in declared.items()
@@ -144,7 +144,7 @@ def stacked(declared: Declared) -> Declared:
 
 
 def named(declared: Declared, prefix: str = '') -> Iterator[tuple[str, Parameter]]:
-    """Each parameter with its dotted name, as `layers.attention.qkv.weight`."""
+    """Yield each parameter with its dotted name, such as `layers.attention.qkv.weight`."""
     for name, x in declared.items():
         if isinstance(x, Parameter):
             yield prefix + name, x
@@ -154,13 +154,13 @@ def named(declared: Declared, prefix: str = '') -> Iterator[tuple[str, Parameter
 
 @functools.cache
 def parameters(model: ModelConfig) -> tuple[tuple[str, Parameter], ...]:
-    """Every parameter of a model with its dotted name."""
+    """Return every parameter of a model with its dotted name."""
     return tuple(named(declare(model)))
 
 
 @functools.cache
 def dim_sizes(model: ModelConfig) -> Mapping[str, int]:
-    """The size of each letter of a parameter's dims."""
+    """Return the size of each letter of the parameters' dims."""
     return {
         'C': model.queries_per_kv + 2,
         'D': model.hidden_size,
@@ -178,14 +178,14 @@ def dim_sizes(model: ModelConfig) -> Mapping[str, int]:
 
 
 def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of an array with these dims; a small letter has the size of its capital."""
+    """Return the shape of an array with these dims; a lowercase letter has its capital's size."""
     return tuple(sizes[letter.upper()] for letter in dims)
 
 
 def num_elements(
     parameter: Parameter, sizes: Mapping[str, int], shards: Mapping[str, int] = UNSHARDED
 ) -> int:
-    """Elements of a parameter on each device, where a letter of its dims has so many shards."""
+    """Return the elements of a parameter on a device; `shards` has the shards of each letter."""
     sharding = math.prod(shards.get(letter, 1) for letter in parameter.dims)
     return math.prod(shape_of(parameter.dims, sizes)) // sharding
 
@@ -199,27 +199,27 @@ class Counts(NamedTuple):
 
 @functools.cache
 def count(model: ModelConfig, shards: tuple[tuple[str, int], ...] = ()) -> Counts:
-    """The parameters as the arrays hold them, on each device where letters have so many shards."""
-    found = [
+    """Count the elements of the arrays on a device; `shards` has the shards of each letter."""
+    sizes = [
         (parameter.is_matrix, num_elements(parameter, dim_sizes(model), dict(shards)))
         for _, parameter in parameters(model)
     ]
-    matrices = sum(size for is_matrix, size in found if is_matrix)
-    return Counts(matrices, sum(size for _, size in found))
+    matrices = sum(size for is_matrix, size in sizes if is_matrix)
+    return Counts(matrices, sum(size for _, size in sizes))
 
 
 def own_counts(config: Config) -> Counts:
-    """The parameters of a device in the computation of a step."""
+    """Count the parameters of a device in the computation of a step."""
     return count(config.model, tuple(Layout.of(config).shards.items()))
 
 
 def megatron_counts(model: ModelConfig, ranks: int) -> Counts:
-    """Those of a rank of Megatron's, where a key/value head lies on one rank at least."""
-    whole_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
-    return count(whole_heads, tuple((letter, ranks) for letter in SHARDED_BY_MEGATRON))
+    """Count the parameters of a Megatron rank, which holds at least one entire key/value head."""
+    full_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
+    return count(full_heads, tuple((letter, ranks) for letter in SHARDED_BY_MEGATRON))
 
 
 def num_parameters(model: ModelConfig, *, padded: bool = False) -> int:
-    """Count the model's parameters exactly, as the tokenizer's vocabulary or the padded one has them."""
+    """Count the model's parameters exactly, with the tokenizer's vocabulary or the padded one."""
     sizes = dim_sizes(model) if padded else {**dim_sizes(model), 'V': model.vocab_size}
     return sum(num_elements(parameter, sizes) for _, parameter in parameters(model))

@@ -1,7 +1,7 @@
 """Every matrix product of a training step, by its sizes on one device.
 
-FLOPs (`flops.py`), the time of a step (`plan/time.py`) and what `inspect` expects of a compiled
-program follow from this list, and the list from the declared parameters and their layout.
+The list follows from the declared parameters and their layout. FLOPs (`flops.py`), the time of a
+step (`plan/time.py`) and the expectations of `inspect` on a compiled program follow from the list.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ Where = Literal['layers', 'attention', 'head']
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """`batch` matrix products [m, k] x [k, n] in one kernel, and how often that runs in a step."""
+    """`batch` matrix products [m, k] x [k, n] in a kernel that runs `times` times in a step."""
 
     name: str
     where: Where
@@ -31,13 +31,16 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Of one run, including what a causal kernel can skip; a multiply-add is two."""
+        """FLOPs of a run, including those that a causal kernel can skip; a multiply-add is two."""
         m, n, k = self.sizes
         return 2 * self.batch * m * n * k
 
     @property
     def elements(self) -> int:
-        """Of operands and result; flash attention keeps the large ones in the GPU's cores."""
+        """Elements of operands and result.
+
+        0 for flash attention, which keeps the large ones in the GPU's cores.
+        """
         m, n, k = self.sizes
         return 0 if self.flash else self.batch * (m * n + n * k + m * k)
 
@@ -45,11 +48,11 @@ class Product:
 def products(
     config: Config, *, flash: bool, layout: Layout | None = None, recomputes_last: bool = False
 ) -> list[Product]:
-    """The products of a step on one device of `layout`, by default of the layout of `config`.
+    """Return the products of a step on one device of `layout`, by default that of `config`.
 
-    The backward pass of a product is two of the same FLOPs: gradients of its input and of its
-    weight. Full recomputation leaves out the last product of a layer, which the backward pass does
-    not need, unless `recomputes_last`.
+    The backward pass of a product is two products of the same FLOPs: the gradients of its input and
+    of its weight. Full recomputation omits the last product of a layer, which the backward pass
+    does not need, unless `recomputes_last`.
     """
     layout = layout or Layout.of(config)
     rows = config.train.batch_size // (layout.num_shards('B') * config.train.microbatches)
@@ -65,14 +68,14 @@ def products(
 class _Counted:
     config: Config
     shards: Mapping[str, int]
-    rows: int  # of a microbatch on a data shard
+    rows: int  # rows of a microbatch on a data shard
 
     @property
     def tokens(self) -> int:
         return self.rows * self.config.train.seq_len
 
     def layers(self, *, recomputes_last: bool) -> Iterator[Product]:
-        """Those with the weights of the layers."""
+        """Yield the products with the weights of the layers."""
         train = self.config.train
         weights = [
             (name.split('.')[-2], parameter)
@@ -90,10 +93,11 @@ class _Counted:
                 )
 
     def attention(self, *, flash: bool) -> Iterator[Product]:
-        """Scores and values, two products of the same FLOPs; backward four.
+        """Yield the products of the attention core.
 
-        With a flash kernel the backward pass also runs the forward kernel again, and its own
-        computes the scores again.
+        The forward pass has two of the same FLOPs, with keys and with values, and the backward pass
+        four. With a flash kernel the backward pass also runs the forward kernel again, and the
+        backward kernel recomputes the scores.
         """
         model, train = self.config.model, self.config.train
         heads = self.rows * model.num_heads // self.shards.get('N', 1)
@@ -113,9 +117,11 @@ class _Counted:
             )
 
     def heads(self) -> Iterator[Product]:
-        """Logits of every token; BERT's dense layer of every token, and two of each row's first.
+        """Yield the products of the heads.
 
-        Sequence parallelism shares out the dense layer; the two of a row are on every device.
+        They are the logits of every token, BERT's dense layer of every token, and two products of
+        each row's first token. Sequence parallelism shards the dense layer; every device computes
+        the two products of a row.
         """
         declared = declare(self.config.model)
         runs, embedding = self.config.train.microbatches, declared['embedding']
@@ -139,7 +145,10 @@ class _Counted:
             yield Product(name=name + suffix, where=where, phase=phase, sizes=size, times=times)
 
     def _output_and_input(self, weight: Parameter) -> tuple[int, int]:
-        """Sizes on a device; the input dims are the first one if it is D, else all but the last."""
+        """Return output and input size of a weight on a device.
+
+        The input dims are the first dim if that is D, otherwise all but the last.
+        """
         sizes = dim_sizes(self.config.model)
         dims = weight.dims.removeprefix('L')
         inputs, outputs = (dims[:1], dims[1:]) if dims[0] == 'D' else (dims[:-1], dims[-1:])

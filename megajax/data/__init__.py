@@ -1,4 +1,7 @@
-"""From a corpus to batches. Imports no jax itself; grain, which orders and reads ahead, does where it is installed."""
+"""The path from a corpus to batches.
+
+Imports no jax itself; grain, which orders samples and reads ahead, imports jax if jax is installed.
+"""
 
 from megajax.data.batches import Batch, Batches
 from megajax.data.load import Data, load_data

@@ -1,6 +1,6 @@
-"""Samples as batches: the batch of a step depends on nothing but the config and the step.
+"""Samples as batches: the batch of a step depends only on the config and the step.
 
-B batch, R some of its rows, S sequence.
+R stands for a range of the rows B.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,17 +10,20 @@ import numpy as np
 from megajax.data.samples import Samples
 
 Batch = dict[str, np.ndarray]
-Order = Sequence[int] | np.ndarray  # of samples, by number
+Order = Sequence[int] | np.ndarray  # sample numbers, in the order of reading
 
-READ_AHEAD = 2  # batches
+READ_AHEAD = 2  # number of batches read ahead
 
 
 class Batches:
-    """`batches[step]` holds `tokens`, `labels` (int32) and `loss_mask` (float32), each [B, S]: samples in `order`, B at a time.
+    """The samples of `order`, B at a time: `batches[step]` is the batch of a step.
 
-    `loss_mask` is 0 where there is no label: past the end of the tokens, and in the rows that fill up the last batch. With
-    `document_mask` no document sees another: int32 `segment_ids` [B, S] count the documents of a row, `positions` [B, S] begin again
-    in each, and `loss_mask` is 0 where the label belongs to the next one. `len` is the number of steps, which may be endless.
+    It holds `tokens` and `labels` (int32) and `loss_mask` (float32), each [B, S]. `loss_mask` is 0
+    where there is no label: past the end of the tokens, and in the rows that pad the last batch.
+    With `document_mask`, attention does not cross document boundaries: int32 `segment_ids` [B, S]
+    number the documents of a row, int32 `positions` [B, S] restart in each document, and
+    `loss_mask` is 0 where the label belongs to the next document. `len` is the number of steps;
+    the order may be endless.
     """
 
     def __init__(
@@ -47,22 +50,22 @@ class Batches:
         return self.rows(step, 0, self.batch_size)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        """Rows `start` to `stop` of the batch of `step`; no others are read."""
+        """Return rows `start` to `stop` of the batch of `step`, and read no others."""
         return self._rows(self._places(step, start, stop), stop - start)
 
     def unreadable(self, count: int) -> Batch:
-        """Rows to stand for what cannot be read: their loss is not a number, so no step is taken with them."""
+        """Return rows in place of unreadable ones: their loss is NaN, so the update is skipped."""
         batch = self._rows(range(0), count)
         return {**batch, 'loss_mask': np.full_like(batch['loss_mask'], np.nan)}
 
     def _rows(self, places: range, count: int) -> Batch:
-        """`count` rows, of which the first hold the samples at these places of the order."""
+        """Return `count` rows; the first ones hold the samples at these places of the order."""
         window_RS = np.zeros((count, self._seq_len + 1), np.int32)
         loss_mask_RS = np.zeros((count, self._seq_len), np.float32)
         begins = []
         for row, index in enumerate(places):
-            found, row_begins = self._samples.read(self._order[index], window_RS[row])
-            loss_mask_RS[row, : found - 1] = 1
+            num_tokens, row_begins = self._samples.read(self._order[index], window_RS[row])
+            loss_mask_RS[row, : num_tokens - 1] = 1
             begins += [(row, begin) for begin in row_begins]
         batch = {'tokens': window_RS[:, :-1], 'labels': window_RS[:, 1:], 'loss_mask': loss_mask_RS}
         return _separate(batch, begins) if self._document_mask else batch
@@ -74,7 +77,7 @@ class Batches:
         return range(first + start, min(first + stop, len(self._order)))
 
     def read_ahead(self, first: int, last: int, rows: slice) -> Iterator[Batch]:
-        """These rows of the batches of steps `first` up to `last`, read in a thread a little before they are asked for."""
+        """Yield these rows of the batches of steps `first` up to `last`, read ahead in a thread."""
         import grain
 
         steps = grain.MapDataset.range(first, last).map(
@@ -86,7 +89,10 @@ class Batches:
 
 
 def _separate(batch: Batch, begins: Sequence[tuple[int, int]]) -> Batch:
-    """The batch with its documents apart; each of `begins` is a row and the token with which a document begins."""
+    """Return the batch with `segment_ids` and `positions` that separate its documents.
+
+    Each of `begins` is a row and the token in it with which a document begins.
+    """
     loss_mask_RS = batch['loss_mask']
     starts_RS = np.zeros((len(loss_mask_RS), loss_mask_RS.shape[1] + 1), np.int32)
     for row, begin in begins:

@@ -1,4 +1,4 @@
-"""From a config to the batches of its run."""
+"""The path from a config to the batches of its run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,28 +24,31 @@ CORPUS = ('data.corpus', 'data.blend')
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What a run trains and validates on. `validation` has no batches if `data.split` gives it nothing; `tokenizer` may be unknown."""
+    """The training and validation batches of a run, and their tokenizer."""
 
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # None if unknown
     train: Batches
-    validation: Batches
-    summary: str  # one line for the head of a run
-    fingerprints: dict[str, str]  # of each corpus, by name
+    validation: Batches  # without batches if `data.split` leaves no validation data
+    summary: str  # line printed at the start of a run
+    fingerprints: dict[str, str]  # fingerprint of each corpus, by name
 
 
 def load_data(config: Config) -> Data:
-    """Open the corpus of `config`; raises ConfigError if it cannot be used, does not fit the model or does not fill a batch."""
+    """Open the corpus of `config`.
+
+    Raises ConfigError if it cannot be used, does not fit the model or does not fill a batch.
+    """
     prefixes = _prefixes(config)
     if not prefixes:
         return _load_text(config)
     sequences = [read_pair(prefix) for prefix in prefixes]
     manifests = {prefix: Manifest.read(prefix) for prefix in prefixes}
     tokenizer = _tokenizer_of_pairs(config, manifests)
-    for one, manifest in zip(sequences, manifests.values(), strict=True):
-        check_token_ids(one, config.model.vocab_size, manifest.max_token if manifest else None)
+    for pair, manifest in zip(sequences, manifests.values(), strict=True):
+        check_token_ids(pair, config.model.vocab_size, manifest.max_token if manifest else None)
     parts = [
-        split_sequences(watched(one, config.model.vocab_size), config.data.split)
-        for one in sequences
+        split_sequences(watched(pair, config.model.vocab_size), config.data.split)
+        for pair in sequences
     ]
     train, validation = [part[0] for part in parts], [part[1] for part in parts]
     summary = (
@@ -55,7 +58,7 @@ def load_data(config: Config) -> Data:
 
 
 def _prefixes(config: Config) -> list[str]:
-    """Those of .bin and .idx files; none where the corpus is text."""
+    """Return the prefixes of the corpus's .bin and .idx files; none if the corpus is text."""
     corpus = config.data.corpus
     if corpus.endswith(('.bin', '.idx')) and is_pair(corpus[:-4]):
         raise _problem('data.corpus', f'{corpus}: give the prefix of the two files, {corpus[:-4]}')
@@ -67,7 +70,8 @@ def _load_text(config: Config) -> Data:
     if spec == 'none':
         raise _problem(
             'data.tokenizer',
-            f'none, and data.corpus={config.data.corpus} is text; use bpe, bytes or a tokenizer.json',
+            f'none, and data.corpus={config.data.corpus} is text; '
+            'use bpe, bytes or a tokenizer.json',
         )
     train, validation, _ = split_documents(read_documents(config.data.corpus), config.data.split)
     tokenizer = make_tokenizer(
@@ -78,11 +82,13 @@ def _load_text(config: Config) -> Data:
     )
     parts = [_encode(config.data.corpus, documents, tokenizer) for documents in (train, validation)]
     train_bytes, validation_bytes = (
-        sum(len(one.text.encode()) for one in documents) for documents in (train, validation)
+        sum(len(document.text.encode()) for document in documents)
+        for documents in (train, validation)
     )
     summary = (
-        f'{len(train)} documents ({train_bytes / 1e6:.1f} MB) to train on, {len(validation)} ({validation_bytes / 1e6:.1f} MB) '
-        f'to validate; {tokenizer.vocab_size} tokens, {train_bytes / len(parts[0].tokens):.2f} bytes each'
+        f'{len(train)} documents ({train_bytes / 1e6:.1f} MB) to train on, '
+        f'{len(validation)} ({validation_bytes / 1e6:.1f} MB) to validate; '
+        f'{tokenizer.vocab_size} tokens, {train_bytes / len(parts[0].tokens):.2f} bytes each'
     )
     return _make(config, tokenizer, [parts[0]], [parts[1]], summary)
 
@@ -103,7 +109,8 @@ def _tokenizer_of_pairs(
     if spec == 'bpe':
         raise _problem(
             'data.tokenizer',
-            f'bpe is trained on text, and {next(iter(manifests))} holds tokens; use auto, or what made them',
+            f'bpe is trained on text, and {next(iter(manifests))} holds tokens; '
+            'use auto, or the tokenizer that made them',
         )
     if spec == 'none':
         if config.train.sample_prompts:
@@ -113,25 +120,34 @@ def _tokenizer_of_pairs(
                 'data.tokenizer',
             )
         if config.model.is_bert:
-            message = 'none, and model.objective=masked_lm needs the ids of special tokens; give the tokenizer.json that made the tokens'
+            message = (
+                'none, and model.objective=masked_lm needs the ids of special tokens; '
+                'give the tokenizer.json that made the tokens'
+            )
             raise _problem('data.tokenizer', message, 'model.objective')
         return None
-    beside = [manifest.tokenizer_path(prefix) for prefix, manifest in manifests.items() if manifest]
+    tokenizer_paths = [
+        manifest.tokenizer_path(prefix) for prefix, manifest in manifests.items() if manifest
+    ]
     if spec == 'auto':
         if missing := [prefix for prefix, manifest in manifests.items() if manifest is None]:
-            message = f'no tokenizer is known: there is no {manifest_path(missing[0])}; give the tokenizer.json that made the tokens, or none'
+            message = (
+                f'no tokenizer is known: there is no {manifest_path(missing[0])}; '
+                'give the tokenizer.json that made the tokens, or none'
+            )
             raise _problem('data.tokenizer', message, *CORPUS)
-        spec = str(beside[0])
+        spec = str(tokenizer_paths[0])
     tokenizer = make_tokenizer(spec, config.model.vocab_size, special=_special(config))
-    for path in beside:
+    for path in tokenizer_paths:
         if load_tokenizer(str(path)).fingerprint != tokenizer.fingerprint:
             fix = (
-                'blend corpora of one tokenizer'
+                'blend corpora that share a tokenizer'
                 if config.data.tokenizer == 'auto'
                 else 'use data.tokenizer=auto'
             )
             message = (
-                f'{spec} did not make these tokens: their own is {path}, with another hash; {fix}'
+                f'{spec} did not make these tokens: their tokenizer is {path}, '
+                f'which has another hash; {fix}'
             )
             raise _problem('data.tokenizer', message, *CORPUS)
     return tokenizer
@@ -145,21 +161,24 @@ def _make(
     summary: str,
 ) -> Data:
     for part in train:
-        if len(part.tokens) < 2:  # one, and the label after it
-            message = f'{part.sequences.name} has {len(part.tokens)} tokens to train on, in {len(part)} of {len(part.sequences)} sequences'
+        if len(part.tokens) < 2:  # a token and its label
+            message = (
+                f'{part.sequences.name} has {len(part.tokens)} tokens to train on, '
+                f'in {len(part)} of {len(part.sequences)} sequences'
+            )
             raise _problem(
                 'data.corpus',
                 f'{message}; give more text, or another data.split',
                 'data.split',
                 *CORPUS,
             )
-    make = (
+    make_batches = (
         _megatron if config.data.order == 'megatron' else partial(_stateless, tokenizer=tokenizer)
     )
     return Data(
         tokenizer=tokenizer,
-        train=make(config, train),
-        validation=make(config, validation, validation=True),
+        train=make_batches(config, train),
+        validation=make_batches(config, validation, validation=True),
         summary=summary,
         fingerprints={part.sequences.name: part.sequences.fingerprint() for part in train},
     )
@@ -168,7 +187,11 @@ def _make(
 def _stateless(
     config: Config, parts: list[Part], *, tokenizer: Tokenizer | None, validation: bool = False
 ) -> Batches:
-    """Training: without end, shuffled. Validation: once and in order, so that every evaluation sees the same."""
+    """Return batches in megajax's own order.
+
+    Training batches are endless and shuffled. Validation batches come once and in order, so that
+    every evaluation sees the same ones.
+    """
     from megajax.data import stateless_order
 
     batch_size, seq_len = config.train.batch_size, config.train.seq_len
@@ -197,39 +220,43 @@ def _stateless(
     if len(samples) < batch_size:
         message = (
             f'{batch_size} is more than the {len(samples)} sequences of train.seq_len={seq_len} in '
-            f'{sum(len(part.tokens) for part in parts)} tokens; use at most {len(samples)}, a shorter train.seq_len or a larger corpus'
+            f'{sum(len(part.tokens) for part in parts)} tokens; '
+            f'use at most {len(samples)}, a shorter train.seq_len or a larger corpus'
         )
         raise _problem('train.batch_size', message, 'train.seq_len', *CORPUS)
     return batches(samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
 
 
 def _megatron(config: Config, parts: list[Part], *, validation: bool = False) -> Batches:
-    """What Megatron-LM reads with the same settings; of validation, its first evaluation, each time."""
+    """Return the batches that Megatron-LM reads with the same settings.
+
+    Every evaluation reads the batches of Megatron-LM's first one.
+    """
     train = config.train
     steps = (
         (train.steps // train.eval_every + 1) * train.eval_batches if validation else train.steps
     )
     num_samples = steps * train.batch_size
     blend = config.data.blend
-    shares, made = (
+    shares, sizes = (
         blend_sizes(list(blend.values()), num_samples) if blend else ([num_samples], [num_samples])
     )
-    if not all(len(part.tokens) for part in parts):  # `_make` has seen that training is not so
+    # only validation parts can be empty: `_make` has checked the training parts
+    if not all(len(part.tokens) for part in parts):
         return _batches(config, Joined([]), [])
     datasets = [
-        MegatronSamples(part, seq_len=train.seq_len, num_samples=n, seed=train.seed)
-        for part, n in zip(parts, made, strict=True)
+        MegatronSamples(part, seq_len=train.seq_len, num_samples=size, seed=train.seed)
+        for part, size in zip(parts, sizes, strict=True)
     ]
     samples = Joined(datasets)
     if not blend:
         return _batches(config, samples, range(len(samples)))
     index, numbers = blend_index(list(blend.values()), sum(shares))
-    if (
-        numbers >= np.diff(samples.starts)[index]
-    ).any():  # where Megatron raises too: its surplus is not enough
+    # Megatron raises here too: a dataset's surplus samples do not suffice
+    if (numbers >= np.diff(samples.starts)[index]).any():
         raise _problem(
             'data.blend',
-            f'{sum(shares)} samples are too few for these weights to come out; raise train.steps',
+            f'{sum(shares)} samples are too few for these weights; increase train.steps',
             'train.steps',
         )
     return _batches(config, samples, np.array(samples.starts)[index] + numbers)

@@ -1,7 +1,4 @@
-"""BERT's batches: pairs of segments from one document, some of their tokens masked, sometimes in the wrong order.
-
-B batch, R some of its rows, S sequence.
-"""
+"""BERT's batches: pairs of segments of one document, with masked tokens, half of them swapped."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -15,25 +12,25 @@ from megajax.data.text.parts import Part
 from megajax.data.text.tokenizer import Tokenizer
 
 CLS, SEP, MASK, PAD = SPECIAL = '[CLS]', '[SEP]', '[MASK]', '[PAD]'
-NUM_SPECIAL = 3  # in a sequence: [CLS] first [SEP] second [SEP]
-MASKED = 0.15  # of the tokens of a sequence, as in BERT (Devlin et al., 2019)
-AS_MASK, AS_ANY = 0.8, 0.1  # of these: [MASK], and any token; the rest stay as they are
-SHORTEST = 4  # tokens of a document; shorter ones are left out
+NUM_SPECIAL = 3  # special tokens in a sequence: [CLS] first [SEP] second [SEP]
+MASKED = 0.15  # fraction of a sequence's tokens to mask, as in BERT (Devlin et al., 2019)
+AS_MASK, AS_ANY = 0.8, 0.1  # fractions of these: [MASK], any token; the rest stay unchanged
+SHORTEST = 4  # minimum tokens of a document; shorter ones are skipped
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The ids of the special tokens, and those of all others, of which any may take a masked one's place."""
+    """The ids of the special tokens, and of all other tokens."""
 
     cls: int
     sep: int
     mask: int
     pad: int
-    others: np.ndarray
+    others: np.ndarray  # ids from which a random replacement of a masked token is drawn
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self:
-        """That of a tokenizer made with the names in `SPECIAL`."""
+        """Return the vocabulary of a tokenizer that has the special tokens `SPECIAL`."""
         ids = {
             name.strip('[]').lower(): i
             for name in SPECIAL
@@ -43,10 +40,12 @@ class Vocabulary:
 
 
 class DocumentPieces:
-    """Samples of one document each, of at most `length` tokens: longer documents are cut into equal pieces.
+    """Samples of one document each, of at most `length` tokens.
 
-    A cut moves back to the start of a sentence, that is of a sequence of the document, if one is less than half a piece before it;
-    what then exceeds `length` is left out. So is `eod`, because it would give away which segment was the last.
+    Longer documents are cut into equal pieces. A cut moves back to the start of a sentence, that
+    is, of a sequence of the document, if there is one less than half a piece before it; tokens in
+    excess of `length` are then dropped. So is `eod`, because it would reveal which segment was the
+    last.
     """
 
     def __init__(self, part: Part, *, length: int, eod: int):
@@ -54,28 +53,31 @@ class DocumentPieces:
         self._bounds = _document_bounds(part)
         tokens = np.diff(self._bounds)
         pieces = np.where(tokens < SHORTEST, 0, -(-tokens // length))
-        self._first = np.concatenate(
-            [np.zeros(1, np.int64), np.cumsum(pieces)]
-        )  # the number of each document's first piece
+        # number of each document's first piece
+        self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces)])
 
     def __len__(self) -> int:
         return int(self._first[-1])
 
     def read(self, index: int, window: np.ndarray) -> tuple[int, list[int]]:
-        """Fill `window` with sample `index`: how many tokens there are, and where in it a sentence begins after the first."""
+        """Fill `window` with sample `index`.
+
+        Returns the number of tokens, and the indices in `window` at which a sentence begins, except
+        the first token.
+        """
         document = int(np.searchsorted(self._first, index, side='right')) - 1
         number = index - int(self._first[document])
         start, stop = self._cut(document, number), self._cut(document, number + 1)
-        found = self._sequences.read(start, min(stop, start + len(window)))
-        if found[-1] == self._eod:
-            found = found[:-1]
-        window[: len(found)] = found
-        return len(found), [
-            token - start for token in self._sequences.sequence_starts(start, start + len(found))
+        tokens = self._sequences.read(start, min(stop, start + len(window)))
+        if tokens[-1] == self._eod:
+            tokens = tokens[:-1]
+        window[: len(tokens)] = tokens
+        return len(tokens), [
+            token - start for token in self._sequences.sequence_starts(start, start + len(tokens))
         ]
 
     def _cut(self, document: int, number: int) -> int:
-        """The token at which piece `number` of a document begins."""
+        """Return the token at which piece `number` of a document begins."""
         start, stop = (int(bound) for bound in self._bounds[document : document + 2])
         count = int(self._first[document + 1] - self._first[document])
         cut = start + (stop - start) * number // count
@@ -87,7 +89,7 @@ class DocumentPieces:
 
 
 def _document_bounds(part: Part) -> np.ndarray:
-    """The tokens at which the documents of a part begin, and its end, int64."""
+    """Return the first token of each document of a part, and the end of the part, int64."""
     sequences, documents = part.sequences, np.asarray(part.sequences.documents)
     inside = documents[(documents > part.first) & (documents < part.last)]
     begins = (
@@ -100,11 +102,13 @@ def _document_bounds(part: Part) -> np.ndarray:
 
 
 class MaskedBatches(Batches):
-    """`batches[step]` as those of `Batches`, for the masked-LM objective; each sample has a mask of its own every time it is read.
+    """Batches for the masked-LM objective; a sample has a different mask each time it is read.
 
-    A row is [CLS] first [SEP] second [SEP] [PAD] ...: the segments are two parts of a piece, cut at one of its sentences, or in the
-    middle where it has one sentence only, and swapped half of the time. `loss_mask` is 1 where `labels` holds what was masked.
-    int32 `token_types` [B, S] are 1 in the second segment, `segment_ids` [B, S] 1 in the padding, and `swapped` is [B, 1].
+    A row is [CLS] first [SEP] second [SEP] [PAD] ...: the segments are two parts of a piece, cut at
+    the start of one of its sentences, or in the middle if it has only one, and swapped half of the
+    time. To the arrays of `Batches`, int32 `token_types` [B, S] are added, 1 in the second segment,
+    `segment_ids` [B, S], 1 in the padding, and `swapped` [B, 1], 1 where the segments are swapped.
+    `loss_mask` is 1 where `labels` holds a masked token.
     """
 
     def __init__(
@@ -136,22 +140,21 @@ class MaskedBatches(Batches):
         return batch
 
     def _fill(self, row: Batch, index: int) -> None:
-        """One row, from place `index` in the order: nothing else decides what is drawn."""
+        """Fill a row from place `index` of the order; only it and the seed decide random draws."""
         random = np.random.default_rng([self._seed, index])
         piece_S = np.empty(self._seq_len - NUM_SPECIAL, np.int32)
-        found, sentences = self._samples.read(self._order[index], piece_S)
-        cut = sentences[int(random.random() * len(sentences))] if sentences else found // 2
-        segments = [piece_S[:cut], piece_S[cut:found]]
+        num_tokens, sentences = self._samples.read(self._order[index], piece_S)
+        cut = sentences[int(random.random() * len(sentences))] if sentences else num_tokens // 2
+        segments = [piece_S[:cut], piece_S[cut:num_tokens]]
         swapped = random.random() < 0.5
         first, second = reversed(segments) if swapped else segments
         vocabulary = self._vocabulary
         token_S = np.concatenate(
             [[vocabulary.cls], first, [vocabulary.sep], second, [vocabulary.sep]]
         )
-        places = np.delete(np.arange(1, len(token_S) - 1), len(first))  # all but the special ones
-        places = places[
-            np.argsort(random.random(found), kind='stable')[: max(1, round(MASKED * found))]
-        ]
+        places = np.delete(np.arange(1, len(token_S) - 1), len(first))  # all but special tokens
+        num_masked = max(1, round(MASKED * num_tokens))
+        places = places[np.argsort(random.random(num_tokens), kind='stable')[:num_masked]]
         row['tokens'][: len(token_S)] = token_S
         row['tokens'][places] = self._hide(token_S[places], random)
         row['labels'][places], row['loss_mask'][places], row['swapped'][0] = (

@@ -1,7 +1,8 @@
-"""Megatron's order of samples, to continue a run of Megatron-LM: the indices of megatron-core's GPTDataset and BlendedDataset.
+"""Megatron's order of samples, to continue a run of Megatron-LM.
 
-Every one comes from one numpy generator and the seed, so that equal settings give equal samples. Sample i of a part is tokens
-i S to (i + 1) S + 1 of its sequences in a shuffled order, and samples are shuffled once more. S is the sequence length.
+The indices are those of megatron-core's GPTDataset and BlendedDataset. All come from one numpy
+generator with the run's seed, so that equal settings give equal samples. Before shuffling, sample i
+of a part is tokens i S to (i + 1) S + 1 of its sequences, which are in a shuffled order themselves.
 """
 
 import math
@@ -12,14 +13,15 @@ import numpy as np
 
 from megajax.data.text.parts import Part, normalized
 
-SEPARATE_BELOW = 0.80  # share of an epoch; a last epoch that gives less is shuffled by itself
-SURPLUS = 0.005  # samples that a dataset of a blend has beyond its share
+SEPARATE_BELOW = 0.80  # fraction of an epoch below which the last epoch is shuffled separately
+SURPLUS = 0.005  # additional samples of a dataset in a blend, as a fraction of its share
 
 
 class MegatronSamples:
-    """`num_samples` or more samples of a part, over as many epochs as that takes; raises ValueError if it holds no tokens.
+    """At least `num_samples` samples of a part, over as many epochs as they need.
 
-    `document_index` int32 has the sequences in their shuffled order, `shuffle_index` uint32, or int64 if need be, the samples in theirs.
+    `document_index` int32 holds the sequences in shuffled order, `shuffle_index` uint32 (int64 if
+    necessary) the samples. Raises ValueError if the part holds no tokens.
     """
 
     def __init__(self, part: Part, *, seq_len: int, num_samples: int, seed: int):
@@ -51,17 +53,25 @@ class MegatronSamples:
 
     @cached_property
     def sample_index(self) -> np.ndarray:
-        """Megatron's [samples + 1, 2]: where in `document_index` each unshuffled sample begins, and with which token of that sequence."""
+        """Megatron's sample index, [samples + 1, 2], for the samples before shuffling.
+
+        The columns are the position in `document_index` at which a sample begins, and its first
+        token within that sequence.
+        """
         starts = np.arange(len(self) + 1, dtype=np.int64) * self.seq_len
         positions = np.searchsorted(self._ends, starts, side='right')
-        positions[0] = 0  # also where the first sequence is empty
+        positions[0] = 0  # even if the first sequence is empty
         lengths = self.part.sequences.lengths[self.document_index[positions]]
         offsets = starts - (self._ends[positions] - lengths)
         offsets[0] = 0
         return np.stack([positions, offsets], axis=1)
 
     def read(self, index: int, window: np.ndarray) -> tuple[int, list[int]]:
-        """Fill `window` [S + 1] with sample `index`: how many tokens there are, and where in it a sequence begins after the first."""
+        """Fill `window` [S + 1] with sample `index`.
+
+        Returns the number of tokens, and the indices in `window` at which a sequence begins, except
+        the first token.
+        """
         start = int(self.shuffle_index[index]) * self.seq_len
         position = int(np.searchsorted(self._ends, start, side='right'))
         filled, begins = 0, []
@@ -78,28 +88,31 @@ class MegatronSamples:
 
 
 def blend_sizes(weights: Sequence[float], num_samples: int) -> tuple[list[int], list[int]]:
-    """How many samples each dataset of a blend gives, and how many are made of it, which is a few more."""
+    """Return the samples a blend takes from each dataset, and how many to prepare: a few more."""
     shares = [math.ceil(num_samples * weight) for weight in normalized(weights)]
     return shares, [math.ceil(share * (1 + SURPLUS)) for share in shares]
 
 
 def blend_index(weights: Sequence[float], size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of which dataset each sample of a blend is, int16, and its number there, int64: always the dataset furthest behind its weight."""
-    weights = normalized(normalized(weights))  # as Megatron does, for the same rounding
+    """Return the dataset of each sample of a blend, int16, and the sample's number in it, int64.
+
+    Each sample comes from the dataset that is furthest behind its weight.
+    """
+    weights = normalized(normalized(weights))  # twice, for Megatron's rounding
     counts = [0] * len(weights)
     datasets, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
     for sample in range(size):
-        behind = [
+        deficits = [
             weight * max(sample, 1) - count for weight, count in zip(weights, counts, strict=True)
         ]
-        dataset = behind.index(max(behind))
+        dataset = deficits.index(max(deficits))
         datasets[sample], numbers[sample] = dataset, counts[dataset]
         counts[dataset] += 1
     return datasets, numbers
 
 
 def _separate_from(tokens: int, epochs: int, num_samples: int, seq_len: int) -> int | None:
-    """The first sample of the last epoch if that is shuffled by itself."""
+    """Return the first sample of the last epoch if that is shuffled separately, else None."""
     if epochs == 1:
         return None
     before = ((epochs - 1) * tokens - 1) // seq_len

@@ -1,4 +1,4 @@
-"""Samples: windows over the tokens of a part, and several kinds of them in a row. S sequence."""
+"""Samples: windows over the tokens of a part, and concatenations of several datasets."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,17 +11,24 @@ from megajax.data.text.parts import Part
 
 
 class Samples(Protocol):
-    """Numbered samples of S tokens and the one after them."""
+    """Numbered samples of S tokens and the token after them."""
 
     def __len__(self) -> int: ...
 
     def read(self, index: int, window: np.ndarray) -> tuple[int, list[int]]:
-        """Fill `window` [S + 1] with sample `index`: how many tokens there are, and where in it a document begins after the first."""
+        """Fill `window` [S + 1] with sample `index`.
+
+        Returns the number of tokens, and the indices in `window` at which a document begins, except
+        the first token.
+        """
         ...
 
 
 class Windows:
-    """Sample i of a part is its tokens i S to (i + 1) S + 1, so that each token but the first is a label once."""
+    """The windows of a part: sample i is its tokens i S to (i + 1) S + 1.
+
+    Each token but the first is thus a label exactly once.
+    """
 
     def __init__(self, part: Part, *, seq_len: int, find_documents: bool = True):
         self.part, self.seq_len, self.find_documents = part, seq_len, find_documents
@@ -31,20 +38,23 @@ class Windows:
         return -(-max(self._stop - self._start - 1, 0) // self.seq_len)
 
     def read(self, index: int, window: np.ndarray) -> tuple[int, list[int]]:
-        """As `Samples.read`; the last window may be short. Without `find_documents`, where documents begin is not looked up."""
+        """Fill `window` as `Samples.read` does; the last window may be short.
+
+        Without `find_documents`, the beginnings of documents are not looked up.
+        """
         first = self._start + index * self.seq_len
-        found = self.part.sequences.read(first, min(first + len(window), self._stop))
-        window[: len(found)] = found
+        tokens = self.part.sequences.read(first, min(first + len(window), self._stop))
+        window[: len(tokens)] = tokens
         if not self.find_documents:
-            return len(found), []
-        return len(found), [
+            return len(tokens), []
+        return len(tokens), [
             token - first
-            for token in self.part.sequences.document_starts(first, first + len(found))
+            for token in self.part.sequences.document_starts(first, first + len(tokens))
         ]
 
 
 class Joined:
-    """The samples of several datasets, numbered through."""
+    """The samples of several datasets, numbered consecutively."""
 
     def __init__(self, datasets: Sequence[Samples]):
         self._datasets = datasets
@@ -54,6 +64,6 @@ class Joined:
         return self.starts[-1]
 
     def read(self, index: int, window: np.ndarray) -> tuple[int, list[int]]:
-        """As `Samples.read`."""
+        """Fill `window` as `Samples.read` does."""
         dataset = bisect_right(self.starts, index) - 1
         return self._datasets[dataset].read(index - self.starts[dataset], window)

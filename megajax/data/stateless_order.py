@@ -1,6 +1,7 @@
 """An order of samples that is computed on the fly: no index files, no memory, no state.
 
-Datasets are numbered through: dataset d has the numbers `starts[d]` up to `starts[d + 1]`.
+Samples are numbered consecutively over all datasets: dataset d has the numbers `starts[d]` up to
+`starts[d + 1]`.
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import grain
 
 
 def shuffled(starts: Sequence[int], weights: Sequence[float], seed: int) -> Sequence[int]:
-    """Numbers without end: datasets mixed by weight, each in another order in each of its epochs."""
+    """Return an endless order: datasets mixed by weight, each reshuffled in each of its epochs."""
     datasets = [
         grain.MapDataset.range(start, stop).shuffle(seed=_seed_of(seed, i)).repeat()
         for i, (start, stop) in enumerate(pairwise(starts))
@@ -20,7 +21,7 @@ def shuffled(starts: Sequence[int], weights: Sequence[float], seed: int) -> Sequ
 
 
 def in_order(starts: Sequence[int], weights: Sequence[float]) -> Sequence[int]:
-    """Each number at most once: datasets mixed by weight, each in order, until one is used up."""
+    """Return each number at most once: datasets mixed by weight and in order, until one ends."""
     pairs = [
         (grain.MapDataset.range(start, stop), weight)
         for (start, stop), weight in zip(pairwise(starts), weights, strict=True)
@@ -34,5 +35,6 @@ def _mix(datasets: Sequence[grain.MapDataset], weights: Sequence[float]) -> Sequ
 
 
 def _seed_of(seed: int, dataset: int) -> int:
-    # grain shuffles epoch e with seed + e: seeds far apart keep the epochs of two runs, and of two datasets, different
+    # grain shuffles epoch e with seed + e: seeds far apart keep the epochs of two runs, and of two
+    # datasets, different
     return int.from_bytes(sha256(f'{seed} {dataset}'.encode()).digest()[:4], 'little')

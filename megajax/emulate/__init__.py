@@ -1,6 +1,7 @@
-"""The program that XLA's GPU compiler made, executed on simulated CPU devices with no GPU there.
+"""The output of XLA's GPU compiler, executed on simulated CPU devices without a GPU.
 
-Its text is translated instruction by instruction into one that XLA's CPU compiler takes and that
-computes the same; a call of cuBLAS or cuDNN becomes what the library's documentation says it
-computes. What has no translation is an error. Knows nothing of megajax's own step.
+The compiled program's text is translated, instruction by instruction, into text for XLA's CPU
+compiler that computes the same. A call of cuBLAS or cuDNN becomes the computation that the
+library's documentation specifies. An instruction without a translation is an error. This package
+knows nothing of megajax's own step.
 """

@@ -1,4 +1,4 @@
-"""The arguments of a function of other code: on which mesh they lie, and their values."""
+"""The arguments of a user's function: the mesh that they are on, and their values."""
 
 from typing import Any
 
@@ -12,50 +12,50 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def simulated_mesh(args: tuple[Any, ...], mesh: AnyMesh | None) -> Mesh | None:
-    """The mesh given, that of the arguments, or jax.set_mesh's, on CPU devices if it is abstract.
+    """Return `mesh`, or the mesh of the arguments, or jax.set_mesh's; None if there is none.
 
-    None where there is none. Raises ValueError where two of them differ, or jax has too few
-    devices.
+    An abstract mesh is replaced by one of CPU devices. Raises ValueError if two of the meshes
+    differ, or if jax has too few devices.
     """
-    found = [one.sharding.mesh for one in jax.tree.leaves(args) if _is_on_a_mesh(one)]
+    meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(args) if _is_on_a_mesh(leaf)]
     if mesh is not None:
-        found.append(mesh)
-    shapes = list({tuple(one.shape.items()): None for one in found})
+        meshes.append(mesh)
+    shapes = list({tuple(each.shape.items()): None for each in meshes})
     if len(shapes) > 1:
         raise ValueError(
-            f'several meshes, of {" and ".join(str(dict(one)) for one in shapes)}: place all '
-            'arguments on the same, and leave out mesh= or pass that one'
+            f'several meshes, {" and ".join(str(dict(shape)) for shape in shapes)}: place all '
+            'arguments on the same mesh, and leave out mesh= or pass that mesh'
         )
-    if not found:
+    if not meshes:
         context = jax.sharding.get_mesh(), jax.sharding.get_abstract_mesh()
-        found = [one for one in context if not one.empty]
-    concrete = [one for one in (mesh, *found) if isinstance(one, Mesh)]
-    if concrete or not found:
+        meshes = [each for each in context if not each.empty]
+    concrete = [each for each in (mesh, *meshes) if isinstance(each, Mesh)]
+    if concrete or not meshes:
         return concrete[0] if concrete else None
-    devices = cpu_devices(found[0].size)
-    shape, types = found[0].shape, found[0].axis_types
+    devices = cpu_devices(meshes[0].size)
+    shape, types = meshes[0].shape, meshes[0].axis_types
     return Mesh(np.array(devices).reshape([*shape.values()]), tuple(shape), axis_types=types)
 
 
 def cpu_devices(count: int) -> list[jax.Device]:
-    """As many simulated devices. Raises ValueError with the fix where jax has fewer."""
+    """Return the first `count` CPU devices. Raises ValueError with the fix if jax has fewer."""
     devices = jax.devices('cpu')
     if len(devices) < count:
         raise ValueError(
-            f'the program is for {count} devices, and jax has {len(devices)} CPU devices: call '
+            f'the program needs {count} devices, but jax has {len(devices)} CPU devices: call '
             f"jax.config.update('jax_num_cpu_devices', {count}) before jax is first used"
         )
     return devices[:count]
 
 
 def have_devices(args: tuple[Any, ...]) -> bool:
-    """Whether some argument lies on a mesh of devices."""
+    """Whether any argument is on a mesh of devices, not an abstract one."""
     on_meshes = filter(_is_on_a_mesh, jax.tree.leaves(args))
     return any(isinstance(leaf.sharding.mesh, Mesh) for leaf in on_meshes)
 
 
 def on_devices(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
-    """The arguments, those that are abstract on an abstract mesh on `mesh` instead."""
+    """The arguments, with abstract arrays moved from an abstract mesh to `mesh`."""
 
     def placed(leaf: Any) -> Any:
         if not (_is_on_a_mesh(leaf) and isinstance(leaf.sharding.mesh, AbstractMesh)):
@@ -68,18 +68,20 @@ def on_devices(args: tuple[Any, ...], mesh: Mesh | None) -> tuple[Any, ...]:
 
 
 def values(args: tuple[Any, ...], dtypes: list[Any], seed: int) -> list[np.ndarray]:
-    """The arguments' leaves as arrays of the program: abstract ones random, keys as integers.
+    """The arguments' leaves as NumPy arrays: abstract ones drawn at random, keys as integers.
 
-    Raises ValueError for an abstract argument of integers: random ones would mean nothing.
+    Raises ValueError for an abstract argument of integers, because random integers would be
+    meaningless, and for static arguments.
     """
     random, leaves = np.random.default_rng(seed), jax.tree_util.tree_leaves_with_path(args)
     if len(leaves) != len(dtypes):
         raise ValueError(
-            f'{len(leaves)} arrays among the arguments, and the function reads {len(dtypes)}: bind '
+            f'the arguments have {len(leaves)} arrays, but the function takes {len(dtypes)}: bind '
             'its static arguments first, jax.jit(functools.partial(function, static))'
         )
     named = [(jax.tree_util.keystr(path), leaf) for path, leaf in leaves]
-    return [_value(*one, dtype, random) for one, dtype in zip(named, dtypes, strict=True)]
+    pairs = zip(named, dtypes, strict=True)
+    return [_value(name, leaf, dtype, random) for (name, leaf), dtype in pairs]
 
 
 def _value(name: str, leaf: Any, dtype: Any, random: np.random.Generator) -> np.ndarray:
@@ -88,7 +90,7 @@ def _value(name: str, leaf: Any, dtype: Any, random: np.random.Generator) -> np.
         return np.array(jax.random.key_data(leaf)) if is_key else np.array(leaf, dtype)
     if is_key or not jnp.issubdtype(dtype, jnp.inexact):
         raise ValueError(f'the argument{name} is abstract and of {dtype}: pass an array{_DRAWN}')
-    # Rows of length 1: products of long rows would saturate what follows, and magnify rounding.
+    # Rows have norm 1: products of longer rows would saturate later functions and magnify rounding.
     scale = (leaf.shape[-1] or 1) ** -0.5 if leaf.shape else 1
     drawn = scale * random.normal(size=leaf.shape)
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -1,7 +1,7 @@
-"""The pass of XLA's GPU compiler that made a right program wrong, found among the compiler's dumps.
+"""The pass of XLA's GPU compiler that broke a correct program, found among the compiler's dumps.
 
-XLA writes the module after each pass that changed it; any of them from the partitioner's on can be
-run, so the first wrong one is found by halving.
+XLA writes the module after each pass that changed it. Every module from the partitioner's on can
+be run, so bisection finds the first wrong one.
 """
 
 import re
@@ -23,8 +23,8 @@ Progress = Callable[[str], None]
 class Culprit(NamedTuple):
     """The pass between the last right module and the first wrong one.
 
-    `before` is None where the partitioner's own module is wrong already. Where modules between the
-    two could not be run, `pass_name` has every pass that it may be, joined by ' or '.
+    `before` is None if the partitioner's own module is already wrong. If modules between the two
+    could not be run, `pass_name` lists every pass that may be the culprit, joined by ' or '.
     """
 
     pass_name: str
@@ -37,7 +37,7 @@ class Culprit(NamedTuple):
 
 
 def dump_options(folder: Path) -> dict[str, str | bool]:
-    """Compiler options with which XLA writes the module after each of its passes into `folder`."""
+    """Compiler options that make XLA write the module after each of its passes into `folder`."""
     return {
         'xla_dump_to': str(folder),
         'xla_dump_hlo_pass_re': '.*',
@@ -46,23 +46,23 @@ def dump_options(folder: Path) -> dict[str, str | bool]:
 
 
 def modules(folder: Path) -> list[Path]:
-    """The dumps in the order of the passes, from the partitioner's to the module that is executed.
+    """The dumps in the order of the passes, from the partitioner's to the executed module.
 
-    A program of one device has no partitioner, and all of its dumps count. Of several programs in
-    the folder it is the one with the most dumps.
+    A program for one device has no partitioner, so all of its dumps count. If the folder holds
+    several programs, the one with the most dumps is used. Raises ValueError if it holds none.
     """
     programs: dict[str, list[re.Match[str]]] = {}
     for path in sorted(folder.iterdir()):
-        if found := _DUMP.fullmatch(path.name):
-            programs.setdefault(found['module'], []).append(found)
+        if dump := _DUMP.fullmatch(path.name):
+            programs.setdefault(dump['module'], []).append(dump)
     if not programs:
-        raise ValueError(f'no dumps of passes in {folder}: compile with dump_options, uncached')
+        raise ValueError(f'no pass dumps in {folder}: compile with dump_options, without a cache')
     name, dumps = max(programs.items(), key=lambda item: len(item[1]))
-    dumps.sort(key=lambda found: int(found['place']))
-    first = next((i for i, found in enumerate(dumps) if found['after'] == _PARTITIONER), 0)
+    dumps.sort(key=lambda dump: int(dump['place']))
+    first = next((i for i, dump in enumerate(dumps) if dump['after'] == _PARTITIONER), 0)
     lasts = filter(None, (_LAST.fullmatch(path.name) for path in folder.iterdir()))
-    last = [found for found in lasts if found['module'] == name]
-    return [folder / found[0] for found in (*dumps[first:], *last)]
+    last = [dump for dump in lasts if dump['module'] == name]
+    return [folder / dump[0] for dump in (*dumps[first:], *last)]
 
 
 def first_wrong(
@@ -70,16 +70,18 @@ def first_wrong(
     is_right: Callable[[str], bool],
     progress: Progress = lambda line: None,
 ) -> Culprit:
-    """Halve the dumps between a right and a wrong one until a single pass is between them.
+    """Bisect the dumps until a single pass lies between a right and a wrong one.
 
-    A module that has no translation is left out; its neighbours are asked instead. `progress` gets
-    a line for each module that ran. Raises ValueError where the last module is right.
+    A module that cannot be translated is skipped, and its neighbours are run instead. `progress`
+    gets a line for each module. Raises ValueError if the last module is right.
     """
     verdicts = _Verdicts(dumps, is_right, progress)
     places = range(len(dumps))
     high = next((place for place in reversed(places) if verdicts(place) is not None), None)
     if high is None or verdicts(high):
-        raise ValueError('no pass is wrong: the last module is right, or none has a translation')
+        raise ValueError(
+            'no pass is wrong: the last module is right, or no module can be translated'
+        )
     low = next(place for place in places if verdicts(place) is not None)
     if not verdicts(low):
         return _culprit(dumps, None, low)
@@ -89,7 +91,7 @@ def first_wrong(
 
 
 class _Verdicts:
-    """Whether each module is right, asked once; None where it has no translation."""
+    """Whether each module is right, determined once; None if it cannot be translated."""
 
     def __init__(self, dumps: Sequence[Path], is_right: Callable[[str], bool], progress: Progress):
         self.dumps, self.is_right, self.progress = dumps, is_right, progress
@@ -101,7 +103,7 @@ class _Verdicts:
         return self.found[place]
 
     def known(self, low: int, high: int) -> Iterator[int]:
-        """The places between two that have a verdict, nearest to the middle first."""
+        """The indices between two others that have a verdict, nearest to the middle first."""
         middle = (low + high) / 2
         places = sorted(range(low + 1, high), key=lambda place: abs(place - middle))
         return (place for place in places if self(place) is not None)
@@ -125,5 +127,5 @@ def _culprit(dumps: Sequence[Path], low: int | None, high: int) -> Culprit:
 
 def _pass_of(path: Path) -> tuple[str, str]:
     """The pass after which a module was written, and its pipeline."""
-    found = _DUMP.fullmatch(path.name)
-    return (found['after'], found['pipeline']) if found else ('the end of the compiler', 'the last')
+    dump = _DUMP.fullmatch(path.name)
+    return (dump['after'], dump['pipeline']) if dump else ('the end of the compiler', 'the last')

@@ -1,4 +1,4 @@
-"""How far the results of an emulated program are from what they should be."""
+"""The error of an emulated program's results, compared with the expected ones."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,14 +8,15 @@ import numpy as np
 
 from megajax.emulate.execute import Index
 
-# Of the largest element of a result: in fp32, with 16-bit numbers, and with these computed in fp32.
+# Limits of the error, relative to the largest element of a result: for fp32, for 16-bit numbers,
+# and for 16-bit numbers that are computed in fp32.
 LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
 
 
 class Difference(NamedTuple):
-    """The largest difference of a result from what is expected, over the largest element of that.
+    """The largest error of a result, relative to the largest element of the expected array.
 
-    Of integers it is the share that differ, on the device where most do.
+    For integers, the share of elements that differ, on the device where most differ.
     """
 
     name: str
@@ -30,10 +31,11 @@ def difference(
     scale: float = 0.0,
     rounding: float = 0.0,
 ) -> Difference:
-    """Compare every device's piece, replicas too; infinite where one is not a number.
+    """Compare every device's piece, replicas included, with the expected array.
 
-    What is expected to be less than `rounding` of `scale`, the size of its like, is rounding alone
-    and is measured on that scale.
+    The error is infinite if an element is not a number. If no expected element exceeds `rounding`
+    times `scale`, the size of comparable arrays, the result consists of rounding errors and the
+    error is relative to `scale`.
     """
     wanted = np.asarray(expected)
     if not jnp.issubdtype(wanted.dtype, jnp.inexact):
@@ -49,13 +51,13 @@ def difference(
 
 
 def _apart(piece: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The difference; none between two infinities of the same sign."""
-    made = np.asarray(piece).astype(wanted.dtype)
+    """The element-wise difference; zero between two infinities of the same sign."""
+    actual = np.asarray(piece).astype(wanted.dtype)
     with np.errstate(invalid='ignore'):
-        return np.where(made == wanted, 0, made - wanted)
+        return np.where(actual == wanted, 0, actual - wanted)
 
 
 def largest(x: Any) -> float:
-    """The largest absolute element; infinite where one is not a number."""
-    found = float(np.abs(np.asarray(x)).max(initial=0))
-    return np.inf if np.isnan(found) else found
+    """The largest absolute element; infinite if an element is not a number."""
+    maximum = float(np.abs(np.asarray(x)).max(initial=0))
+    return np.inf if np.isnan(maximum) else maximum

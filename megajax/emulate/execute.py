@@ -1,4 +1,4 @@
-"""A jitted function compiled for GPUs that are not there, and its program run on simulated CPU devices."""
+"""A jitted function compiled for absent GPUs, and its program run on simulated CPU devices."""
 
 import dataclasses
 import functools
@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# jax has no public way to compile for other devices than those of the arguments, nor from HLO text
-# to an executable of replicas.
+# jax has no public way to compile for other devices than those of the arguments, nor to turn HLO
+# text into an executable of replicas.
 from jax._src.lib import _jax, hlo, xla_client  # type: ignore[attr-defined]
 from jax._src.sharding_impls import GSPMDSharding
 from jax.sharding import Mesh, NamedSharding, Sharding
@@ -24,10 +24,10 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuProgram:
-    """The last module of the GPU compiler, as text, and what it takes and gives.
+    """The last module of the GPU compiler as text, with its inputs and outputs.
 
-    `kept` are the places among all arguments of those that the program reads; shardings are of the
-    devices that the function was traced or compiled for.
+    `kept` holds the indices, among all arguments, of those that the program reads. The shardings
+    are over the devices that the function was traced or compiled for.
     """
 
     text: str
@@ -39,12 +39,13 @@ class GpuProgram:
 
 @functools.cache
 def quick() -> dict[str, Any]:
-    """Options for a program that runs once on a CPU: machine code that is soon there, not fast."""
+    """Options for a program that runs once on a CPU: quick to compile, slow to run."""
     options: dict[str, Any] = {
         'xla_backend_optimization_level': 0,
         'xla_llvm_disable_expensive_passes': True,
     }
-    older = options | {'xla_cpu_use_fusion_emitters': False}  # which take three times as long
+    # The fusion emitters take three times as long.
+    older = options | {'xla_cpu_use_fusion_emitters': False}
     try:
         jax.jit(lambda: 0).lower().compile(older)
     except jax.errors.JaxRuntimeError:  # a later XLA has no other emitters
@@ -59,10 +60,10 @@ def compile_for_gpu(
     computation: Any = traced.lower(lowering_platforms=('cuda',))._lowering
     computation._device_list = None
     computation.compile_args['backend'] = devices[0].client
-    for part in ('in_shardings', 'out_shardings'):  # jax compares them, kinds of memory too
+    for part in ('in_shardings', 'out_shardings'):  # jax compares them and their memory kinds
         computation.compile_args[part] = tuple(
-            _on(devices, one) if isinstance(one, NamedSharding) else one
-            for one in computation.compile_args[part]
+            _on(devices, sharding) if isinstance(sharding, NamedSharding) else sharding
+            for sharding in computation.compile_args[part]
         )
     compiled = computation.compile({**WITHOUT_GPU, **options}, device_assignment=tuple(devices))
     return GpuProgram(
@@ -70,18 +71,18 @@ def compile_for_gpu(
         kept=tuple(sorted(compiled._kept_var_idx)),
         inputs=tuple(compiled._in_shardings),
         outputs=tuple(compiled._out_shardings),
-        output_shapes=tuple(_stored_shape(one) for one in jax.tree.leaves(traced.out_info)),
+        output_shapes=tuple(_stored_shape(info) for info in jax.tree.leaves(traced.out_info)),
     )
 
 
 def num_devices(traced: Traced) -> int:
-    """The devices that the function was traced for."""
+    """The number of devices that the function was traced for."""
     lowering: Any = traced.lower(lowering_platforms=('cuda',))._lowering
     return lowering.compile_args['num_devices']
 
 
 def stored_program(traced: Traced, arguments: Any, text: str) -> GpuProgram:
-    """A program that was compiled before from the same function, with `arguments` that have shardings and results that have."""
+    """A program compiled earlier from the same function; arguments and results have shardings."""
     computation: Any = traced.lower()._lowering
     kept = tuple(sorted(computation.compile_args['kept_var_idx']))
     leaves, results = jax.tree.leaves(arguments), jax.tree.leaves(traced.out_info)
@@ -89,8 +90,8 @@ def stored_program(traced: Traced, arguments: Any, text: str) -> GpuProgram:
         text=text,
         kept=kept,
         inputs=tuple(leaves[place].sharding for place in kept),
-        outputs=tuple(one.sharding for one in results),
-        output_shapes=tuple(one.shape for one in results),
+        outputs=tuple(result.sharding for result in results),
+        output_shapes=tuple(result.shape for result in results),
     )
 
 
@@ -108,19 +109,19 @@ def run_on_cpu(
     *,
     exact: bool = False,
 ) -> list[list[tuple[Index, np.ndarray]]]:
-    """Execute with all of the function's arguments as whole arrays; for each result its pieces.
+    """Run the program on the function's full arguments, all of them; return each result's pieces.
 
-    A piece is what one device has and where it lies in the whole, so that replicas are all there.
-    With `exact`, everything of 16 bits is in fp32 instead, arguments and results too.
+    A piece is the part of one device and its index in the full array, so all replicas are there.
+    With `exact`, 16-bit arrays are fp32 instead, arguments and results included.
     """
     executable = compile_on_cpu(for_cpu(program.text, len(devices), exact=exact), devices)
     arrays = [
         jax.device_put(widened(values[place]) if exact else values[place], _on(devices, sharding))
         for place, sharding in zip(program.kept, program.inputs, strict=True)
     ]
-    made = executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
+    parts = executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
     results = []
-    for pieces, sharding, shape in zip(made, program.outputs, program.output_shapes, strict=True):
+    for pieces, sharding, shape in zip(parts, program.outputs, program.output_shapes, strict=True):
         places = _on(devices, sharding).devices_indices_map(shape)
         results.append(
             [(places[device], np.asarray(x)) for device, x in zip(devices, pieces, strict=True)]
@@ -129,7 +130,7 @@ def run_on_cpu(
 
 
 def compile_on_cpu(text: str, devices: Sequence[jax.Device]) -> Any:
-    """An executable with one replica for each device."""
+    """An executable with one replica per device."""
     proto = hlo.hlo_module_from_text(text).as_serialized_hlo_module_proto()
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = len(devices), 1
@@ -141,14 +142,14 @@ def compile_on_cpu(text: str, devices: Sequence[jax.Device]) -> Any:
 
 
 def _stored_shape(info: Any) -> tuple[int, ...]:
-    """The shape in the program, in which a typed key is an array of integers."""
+    """The shape in the program, where a typed key is an array of integers."""
     if jnp.issubdtype(info.dtype, jax.dtypes.prng_key):
         info = jax.eval_shape(jax.random.key_data, info)
     return info.shape
 
 
 def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
-    """The same placement on other devices, taken in their order; None is one of the whole on each."""
+    """The same placement on other devices, in their order; None means replicated."""
     if isinstance(sharding, NamedSharding):
         shape = sharding.mesh.shape
         mesh = Mesh(np.array(devices).reshape([*shape.values()]), tuple(shape))
@@ -160,6 +161,6 @@ def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
 
 
 def widened(x: Any) -> Any:
-    """The same in fp32 if it has 16 bits."""
+    """The array, in fp32 if it has 16 bits."""
     narrow = x.dtype in (jnp.bfloat16, jnp.float16)
     return np.asarray(x, np.float32) if narrow else x

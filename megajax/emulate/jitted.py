@@ -1,4 +1,4 @@
-"""A jitted function of other code: its GPU program executed, and its outputs compared."""
+"""A user's jitted function: its GPU program is executed and its outputs are compared."""
 
 import contextlib
 import dataclasses
@@ -42,9 +42,9 @@ from megajax.emulate.result import GpuRun, Leaf
 from megajax.hardware.targets import GPUS, check_target, gpu_devices, num_hosts
 
 _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
-_PASS_OTHERS = ': pass arguments for which it is (abstract ones are drawn at random)'
+_PASS_OTHERS = 'pass arguments for which it is (abstract ones are drawn at random)'
 _NO_BITS = 'exact=True: the function reads the bits of 16-bit numbers as integers'
-MARGIN = 4  # over what nudging the arguments moves an output by
+MARGIN = 4  # limit of an output over its change when the arguments are nudged
 Arrays = Sequence[np.ndarray]
 Reference = Callable[..., Any] | None
 
@@ -63,7 +63,7 @@ def run(
     seed: int = 0,
     detect: Callable[[str], list[str]],
 ) -> GpuRun:
-    """See `megajax.inspect.run`."""
+    """Run the function's GPU program and compare its outputs; see `megajax.inspect.run`."""
     start = time.perf_counter()
     if target not in GPUS:
         raise ValueError(f'target={target!r}: choose among {", ".join(GPUS)}')
@@ -96,24 +96,24 @@ def run(
 
 
 def _traceable(fn: Any) -> Any:
-    """The function with `.trace`, jitted if it is a plain one."""
+    """The function with `.trace`; a plain function is jitted."""
     if callable(fn) and hasattr(fn, 'trace'):
         return fn
     if isinstance(fn, types.FunctionType | types.MethodType | functools.partial):
         return jax.jit(fn)
     raise TypeError(
         f'a {type(fn).__name__} cannot be traced: pass a function of arrays, plain or from jax.jit '
-        '(equinox: jax.jit of a function of the arrays that eqx.partition gives; nnx: nnx.split)'
+        '(equinox: jax.jit of a function of the arrays from eqx.partition; nnx: from nnx.split)'
     )
 
 
 def _context(mesh: Mesh | None, *, is_needed: bool) -> contextlib.AbstractContextManager[Any]:
-    """Set the mesh that the caller could not set, having no devices for it."""
+    """Set the mesh that the caller could not set for lack of devices."""
     return contextlib.nullcontext() if mesh is None or not is_needed else jax.set_mesh(mesh)
 
 
 class _Step:
-    """One traced function with the arrays that it is run with."""
+    """One traced function and the arrays that it is run with."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Step:
         seed: int,
     ):
         self.traced, self.exact, self.options = traced, exact, options
-        self.dtypes = [one.dtype for one in traced.jaxpr.in_avals]
+        self.dtypes = [aval.dtype for aval in traced.jaxpr.in_avals]
         self.inputs = values(args, self.dtypes, seed)
         count = num_devices(traced)
         self.devices, hosts = cpu_devices(count), num_hosts(count)
@@ -137,29 +137,32 @@ class _Step:
 
     @property
     def default_limit(self) -> float:
-        """By the widest rounding that the program has."""
+        """The limit for the coarsest rounding in the program."""
         if not self.is_narrow:
             return LIMIT
         return LIMIT_EXACT if self.exact else LIMIT_16_BITS
 
     def expected(self, args: tuple[Any, ...], reference: Reference) -> tuple[list[np.ndarray], str]:
-        """The right outputs, and where they come from. Raises ValueError if one is not a number."""
+        """The right outputs and their source. Raises ValueError if one is not a number."""
         if reference is not None:
-            found, source = self._of_reference(args, reference, self.inputs), 'the reference given'
+            outputs = self._of_reference(args, reference, self.inputs)
+            source = 'the reference given'
         else:
-            found, source = self._of_module(self.inputs)
-        for name, x in zip(self.names, found, strict=True):
+            outputs, source = self._of_module(self.inputs)
+        for name, x in zip(self.names, outputs, strict=True):
             if jnp.issubdtype(x.dtype, jnp.inexact) and np.isnan(x).any():
-                raise ValueError(f'the output{name} is not a number even by {source}{_PASS_OTHERS}')
-        return found, source
+                raise ValueError(
+                    f'the expected output{name} (from {source}) is not a number: {_PASS_OTHERS}'
+                )
+        return outputs, source
 
     def rounding(
         self, args: tuple[Any, ...], reference: Reference, expected: Arrays
     ) -> list[float]:
-        """How far each expected output moves with the last places of all that goes in.
+        """The error of each expected output when the last digit of every input changes.
 
-        An output that is zero but for rounding, such as the gradient of a bias of keys, moves by as
-        much as it has.
+        An output that is zero except for rounding, such as the gradient of a bias of keys, changes
+        by as much as its own size.
         """
         narrow = jnp.bfloat16 if 'bf16[' in self.program.text else jnp.float16
         rounded_to = narrow if self.is_narrow and not self.exact else jnp.float32
@@ -169,21 +172,21 @@ class _Step:
             moved = self._of_reference(args, reference, nudged)
         else:
             moved, _ = self._of_module(nudged)
-        whole = [(slice(None),) * x.ndim for x in expected]
-        named = zip(self.names, whole, moved, expected, strict=True)
+        full = [(slice(None),) * x.ndim for x in expected]
+        named = zip(self.names, full, moved, expected, strict=True)
         return [difference(name, [(place, x)], y).error for name, place, x, y in named]
 
     def _of_module(self, inputs: Arrays) -> tuple[list[np.ndarray], str]:
         try:
             module = CpuModule(self.traced)
         except NotImplementedError as error:
-            raise ValueError(f'the function needs a GPU, pass reference=: {error}') from error
+            raise ValueError(f'the function needs a GPU: pass reference= ({error})') from error
         source = 'one device'
         if module.is_manual and module.num_devices > 1:
             source = f"the CPU's own program on {module.num_devices} simulated devices"
         if self.exact and module.reads_16_bits:
             raise ValueError(_NO_BITS)
-        # Rounded to 16 bits, one device's sums are no nearer to the truth than the GPU's.
+        # Rounded to 16 bits, the sums of one device are no nearer to the truth than the GPU's.
         return module.run(inputs, self.devices, exact=not module.reads_16_bits), source
 
     def _of_reference(
@@ -193,14 +196,15 @@ class _Step:
         leaves = map(place, inputs, self.dtypes)
         given = jax.tree.unflatten(jax.tree.structure(args), leaves)
         with jax.set_mesh(empty_concrete_mesh), jax.default_device(self.devices[0]):
-            made = jax.jit(reference).lower(*given).compile(quick())(*given)
-        wanted, have = (str(jax.tree.structure(one)) for one in (self.traced.out_info, made))
+            outputs = jax.jit(reference).lower(*given).compile(quick())(*given)
+        trees = (self.traced.out_info, outputs)
+        wanted, have = (str(jax.tree.structure(tree)) for tree in trees)
         if wanted != have:
-            raise ValueError(f'the reference returns {have}, and the function {wanted}')
-        return [_stored(x) for x in jax.tree.leaves(made)]
+            raise ValueError(f'the reference returns {have}, but the function returns {wanted}')
+        return [_stored(x) for x in jax.tree.leaves(outputs)]
 
     def limits(self, limit: float, rounding: Sequence[float] | None = None) -> list[float]:
-        """That of each output: none for integers, and more where rounding alone moves it by more."""
+        """The limit of each output: 0 for integers, higher where rounding alone exceeds `limit`."""
         infos = jax.tree.leaves(self.traced.out_info)
         moves = rounding or [0.0] * len(infos)
         pairs = zip(infos, moves, strict=True)
@@ -208,19 +212,19 @@ class _Step:
         return [max(limit, MARGIN * move) if is_inexact(info) else 0.0 for info, move in pairs]
 
     def leaves(self, program: GpuProgram, expected: Arrays, limits: Sequence[float]) -> list[Leaf]:
-        """Every output of the program beside the expected one, in the order of the outputs."""
+        """Every output of the program, compared with the expected one, in the order of outputs."""
         results = run_on_cpu(program, self.inputs, self.devices, exact=self.exact)
-        found = starmap(difference, zip(self.names, results, expected, strict=True))
-        return self.judged(found, limits)
+        differences = starmap(difference, zip(self.names, results, expected, strict=True))
+        return self.judged(differences, limits)
 
     @staticmethod
-    def judged(found: Iterable[Leaf | Difference], limits: Sequence[float]) -> list[Leaf]:
-        """The same errors with these limits."""
-        pairs = zip(found, limits, strict=True)
-        return [_leaf(one.name, one.error, limit) for one, limit in pairs]
+    def judged(errors: Iterable[Leaf | Difference], limits: Sequence[float]) -> list[Leaf]:
+        """The outputs' errors, judged by these limits."""
+        pairs = zip(errors, limits, strict=True)
+        return [_leaf(each.name, each.error, limit) for each, limit in pairs]
 
     def culprit(self, expected: Arrays, limits: Sequence[float]) -> str:
-        """The pass of the compiler after which the program is wrong."""
+        """The compiler pass after which the program is wrong."""
 
         def is_right(text: str) -> bool:
             program = dataclasses.replace(self.program, text=text)
@@ -248,7 +252,7 @@ def _leaf(name: str, error: float, limit: float) -> Leaf:
 
 
 def _nudged(x: np.ndarray, unit: float, *, exact: bool) -> np.ndarray:
-    """Every number off by `unit` of itself, up or down."""
+    """The array with every number changed by `unit` times itself, up or down."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     signs = np.random.default_rng(0).choice((-1.0, 1.0), size=x.shape)

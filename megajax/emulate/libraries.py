@@ -1,7 +1,4 @@
-"""Calls of cuBLAS, cuDNN and top-k as functions of jax: what the libraries document that they compute.
-
-B batch, S (and T) sequence, N query heads, K key/value heads, H head dim.
-"""
+"""Calls of cuBLAS, cuDNN and top-k as jax functions, according to the libraries' documentation."""
 
 import json
 import re
@@ -21,19 +18,19 @@ LOWEST = -1e30
 
 
 def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
-    """The function of its operands that a custom call computes; a workspace among the results is zeros.
+    """The jax function of its operands that a custom call computes.
 
-    Raises HloError for a call whose meaning is not known.
+    A workspace among the results is filled with zeros. Raises HloError for an unknown call.
     """
     target = re.search(r'custom_call_target="([^"]*)"', attributes)
     name = target[1] if target else ''
     if name in ('__cublas$gemm', '__cublas$lt$matmul'):
         return partial(_matmul, _gemm_config(attributes), results)
-    if found := re.fullmatch(r'__cudnn\$fmha(ScaleBias)?Softmax(Backward)?', name):
+    if attention := re.fullmatch(r'__cudnn\$fmha(ScaleBias)?Softmax(Backward)?', name):
         scale = re.search(r'"fmha_scale":\s*([\d.e+-]+)', attributes)
         mask = re.search(r'"mask_type":\s*"(CAUSAL|NO_MASK)"', attributes)
         if scale and mask:
-            function = _attention_backward if found[2] else _attention
+            function = _attention_backward if attention[2] else _attention
             return partial(function, float(scale[1]), mask[1] == 'CAUSAL', results)
     if name in ('TopK', '__gpu$TopK') and len(results) == 2 and results[1].dtype == 's32':
         return partial(_top_k, results)
@@ -41,7 +38,7 @@ def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
 
 
 def _top_k(results: Sequence[Shape], x: jax.Array) -> Arrays:
-    """The largest along the last dim, and where they are."""
+    """The largest elements along the last dim, and their indices."""
     return _as_results(lax.top_k(x, results[0].dims[-1]), results)
 
 
@@ -56,9 +53,9 @@ def _gemm_config(attributes: str) -> dict:
 def _matmul(
     config: dict, results: Sequence[Shape], a: jax.Array, b: jax.Array, *others: jax.Array
 ) -> Arrays:
-    """cuBLASLt's alpha A B + beta C, then the vector bias, which is not scaled, then the activation.
+    """cuBLASLt's alpha A B + beta C, plus the unscaled vector bias, then the activation.
 
-    The bias lies along the dim that is contiguous in memory.
+    The bias runs along the dim that is contiguous in memory.
     """
     rest, epilogue, dims = [*others], config['epilogue'], config['dot_dimension_numbers']
     batch, contracting = (
@@ -81,71 +78,75 @@ def _matmul(
         y = jax.nn.relu(y)
     if rest:
         raise HloError(f'a product with {len(rest)} operands too many: {config}')
-    made = [y, before_activation] if epilogue.endswith('_AUX') else [y]
-    return _as_results(made, results)
+    outputs = [y, before_activation] if epilogue.endswith('_AUX') else [y]
+    return _as_results(outputs, results)
 
 
 def _attention(
     scale: float, causal: bool, results: Sequence[Shape],
     q: jax.Array, k: jax.Array, v: jax.Array, *bias: jax.Array,
 ) -> Arrays:  # fmt: skip
-    """Operands [B, S, N or K, H]; results o [B, N, S, H] and, where a backward pass needs it, logsumexp."""
-    s_BNST = _scores(scale, causal, q, k, bias)
-    total_BNS = jax.nn.logsumexp(s_BNST, -1)
-    weights_BNST = jnp.exp(s_BNST - total_BNS[..., None])
-    o_BNSH = jnp.einsum('bnst,btnh->bnsh', weights_BNST, _per_query_head(v, q))
+    """cuDNN's attention: the output [B, N, S, H] and, where a backward pass needs it, logsumexp.
+
+    Operands are q [B, S, N, H], k and v [B, Y, K, H].
+    """
+    s_BNSY = _scores(scale, causal, q, k, bias)
+    total_BNS = jax.nn.logsumexp(s_BNSY, -1)
+    weights_BNSY = jnp.exp(s_BNSY - total_BNS[..., None])
+    o_BNSH = jnp.einsum('bnsy,bynh->bnsh', weights_BNSY, _per_query_head(v, q))
     return _as_results([o_BNSH, total_BNS][: len(results) - 1], results)
 
 
 def _attention_backward(
     scale: float, causal: bool, results: Sequence[Shape],
-    q: jax.Array, k: jax.Array, v: jax.Array, total_BNS: jax.Array, do_BSNH: jax.Array, *rest: jax.Array,
+    q: jax.Array, k: jax.Array, v: jax.Array,
+    total_BNS: jax.Array, do_BSNH: jax.Array, *rest: jax.Array,
 ) -> Arrays:  # fmt: skip
-    """Gradients of q, k and v [B, N or K, S, H] and, where five results are asked for, of the bias."""
+    """Gradients of q [B, N, S, H], k and v [B, K, Y, H] and, for five results, of the bias."""
     *bias, o_BSNH = rest
-    weights_BNST = jnp.exp(_scores(scale, causal, q, k, bias) - total_BNS[..., None])
-    dweights_BNST = jnp.einsum('bsnh,btnh->bnst', _wide(do_BSNH), _per_query_head(v, q))
+    weights_BNSY = jnp.exp(_scores(scale, causal, q, k, bias) - total_BNS[..., None])
+    dweights_BNSY = jnp.einsum('bsnh,bynh->bnsy', _wide(do_BSNH), _per_query_head(v, q))
     row_BNS = jnp.einsum('bsnh,bsnh->bns', _wide(do_BSNH), _wide(o_BSNH))
-    dbias_BNST = weights_BNST * (dweights_BNST - row_BNS[..., None])
-    ds_BNST = dbias_BNST * scale
-    dq = jnp.einsum('bnst,btnh->bnsh', ds_BNST, _per_query_head(k, q))
-    dk = jnp.einsum('bnst,bsnh->bnth', ds_BNST, _wide(q))
-    dv = jnp.einsum('bnst,bsnh->bnth', weights_BNST, _wide(do_BSNH))
+    dbias_BNSY = weights_BNSY * (dweights_BNSY - row_BNS[..., None])
+    ds_BNSY = dbias_BNSY * scale
+    dq = jnp.einsum('bnsy,bynh->bnsh', ds_BNSY, _per_query_head(k, q))
+    dk = jnp.einsum('bnsy,bsnh->bnyh', ds_BNSY, _wide(q))
+    dv = jnp.einsum('bnsy,bsnh->bnyh', weights_BNSY, _wide(do_BSNH))
     groups = k.shape[2]
-    made = [dq, *(x.reshape(x.shape[0], groups, -1, *x.shape[2:]).sum(2) for x in (dk, dv))]
+    grads = [dq, *(x.reshape(x.shape[0], groups, -1, *x.shape[2:]).sum(2) for x in (dk, dv))]
     if len(results) == 5:
-        broadcast = [dim for dim, size in enumerate(bias[0].shape) if size < dbias_BNST.shape[dim]]
-        made.append(dbias_BNST.sum(broadcast, keepdims=True))
-    return _as_results(made, results)
+        broadcast = [dim for dim, size in enumerate(bias[0].shape) if size < dbias_BNSY.shape[dim]]
+        grads.append(dbias_BNSY.sum(broadcast, keepdims=True))
+    return _as_results(grads, results)
 
 
 def _scores(
-    scale: float, causal: bool, q_BSNH: jax.Array, k_BTKH: jax.Array, bias: Sequence[jax.Array]
+    scale: float, causal: bool, q_BSNH: jax.Array, k_BYKH: jax.Array, bias: Sequence[jax.Array]
 ) -> jax.Array:
-    keys_BTNH = _per_query_head(k_BTKH, q_BSNH)
-    s_BNST = scale * jnp.einsum('bsnh,btnh->bnst', _wide(q_BSNH), keys_BTNH)
-    for one in bias:
-        s_BNST = s_BNST + _wide(one)
+    keys_BYNH = _per_query_head(k_BYKH, q_BSNH)
+    s_BNSY = scale * jnp.einsum('bsnh,bynh->bnsy', _wide(q_BSNH), keys_BYNH)
+    for term in bias:
+        s_BNSY = s_BNSY + _wide(term)
     if not causal:
-        return s_BNST
+        return s_BNSY
     return jnp.where(
-        jnp.tri(s_BNST.shape[2], s_BNST.shape[3], dtype=jnp.bool)[None, None], s_BNST, LOWEST
+        jnp.tri(s_BNSY.shape[2], s_BNSY.shape[3], dtype=jnp.bool)[None, None], s_BNSY, LOWEST
     )
 
 
-def _per_query_head(x_BTKH: jax.Array, q_BSNH: jax.Array) -> jax.Array:
-    return jnp.repeat(_wide(x_BTKH), q_BSNH.shape[2] // x_BTKH.shape[2], 2)
+def _per_query_head(x_BYKH: jax.Array, q_BSNH: jax.Array) -> jax.Array:
+    return jnp.repeat(_wide(x_BYKH), q_BSNH.shape[2] // x_BYKH.shape[2], 2)
 
 
 def _wide(x: jax.Array) -> jax.Array:
     return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
-def _as_results(made: Sequence[jax.Array], results: Sequence[Shape]) -> Arrays:
-    """The arrays in the dtypes of the results, and zeros for the workspace that may follow."""
-    workspaces = results[len(made) :]
-    if len(workspaces) > 1 or any(y.shape != r.dims for y, r in zip(made, results, strict=False)):
-        wanted, have = [str(r) for r in results], [f'{y.dtype}{[*y.shape]}' for y in made]
-        raise HloError(f'a library call has results {wanted}, and its meaning {have}')
-    kept = [y.astype(r.abstract().dtype) for y, r in zip(made, results, strict=False)]
-    return *kept, *(jnp.zeros(one.dims, one.abstract().dtype) for one in workspaces)
+def _as_results(outputs: Sequence[jax.Array], results: Sequence[Shape]) -> Arrays:
+    """The arrays in the dtypes of the results, followed by zeros for a workspace."""
+    workspaces, pairs = results[len(outputs) :], [*zip(outputs, results, strict=False)]
+    if len(workspaces) > 1 or any(y.shape != r.dims for y, r in pairs):
+        wanted, have = [str(r) for r in results], [f'{y.dtype}{[*y.shape]}' for y in outputs]
+        raise HloError(f'a library call has results {wanted}, but its translation has {have}')
+    kept = [y.astype(r.abstract().dtype) for y, r in pairs]
+    return *kept, *(jnp.zeros(shape.dims, shape.abstract().dtype) for shape in workspaces)

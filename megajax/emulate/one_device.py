@@ -1,8 +1,8 @@
-"""A traced function's own StableHLO on one CPU device: what every partition of it must agree with.
+"""A traced function's own StableHLO on one CPU device, the reference for every partitioned program.
 
-Its shardings are taken out of the module, so that nothing is left for a partitioner to do. A module
-with a manual region (`jax.shard_map`) speaks of shards and means nothing on one device; it keeps
-its shardings and runs on as many simulated devices as it asks for.
+Shardings are removed from the module, so that nothing is left for a partitioner to do. A module
+with a manual region (`jax.shard_map`) is written in terms of shards and means nothing on one
+device; it keeps its shardings and runs on as many simulated devices as it needs.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# jax has no public way to change a module that it has lowered, nor to compile one.
+# jax has no public way to change a lowered module, nor to compile a module.
 from jax._src import config as jax_config
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client  # type: ignore[attr-defined]
@@ -48,7 +48,7 @@ class CpuModule:
     def run(self, values: Sequence[Any], devices: Devices, *, exact: bool) -> list[np.ndarray]:
         """The results for all of the function's arguments, computed on one of the devices.
 
-        A manual region takes them all. With `exact`, everything of 16 bits is in fp32.
+        A manual region runs on all of them. With `exact`, 16-bit arrays are fp32.
         """
         used = devices[: self.num_devices if self.is_manual else 1]
         with mlir.make_ir_context() as context, ir.Location.unknown(context):
@@ -65,14 +65,14 @@ class CpuModule:
 
 
 def _operations(module: ir.Module) -> list[Any]:
-    found = list[Any]()
+    operations = list[Any]()
 
     def see(operation: Any) -> Any:
-        found.append(operation.opview)
+        operations.append(operation.opview)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(see, ir.WalkOrder.PRE_ORDER)
-    return found
+    return operations
 
 
 def _strip_shardings(module: ir.Module) -> None:
@@ -97,7 +97,7 @@ def _is_sharding_call(operation: Any) -> bool:
 
 
 def _widen(module: ir.Module) -> None:
-    """Give every array of 16 bits 32; constants keep their values, which are those of 16 bits."""
+    """Turn 16-bit arrays into fp32; constants keep their values, rounded to 16 bits."""
     for operation in _operations(module):
         inner = operation.operation
         if inner.name == 'stablehlo.constant' and _wide(inner.result.type) != inner.result.type:
@@ -123,7 +123,9 @@ def _set_wide_types(operation: Any) -> None:
                 argument.set_type(_wide(argument.type))
     if operation.name == 'func.func':
         type_ = ir.FunctionType(ir.TypeAttr(operation.attributes['function_type']).value)
-        inputs, results = ([_wide(one) for one in part] for part in (type_.inputs, type_.results))
+        inputs, results = (
+            [_wide(element) for element in part] for part in (type_.inputs, type_.results)
+        )
         new = ir.TypeAttr.get(ir.FunctionType.get(inputs, results))
         operation.attributes['function_type'] = new
 
@@ -137,11 +139,11 @@ def _wide(type_: ir.Type) -> ir.Type:
 def _result_shapes(module: ir.Module) -> list[tuple[int, ...]]:
     function_type = ir.SymbolTable(module.operation)['main'].attributes['function_type']
     results = ir.FunctionType(ir.TypeAttr(function_type).value).results
-    return [tuple(ir.RankedTensorType(one).shape) for one in results]
+    return [tuple(ir.RankedTensorType(result).shape) for result in results]
 
 
 def _compiled(bytecode: bytes, devices: Devices) -> Any:
-    """An executable with one partition for each device."""
+    """An executable with one partition per device."""
     options = xla_client.CompileOptions()
     options.num_replicas, options.num_partitions = 1, len(devices)
     assignment = np.arange(len(devices), dtype=np.int32)[None]
@@ -161,7 +163,7 @@ def _execute(
     shapes: Sequence[tuple[int, ...]],
     devices: Devices,
 ) -> list[np.ndarray]:
-    """The results as whole arrays of these shapes."""
+    """The results as full arrays of these shapes."""
     inputs = _shardings(executable.get_parameter_shardings(), devices, len(values))
     arrays = [jax.device_put(x, sharding) for x, sharding in zip(values, inputs, strict=True)]
     pieces = executable.execute_sharded(arrays).disassemble_into_single_device_arrays()
@@ -169,14 +171,14 @@ def _execute(
     return [*map(_whole, pieces, shardings, shapes)]
 
 
-def _shardings(found: Any, devices: Devices, count: int) -> list[Sharding]:
+def _shardings(hlo_shardings: Any, devices: Devices, count: int) -> list[Sharding]:
     if len(devices) == 1:
         return [SingleDeviceSharding(devices[0])] * count
-    return [GSPMDSharding(tuple(devices), one) for one in found or ()]
+    return [GSPMDSharding(tuple(devices), sharding) for sharding in hlo_shardings or ()]
 
 
 def _whole(pieces: Sequence[jax.Array], on: Sharding, shape: tuple[int, ...]) -> np.ndarray:
-    whole = np.zeros(shape, pieces[0].dtype)
+    full = np.zeros(shape, pieces[0].dtype)
     for piece, place in zip(pieces, on.devices_indices_map(shape).values(), strict=True):
-        whole[place] = np.asarray(piece)
-    return whole
+        full[place] = np.asarray(piece)
+    return full

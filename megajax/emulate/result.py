@@ -1,4 +1,4 @@
-"""The result of running a GPU's program: how far each output is from what it should be."""
+"""The result of running a GPU's program: the error of each output."""
 
 from typing import Literal
 
@@ -14,8 +14,8 @@ _LEFT_OUT = (
 )
 NOT_COVERED = f'not covered: {_LEFT_OUT}, TF32'
 _OWN_PROGRAM = (
-    'A manual region (jax.shard_map) cannot run on one device, so this does not check what the '
-    'function itself sends: reference= gives an independent answer.'
+    'A manual region (jax.shard_map) cannot run on one device, so the communication that the '
+    'function itself asks for is not checked: pass reference= for an independent answer.'
 )
 MAX_ROWS = 20
 
@@ -27,25 +27,27 @@ class _Result(BaseModel):
 class Leaf(_Result):
     """One output of the function."""
 
-    name: str = Field(description='its path among the outputs, as jax.tree_util.keystr writes it')
-    error: float = Field(description='as megajax.emulate.compare.Difference has it')
+    name: str = Field(description='path among the outputs, as jax.tree_util.keystr writes it')
+    error: float = Field(description='error as defined by megajax.emulate.compare.Difference')
     limit: float
     ok: bool
 
 
 class GpuRun(_Result):
-    """The outputs of a function as the GPU's program computes them, beside the expected ones."""
+    """The outputs that the GPU's program computes, compared with the expected ones."""
 
     schema_version: Literal[1] = 1
     target: str
     jax_version: str
-    mesh: dict[str, int] = Field(description='devices by axis; of a program of one device, none')
-    compared_with: str = Field(description="'one device', or what took its place")
-    exact: bool = Field(description='whether everything of 16 bits was computed in fp32')
-    limit: float = Field(description='for the error of floating-point outputs')
-    leaves: list[Leaf] = Field(description='worst first')
-    culprit: str | None = Field(description='the pass that made it wrong, if it was sought')
-    known_miscompiles: list[str] = Field(description='as `megajax.inspect.known_miscompiles`')
+    mesh: dict[str, int] = Field(
+        description='devices of each axis; empty for a program of one device'
+    )
+    compared_with: str = Field(description="source of the expected outputs, such as 'one device'")
+    exact: bool = Field(description='whether 16-bit numbers were computed in fp32')
+    limit: float = Field(description='limit of the error of floating-point outputs')
+    leaves: list[Leaf] = Field(description='outputs, worst first')
+    culprit: str | None = Field(description='pass that made the program wrong, if bisected')
+    known_miscompiles: list[str] = Field(description='lines of `megajax.inspect.known_miscompiles`')
     seconds: float
 
     @property
@@ -56,7 +58,7 @@ class GpuRun(_Result):
     def raise_if_wrong(self) -> None:
         """Raise AssertionError with the table unless every output is within its limit."""
         if not self.ok:
-            raise AssertionError(f'the program for {self.target} computes something else\n{self}')
+            raise AssertionError(f'the program for {self.target} gives wrong results\n{self}')
 
     def _repr_html_(self) -> str:
         return as_html(_tables(self))

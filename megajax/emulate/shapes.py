@@ -1,4 +1,4 @@
-"""Types as HLO writes them: `bf16[8,16]{0,1}`, or a tuple of such."""
+"""Types as HLO writes them: `bf16[8,16]{0,1}`, or a tuple of such types."""
 
 import re
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ _DTYPES = {
 
 
 class Shape(NamedTuple):
-    """The dtype, the dims, and which dim lies first, second, ... in memory, slowest first."""
+    """The dtype, the dims, and the order of the dims in memory, slowest first."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -33,24 +33,24 @@ class Shape(NamedTuple):
         return tuple(self.dims[dim] for dim in self.order)
 
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """The same for jax, which lays arrays out in the order of their dims."""
+        """The shape for jax, which lays arrays out in the order of their dims."""
         if self.dtype not in _DTYPES:
             raise HloError(f'no translation for a library call with arrays of {self.dtype}')
         return jax.ShapeDtypeStruct(self.dims, _DTYPES[self.dtype])
 
 
 def shapes(text: str) -> list[Shape]:
-    """The arrays of a type, of a tuple with its nesting undone."""
-    found = []
+    """The arrays of a type; nested tuples are flattened."""
+    arrays = []
     for dtype, dims, minor_to_major in _SHAPE.findall(text):
         sizes = numbers(dims)
         order = numbers(minor_to_major)[::-1] or tuple(range(len(sizes)))
-        found.append(Shape(dtype, sizes, order))
-    return found
+        arrays.append(Shape(dtype, sizes, order))
+    return arrays
 
 
 def without_layouts(text: str) -> str:
-    """The type with every array in the order of its dims."""
+    """The type with every array laid out in the order of its dims."""
     return _LAYOUT.sub('', text)
 
 
@@ -60,12 +60,12 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def joined(numbers: Iterable[int]) -> str:
-    """The list `0,2,1`."""
+    """Write integers as a list such as `0,2,1`."""
     return ','.join(map(str, numbers))
 
 
 def split(text: str) -> list[str]:
-    """The pieces between the commas that stand outside brackets and quotes."""
+    """The pieces between the commas outside brackets and quotes."""
     pieces, depth, quoted, start = list[str](), 0, False, 0
     for place, letter in enumerate(text):
         if letter == '"' and text[place - 1] != '\\':

@@ -1,4 +1,4 @@
-"""What a model is worth on text that it has not seen: perplexity, and the two evaluations of the Megatron paper."""
+"""Evaluation on unseen text: perplexity, and the two evaluations of the Megatron paper."""
 
 from megajax.evaluate.lambada import lambada
 from megajax.evaluate.perplexity import perplexity, wikitext

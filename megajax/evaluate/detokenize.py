@@ -1,6 +1,7 @@
-"""WikiText's tokens as text again, by the rules of Megatron's evaluation, which lm-evaluation-harness has too, in their order.
+"""Conversion of WikiText's tokens back to text, by the rules of Megatron's evaluation.
 
-WikiText puts spaces around punctuation and writes `@-@` for a hyphen inside a word; a language model's tokenizer knows neither.
+lm-evaluation-harness has the same rules, in the same order. WikiText puts spaces around punctuation
+and writes `@-@` for a hyphen inside a word; a language model's tokenizer knows neither.
 """
 
 import re
@@ -30,7 +31,7 @@ _REST = {
 
 
 def detokenize_wikitext(text: str) -> str:
-    """The text without the spaces that WikiText has put in."""
+    """Return the text without the spaces that WikiText inserted."""
     for tokens, plain in {"s '": "s'", **_INSIDE_WORDS, **_CLOSED_UP}.items():
         text = text.replace(tokens, plain)
     for pattern, plain in _BRACKETED:

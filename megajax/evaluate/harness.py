@@ -1,7 +1,7 @@
-"""A model for EleutherAI's lm-evaluation-harness: what its tasks ask of a model, answered by `Scorer` and `Generator`.
+"""A model for EleutherAI's lm-evaluation-harness, which answers with `Scorer` and `Generator`.
 
-Needs `pip install 'megajax[harness]'`. As of the harness's own models, a text has before it what its tokenizer puts there, and an empty
-context is that, or the end of a document.
+Needs `pip install 'megajax[harness]'`. As in the harness's own models, a text begins with the start
+tokens of its tokenizer, and an empty context is a start token, or the end of a document.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,11 +19,11 @@ from megajax.data import Tokenizer
 from megajax.evaluate.score import Scorer, Window
 from megajax.generate import Generator, Request, Sampling
 
-MAX_TOKENS = 256  # of a continuation, unless the task says how many, as in the harness's own models
+MAX_TOKENS = 256  # tokens of a continuation unless the task sets it, as in the harness's own models
 
 
 class HarnessModel(TemplateLM):
-    """The model as `lm_eval.simple_evaluate(model=...)` takes it."""
+    """The model in the form that `lm_eval.simple_evaluate(model=...)` takes."""
 
     def __init__(self, config: Config, params: nnx.State, tokenizer: Tokenizer):
         super().__init__()
@@ -38,20 +38,23 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands for an empty context."""
+        """The token that stands for an empty context."""
         return (self._text.start or [self._text.eod])[-1]
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """The ids of a text, and before them what the tokenizer starts one with unless told not to."""
+        """Return the ids of a text, after the tokenizer's start tokens unless told to omit them."""
         start = [] if add_special_tokens is False else self._text.start
         return [*start, *map(int, self._text.encode_batch([string])[0])]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-likelihood of each whole text, in windows that do not overlap but for the last."""
+        """Return the log-likelihood of each full text.
+
+        Its windows do not overlap, except for the last.
+        """
         windows: list[Window] = []
         counts = []
         for request in requests:
@@ -61,17 +64,17 @@ class HarnessModel(TemplateLM):
                 max_seq_len=self._limit,
                 context_len=1,
             )
-            own = [
+            text_windows = [
                 Window([*context, *target], len(target))
                 for context, target in map(make_disjoint_window, pairs)
             ]
-            windows += own
-            counts.append(len(own))
+            windows += text_windows
+            counts.append(len(text_windows))
         scored = iter(self._scorer.in_any_order(windows))
         return [-sum(float(next(scored).nll.sum()) for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The continuation of each context, up to what its task says."""
+        """Return the continuation of each context, up to the end that its task sets."""
         by_request: dict[tuple[Request, int], list[int]] = {}
         for number, request in enumerate(requests):
             by_request.setdefault(_request(request.args[1]), []).append(number)
@@ -93,7 +96,7 @@ class HarnessModel(TemplateLM):
             for _, context, target in requests
         ]
         scored = self._scorer.in_any_order(windows)
-        return [(-float(one.nll.sum()), bool(one.is_top.all())) for one in scored]
+        return [(-float(scores.nll.sum()), bool(scores.is_top.all())) for scores in scored]
 
     def _continue(self, prompts: Sequence[Sequence[int]], request: Request) -> Iterable[str]:
         self._generator = self._generator or Generator(self._config, self._params, self._text)
@@ -108,17 +111,19 @@ class HarnessModel(TemplateLM):
 def evaluate_tasks(
     config: Config, params: nnx.State, tokenizer: Tokenizer, tasks: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """The harness's results of each task: NAME, or FOLDER/NAME for one of your own, from the YAML files in a folder.
+    """Return the harness's results for each task, by name and metric.
 
-    Raises ConfigError for a task that the harness does not know.
+    A task is NAME, or FOLDER/NAME for one of your own, from the YAML files in a folder. Raises
+    ConfigError for a task that the harness does not know.
     """
     folders = sorted({str(Path(task).parent) for task in tasks if '/' in task})
     manager, names = TaskManager(include_path=folders or None), [Path(task).name for task in tasks]
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ConfigError(
-            f'lm-evaluation-harness knows no task {", ".join(unknown)}: lm_eval ls tasks lists its own'
+            f'lm-evaluation-harness knows no task {", ".join(unknown)}: '
+            'lm_eval ls tasks lists its own'
         )
-    found = simple_evaluate(
+    evaluation = simple_evaluate(
         model=HarnessModel(config, params, tokenizer),
         tasks=names,
         task_manager=manager,
@@ -126,7 +131,7 @@ def evaluate_tasks(
     )
     return {
         name: {key: x for key, x in values.items() if isinstance(x, float)}
-        for name, values in found['results'].items()
+        for name, values in evaluation['results'].items()
     }
 
 

@@ -1,4 +1,7 @@
-"""LAMBADA (Paperno et al., 2016): the last word of a passage, by the strict rule of the Megatron paper (appendix E.2)."""
+"""LAMBADA (Paperno et al., 2016): prediction of the last word of a passage.
+
+The last word counts by the strict rule of the Megatron paper (Shoeybi et al., 2019, appendix E.2).
+"""
 
 import dataclasses
 import json
@@ -13,20 +16,21 @@ from megajax.evaluate.score import Scorer, Window
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lambada:
-    """`accuracy` is `right` of `passages`, of which `cut` were too long; `perplexity` is that of a last word."""
+    """The accuracy and perplexity of the last words of passages."""
 
     passages: int
-    cut: int
-    right: int
-    accuracy: float
-    perplexity: float
+    cut: int  # passages that were too long
+    right: int  # passages whose last word was predicted
+    accuracy: float  # right / passages
+    perplexity: float  # per last word
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, file: str) -> Lambada:
-    """Of a .jsonl file of passages under the key 'text', as OpenAI published it for GPT-2.
+    """Evaluate a .jsonl file of passages under the key 'text', as OpenAI published it for GPT-2.
 
-    A last word is right if each of its sub-word tokens is the most probable one, given those before it. The passage without its last
-    word and the word with the space before it are encoded apart. Of a passage longer than the model's positions the end is read.
+    A last word is right if each of its sub-word tokens is the most probable one, given the tokens
+    before it. The passage without its last word, and the word with the space before it, are encoded
+    separately. If a passage is longer than the model's positions, only its end is read.
     """
     limit = scorer.config.model.max_seq_len + 1
     passages = [_window(*_split(text), tokenizer) for text in _read(file)]
@@ -34,18 +38,18 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, file: str) -> Lambada:
         Window(window.tokens[-limit:], min(window.num_targets, limit - 1)) for window in passages
     ]
     scored = scorer.in_any_order(windows)
-    right = sum(bool(one.is_top.all()) for one in scored)
+    right = sum(bool(scores.is_top.all()) for scores in scored)
     return Lambada(
         passages=len(windows),
         cut=sum(len(window.tokens) > limit for window in passages),
         right=right,
         accuracy=right / len(windows),
-        perplexity=math.exp(sum(one.nll.sum() for one in scored) / len(windows)),
+        perplexity=math.exp(sum(scores.nll.sum() for scores in scored) / len(windows)),
     )
 
 
 def _split(text: str) -> tuple[str, str]:
-    """The passage before its last word, and the word."""
+    """Split a passage into the text before its last word, and the word."""
     word = text.split()[-1]
     return text[: text.rfind(word)].strip(), word
 

@@ -1,4 +1,7 @@
-"""Perplexity of a text, and of WikiText-103 by the rule of the Megatron paper (Shoeybi et al., 2019, appendix E.1)."""
+"""The perplexity of a text, and of WikiText-103 by the rule of the Megatron paper.
+
+The rule is that of Shoeybi et al. (2019), appendix E.1.
+"""
 
 import dataclasses
 import math
@@ -17,34 +20,35 @@ WIKITEXT_STRIDE = 32  # tokens, as in the paper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Perplexity:
-    """`loss` in nats per token; `bits_per_byte` of the text's UTF-8, which no tokenizer can flatter."""
+    """The perplexity of a text."""
 
     documents: int
     tokens: int
-    bytes: int
-    loss: float
-    perplexity: float
-    bits_per_byte: float
+    bytes: int  # of the text in UTF-8
+    loss: float  # nats per token
+    perplexity: float  # per token
+    bits_per_byte: float  # the loss per byte of UTF-8, which no tokenizer can flatter
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WikiText:
-    """`loss` in nats per token and its `token_perplexity`; `perplexity` is normalised by `original_tokens`, the words of the file."""
+    """The perplexity of WikiText."""
 
-    tokens: int
-    original_tokens: int
-    loss: float
-    token_perplexity: float
-    perplexity: float
+    tokens: int  # sub-word tokens
+    original_tokens: int  # words of the file
+    loss: float  # nats per sub-word token
+    token_perplexity: float  # per sub-word token
+    perplexity: float  # normalised by `original_tokens`
 
 
 def perplexity(
     scorer: Scorer, tokenizer: Tokenizer, files: Sequence[str], *, stride: int | None = None
 ) -> Perplexity:
-    """Of the documents in files and folders (see `read_documents`), each after the last, ended by an end-of-document token.
+    """Evaluate the documents in files and folders (see `read_documents`), joined in one sequence.
 
-    Every token, but a start of the first document, is predicted once, from those before it in its window of `max_seq_len`, which moves
-    by `stride` tokens: by its own length unless given, so that the first tokens of a window see little.
+    An end-of-document token follows each document. Every token except a start token of the first
+    document is predicted once, from the tokens before it in its window of `max_seq_len`. The window
+    moves by `stride` tokens, by default by its own length, so that its first tokens see little.
     """
     texts = [document.text for file in files for document in read_documents(file)]
     ids, _ = encode_documents(texts, tokenizer)
@@ -65,11 +69,14 @@ def perplexity(
 def wikitext(
     scorer: Scorer, tokenizer: Tokenizer, file: str, *, stride: int = WIKITEXT_STRIDE
 ) -> WikiText:
-    """Of a file of WikiText-103 as it is published, `wiki.test.tokens`: words and punctuation with spaces between them.
+    """Evaluate a file of WikiText-103 as it is published, such as `wiki.test.tokens`.
 
-    The text is made readable again, and the loss of its T sub-word tokens counts for the T_o words of the file:
-    exp(loss (T - 1) / (T_o - 1)), where each token but the first is predicted once, from a window that moves by `stride` tokens; what
-    the tokenizer starts a text with is read before it.
+    The file has words and punctuation with spaces between them. It is converted back to text, and
+    the loss of its T sub-word tokens is normalised by the T_o words of the file:
+    exp(loss (T - 1) / (T_o - 1)). Each token but the first is predicted once, in a window that
+    moves by `stride` tokens. The tokenizer's start tokens are read before the text.
+
+    Raises ConfigError for a file that is not UTF-8, or has fewer than two words or tokens.
     """
     try:
         text = Path(file).read_text(encoding='utf-8')
@@ -79,10 +86,10 @@ def wikitext(
     (ids,) = tokenizer.encode_batch([detokenize_wikitext(text)])
     if words < 2 or len(ids) < 2:
         raise ConfigError(
-            f'{file} has {words} words and {len(ids)} tokens: give a text of two at least'
+            f'{file} has {words} words and {len(ids)} tokens: use a text with at least two of each'
         )
-    read = [*tokenizer.start, *ids]
-    loss = _sum(scorer, read, stride) / (len(read) - 1)
+    tokens = [*tokenizer.start, *ids]
+    loss = _sum(scorer, tokens, stride) / (len(tokens) - 1)
     return WikiText(
         tokens=len(ids),
         original_tokens=words,
@@ -93,7 +100,10 @@ def wikitext(
 
 
 def windows(ids: Sequence[int] | np.ndarray, length: int, stride: int) -> Iterator[Window]:
-    """Windows in which each token but the first is predicted once: in the first all, in the next the `stride` last ones or less."""
+    """Yield windows in which each token but the first is predicted once.
+
+    The first window predicts all of its tokens, each later one its last `stride` tokens or fewer.
+    """
     end = min(length + 1, len(ids))
     yield Window(ids[:end], end - 1)
     while end < len(ids):

@@ -1,7 +1,4 @@
-"""The log-likelihood of given tokens, and whether each is the one that the model thinks most probable.
-
-B batch, S sequence, C tokens of a chunk, D model, V vocabulary (padded).
-"""
+"""The log-likelihood of given tokens, and whether each is the most probable one for the model."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,38 +20,44 @@ from megajax.model.transformer import Computation, model_graph
 from megajax.parallel.layout import Layout
 
 ROWS = 8  # windows at a time
-SHORTEST = 16  # tokens that windows are padded to, or a power of two above
+SHORTEST = 16  # tokens; windows are padded to this length or a larger power of two
 
 
 class Window(NamedTuple):
-    """Tokens of which the last `num_targets` are predicted, each from all before it; at most `max_seq_len` and one."""
+    """Tokens of which the last `num_targets` are predicted, each from all tokens before it.
+
+    A window has at most `max_seq_len` + 1 tokens.
+    """
 
     tokens: Sequence[int] | np.ndarray
     num_targets: int
 
 
 class Scored(NamedTuple):
-    """For each target of a window the negative log-likelihood in nats, and whether no token is more probable."""
+    """The scores of each target of a window."""
 
-    nll: np.ndarray
-    is_top: np.ndarray
+    nll: np.ndarray  # negative log-likelihood in nats
+    is_top: np.ndarray  # whether no token is more probable
 
 
 class Scorer:
-    """Scores windows with a model on the current mesh; the same numbers on every mesh up to the order of sums."""
+    """A model that scores windows on the current mesh.
+
+    The scores are the same on every mesh up to the order of sums.
+    """
 
     def __init__(self, config: Config, params: nnx.State):
         self.config, self.params = config, params
         self._score = _make_score(config)
 
     def __call__(self, windows: Iterable[Window]) -> Iterator[Scored]:
-        """What each window scores, in their order; those of one batch are padded to the longest."""
+        """Yield the scores of each window, in order; a batch is padded to its longest window."""
         windows = iter(windows)
         while batch := list(islice(windows, self._rows)):
             yield from self._score_batch(batch)
 
     def in_any_order(self, windows: Sequence[Window]) -> list[Scored]:
-        """As calling it, with windows of like lengths in one batch."""
+        """Return the scores of each window, in order; batches have windows of similar lengths."""
         order = sorted(range(len(windows)), key=lambda i: -len(windows[i].tokens))
         scored = dict(zip(order, self(windows[i] for i in order), strict=True))
         return [scored[i] for i in range(len(windows))]
@@ -81,9 +84,10 @@ class Scorer:
 
 @functools.cache
 def _make_score(config: Config) -> jax.stages.Wrapped:
-    """`score(params, token_BS, label_BS)`, with results on every device.
+    """Return the compiled function `score(params, token_BS, label_BS)`.
 
-    They are the negative log-likelihood of each label, and whether it is the most probable.
+    Its results, replicated on every device, are the negative log-likelihood of each label, and
+    whether it is the most probable.
     """
     config = inference_config(config)
     layout, computation = Layout.of(config), Computation.of(config)
@@ -112,7 +116,7 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
             return nll, most_probable(logits_BSV, config.model.vocab_size, layout) == label_chunk
 
         def in_rows(chunks: jax.Array) -> jax.Array:
-            """[chunk, B, tokens] as [B, S]."""
+            """Return chunks [chunk, B, tokens] as [B, S]."""
             chunks = jax.reshard(chunks, layout('---'))
             return jnp.moveaxis(chunks, 0, 1).reshape(labels_BS.shape)[:, :length]
 

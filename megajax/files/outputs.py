@@ -1,4 +1,4 @@
-"""Files that a command is asked to write, looked at before it computes anything."""
+"""Checks of the output files of a command, made before it computes anything."""
 
 import os
 from collections.abc import Iterator
@@ -8,17 +8,17 @@ from megajax.config.errors import ConfigError
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Raise ConfigError with each of these files that cannot be written; None is no file."""
+    """Raise ConfigError with each of these files that cannot be written; None is skipped."""
     if problems := [*output_problems(*paths)]:
         raise ConfigError(*problems)
 
 
 def output_problems(*paths: Path | None) -> Iterator[str]:
-    """Why a file cannot be written, for each that cannot."""
+    """Yield a message for each file that cannot be written; None is skipped."""
     for path in filter(None, paths):
         if path.is_dir():
             yield f'{path} is a folder: give the name of a file in it'
         elif not path.parent.is_dir():
-            yield f'{path}: there is no folder {path.parent}: make it first'
+            yield f'{path}: there is no folder {path.parent}: create it first'
         elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            yield f'{path} may not be written: allow it, or choose another file'
+            yield f'{path} is not writable: change its permissions, or choose another file'

@@ -1,4 +1,4 @@
-"""Text from a model, with a cache of keys and values that is sharded over `model` as attention is."""
+"""Text generation with a KV cache that is sharded over `model`, as attention is."""
 
 from megajax.generate.continuation import Continuation
 from megajax.generate.generator import Generator, Request, encode_prompts, generate

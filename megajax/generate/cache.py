@@ -1,9 +1,9 @@
-"""The cores of attention that keep keys and values, so that the next token is one row of every product.
+"""Attention cores with a KV cache, so that the next token is one row of every product.
 
-The cache lies where attention works: whole key/value heads, sharded over `model`, the rows over
-`data`; so it adds no communication, and a token costs Megatron's two all-reduces a layer. Prompts
-of several lengths end at the same slot, and each row knows its first: all rows then write the same
-slot, in place.
+The cache is placed where attention works: complete key/value heads, sharded over `model`, and rows
+over `data`. It therefore adds no communication, and a token costs Megatron's two all-reduces per
+layer. Prompts of different lengths end at the same slot, and each row knows its first slot: all
+rows then write the same slot, in place.
 """
 
 from typing import NamedTuple
@@ -17,16 +17,19 @@ from megajax.parallel.layout import Layout
 
 
 class KeysValues(NamedTuple):
-    """What one layer keeps. Slots are the second last dim, so that the products of a token read it as it lies."""
+    """The keys and values that one layer keeps.
+
+    Slots are the second-to-last dim, so that a token's products read the cache without a copy.
+    """
 
     k_BKYH: jax.Array
     v_BKYH: jax.Array
 
 
 def prefill(layout: Layout, segment_BS: jax.Array, num_slots: int) -> Core[KeysValues]:
-    """Attention of whole prompts, inside their segments.
+    """Return the attention core for full prompts, each within its segment.
 
-    It keeps their keys and values, which fill the first of `num_slots` slots.
+    It keeps the prompts' keys and values, which fill the first of `num_slots` slots.
     """
 
     def core(
@@ -45,9 +48,10 @@ def prefill(layout: Layout, segment_BS: jax.Array, num_slots: int) -> Core[KeysV
 def decode(
     layout: Layout, cache: KeysValues, slot: jax.Array, first_B: jax.Array
 ) -> Core[KeysValues]:
-    """Attention of one token of each row, at `slot`, to the slots from the row's first on.
+    """Return the attention core for one token per row, at `slot`.
 
-    It keeps the token's own keys and values [B, K, 1, H], for `write`.
+    The token attends to the slots from the row's first on. The core keeps the token's own keys and
+    values [B, K, 1, H], for `write`.
     """
 
     def core(
@@ -60,7 +64,10 @@ def decode(
 
 
 def write(cache: KeysValues, own: KeysValues, slot: jax.Array) -> KeysValues:
-    """The cache with a token's keys and values at `slot`; in place where everything that reads the cache comes before `slot`."""
+    """Return the cache with a token's keys and values at `slot`.
+
+    The update is in place if everything that reads the cache comes before `slot`.
+    """
     return KeysValues(
         *(
             lax.dynamic_update_slice_in_dim(x, new, slot, axis=2)
@@ -77,9 +84,9 @@ def _attend_to_cache(
     first_B: jax.Array,
     layout: Layout,
 ) -> jax.Array:
-    """Attention o_B1NH of one query to the slots before its own and to its own key and value.
+    """Return the attention o_B1NH of one query to the slots before its own, and to its own.
 
-    The softmax is in fp32.
+    Its own key and value are not in the cache yet. The softmax is in fp32.
     """
     batch, groups, num_slots, head_dim = cache.k_BKYH.shape
     q_BNH = q_B1NH[:, 0] * head_dim**-0.5

@@ -1,21 +1,21 @@
-"""What has been made of one prompt: its tokens, and the text that is certain so far."""
+"""The continuation of one prompt: its tokens, and the text that is certain so far."""
 
 from collections.abc import Sequence
 from typing import Literal
 
 from megajax.data import Tokenizer
 
-UNFINISHED = '\ufffd'  # what a tokenizer makes of half a character
+UNFINISHED = '\ufffd'  # the text that a tokenizer decodes an incomplete character to
 
 End = Literal['eod', 'stop', 'length']
 
 
 class Continuation:
-    """Takes up to `limit` tokens of a row as they are made.
+    """Up to `limit` tokens of a row, added as they are generated.
 
-    `ids` are without the end-of-document token, and `end` says what ended them, None until then.
-    `text` is that of `ids` up to the first of `stops`; until the end it lacks what later tokens may still change: half a character,
-    or the beginning of a stop.
+    `ids` exclude the end-of-document token, and `end` says what ended them, None until then.
+    `text` is the text of `ids` up to the first of `stops`. Until the end it omits what later tokens
+    may still change: an incomplete character, or the beginning of a stop.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Continuation:
         self._skip = len(tokenizer.decode(self._prompt)) if tokenizer else 0
 
     def add(self, ids: Sequence[int]) -> None:
-        """The next tokens."""
+        """Add the next tokens."""
         if self.end:
             return
         self.ids += ids
@@ -49,9 +49,9 @@ class Continuation:
             self._look_for_stops(self._tokenizer.decode([*self._prompt, *self.ids])[self._skip :])
 
     def _look_for_stops(self, text: str) -> None:
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
-            text, self.end = text[: min(found)], 'stop'
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
+            text, self.end = text[: min(starts)], 'stop'
         elif not self.end:
             text = text.rstrip(UNFINISHED)
             text = text[: len(text) - max((_begun(text, stop) for stop in self._stops), default=0)]
@@ -59,5 +59,5 @@ class Continuation:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`."""
+    """Return the number of characters at the end of `text` that begin `stop`."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,6 +1,6 @@
-"""The two compiled functions of generation: one reads prompts, the other makes tokens, several in one dispatch.
+"""The two compiled functions of generation: one reads prompts, the other generates tokens.
 
-B batch, S sequence, D model, V vocabulary (padded), T slots of the cache, M tokens of a dispatch.
+The second generates several tokens per dispatch.
 """
 
 import functools
@@ -23,23 +23,28 @@ NO_TOKEN = -1
 
 
 class Rows(NamedTuple):
-    """What tokens are made from, and what making them changes. A row's position is its slot less `first_B`."""
+    """The state of generation, which each token changes.
 
-    caches: tuple[KeysValues, ...]  # of each layer
-    token_B: jax.Array  # the last one made, which is not in the cache yet
-    slot: jax.Array  # where it goes
+    A row's position is its slot minus `first_B`.
+    """
+
+    caches: tuple[KeysValues, ...]  # one cache per layer
+    token_B: jax.Array  # the last token generated, which is not in the cache yet
+    slot: jax.Array  # the slot that `token_B` will be written to
     first_B: jax.Array  # the slot of the row's first token
-    left_B: jax.Array  # how many tokens are still wanted; 0 for a row that has ended
-    number_B: jax.Array  # by which the row draws at random
+    left_B: jax.Array  # number of tokens still wanted; 0 for a row that has ended
+    number_B: jax.Array  # the row's number, from which its random keys follow
 
 
-Carry = tuple[
-    Rows, jax.Array, jax.Array, jax.Array
-]  # rows, made_BM, how many, whether a row goes on
+# Rows, new tokens [B, S], their number, whether any row continues.
+Carry = tuple[Rows, jax.Array, jax.Array, jax.Array]
 
 
 class Engine:
-    """The compiled functions for a config and a target, for any prompts and any mesh; each shape compiles once."""
+    """The compiled functions for a config and a target, for any prompts and any mesh.
+
+    Each shape compiles once.
+    """
 
     def __init__(self, config: Config, target: str):
         self.config = config = inference_config(config)
@@ -69,7 +74,10 @@ class Engine:
         num_slots: int,
         sampling: Sampling,
     ) -> tuple[Rows, jax.Array]:
-        """Read prompts, each the last `length_B` tokens of its row, and make their first tokens [B, 1]."""
+        """Read prompts and generate their first tokens [B, 1].
+
+        A prompt is the last `length_B` tokens of its row.
+        """
         layout = self._layout
         token_BS = jax.reshard(token_BS, layout('BS'))
         length_B, left_B, number_B = (
@@ -77,7 +85,7 @@ class Engine:
         )
         first_B = token_BS.shape[1] - length_B
         position_BS = jnp.arange(token_BS.shape[1])[None] - first_B[:, None]
-        segment_BS = (position_BS >= 0).astype(jnp.int32)  # padding is a document of its own
+        segment_BS = (position_BS >= 0).astype(jnp.int32)  # padding is a separate document
         position_BS = jnp.maximum(position_BS, 0)
         decoder = nnx.merge(self._decoder, weights.rest)
         x_BSD = decoder.embed(
@@ -110,11 +118,14 @@ class Engine:
         num_tokens: int,
         sampling: Sampling,
     ) -> tuple[Rows, jax.Array]:
-        """Make up to `num_tokens` more tokens [B, M] in the rows that are still wanted; NO_TOKEN after a row's end."""
+        """Generate up to `num_tokens` more tokens [B, S] in the rows that are still wanted.
+
+        After a row's end there is NO_TOKEN.
+        """
         rows = rows._replace(
             left_B=jnp.where(jax.reshard(wanted_B, self._layout('B')), rows.left_B, 0)
         )
-        made_BM = jnp.full(
+        new_BS = jnp.full(
             (len(wanted_B), num_tokens), NO_TOKEN, jnp.int32, out_sharding=self._layout('B-')
         )
 
@@ -123,33 +134,32 @@ class Engine:
             return (count < num_tokens) & is_wanted
 
         def make_one(carry: Carry) -> Carry:
-            rows, made_BM, count, _ = carry
+            rows, new_BS, count, _ = carry
             rows, token_B = self._make_one(weights, rows, seed, eod, sampling)
-            made_BM = lax.dynamic_update_slice_in_dim(made_BM, token_B[:, None], count, axis=1)
-            return rows, made_BM, count + 1, _any_left(rows)
+            new_BS = lax.dynamic_update_slice_in_dim(new_BS, token_B[:, None], count, axis=1)
+            return rows, new_BS, count + 1, _any_left(rows)
 
-        rows, made_BM, _, _ = lax.while_loop(
-            go_on, make_one, (rows, made_BM, jnp.int32(0), _any_left(rows))
+        rows, new_BS, _, _ = lax.while_loop(
+            go_on, make_one, (rows, new_BS, jnp.int32(0), _any_left(rows))
         )
-        return rows, jax.reshard(made_BM, self._layout('--'))
+        return rows, jax.reshard(new_BS, self._layout('--'))
 
     def _make_one(
         self, weights: Weights, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
     ) -> tuple[Rows, jax.Array]:
-        """One more token [B] in each row."""
+        """Generate one more token [B] in each row."""
         decoder = nnx.merge(self._decoder, weights.rest)
         position_B1 = (rows.slot - rows.first_B)[:, None]
         dtype, owns = self.config.train.dtype, []
         x_B1D = decoder.embed(rows.token_B[:, None], dtype, position_BS=position_B1)  # all-reduce
         for layer, cache in zip(weights.layers, rows.caches, strict=True):
-            block, core = (
-                nnx.merge(self._block, layer),
-                decode(self._layout, cache, rows.slot, rows.first_B),
-            )
+            block = nnx.merge(self._block, layer)
+            core = decode(self._layout, cache, rows.slot, rows.first_B)
             x_B1D, own = block(x_B1D, core, position_BS=position_B1)
             owns.append(own)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, eod, sampling)
-        # A slot that XLA does not know before the last read of the caches, or it copies them. Where no row goes on, any slot will do.
+        # Make the write slot depend on a result of this step: XLA then updates the caches in place
+        # instead of copying them. If no row continues, any slot will do.
         slot = jnp.where(_any_left(new), rows.slot, 0)
         caches = tuple(
             write(cache, own, slot) for cache, own in zip(rows.caches, owns, strict=True)
@@ -165,7 +175,10 @@ class Engine:
         eod: jax.Array,
         sampling: Sampling,
     ) -> tuple[Rows, jax.Array]:
-        """The token after that at `rows.slot`, which x_B1D is the last layer's view of, or NO_TOKEN in a row that has ended."""
+        """Choose the token after the one at `rows.slot`, or NO_TOKEN in a row that has ended.
+
+        x_B1D is the last layer's output for the token at `rows.slot`.
+        """
         with jax.named_scope('head'):
             logits_BV = head_logits(decoder.norm(x_B1D)[:, 0], decoder.head_VD, self._layout)
         with jax.named_scope('sample'):
@@ -184,7 +197,10 @@ def _any_left(rows: Rows) -> jax.Array:
 
 
 def engine(config: Config) -> Engine:
-    """The engine of a config for the devices of the current mesh; the functions that it has compiled stay."""
+    """Return the engine of a config for the devices of the current mesh.
+
+    It is cached with the functions that it has compiled.
+    """
     return _engine(config, mesh_target())
 
 

@@ -1,4 +1,4 @@
-"""From prompts to texts: rows of different lengths in one batch, a few tokens at a time. B batch, S sequence."""
+"""Generation of texts from prompts: rows of different lengths, a few tokens per dispatch."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -13,17 +13,21 @@ from megajax.generate.engine import NO_TOKEN, engine
 from megajax.generate.sampling import Sampling
 from megajax.generate.weights import inference_config, make_weights
 
-TOKENS_AT_ONCE = 16  # made in one dispatch, between two looks for stops
+TOKENS_AT_ONCE = 16  # tokens generated per dispatch, between two searches for stops
 BATCH_SIZE = 16  # rows at a time
-SLOTS = 64  # the cache has a multiple of it, so that other lengths seldom compile again
-SHORTEST = 16  # tokens that prompts are padded to, or a power of two above
+SLOTS = 64  # divisor of the cache's number of slots, so that other lengths seldom recompile
+SHORTEST = 16  # tokens; prompts are padded to this length or a larger power of two
 
 Prompt = Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is wanted after each prompt: up to `max_tokens`, ended by the first of `stops` or, if `to_eod`, the end of the document."""
+    """A request for up to `max_tokens` tokens after each prompt.
+
+    A text ends at the first of `stops` or, if `to_eod`, at the end of the document. Raises
+    ConfigError for values out of range.
+    """
 
     max_tokens: int
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
@@ -33,17 +37,20 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
-            raise ConfigError(f'max-tokens {self.max_tokens} asks for nothing: use at least 1')
+            raise ConfigError(f'max-tokens {self.max_tokens} must be at least 1')
         if not 0 <= self.seed < 2**32:
             raise ConfigError(f'seed {self.seed} must be from 0 to 2^32 - 1')
         if '' in self.stops:
-            raise ConfigError('a stop is empty, which every text holds: leave it out')
+            raise ConfigError(
+                'a stop is empty, and every text contains the empty string: leave it out'
+            )
 
 
 class Generator:
-    """A model to generate with, on the current mesh; of other parameters of the same config it compiles nothing again.
+    """A model that generates text on the current mesh.
 
-    The weights are kept in the dtype of the computation, beside `params`.
+    The weights are kept in the dtype of the computation, in addition to `params`. A generator with
+    other parameters of the same config recompiles nothing.
     """
 
     def __init__(self, config: Config, params: nnx.State, tokenizer: Tokenizer | None = None):
@@ -52,14 +59,20 @@ class Generator:
         self._engine = engine(config)
 
     def texts(self, prompts: Sequence[str], request: Request) -> list[str]:
-        """The continuation of each prompt, the same on every mesh and whatever the other prompts are."""
+        """Return the continuation of each prompt.
+
+        It is the same on every mesh and whatever the other prompts are.
+        """
         *_, rows = self.stream(encode_prompts(self.config, self.tokenizer, prompts), request)
         return [row.text for row in rows if row]
 
     def stream(
         self, prompts: Sequence[Prompt], request: Request
     ) -> Iterator[list[Continuation | None]]:
-        """The continuations again and again as they grow, with None for those that have not begun. A prompt has a token at least."""
+        """Yield all continuations each time they grow, with None for those that have not begun.
+
+        A prompt has at least one token.
+        """
         all_rows: list[Continuation | None] = [None] * len(prompts)
         for start in range(0, len(prompts), BATCH_SIZE):
             batch = prompts[start : start + BATCH_SIZE]
@@ -84,15 +97,15 @@ class Generator:
         size: int,
         request: Request,
     ) -> Iterator[None]:
-        """Let rows, the first of which has this number, grow to their ends; a batch of fewer than `size` is filled up, not compiled."""
+        """Grow rows, the first of which has this `number`, to their ends.
+
+        A batch of fewer than `size` rows is padded instead of compiled.
+        """
         size = -(-size // self.config.mesh.data) * self.config.mesh.data
         longest = max(map(len, prompts))
         length = min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.config.model.max_seq_len)
-        token_BS, count_B, wanted_B = (
-            np.zeros((size, length), np.int32),
-            np.ones(size, np.int32),
-            np.zeros(size, np.int32),
-        )
+        token_BS = np.zeros((size, length), np.int32)
+        count_B, wanted_B = np.ones(size, np.int32), np.zeros(size, np.int32)
         for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
             token_BS[i, length - len(prompt) :] = prompt
             count_B[i], wanted_B[i] = len(prompt), row.limit
@@ -102,7 +115,7 @@ class Generator:
         num_slots = (
             -(-(length + min(request.max_tokens, self.config.model.max_seq_len)) // SLOTS) * SLOTS
         )
-        state, made_BM = self._engine.read(
+        state, new_BS = self._engine.read(
             self._weights,
             token_BS,
             count_B,
@@ -114,13 +127,13 @@ class Generator:
             sampling=request.sampling,
         )
         while True:
-            for row, ids in zip(rows, np.asarray(made_BM), strict=False):
+            for row, ids in zip(rows, np.asarray(new_BS), strict=False):
                 row.add(ids[ids != NO_TOKEN].tolist())
             yield
             is_wanted_B = np.array([row.end is None for row in rows] + [False] * (size - len(rows)))
             if not is_wanted_B.any():
                 return
-            state, made_BM = self._engine.make(
+            state, new_BS = self._engine.make(
                 self._weights,
                 state,
                 is_wanted_B,
@@ -144,10 +157,11 @@ def generate(
     seed: int = 0,
     stops: Sequence[str] = (),
 ) -> list[str]:
-    """Continue each prompt, read as the start of a document, by `max_tokens` tokens, to a stop or to the end of the document.
+    """Continue each prompt by `max_tokens` tokens, to a stop or to the end of the document.
 
-    The same text on every mesh, and whatever the other prompts are. Raises ConfigError for a prompt that fills `max_seq_len`, which
-    prompt and text share.
+    A prompt is read as the start of a document. The text is the same on every mesh and whatever the
+    other prompts are. Raises ConfigError for a prompt that fills `max_seq_len`, which prompt and
+    text share.
     """
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stops))
@@ -157,19 +171,24 @@ def generate(
 def encode_prompts(
     config: Config, tokenizer: Tokenizer | None, prompts: Sequence[str]
 ) -> list[list[int]]:
-    """Each prompt as the start of a document. Raises ConfigError for every one that leaves none of the model's positions."""
+    """Encode each prompt as the start of a document.
+
+    Raises ConfigError with every prompt that leaves none of the model's positions.
+    """
     config = inference_config(config)
     if tokenizer is None:
         raise ConfigError(
-            'the model has no tokenizer, so it cannot read a prompt: train it on text, or data.tokenizer'
+            'the model has no tokenizer, so it cannot read a prompt: train it on text, '
+            'or set data.tokenizer'
         )
     limit = config.model.max_seq_len
-    before = tokenizer.start or [tokenizer.eod]  # the end of the document before it
+    before = tokenizer.start or [tokenizer.eod]  # the end of the previous document
     encoded = [[*before, *map(int, ids)] for ids in tokenizer.encode_batch(list(prompts))]
     if long := [(number, len(ids)) for number, ids in enumerate(encoded, 1) if len(ids) >= limit]:
         raise ConfigError(
             *(
-                f'prompt {i} has {n} tokens, and model.max_seq_len={limit} must leave room: shorten it'
+                f'prompt {i} has {n} tokens, which leaves no room in model.max_seq_len={limit}: '
+                'shorten it'
                 for i, n in long
             )
         )

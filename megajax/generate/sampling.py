@@ -1,4 +1,4 @@
-"""The next token of each row, from logits that are sharded over the vocabulary. B batch, V vocabulary (padded)."""
+"""The next token of each row, chosen from logits that are sharded over the vocabulary."""
 
 import dataclasses
 
@@ -12,10 +12,11 @@ from megajax.parallel.layout import Layout
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen: the most probable one at temperature 0, else at random.
+    """The rule by which a token is chosen: the most probable one at temperature 0, else at random.
 
-    `top_k` leaves the k most probable tokens, `top_p` of them the fewest whose probabilities add up to p (Holtzman et al., 2020).
-    Raises ConfigError for values that leave nothing to choose from.
+    `top_k` leaves the k most probable tokens; of these `top_p` leaves the fewest whose
+    probabilities add up to p (Holtzman et al., 2020). Raises ConfigError for values that leave
+    nothing to choose from.
     """
 
     temperature: float = 0.8
@@ -26,20 +27,23 @@ class Sampling:
         problems = []
         if not 0 <= self.temperature < float('inf'):
             problems.append(
-                f'temperature {self.temperature} is negative or not finite: use 0 for the most probable token, or 0.8'
+                f'temperature {self.temperature} is negative or not finite: '
+                'use 0 for the most probable token, or 0.8'
             )
         if self.top_k is not None and self.top_k < 1:
             problems.append(f'top-k {self.top_k} leaves no token: use at least 1')
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            problems.append(f'top-p {self.top_p} is not above 0 and at most 1')
+            problems.append(f'top-p {self.top_p} must be above 0 and at most 1')
         if problems:
             raise ConfigError(*problems)
 
 
 def head_logits(x_BD: jax.Array, head_VD: jax.Array, layout: Layout) -> jax.Array:
-    """Logits [B, V] in fp32 as `Loss.logits` has them, sharded over the vocabulary, but of padding too: no communication.
+    """Return logits [B, V] in fp32, sharded over the vocabulary, without communication.
 
-    The head is the left operand, as it lies: on a CPU this product took between all and a quarter of the time of x times its transpose.
+    They are those of `Loss.logits`, but of the vocabulary's padding too. The head is the left
+    operand, untransposed: on a CPU this product took between a quarter and all of the time of x
+    times the transposed head.
     """
     dims = ((1,), (1,)), ((), ())
     logits_VB = lax.dot_general(
@@ -51,7 +55,10 @@ def head_logits(x_BD: jax.Array, head_VD: jax.Array, layout: Layout) -> jax.Arra
 def choose(
     logits_BV: jax.Array, key_B: jax.Array, sampling: Sampling, vocab_size: int, layout: Layout
 ) -> jax.Array:
-    """A token [B] below `vocab_size` for each row; the same on every mesh and in every batch, as each row has a key of its own."""
+    """Choose a token [B] below `vocab_size` for each row.
+
+    It is the same on every mesh and in every batch, because each row has its own key.
+    """
     if sampling.temperature == 0:
         return most_probable(logits_BV, vocab_size, layout)
     # all-gather over model, of one position
@@ -65,7 +72,10 @@ def choose(
 
 
 def most_probable(logits: jax.Array, vocab_size: int, layout: Layout) -> jax.Array:
-    """The token [B, ...] with the highest of its logits [B, ..., V], of equal ones the first; two all-reduces of [B, ...] over `model`."""
+    """Return the token [B, ...] with the highest of the logits [B, ..., V]; of equals, the first.
+
+    This takes two all-reduces of [B, ...] over `model`.
+    """
     token_V = jnp.arange(logits.shape[-1], dtype=jnp.int32, out_sharding=layout('V'))
     token = jnp.expand_dims(token_V, tuple(range(logits.ndim - 1)))
     logits = jnp.where(token < vocab_size, logits, -jnp.inf)
@@ -74,7 +84,7 @@ def most_probable(logits: jax.Array, vocab_size: int, layout: Layout) -> jax.Arr
 
 
 def row_keys(key: jax.Array, row_B: jax.Array, position_B: jax.Array) -> jax.Array:
-    """A key for each row's token at its position."""
+    """Return a key for each row's token at its position."""
     return jax.vmap(
         lambda row, position: jax.random.fold_in(jax.random.fold_in(key, row), position)
     )(row_B, position_B)
@@ -83,8 +93,7 @@ def row_keys(key: jax.Array, row_B: jax.Array, position_B: jax.Array) -> jax.Arr
 def _keep_top_p(logits_BV: jax.Array, top_p: float) -> jax.Array:
     falling_BV = -jnp.sort(-logits_BV, axis=-1)
     probability_BV = jax.nn.softmax(falling_BV, axis=-1)
-    before_BV = (
-        jnp.cumsum(probability_BV, axis=-1) - probability_BV
-    )  # of all tokens that are more probable
+    # The probability of all tokens that are more probable.
+    before_BV = jnp.cumsum(probability_BV, axis=-1) - probability_BV
     lowest_B1 = jnp.min(jnp.where(before_BV < top_p, falling_BV, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits_BV < lowest_B1, -jnp.inf, logits_BV)

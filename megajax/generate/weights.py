@@ -1,7 +1,8 @@
-"""A model's weights as generation reads them: each layer on its own, matrices in the dtype of the computation.
+"""A model's weights for generation: separate layers, and matrices in the dtype of the computation.
 
-Training stacks the layers and casts a matrix where it is used, which for one token would be a copy of every weight: on a CPU a token
-of GPT-2 takes 1.5 to 2.2 times as long. Here both happen once.
+Training stacks the layers and casts a matrix where it is used. For one token that would copy every
+weight: on a CPU a token of GPT-2 takes 1.5 to 2.2 times as long. Here the layers are separated and
+the matrices cast once.
 """
 
 import functools
@@ -18,20 +19,21 @@ from megajax.parallel.layout import Layout
 
 
 class Weights(NamedTuple):
-    """The parameters of each layer, and those of the rest of the decoder."""
+    """The parameters of each layer, and of the rest of the decoder."""
 
     rest: nnx.State
     layers: tuple[nnx.State, ...]
 
 
 def inference_config(config: Config) -> Config:
-    """The config without what only training has: sequence parallelism would cut sequences of one token.
+    """Return the config without sequence parallelism, which would shard sequences of one token.
 
-    Raises ConfigError for a model that does not say what comes next.
+    Raises ConfigError for a model that does not predict the next token.
     """
     if config.model.is_bert:
         raise ConfigError(
-            f'model.objective={config.model.objective}: it fills in masked tokens, and says of no text what comes next'
+            f'model.objective={config.model.objective}: the model predicts masked tokens, '
+            'not the next token of a text'
         )
     return config.model_copy(
         update={'mesh': config.mesh.model_copy(update={'sequence_parallel': False})}
@@ -39,7 +41,7 @@ def inference_config(config: Config) -> Config:
 
 
 def make_weights(config: Config, params: nnx.State) -> Weights:
-    """The weights of a model's parameters, each in its place over `model` and on every data shard."""
+    """Return a model's parameters as weights, sharded over `model` and replicated over `data`."""
     return _maker(config)(params)
 
 
@@ -61,7 +63,7 @@ def _maker(config: Config) -> Any:
 
 
 def graphs(config: Config) -> tuple[nnx.GraphDef[LanguageModel], nnx.GraphDef[Block]]:
-    """The graph definitions to `nnx.merge` with.
+    """Return the graph definitions to `nnx.merge` with.
 
     `Weights.rest` goes into a decoder without layers, each of `Weights.layers` into a block.
     """

@@ -1,1 +1,1 @@
-"""What the compiler is told of a GPU that need not be there."""
+"""Descriptions of GPUs, for the plan and the compiler; no GPU needs to be present."""

@@ -1,6 +1,7 @@
-"""What a GPU can do and what links it to the others, read from YAML; `hardware/gpus/` has those that are known by name.
+"""Records of GPUs and of the links between them, read from YAML.
 
-Rates are per GPU and second, in FLOPs or bytes; latencies are in seconds. To add one, copy a file and give its path.
+`hardware/gpus/` has the records that are known by name. Rates are per GPU and second, in FLOPs or
+bytes; latencies are in seconds. To add a GPU, copy a file and give its path.
 """
 
 import functools
@@ -21,14 +22,17 @@ Dtype = Literal['float32', 'bfloat16', 'float16']
 
 
 class Link(Section):
-    """A GPU's way to others: what it sends in a ring of large messages, and what each step of the ring costs besides."""
+    """A GPU's link to other GPUs."""
 
-    bandwidth: PositiveFloat
-    latency: NonNegativeFloat
+    bandwidth: PositiveFloat  # bytes/s that it sends in a ring of large messages
+    latency: NonNegativeFloat  # additional seconds of each step of the ring
 
 
 class Reference(Section):
-    """What the fastest kernels alone reach of the peaks: a roofline's rates, against which `inspect` holds transfers."""
+    """The shares of the peaks that the fastest kernels reach on their own.
+
+    These are the rates of a roofline, with which `inspect` compares transfers.
+    """
 
     matmul: Share
     flash: Share | None = None
@@ -36,33 +40,34 @@ class Reference(Section):
 
 
 class Fit(Section):
-    """How well the efficiencies predict the published rates that they were fitted on: a mean error, and what nine of ten are within."""
+    """The errors of the efficiencies in predicting the published rates that they were fitted on."""
 
     rows: PositiveInt
-    mean: Share
-    band: Share
+    mean: Share  # mean error
+    band: Share  # error that nine of ten rows do not exceed
 
 
 class Efficiency(Section):
-    """What training reaches of the peaks.
+    """The shares of the peaks that training reaches.
 
-    A matrix product [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size) for each d of m, n and k. Attention in
-    one kernel reaches `flash` of it if the kernel is cuDNN's and `flash_2` if it is that of Dao (2023), FlashAttention-2, where only
-    what the causal mask leaves counts. Operations bound by memory reach `memory` of its bandwidth.
+    A matrix product [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size)
+    for each d of m, n and k. Attention in one kernel reaches `flash` of the peak rate if the kernel
+    is cuDNN's and `flash_2` if it is FlashAttention-2 (Dao, 2023), for which only the FLOPs that
+    the causal mask leaves count. Memory-bound operations reach `memory` of the memory bandwidth.
     """
 
     matmul: Share
     half_size: NonNegativeFloat
-    flash: Share | None = None  # null where there is no such kernel
+    flash: Share | None = None  # null if there is no such kernel
     flash_2: Share | None = None
     memory: Share
 
     def of_attention(self, kernel: Literal['flash', 'flash_2']) -> float | None:
-        """The share of the peak that attention in one kernel reaches; None where the GPU has none."""
+        """Return the share of the peak that attention in one kernel reaches, None without one."""
         return self.flash if kernel == 'flash' else self.flash_2 or self.flash
 
     def of_product(self, *sizes: int) -> float:
-        """The share of the peak that a product of these sizes reaches."""
+        """Return the share of the peak that a product of these sizes reaches."""
         share = self.matmul
         for size in sizes:
             share *= size / (size + self.half_size)
@@ -70,61 +75,62 @@ class Efficiency(Section):
 
 
 class Compiler(Section):
-    """What XLA's compiler is told of a GPU that is not there: the vendor's figures, and the CUDA
-    programming guide's of its architecture.
+    """The description of a GPU that is not present, for XLA's compiler.
+
+    The figures are the vendor's, and those of its architecture in the CUDA programming guide.
     """
 
     name: str
     capability: Annotated[tuple[int, int], Field(strict=False)]
     cores: PositiveInt
     clock_ghz: PositiveFloat
-    bandwidth: PositiveInt  # bytes a second
-    l2_cache: PositiveInt  # bytes, as the two below
+    bandwidth: PositiveInt  # bytes/s
+    l2_cache: PositiveInt  # bytes, like the next two
     shared_memory_per_block: PositiveInt
     shared_memory_per_core: PositiveInt
 
 
 class Hardware(Section):
-    """One type of GPU, the hosts it is sold in, and where each figure is from."""
+    """The record of a type of GPU, its hosts, and the source of each figure."""
 
     name: str
-    device_kinds: Annotated[
-        tuple[str, ...], Field(strict=False)
-    ] = ()  # as jax's `device.device_kind` spells them
-    peak_flops: dict[Dtype, PositiveFloat]  # of dense matrix products, without sparsity
-    memory: PositiveInt  # bytes that a program can have
-    memory_bandwidth: PositiveFloat
-    power: PositiveFloat  # watts, at the limit of its board
+    device_kinds: Annotated[tuple[str, ...], Field(strict=False)] = ()  # `device_kind` in jax
+    peak_flops: dict[Dtype, PositiveFloat]  # FLOP/s of dense matrix products, without sparsity
+    memory: PositiveInt  # bytes that a program can allocate
+    memory_bandwidth: PositiveFloat  # bytes/s
+    power: PositiveFloat  # power limit of the board in watts
     devices_per_host: PositiveInt
     inside_host: Link
     across_hosts: Link
     efficiency: Efficiency
-    fit: Fit | None = None  # null where no rate of training was published: unverified
+    fit: Fit | None = None  # null if no training rate was published: unverified
     reference: Reference
-    compiler: Compiler | None = None  # null where the step cannot be compiled for it
+    compiler: Compiler | None = None  # null if the step cannot be compiled for this GPU
     sources: dict[str, str]
 
     def product_rate(self, dtype: str, *, is_attention: bool = False) -> float:
-        """FLOPs a second of the fastest matrix products, or of flash attention, of what a mask leaves.
+        """Return the FLOP/s of the fastest matrix products or of flash attention.
 
-        A dtype that the record lacks has the highest peak: no product seems longer than it is.
+        For attention, only the FLOPs that the mask leaves count. A dtype that is not in the record
+        gets the highest peak, so that no product seems to take longer than it does.
         """
         peaks = {str(name): peak for name, peak in self.peak_flops.items()}
         flash = self.reference.flash if is_attention else None
         return peaks.get(dtype, max(peaks.values())) * (flash or self.reference.matmul)
 
     def ring_bandwidth(self, *, members: int, hosts: int) -> float:
-        """Bytes a second that each GPU sends in a ring over `hosts` with `members` of it on each.
+        """Return the bytes/s that a GPU sends in a ring over `hosts` with `members` on each host.
 
-        NCCL makes as many rings as a group has GPUs on a host, which leave it in different places,
-        so that the network cards of all of them serve the group; other groups have theirs.
+        NCCL builds as many rings as a group has GPUs on a host. The rings leave the host at
+        different GPUs, so that the network cards of all these GPUs serve the group; other groups
+        use the cards of their own GPUs.
         """
         inside = self.inside_host.bandwidth
         return inside if hosts == 1 else min(inside, self.across_hosts.bandwidth * members)
 
 
 def hardware_names() -> list[str]:
-    """Those that `hardware` knows, in alphabetical order."""
+    """Return the names of the GPUs that `hardware` knows, in alphabetical order."""
     return sorted(
         path.name.removesuffix('.yaml')
         for path in _folder().iterdir()
@@ -133,29 +139,31 @@ def hardware_names() -> list[str]:
 
 
 def compiled_for() -> tuple[str, ...]:
-    """The names of the GPUs that a step can be compiled for, in alphabetical order."""
+    """Return the names of the GPUs that a step can be compiled for, in alphabetical order."""
     texts = {name: (_folder() / f'{name}.yaml').read_text() for name in hardware_names()}
     return tuple(name for name, text in texts.items() if '\ncompiler:' in text)
 
 
 def hardware(name: str | Path) -> Hardware:
-    """Read a type of GPU by its name, or from a YAML file. Raises ConfigError with every mistake in it."""
+    """Read the record of a GPU by its name, or from a YAML file.
+
+    Raises ConfigError with every mistake in the file.
+    """
     if str(name) in hardware_names():
         return _known(str(name))
     path = Path(name)
     if path.suffix not in ('.yaml', '.yml'):
         raise ConfigError(
-            f'GPU {name}: choose among {", ".join(hardware_names())}, or give a YAML file (megajax plan calibrate writes one)'
+            f'GPU {name}: choose among {", ".join(hardware_names())}, '
+            'or give a YAML file (megajax plan calibrate writes one)'
         )
     return _read(path)
 
 
 def hardware_of(device_kind: str) -> Hardware | None:
-    """The type that jax calls so, for example 'NVIDIA H100 80GB HBM3'; None where it is not known."""
-    return next(
-        (found for found in map(_known, hardware_names()) if device_kind in found.device_kinds),
-        None,
-    )
+    """Return the GPU with jax's name, such as 'NVIDIA H100 80GB HBM3', None if it is unknown."""
+    records = map(_known, hardware_names())
+    return next((record for record in records if device_kind in record.device_kinds), None)
 
 
 @functools.cache
@@ -183,7 +191,7 @@ def _read(file: Path | Traversable) -> Hardware:
         details = error.errors(include_url=False)
         raise ConfigError(
             *(
-                f'{file}: {".".join(map(str, one["loc"])) or "the file"}: {one["msg"]}'
-                for one in details
+                f'{file}: {".".join(map(str, detail["loc"])) or "the file"}: {detail["msg"]}'
+                for detail in details
             )
         ) from error

@@ -1,4 +1,4 @@
-"""GPUs that are not there: compile targets, and meshes over hosts full of them."""
+"""Compile targets: abstract devices of GPUs that are not present, and their hosts."""
 
 import importlib.util
 from typing import Any
@@ -9,18 +9,15 @@ from megajax.hardware.records import Hardware, compiled_for, hardware
 GPUS = compiled_for()
 TARGETS = 'cpu', *GPUS
 DEVICES_PER_HOST = 8
-NOT_NVIDIA = (
-    'AMD',
-    'gfx',
-    'Intel',
-)  # how the kinds of other makers' GPUs begin, which jax calls gpu too
-# Autotuning would need a GPU, and nobody runs the machine code: without its optimization the HLO is
-# the same to the letter, a sixth sooner.
+# Prefixes of the device kinds of other vendors' GPUs, whose platform in jax is also gpu.
+NOT_NVIDIA = ('AMD', 'gfx', 'Intel')
+# Autotuning would need a GPU. The machine code is never run: without optimizing it, the HLO is
+# exactly the same and compiles in a sixth less time.
 WITHOUT_GPU: dict[str, Any] = {'xla_gpu_autotune_level': 0, 'xla_backend_optimization_level': 0}
 
 
 def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
-    """Abstract devices of one target, host by host; needs XLA's GPU compiler but no GPU."""
+    """Return abstract devices of a target, host by host; needs XLA's GPU compiler but no GPU."""
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
@@ -44,7 +41,7 @@ def is_nvidia(device: Any) -> bool:
 
 
 def check_target(target: str) -> None:
-    """Raise ConfigError unless the step can be compiled for it here."""
+    """Raise ConfigError unless a step can be compiled for the target here."""
     if target not in TARGETS:
         raise ConfigError(f'target {target}: choose among {", ".join(TARGETS)}')
     if target != 'cpu' and not has_compiler():
@@ -54,13 +51,17 @@ def check_target(target: str) -> None:
 
 
 def num_hosts(devices: int, wanted: int | None = None) -> int:
-    """As many as wanted, or the fewest with equal shares of at most 8 devices. Raises ConfigError if the devices do not divide."""
+    """Return `wanted`, or the smallest number of hosts with equal shares of at most 8 devices.
+
+    Raises ConfigError if `wanted` does not divide the devices.
+    """
     fits = [hosts for hosts in range(1, devices + 1) if devices % hosts == 0]
     if wanted is None:
         return next(hosts for hosts in fits if devices <= hosts * DEVICES_PER_HOST)
     if wanted not in fits:
         raise ConfigError(
-            f'{wanted} hosts do not divide the {devices} devices of the mesh: choose among {", ".join(map(str, fits))}'
+            f'{wanted} hosts do not divide the {devices} devices of the mesh: '
+            f'choose among {", ".join(map(str, fits))}'
         )
     return wanted
 

@@ -1,1 +1,4 @@
-"""Compiled programs, read: what runs, how often, what it sends and what it computes. Knows nothing of megajax's own step."""
+"""Readers of compiled programs: what runs, how often, what it sends and what it computes.
+
+Nothing here depends on megajax's own step.
+"""

@@ -1,4 +1,8 @@
-"""The collectives of a compiled program: each array that crosses the wire, how often, along which axes, and what runs meanwhile."""
+"""The collectives of a compiled program.
+
+Each has the array that crosses the wire, how often, along which axes, and the products that run
+meanwhile.
+"""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -14,12 +18,14 @@ from megajax.hlo.transfers import Sent, arrays_of, kind_of, ring_bytes, whole_of
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
-    """One array that crosses the wire; XLA may have joined several in one instruction (`instruction` is the same then).
+    """One array that crosses the wire.
 
-    `operand` and `result` are a device's own. `times` is the number of runs; with `at_most`, that of a branch which may not be taken,
-    or of an array of which data says how much is sent. `axes` is empty where no device sends to another. `op_name` is that of the
-    array, or of what made it. `overlapped_flops` are of the matrix products that run between start and end, on one device;
-    `synchronous` says that nothing can.
+    XLA may have joined several arrays in one instruction; they have the same `instruction`.
+    `operand` and `result` are one device's arrays before and after. `times` is the number of runs;
+    with `at_most` it is an upper bound, because the branch may not run or because data decides how
+    much of the array is sent. `axes` is empty where no device sends to another. `op_name` is the
+    path of the array, or of the instruction that made it. `overlapped_flops` counts the matrix
+    products on one device that run between start and end; `synchronous` says that none can.
     """
 
     kind: str
@@ -38,30 +44,32 @@ class Collective:
 
     @property
     def axis(self) -> str:
-        """`data`, `model`, `data+model`."""
+        """The axes joined by `+`: `data`, `model`, `data+model`."""
         return '+'.join(self.axes)
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends each time."""
+        """Bytes that a device sends each time, by the ring algorithm."""
         return ring_bytes(self.kind, self.whole, widest(self.groups))
 
     @property
     def whole(self) -> Array:
-        """What is gathered, reduced or scattered."""
+        """The gathered, reduced or scattered array, before it is cut or after it is joined."""
         return whole_of(self.kind, self.operand, self.result)
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it carries one number."""
+        """Whether the array is a single number."""
         return not self.operand.dims
 
 
 def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
-    """Every collective in the text of a program for a mesh of these axes, also one that never runs (`times` is 0).
+    """Return every collective in the text of a program, for a mesh of these axes and sizes.
 
-    What an XLA for CPUs cannot say is read as what it means: an all-reduce of which each device keeps its part is a
-    reduce-scatter, and one in fp32 between conversions from and to a smaller dtype is in that dtype.
+    Collectives that never run are included, with `times` 0. Collectives that XLA's CPU backend
+    cannot express are read as what they stand for: an all-reduce of which each device keeps its
+    part is a reduce-scatter, and one in fp32 between conversions from and to a smaller dtype is in
+    that dtype.
     """
     return [
         collective
@@ -89,9 +97,8 @@ def _pieces(
         actual_kind, operand, result = as_meant(
             program, computation, instruction, kind, sent, groups
         )
-        if (
-            kind == 'all-gather'
-        ):  # belongs to what reads it; XLA may have moved a cast before it, and its path with it
+        # An all-gather belongs to its reader. XLA may have moved a cast before it, with its path.
+        if kind == 'all-gather':
             name = destination(program, computation, instruction, sent.place) or name
         yield Collective(
             kind=actual_kind,
@@ -113,11 +120,11 @@ def _pieces(
 def _named(
     program: Program, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Sent, str]]:
-    """Each array with its op_name; of a buffer that joins several, its parts."""
+    """Yield each array with its op_name; for a buffer that joins several arrays, its parts."""
     arrays = arrays_of(computation, instruction)
     for sent, own in zip(arrays, paths(instruction.op_name, len(arrays)), strict=True):
-        made = computation.by_name[instruction.operands[sent.place]]
-        parts = joined(program, computation, made)
+        operand = computation.by_name[instruction.operands[sent.place]]
+        parts = joined(program, computation, operand)
         if len(parts) > 1 and instruction.opcode.startswith('all-reduce'):
             for part in parts:
                 yield (
@@ -125,4 +132,4 @@ def _named(
                     origin(program, computation, part),
                 )
         else:
-            yield sent, own or origin(program, computation, made)
+            yield sent, own or origin(program, computation, operand)

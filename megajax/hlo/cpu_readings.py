@@ -1,4 +1,7 @@
-"""What XLA's CPU backend cannot say, read as what it means: it does not make reduce-scatters, and reduces and moves in fp32 alone."""
+"""Interpretation of collectives that XLA's CPU backend cannot express.
+
+It makes no reduce-scatters, and reduces and moves arrays only in fp32.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -10,7 +13,7 @@ from megajax.hlo.paths import SAME
 from megajax.hlo.program import DTYPE_BITS, Array, Computation, Instruction, Program
 from megajax.hlo.transfers import Sent
 
-# What an XLA for CPUs widens to a dtype on its way.
+# The dtypes that XLA for CPUs widens to each dtype on the wire.
 _NARROW = {'f32': {'bf16', 'f16'}, 'f16': {dtype for dtype in DTYPE_BITS if dtype.startswith('f8')}}
 
 
@@ -22,7 +25,11 @@ def as_meant(
     sent: Sent,
     groups: Groups,
 ) -> tuple[str, Array, Array]:
-    """Kind, operand and result; only an XLA for CPUs hides them, and it starts nothing in the background and configures nothing."""
+    """Return the kind, operand and result that a collective stands for.
+
+    They differ from those in the text only in XLA for CPUs, which never starts an asynchronous
+    collective and never configures one.
+    """
     index, operand, result = sent
     if (
         instruction.opcode.endswith('-start')
@@ -44,11 +51,11 @@ def as_meant(
     )
     if dtype:
         operand, result = operand._replace(dtype=dtype), result._replace(dtype=dtype)
-    # A sum that the author wrote stays one on every backend, whatever is taken of it.
-    is_own = re.search(r'/psum\w*$', instruction.op_name)
+    # A sum that the author wrote stays a sum on every backend, whichever part of it is read.
+    is_authors = re.search(r'/psum\w*$', instruction.op_name)
     if (
         kind == 'all-reduce'
-        and not is_own
+        and not is_authors
         and readers
         and all(_is_own_part(program, reader, groups) for reader in readers)
     ):
@@ -67,30 +74,34 @@ def _narrow_dtype(
     index: int,
     readers: Sequence['_Reader'],
 ) -> str:
-    """The smaller dtype that an array has on its way; empty where it has its own."""
+    """The smaller dtype that an array stands for on the wire; empty where it is its own dtype."""
     operand = computation.by_name[instruction.operands[index]]
     before, narrow = _dtype_before(program, computation, operand), _NARROW[operand.results[0].dtype]
     after = set[str]()
     for reader in readers:
         is_part = not reader.dtype and reader.instruction.opcode == 'dynamic-slice'
         after |= (
-            {one.dtype for one in _readers(program, reader.home, reader.instruction)}
+            {each.dtype for each in _readers(program, reader.home, reader.instruction)}
             if is_part
             else {reader.dtype}
         )
     reduction = instruction.attribute('to_apply')
-    if reduction is None:  # moved as it is
+    if reduction is None:  # moved without a reduction
         return before if before in narrow and after == {before} else ''
-    # Partial sums of a product are in fp32 here and in the product's dtype elsewhere; a sum that the author wrote is as written.
-    is_own = (
+    # Partial sums of a product are in fp32 here and in the product's dtype elsewhere. A sum that
+    # the author wrote has the dtype that was written.
+    is_authors = (
         re.search(r'/(psum|reduce_scatter)\w*$', instruction.op_name)
         and '_promoted' not in reduction
     )
-    return next(iter(after)) if len(after) == 1 and after <= narrow and not is_own else ''
+    return next(iter(after)) if len(after) == 1 and after <= narrow and not is_authors else ''
 
 
 class _Reader(NamedTuple):
-    """Who reads an array, where, and the first dtype that it was converted to before; what returns it counts as its reader."""
+    """A reader of an array: instruction, computation, and the first dtype it was converted to.
+
+    An instruction that returns the array counts as a reader. The dtype is empty without conversion.
+    """
 
     instruction: Instruction
     home: Computation
@@ -100,21 +111,23 @@ class _Reader(NamedTuple):
 def _readers(
     program: Program,
     computation: Computation,
-    made: Instruction,
+    producer: Instruction,
     index: int | None = None,
     dtype: str = '',
 ) -> Iterator[_Reader]:
-    """The readers of an array, or of one in a tuple, whatever hands it on between."""
-    if made is computation.root:
-        yield _Reader(made, computation, dtype)
-    for user in computation.users.get(made.name, ()):
+    """Yield the readers of an array, or of one in a tuple, past instructions that pass it on."""
+    if producer is computation.root:
+        yield _Reader(producer, computation, dtype)
+    for user in computation.users.get(producer.name, ()):
         if index is not None and (
             user.opcode != 'get-tuple-element' or user.attribute('index') != str(index)
         ):
             continue
         if user.opcode in ('fusion', 'call'):
             inside = program.computations[user.called[0]]
-            for place in (place for place, name in enumerate(user.operands) if name == made.name):
+            for place in (
+                place for place, name in enumerate(user.operands) if name == producer.name
+            ):
                 for reader in _readers(program, inside, inside.parameters[place], None, dtype):
                     if reader.instruction is inside.root and reader.instruction.opcode in {
                         *SAME,
@@ -130,64 +143,66 @@ def _readers(
             yield _Reader(user, computation, dtype)
 
 
-def _dtype_before(program: Program, computation: Computation, made: Instruction) -> str:
-    """Of an array before the conversion that made it; empty where none did."""
-    while made.opcode in {*SAME, 'slice', 'dynamic-slice'} - {'get-tuple-element'}:
-        before = computation.by_name[made.operands[0]]
-        if made.opcode == 'convert':
+def _dtype_before(program: Program, computation: Computation, producer: Instruction) -> str:
+    """The dtype of an array before the conversion that made it; empty without a conversion."""
+    while producer.opcode in {*SAME, 'slice', 'dynamic-slice'} - {'get-tuple-element'}:
+        before = computation.by_name[producer.operands[0]]
+        if producer.opcode == 'convert':
             return before.results[0].dtype
-        made = before
-    if made.opcode == 'fusion':
-        inside = program.computations[made.called[0]]
+        producer = before
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
         return _dtype_before(program, inside, inside.root)
-    given = _given(program, computation, made)
+    given = _given(program, computation, producer)
     return _dtype_before(program, *given) if given else ''
 
 
 def _is_own_part(program: Program, reader: _Reader, groups: Groups) -> bool:
-    """Whether each device takes the part at its place in its group, along one dim."""
+    """Whether each device reads the part at its place in its group, along one dim."""
     if reader.instruction.opcode != 'dynamic-slice':
         return False
     array, *starts = reader.instruction.operands
-    whole, part = (one.results[0].shape for one in (reader.home.by_name[array], reader.instruction))
-    cut = [dim for dim, (size, own) in enumerate(zip(whole, part, strict=True)) if size != own]
-    if len(cut) != 1 or any(whole[cut[0]] != part[cut[0]] * len(group) for group in groups):
+    full, part = reader.home.by_name[array].results[0].shape, reader.instruction.results[0].shape
+    cut = [dim for dim, (size, own) in enumerate(zip(full, part, strict=True)) if size != own]
+    if len(cut) != 1 or any(full[cut[0]] != part[cut[0]] * len(group) for group in groups):
         return False
     for group in groups:
         for place, device in enumerate(group):
             start = run_of(program, reader.home, device).value(starts[cut[0]])
             if (
                 start is None
-                or min(max(int(start), 0), whole[cut[0]] - part[cut[0]]) != place * part[cut[0]]
+                or min(max(int(start), 0), full[cut[0]] - part[cut[0]]) != place * part[cut[0]]
             ):
                 return False
     return True
 
 
 def _given(
-    program: Program, computation: Computation, made: Instruction
+    program: Program, computation: Computation, producer: Instruction
 ) -> tuple[Computation, Instruction] | None:
-    """What a caller gives for a parameter of a fusion, or a loop for one of what it carries."""
+    """The value that a caller passes for a fusion's parameter or for a value that a loop carries.
+
+    Returned as its computation and instruction; None for any other instruction.
+    """
     is_carried = (
-        made.opcode == 'get-tuple-element'
-        and computation.by_name[made.operands[0]].opcode == 'parameter'
+        producer.opcode == 'get-tuple-element'
+        and computation.by_name[producer.operands[0]].opcode == 'parameter'
     )
-    for caller, one in (
+    for caller, call in (
         program.callers.get(computation.name, ())
-        if is_carried or made.opcode == 'parameter'
+        if is_carried or producer.opcode == 'parameter'
         else ()
     ):
-        if made.opcode == 'parameter' and one.opcode in ('fusion', 'call'):
+        if producer.opcode == 'parameter' and call.opcode in ('fusion', 'call'):
             place = next(
-                place for place, parameter in computation.parameters.items() if parameter is made
+                place
+                for place, parameter in computation.parameters.items()
+                if parameter is producer
             )
-            return caller, caller.by_name[one.operands[place]]
-        if (
-            is_carried
-            and one.opcode == 'while'
-            and caller.by_name[one.operands[0]].opcode == 'tuple'
-        ):
-            return caller, caller.by_name[
-                caller.by_name[one.operands[0]].operands[int(made.attribute('index') or 0)]
-            ]
+            return caller, caller.by_name[call.operands[place]]
+        if is_carried and call.opcode == 'while':
+            carried = caller.by_name[call.operands[0]]
+            if carried.opcode == 'tuple':
+                index = int(producer.attribute('index') or 0)
+                return caller, caller.by_name[carried.operands[index]]
     return None

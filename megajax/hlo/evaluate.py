@@ -1,7 +1,7 @@
-"""Integers that a program computes from constants, loop counters and the device's number alone.
+"""Integers that a program computes only from constants, loop counters and the device's number.
 
-`Run` is one run of a computation. Its values are worked out only where they are asked for, and
-are None where they depend on data.
+`Run` is one run of a computation. Its values are computed only on request, and are None where they
+depend on data.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ import numpy as np
 from megajax.hlo.integers import DTYPES, REDUCTIONS, Value, apply, constant, dtype_of, numbers
 from megajax.hlo.program import Computation, Instruction, Program
 
-# Takes a parameter's number and, where the parameter is a tuple, the place in it.
+# A function of a parameter's number and, where the parameter is a tuple, the place in it.
 Given = Callable[[int, int | None], Value]
 
 MAX_ELEMENTS = 1 << 16
-MAX_STEPS = 100_000  # of a loop whose length follows from its condition alone
-# Those that look into what they call, or at a tuple, only as far as they are asked.
+MAX_STEPS = 100_000  # steps of a loop whose length only its condition gives
+# Opcodes that evaluate called computations, or parts of a tuple, only on request.
 _LAZY = {
     'parameter', 'get-tuple-element', 'fusion', 'call', 'conditional',
     'while', 'tuple', 'copy-start', 'copy-done',
@@ -26,7 +26,7 @@ _LAZY = {
 
 
 class Run:
-    """One run of a computation on `device`; `given` has its parameters."""
+    """One run of a computation on `device`; `given` returns the values of its parameters."""
 
     def __init__(
         self,
@@ -42,44 +42,46 @@ class Run:
         self._loops: dict[str, Loop] = {}
 
     def value(self, name: str) -> Value:
-        """The value of an instruction whose result is one array."""
+        """The value of an instruction whose result is a single array."""
         ahead = [name]  # rather than recursion, since an unrolled loop can be a long chain
         while ahead:
-            one = self.computation.by_name[ahead[-1]]
-            if one.name in self._values or not _is_small(one):
-                self._values.setdefault(one.name, None)
+            instruction = self.computation.by_name[ahead[-1]]
+            if instruction.name in self._values or not _is_small(instruction):
+                self._values.setdefault(instruction.name, None)
                 ahead.pop()
                 continue
-            before = () if one.opcode in _LAZY else one.operands
+            before = () if instruction.opcode in _LAZY else instruction.operands
             if missing := [operand for operand in before if operand not in self._values]:
                 ahead += missing
             else:
-                self._values[one.name] = self._compute(one)
+                self._values[instruction.name] = self._compute(instruction)
                 ahead.pop()
         return self._values[name]
 
     def part(self, name: str, place: int) -> Value:
-        """The value of one array of an instruction whose result is a tuple."""
-        one = self.computation.by_name[name]
-        match one.opcode:
+        """The value at a place in the result of an instruction that returns a tuple."""
+        instruction = self.computation.by_name[name]
+        match instruction.opcode:
             case 'tuple':
-                return self.value(one.operands[place])
+                return self.value(instruction.operands[place])
             case 'parameter':
-                return self._given(int(one.inputs), place)
-            case 'optimization-barrier' | 'opt-barrier' if len(one.operands) == 1:
-                return self.part(one.operands[0], place)
-            case 'while' if (steps := self.loop(one).trip_count) is not None:
-                return self.loop(one).carried(place, steps)
-            case 'fusion' | 'call' | 'conditional' if (inside := self.inside(one)) is not None:
+                return self._given(int(instruction.inputs), place)
+            case 'optimization-barrier' | 'opt-barrier' if len(instruction.operands) == 1:
+                return self.part(instruction.operands[0], place)
+            case 'while' if (steps := self.loop(instruction).trip_count) is not None:
+                return self.loop(instruction).carried(place, steps)
+            case 'fusion' | 'call' | 'conditional' if (
+                inside := self.inside(instruction)
+            ) is not None:
                 return inside.part(inside.computation.root.name, place)
         return None
 
     def loop(self, instruction: Instruction) -> 'Loop':
-        """The runs of a while instruction's body and condition."""
+        """The loop of a while instruction: the runs of its body and condition."""
         return self._loops.setdefault(instruction.name, Loop(self, instruction))
 
     def branch(self, conditional: Instruction) -> int | None:
-        """Which of its branches a conditional runs."""
+        """The index of the branch that a conditional runs; None where it is unknown."""
         chosen = self.value(conditional.operands[0])
         if chosen is None:
             return None
@@ -89,9 +91,9 @@ class Run:
         return int(chosen) if 0 <= chosen <= last else last
 
     def inside(self, instruction: Instruction, branch: int | None = None) -> 'Run | None':
-        """The run of what a fusion or call names, or of a conditional's branch.
+        """The run of the computation that a fusion or call names, or of a conditional's branch.
 
-        None where it is not known which branch runs.
+        None where it is unknown which branch runs.
         """
         first = 0
         if instruction.opcode == 'conditional':
@@ -107,37 +109,39 @@ class Run:
         called = self.program.computations[instruction.called[branch or 0]]
         return Run(self.program, called, given=given, device=self.device)
 
-    def _compute(self, one: Instruction) -> Value:
-        match one.opcode:
+    def _compute(self, instruction: Instruction) -> Value:
+        match instruction.opcode:
             case 'constant':
-                return constant(one)
+                return constant(instruction)
             case 'parameter':
-                return self._given(int(one.inputs), None)
+                return self._given(int(instruction.inputs), None)
             case 'partition-id' | 'replica-id':
-                return None if self.device is None else np.array(self.device, dtype_of(one))
+                return None if self.device is None else np.array(self.device, dtype_of(instruction))
             case 'get-tuple-element':
-                return self.part(one.operands[0], int(one.attribute('index') or 0))
+                return self.part(instruction.operands[0], int(instruction.attribute('index') or 0))
             case 'copy-done':
-                return self.value(self.computation.by_name[one.operands[0]].operands[0])
-            case 'while' if (steps := self.loop(one).trip_count) is not None:
-                return self.loop(one).carried(None, steps)
-            case 'fusion' | 'call' | 'conditional' if (inside := self.inside(one)) is not None:
+                return self.value(self.computation.by_name[instruction.operands[0]].operands[0])
+            case 'while' if (steps := self.loop(instruction).trip_count) is not None:
+                return self.loop(instruction).carried(None, steps)
+            case 'fusion' | 'call' | 'conditional' if (
+                inside := self.inside(instruction)
+            ) is not None:
                 return inside.value(inside.computation.root.name)
-        if one.opcode in _LAZY:
+        if instruction.opcode in _LAZY:
             return None
-        if one.opcode == 'reduce':
-            return self._reduce(one)
-        return apply(one, [self._values[name] for name in one.operands])
+        if instruction.opcode == 'reduce':
+            return self._reduce(instruction)
+        return apply(instruction, [self._values[name] for name in instruction.operands])
 
-    def _reduce(self, one: Instruction) -> Value:
-        root = self.program.computations[one.called[0]].root
-        array, start = (self._values[name] for name in one.operands[:2])
+    def _reduce(self, instruction: Instruction) -> Value:
+        root = self.program.computations[instruction.called[0]].root
+        array, start = (self._values[name] for name in instruction.operands[:2])
         operation = REDUCTIONS.get(root.opcode)
-        if operation is None or array is None or start is None or len(one.operands) > 2:
+        if operation is None or array is None or start is None or len(instruction.operands) > 2:
             return None
-        dims = tuple(numbers(one, 'dimensions'))
+        dims = tuple(numbers(instruction, 'dimensions'))
         reduced = operation.reduce(array, axis=dims, dtype=array.dtype)
-        return operation(reduced, start).astype(dtype_of(one))
+        return operation(reduced, start).astype(dtype_of(instruction))
 
 
 class Loop:
@@ -150,15 +154,18 @@ class Loop:
 
     @cached_property
     def trip_count(self) -> int | None:
-        """How often the body runs, by the compiler's word or else by the condition."""
+        """The number of steps, as the compiler states it or else by the condition.
+
+        None where neither gives it.
+        """
         if self._instruction.trip_count is not None:
             return self._instruction.trip_count
         for step in range(MAX_STEPS):
             condition = self.run('condition', step)
-            goes_on = condition.value(condition.computation.root.name)
-            if goes_on is None:
+            continues = condition.value(condition.computation.root.name)
+            if continues is None:
                 return None
-            if not goes_on:
+            if not continues:
                 return step
         return None
 
@@ -175,7 +182,7 @@ class Loop:
         return self._runs[which, step]
 
     def carried(self, place: int | None, step: int) -> Value:
-        """The value that a step begins with; `place` is None where the loop carries one array."""
+        """The value at the start of a step; `place` is None if the loop carries a single array."""
         values = self._carried.setdefault(place, [])
         if not values:
             values.append(_of(self._run, self._instruction.operands[0], place))
@@ -186,9 +193,9 @@ class Loop:
 
 
 def run_of(program: Program, computation: Computation, device: int) -> Run:
-    """A run of a computation, wherever it is called from.
+    """Make a run of a computation, with the values that its callers pass to it.
 
-    Where a loop calls it, only what the loop never changes is known.
+    Where a loop calls it, only values that the loop never changes are known.
     """
     calls = program.callers.get(computation.name, ())
     callers = [call for call in calls if not call[1].opcode.startswith('async-')]
@@ -212,21 +219,21 @@ def run_of(program: Program, computation: Computation, device: int) -> Run:
 
 
 def _is_kept(body: Computation, place: int) -> bool:
-    """Whether a loop's body hands on unchanged what it carries at a place."""
+    """Whether a loop's body passes on the carried value at a place unchanged."""
     if body.root.opcode != 'tuple':
         return False
-    made = body.by_name[body.root.operands[place]]
-    while made.opcode == 'copy':
-        made = body.by_name[made.operands[0]]
-    if made.opcode != 'get-tuple-element' or made.attribute('index') != str(place):
+    producer = body.by_name[body.root.operands[place]]
+    while producer.opcode == 'copy':
+        producer = body.by_name[producer.operands[0]]
+    if producer.opcode != 'get-tuple-element' or producer.attribute('index') != str(place):
         return False
-    return body.by_name[made.operands[0]].opcode == 'parameter'
+    return body.by_name[producer.operands[0]].opcode == 'parameter'
 
 
-def _is_small(one: Instruction) -> bool:
-    """Whether its result is one array of integers, and not a large one."""
-    is_integer = len(one.results) == 1 and one.results[0].dtype in DTYPES
-    return is_integer and prod(one.results[0].shape) <= MAX_ELEMENTS
+def _is_small(instruction: Instruction) -> bool:
+    """Whether the result of an instruction is a single, small array of integers."""
+    is_integer = len(instruction.results) == 1 and instruction.results[0].dtype in DTYPES
+    return is_integer and prod(instruction.results[0].shape) <= MAX_ELEMENTS
 
 
 def _of(run: Run, name: str, place: int | None) -> Value:

@@ -1,4 +1,4 @@
-"""Which devices a collective joins, in every spelling of XLA, and which mesh axes they lie along."""
+"""The groups of devices of a collective, in every spelling of XLA, and the mesh axes they span."""
 
 import re
 from collections.abc import Mapping
@@ -13,32 +13,39 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> Groups:
-    """The groups of devices, as places in the flattened mesh; for a collective-permute, its pairs of source and target."""
+    """The groups of devices of a collective, as places in the flattened mesh.
+
+    For a collective-permute these are its pairs of source and target. Raises HloError for an
+    instruction without groups.
+    """
     text = instruction.attributes
-    if found := re.search(r'source_target_pairs=\{(.*?)\}(?:,|$)(?! ?\{)', text):
-        return _listed(found[1])
-    if found := re.search(
+    if match := re.search(r'source_target_pairs=\{(.*?)\}(?:,|$)(?! ?\{)', text):
+        return _listed(match[1])
+    if match := re.search(
         r'replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\))? \{(.*?)\}', text
     ):
-        return _along_axes(found[1], found[2], found[3], instruction.line)
-    if found := re.search(r'replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)', text):
-        return _rows(_iota(found[2]).reshape(_numbers(found[1])))
-    if found := re.search(r'replica_groups=\{((?:\{[\d,]*\},?)*)\}', text):
-        return _listed(found[1]) or (tuple(range(num_devices)),)
+        return _along_axes(match[1], match[2], match[3], instruction.line)
+    if match := re.search(r'replica_groups=(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)', text):
+        return _rows(_iota(match[2]).reshape(_numbers(match[1])))
+    if match := re.search(r'replica_groups=\{((?:\{[\d,]*\},?)*)\}', text):
+        return _listed(match[1]) or (tuple(range(num_devices)),)
     raise HloError(f'no replica groups: {instruction.line}')
 
 
 def groups_text(instruction: Instruction) -> str:
-    """The groups or pairs as the text spells them."""
-    found = re.search(
+    """The groups or pairs as spelled in the text."""
+    match = re.search(
         r'(?:source_target_pairs|replica_groups)=(.*?)(?:, (?!device_ids)\w+=|$)',
         instruction.attributes,
     )
-    return found[1] if found else ''
+    return match[1] if match else ''
 
 
 def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The fewest axes of the mesh that join every group: ('data',), ('data', 'model'), ...; () where each device is alone."""
+    """The fewest mesh axes that span every group: ('data',), ('data', 'model'), ...
+
+    () where each device is alone. Raises HloError for a device that the mesh does not have.
+    """
     devices = np.arange(prod(mesh.values())).reshape([*mesh.values()])
     if not {device for group in groups for device in group} <= {*range(devices.size)}:
         raise HloError(f'groups {groups} name devices that the mesh {dict(mesh)} does not have')
@@ -54,7 +61,7 @@ def axes_of(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
             row_of = {int(device): index for index, row in enumerate(rows) for device in row}
             if all(len({row_of[device] for device in group}) == 1 for group in groups):
                 return chosen
-    raise AssertionError('all axes together join all devices')
+    raise AssertionError('all axes together span all devices')
 
 
 def crosses_hosts(groups: Groups, devices_per_host: int) -> bool:
@@ -63,15 +70,18 @@ def crosses_hosts(groups: Groups, devices_per_host: int) -> bool:
 
 
 def _along_axes(sizes: str, device_ids: str | None, names: str, line: str) -> Groups:
-    """Of mesh['a'=2,'b'=4] {'b'}; {'b':(2)2} is the part of b that has two places, after a part that has two."""
+    """The groups that mesh['a'=2,'b'=4] {'b'} spells.
+
+    {'b':(2)2} is a part of b: of size 2, after a part of size 2.
+    """
     mesh = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
-    found = [re.fullmatch(r" ?'([^']+)'(?::\((\d+)\)(\d+))?", name) for name in names.split(',')]
+    matches = [re.fullmatch(r" ?'([^']+)'(?::\((\d+)\)(\d+))?", name) for name in names.split(',')]
     parts = [
-        (one[1], int(one[2] or 1), int(one[3] or mesh[one[1]]))
-        for one in found
-        if one and one[1] in mesh
+        (match[1], int(match[2] or 1), int(match[3] or mesh[match[1]]))
+        for match in matches
+        if match and match[1] in mesh
     ]
-    if len(parts) < len(found):
+    if len(parts) < len(matches):
         raise HloError(f'replica groups along axes that are not understood: {line}')
     shape, dims = list[int](), dict[tuple[str, int], int]()
     for name, size in mesh.items():
@@ -96,15 +106,15 @@ def _along_axes(sizes: str, device_ids: str | None, names: str, line: str) -> Gr
 
 
 def _iota(text: str) -> np.ndarray:
-    """The devices in the order that '[8]', '[2,4]T(1,0)' or a list of them gives."""
-    found = re.fullmatch(r'(\[[\d,]+\])(?:T(\([\d,]+\)))?', text)
-    if not found:
+    """The devices in the order that '[8]', '[2,4]T(1,0)' or a list of devices gives."""
+    match = re.fullmatch(r'(\[[\d,]+\])(?:T(\([\d,]+\)))?', text)
+    if not match:
         return np.array(_numbers(text))
-    shape = _numbers(found[1])
+    shape = _numbers(match[1])
     return (
         np.arange(prod(shape))
         .reshape(shape)
-        .transpose(_numbers(found[2]) if found[2] else None)
+        .transpose(_numbers(match[2]) if match[2] else None)
         .ravel()
     )
 

@@ -1,4 +1,4 @@
-"""Operations on integers as HLO defines them, on values of numpy; None is a value not known.
+"""HLO's operations on integers, on numpy values; None is an unknown value.
 
 See https://openxla.org/xla/operation_semantics.
 """
@@ -19,99 +19,103 @@ DTYPES = {
 }  # fmt: skip
 
 
-def apply(one: Instruction, values: Sequence[Value]) -> Value:
-    """The result of an operation; None where it is not known or the operation not understood."""
-    for value in values if one.opcode in _ABSORBING else ():  # false and x, true or x
+def apply(instruction: Instruction, values: Sequence[Value]) -> Value:
+    """The result of an operation; None if it is unknown or the operation is not supported."""
+    for value in values if instruction.opcode in _ABSORBING else ():  # false and x, true or x
         if value is None or value.dtype != np.bool_:
             continue
-        if np.equal(value, _ABSORBING[one.opcode]).all():
+        if np.equal(value, _ABSORBING[instruction.opcode]).all():
             return value
-    if one.opcode == 'select' and (chosen := values[0]) is not None:
+    if instruction.opcode == 'select' and (chosen := values[0]) is not None:
         if chosen.all():
             return values[1]
         if not chosen.any():
             return values[2]
     known = [value for value in values if value is not None]
-    operation = _OPERATIONS.get(one.opcode)
+    operation = _OPERATIONS.get(instruction.opcode)
     if operation is None or len(known) < len(values):
         return None
     with np.errstate(over='ignore'):
-        result = operation(one, *known)
+        result = operation(instruction, *known)
     if result is None:
         return None
-    return np.asarray(result).astype(dtype_of(one)).reshape(one.results[0].shape)
+    return np.asarray(result).astype(dtype_of(instruction)).reshape(instruction.results[0].shape)
 
 
-def dtype_of(one: Instruction) -> type[np.generic]:
-    """The numpy dtype of its result."""
-    return DTYPES[one.results[0].dtype]
+def dtype_of(instruction: Instruction) -> type[np.generic]:
+    """The numpy dtype of the result of an instruction."""
+    return DTYPES[instruction.results[0].dtype]
 
 
-def constant(one: Instruction) -> Value:
+def constant(instruction: Instruction) -> Value:
     """The value of a constant; None where the text abbreviates it as {...}."""
-    tokens = re.findall(r'-?\d+|true|false', one.inputs)
+    tokens = re.findall(r'-?\d+|true|false', instruction.inputs)
     words = {'true': 1, 'false': 0}
-    if len(tokens) != prod(one.results[0].shape):
+    if len(tokens) != prod(instruction.results[0].shape):
         return None
     literal = [words[token] if token in words else int(token) for token in tokens]
-    return np.array(literal, np.object_).astype(dtype_of(one)).reshape(one.results[0].shape)
+    return (
+        np.array(literal, np.object_)
+        .astype(dtype_of(instruction))
+        .reshape(instruction.results[0].shape)
+    )
 
 
-def numbers(one: Instruction, key: str) -> list[int]:
-    """The numbers after `key=`, in braces or one alone."""
-    found = re.search(rf'\b{key}=\{{?([\d,]*)', one.attributes)
-    return [int(number) for number in re.findall(r'\d+', found[1])] if found else []
+def numbers(instruction: Instruction, key: str) -> list[int]:
+    """The numbers after `key=`: a list in braces, or a single number."""
+    match = re.search(rf'\b{key}=\{{?([\d,]*)', instruction.attributes)
+    return [int(number) for number in re.findall(r'\d+', match[1])] if match else []
 
 
-def _compare(one: Instruction, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    return _COMPARISONS[one.attribute('direction') or ''](left, right)
+def _compare(instruction: Instruction, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return _COMPARISONS[instruction.attribute('direction') or ''](left, right)
 
 
-def _divide(one: Instruction, left: np.ndarray, right: np.ndarray) -> Value:
-    """Rounded towards zero."""
+def _divide(instruction: Instruction, left: np.ndarray, right: np.ndarray) -> Value:
+    """Divide and round towards zero; None where a divisor is zero."""
     if not right.all():
         return None
     return (left - np.fmod(left, right)) // right
 
 
-def _shift(one: Instruction, value: np.ndarray, by: np.ndarray) -> Value:
+def _shift(instruction: Instruction, value: np.ndarray, by: np.ndarray) -> Value:
     bits = value.dtype.itemsize * 8
     unsigned = value.astype(f'u{value.dtype.itemsize}')
     if not ((by >= 0) & (by < bits)).all():
         return None
     by = by.astype(unsigned.dtype)
-    if one.opcode == 'shift-left':
+    if instruction.opcode == 'shift-left':
         return unsigned << by
-    if one.opcode == 'shift-right-logical':
+    if instruction.opcode == 'shift-right-logical':
         return unsigned >> by
     return value >> by.astype(value.dtype)
 
 
-def _bitcast(one: Instruction, value: np.ndarray) -> Value:
-    """Of vectors only: that of a matrix depends on its layout."""
-    dtype = np.dtype(dtype_of(one))
+def _bitcast(instruction: Instruction, value: np.ndarray) -> Value:
+    """Bitcast a vector; None for a reshaped matrix, where the result depends on the layout."""
+    dtype = np.dtype(dtype_of(instruction))
     if value.dtype.itemsize != dtype.itemsize or (value.dtype == np.bool_) != (dtype == np.bool_):
         return None
-    if sum(size != 1 for size in value.shape) > 1 and value.shape != one.results[0].shape:
+    if sum(size != 1 for size in value.shape) > 1 and value.shape != instruction.results[0].shape:
         return None
-    return value.reshape(one.results[0].shape).view(dtype)
+    return value.reshape(instruction.results[0].shape).view(dtype)
 
 
-def _broadcast(one: Instruction, value: np.ndarray) -> np.ndarray:
-    shape, dims = one.results[0].shape, numbers(one, 'dimensions')
+def _broadcast(instruction: Instruction, value: np.ndarray) -> np.ndarray:
+    shape, dims = instruction.results[0].shape, numbers(instruction, 'dimensions')
     spread = [size if dim in dims else 1 for dim, size in enumerate(shape)]
     return np.broadcast_to(value.reshape(spread), shape)
 
 
-def _iota(one: Instruction) -> np.ndarray:
-    shape, [dim] = one.results[0].shape, numbers(one, 'iota_dimension')
+def _iota(instruction: Instruction) -> np.ndarray:
+    shape, [dim] = instruction.results[0].shape, numbers(instruction, 'iota_dimension')
     spread = [-1 if place == dim else 1 for place in range(len(shape))]
     return np.broadcast_to(np.arange(shape[dim]).reshape(spread), shape)
 
 
-def _slice(one: Instruction, value: np.ndarray) -> np.ndarray:
-    found = re.search(r'slice=\{(.*?)\}', one.attributes)
-    ranges = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', found[1] if found else '')
+def _slice(instruction: Instruction, value: np.ndarray) -> np.ndarray:
+    match = re.search(r'slice=\{(.*?)\}', instruction.attributes)
+    ranges = re.findall(r'\[(\d+):(\d+)(?::(\d+))?\]', match[1] if match else '')
     return value[tuple(slice(int(low), int(high), int(step or 1)) for low, high, step in ranges)]
 
 
@@ -120,7 +124,7 @@ def _window(
     starts: Sequence[np.ndarray],
     sizes: Sequence[int],
 ) -> tuple[slice, ...]:
-    """A window of these sizes, moved inside where it would reach beyond the end."""
+    """A window of these sizes, moved inward where it would reach beyond the end."""
     window = []
     for start, dim, size in zip(starts, value.shape, sizes, strict=True):
         place = min(max(int(start), 0), dim - size)
@@ -128,12 +132,12 @@ def _window(
     return tuple(window)
 
 
-def _dynamic_slice(one: Instruction, value: np.ndarray, *starts: np.ndarray) -> np.ndarray:
-    return value[_window(value, starts, one.results[0].shape)]
+def _dynamic_slice(instruction: Instruction, value: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+    return value[_window(value, starts, instruction.results[0].shape)]
 
 
 def _dynamic_update_slice(
-    one: Instruction,
+    instruction: Instruction,
     value: np.ndarray,
     update: np.ndarray,
     *starts: np.ndarray,
@@ -143,12 +147,12 @@ def _dynamic_update_slice(
     return value
 
 
-def _convert(one: Instruction, value: np.ndarray) -> np.ndarray:
-    return value != 0 if dtype_of(one) == np.bool_ else value
+def _convert(instruction: Instruction, value: np.ndarray) -> np.ndarray:
+    return value != 0 if dtype_of(instruction) == np.bool_ else value
 
 
 def _elementwise(function: Callable[..., np.ndarray]) -> Callable[..., Value]:
-    return lambda one, *values: function(*values)
+    return lambda instruction, *values: function(*values)
 
 
 _ABSORBING = {'and': False, 'or': True}
@@ -173,7 +177,7 @@ _OPERATIONS: dict[str, Callable[..., Value]] = {
     'select': _elementwise(np.where),
     'compare': _compare,
     'divide': _divide,
-    'remainder': lambda one, left, right: np.fmod(left, right) if right.all() else None,
+    'remainder': lambda instruction, left, right: np.fmod(left, right) if right.all() else None,
     'shift-left': _shift,
     'shift-right-logical': _shift,
     'shift-right-arithmetic': _shift,
@@ -186,7 +190,9 @@ _OPERATIONS: dict[str, Callable[..., Value]] = {
     'slice': _slice,
     'dynamic-slice': _dynamic_slice,
     'dynamic-update-slice': _dynamic_update_slice,
-    'transpose': lambda one, value: value.transpose(numbers(one, 'dimensions')),
-    'concatenate': lambda one, *values: np.concatenate(values, numbers(one, 'dimensions')[0]),
-    'reverse': lambda one, value: np.flip(value, tuple(numbers(one, 'dimensions'))),
+    'transpose': lambda instruction, value: value.transpose(numbers(instruction, 'dimensions')),
+    'concatenate': lambda instruction, *values: np.concatenate(
+        values, numbers(instruction, 'dimensions')[0]
+    ),
+    'reverse': lambda instruction, value: np.flip(value, tuple(numbers(instruction, 'dimensions'))),
 }

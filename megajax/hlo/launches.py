@@ -1,4 +1,4 @@
-"""How many kernels a run of a compiled program launches on each device."""
+"""The number of kernels that a run of a compiled program launches on each device."""
 
 from collections.abc import Iterator
 
@@ -14,25 +14,24 @@ _NAMES_MEMORY = {
     'opt-barrier',
 }
 _DECIDES = {'while', 'conditional', 'call', 'partition-id', 'replica-id'}
-_WAITS = {
-    'after-all',
-    'async-update',
-    'async-start',
-    'async-done',
-}  # for what was launched before, or is inside
+# Opcodes that wait for earlier launches, or for launches of a computation that they call.
+_WAITS = {'after-all', 'async-update', 'async-start', 'async-done'}
 _WITHOUT_KERNEL = _NAMES_MEMORY | _DECIDES | _WAITS
 
 
 def num_launches(program: Program) -> int:
-    """Kernels, calls of libraries, copies and collectives; each counted as often as it runs.
+    """Count kernels, library calls, copies and collectives, each as often as it runs.
 
-    A call of a library is one, though cuDNN's backward pass of attention launches several.
+    A library call counts as one kernel, although cuDNN's backward pass of attention launches
+    several.
     """
-    return sum(program.times[one.name] * _own(one) for one in _launching(program))
+    return sum(
+        program.times[computation.name] * _own(computation) for computation in _launching(program)
+    )
 
 
 def _launching(program: Program) -> Iterator[Computation]:
-    """The computations whose instructions are launched one by one: not those inside of a kernel."""
+    """Yield the computations whose instructions are launched individually, not inside a kernel."""
     todo, seen = [program.entry], set[str]()
     while todo:
         computation = todo.pop()
@@ -40,13 +39,13 @@ def _launching(program: Program) -> Iterator[Computation]:
             continue
         seen.add(computation.name)
         yield computation
-        for one in computation.instructions:
-            if one.opcode in ('while', 'conditional', 'call', 'async-start'):
-                todo += [program.computations[name] for name in one.called]
+        for instruction in computation.instructions:
+            if instruction.opcode in ('while', 'conditional', 'call', 'async-start'):
+                todo += [program.computations[name] for name in instruction.called]
 
 
 def _own(computation: Computation) -> int:
     return sum(
-        one.opcode not in _WITHOUT_KERNEL and not one.opcode.endswith('-done')
-        for one in computation.instructions
+        instruction.opcode not in _WITHOUT_KERNEL and not instruction.opcode.endswith('-done')
+        for instruction in computation.instructions
     )

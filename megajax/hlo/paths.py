@@ -1,4 +1,7 @@
-"""Where an array in a compiled program comes from and where it goes, by the paths that jax gave to what makes and reads it."""
+"""The origin and destination of arrays in a compiled program, by the paths that jax recorded.
+
+A path names the transformations and scopes of the instruction that makes or reads an array.
+"""
 
 import re
 from math import prod
@@ -6,7 +9,7 @@ from math import prod
 from megajax.hlo.products import flops
 from megajax.hlo.program import Computation, Instruction, Program
 
-# What hands an array on as it is, or in another layout or dtype.
+# Opcodes that pass an array on unchanged, or in another layout or dtype.
 SAME = {
     'bitcast',
     'copy',
@@ -20,35 +23,49 @@ SAME = {
 }
 
 
-def joined(program: Program, computation: Computation, made: Instruction) -> list[Instruction]:
-    """The parts of a flat buffer that XLA made to send them at once; what the author joined is one array."""
-    while made.opcode in SAME and len(made.operands) == 1 and made.opcode != 'get-tuple-element':
-        made = computation.by_name[made.operands[0]]
-    root = made
-    if made.opcode == 'fusion':
-        inside = program.computations[made.called[0]]
-        root = inside.root if len(inside.instructions) == len(inside.parameters) + 1 else made
+def joined(program: Program, computation: Computation, producer: Instruction) -> list[Instruction]:
+    """The parts of a flat buffer into which XLA joined arrays to send them together.
+
+    Any other array, such as one that the author concatenated, is its own only part.
+    """
+    while (
+        producer.opcode in SAME
+        and len(producer.operands) == 1
+        and producer.opcode != 'get-tuple-element'
+    ):
+        producer = computation.by_name[producer.operands[0]]
+    root = producer
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
+        root = inside.root if len(inside.instructions) == len(inside.parameters) + 1 else producer
     is_flat = (
         root.opcode == 'concatenate'
         and len(root.results[0].shape) == 1
         and not root.op_name.endswith('/concatenate')
     )
-    return [_before_reshapes(computation, name) for name in made.operands] if is_flat else [made]
+    return (
+        [_before_reshapes(computation, name) for name in producer.operands]
+        if is_flat
+        else [producer]
+    )
 
 
 def _before_reshapes(computation: Computation, name: str) -> Instruction:
-    made = computation.by_name[name]
-    while made.opcode in ('bitcast', 'reshape'):
-        made = computation.by_name[made.operands[0]]
-    return made
+    producer = computation.by_name[name]
+    while producer.opcode in ('bitcast', 'reshape'):
+        producer = computation.by_name[producer.operands[0]]
+    return producer
 
 
-def origin(program: Program, computation: Computation, made: Instruction, depth: int = 24) -> str:
-    """The path of an array, or of the nearest before it that has one."""
-    if depth == 0 or is_path(made.op_name):
-        return made.op_name
-    if made.opcode == 'get-tuple-element':
-        index, owner = int(made.attribute('index') or 0), computation.by_name[made.operands[0]]
+def origin(
+    program: Program, computation: Computation, producer: Instruction, depth: int = 24
+) -> str:
+    """The path of an array, or of the nearest predecessor that has a path; empty if none has."""
+    if depth == 0 or is_path(producer.op_name):
+        return producer.op_name
+    if producer.opcode == 'get-tuple-element':
+        index = int(producer.attribute('index') or 0)
+        owner = computation.by_name[producer.operands[0]]
         body = owner.attribute('body') if owner.opcode == 'while' else None
         if body is not None:
             inside = program.computations[body]
@@ -56,47 +73,56 @@ def origin(program: Program, computation: Computation, made: Instruction, depth:
                 return origin(
                     program, inside, inside.by_name[inside.root.operands[index]], depth - 1
                 )
-    if made.opcode == 'fusion':
-        inside = program.computations[made.called[0]]
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
         if name := next(
-            (one.op_name for one in reversed(inside.instructions) if is_path(one.op_name)), ''
+            (each.op_name for each in reversed(inside.instructions) if is_path(each.op_name)), ''
         ):
             return name
-    before = [computation.by_name[name] for name in made.operands]
-    if (start := _slice_start(program, made)) is not None:
+    before = [computation.by_name[name] for name in producer.operands]
+    if (start := _slice_start(program, producer)) is not None:
         before = [_part_at(program, computation, before[0], start)]
     return next(
-        (name for one in before if (name := origin(program, computation, one, depth - 1))), ''
+        (name for each in before if (name := origin(program, computation, each, depth - 1))), ''
     )
 
 
 def paths(op_name: str, count: int) -> list[str]:
-    """The path of each operand: of joined ones XLA writes `before/(first:second)/after`, where it writes any."""
+    """The path of each of `count` operands of an instruction.
+
+    For joined operands XLA writes `before/(first:second)/after`, if it writes paths at all.
+    """
     if count == 1:
         return [op_name if is_path(op_name) else '']
-    joined = re.search(r'\(([^():]+(?::[^():]+)+)\)', op_name)
-    parts = joined[1].split(':') if joined else []
-    if joined is None or len(parts) != count:
+    match = re.search(r'\(([^():]+(?::[^():]+)+)\)', op_name)
+    parts = match[1].split(':') if match else []
+    if match is None or len(parts) != count:
         return [''] * count
-    return [op_name[: joined.start()] + part + op_name[joined.end() :] for part in parts]
+    return [op_name[: match.start()] + part + op_name[match.end() :] for part in parts]
 
 
 def is_path(op_name: str) -> bool:
-    """Not of what XLA itself named, nor of a loop, which says nothing of what it returns."""
+    """Whether a name is a path that jax recorded, and not a loop's.
+
+    The path of a loop says nothing about what the loop returns.
+    """
     return '/' in op_name and not op_name.endswith('/while')
 
 
-def destination(program: Program, computation: Computation, made: Instruction, index: int) -> str:
-    """The path of the first matrix product that reads an array, one of several that `made` has, or of the first reader at all.
+def destination(
+    program: Program, computation: Computation, producer: Instruction, index: int
+) -> str:
+    """The path of the first matrix product that reads an array, or else of its first reader.
 
-    What only keeps it for later or adds it to a sum is no reader.
+    `index` is the place of the array in the results of `producer`. An instruction that only stores
+    the array for later, or adds it to a sum, does not count as a reader.
     """
-    first, ahead = '', [made]
-    for one in ahead:
-        for user in computation.users.get(one.name, ()):
+    first, ahead = '', [producer]
+    for source in ahead:
+        for user in computation.users.get(source.name, ()):
             if (
                 user.opcode == 'get-tuple-element'
-                and len(made.operands) > 1
+                and len(producer.operands) > 1
                 and user.attribute('index') != str(index)
             ):
                 continue
@@ -104,9 +130,9 @@ def destination(program: Program, computation: Computation, made: Instruction, i
                 return user.op_name
             if user.opcode in SAME or user.opcode.endswith('-done') or user.opcode == 'fusion':
                 ahead.append(user)
-            hands_on = user.opcode in SAME or user.opcode.endswith('-done')
+            passes_on = user.opcode in SAME or user.opcode.endswith('-done')
             if (
-                not hands_on
+                not passes_on
                 and is_path(user.op_name)
                 and not user.op_name.endswith(('/dynamic_update_slice', '/add'))
             ):
@@ -114,21 +140,23 @@ def destination(program: Program, computation: Computation, made: Instruction, i
     return first
 
 
-def _slice_start(program: Program, made: Instruction) -> int | None:
-    """Where a slice of a flat buffer begins."""
-    if made.opcode == 'fusion':
-        inside = program.computations[made.called[0]]
-        made = inside.root if len(inside.instructions) == 2 else made
-    found = (
-        re.search(r'slice=\{\[(\d+):\d+\]\}', made.attributes) if made.opcode == 'slice' else None
+def _slice_start(program: Program, producer: Instruction) -> int | None:
+    """The start of a slice of a flat buffer; None for any other instruction."""
+    if producer.opcode == 'fusion':
+        inside = program.computations[producer.called[0]]
+        producer = inside.root if len(inside.instructions) == 2 else producer
+    match = (
+        re.search(r'slice=\{\[(\d+):\d+\]\}', producer.attributes)
+        if producer.opcode == 'slice'
+        else None
     )
-    return int(found[1]) if found else None
+    return int(match[1]) if match else None
 
 
 def _part_at(
     program: Program, computation: Computation, buffer: Instruction, start: int
 ) -> Instruction:
-    """What lies at a place of a flat buffer that was reduced as a whole."""
+    """The part that has element `start` of a flat buffer, which may have been reduced as one."""
     while buffer.opcode in SAME or buffer.opcode.startswith('all-reduce'):
         buffer = computation.by_name[buffer.operands[0]]
     end = 0

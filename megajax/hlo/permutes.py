@@ -1,4 +1,4 @@
-"""Permutes that lose data: a device that no pair names as a target gets zeros."""
+"""Collective-permutes that lose data: a device that is no pair's target gets zeros."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,21 +10,21 @@ from megajax.hlo.groups import Groups
 
 Pairs = Sequence[tuple[int, int]]
 DevicePairs = frozenset[tuple[int, ...]]
-SHOWN = 8  # devices or pairs that a message names
+SHOWN = 8  # maximum number of devices or pairs in a message
 
 
 def fault(pairs: Groups, num_devices: int) -> tuple[str, str] | None:
-    """What is wrong with a permute: a name, and a sentence with its devices.
+    """Describe the fault of a permute: a name, and a sentence with its devices.
 
-    None where every device has one source.
+    Return None where every device has one source.
     """
     if not pairs:
         return 'permute without pairs', 'it has no pairs, so every device gets zeros'
-    for what, place in (('source', 0), ('target', 1)):
+    for role, place in (('source', 0), ('target', 1)):
         counts = Counter(pair[place] for pair in pairs)
-        if twice := sorted(device for device, count in counts.items() if count > 1):
-            sentence = f'{_listed(twice, "is", "are")} the {what} of more than one pair'
-            return f'permute with a {what} twice', sentence
+        if repeated := sorted(device for device, count in counts.items() if count > 1):
+            sentence = f'{_listed(repeated, "is", "are")} the {role} of more than one pair'
+            return f'permute with a {role} twice', sentence
     if without := sorted({*range(num_devices)} - {target for _, target in pairs}):
         ends = 'has no source and gets zeros', 'have no source and get zeros'
         return 'permute without a source', _listed(without, *ends)
@@ -48,7 +48,7 @@ def along(pairs: Pairs | str, axes: Sequence[str], mesh: Mapping[str, int]) -> l
 
 
 def _listed(devices: Sequence[int], one: str, many: str) -> str:
-    """Devices by number, and what is said of one or of many: `devices 0, 4 have no source`."""
+    """A clause on devices, with the predicate `one` or `many`: `devices 0, 4 have no source`."""
     shown = ', '.join(map(str, devices[:SHOWN]))
     rest = f' and {len(devices) - SHOWN} more' if len(devices) > SHOWN else ''
     return f'devices {shown}{rest} {many}' if len(devices) > 1 else f'device {shown} {one}'

@@ -15,8 +15,8 @@ _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)
 class Product(NamedTuple):
     """One matrix product on one device, or the products of one attention kernel.
 
-    `flops` counts every query with every key, although a causal kernel skips the half that the mask
-    hides. `dtype` is that of the operands.
+    `flops` counts every pair of query and key, although a causal kernel skips the half that the
+    mask hides. `dtype` is the dtype of the operands.
     """
 
     flops: int
@@ -26,7 +26,7 @@ class Product(NamedTuple):
 
 
 def product_of(computation: Computation, instruction: Instruction) -> Product | None:
-    """The product that an instruction itself is; None for any other instruction."""
+    """The product that an instruction itself computes; None for any other instruction."""
     if instruction.opcode not in ('dot', 'custom-call'):
         return None
     operands = [computation.by_name[name].results[0] for name in instruction.operands]
@@ -35,29 +35,29 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
         flops = (10 if 'Backward' in instruction.attributes else 4) * size
         is_causal = bool(re.search(r'"mask_type": ?"CAUSAL"', instruction.attributes))
         return Product(flops, operands[0].dtype, is_attention=True, is_causal=is_causal)
-    contracted = _CONTRACTED.search(instruction.attributes)
-    if not contracted:
+    match = _CONTRACTED.search(instruction.attributes)
+    if not match:
         return None
-    dims = [int(number) for number in re.findall(r'\d+', contracted[1])]
+    dims = [int(number) for number in re.findall(r'\d+', match[1])]
     length = prod(operands[0].shape[dim] for dim in dims)
     return Product(2 * prod(instruction.results[0].shape) * length, operands[0].dtype)
 
 
 def flops(program: Program, computation: Computation, instruction: Instruction) -> int:
-    """FLOPs of the products in an instruction and in what it calls, on one device."""
+    """FLOPs of the products in an instruction and in its called computations, on one device."""
     if product := product_of(computation, instruction):
         return product.flops
     inside = [
-        sum(flops(program, called, one) for one in called.instructions)
+        sum(flops(program, called, each) for each in called.instructions)
         for called in (program.computations[name] for name in instruction.called)
     ]
     return in_all(instruction, inside)
 
 
 def in_all(instruction: Instruction, inside: list[Number]) -> Number:
-    """The work of an instruction, given that of one run of each computation that it calls."""
+    """The total work of an instruction, from the work in one run of each computation it calls."""
     if not inside or instruction.opcode in ('async-update', 'async-done'):
-        return 0  # older XLAs name again what async-start has started
+        return 0  # older versions of XLA repeat the computation that async-start started
     if instruction.opcode == 'conditional':
         return max(inside)
     runs = 1 if instruction.trip_count is None else instruction.trip_count
@@ -65,7 +65,7 @@ def in_all(instruction: Instruction, inside: list[Number]) -> Number:
 
 
 def products(program: Program) -> Iterator[tuple[Product, Computation, Instruction, int]]:
-    """Every product of a program, where it stands, its instruction, and how often that runs."""
+    """Yield every product of a program, its computation, its instruction and how often it runs."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             product = product_of(computation, instruction)
@@ -74,9 +74,9 @@ def products(program: Program) -> Iterator[tuple[Product, Computation, Instructi
 
 
 def is_rematerialized(program: Program, computation: Computation, instruction: Instruction) -> bool:
-    """Whether XLA computes it again, so that the program needs less memory."""
+    """Whether XLA repeats an instruction, so that the program needs less memory."""
     callers = [caller for _, caller in program.callers.get(computation.name, ())]
-    return any('.remat' in one.name for one in (instruction, *callers))
+    return any('.remat' in each.name for each in (instruction, *callers))
 
 
 def _score_elements(instruction: Instruction) -> int:

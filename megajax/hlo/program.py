@@ -1,6 +1,6 @@
-"""Compiled HLO text as typed records: computations, how often each runs, instructions, shapes, and the source lines behind them.
+"""Compiled HLO text as typed records: computations, instructions, shapes and source lines.
 
-What the grammar below does not cover raises `HloError` with the line; nothing is skipped.
+A line that the grammar below does not cover raises `HloError` with the line; nothing is skipped.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from megajax.hlo.runs import Runs
 
 DTYPE_BITS = {
-    'pred': 8, 's2': 2, 'u2': 2, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8, 's16': 16, 'u16': 16, 's32': 32, 'u32': 32, 's64': 64, 'u64': 64,
+    'pred': 8, 's2': 2, 'u2': 2, 's4': 4, 'u4': 4, 's8': 8, 'u8': 8,
+    's16': 16, 'u16': 16, 's32': 32, 'u32': 32, 's64': 64, 'u64': 64,
     'f4e2m1fn': 4, 'f8e4m3fn': 8, 'f8e5m2': 8, 'f8e4m3': 8, 'f8e3m4': 8, 'f8e8m0fnu': 8,
     'f16': 16, 'bf16': 16, 'f32': 32, 'f64': 64, 'c64': 64, 'c128': 128, 'token': 0, 'opaque': 0,
 }  # fmt: skip
@@ -34,7 +35,7 @@ _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
 class HloError(ValueError):
-    """A line of HLO text that is not understood."""
+    """An HLO text that is not understood; the message has the line."""
 
 
 class Array(NamedTuple):
@@ -45,12 +46,12 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size on a device."""
+        """The array's size on a device, in bytes."""
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Its shape without dims of one."""
+        """The shape without dims of size 1."""
         return tuple(size for size in self.shape if size != 1)
 
     def __str__(self) -> str:
@@ -59,10 +60,11 @@ class Array(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Instruction:
-    """One line of a computation; `results` has one array, or those of a tuple with its nesting undone.
+    """One line of a computation.
 
-    `type` is the result's text with its layout, `inputs` the text between the operands' brackets: of a constant its literal, of a
-    parameter its number.
+    `results` has one array, or the arrays of a flattened tuple. `type` is the text of the result
+    with its layout. `inputs` is the text between the operands' brackets: the literal of a constant,
+    the number of a parameter.
     """
 
     name: str
@@ -77,13 +79,16 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """The path of jax's transformations and named scopes that made it; empty where XLA made it."""
-        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ''
+        """The path of the jax transformations and named scopes that made the instruction.
+
+        Empty where XLA made it.
+        """
+        match = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return match[1] if match else ''
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """The computations that it names."""
+        """The names of the computations that the instruction calls."""
         attributes = _QUOTED.sub('', self.attributes)
         branches = [
             name.strip(' %') for group in _BRANCHES.findall(attributes) for name in group.split(',')
@@ -92,106 +97,115 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """How often the body of a while loop runs, None where the compiler does not know."""
-        found = _TRIP_COUNT.search(self.attributes)
-        return int(found[1]) if found else None
+        """The number of steps of a while loop; None where the compiler does not know it."""
+        match = _TRIP_COUNT.search(self.attributes)
+        return int(match[1]) if match else None
 
     def attribute(self, key: str) -> str | None:
-        """The number or name after `key=`."""
-        found = re.search(rf'\b{key}=%?([\w.\-]+)', self.attributes)
-        return found[1] if found else None
+        """The number or name after `key=`; None where there is none."""
+        match = re.search(rf'\b{key}=%?([\w.\-]+)', self.attributes)
+        return match[1] if match else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Computation:
-    """Instructions in the order in which they run."""
+    """A named computation: its instructions in the order in which they run."""
 
     name: str
     instructions: tuple[Instruction, ...]
 
     @cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """Its instructions by name."""
-        return {one.name: one for one in self.instructions}
+        """The instructions by name."""
+        return {instruction.name: instruction for instruction in self.instructions}
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Who reads an instruction."""
+        """The instructions that read each instruction, by its name."""
         users = defaultdict(list)
-        for one in self.instructions:
-            for operand in dict.fromkeys(one.operands):
-                users[operand].append(one)
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                users[operand].append(instruction)
         return users
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """Its parameters by number."""
-        return {int(one.inputs): one for one in self.instructions if one.opcode == 'parameter'}
+        """The parameters by number."""
+        parameters = (each for each in self.instructions if each.opcode == 'parameter')
+        return {int(parameter.inputs): parameter for parameter in parameters}
 
     @property
     def root(self) -> Instruction:
-        """What it returns."""
-        return next(one for one in self.instructions if one.is_root)
+        """The instruction whose result the computation returns."""
+        return next(instruction for instruction in self.instructions if instruction.is_root)
 
     def check(self) -> None:
-        """Raise HloError unless it returns something and has every operand that it names."""
-        if not any(one.is_root for one in self.instructions):
+        """Raise HloError unless the computation has a root and every operand that it names."""
+        if not any(instruction.is_root for instruction in self.instructions):
             raise HloError(f'the computation {self.name} has no ROOT')
-        for one in self.instructions:
-            if missing := [name for name in one.operands if name not in self.by_name]:
+        for instruction in self.instructions:
+            if missing := [name for name in instruction.operands if name not in self.by_name]:
                 raise HloError(
-                    f'{one.name} reads {missing[0]}, which {self.name} does not have: {one.line}'
+                    f'{instruction.name} reads {missing[0]}, which {self.name} does not have: '
+                    f'{instruction.line}'
                 )
 
 
 class Program:
-    """A compiled module: its computations by name, who calls each, and how often a run of it runs each.
+    """A compiled module: its computations by name, their callers, and how often each runs.
 
-    `trip_count` is that of loops whose length the compiler does not know.
+    `trip_count` is the number of steps of loops whose length the compiler does not know.
     """
 
     def __init__(self, text: str, *, trip_count: int | None = None):
-        self.computations = {one.name: one for one in _computations(text)}
+        self.computations = {computation.name: computation for computation in _computations(text)}
         entries = re.findall(r'^ENTRY %?([\w.\-]+)', text, re.MULTILINE)
         if len(entries) != 1:
             raise HloError(
                 f'a compiled module has one ENTRY computation, this text has {len(entries)}'
             )
         self.entry = self.computations[entries[0]]
-        for one in self.computations.values():
-            one.check()
+        for computation in self.computations.values():
+            computation.check()
         self.callers = self._callers()
         self._trip_count = trip_count
-        found = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', text.split('\n', 1)[0])
-        self.num_devices = prod(map(int, found))
+        counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', text.split('\n', 1)[0])
+        self.num_devices = prod(map(int, counts))
         self._sources = _Sources(text)
 
     def _callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
         callers = defaultdict(list)
         for computation in self.computations.values():
-            for one in computation.instructions:
-                for name in one.called:
+            for instruction in computation.instructions:
+                for name in instruction.called:
                     if name not in self.computations:
                         raise HloError(
-                            f'{one.name} calls {name}, which the text does not have: {one.line}'
+                            f'{instruction.name} calls {name}, which the text does not have: '
+                            f'{instruction.line}'
                         )
-                    callers[name].append((computation, one))
+                    callers[name].append((computation, instruction))
         return callers
 
     @cached_property
     def runs(self) -> 'Runs':
-        """How often each computation runs."""
+        """The number of runs of each computation, and the computations that may not run."""
         from megajax.hlo.runs import Runs  # here, because it reads programs
 
         return Runs(self, self._trip_count)
 
     @property
     def times(self) -> dict[str, int]:
-        """How often each computation runs in one run of the program, by name; see `megajax.hlo.runs`."""
+        """The number of runs of each computation in one run of the program, by name.
+
+        See `megajax.hlo.runs`.
+        """
         return self.runs.times
 
     def source(self, instruction: Instruction) -> str:
-        """`file:line < file:line < ...` of the Python frames that made it, innermost first; empty where not recorded."""
+        """The Python frames that made an instruction: `file:line < file:line < ...`.
+
+        Innermost first; empty where the text does not record them.
+        """
         return self._sources.of(instruction)
 
 
@@ -203,22 +217,22 @@ def _computations(text: str) -> Iterator[Computation]:
             if header := _HEADER.match(line):
                 name, instructions = header['name'], []
             elif line.startswith(('%', 'ENTRY ')) or _INSTRUCTION.match(line):
-                raise HloError(f'not the head of a computation: {line.strip()}')
+                raise HloError(f'not the header of a computation: {line.strip()}')
         elif _END.fullmatch(line):
             yield Computation(name=name, instructions=tuple(instructions))
             name = None
         elif line:
             instructions.append(_instruction(line))
     if name is not None:
-        last = instructions[-1].line if instructions else 'its head'
+        last = instructions[-1].line if instructions else 'its header'
         raise HloError(f'the text ends inside the computation {name}, after {last}')
 
 
 def _instruction(line: str) -> Instruction:
-    found = _INSTRUCTION.match(line)
-    if not found:
+    match = _INSTRUCTION.match(line)
+    if not match:
         raise HloError(f'not an instruction: {line.strip()}')
-    rest = found['rest']
+    rest = match['rest']
     end = _closing(rest, 0, line) + 1 if rest.startswith('(') else rest.find(' ')
     opcode, bracket, _ = rest[end:].partition('(')
     if end <= 0 or not bracket or not re.fullmatch(r' [a-z][\w\-]*', opcode):
@@ -231,14 +245,14 @@ def _instruction(line: str) -> Instruction:
     if inputs and not operands and not is_leaf:
         raise HloError(f'operands that are not understood: {line.strip()}')
     return Instruction(
-        name=found['name'],
+        name=match['name'],
         opcode=opcode.strip(),
         type=rest[:end],
         results=_arrays(rest[:end], line),
         inputs=inputs,
         operands=operands,
         attributes=rest[stop + 1 :],
-        is_root=bool(found['root']),
+        is_root=bool(match['root']),
         line=line.strip(),
     )
 
@@ -275,7 +289,10 @@ def _arrays(text: str, line: str) -> tuple[Array, ...]:
 
 
 class _Sources:
-    """The tables of stack frames at the head of the text, or the file and line in each instruction's metadata."""
+    """The Python frames of instructions.
+
+    They are in tables at the head of the text, or as file and line in each instruction's metadata.
+    """
 
     def __init__(self, text: str):
         head = text.split('\n\n%', 1)[0]
@@ -301,8 +318,8 @@ class _Sources:
         }
 
     def of(self, instruction: Instruction) -> str:
-        if found := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
-            return f'{found[1]}:{found[2]}'
+        if match := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
+            return f'{match[1]}:{match[2]}'
         frame = int(instruction.attribute('stack_frame_id') or 0)
         chain: list[str] = []
         while frame in self.frames:
@@ -314,5 +331,5 @@ class _Sources:
 
 
 def _section(head: str, title: str) -> str:
-    _, found, rest = head.partition(f'\n{title}\n')
-    return rest.split('\n\n', 1)[0] if found else ''
+    _, separator, rest = head.partition(f'\n{title}\n')
+    return rest.split('\n\n', 1)[0] if separator else ''

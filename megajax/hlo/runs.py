@@ -1,8 +1,8 @@
-"""How often each computation of a program runs.
+"""The number of runs of each computation of a program.
 
-Trip counts of nested loops are multiplied in. A branch that sends something counts where it runs,
-by the value of its predicate where that follows from the counters of loops; else the branch that
-sends most bytes counts each time. Every other branch counts as run.
+Trip counts of nested loops are multiplied. Where a conditional's branch sends something and its
+predicate follows from loop counters, the branch that runs counts; where the predicate is unknown,
+the branch that sends most bytes counts each time. Every other branch counts as run.
 """
 
 from collections import Counter
@@ -13,18 +13,18 @@ from megajax.hlo.groups import device_groups
 from megajax.hlo.program import Computation, HloError, Instruction, Program
 from megajax.hlo.transfers import arrays_of, kind_of, ring_bytes, whole_of, widest
 
-MAX_STEPS = 20_000  # of loops that are walked step by step; beyond it predicates count as unknown
+MAX_STEPS = 20_000  # steps of loops that are walked; beyond them predicates count as unknown
 
 
 class UnknownLoopError(HloError):
-    """A loop sends something, and neither the compiler nor its caller knows how often it runs."""
+    """A loop that sends something, where neither compiler nor caller knows how often it runs."""
 
 
 class Runs:
-    """Runs of each computation in one run of the program.
+    """The number of runs of each computation in one run of the program.
 
-    `trip_count` is that of loops of unknown length. `at_most` are computations in branches that
-    may not run, known once `times` is.
+    `trip_count` is the number of steps of loops of unknown length. `at_most` has the computations
+    in branches that may not run; it is complete once `times` has been read.
     """
 
     def __init__(self, program: Program, trip_count: int | None):
@@ -35,36 +35,39 @@ class Runs:
 
     @cached_property
     def times(self) -> dict[str, int]:
-        """By the computation's name."""
+        """The number of runs, by name of the computation."""
         counts = self._walk(Run(self._program, self._program.entry))
         return {name: counts[name] for name in self._program.computations}
 
     def _walk(self, run: Run) -> Counter[str]:
-        """The runs in one run of a computation."""
+        """Count the runs of computations in one run of a computation."""
         counts = Counter(self._of_fixed(run.computation))
-        for one in self._open(run.computation):
-            if one.opcode == 'while':
-                counts += self._of_loop(run, one)
-            elif one.opcode == 'conditional':
-                counts += self._of_conditional(run, one)
+        for instruction in self._open(run.computation):
+            if instruction.opcode == 'while':
+                counts += self._of_loop(run, instruction)
+            elif instruction.opcode == 'conditional':
+                counts += self._of_conditional(run, instruction)
             else:
-                for place in range(len(one.called)):
-                    counts += self._walk(self._inside(run, one, place))
+                for place in range(len(instruction.called)):
+                    counts += self._walk(self._inside(run, instruction, place))
         return counts
 
-    def _of_loop(self, run: Run, one: Instruction) -> Counter[str]:
-        loop = run.loop(one)
+    def _of_loop(self, run: Run, instruction: Instruction) -> Counter[str]:
+        loop = run.loop(instruction)
         steps = loop.trip_count
         steps = self._trip_count if steps is None else steps
         if steps is None:
-            known = [part for part in (one.op_name, self._program.source(one)) if part]
+            known = [
+                part for part in (instruction.op_name, self._program.source(instruction)) if part
+            ]
             raise UnknownLoopError(
-                f'the loop {one.name} sends something and XLA does not know how often it runs: '
-                f'give a trip_count, or a fixed number of steps to {" at ".join(known) or one.line}'
+                f'the loop {instruction.name} sends something and XLA does not know how often it '
+                'runs: give a trip_count, or a fixed number of steps to '
+                f'{" at ".join(known) or instruction.line}'
             )
         counts = Counter[str]()
         for which, times in (('body', steps), ('condition', steps + 1)):
-            called = self._program.computations[one.attribute(which) or '']
+            called = self._program.computations[instruction.attribute(which) or '']
             if not self._open(called):
                 counts += _multiplied(self._of_fixed(called), times)
             elif times > self._steps_left:
@@ -75,16 +78,19 @@ class Runs:
                     counts += self._walk(loop.run(which, step))
         return counts
 
-    def _of_conditional(self, run: Run, one: Instruction) -> Counter[str]:
-        if (branch := run.branch(one)) is not None:
-            return self._walk(self._inside(run, one, branch))
-        walked = [self._walk(self._inside(run, one, place)) for place in range(len(one.called))]
+    def _of_conditional(self, run: Run, instruction: Instruction) -> Counter[str]:
+        if (branch := run.branch(instruction)) is not None:
+            return self._walk(self._inside(run, instruction, branch))
+        walked = [
+            self._walk(self._inside(run, instruction, place))
+            for place in range(len(instruction.called))
+        ]
         most = max(walked, key=self._bytes)
         self.at_most |= {*most}
         return most
 
-    def _inside(self, run: Run, one: Instruction, place: int) -> Run:
-        inside = run.inside(one, place)
+    def _inside(self, run: Run, instruction: Instruction, place: int) -> Run:
+        inside = run.inside(instruction, place)
         assert inside is not None
         return inside
 
@@ -93,52 +99,56 @@ class Runs:
         return sum(times * self._own_bytes(computations[name]) for name, times in counts.items())
 
     def _own_bytes(self, computation: Computation) -> float:
-        """Bytes that the instructions of a computation send themselves, without what they call."""
+        """Bytes that the instructions of a computation send, without called computations."""
         total = 0.0
-        for one in computation.instructions:
-            if kind := kind_of(one):
-                size = widest(device_groups(one, self._program.num_devices))
-                for _, operand, result in arrays_of(computation, one):
+        for instruction in computation.instructions:
+            if kind := kind_of(instruction):
+                size = widest(device_groups(instruction, self._program.num_devices))
+                for _, operand, result in arrays_of(computation, instruction):
                     total += ring_bytes(kind, whole_of(kind, operand, result), size)
         return total
 
     def _of_fixed(self, computation: Computation) -> Counter[str]:
-        """The runs in one run of a computation that hang on no predicate."""
+        """Count the runs in one run of a computation that do not depend on a predicate."""
         if computation.name not in self._fixed:
             counts = Counter([computation.name])
-            for one in computation.instructions:
-                if not self._is_open(one):
-                    for name in one.called:
+            for instruction in computation.instructions:
+                if not self._is_open(instruction):
+                    for name in instruction.called:
                         inside = self._of_fixed(self._program.computations[name])
-                        counts += _multiplied(inside, _runs(one, name))
+                        counts += _multiplied(inside, _runs(instruction, name))
             self._fixed[computation.name] = counts
         return self._fixed[computation.name]
 
     def _open(self, computation: Computation) -> list[Instruction]:
-        """The instructions that run something as often as a value says, and it sends something."""
-        return [one for one in computation.instructions if one.called and self._is_open(one)]
+        """The instructions whose called computations send something as often as a value decides."""
+        return [
+            instruction
+            for instruction in computation.instructions
+            if instruction.called and self._is_open(instruction)
+        ]
 
-    def _is_open(self, one: Instruction) -> bool:
-        if _runs(one, '') == 0:
+    def _is_open(self, instruction: Instruction) -> bool:
+        if _runs(instruction, '') == 0:
             return False
-        decisive = self._sending if _decides(one) else self._deciding
-        return not decisive.isdisjoint(one.called)
+        decisive = self._sending if _decides(instruction) else self._deciding
+        return not decisive.isdisjoint(instruction.called)
 
     @cached_property
     def _sending(self) -> set[str]:
-        """Computations that send something, or call one that does."""
+        """The names of computations that send something, or call another that does."""
         computations = self._program.computations.values()
         own = {each.name for each in computations if any(map(kind_of, each.instructions))}
         return self._with_callers(own)
 
     @cached_property
     def _deciding(self) -> set[str]:
-        """Computations where a value decides what is sent, or that call one."""
+        """The names of computations in which a value decides what is sent, and of their callers."""
         own = {
             computation.name
             for computation in self._program.computations.values()
-            for one in computation.instructions
-            if _decides(one) and not self._sending.isdisjoint(one.called)
+            for instruction in computation.instructions
+            if _decides(instruction) and not self._sending.isdisjoint(instruction.called)
         }
         return self._with_callers(own)
 
@@ -152,9 +162,11 @@ class Runs:
         return reached
 
 
-def _decides(one: Instruction) -> bool:
-    """Whether a value says how often it runs what it calls."""
-    return one.opcode == 'conditional' or (one.opcode == 'while' and one.trip_count is None)
+def _decides(instruction: Instruction) -> bool:
+    """Whether a value decides how often an instruction runs the computations that it calls."""
+    return instruction.opcode == 'conditional' or (
+        instruction.opcode == 'while' and instruction.trip_count is None
+    )
 
 
 def _multiplied(counts: Counter[str], times: int) -> Counter[str]:
@@ -162,9 +174,9 @@ def _multiplied(counts: Counter[str], times: int) -> Counter[str]:
 
 
 def _runs(caller: Instruction, name: str) -> int:
-    """How often an instruction runs what it calls."""
+    """The number of times that an instruction runs the computation `name` that it calls."""
     if caller.opcode in ('async-update', 'async-done'):
-        return 0  # older XLAs name again what async-start has started
+        return 0  # older versions of XLA repeat the computation that async-start started
     if caller.opcode != 'while':
         return 1
     runs = 1 if caller.trip_count is None else caller.trip_count

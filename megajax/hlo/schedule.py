@@ -1,4 +1,4 @@
-"""What runs while a collective is under way: the matrix products that the schedule puts between its start and its end."""
+"""Overlap of collectives with the matrix products scheduled between their start and their end."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ Place = tuple[str, str]  # the names of a collective's computation and instructi
 
 
 class Span(NamedTuple):
-    """A collective in the background: the computation that starts it, and where in its order."""
+    """An asynchronous collective: the computation that starts it, and the places in its order."""
 
     home: Computation
     begin: int
@@ -20,31 +20,35 @@ class Span(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The link that a collective crosses, and the seconds that its bytes take there."""
+    """The link that a collective crosses, and the seconds that its bytes take on it."""
 
     link: str
     seconds: float
 
 
 def overlap(program: Program, computation: Computation, start: Instruction) -> tuple[bool, int]:
-    """Whether it is synchronous, and the FLOPs of the matrix products scheduled between its start and its end."""
-    found = span(program, computation, start)
-    if found is None:
+    """Return whether a collective is synchronous, and the FLOPs of products that overlap with it.
+
+    These are the matrix products that are scheduled between its start and its end.
+    """
+    under_way = span(program, computation, start)
+    if under_way is None:
         return True, 0
-    between = found.home.instructions[found.begin + 1 : found.end]
-    return False, sum(flops(program, found.home, one) for one in between)
+    home, begin, end = under_way
+    between = home.instructions[begin + 1 : end]
+    return False, sum(flops(program, home, instruction) for instruction in between)
 
 
 def span(program: Program, computation: Computation, start: Instruction) -> Span | None:
-    """Where a collective starts and ends; None where it is synchronous."""
+    """Find where a collective starts and ends; return None where it is synchronous."""
     home, first = computation, start
-    for caller, one in program.callers.get(computation.name, ()):
-        if one.opcode == 'async-start':
-            home, first = caller, one
+    for caller, instruction in program.callers.get(computation.name, ()):
+        if instruction.opcode == 'async-start':
+            home, first = caller, instruction
     if not first.opcode.endswith('-start') or '"is_sync":true' in first.attributes:
         return None
     order = home.instructions
-    readers = (i for i, one in enumerate(order) if first.name in one.operands)
+    readers = (i for i, instruction in enumerate(order) if first.name in instruction.operands)
     end = next((i for i in readers if order[i].opcode.endswith('-done')), None)
     if end is None:
         raise HloError(f'no end of {first.name}: {first.line}')
@@ -56,12 +60,12 @@ def hidden_seconds(
     sent: Mapping[Place, Sent],
     seconds_of: Callable[[Product], float],
 ) -> dict[Place, float]:
-    """The seconds of each collective's transfer that lie beside matrix products, each time it runs.
+    """The seconds of each collective's transfer that matrix products hide, each time it runs.
 
-    One wire serves the transfers of a link in the order of their start, and a second of a product
-    is spent once per link: on the first transfer in flight until that is done, then on the next.
-    What a loop's own transfers leave of its products, in all its iterations, is there for those in
-    flight around the loop.
+    One wire serves the transfers of a link in the order of their start. A second of a product hides
+    one transfer per link: the first transfer in flight until that is done, then the next. Product
+    seconds of a loop, over all its iterations, that its own transfers do not use can hide transfers
+    in flight around the loop.
     """
     walk = _Walk(program, sent, seconds_of)
     walk.unspent(program.entry)
@@ -69,7 +73,7 @@ def hidden_seconds(
 
 
 class _Walk:
-    """The walk of `hidden_seconds`; each computation is walked once, whoever calls it."""
+    """The walk of `hidden_seconds`, which visits each computation once, whoever calls it."""
 
     def __init__(
         self,
@@ -79,22 +83,22 @@ class _Walk:
     ):
         self.program, self.sent, self.seconds_of = program, sent, seconds_of
         self.hidden = dict.fromkeys(sent, 0.0)
-        self.links = dict.fromkeys(one.link for one in sent.values())
+        self.links = dict.fromkeys(transfer.link for transfer in sent.values())
         self.left: dict[str, dict[str, float]] = {}
 
     @cached_property
     def in_order(self) -> dict[str, dict[int, list[tuple[Place, bool]]]]:
-        """By computation and place in its order, the transfers there, and whether they start."""
-        found = defaultdict[str, dict[int, list[tuple[Place, bool]]]](lambda: defaultdict(list))
+        """The transfers that start (True) or end (False), by computation and place in its order."""
+        events = defaultdict[str, dict[int, list[tuple[Place, bool]]]](lambda: defaultdict(list))
         for place in self.sent:
             computation = self.program.computations[place[0]]
             if under_way := span(self.program, computation, computation.by_name[place[1]]):
-                found[under_way.home.name][under_way.begin].append((place, True))
-                found[under_way.home.name][under_way.end].append((place, False))
-        return found
+                events[under_way.home.name][under_way.begin].append((place, True))
+                events[under_way.home.name][under_way.end].append((place, False))
+        return events
 
     def unspent(self, computation: Computation) -> dict[str, float]:
-        """Seconds of products in one run of a computation that hid nothing there, by link."""
+        """Seconds of products in one run of a computation that hide nothing in it, by link."""
         if computation.name in self.left:
             return self.left[computation.name]
         left = self.left[computation.name] = dict.fromkeys(self.links, 0.0)
@@ -104,7 +108,7 @@ class _Walk:
                 queue = in_flight[self.sent[place].link]
                 if starts:
                     queue.append(place)
-                elif place in queue:  # done, as are those that the wire served before it
+                elif place in queue:  # done, and so are the transfers that the wire served before
                     del queue[: queue.index(place) + 1]
             for link, seconds in self._spendable(computation, instruction).items():
                 left[link] += self._spend(in_flight[link], seconds)
@@ -114,12 +118,12 @@ class _Walk:
         if product := product_of(computation, instruction):
             return dict.fromkeys(self.links, self.seconds_of(product))
         inside = [self.unspent(self.program.computations[name]) for name in instruction.called]
-        return {link: in_all(instruction, [one[link] for one in inside]) for link in self.links}
+        return {link: in_all(instruction, [left[link] for left in inside]) for link in self.links}
 
     def _spend(self, queue: list[Place], seconds: float) -> float:
-        """Hide the transfers in the queue, the first first; what is left of the seconds."""
+        """Hide the transfers in the queue in order; return the seconds that are left."""
         for place in queue:
-            taken = min(seconds, self.sent[place].seconds - self.hidden[place])
-            self.hidden[place] += taken
-            seconds -= taken
+            spent = min(seconds, self.sent[place].seconds - self.hidden[place])
+            self.hidden[place] += spent
+            seconds -= spent
         return seconds

@@ -1,4 +1,4 @@
-"""The text of a compiled program, with the tables that decide what runs."""
+"""The text of a compiled program, including the tables that decide what runs."""
 
 import re
 from math import prod
@@ -6,12 +6,15 @@ from math import prod
 from jax._src.lib import hlo  # type: ignore[attr-defined]
 from jax.stages import Compiled
 
-MAX_ELEMENTS = 1_000_000  # of abbreviated constants together; writing out more would take long
+MAX_ELEMENTS = 1_000_000  # elements in all abbreviated constants; more would take long to write
 _ABBREVIATED = re.compile(r' (\w+)\[([\d,]*)\]\S* constant\(\{\.\.\.\}\)')
 
 
 def program_text(compiled: Compiled) -> str:
-    """HLO text with the tables of integers that XLA abbreviates as `{...}` written out."""
+    """Return HLO text in which tables of integers that XLA abbreviates as `{...}` are written out.
+
+    With more than MAX_ELEMENTS elements they stay abbreviated.
+    """
     text = compiled.as_text()
     assert text is not None
     abbreviated = _ABBREVIATED.findall(text)

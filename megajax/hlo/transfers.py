@@ -1,4 +1,4 @@
-"""What one instruction sends: the kind of collective, the arrays, and the bytes of a ring."""
+"""The transfers of one instruction: kind of collective, arrays and bytes of a ring."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _END = re.compile(rf'({"|".join(KINDS)})-(update|done)')
 
 
 class Sent(NamedTuple):
-    """One array of a collective: its place among the operands, and a device's before and after."""
+    """One array of a collective: its place among the operands; operand and result on a device."""
 
     place: int
     operand: Array
@@ -23,9 +23,12 @@ class Sent(NamedTuple):
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """The kind of collective that an instruction is or starts; HloError if it is not understood."""
-    if found := _KIND.fullmatch(instruction.opcode):
-        return found[1]
+    """The kind of collective that an instruction is or starts; None for other instructions.
+
+    Raises HloError for a collective that is not understood.
+    """
+    if match := _KIND.fullmatch(instruction.opcode):
+        return match[1]
     opcode = instruction.opcode
     is_other = opcode.startswith(KINDS) and not _END.fullmatch(opcode)
     if is_other or (opcode == 'send' and 'is_host_transfer=true' not in instruction.attributes):
@@ -40,19 +43,20 @@ def arrays_of(computation: Computation, instruction: Instruction) -> list[Sent]:
     if len(results) >= 2 * len(inputs) and instruction.opcode.endswith('-start'):
         results = results[len(inputs) :]  # (operands, results, contexts)
     if instruction.opcode.startswith('ragged') and len(inputs) == 6:
-        # The array, where it arrives, and four tables of offsets and sizes, which are not sent.
+        # The operands are the array, its destination, and four tables of offsets and sizes, which
+        # are not sent.
         return [Sent(0, inputs[0], inputs[1])]
     if not inputs or len(results) < len(inputs):
         raise HloError(f'a collective whose operands are not understood: {instruction.line}')
     if instruction.opcode.startswith('all-to-all') and len(inputs) > 1:
-        # One array, cut into what each device gets.
+        # One array, cut into a part for each device.
         parts = inputs[0], results[0]
         return [Sent(0, *(part._replace(shape=(len(inputs), *part.shape)) for part in parts))]
     return [Sent(index, *pair) for index, pair in enumerate(zip(inputs, results, strict=False))]
 
 
 def ring_bytes(kind: str, array: Array, size: int) -> float:
-    """Bytes that each of `size` devices sends by the ring algorithm; `array` is `whole_of` it."""
+    """Bytes that each of `size` devices sends by the ring algorithm; `array` is from `whole_of`."""
     if size < 2:
         return 0
     if kind in ('collective-permute', 'collective-broadcast', 'ragged-all-to-all'):
@@ -61,12 +65,12 @@ def ring_bytes(kind: str, array: Array, size: int) -> float:
 
 
 def whole_of(kind: str, operand: Array, result: Array) -> Array:
-    """What is gathered, reduced or scattered; of a ragged exchange what it sends at most."""
+    """The gathered, reduced or scattered array; for a ragged all-to-all the most that it sends."""
     if kind == 'ragged-all-to-all' or operand.bytes >= result.bytes:
         return operand
     return result
 
 
 def widest(groups: Sequence[Sequence[int]]) -> int:
-    """The number of different devices in the largest group."""
+    """The number of distinct devices in the largest group."""
     return max((len({*group}) for group in groups), default=0)

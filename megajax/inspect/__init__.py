@@ -1,7 +1,8 @@
-"""What XLA inserted, beside what Megatron places by hand.
+"""The collectives that XLA inserted, compared with those that Megatron places manually.
 
-`megajax.inspect(config)` compiles the training step and says what it sends; `megajax.inspect.assert_collectives` holds any function
-to its collectives in a test; `megajax.inspect.run` executes its GPU program and checks what that computes.
+`megajax.inspect(config)` compiles the training step and lists what it sends.
+`megajax.inspect.assert_collectives` checks the collectives of any function in a test.
+`megajax.inspect.run` executes the GPU program of any function and checks its results.
 """
 
 import sys
@@ -23,14 +24,16 @@ __all__ = ['Inspection', 'assert_collectives', 'inspect', 'known_miscompiles', '
 def inspect(
     config: Config, *, target: str = 'cpu', hosts: int | None = None, run: bool = False
 ) -> Inspection:
-    """Compile the training step of `config` for its mesh of `target` devices and compare it with Megatron's; nothing is allocated.
+    """Compile the training step of `config` for its mesh and compare its collectives to Megatron's.
 
-    `hosts` are as few as the mesh needs with at most 8 devices each, unless given. With `run` the program of a GPU is executed too, on
-    simulated CPU devices, and compared with one device. Raises ConfigError for a target or hosts that cannot be.
+    The mesh is of `target` devices; nothing is allocated. Unless given, `hosts` is the smallest
+    number that the mesh needs with at most 8 devices each. With `run` the program for a GPU is also
+    executed, on simulated CPU devices, and compared with one device. Raises ConfigError for an
+    impossible target or number of hosts.
     """
     if run and target == 'cpu':
         raise ConfigError(
-            "run=True executes the program of a GPU: give target='h100', or a100, h200, b200"
+            "run=True executes the program for a GPU: give target='h100', or a100, h200, b200"
         )
     inspection, _ = inspect_with_text(config, target=target, hosts=hosts)
     if not run:
@@ -42,7 +45,7 @@ def inspect(
 
 
 def inspect_with_text(config: Config, *, target: str, hosts: int | None) -> tuple[Inspection, str]:
-    """As `inspect`, with the compiled HLO."""
+    """Do what `inspect` does, and return the compiled HLO too."""
     check_target(target)
     hosts = num_hosts(config.mesh.data * config.mesh.model, hosts)
     from megajax.inspect.audit import audit  # here, because it imports jax
@@ -61,18 +64,23 @@ def assert_collectives(
     permutes: dict[str, Any] | None = None,
     **expected: dict[str, int],
 ) -> None:
-    """Raise AssertionError unless the compiled `function(*args)` has these collectives a run and no others.
+    """Raise AssertionError unless the compiled `function(*args)` has exactly these collectives.
 
-    `function` is any function, jitted or not, with `args` that are arrays or `jax.ShapeDtypeStruct`s with shardings; or, without any, a
-    `jax.stages.Lowered` or `Compiled`. The mesh is that of the arguments, or `mesh`, or the current one. Each keyword is a mesh axis, or
-    several joined by `_and_`, with counts of arrays by kind: `model={'all-reduce': 2}`. Single numbers are not counted. Of a branch that
-    hangs on data the one that sends most counts each time.
+    `function` is any function, jitted or not, with `args` that are arrays or
+    `jax.ShapeDtypeStruct`s with shardings; or, without `args`, a `jax.stages.Lowered` or
+    `Compiled`. The mesh is `mesh`, or the mesh of the arguments, or the current mesh. Each keyword
+    is a mesh axis, or several joined by `_and_`, with counts of arrays per run by kind:
+    `model={'all-reduce': 2}`. Single numbers are not counted. Where data decides which branch runs,
+    the branch that sends most is counted each time.
 
-    `trip_count` is how often a loop runs whose length XLA does not know; without it such a loop that sends something is an error.
+    `trip_count` is the number of steps of loops whose length XLA does not know; without it, such a
+    loop is an error if it sends something.
 
-    A permute that leaves a device without a source hands it zeros, and is an error unless `permutes` declares it: by mesh axis
-    'chain' (i to i + 1 without wrapping), 'ring' (complete, in either direction), pairs of positions along the axis, or a list of
-    these: `permutes={'stage': [(0, 1), (1, 2)]}`. Permutes along a declared axis have these pairs and no others.
+    A permute that leaves a device without a source gives it zeros, and is an error unless
+    `permutes` declares it. By mesh axis, `permutes` has 'chain' (i to i + 1 without wrapping),
+    'ring' (complete, in either direction), pairs of positions along the axis, or a list of these:
+    `permutes={'stage': [(0, 1), (1, 2)]}`. Permutes along a declared axis must have these pairs and
+    no others.
     """
     from megajax.inspect.check import check_collectives
 
@@ -80,10 +88,11 @@ def assert_collectives(
 
 
 def known_miscompiles(program: Any) -> list[str]:
-    """A line for each instruction of a compiled program that shows what XLA is known to compile wrongly.
+    """Return a line for each instruction of a compiled program that matches a known XLA miscompile.
 
-    `program` is a text of compiled HLO or what `jax.jit(f).lower(...).compile()` returns. `docs/miscompiles.md` lists what is known,
-    and which findings a right program may show too.
+    `program` is compiled HLO text or the result of `jax.jit(f).lower(...).compile()`.
+    `docs/miscompiles.md` lists the known miscompiles, and which findings a correct program may show
+    too.
     """
     from megajax.miscompiles import detect
 
@@ -104,25 +113,26 @@ def run(
     bisect: bool = False,
     seed: int = 0,
 ) -> 'GpuRun':
-    """Execute the program that XLA's GPU compiler makes of `function(*args)`, and check its outputs.
+    """Compile `function(*args)` with XLA's GPU compiler, execute the program and check its outputs.
 
     No GPU is needed: the program runs on simulated CPU devices, as many as the mesh has (see
-    `docs/run_the_gpu_program.md`). It is the mesh of the arguments, or else `mesh`, or that of
-    `jax.set_mesh`; an AbstractMesh will do.
+    `docs/run_the_gpu_program.md`). The mesh is the mesh of the arguments, or else `mesh`, or the
+    mesh of `jax.set_mesh`; an AbstractMesh will do.
 
     Args:
-        function: from `jax.jit`, or a plain function, which is jitted.
+        function: a result of `jax.jit`, or a plain function, which is jitted.
         args: arrays, or `jax.ShapeDtypeStruct`s with shardings, whose floating-point numbers are
             drawn from a normal distribution by `seed`.
         target: the GPU to compile for.
-        mesh: where neither the arguments nor `jax.set_mesh` have one.
-        reference: a function of the same arguments that is right, run on one device. Otherwise it
-            is `function` itself on one device, or, if it has a `jax.shard_map`, on the mesh.
-        exact: compute everything of 16 bits in fp32, in both programs.
-        limit: the largest error that passes: 1e-5, with 16-bit numbers 3e-2, exactly 2e-5.
-        compiler_options: XLA's, for the GPU's program.
-        bisect: if an output is wrong, find the pass of the compiler that made it so.
-        seed: of the random arguments.
+        mesh: the mesh where neither the arguments nor `jax.set_mesh` have one.
+        reference: a correct function of the same arguments, run on one device. The default is
+            `function` itself on one device, or, if it has a `jax.shard_map`, on the mesh.
+        exact: compute everything in 16 bits in fp32 instead, in both programs.
+        limit: the largest error that passes; the default is 1e-5, with 16-bit numbers 3e-2, with
+            `exact` 2e-5.
+        compiler_options: XLA's options for the GPU program.
+        bisect: if an output is wrong, find the compiler pass after which it is wrong.
+        seed: the seed of the random arguments.
 
     Raises ConfigError without XLA's GPU compiler, HloError for a program with an instruction that
     has no translation, ValueError and TypeError for arguments that cannot be run.
@@ -145,7 +155,7 @@ def run(
 
 
 class Inspect(types.ModuleType):
-    """The package, which can be called: `megajax.inspect(config)`."""
+    """The type of this package, which makes it callable: `megajax.inspect(config)`."""
 
     assert_collectives = staticmethod(assert_collectives)
     known_miscompiles = staticmethod(known_miscompiles)

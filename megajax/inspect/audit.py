@@ -1,4 +1,4 @@
-"""From a compiled step to an inspection: rows beside Megatron's, the schedule, memory, lint."""
+"""Inspection of a compiled step: a comparison with Megatron, the schedule, memory and lint."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -29,10 +29,10 @@ NUM_REPLICATED = 5
 
 
 def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
-    """Everything that `megajax inspect` says of a compiled step."""
+    """Return everything that `megajax inspect` reports on a compiled step."""
     program = Program(compiled.text)
     every = collectives(program, compiled.mesh)
-    placed = [one for one in every if one.times]
+    placed = [collective for collective in every if collective.times]
     wanted = expected(config)
     rows = _rows(config, placed, wanted)
     schedule = _schedule(config, program, placed, target, compiled.devices_per_host)
@@ -51,8 +51,8 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         schedule=schedule,
         overlapped_share={} if target == 'cpu' else _overlapped_share(placed, compiled.mesh),
         rates=None if target == 'cpu' else rates_of(config, target),
-        wire_seconds=_by_axis(compiled.mesh, schedule, lambda one: one.seconds),
-        hidden_seconds=_by_axis(compiled.mesh, schedule, lambda one: one.hidden_seconds),
+        wire_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.seconds),
+        hidden_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.hidden_seconds),
         products=products,
         memory=_memory(compiled, target),
         findings=lint(
@@ -63,8 +63,8 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
 
 def _rows(config: Config, placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Row]:
     at = defaultdict[Site, tuple[list[Collective], list[Expected]]](lambda: ([], []))
-    for one in placed:
-        at[site_of(one, config)][0].append(one)
+    for collective in placed:
+        at[site_of(collective, config)][0].append(collective)
     for other in wanted:
         at[other.site][1].append(other)
     return [_row(site, *at[site]) for site in sorted(at, key=_place)]
@@ -82,34 +82,36 @@ def _place(site: Site) -> tuple[int, int, str]:
 def _instructions(
     config: Config, program: Program, every: Sequence[Collective]
 ) -> list[CollectiveInstruction]:
-    """One record for each collective instruction of the text."""
+    """A record for each collective instruction of the text."""
     by_name = defaultdict[tuple[str, str], list[Collective]](list)
-    for one in every:
-        by_name[one.computation, one.instruction].append(one)
+    for collective in every:
+        by_name[collective.computation, collective.instruction].append(collective)
     return [
         CollectiveInstruction(
             instruction=name,
             computation=computation,
-            kind=' and '.join(dict.fromkeys(one.kind for one in arrays)),
+            kind=' and '.join(dict.fromkeys(collective.kind for collective in arrays)),
             axis=arrays[0].axis,
             groups=groups_text(program.computations[computation].by_name[name]),
-            arrays=[str(one.whole) for one in arrays],
+            arrays=[str(collective.whole) for collective in arrays],
             times=arrays[0].times,
             at_most=arrays[0].at_most,
-            wire_bytes=sum(one.times * one.wire_bytes for one in arrays),
-            op_name=' and '.join(dict.fromkeys(one.op_name for one in arrays)),
+            wire_bytes=sum(collective.times * collective.wire_bytes for collective in arrays),
+            op_name=' and '.join(dict.fromkeys(collective.op_name for collective in arrays)),
             source=arrays[0].source,
-            site=' and '.join(dict.fromkeys(site_of(one, config).name for one in arrays)),
+            site=' and '.join(
+                dict.fromkeys(site_of(collective, config).name for collective in arrays)
+            ),
         )
         for (computation, name), arrays in by_name.items()
     ]
 
 
 def _row(site: Site, placed: list[Collective], wanted: list[Expected]) -> Row:
-    ours = sum(one.wire_bytes * one.times for one in placed)
-    theirs = sum(one.wire_bytes * one.times for one in wanted)
-    # Of single numbers the contract limits no count: they cost a latency, and XLA joins them.
-    scalars = all(one.is_scalar for one in placed)
+    ours = sum(collective.wire_bytes * collective.times for collective in placed)
+    theirs = sum(transfer.wire_bytes * transfer.times for transfer in wanted)
+    # Single numbers are not counted against Megatron: each costs a latency, and XLA joins them.
+    scalars = all(collective.is_scalar for collective in placed)
     verdict: Verdict = (
         'equal'
         if (scalars and not wanted) or abs(ours - theirs) <= 1e-6 * theirs
@@ -122,10 +124,18 @@ def _row(site: Site, placed: list[Collective], wanted: list[Expected]) -> Row:
         phase=site.phase,
         axis=site.axis,
         placed=_transfers(
-            (one.kind, one.whole, one.times, one.wire_bytes, one.at_most) for one in placed
+            (
+                collective.kind,
+                collective.whole,
+                collective.times,
+                collective.wire_bytes,
+                collective.at_most,
+            )
+            for collective in placed
         ),
         megatron=_transfers(
-            (one.kind, one.array, one.times, one.wire_bytes, False) for one in wanted
+            (transfer.kind, transfer.array, transfer.times, transfer.wire_bytes, False)
+            for transfer in wanted
         ),
         wire_bytes=ours,
         megatron_wire_bytes=theirs,
@@ -177,24 +187,24 @@ def _schedule(
     seconds = transfer_seconds(program, placed, target, devices_per_host)
     return [
         Overlap(
-            site=site_of(one, config).name,
-            phase=site_of(one, config).phase,
-            axis=one.axis,
+            site=site_of(collective, config).name,
+            phase=site_of(collective, config).phase,
+            axis=collective.axis,
             transfer=Transfer(
-                kind=one.kind,
-                array=str(one.whole),
-                times=one.times,
-                wire_bytes=one.times * one.wire_bytes,
+                kind=collective.kind,
+                array=str(collective.whole),
+                times=collective.times,
+                wire_bytes=collective.times * collective.wire_bytes,
             ),
-            synchronous=one.synchronous,
-            overlapped_gflops=one.overlapped_flops / 1e9,
-            seconds=one.times * on_wire,
-            hidden_seconds=one.times * hidden,
-            crosses_hosts=crosses_hosts(one.groups, devices_per_host),
-            source=one.source,
+            synchronous=collective.synchronous,
+            overlapped_gflops=collective.overlapped_flops / 1e9,
+            seconds=collective.times * on_wire,
+            hidden_seconds=collective.times * hidden,
+            crosses_hosts=crosses_hosts(collective.groups, devices_per_host),
+            source=collective.source,
         )
-        for one, (on_wire, hidden) in zip(placed, seconds, strict=True)
-        if not one.is_scalar
+        for collective, (on_wire, hidden) in zip(placed, seconds, strict=True)
+        if not collective.is_scalar
     ]
 
 
@@ -203,29 +213,38 @@ def _by_axis(
     schedule: list[Overlap],
     seconds: Callable[[Overlap], float],
 ) -> dict[str, float]:
-    on_axis = {axis: [one for one in schedule if axis in one.axis.split('+')] for axis in mesh}
+    on_axis = {
+        axis: [overlap for overlap in schedule if axis in overlap.axis.split('+')] for axis in mesh
+    }
     return {axis: sum(map(seconds, over)) for axis, over in on_axis.items() if over}
 
 
 def _overlapped_share(placed: list[Collective], mesh: dict[str, int]) -> dict[str, float]:
     shares = {}
     for axis in mesh:
-        on_axis = [one for one in placed if axis in one.axes]
-        total = sum(one.wire_bytes * one.times for one in on_axis)
-        overlapped = sum(one.wire_bytes * one.times for one in on_axis if one.overlapped_flops)
+        on_axis = [collective for collective in placed if axis in collective.axes]
+        total = sum(collective.wire_bytes * collective.times for collective in on_axis)
+        overlapped = sum(
+            collective.wire_bytes * collective.times
+            for collective in on_axis
+            if collective.overlapped_flops
+        )
         if total:
             shares[axis] = overlapped / total
     return shares
 
 
 def _memory(compiled: CompiledStep, target: str) -> Memory:
-    replicated = sorted(replicated_over_model(compiled), key=lambda one: -one.bytes_per_device)
+    replicated = sorted(
+        replicated_over_model(compiled), key=lambda placement: -placement.bytes_per_device
+    )
     return Memory(
         arguments=compiled.arguments,
         temporaries=compiled.temporaries,
         outputs=compiled.outputs,
         device=hardware(target).memory if target in GPUS else None,
         largest_replicated=[
-            (one.name, one.bytes_per_device) for one in replicated[:NUM_REPLICATED]
+            (placement.name, placement.bytes_per_device)
+            for placement in replicated[:NUM_REPLICATED]
         ],
     )

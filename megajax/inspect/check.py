@@ -1,4 +1,4 @@
-"""Collectives of any compiled function, held to what its author expects."""
+"""Comparison of the collectives of any compiled function with those that its author expects."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ def check_collectives(
     trip_count: int | None = None,
     permutes: Mapping[str, Declared] | None = None,
 ) -> None:
-    """See `megajax.inspect.assert_collectives`."""
+    """Raise AssertionError as `megajax.inspect.assert_collectives` describes."""
     _check_trip_count(trip_count)
     declared = {name: _declarations(name, value) for name, value in (permutes or {}).items()}
     if unknown := {kind for counts in expected.values() for kind in counts} - {*KINDS}:
@@ -41,11 +41,12 @@ def check_collectives(
     axes = {'+'.join(_axes(name, sizes)): Counter(counts) for name, counts in expected.items()}
     allowed = {_axes(name, sizes): _allowed(name, pairs, sizes) for name, pairs in declared.items()}
     program = Program(program_text(_compiled(function, args)), trip_count=trip_count)
-    found = [one for one in collectives(program, sizes) if one.times]
-    if faults := [*_faulty_permutes(found, allowed, prod(sizes.values()))]:
+    executed = [collective for collective in collectives(program, sizes) if collective.times]
+    if faults := [*_faulty_permutes(executed, allowed, prod(sizes.values()))]:
         head = 'the compiled function has permutes that lose data or are not as declared'
         raise AssertionError('\n'.join([head, *faults]))
-    _check_counts(axes, [one for one in found if one.axes and not one.is_scalar])
+    arrays = [collective for collective in executed if not collective.is_scalar]
+    _check_counts(axes, [collective for collective in arrays if collective.axes])
 
 
 def _check_trip_count(count: Any) -> None:
@@ -55,26 +56,26 @@ def _check_trip_count(count: Any) -> None:
     raise ValueError(f'trip_count={count!r}: {reason}')
 
 
-def _check_counts(expected: Mapping[str, Counter[str]], found: Sequence[Collective]) -> None:
+def _check_counts(expected: Mapping[str, Counter[str]], placed: Sequence[Collective]) -> None:
     actual: dict[str, Counter[str]] = {axis: Counter() for axis in expected}
-    for one in found:
-        actual.setdefault(one.axis, Counter())[one.kind] += one.times
+    for collective in placed:
+        actual.setdefault(collective.axis, Counter())[collective.kind] += collective.times
     if any(+actual[axis] != +expected.get(axis, Counter()) for axis in actual):
-        raise AssertionError(_message(expected, actual, found))
+        raise AssertionError(_message(expected, actual, placed))
 
 
 def _compiled(function: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
-    """A compiled program from whatever holds one or can be compiled to one."""
+    """The compiled program of anything that holds one or can be compiled to one."""
     if isinstance(function, jax.stages.Lowered | jax.stages.Compiled):
         if args:
             name = type(function).__name__
-            raise ValueError(f'a {name} program has its arguments already: give none beside it')
+            raise ValueError(f'a {name} program has its arguments already: give no others')
         return function.compile() if isinstance(function, jax.stages.Lowered) else function
     if not hasattr(function, 'lower') and callable(function):
         function = jax.jit(function)
-    takes = hasattr(function, 'lower') and not isinstance(function, str | bytes)
-    compiled = function.lower(*args).compile() if takes else None
-    compiled = getattr(compiled, 'compiled', compiled)  # equinox keeps jax's own in a wrapper
+    can_lower = hasattr(function, 'lower') and not isinstance(function, str | bytes)
+    compiled = function.lower(*args).compile() if can_lower else None
+    compiled = getattr(compiled, 'compiled', compiled)  # equinox wraps jax's Compiled
     if not isinstance(compiled, jax.stages.Compiled):
         raise ValueError(
             'assert_collectives takes a function, a jitted one (jax.jit, equinox.filter_jit: '
@@ -85,7 +86,7 @@ def _compiled(function: Any, args: tuple[Any, ...]) -> jax.stages.Compiled:
 
 
 def _axes(name: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """`model_and_data` in the order of the mesh: ('data', 'model')."""
+    """The axes that a name such as `model_and_data` has, in the mesh's order: ('data', 'model')."""
     axes = {name} if name in mesh else {*name.split('_and_')}
     if unknown := axes - {*mesh}:
         names = ', '.join(sorted(unknown))
@@ -94,7 +95,7 @@ def _axes(name: str, mesh: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None, shardings: Any) -> dict[str, int] | None:
-    """The sizes of the axes of a mesh, or of that on which shardings or what has one lie."""
+    """The axis sizes of `mesh`, or else of the first mesh in a tree of shardings or arrays."""
     if mesh is not None:
         return dict(mesh.shape)
     for leaf in jax.tree.leaves(shardings):
@@ -114,25 +115,27 @@ def _current_mesh() -> dict[str, int]:
 
 
 def _declarations(name: str, value: Declared) -> list[str | Pairs]:
-    """What an author allows along an axis: one declaration, or several in a list."""
-    is_one = isinstance(value, str) or not value or all(_is_pair(one) for one in value)
-    declarations: list[Any] = [value] if is_one else [*value]
-    for one in declarations:
-        if one in ('chain', 'ring'):
+    """The declarations that an author allows along an axis: a single one, or several in a list."""
+    is_single = isinstance(value, str) or not value or all(_is_pair(pair) for pair in value)
+    declarations: list[Any] = [value] if is_single else [*value]
+    for pairs in declarations:
+        if pairs in ('chain', 'ring'):
             continue
-        if not isinstance(one, tuple | list) or not one or not all(_is_pair(pair) for pair in one):
+        is_sequence = isinstance(pairs, tuple | list)
+        if not is_sequence or not pairs or not all(_is_pair(pair) for pair in pairs):
             forms = "pairs of positions along the axis such as [(0, 1), (1, 2)], 'chain' or 'ring'"
-            raise ValueError(f'permutes: {name}={one!r}: give {forms}; no pairs at all lose data')
-        if any(len({*places}) < len(places) for places in zip(*one, strict=True)):
-            reason = 'a position is the source, and the target, of one pair at most'
-            raise ValueError(f'permutes: {name}={one!r}: {reason}')
+            problem = f'permutes: {name}={pairs!r}: give {forms}'
+            raise ValueError(f'{problem}; a permute without pairs loses all data')
+        if any(len({*places}) < len(places) for places in zip(*pairs, strict=True)):
+            reason = 'a position is the source of at most one pair, and the target of at most one'
+            raise ValueError(f'permutes: {name}={pairs!r}: {reason}')
     return declarations
 
 
-def _is_pair(one: Any) -> bool:
-    if not isinstance(one, tuple | list) or len(one) != 2:
+def _is_pair(pair: Any) -> bool:
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
         return False
-    return all(isinstance(place, int) for place in one)
+    return all(isinstance(place, int) for place in pair)
 
 
 def _allowed(
@@ -145,44 +148,45 @@ def _allowed(
     for pairs in declarations:
         places = [] if isinstance(pairs, str) else [place for pair in pairs for place in pair]
         if beyond := [place for place in places if not 0 <= place < size]:
-            raise ValueError(f'permutes: {name} has no position {beyond[0]}: there are {size}')
+            raise ValueError(f'permutes: {name} has no position {beyond[0]}: its size is {size}')
     axes = _axes(name, mesh)
     return [choice for pairs in declarations for choice in along(pairs, axes, mesh)]
 
 
 def _faulty_permutes(
-    found: Sequence[Collective],
+    executed: Sequence[Collective],
     allowed: Mapping[tuple[str, ...], list[DevicePairs]],
     num_devices: int,
 ) -> Iterator[str]:
     anywhere = [pairs for choices in allowed.values() for pairs in choices]
-    for one in found:
-        if one.kind != 'collective-permute' or frozenset(one.groups) in anywhere:
+    for permute in (each for each in executed if each.kind == 'collective-permute'):
+        pairs = permute.groups
+        if frozenset(pairs) in anywhere:
             continue
-        rule, sentence = fault(one.groups, num_devices) or ('', '')
-        if one.axes in allowed:
-            shown = ', '.join(map(str, one.groups[:SHOWN])) + ', ...' * (len(one.groups) > SHOWN)
+        rule, sentence = fault(pairs, num_devices) or ('', '')
+        if permute.axes in allowed:
+            shown = ', '.join(map(str, pairs[:SHOWN])) + ', ...' * (len(pairs) > SHOWN)
             sentence = f'its pairs of devices are not the declared ones: {shown}'
-        elif rule == 'permute without a source' and one.axes:
-            name = '_and_'.join(one.axes)
-            sentence += f"; if that is meant, declare its pairs: permutes={{'{name}': ...}}"
+        elif rule == 'permute without a source' and permute.axes:
+            name = '_and_'.join(permute.axes)
+            sentence += f"; if this is intended, declare its pairs: permutes={{'{name}': ...}}"
         if sentence:
-            axis = one.axis or 'no axis'
-            place = f'{one.op_name} ({one.source})'
-            yield f'  {one.times:4d} x of {one.whole} over {axis} at {place}: {sentence}'
+            array = f'{permute.whole} over {permute.axis or "no axis"}'
+            place = f'{permute.op_name} ({permute.source})'
+            yield f'  {permute.times:4d} x of {array} at {place}: {sentence}'
 
 
 def _message(
     expected: Mapping[str, Counter[str]],
     actual: Mapping[str, Counter[str]],
-    found: Sequence[Collective],
+    placed: Sequence[Collective],
 ) -> str:
     lines = ['the compiled function has other collectives than expected']
     for axis in sorted({*expected, *actual}):
-        wanted, there = (dict(counts.get(axis, {})) or 'none' for counts in (expected, actual))
-        lines.append(f'  over {axis}: expected {wanted}, found {there}')
-    for one in found:
-        times = ('at most ' if one.at_most else '') + f'{one.times} x'
-        place = f'{one.op_name} ({one.source})'
-        lines.append(f'  {times:>6} {one.kind} over {one.axis} of {one.whole} at {place}')
+        wanted, counted = (dict(counts.get(axis, {})) or 'none' for counts in (expected, actual))
+        lines.append(f'  over {axis}: expected {wanted}, found {counted}')
+    for collective in placed:
+        times = ('at most ' if collective.at_most else '') + f'{collective.times} x'
+        array = f'{collective.kind} over {collective.axis} of {collective.whole}'
+        lines.append(f'  {times:>6} {array} at {collective.op_name} ({collective.source})')
     return '\n'.join(lines)

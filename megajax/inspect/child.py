@@ -1,4 +1,4 @@
-"""A process of its own for what compiles, so that the caller's backend and devices stay as they are."""
+"""A child process in which to compile, so that the caller's backend and devices stay unchanged."""
 
 import contextlib
 import os
@@ -17,7 +17,8 @@ def call_in_child(
 ) -> None:
     """Run `python -m module arguments` on the CPU; `say` gets each line that it prints.
 
-    Raises ConfigError where cuDNN's library is missing and where the child does, RuntimeError with its errors where it fails.
+    Raises ConfigError if cuDNN's library is missing or the child raises one, and RuntimeError with
+    the child's errors if it fails otherwise.
     """
     environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'TF_CPP_MIN_LOG_LEVEL': '3'}
     command = [sys.executable, '-m', module, *map(str, arguments)]
@@ -31,22 +32,23 @@ def call_in_child(
                 if say is not None:
                     say(line.rstrip())
         errors.seek(0)
-        told = errors.read()
-    if 'cuDNN not found' in told:
+        output = errors.read()
+    if 'cuDNN not found' in output:
         raise ConfigError(
-            f"target {target}: flash attention needs cuDNN's library to compile: pip install 'megajax[gpu-compile]'"
+            f"target {target}: flash attention needs cuDNN's library to compile: "
+            "pip install 'megajax[gpu-compile]'"
         )
     if child.returncode == ConfigError.exit_code:
         raise ConfigError(
-            *(line.removeprefix(MARK) for line in told.splitlines() if line.startswith(MARK))
+            *(line.removeprefix(MARK) for line in output.splitlines() if line.startswith(MARK))
         )
     if child.returncode:
-        raise RuntimeError(f'the step did not compile for {target}:\n{told}')
+        raise RuntimeError(f'the step did not compile for {target}:\n{output}')
 
 
 @contextlib.contextmanager
 def telling_parent() -> Iterator[None]:
-    """In the child: hand a ConfigError on to the parent, which raises it again."""
+    """Pass a ConfigError from the child on to the parent, which raises it again."""
     try:
         yield
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""The training step, compiled with abstract arguments for devices that need not be there."""
+"""Compilation of the training step with abstract arguments, for devices that need not exist."""
 
 import dataclasses
 import json
@@ -25,18 +25,21 @@ from megajax.train.step import init_state, make_train_step
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledStep:
-    """What the compiler made of a step: its text, its plan of memory in bytes per device, and where the state lies."""
+    """A compiled step: its text, its memory plan and the placements of its state.
 
-    text: str
-    mesh: dict[str, int]
+    The plan has `arguments`, `temporaries` and `outputs`, in bytes per device.
+    """
+
+    text: str  # compiled HLO
+    mesh: dict[str, int]  # size of each axis
     devices_per_host: int
     arguments: int
     temporaries: int
-    outputs: int
+    outputs: int  # without those that reuse the memory of arguments
     parameters: list[Placement]
     optimizer: list[Placement]
     jax_version: str
-    seconds: float
+    seconds: float  # compile time
 
 
 def compile_step(
@@ -45,7 +48,7 @@ def compile_step(
     devices_per_host: int,
     compiler_options: Mapping[str, str | bool] | None = None,
 ) -> CompiledStep:
-    """Compile in this process, for the devices of `mesh`."""
+    """Compile the training step in this process, for the devices of `mesh`."""
     start = time.perf_counter()
     with jax.set_mesh(mesh):
         state = concrete(jax.eval_shape(lambda: init_state(config)))
@@ -73,7 +76,10 @@ def compile_step(
 
 
 def compile_for(config: Config, target: str, hosts: int) -> CompiledStep:
-    """Compile in this process for the mesh of `config` over `hosts` of the target's devices, simulated where the target is a CPU."""
+    """Compile in this process, for the mesh of `config` over `hosts` of the target's devices.
+
+    The devices are simulated where the target is a CPU.
+    """
     data, model = config.mesh.data, config.mesh.model
     per_host = data * model // hosts
     if target == 'cpu':
@@ -85,7 +91,7 @@ def compile_for(config: Config, target: str, hosts: int) -> CompiledStep:
 
 
 def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
-    """Compile in a process of its own, so that the caller's backend and devices stay as they are."""
+    """Compile in a child process, so that the caller's backend and devices stay unchanged."""
     with tempfile.TemporaryDirectory() as folder:
         task, result = Path(folder, 'task'), Path(folder, 'result')
         task.write_text(config.model_dump_json())
@@ -94,11 +100,10 @@ def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
 
 
 def _from_json(text: str) -> CompiledStep:
-    told = json.loads(text)
-    return CompiledStep(
-        **told
-        | {name: [_placement(**one) for one in told[name]] for name in ('parameters', 'optimizer')}
-    )
+    fields = json.loads(text)
+    for name in ('parameters', 'optimizer'):
+        fields[name] = [_placement(**placement) for placement in fields[name]]
+    return CompiledStep(**fields)
 
 
 def _placement(*, shape: list[int], spec: list[Any], **others: Any) -> Placement:
@@ -111,9 +116,8 @@ def _placement(*, shape: list[int], spec: list[Any], **others: Any) -> Placement
 
 def _main(task: str, result: str, target: str, hosts: str) -> None:
     compiled = compile_for(Config.model_validate_json(Path(task).read_bytes()), target, int(hosts))
-    Path(result).write_text(
-        json.dumps(dataclasses.asdict(compiled), default=tuple)
-    )  # a spec is no tuple
+    # `default=tuple` because a PartitionSpec is not a tuple.
+    Path(result).write_text(json.dumps(dataclasses.asdict(compiled), default=tuple))
 
 
 if __name__ == '__main__':

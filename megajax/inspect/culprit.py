@@ -10,15 +10,13 @@ from megajax.inspect.limits import Say, judged
 
 
 def culprit(config: Config, target: str, *, exact: bool, say: Say) -> str:
-    """Compile once more with a dump of every pass, and execute as many of them as halving asks for."""
+    """Compile again with a dump after every pass, and bisect by executing some of the dumps."""
     with tempfile.TemporaryDirectory() as folder:
         say('compiling with a dump of every pass ...')
         step = EmulatedStep(config, target, dump_options(Path(folder)))
 
         def is_right(text: str) -> bool:
-            return all(
-                one.ok
-                for one in judged(step.differences(exact=exact, text=text), config, exact=exact)
-            )
+            differences = step.differences(exact=exact, text=text)
+            return all(result.ok for result in judged(differences, config, exact=exact))
 
         return str(first_wrong(modules(Path(folder)), is_right, say))

@@ -1,8 +1,8 @@
-"""The training step that the GPU compiler made, executed, beside the step on one device.
+"""Execution of a GPU-compiled training step, compared with the step on one device.
 
-Every parameter gets noise first: biases begin at zero, and a fault in one would not show. The
-learning rate, Adam's epsilon and the clipping of gradients are set so that Adam's first moment is a
-multiple of the gradient, and the update a smooth function of it.
+Every parameter gets noise first: biases are initialized to zero, where a fault would not show. The
+learning rate, Adam's epsilon and gradient clipping are set so that Adam's first moment is a
+multiple of the gradient, and the update is a smooth function of it.
 """
 
 import dataclasses
@@ -24,18 +24,18 @@ from megajax.train.feed import abstract_batch, place_batch
 from megajax.train.step import TrainState, init_state, make_train_step
 
 NOISE = 0.05
-LOSS_SCALE = 64.0  # of fp16
+LOSS_SCALE = 64.0  # for fp16
 SMOOTH = {'grad_clip': 1e9, 'lr': 1.0, 'eps': 1.0, 'warmup_steps': 0, 'schedule': 'constant'}
-ROUNDING = 0.1  # of the limit of a gradient, relative to the largest of all gradients
+ROUNDING = 0.1  # tolerated rounding, over a gradient's limit and the largest of all gradients
 GRADIENT = 'gradient of '
 METRICS = 'loss', 'nll', 'grad_norm'
 Values = dict[str, Any]
 
 
 class EmulatedStep:
-    """The step of a config, compiled for a GPU; it needs as many CPU devices as the mesh has.
+    """The step of a config, compiled for a GPU; it needs a CPU device for each device of the mesh.
 
-    With `stored`, the text of a program that was compiled before, nothing is compiled for a GPU.
+    With `stored`, the text of an already compiled program, nothing is compiled for a GPU.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class EmulatedStep:
         self._results = traced.out_info
 
     def differences(self, *, exact: bool = False, text: str | None = None) -> list[Difference]:
-        """Loss, gradients and updated parameters beside those of one device, worst first.
+        """Compare loss, gradients and updated parameters with those of one device, worst first.
 
-        `exact` computes everything of 16 bits in fp32, here and there. `text` is another module of
-        the same program to run, such as one before the last.
+        `exact` computes everything in 16 bits in fp32 instead, in both. `text` is another module of
+        the same program to run, such as a dump after an earlier compiler pass.
         """
         program = self.program if text is None else dataclasses.replace(self.program, text=text)
         expected = reference(_on_one_device(self.config, exact=exact))
@@ -80,21 +80,20 @@ class EmulatedStep:
         pieces = run_on_cpu(program, values, devices, exact=exact)
         tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
         scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
-        rounding = (
-            ROUNDING * limits(self.config, exact=exact)[0]
-        )  # a bias of keys has no gradient but that of rounding
-        of_gradient = {'scale': scale, 'rounding': rounding}
-        found = [
+        # The exact gradient of a bias of keys is zero: all of it is rounding.
+        rounding = ROUNDING * limits(self.config, exact=exact)[0]
+        gradient_options = {'scale': scale, 'rounding': rounding}
+        differences = [
             difference(
-                name, x, expected[name], **(of_gradient if name.startswith(GRADIENT) else {})
+                name, x, expected[name], **(gradient_options if name.startswith(GRADIENT) else {})
             )
             for name, x in _compared(*tree).items()
         ]
-        return sorted(found, key=lambda one: -one.error)
+        return sorted(differences, key=lambda result: -result.error)
 
 
 def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
-    """The config with other values of these keys, checked."""
+    """Return the config with new values for these keys, validated."""
     written = config.model_dump(exclude_unset=True)
     for name, values in sections.items():
         written[name] = written.get(name, {}) | dict(values)
@@ -102,7 +101,7 @@ def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 
 def _on_one_device(config: Config, *, exact: bool) -> Config:
-    """What every variant of a model has in common, so that they share one reference."""
+    """The config of the reference, which all variants of a model share."""
     train = {'microbatches': 1, 'recompute': 'none', 'overlap': 'none'}
     if exact:
         train['dtype'] = 'float32'
@@ -119,14 +118,14 @@ def first_state(config: Config) -> TrainState:
     noisy = jax.tree.map(
         lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params
     )
-    if state.loss_scale is not None:  # the noise would overflow at the scale that a run begins with
+    if state.loss_scale is not None:  # with the noise, a run's initial scale would overflow
         state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
     return state._replace(params=noisy)
 
 
 @functools.lru_cache(maxsize=32)
 def reference(config: Config) -> Values:
-    """By name, the results of a step on one device that are compared."""
+    """The results of a step on one device that are compared, by name."""
     with jax.set_mesh(make_mesh()):
         placed = jax.tree.map(
             lambda x: x.sharding, concrete(jax.eval_shape(lambda: init_state(config)))
@@ -137,7 +136,7 @@ def reference(config: Config) -> Values:
 
 
 def _compared(state: TrainState, metrics: Values) -> Values:
-    """By name: the loss, each gradient (as Adam's first moment) and each parameter after the step."""
+    """The loss, each gradient (as Adam's first moment) and each updated parameter, by name."""
     is_adam = lambda part: hasattr(part, 'mu')  # noqa: E731
     adam = next(filter(is_adam, jax.tree.leaves(state.opt_state, is_leaf=is_adam)))
     return (
@@ -156,7 +155,10 @@ def _by_name(tree: Any) -> Values:
 
 
 def make_batch(config: Config) -> dict[str, np.ndarray]:
-    """Random tokens, of which more count in later rows, and what else a step of the config reads."""
+    """Make a batch of random tokens, with more weighted tokens in later rows.
+
+    It has all arrays that a step of the config reads.
+    """
     random, rows, length = np.random.default_rng(0), config.train.batch_size, config.train.seq_len
     token = random.integers(config.model.vocab_size, size=(rows, length + 1))
     position = np.arange(length)[None].repeat(rows, 0)

@@ -1,4 +1,4 @@
-"""How far an executed step may be from that of one device."""
+"""Limits on the difference between an executed step and the step on one device."""
 
 from collections.abc import Callable, Iterable
 
@@ -6,19 +6,20 @@ from megajax.config import Config
 from megajax.emulate.compare import LIMIT, LIMIT_16_BITS, LIMIT_EXACT, Difference
 from megajax.inspect.result import Compared
 
-# Of the largest element of a gradient, and of the loss; bf16 as it is carries 8 bits of a number.
+# Relative to the largest element of a gradient, and to the loss; a bf16 number has 8 bits of
+# precision.
 LIMITS = {'float32': (LIMIT, 1e-5), 'exact': (LIMIT_EXACT, 1e-5), '16 bits': (LIMIT_16_BITS, 1e-3)}
 LOSSES = 'loss', 'nll'
 Say = Callable[[str], None]
 
 
 def limits(config: Config, *, exact: bool) -> tuple[float, float]:
-    """Those of a gradient and of the loss."""
+    """The limits on a gradient and on the loss."""
     return LIMITS['float32' if config.train.dtype == 'float32' else 'exact' if exact else '16 bits']
 
 
 def judged(differences: Iterable[Difference], config: Config, *, exact: bool) -> list[Compared]:
-    """Each difference with its limit."""
+    """Pair each difference with its limit."""
     gradient, loss = limits(config, exact=exact)
     return [
         Compared(name=name, error=error, limit=loss if name in LOSSES else gradient)

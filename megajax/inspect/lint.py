@@ -1,4 +1,7 @@
-"""What is wrong with a compiled step, and what its user should know; each finding names the place and the fix."""
+"""Findings on a compiled step: errors, and notes that its user should know.
+
+Each finding names the place and the fix.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +19,7 @@ from megajax.inspect.sites import site_of
 from megajax.miscompiles import confirmed, detect_in
 from megajax.parallel.placements import Placement
 
-REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard than to hold
+REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard than to replicate
 
 
 def lint(
@@ -26,7 +29,7 @@ def lint(
     wanted: Sequence[Expected],
     others: Iterable[Finding] = (),
 ) -> list[Finding]:
-    """Every finding, those of others among them, errors first."""
+    """Return all findings, including `others`, errors first."""
     findings = [
         *_replicated(config, compiled),
         *_optimizer_elsewhere(compiled),
@@ -41,15 +44,17 @@ def lint(
 
 
 def known_miscompiles(program: Program, target: str) -> list[Finding]:
-    """Every instruction that shows what XLA is known to compile wrongly."""
+    """The instructions that match a known XLA miscompile, as errors."""
     findings = confirmed(detect_in(program), target)
     return [_error(f'miscompiled: {finding.entry.name}', str(finding)) for finding in findings]
 
 
 def replicated_over_model(compiled: CompiledStep) -> list[Placement]:
-    """Parameters that every device of a `model` group holds whole."""
+    """Parameters that are replicated on every device of a `model` group."""
     return [
-        one for one in compiled.parameters if compiled.mesh['model'] > 1 and 'model' not in one.axes
+        parameter
+        for parameter in compiled.parameters
+        if compiled.mesh['model'] > 1 and 'model' not in parameter.axes
     ]
 
 
@@ -59,13 +64,12 @@ def _error(rule: str, message: str) -> Finding:
 
 def _replicated(config: Config, compiled: CompiledStep) -> Iterator[Finding]:
     declared = dict(parameters(config.model))
-    for one in replicated_over_model(compiled):
-        dims = declared[one.name].dims
-        if one.bytes_per_device > REPLICATED_LIMIT and any(
-            dim in SHARDED_BY_MEGATRON for dim in dims
-        ):
+    for parameter in replicated_over_model(compiled):
+        dims = declared[parameter.name].dims
+        is_sharded_by_megatron = any(dim in SHARDED_BY_MEGATRON for dim in dims)
+        if parameter.bytes_per_device > REPLICATED_LIMIT and is_sharded_by_megatron:
             message = (
-                f'{one} is whole on each of the {config.mesh.model} devices of a model group: '
+                f'{parameter} is replicated on all {config.mesh.model} devices of a model group: '
                 f'map one of its dims, {dims}, to `model` in layout.py'
             )
             yield _error('replicated parameter', message)
@@ -79,7 +83,10 @@ def _optimizer_elsewhere(compiled: CompiledStep) -> Iterator[Finding]:
                 and state.shape == parameter.shape
                 and state.axes != parameter.axes
             ):
-                message = f'{state} does not lie where its parameter lies ({parameter}): create it with the sharding of the parameter'
+                message = (
+                    f'{state} is not sharded like its parameter ({parameter}): '
+                    'create it with the sharding of the parameter'
+                )
                 yield _error('optimizer state elsewhere', message)
 
 
@@ -87,27 +94,26 @@ def _reduced_twice(
     config: Config, placed: Sequence[Collective], wanted: Sequence[Expected]
 ) -> Iterator[Finding]:
     arrays, sources = defaultdict[tuple[Site, tuple[int, ...]], int](int), dict[Site, str]()
-    for one in placed:
-        if (
-            one.kind in ('all-reduce', 'reduce-scatter')
-            and site_of(one, config).phase == 'backward'
-        ):
-            arrays[site_of(one, config), one.whole.dims] += one.times
-            sources[site_of(one, config)] = one.source
+    for collective in placed:
+        site = site_of(collective, config)
+        if collective.kind in ('all-reduce', 'reduce-scatter') and site.phase == 'backward':
+            arrays[site, collective.whole.dims] += collective.times
+            sources[site] = collective.source
     for (site, dims), times in arrays.items():
         allowed = sum(
-            one.times
-            for one in wanted
-            if one.site == site
-            and one.kind in ('all-reduce', 'reduce-scatter')
-            and one.array.dims == dims
+            transfer.times
+            for transfer in wanted
+            if transfer.site == site
+            and transfer.kind in ('all-reduce', 'reduce-scatter')
+            and transfer.array.dims == dims
         )
         if allowed and times > allowed:
-            message = f'the input gradient of {site.name} is reduced {times} times a step, {allowed} in Megatron ({sources[site]}): '
-            yield _error(
-                'input gradient reduced again',
-                message + 'fuse the products that share the input, as QKV and gate and up are',
+            message = (
+                f'the input gradient of {site.name} is reduced {times} times a step, {allowed} in '
+                f'Megatron ({sources[site]}): fuse the products that share the input, '
+                'as in QKV or gate and up'
             )
+            yield _error('input gradient reduced again', message)
 
 
 def _gathered_weights(
@@ -120,23 +126,21 @@ def _gathered_weights(
             shapes = [parameter.shape, parameter.shape[1:]] if stacked else [parameter.shape]
             weights |= {dims: parameter.name for shape in shapes for dims in _spellings(shape)}
     tokens = config.microbatch_rows * config.train.seq_len
-    for one in placed:
-        name = weights.get(tuple(sorted(one.whole.dims)))
-        at_rest = (
-            config.optim.shard and site_of(one, config).name == 'parameters'
-        )  # ZeRO-1, whose bytes have a row of their own
-        if (
-            one.kind == 'all-gather'
-            and name
-            and not at_rest
-            and prod(one.whole.dims[:-1]) != tokens
-        ):
-            message = f'{name} is gathered over {one.axis} at {one.op_name} ({one.source}): contract it where it lies'
+    for collective in placed:
+        dims = collective.whole.dims
+        name = weights.get(tuple(sorted(dims)))
+        # ZeRO-1's gathers have a row of their own.
+        is_zero = config.optim.shard and site_of(collective, config).name == 'parameters'
+        if collective.kind == 'all-gather' and name and not is_zero and prod(dims[:-1]) != tokens:
+            message = (
+                f'{name} is gathered over {collective.axis} at {_place(collective)}: '
+                'multiply by its shards in place'
+            )
             yield _error('gathered weight', message)
 
 
 def _spellings(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Its dims in order of size, whole and flattened to two as a matrix product has them."""
+    """The sorted dims of a shape, and those of the matrices that a product may flatten it to."""
     yield tuple(sorted(size for size in shape if size > 1))
     for cut in range(1, len(shape)):
         yield tuple(sorted((prod(shape[:cut]), prod(shape[cut:]))))
@@ -145,35 +149,46 @@ def _spellings(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
     if config.train.dtype == 'float32':
         return
-    for one in placed:
-        # Of tokens and width: numbers per token, and gradients of vectors, are in fp32 by intent.
+    for collective in placed:
+        dims = collective.whole.dims
+        # Only arrays of tokens by width: numbers per token and gradients of vectors are
+        # intentionally in fp32.
         if (
-            'data' not in one.axes
-            and one.operand.dtype == 'f32'
-            and len(one.whole.dims) > 2
-            and one.whole.dims[-1] >= config.model.hidden_size
+            'data' not in collective.axes
+            and collective.operand.dtype == 'f32'
+            and len(dims) > 2
+            and dims[-1] >= config.model.hidden_size
         ):
-            message = f'{one.kind} of {one.whole} over {one.axis} at {one.op_name} ({one.source}): cast to {config.train.dtype} before it'
-            yield _error('fp32 on the wire', message)
+            array = f'{collective.kind} of {collective.whole} over {collective.axis}'
+            fix = f'cast to {config.train.dtype} before it'
+            yield _error('fp32 on the wire', f'{array} at {_place(collective)}: {fix}')
 
 
 def _lossy_permutes(compiled: CompiledStep, placed: Sequence[Collective]) -> Iterator[Finding]:
-    permutes = [
-        one for one in placed if one.kind == 'collective-permute' and one.groups
-    ]  # without pairs: the register has it
-    for one in permutes:
-        if found := fault(one.groups, prod(compiled.mesh.values())):
-            rule, sentence = found
-            yield _error(
-                rule, f'{one.times} x of {one.whole} at {one.op_name} ({one.source}): {sentence}'
-            )
+    # Permutes without pairs are among the known miscompiles.
+    permutes = [each for each in placed if each.kind == 'collective-permute' and each.groups]
+    for permute in permutes:
+        if problem := fault(permute.groups, prod(compiled.mesh.values())):
+            rule, sentence = problem
+            array = f'{permute.times} x of {permute.whole}'
+            yield _error(rule, f'{array} at {_place(permute)}: {sentence}')
+
+
+def _place(collective: Collective) -> str:
+    return f'{collective.op_name} ({collective.source})'
 
 
 def _padded(config: Config) -> Iterator[Finding]:
     model = config.model
     if model.padded_vocab_size != model.vocab_size:
-        message = f'model.vocab_size {model.vocab_size} is held as {model.padded_vocab_size} rows, whatever the mesh'
+        message = (
+            f'model.vocab_size={model.vocab_size} is padded to {model.padded_vocab_size} rows '
+            'on every mesh'
+        )
         yield Finding(level='note', rule='padded', message=message)
     if model.num_kv_heads < config.mesh.model:
-        message = f'model.num_kv_heads={model.num_kv_heads} is less than mesh.model={config.mesh.model}: keys and values are gathered'
+        message = (
+            f'model.num_kv_heads={model.num_kv_heads} is less than mesh.model={config.mesh.model}: '
+            'keys and values are gathered'
+        )
         yield Finding(level='note', rule='not sharded by head', message=message)

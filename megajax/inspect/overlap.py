@@ -1,4 +1,4 @@
-"""How long each collective is on the wire, and for how long matrix products run beside it."""
+"""Seconds of each collective on the wire, and seconds of these that matrix products hide."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -15,9 +15,10 @@ from megajax.inspect.result import Rates
 
 
 def rates_of(config: Config, target: str) -> Rates:
-    """The rates of a GPU target: its peaks, efficiencies and links, as `megajax plan` has them."""
+    """The rates of a GPU target: its peaks, efficiencies and links, as `megajax plan` uses them."""
     gpu, dtype = hardware(target), config.train.dtype
-    products, attention = (gpu.product_rate(dtype, is_attention=one) for one in (False, True))
+    products = gpu.product_rate(dtype, is_attention=False)
+    attention = gpu.product_rate(dtype, is_attention=True)
     return Rates(
         hardware=gpu.name,
         dtype=dtype,
@@ -36,31 +37,34 @@ def transfer_seconds(
 ) -> list[tuple[float, float]]:
     """Seconds of each collective on the wire, and those that products hide, each time it runs.
 
-    Arrays that XLA joined in one instruction share what is hidden of it by their bytes.
+    Arrays that XLA joined in one instruction share its hidden seconds in proportion to their bytes.
     """
     gpu = hardware(target)
-    places = [(one.computation, one.instruction) for one in placed]
-    seconds = [one.wire_bytes / _bandwidth(gpu, one.groups, devices_per_host) for one in placed]
+    places = [(collective.computation, collective.instruction) for collective in placed]
+    seconds = [
+        collective.wire_bytes / _bandwidth(gpu, collective.groups, devices_per_host)
+        for collective in placed
+    ]
     sent: dict[Place, Sent] = {}
-    total = defaultdict[Place, float](float)
-    for one, place, on_wire in zip(placed, places, seconds, strict=True):
-        total[place] += on_wire
-        link = 'between hosts' if crosses_hosts(one.groups, devices_per_host) else 'inside a host'
-        sent[place] = Sent(link, total[place])
+    totals = defaultdict[Place, float](float)
+    for collective, place, on_wire in zip(placed, places, seconds, strict=True):
+        totals[place] += on_wire
+        crosses = crosses_hosts(collective.groups, devices_per_host)
+        sent[place] = Sent('between hosts' if crosses else 'inside a host', totals[place])
     hidden = hidden_seconds(program, sent, lambda product: product_seconds(product, gpu))
-    shares = {place: hidden[place] / whole if whole else 0.0 for place, whole in total.items()}
+    shares = {place: hidden[place] / total if total else 0.0 for place, total in totals.items()}
     return [(on_wire, on_wire * shares[at]) for at, on_wire in zip(places, seconds, strict=True)]
 
 
 def product_seconds(product: Product, gpu: Hardware) -> float:
-    """A matrix product, or an attention kernel, of which a causal one skips half."""
+    """Seconds of a matrix product or an attention kernel; a causal kernel skips half its FLOPs."""
     name = next((name for name, dtype in DTYPES.items() if dtype == product.dtype), '')
-    done = product.flops / 2 if product.is_causal else product.flops
-    return done / gpu.product_rate(name, is_attention=product.is_attention)
+    flops = product.flops / 2 if product.is_causal else product.flops
+    return flops / gpu.product_rate(name, is_attention=product.is_attention)
 
 
 def _bandwidth(gpu: Hardware, groups: Groups, devices_per_host: int) -> float:
-    """The rate of the slowest group."""
+    """The bandwidth of the slowest group, in bytes per second."""
     on_hosts = [Counter(device // devices_per_host for device in group) for group in groups]
     return min(
         (gpu.ring_bandwidth(members=min(hosts.values()), hosts=len(hosts)) for hosts in on_hosts),

@@ -1,4 +1,4 @@
-"""The matrix products of a compiled step, counted against those that its config computes."""
+"""The matrix products of a compiled step, compared with those that its config requires."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,17 +13,18 @@ from megajax.hlo.program import Program
 from megajax.inspect.result import Finding, Products
 
 TOLERANCE = 1e-3
-PADDED = 8  # elements, to a multiple of which XLA pads the sizes of cuBLAS's 16-bit products
+PADDED = 8  # elements; XLA pads the sizes of cuBLAS's 16-bit products to a multiple of it
 
 
 def count_products(config: Config, program: Program, target: str) -> Products:
-    """FLOPs of a step on one device: of the compiled program, and of the config.
+    """Count the FLOPs of a step on one device: in the compiled program, and by the config.
 
-    XLA computes what `counts/products.py` lists, to the last product, whatever the family, the
-    layout and what is recomputed; only a CPU has no flash attention.
+    XLA computes exactly the products that `counts/products.py` lists, whatever the family, the
+    layout and the recomputation. A CPU has no flash attention.
     """
     flash = uses_flash(config) and target != 'cpu'
-    expected = sum(one.times * one.flops for one in counts.products(config, flash=flash))
+    required = counts.products(config, flash=flash)
+    expected = sum(product.times * product.flops for product in required)
     compiled = rematerialized = 0
     for product, computation, instruction, times in products(program):
         compiled += times * product.flops
@@ -35,8 +36,8 @@ def count_products(config: Config, program: Program, target: str) -> Products:
 def padding(config: Config) -> int:
     """FLOPs that XLA may add on one device where it pads 16-bit products for cuBLAS.
 
-    It pads sizes to multiples of 8. Those of BERT's first tokens, a row a sequence, are the ones
-    that have less; the difference shows in tiny models alone.
+    It pads sizes to multiples of 8. Only the products of BERT's first tokens, with one row per
+    sequence, have smaller sizes; the difference shows only in tiny models.
     """
     if not config.model.is_bert or config.train.dtype == 'float32':
         return 0
@@ -47,7 +48,10 @@ def padding(config: Config) -> int:
 
 
 def products_run_twice(config: Config, program: Program, products: Products) -> Iterator[Finding]:
-    """An error where the compiled step computes more than its config, a note where memory asks it."""
+    """Yield an error if the compiled step computes more than its config requires.
+
+    Products that XLA repeats because memory is short are a note.
+    """
     if products.rematerialized:
         message = (
             f'XLA computes {products.rematerialized / 1e9:,.1f} GFLOP of matrix products a second '
@@ -62,7 +66,7 @@ def products_run_twice(config: Config, program: Program, products: Products) -> 
     again = _repeated(program)
     which = f'; there is more than one of {", ".join(again)}' if again else ''
     message = (
-        f'each device computes {more:,.1f} GFLOP of matrix products more than the config says '
+        f'each device computes {more:,.1f} GFLOP of matrix products more than the config requires '
         f'({products.ratio:.3f} of it){which}: jax 0.11 clones a product that is both used and '
         'stored, unless XLA_FLAGS=--xla_gpu_enable_dynamic_slice_fusion=false'
     )
@@ -70,7 +74,7 @@ def products_run_twice(config: Config, program: Program, products: Products) -> 
 
 
 def _repeated(program: Program, limit: int = 3) -> list[str]:
-    """The largest products of the same path and the same arrays as another."""
+    """The largest products that have the same path and the same arrays as another product."""
     seen = set[tuple[Any, ...]]()
     again = Counter[str]()
     for product, computation, instruction, times in products(program):

@@ -6,7 +6,7 @@ from typing import Any
 from megajax.config import Config
 from megajax.inspect.emulated_step import updated
 
-# In the order in which they are tried: what takes options away comes before what makes sizes smaller.
+# In the order in which they are tried: changes that remove options, before those that reduce sizes.
 _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'train': {'dtype': 'float32'}},
     {'train': {'microbatches': 1}},
@@ -23,7 +23,10 @@ _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
 
 
 def smallest(config: Config, is_wrong: Callable[[Config], bool]) -> Config:
-    """Take away options and halve sizes for as long as the step stays wrong; each try compiles and runs one."""
+    """Remove options and halve sizes for as long as the step stays wrong.
+
+    Each call of `is_wrong` compiles and executes a step.
+    """
     right = set[Config]()
     while True:
         for simpler in _simpler(config):
@@ -56,7 +59,7 @@ def _simpler(config: Config) -> Iterator[Config]:
     for change in changes:
         try:
             simpler = updated(config, **change)
-        except ValueError:  # not a config
+        except ValueError:  # not a valid config
             continue
         if simpler != config:
             yield simpler

@@ -1,4 +1,4 @@
-"""An inspection as tables: on a terminal, and the same as HTML."""
+"""The tables of an inspection, for a terminal and as HTML."""
 
 from collections import defaultdict
 from typing import Literal
@@ -28,21 +28,22 @@ _SHORT = {
 
 
 def to_text(inspection: Inspection, *, width: int = 150) -> str:
-    """Plain text."""
+    """Render an inspection as plain text."""
     return as_text(tables(inspection), width=width)
 
 
 def to_html(inspection: Inspection) -> str:
-    """A fragment for a notebook."""
+    """Render an inspection as an HTML fragment for a notebook."""
     return as_html(tables(inspection))
 
 
 def tables(inspection: Inspection) -> RenderableType:
-    """Everything, for a rich console."""
+    """The complete report, for a rich console."""
     axes = ' x '.join(f'{name}={size}' for name, size in inspection.mesh.items())
     parts: list[RenderableType] = [
         Text(
-            f'{axes}, target {inspection.target}, jax {inspection.jax_version}, compiled in {inspection.compile_seconds:.0f} s'
+            f'{axes}, target {inspection.target}, jax {inspection.jax_version}, '
+            f'compiled in {inspection.compile_seconds:.0f} s'
         ),
         Text(),
         collectives_table(inspection.rows),
@@ -57,7 +58,7 @@ def tables(inspection: Inspection) -> RenderableType:
 
 
 def collectives_table(rows: list[Row]) -> Table:
-    """A row per site, phase and axis; in a cell, a line per kind of array."""
+    """A table with a row per site, phase and axis; a cell has a line per kind of array."""
     table = Table(
         box=None,
         header_style='bold',
@@ -99,7 +100,7 @@ def collectives_table(rows: list[Row]) -> Table:
 
 
 def schedule_table(inspection: Inspection) -> Table:
-    """A row per collective of the GPU program, those that send most first; alike ones share a row."""
+    """A table with a row per group of similar collectives of the GPU program, most bytes first."""
     table = Table(
         box=None, header_style='bold', pad_edge=False, title='schedule', title_justify='left'
     )
@@ -116,35 +117,41 @@ def schedule_table(inspection: Inspection) -> Table:
     ):
         justify: Literal['left', 'right'] = 'right' if name in numbers else 'left'
         table.add_column(name, justify=justify, no_wrap=name != 'source')
-    alike = defaultdict[tuple[str, ...], list[Overlap]](list)
-    for one in sorted(inspection.schedule, key=lambda one: -one.transfer.wire_bytes):
-        alike[one.site, one.phase, one.axis, one.transfer.kind, _matched(one), _link(one)].append(
-            one
+    similar = defaultdict[tuple[str, ...], list[Overlap]](list)
+    for overlap in sorted(inspection.schedule, key=lambda overlap: -overlap.transfer.wire_bytes):
+        key = (
+            overlap.site,
+            overlap.phase,
+            overlap.axis,
+            overlap.transfer.kind,
+            _matched(overlap),
+            _link(overlap),
         )
-    for (site, phase, axis, _, matched, link), group in alike.items():
+        similar[key].append(overlap)
+    for (site, phase, axis, _, matched, link), group in similar.items():
         collective = _cell([group[0].transfer]) + (
             f' and {len(group) - 1} more' if len(group) > 1 else ''
         )
-        size = si(sum(one.transfer.wire_bytes for one in group))
-        on_wire = _ms(sum(one.seconds for one in group))
-        hidden = _ms(sum(one.hidden_seconds for one in group))
+        size = si(sum(overlap.transfer.wire_bytes for overlap in group))
+        on_wire = _ms(sum(overlap.seconds for overlap in group))
+        hidden = _ms(sum(overlap.hidden_seconds for overlap in group))
         source = group[0].source.split(' < ')[0].rpartition('megajax/')[2]
         table.add_row(site, phase, axis, collective, size, on_wire, hidden, matched, link, source)
     return table
 
 
-def _matched(one: Overlap) -> str:
-    if one.overlapped_gflops:
-        return f'{one.overlapped_gflops:,.1f} GFLOP'
-    return 'nothing: synchronous' if one.synchronous else 'no product'
+def _matched(overlap: Overlap) -> str:
+    if overlap.overlapped_gflops:
+        return f'{overlap.overlapped_gflops:,.1f} GFLOP'
+    return 'nothing: synchronous' if overlap.synchronous else 'no product'
 
 
-def _link(one: Overlap) -> str:
-    return 'between hosts' if one.crosses_hosts else 'inside a host'
+def _link(overlap: Overlap) -> str:
+    return 'between hosts' if overlap.crosses_hosts else 'inside a host'
 
 
 def si(count: float) -> str:
-    """Bytes in the largest unit that leaves a digit: 25.4 GB."""
+    """Format bytes in the largest unit that leaves a digit before the point: 25.4 GB."""
     for unit in ('B', 'kB', 'MB', 'GB'):
         if count < 1000:
             return f'{count:.0f} B' if unit == 'B' else f'{count:.1f} {unit}'
@@ -154,8 +161,9 @@ def si(count: float) -> str:
 
 def _cell(transfers: list[Transfer], limit: int = 3) -> str:
     lines = [
-        f'{"at most " * one.at_most}{one.times} {_SHORT.get(one.kind, one.kind)} {one.array}'
-        for one in transfers[:limit]
+        f'{"at most " * transfer.at_most}{transfer.times} '
+        f'{_SHORT.get(transfer.kind, transfer.kind)} {transfer.array}'
+        for transfer in transfers[:limit]
     ]
     if len(transfers) > limit:
         lines.append(f'... {len(transfers) - limit} more arrays')
@@ -179,7 +187,7 @@ def _shares(inspection: Inspection) -> Text:
 
 
 def _seconds(inspection: Inspection) -> list[Text]:
-    """Milliseconds on the wire and beside products, by axis and in all, and at which rates."""
+    """Milliseconds on the wire and beside products, per axis and in total, and the rates used."""
     rates = inspection.rates
     if rates is None:
         return []
@@ -187,8 +195,10 @@ def _seconds(inspection: Inspection) -> list[Text]:
     parts = [
         _hidden(axis, seconds, hidden[axis]) for axis, seconds in inspection.wire_seconds.items()
     ]
-    whole = sum(one.seconds for one in inspection.schedule)
-    parts.append(_hidden('in all', whole, sum(one.hidden_seconds for one in inspection.schedule)))
+    total = sum(overlap.seconds for overlap in inspection.schedule)
+    parts.append(
+        _hidden('in all', total, sum(overlap.hidden_seconds for overlap in inspection.schedule))
+    )
     return [
         Text(f'ms on the wire  {", ".join(parts)}'),
         Text(
@@ -218,38 +228,38 @@ def _products(inspection: Inspection) -> Text:
 def _memory(inspection: Inspection) -> Text:
     memory = inspection.memory
     needed = memory.arguments + memory.temporaries + memory.outputs
-    line = f'memory per device  {si(memory.arguments)} state and batch + {si(memory.temporaries)} temporaries + {si(memory.outputs)} outputs'
-    line += f' = {si(needed)}'
+    line = (
+        f'memory per device  {si(memory.arguments)} state and batch + '
+        f'{si(memory.temporaries)} temporaries + {si(memory.outputs)} outputs = {si(needed)}'
+    )
     if memory.device:
         line += f', {needed / memory.device:.0%} of {si(memory.device)}'
     replicated = ', '.join(f'{name} {si(size)}' for name, size in memory.largest_replicated)
-    return Text(
-        line + (f'\nlargest parameters whole on each device  {replicated}' if replicated else '')
-    )
+    return Text(line + (f'\nlargest replicated parameters  {replicated}' if replicated else ''))
 
 
 def _findings(inspection: Inspection) -> list[Text]:
     return [
-        Text(f'{one.level}: {one.rule}: {one.message}', style=_STYLES[one.level])
-        for one in inspection.findings
+        Text(f'{finding.level}: {finding.rule}: {finding.message}', style=_STYLES[finding.level])
+        for finding in inspection.findings
     ]
 
 
 def _conclusion(inspection: Inspection) -> Text:
     if inspection.ok:
-        executed = ', and what the program computes is right' if inspection.runs else ''
+        executed = ', and the results of the program are correct' if inspection.runs else ''
         return Text(f'ok: no more than Megatron anywhere{executed}', style='green')
     more = [
         f'{row.site} {row.phase} over {row.axis}'
         for row in inspection.rows
         if row.verdict == 'MORE'
     ]
-    errors = sum(one.level == 'error' for one in inspection.findings)
+    errors = sum(finding.level == 'error' for finding in inspection.findings)
     reasons = ([f'MORE than Megatron: {"; ".join(more)}'] if more else []) + (
         [f'{errors} lint errors'] if errors else []
     )
     reasons += (
-        ['the program computes something else than one device']
+        ['the results of the program differ from those of one device']
         if not all(run.ok for run in inspection.runs)
         else []
     )

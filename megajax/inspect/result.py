@@ -1,4 +1,4 @@
-"""What an inspection found: the one model behind the terminal, the notebook and the JSON."""
+"""The results of an inspection, as pydantic models for the terminal, the notebook and JSON."""
 
 from typing import Literal
 
@@ -20,31 +20,34 @@ class Transfer(_Result):
         description='all-reduce, all-gather, reduce-scatter, all-to-all, collective-permute, ...'
     )
     array: str = Field(
-        description='what is gathered, reduced or scattered: dtype and shape on a device'
+        description='dtype and per-device shape of the gathered, reduced or scattered array'
     )
-    times: int = Field(description='per step, trip counts of loops multiplied in')
-    wire_bytes: float = Field(description='per step and device, by the ring algorithm')
+    times: int = Field(description='number per step, multiplied by the trip counts of loops')
+    wire_bytes: float = Field(description='bytes sent per step and device, by the ring algorithm')
     at_most: bool = Field(
-        default=False, description='whether some of it is in a branch that may not be taken'
+        default=False, description='whether part of it is in a branch that may not run'
     )
 
 
 class CollectiveInstruction(_Result):
-    """One collective instruction of the compiled text, also one that no device or no step runs."""
+    """One collective instruction of the compiled text, even if no device or no step runs it."""
 
     instruction: str
     computation: str
     kind: str = Field(
-        description='as in a transfer; several where an XLA for CPUs joined what it means differently'
+        description=(
+            'kind as in a transfer; several kinds where XLA for CPUs joined arrays that are '
+            'interpreted differently'
+        )
     )
     axis: str = Field(description='mesh axes joined by +; empty where no device sends to another')
     groups: str = Field(
-        description='groups of devices, or pairs of source and target, as the text spells them'
+        description='groups of devices, or pairs of source and target, as spelled in the text'
     )
-    arrays: list[str] = Field(description='dtypes and shapes on a device')
-    times: int = Field(description='per step, trip counts of loops multiplied in')
-    at_most: bool = Field(description='whether it is in a branch that may not be taken')
-    wire_bytes: float = Field(description='per step and device, by the ring algorithm')
+    arrays: list[str] = Field(description='dtypes and per-device shapes')
+    times: int = Field(description='number per step, multiplied by the trip counts of loops')
+    at_most: bool = Field(description='whether it is in a branch that may not run')
+    wire_bytes: float = Field(description='bytes sent per step and device, by the ring algorithm')
     op_name: str
     source: str = Field(description='Python frames, innermost first')
     site: str
@@ -58,13 +61,13 @@ class Row(_Result):
     axis: str
     placed: list[Transfer]
     megatron: list[Transfer]
-    wire_bytes: float = Field(description='of what XLA placed, per step and device')
+    wire_bytes: float = Field(description="bytes of XLA's transfers, per step and device")
     megatron_wire_bytes: float
     verdict: Verdict
 
 
 class Overlap(_Result):
-    """How one collective is scheduled on a GPU."""
+    """The schedule of one collective on a GPU."""
 
     site: str
     phase: Phase
@@ -72,62 +75,78 @@ class Overlap(_Result):
     transfer: Transfer
     synchronous: bool
     overlapped_gflops: float = Field(
-        description='of matrix products between its start and its end, on one device, each time'
+        description=(
+            'GFLOP of matrix products between its start and its end, on one device, each time'
+        )
     )
-    seconds: float = Field(description='on the wire, per step, at the rates of the inspection')
+    seconds: float = Field(
+        description='seconds on the wire, per step, at the rates of the inspection'
+    )
     hidden_seconds: float = Field(
-        description='of these, beside matrix products, each of which hides one transfer of a link',
+        description=(
+            'those of the seconds that lie beside matrix products, each of which hides one '
+            'transfer per link'
+        ),
     )
     crosses_hosts: bool
     source: str = Field(description='Python frames, innermost first')
 
 
 class Rates(_Result):
-    """The rates of one GPU that seconds are computed at, per second; latencies are not counted."""
+    """The rates of one GPU from which seconds are computed; latencies are not counted."""
 
     hardware: str
     dtype: str
     products: float = Field(
-        description='FLOPs of products in `dtype`; in another, the same share of its peak',
+        description=(
+            'FLOP/s of products in `dtype`; products in another dtype reach the same share of its '
+            'peak'
+        ),
     )
     attention: float = Field(
-        description='FLOPs of attention kernels; of causal ones, those that the mask leaves',
+        description=(
+            'FLOP/s of attention kernels; for causal kernels only FLOPs that the mask does not hide'
+        ),
     )
-    inside_host: float = Field(description='bytes that a GPU sends')
+    inside_host: float = Field(description='bytes per second that a GPU sends')
     between_hosts: float = Field(
-        description='bytes that a GPU sends, times the GPUs of its group on a host',
+        description=(
+            'bytes per second that a GPU sends; multiplied by the GPUs of its group on a host'
+        ),
     )
 
 
 class Products(_Result):
     """The FLOPs of all matrix products of a step on one device."""
 
-    compiled: float = Field(description='of the compiled program, trip counts multiplied in')
-    expected: float = Field(description='of the config, with what it recomputes')
+    compiled: float = Field(
+        description='FLOPs of the compiled program, multiplied by the trip counts of loops'
+    )
+    expected: float = Field(description='FLOPs that the config requires, recomputation included')
     rematerialized: float = Field(
-        default=0, description='of the compiled ones, what XLA repeats to save memory'
+        default=0, description='those of the compiled FLOPs that XLA repeats to save memory'
     )
 
     @property
     def ratio(self) -> float:
-        """The compiled program's over the config's."""
+        """The FLOPs of the compiled program over those that the config requires."""
         return self.compiled / self.expected
 
 
 class Memory(_Result):
-    """Bytes on one device, as the compiler has planned them."""
+    """The compiler's memory plan, in bytes on one device."""
 
     arguments: int
     temporaries: int
-    outputs: int = Field(description='beside those that reuse the memory of arguments')
-    device: int | None = Field(description='what the device has; None for a CPU')
+    outputs: int = Field(description='outputs that do not reuse the memory of arguments')
+    device: int | None = Field(description='memory of the device; None for a CPU')
     largest_replicated: list[tuple[str, int]] = Field(
-        description='parameters that every device of a model axis holds whole'
+        description='the largest parameters that are replicated over `model`, with their bytes'
     )
 
 
 class Finding(_Result):
-    """One lint: an error makes the exit status 1, a note does not."""
+    """One lint finding: an error makes the exit status 1, a note does not."""
 
     level: Literal['error', 'note']
     rule: str
@@ -135,52 +154,54 @@ class Finding(_Result):
 
 
 class Compared(_Result):
-    """One result of an executed step beside that of one device."""
+    """One result of an executed step, compared with one device."""
 
     name: str
     error: float = Field(
-        description='the largest difference over the largest element of what is expected'
+        description='the largest difference over the largest element of the expected result'
     )
     limit: float
 
     @property
     def ok(self) -> bool:
-        """Within the limit; an error that is not a number is not."""
+        """Whether the error is within the limit; NaN is not."""
         return self.error <= self.limit
 
 
 class StepRun(_Result):
-    """The compiled program of a step, executed on simulated CPU devices and compared with one device."""
+    """An execution of a compiled step on simulated CPU devices, compared with one device."""
 
-    config: str = Field(description='the config that was executed, YAML')
+    config: str = Field(description='the config that was executed, as YAML')
     shrunk: list[str] = Field(
         description='each key that was made smaller so that a CPU can execute the step'
     )
-    exact: bool = Field(description='everything of 16 bits was computed in fp32')
+    exact: bool = Field(description='whether fp32 was used in place of all 16-bit types')
     seconds: float
     results: list[Compared] = Field(
         description='loss, gradients and updated parameters, worst first'
     )
     culprit: str = Field(
         default='',
-        description='the pass of the compiler after which the program is wrong, with --bisect',
+        description='with --bisect, the compiler pass after which the program is wrong',
     )
     smallest: str = Field(
         default='',
-        description='the smallest config of the family whose step is wrong, YAML, with --reduce',
+        description=(
+            'with --reduce, the smallest config of the family whose step is wrong, as YAML'
+        ),
     )
 
     @property
     def ok(self) -> bool:
-        """Every result is within its limit."""
-        return all(one.ok for one in self.results)
+        """Whether every result is within its limit."""
+        return all(result.ok for result in self.results)
 
 
 class Inspection(_Result):
     """The collectives, schedule, memory and lint of one compiled training step."""
 
     schema_version: Literal[1] = 1
-    config: str = Field(description='the resolved config, YAML')
+    config: str = Field(description='the resolved config, as YAML')
     target: str
     mesh: dict[str, int]
     devices_per_host: int
@@ -189,15 +210,19 @@ class Inspection(_Result):
     rows: list[Row]
     collectives: list[CollectiveInstruction]
     ratios: dict[str, float | None] = Field(
-        description='bytes on the wire per axis over those of Megatron; None where Megatron sends none'
+        description=(
+            'per axis, bytes on the wire over those of Megatron; None where Megatron sends none'
+        )
     )
     schedule: list[Overlap]
     overlapped_share: dict[str, float] = Field(
         description='per axis, the share of bytes whose transfer overlaps with matrix products'
     )
-    rates: Rates | None = Field(description='that the seconds are computed at; None for a CPU')
+    rates: Rates | None = Field(
+        description='rates from which the seconds are computed; None for a CPU'
+    )
     wire_seconds: dict[str, float] = Field(
-        description='per axis, of the transfers of `schedule`, per step',
+        description='per axis, seconds of the transfers in `schedule`, per step',
     )
     hidden_seconds: dict[str, float] = Field(
         description='per axis, those of `wire_seconds` that lie beside matrix products',
@@ -205,11 +230,11 @@ class Inspection(_Result):
     products: Products
     memory: Memory
     findings: list[Finding]
-    runs: list[StepRun] = Field(default=[], description='the program, executed, with --run')
+    runs: list[StepRun] = Field(default=[], description='with --run, the executions of the program')
 
     @property
     def ok(self) -> bool:
-        """Nothing is MORE than Megatron, no lint is an error and what was executed is right."""
+        """Whether nothing is MORE than Megatron, no finding is an error and all runs are right."""
         no_more = all(row.verdict != 'MORE' for row in self.rows)
         return (
             no_more

@@ -1,4 +1,4 @@
-"""An executed step as lines of text."""
+"""The lines of a report on an executed step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,10 +11,14 @@ SHOWN = 5
 
 
 def run_lines(runs: Sequence[StepRun]) -> list[Text]:
-    """The verdict and the worst results of each run of a step, what was made smaller for it and what it leaves out."""
+    """The verdict and the worst results of each run of a step.
+
+    Two more lines list the sizes that were reduced for a CPU, and what an execution does not cover.
+    """
     if not runs:
         return []
-    shrunk = [Text(f'made smaller for it: {", ".join(runs[0].shrunk)}')] if runs[0].shrunk else []
+    sizes = ', '.join(runs[0].shrunk)
+    shrunk = [Text(f'made smaller so that a CPU can execute it: {sizes}')] if sizes else []
     return [
         *(line for run in runs for line in _run(run)),
         *shrunk,
@@ -24,15 +28,15 @@ def run_lines(runs: Sequence[StepRun]) -> list[Text]:
 
 
 def _run(run: StepRun) -> Iterator[Text]:
-    kind = 'everything of 16 bits in fp32' if run.exact else 'as it is'
-    wrong = sum(not one.ok for one in run.results)
+    kind = 'with fp32 in place of all 16-bit types' if run.exact else 'as compiled'
+    wrong = sum(not result.ok for result in run.results)
     verdict = (
         f'{wrong} of {len(run.results)} results are WRONG'
         if wrong
         else f'all {len(run.results)} results agree'
     )
-    head = f'executed on simulated CPU devices, {kind}, beside one device: {verdict} ({run.seconds:.0f} s)'
-    yield Text(head, style='bold red' if wrong else 'green')
+    head = f'executed on simulated CPU devices, {kind}, and compared with one device: {verdict}'
+    yield Text(f'{head} ({run.seconds:.0f} s)', style='bold red' if wrong else 'green')
     yield from map(_line, run.results[:SHOWN])
     if run.culprit:
         yield Text(f'right before, wrong after the pass {run.culprit}', style='bold red')
@@ -40,6 +44,6 @@ def _run(run: StepRun) -> Iterator[Text]:
         yield Text(f'the smallest config of the family that is wrong:\n{run.smallest}')
 
 
-def _line(one: Compared) -> Text:
-    text = f'  {one.error:.1e}  {one.name}  (limit {one.limit:.0e})'
-    return Text(text, style='' if one.ok else 'bold red')
+def _line(result: Compared) -> Text:
+    text = f'  {result.error:.1e}  {result.name}  (limit {result.limit:.0e})'
+    return Text(text, style='' if result.ok else 'bold red')

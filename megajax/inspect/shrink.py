@@ -1,22 +1,22 @@
-"""A smaller model of the same family, mesh, layout and options, whose step can be executed on a CPU."""
+"""A smaller model of the same family, mesh, layout and options, for execution on a CPU."""
 
 import math
 
 from megajax.config import Config
 from megajax.counts.parameters import num_parameters
 
-LARGEST = 10_000_000  # parameters of a model that is executed as it is
-MOST_TOKENS = 8192  # of its step
-MOST_DEVICES = 16  # of its mesh, which one process simulates
+LARGEST = 10_000_000  # maximum number of parameters of a model that is executed unchanged
+MOST_TOKENS = 8192  # maximum number of tokens in its step
+MOST_DEVICES = 16  # maximum number of devices in its mesh, which one process simulates
 HEAD_DIM = 64  # Triton cannot tile every product of smaller heads
 MAX_SEQ_LEN = 64
 VOCAB_SIZE = 1000  # padded to 1024 rows, so that the padding is executed too
 
 
 def shrink(config: Config) -> tuple[Config, list[str]]:
-    """A config that can be executed, and each key that was changed for it: `model.num_layers 32 -> 2`.
+    """Return a config that a CPU can execute, and each changed key: `model.num_layers 32 -> 2`.
 
-    The data axis is cut only where the mesh has more than MOST_DEVICES devices.
+    The data axis is reduced only where the mesh has more than MOST_DEVICES devices.
     """
     if _is_small(config):
         return config, []
@@ -65,7 +65,10 @@ def _data(config: Config) -> int:
 
 
 def _heads(config: Config) -> tuple[int, int]:
-    """Key/value and query heads, as few as leave each device whole key/value heads, or a part of one, as before."""
+    """The smallest numbers of key/value heads and query heads that keep the kind of sharding.
+
+    Each device keeps complete key/value heads, or a part of one head, as in the original config.
+    """
     model, shards = config.model, config.mesh.model
     kv_heads = (
         model.num_kv_heads

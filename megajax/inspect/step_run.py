@@ -1,7 +1,7 @@
-"""Execute the compiled step of a config, in a process of its own with simulated devices, and judge it.
+"""Execution of a config's compiled step, on simulated devices in a child process, and its verdict.
 
-Where a result is wrong, the pass of the compiler that made it so and the smallest config that shows
-it can be looked for; each try compiles and runs a program.
+If a result is wrong, one search can find the compiler pass after which it is wrong, and another the
+smallest config that shows it. Each try compiles and executes a program.
 """
 
 import json
@@ -20,9 +20,10 @@ from megajax.inspect.shrink import shrink
 def run_in_child(
     config: Config, target: str, *, bisect: bool, reduce: bool, say: Say
 ) -> list[StepRun]:
-    """Execute the step of `config`, or of a smaller one, as compiled for `target`; `say` hears of its progress.
+    """Execute the step of `config`, or of a smaller config, as compiled for `target`.
 
-    A program of 16 bits runs twice: as it is, and with everything of 16 bits in fp32.
+    A program with 16-bit types runs twice: as compiled, and with fp32 in their place. `say` gets
+    lines about the progress.
     """
     with tempfile.TemporaryDirectory() as folder:
         task, result = Path(folder, 'task'), Path(folder, 'result')
@@ -37,11 +38,11 @@ def run_in_child(
             )
         )
         call_in_child(__name__, task, result, target=target, say=say)
-        return [StepRun.model_validate(one) for one in json.loads(result.read_text())]
+        return [StepRun.model_validate(step_run) for step_run in json.loads(result.read_text())]
 
 
 def run(config: Config, target: str, *, bisect: bool, reduce: bool, say: Say) -> list[StepRun]:
-    """The same in this process, which must have a CPU device for each of the mesh."""
+    """Do the same in this process, which must have a CPU device for each device of the mesh."""
     from megajax.inspect.emulated_step import EmulatedStep
 
     small, changes = shrink(config)
@@ -52,7 +53,7 @@ def run(config: Config, target: str, *, bisect: bool, reduce: bool, say: Say) ->
     for exact in (False,) if small.train.dtype == 'float32' else (False, True):
         say(
             'executing it on simulated CPU devices'
-            + (', everything of 16 bits in fp32 ...' if exact else ' ...')
+            + (', with fp32 in place of all 16-bit types ...' if exact else ' ...')
         )
         results = judged(step.differences(exact=exact), small, exact=exact)
         seconds, start = time.perf_counter() - start, time.perf_counter()
@@ -61,44 +62,46 @@ def run(config: Config, target: str, *, bisect: bool, reduce: bool, say: Say) ->
                 config=dump(small), shrunk=changes, exact=exact, seconds=seconds, results=results
             )
         )
-    return [_explained(one, small, target, bisect=bisect, reduce=reduce, say=say) for one in runs]
+    options = {'bisect': bisect, 'reduce': reduce}
+    return [_explained(step_run, small, target, **options, say=say) for step_run in runs]
 
 
 def _explained(
-    found: StepRun, config: Config, target: str, *, bisect: bool, reduce: bool, say: Say
+    step_run: StepRun, config: Config, target: str, *, bisect: bool, reduce: bool, say: Say
 ) -> StepRun:
-    if found.ok:
-        return found
+    if step_run.ok:
+        return step_run
     from megajax.inspect.culprit import culprit
     from megajax.inspect.emulated_step import EmulatedStep
     from megajax.inspect.reduce import smallest
 
     def is_wrong(simpler: Config) -> bool:
-        exact = found.exact and simpler.train.dtype != 'float32'
+        exact = step_run.exact and simpler.train.dtype != 'float32'
         results = judged(
             EmulatedStep(simpler, target).differences(exact=exact), simpler, exact=exact
         )
-        worst = max(results, key=lambda one: one.error / one.limit)
+        worst = max(results, key=lambda result: result.error / result.limit)
         say(f'{"wrong" if not worst.ok else "right"}: {worst.name} differs by {worst.error:.1e}')
         return not worst.ok
 
     updates = {}
     if bisect:
-        updates['culprit'] = culprit(config, target, exact=found.exact, say=say)
+        updates['culprit'] = culprit(config, target, exact=step_run.exact, say=say)
     if reduce:
         updates['smallest'] = dump(smallest(config, is_wrong))
-    return found.model_copy(update=updates)
+    return step_run.model_copy(update=updates)
 
 
 def _main(task: str, result: str) -> None:
-    told = json.loads(Path(task).read_text())
-    config = Config.model_validate_json(told['config'])
+    request = json.loads(Path(task).read_text())
+    config = Config.model_validate_json(request['config'])
     import jax
 
     jax.config.update('jax_num_cpu_devices', shrink(config)[0].mesh.data * config.mesh.model)
     say = lambda line: print(line, flush=True)  # noqa: E731
-    runs = run(config, told['target'], bisect=told['bisect'], reduce=told['reduce'], say=say)
-    Path(result).write_text(json.dumps([one.model_dump() for one in runs]))
+    bisect, reduce = request['bisect'], request['reduce']
+    runs = run(config, request['target'], bisect=bisect, reduce=reduce, say=say)
+    Path(result).write_text(json.dumps([step_run.model_dump() for step_run in runs]))
 
 
 if __name__ == '__main__':

@@ -6,7 +6,7 @@ from typing import Any
 from megajax.config import ConfigError
 
 Keys = dict[str, Any]
-# What must have this value, or none, for the decoder here to be the same.
+# Arguments that must be absent or have one of these values: otherwise Megatron's decoder differs.
 ONLY: Mapping[str, tuple[Any, ...]] = {
     'pipeline_model_parallel_size': (1,),
     'num_experts': (),
@@ -23,34 +23,32 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     'num_tokentypes': (0,),
     'parallel_output_gate': (False,),
 }
-SCALING = {
-    'low_freq_factor': 1.0,
-    'high_freq_factor': 4.0,
-    'original_max_seq_len': 8192,
-}  # Megatron's own, which it has no arguments for
+# Megatron's constants, for which it has no arguments.
+SCALING = {'low_freq_factor': 1.0, 'high_freq_factor': 4.0, 'original_max_seq_len': 8192}
 
 
 def read_arguments(arguments: Mapping[str, Any], file: str) -> Keys:
-    """The keys of `model` that these arguments stand for; those that are left out have Megatron's defaults.
+    """Return the keys of `model` for these arguments; absent ones have Megatron's defaults.
 
-    Raises ConfigError with each argument whose value is not supported, or that is missing.
+    Raises ConfigError with each argument that is missing or whose value is not supported.
     """
-    wrong = [
+    rejected = [
         (name, arguments[name])
         for name, allowed in ONLY.items()
         if arguments.get(name) not in (None, *allowed)
     ]
-    problems = [f'{file}: {name}={value} is not supported' for name, value in wrong]
+    problems = [f'{file}: {name}={value} is not supported' for name, value in rejected]
     needed = ('num_layers', 'hidden_size', 'num_attention_heads', 'max_position_embeddings')
     problems += [
-        f'{file}: {name} is missing among its arguments'
+        f'{file}: {name} is missing from its arguments'
         for name in needed
         if arguments.get(name) is None
     ]
     position = arguments.get('position_embedding_type', 'learned_absolute')
     if position not in ('learned_absolute', 'rope'):
         problems.append(
-            f'{file}: position_embedding_type={position} is not supported, only learned_absolute and rope'
+            f'{file}: position_embedding_type={position} is not supported, '
+            'only learned_absolute and rope'
         )
     if problems:
         raise ConfigError(*problems)
@@ -68,9 +66,8 @@ def _model(arguments: Mapping[str, Any], rope: bool) -> Keys:
         get('add_bias_linear', True),
         get('swiglu', False),
     )
-    fused = get('openai_gelu', False) or (
-        bias and get('bias_gelu_fusion', True)
-    )  # both are the tanh approximation
+    # Both are the tanh approximation of GELU.
+    fused = get('openai_gelu', False) or (bias and get('bias_gelu_fusion', True))
     model = {
         'num_layers': get('num_layers'),
         'hidden_size': hidden,

@@ -1,4 +1,4 @@
-"""Directories of Hugging Face's, into a run and out of a checkpoint. What is asked is checked before jax is imported."""
+"""Import and export of Hugging Face directories. A request is checked before jax is imported."""
 
 import json
 import logging
@@ -23,19 +23,19 @@ DTYPES = {
     'bfloat16': np.dtype(ml_dtypes.bfloat16),
     'float16': np.dtype(np.float16),
 }
-BEGIN_OF_DOCUMENT = (
-    '<s>',
-    '<|begin_of_text|>',
-)  # Llama 2 and Mistral, Llama 3; others begin a document with the end of the last
-FAMILY, DTYPE = 'imported as', 'imported in'  # in the record of a checkpoint that was imported
+# The start tokens of Llama 2 and Mistral, and of Llama 3; other families begin a document with the
+# end-of-document token of the one before.
+BEGIN_OF_DOCUMENT = '<s>', '<|begin_of_text|>'
+FAMILY, DTYPE = 'imported as', 'imported in'  # keys in the record of an imported checkpoint
 
 logger = logging.getLogger(__name__)
 
 
 def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Config:
-    """Make `out` a run at step 0 with the model, weights and tokenizer.json of a directory; the config of the run.
+    """Make `out` a run at step 0 with a directory's model, weights and tokenizer.json.
 
-    Raises ConfigError for what a config.json asks and is not supported, and for weights that are not whole.
+    Returns the config of the run. Raises ConfigError for settings in config.json that are not
+    supported, and for incomplete weights.
     """
     check_new(out)
     family, model, left = read_config_json(folder)
@@ -43,9 +43,9 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
     config = reload(settings(model, out, tokenizer), overrides, place=str(folder / 'config.json'))
     tensors = read_tensors(folder)
     if left:
-        logger.warning('%s: not used: %s', folder / 'config.json', ', '.join(left))
+        logger.warning('%s: unused keys: %s', folder / 'config.json', ', '.join(left))
     if tokenizer is None:
-        logger.warning('%s has no tokenizer.json: the run is of token ids', folder)
+        logger.warning('%s has no tokenizer.json: the run works on token ids only', folder)
     from megajax.interop.huggingface import from_huggingface
     from megajax.interop.runs import start_run
 
@@ -69,11 +69,13 @@ def export_huggingface(
     dtype: Dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> tuple[str, str]:
-    """Write a run's newest checkpoint, or one of them, as a directory that transformers and vLLM load; its family and dtype.
+    """Write a checkpoint as a directory that transformers and vLLM load; return family and dtype.
 
-    Unless given they are those of the import for a checkpoint that nothing has trained since, so that it comes back bit for bit; else
-    the first family that fits, in fp32, which is what a checkpoint holds. Host memory holds one parameter and a tensor of it at a time.
-    Raises ConfigError if no family can have this model, or `out` is there already.
+    `source` is a run, whose newest checkpoint is written, or one checkpoint. For an imported
+    checkpoint that has not been trained since, family and dtype default to those of the import, so
+    that it is restored bit for bit; otherwise to the first family that fits and to fp32, the dtype
+    of checkpoints. Host memory holds one parameter and one of its tensors at a time. Raises
+    ConfigError if no family can represent this model, or if `out` already exists.
     """
     checkpoint = find_sound(source)
     record = read_record(checkpoint)
@@ -106,17 +108,20 @@ def export_huggingface(
 
 def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
     with np.errstate(over='ignore'):  # the error below says more
-        made = x.astype(DTYPES[dtype], copy=False)
-    if not np.isfinite(made).all():
+        cast = x.astype(DTYPES[dtype], copy=False)
+    if not np.isfinite(cast).all():
         largest = float(np.abs(x).max())
         raise ConfigError(
-            f'{name}: {largest:.6g} is beyond what {dtype} has: export it as bfloat16 or float32'
+            f'{name}: {largest:.6g} is beyond the range of {dtype}: export as bfloat16 or float32'
         )
-    return made
+    return cast
 
 
 def _write_tokenizer(checkpoint: Path, folder: Path, length: int) -> dict[str, Any]:
-    """Copy the tokenizer, if there is one, with what AutoTokenizer asks for; the keys of config.json that depend on it."""
+    """Copy the tokenizer, if there is one, and write the configuration that AutoTokenizer needs.
+
+    Returns the keys of config.json that depend on the tokenizer.
+    """
     if not (checkpoint / TOKENIZER).is_file():
         return {'bos_token_id': None, 'eos_token_id': None}
     from megajax.data.text.tokenizer import load_tokenizer

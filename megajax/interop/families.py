@@ -1,7 +1,7 @@
-"""The families of Hugging Face's that this decoder is, by their config.json, in both directions. Imports no jax.
+"""Reading and writing the config.json of the supported Hugging Face families. Imports no jax.
 
-A family is read strictly: what the decoder here does not compute is refused by key and value. A model is written as a family only if
-reading that again gives the same model.
+A family is read strictly: a setting that megajax's decoder does not implement is rejected with its
+key and value. A model is written as a family only if reading it back gives the same model.
 """
 
 import json
@@ -26,21 +26,26 @@ ROPE = frozenset(
     {'rope_type', 'type', 'rope_theta', 'factor', 'low_freq_factor', 'high_freq_factor'}
     | {'original_max_position_embeddings', 'partial_rotary_factor'}
 )
-IN_TRAINING = frozenset({'dropout', 'init_std'})  # which only some families have a key for
+# Keys of `model` that only some families have a key for.
+IN_TRAINING = frozenset({'dropout', 'init_std'})
 
 
 def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str]]:
-    """The family of a config.json, the keys of `model` that it stands for, and the keys in it that were not used.
+    """Read a config.json: its family, the keys of `model`, and the keys that were not used.
 
     Raises ConfigError with every key and value that is not supported.
     """
     family = keys.get('model_type')
     if family in POST_NORM:
-        why = 'its norms come after the residual connections, and here before them, as in "megatron-bert"'
-        raise ConfigError(f'{file}: model_type: {json.dumps(family)}: {why}')
+        raise ConfigError(
+            f'{file}: model_type: {json.dumps(family)}: '
+            'its norms come after the residual connections, '
+            'but only models with norms before them are supported, such as "megatron-bert"'
+        )
     if family not in ARCHITECTURES:
         raise ConfigError(
-            f'{file}: model_type: {json.dumps(family)}: only {", ".join(ARCHITECTURES)} are supported'
+            f'{file}: model_type: {json.dumps(family)}: '
+            f'only {", ".join(ARCHITECTURES)} are supported'
         )
     read = Reader(keys, file)
     read.only('architectures', [ARCHITECTURES[family]], None, default=None)
@@ -109,7 +114,7 @@ def _read_megatron_bert(read: Reader) -> Keys:
 def _read_dropouts(read: Reader, *keys: str) -> float:
     rates = {key: read.get(key, 0.1) for key in keys}
     if len(set(rates.values())) > 1:
-        read.refuse(keys[-1], rates[keys[-1]], f'the dropouts must be the same, and are {rates}')
+        read.refuse(keys[-1], rates[keys[-1]], f'all dropout rates must be equal, but are {rates}')
     return float(rates[keys[0]])
 
 
@@ -130,7 +135,7 @@ def _read_llama_like(read: Reader, family: str) -> Keys:
             read.refuse(
                 'mlp_bias',
                 not biases,
-                f'only that of attention_bias, {json.dumps(biases)}, is supported',
+                f'only the value of attention_bias, {json.dumps(biases)}, is supported',
             )
     elif biases:
         read.refuse('attention_bias', biases, 'only false is supported')
@@ -158,7 +163,7 @@ def _read_llama_like(read: Reader, family: str) -> Keys:
 
 
 def _refuse_windows(read: Reader, family: str, length: int | None) -> None:
-    """Attention to the last tokens only, where it would be used."""
+    """Reject sliding-window attention if the model would use it."""
     if family == 'mistral':
         window = read.get('sliding_window', 4096)
         if window is not None and length is not None and window < length:
@@ -176,7 +181,11 @@ def _refuse_windows(read: Reader, family: str, length: int | None) -> None:
 
 
 def _read_rope(read: Reader) -> Keys:
-    """Theta and scaling, under `rope_parameters` since transformers 5, and before that under `rope_theta` and `rope_scaling`."""
+    """Read theta and scaling of the rotary embedding.
+
+    transformers 5 has them in `rope_parameters`, earlier versions in `rope_theta` and
+    `rope_scaling`.
+    """
     read.only('partial_rotary_factor', 1, default=1)
     old = read.get('rope_theta', 10000.0), read.get('rope_scaling', None) or {}
     new = read.get('rope_parameters', None)
@@ -230,7 +239,10 @@ def _number(x: Any) -> Any:
 
 
 def read_config_json(folder: Path) -> tuple[str, Keys, list[str]]:
-    """`read_family` of a directory's config.json. Raises ConfigError if there is none."""
+    """Read a directory's config.json as `read_family` does.
+
+    Raises ConfigError as `read_family` does, and for a file that is missing or cannot be parsed.
+    """
     file = folder / 'config.json'
     try:
         keys = json.loads(file.read_bytes())
@@ -239,14 +251,14 @@ def read_config_json(folder: Path) -> tuple[str, Keys, list[str]]:
     except ValueError as error:
         raise ConfigError(f'{file}: not JSON: {error}') from error
     if not isinstance(keys, dict):
-        raise ConfigError(f'{file}: not an object of JSON')
+        raise ConfigError(f'{file}: not a JSON object')
     return read_family(keys, str(file))
 
 
 def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Keys]:
-    """The family that a model belongs to, the first that fits unless one is given, and its config.json.
+    """Return a model's family, by default the first that fits, and its config.json.
 
-    Raises ConfigError, with the keys in the way, if none does.
+    Raises ConfigError, with the keys that are not supported, if no family fits.
     """
     if family and family not in ARCHITECTURES:
         raise ConfigError(f'family {family}: choose among {", ".join(ARCHITECTURES)}')
@@ -270,7 +282,7 @@ def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Ke
 
 
 def _differences(model: ModelConfig, keys: Keys) -> list[str]:
-    """The keys of `model` that are other ones when read back."""
+    """The keys of `model`, with their values, that differ when `keys` are read back."""
     try:
         back = ModelConfig(**read_family(keys, 'config.json')[1])
     except ConfigError as error:

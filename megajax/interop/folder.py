@@ -1,4 +1,7 @@
-"""Where a conversion writes: a run that begins, or a folder that appears under its name when it is complete. Imports no jax."""
+"""Destinations of a conversion: a new run, or a folder that appears only when it is complete.
+
+Imports no jax.
+"""
 
 import fcntl
 import os
@@ -11,23 +14,26 @@ from typing import Any
 from megajax.checkpoint.digests import find_steps
 from megajax.config import ConfigError
 
-SEQ_LEN = 1024  # of training, where the model can read so many
+SEQ_LEN = 1024  # tokens of a training sequence, unless the model's maximum is smaller
 
 
 def check_new(out: Path) -> None:
-    """Raises ConfigError if a run cannot begin in `out`."""
+    """Raise ConfigError unless a run can begin in `out`."""
     if out.exists() and not out.is_dir():
-        raise ConfigError(f'{out} is a file: choose another')
+        raise ConfigError(f'{out} is a file: choose another path')
     if steps := find_steps(out / 'checkpoints'):
         raise ConfigError(
-            f'{out} is a run already, at step {steps[-1]}: choose another, or take it away'
+            f'{out} already holds a run, at step {steps[-1]}: choose another path, or delete it'
         )
 
 
 def settings(
     model: Mapping[str, Any], out: Path, tokenizer: Path | None
 ) -> dict[str, dict[str, Any]]:
-    """The config of a run with an imported model, before overrides: what the model asks of the keys beside it."""
+    """The config of a run with an imported model, before overrides.
+
+    It holds the model and the keys of other sections that depend on it.
+    """
     seq_len = min(SEQ_LEN, model.get('max_seq_len') or SEQ_LEN)
     return {
         'model': dict(model),
@@ -37,31 +43,33 @@ def settings(
 
 
 def tokenizer_of(run: Path) -> str:
-    """`data.tokenizer` of a run that has its own."""
+    """The value of `data.tokenizer` for a run with a tokenizer of its own."""
     return str((run / 'tokenizer.json').absolute())
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill, OUT.partial, which becomes OUT when the block has ended and all is on the disk.
+    """Yield the folder OUT.partial to fill; rename it to OUT when the block ends and it is on disk.
 
-    What a killed one has left there is taken away by the next. Raises ConfigError if OUT is there already, or being made.
+    The remains of a killed conversion are deleted by the next one. Raises ConfigError if OUT
+    already exists, or if another process is writing it.
     """
     out = out.absolute()
     if out.exists():
-        raise ConfigError(f'{out} is there already: take it away, or choose another')
+        raise ConfigError(f'{out} already exists: delete it, or choose another path')
     partial = out.with_name(f'{out.name}.partial')
     try:
         partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY)
     except OSError as error:
-        raise ConfigError(f'{partial} cannot be made: {error.strerror}') from error
+        raise ConfigError(f'{partial} cannot be created: {error.strerror}') from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(
-                f'{partial} is being written by another process: wait for it, or choose another'
+                f'{partial} is being written by another process: '
+                'wait for it, or choose another path'
             ) from None
         _clear(partial)
         yield partial

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's families, to megajax and back: two tables of names and dims, in the letters of `pieces.py`."""
+"""Conversion of the weights of Hugging Face families: three tables of tensor names and dims."""
 
 import re
 from collections.abc import Mapping
@@ -23,12 +23,13 @@ from megajax.interop.pieces import (
 )
 
 HEAD = 'lm_head.weight'
-TIED = {  # where the embedding is the head, to the ends of these names
+# With tied embeddings: copies that a directory may hold, and how the name of the original ends.
+TIED = {
     HEAD: ('wte.weight', 'embed_tokens.weight'),
     'cls.predictions.decoder.weight': ('word_embeddings.weight',),
     'cls.predictions.decoder.bias': ('cls.predictions.bias',),
 }
-# Which older versions saved, and nobody reads.
+# Buffers that older versions of transformers saved and that nobody reads.
 BUFFERS = re.compile(
     r'(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq|embeddings\.position_ids)'
 )
@@ -37,14 +38,14 @@ GATE, UP = slice(0, 1), slice(1, 2)
 
 
 class There(NamedTuple):
-    """A tensor there: its name, where {} is the layer, its dims, and which columns C, or of gate and up U, of the parameter here it is."""
+    """A tensor of a Hugging Face directory, and the part of a parameter that it holds."""
 
-    name: str
+    name: str  # {} stands for the layer's index
     dims: str
-    columns: slice = slice(None)
+    columns: slice = slice(None)  # of C, the columns of a head group, or of U, gate and up
 
 
-# GPT-2's linear layers are [in, out], and its queries come before all keys, and these before all values.
+# GPT-2: linear layers are [in, out]. All queries come before all keys, and these before all values.
 GPT2 = {
     'embedding.table': [There('transformer.wte.weight', 'VD')],
     'position.table': [There('transformer.wpe.weight', 'SD')],
@@ -65,7 +66,8 @@ GPT2 = {
     'head': [There(HEAD, 'VD')],
 }
 
-# Llama, Mistral, Qwen2 and Qwen3; linear layers are [out, in]. Queries of a key/value head are neighbours, as here.
+# Llama, Mistral, Qwen2 and Qwen3: linear layers are [out, in]. The queries of a key/value head are
+# adjacent, as in megajax.
 LLAMA = {
     'embedding.table': [There('model.embed_tokens.weight', 'VD')],
     'layers.attention_norm.weight': [There('model.layers.{}.input_layernorm.weight', 'D')],
@@ -99,7 +101,7 @@ LLAMA = {
 }
 
 
-# MegatronBert, BERT with the norms before the products; linear layers are [out, in].
+# MegatronBert, BERT with the norms before the matrix products: linear layers are [out, in].
 MEGATRON_BERT = {
     'embedding.table': [There('bert.embeddings.word_embeddings.weight', 'VD')],
     'position.table': [There('bert.embeddings.position_embeddings.weight', 'SD')],
@@ -141,17 +143,17 @@ MEGATRON_BERT = {
 
 
 def huggingface_pieces(model: ModelConfig, shapes: Mapping[str, Shape]) -> Pieces:
-    """What each parameter is made of in a family's tensors; the padding of the vocabulary is in none."""
+    """The pieces of each parameter in a family's tensors, which omit the vocabulary's padding."""
     tables = {'bert': MEGATRON_BERT, 'gpt2': GPT2, 'llama': LLAMA}
     family = _family(model)
     dims, vocab = dims_here(model), slice(0, model.vocab_size)
 
     def pieces(path: str, shape: Shape) -> list[Piece]:
-        found = []
+        pieces_of_path = []
         for there in tensors_of(tables[family], path, family):
             ranges = {'C': there.columns, 'U': there.columns, 'V': vocab}
-            found += make_pieces(there.name, there.dims, dims[path], shape, ranges)
-        return found
+            pieces_of_path += make_pieces(there.name, there.dims, dims[path], shape, ranges)
+        return pieces_of_path
 
     return {path: pieces(path, shape) for path, shape in shapes.items()}
 
@@ -165,24 +167,28 @@ def _family(model: ModelConfig) -> str:
 def from_huggingface(
     config: Config, tensors: Mapping[str, np.ndarray], *, source: str
 ) -> nnx.State:
-    """A family's tensors as parameters: fp32, in their places on the current mesh; raises ConfigError, which names `source`.
+    """Return a family's tensors as parameters: in fp32, placed on the current mesh.
 
-    The vocabulary is padded with zeros. What is mapped in `tensors` is read once, each process what its devices get.
+    The vocabulary is padded with zeros. Memory-mapped `tensors` are read once, and each process
+    reads only what its devices get. Raises ConfigError, which names `source`, for tensors that do
+    not fit the model.
     """
     abstract = abstract_params(config)
     pieces = huggingface_pieces(config.model, shapes_of(abstract))
     tensors = _named_as_saved(config.model, tensors, source)
-    check(abstract, pieces, tensors, of=source, keys='config.json decides which there are')
+    check(abstract, pieces, tensors, of=source, keys='config.json decides which tensors exist')
     return place(abstract, pieces, tensors, of=source)
 
 
 def _named_as_saved(
     model: ModelConfig, tensors: Mapping[str, np.ndarray], source: str
 ) -> dict[str, np.ndarray]:
-    """The tensors by the names that `save_pretrained` of the whole model gives them, and without what nobody reads."""
-    bare = _family(model) == 'gpt2' and not any(
-        name.startswith('transformer.') for name in tensors
-    )  # as it was released
+    """The tensors under the names that `save_pretrained` of the full model gives them.
+
+    Unused buffers, and copies of tied tensors, are left out.
+    """
+    # GPT-2 was released without the prefix.
+    bare = _family(model) == 'gpt2' and not any(name.startswith('transformer.') for name in tensors)
     named = {
         f'transformer.{name}' if bare and name != HEAD else name: x
         for name, x in tensors.items()
@@ -193,10 +199,10 @@ def _named_as_saved(
             ((name, x) for name, x in named.items() if name.endswith(TIED[copy])), ('', None)
         )
         if x is not None and not np.array_equal(named[copy], x):
-            check_finite(name, x, of=source)  # NaN is not even equal to itself
+            check_finite(name, x, of=source)  # NaN would differ even from itself
             what = 'the embedding' if copy.endswith('weight') else name
             raise ConfigError(
-                f'{source}: {copy} is not {what}, and tie_word_embeddings says that it is'
+                f'{source}: {copy} differs from {what}, but tie_word_embeddings says they are tied'
             )
         del named[copy]
     return named

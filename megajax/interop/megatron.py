@@ -1,11 +1,11 @@
-"""Weights of megatron-core, to megajax and back: a table of names and dims.
+"""Conversion of megatron-core's weights to megajax and back: a table of names and dims.
 
-Its arrays are named as in its local layer specification (that of Transformer Engine has the norms under `linear_qkv` and
-`linear_fc1`). Its linear weights are [out, in], and each layer has names of its own. Heads and gates come in the same order on both
-sides: `linear_qkv` by key/value head, [queries, key, value] x head dim each, `linear_fc1` of SwiGLU [gate, up].
+The names are those of megatron-core's local layer specification (Transformer Engine's has the norms
+under `linear_qkv` and `linear_fc1`). Linear weights are [out, in], and each layer has its own
+names. Heads and gates have the same order in both formats: `linear_qkv` by key/value head,
+[queries, key, value] x head dim each, `linear_fc1` of SwiGLU [gate, up].
 
-The letters are those of `parallel/layout.py`; a dim in
-SHARDED_BY_MEGATRON is cut over the ranks of a tensor-parallel group, in equal parts.
+A dim in SHARDED_BY_MEGATRON is split over the ranks of a tensor-parallel group, in equal parts.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from megajax.interop.pieces import (
     tensors_of,
 )
 
-# The parameter here: (megatron-core's name, where {} is the layer; its dims)
+# megajax's parameter: (megatron-core's name, where {} stands for the layer's index; its dims)
 NAMES: dict[str, tuple[str, str]] = {
     'embedding.table': ('embedding.word_embeddings.weight', 'VD'),
     'position.table': ('embedding.position_embeddings.weight', 'SD'),
@@ -61,14 +61,17 @@ NAMES: dict[str, tuple[str, str]] = {
     'norm.bias': ('decoder.final_layernorm.bias', 'D'),
     'head': ('output_layer.weight', 'VD'),
 }
-KEYS = 'model.num_layers, norm, position, qk_norm, bias, qkv_bias and tie_embeddings decide which there are'
+KEYS = (
+    'model.num_layers, norm, position, qk_norm, bias, qkv_bias and tie_embeddings '
+    'decide which tensors exist'
+)
 
 
 def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
-    """Megatron's weights, merged over its ranks, as parameters: fp32, in their places on the current mesh.
+    """Return Megatron's weights, merged over its ranks, as parameters on the current mesh, in fp32.
 
-    The vocabulary has `model.vocab_size` rows in `weights` and is padded with zeros. Raises ConfigError with all names that are
-    missing or not expected and all wrong shapes and dtypes.
+    The vocabulary has `model.vocab_size` rows in `weights` and is padded with zeros. Raises
+    ConfigError with all missing and unexpected names and all wrong shapes and dtypes.
     """
     abstract = abstract_params(config)
     pieces = megatron_pieces(config.model, shapes_of(abstract))
@@ -77,7 +80,10 @@ def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
 
 
 def to_megatron(config: Config, params: nnx.State) -> dict[str, np.ndarray]:
-    """The reverse, bit for bit and without the padding of the vocabulary; of gradients too, which lie as the parameters do."""
+    """Return parameters as Megatron's weights, bit for bit, without the vocabulary's padding.
+
+    It converts gradients too, because they have the same shapes and placements.
+    """
     weights: dict[str, np.ndarray] = {}
     pieces = megatron_pieces(config.model, shapes_of(params))
     for path, param in nnx.to_flat_state(params):
@@ -94,15 +100,21 @@ def megatron_pieces(
     ranks: int = 1,
     vocab_rows: int | None = None,
 ) -> Pieces:
-    """What each parameter is made of, on one rank of a tensor-parallel group; `vocab_rows` are those of all ranks, padding too."""
+    """The pieces of each parameter on one rank of a tensor-parallel group.
+
+    `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included.
+    Raises ConfigError for BERT, and if the ranks do not divide the model.
+    """
     if model.is_bert:
         raise ConfigError(
-            f'model.objective={model.objective}: only models of next tokens are read and written as Megatron-LM has them'
+            f'model.objective={model.objective}: '
+            "only next-token models can be converted from and to Megatron-LM's format"
         )
     rows = (vocab_rows or model.vocab_size) // ranks
     if model.num_kv_heads % ranks or model.ffn_size % ranks:
         raise ConfigError(
-            f'{ranks} tensor-parallel ranks must divide model.num_kv_heads={model.num_kv_heads} and model.ffn_size={model.ffn_size}'
+            f'{ranks} tensor-parallel ranks must divide model.num_kv_heads={model.num_kv_heads} '
+            f'and model.ffn_size={model.ffn_size}'
         )
     pieces, dims = {}, dims_here(model)
     for path, shape in shapes.items():

@@ -1,10 +1,10 @@
-"""Between arrays of other formats and the parameters here: what is a part of what, and both ways.
+"""The correspondence between tensors of other formats and megajax's parameters, in both directions.
 
-A parameter here is one array, its layers stacked and its fused products whole; other formats keep each layer, projection or
-tensor-parallel rank in an array of its own. A `Piece` says where one of those lies in a parameter, so that import and export are
-the same table read in two directions, and one device's shard can be filled without the rest.
-
-Dims are written in the letters of `parallel/layout.py`.
+A parameter of megajax is one array, with its layers stacked and its fused products unsplit; other
+formats store each layer, projection or tensor-parallel rank in an array of its own. A `Piece` says
+where such an array lies in a parameter, so import and export read the same table in two directions,
+and the shard of one device can be filled without the rest. "Here" means in megajax, "there" in the
+other format.
 """
 
 import math
@@ -23,13 +23,12 @@ from flax import nnx
 from megajax.config import ConfigError, ModelConfig
 from megajax.counts.parameters import parameters
 
-TILE = (
-    16  # elements: of fp32 a cache line, which makes a transposition in numpy several times as fast
-)
+# Elements of a tile's side: a cache line in fp32, with which numpy transposes several times faster.
+TILE = 16
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
-ALIGNMENT = 64  # bytes; a CPU device takes a block that is aligned so as it is, without a copy
+ALIGNMENT = 64  # bytes; a CPU device uses a block with this alignment without a copy
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -38,21 +37,24 @@ At = tuple[slice, ...]
 
 
 class Piece(NamedTuple):
-    """An array of another format: its name and shape, its dims `split` into those here, their `order` here, and where it lies in ours."""
+    """An array of another format, and its place in a parameter here."""
 
     name: str
     shape: Shape
-    split: Shape
-    order: tuple[int, ...]
-    at: At
+    split: Shape  # its shape with its dims split into the parameter's dims
+    order: tuple[int, ...]  # transposition of the split dims to the order of the parameter's
+    at: At  # the region of the parameter that it fills
 
     def view(self, x: np.ndarray) -> np.ndarray:
-        """The array's own memory, in the dims of the parameter here; what is beyond `at` is padding of the other format's."""
+        """Return the array as a view with the parameter's dims.
+
+        Elements beyond `at` are the other format's padding.
+        """
         return x.reshape(self.split).transpose(self.order)
 
 
-Pieces = Mapping[str, Sequence[Piece]]  # by the name of the parameter here
-Entry = TypeVar('Entry')  # of a table of another format's tensors
+Pieces = Mapping[str, Sequence[Piece]]  # the pieces of each parameter, by its name
+Entry = TypeVar('Entry')  # an entry in a table of another format's tensors
 
 
 def dims_here(model: ModelConfig) -> dict[str, str]:
@@ -61,7 +63,10 @@ def dims_here(model: ModelConfig) -> dict[str, str]:
 
 
 def tensors_of(table: Mapping[str, Entry], name: str, of: str) -> Entry:
-    """What a parameter is in another format. Raises ConfigError where that `of` has no such thing."""
+    """Return a parameter's entry in the table of format `of`.
+
+    Raises ConfigError if the format has no tensor for it.
+    """
     if name not in table:
         raise ConfigError(f'{name}: {of} has no tensor for this parameter')
     return table[name]
@@ -75,10 +80,12 @@ def make_pieces(
     ranges: Mapping[str, slice] = NOTHING,
     sizes: Mapping[str, int] = NOTHING,
 ) -> list[Piece]:
-    """The pieces `there`, for example '(KCH)D' for [K*C*H, D], of a parameter of `shape` with the dims `here`, for example 'LDKCH'.
+    """Return the pieces of a parameter: one for each layer, or one if it belongs to no layer.
 
-    One for each layer, whose number takes the place of {} in `name`, or one of what no layer has. `ranges` says which part of a dim
-    they are, if not all of it, and `sizes` how long that dim is there, if it is padded.
+    The pieces have the dims `there`, for example '(KCH)D' for [K*C*H, D], and the parameter has
+    `shape` and the dims `here`, for example 'LDKCH'. The layer's index replaces {} in `name`.
+    `ranges` gives the part of a dim that a piece holds, if not all of it, and `sizes` the length of
+    a dim in the other format, if it is padded.
     """
     if 'L' not in here:
         return [_make_piece(name, there, here, shape, ranges, sizes)]
@@ -104,9 +111,8 @@ def _make_piece(
     }
     counts = {dim: sizes.get(dim, part.stop - part.start) for dim, part in at.items()}
     groups = [''.join(dim for dim in group if dim in here) for group in _groups(there)]
-    dims = ''.join(dim for dim in here if dim not in ''.join(groups)) + ''.join(
-        groups
-    )  # one layer is a dim of size 1
+    # A dim that the piece lacks, such as the layer, has size 1.
+    dims = ''.join(dim for dim in here if dim not in ''.join(groups)) + ''.join(groups)
     return Piece(
         name=name,
         shape=tuple(math.prod(counts[dim] for dim in group) for group in groups),
@@ -117,7 +123,7 @@ def _make_piece(
 
 
 def _groups(there: str) -> Iterator[str]:
-    """'(KCH)D' is 'KCH' and 'D'."""
+    """Split '(KCH)D' into 'KCH' and 'D'."""
     for part in there.replace('(', ' (').replace(')', ' ').split():
         yield from [part[1:]] if part.startswith('(') else part
 
@@ -125,20 +131,22 @@ def _groups(there: str) -> Iterator[str]:
 def check(
     abstract: nnx.State, pieces: Pieces, weights: Mapping[str, Any], *, of: str, keys: str
 ) -> None:
-    """Raises ConfigError with all names that are missing or not expected and all wrong shapes and dtypes in `weights`.
+    """Raise ConfigError unless `weights` are exactly the tensors of `pieces`.
 
-    `of` names them in the messages, and `keys` says what decides which there are.
+    It lists all missing and unexpected names and all wrong shapes and dtypes. In the messages `of`
+    names the source, and `keys` says which settings decide which tensors exist.
     """
     dtypes = {*DTYPES, *(leaf.dtype for leaf in jax.tree.leaves(abstract))}
     expected = {piece.name: piece for group in pieces.values() for piece in group}
     problems = []
     if missing := [name for name in expected if name not in weights]:
         problems.append(
-            f'{of}: {len(missing)} of {len(expected)} are missing ({keys}): {", ".join(missing)}'
+            f'{of}: missing tensors ({len(missing)} of {len(expected)}; {keys}): '
+            f'{", ".join(missing)}'
         )
     if unexpected := [name for name in weights if name not in expected]:
         problems.append(
-            f'{of}: {len(unexpected)} are not expected ({keys}): {", ".join(unexpected)}'
+            f'{of}: unexpected tensors ({len(unexpected)}; {keys}): {", ".join(unexpected)}'
         )
     for name, piece in expected.items():
         if name not in weights:
@@ -158,28 +166,32 @@ def check(
 
 def _fix(expected: Shape, got: Shape) -> str:
     padded = len(got) == len(expected) == 2 and got[1:] == expected[1:] and got[0] > expected[0]
-    return f'; where the rest is padding, pass [:{expected[0]}]' if padded else ''
+    return f'; if the other rows are padding, pass [:{expected[0]}]' if padded else ''
 
 
 def check_finite(name: str, x: np.ndarray, *, of: str) -> None:
-    """Raises ConfigError if a tensor holds NaN or infinity, with the first place; `of` says where the tensor is."""
+    """Raise ConfigError, with the first position, if a tensor holds NaN or infinity.
+
+    `of` names the tensor's source in the message.
+    """
     finite = np.isfinite(x)
     if not finite.all():
-        place = tuple(map(int, np.unravel_index(int(np.argmin(finite)), x.shape)))
+        first = tuple(map(int, np.unravel_index(int(np.argmin(finite)), x.shape)))
         count = x.size - int(np.count_nonzero(finite))
-        found = f'{count} of {x.size} numbers are not finite, the first, {x[place]}, at {place}'
+        problem = f'{count} of {x.size} numbers are not finite, the first, {x[first]}, at {first}'
         raise ConfigError(
-            f'{of}: {name}: {found}: the weights are of no use, take them from another checkpoint'
+            f'{of}: {name}: {problem}: the weights are unusable, use another checkpoint'
         )
 
 
 def place(
     abstract: nnx.State, pieces: Pieces, weights: Mapping[str, np.ndarray], *, of: str
 ) -> nnx.State:
-    """The parameters that the pieces in `weights` make up, in the places and dtype of `abstract`, and zero where no piece lies.
+    """Return the parameters assembled from `weights`, with the placement and dtype of `abstract`.
 
-    Host memory holds one shard of one parameter at a time, and a process reads only what its devices get. Raises ConfigError for
-    a number that is not finite, by the name of its tensor `of` this source.
+    Elements that no piece covers are zero. Host memory holds one shard of one parameter at a time,
+    and a process reads only what its devices get. Raises ConfigError for a number that is not
+    finite, with the name of its tensor and the source `of`.
     """
     flat = nnx.to_flat_state(abstract)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -194,7 +206,7 @@ def place(
 
 
 def name_of(path: tuple[Any, ...]) -> str:
-    """`layers.mlp.up.weight` for the path of a parameter."""
+    """Return the name of a parameter's path, for example `layers.mlp.up.weight`."""
     return '.'.join(map(str, path))
 
 
@@ -221,7 +233,7 @@ def _place(
             tuple(slice(*bound) for bound in bounds), param.dtype, pieces, weights, pool, of
         )
         shards += [jax.device_put(block, device) for device in holders]
-        jax.block_until_ready(shards)  # before the next block is made
+        jax.block_until_ready(shards)  # before the next block is allocated
     return jax.make_array_from_single_device_arrays(param.shape, param.sharding, shards)
 
 
@@ -245,14 +257,14 @@ def _read_block(
             return
         source = piece.view(weights[piece.name])[_shifted(both, piece.at)]
         if source.dtype == BFLOAT16 and dtype == np.float32:
-            # Its bits are the upper half of those of fp32, and the lower is zero already; numpy's cast is several times as slow.
+            # The bits of bf16 are the upper half of fp32's, and the lower half is zero already;
+            # numpy's cast is several times slower.
             halves = block.view(np.uint16).reshape(*block.shape, 2)
             copy_tiles(halves[..., 1][_shifted(both, index)], source.view(np.uint16))
         else:
             copy_tiles(block[_shifted(both, index)], source)
-        if not np.isfinite(
-            block[_shifted(both, index)]
-        ).all():  # of the copy, which is in fp32 and in the processor's cache
+        # Checked on the copy, which is in fp32 and in the processor's cache.
+        if not np.isfinite(block[_shifted(both, index)]).all():
             check_finite(piece.name, weights[piece.name], of=of)
 
     list(pool.map(copy, pieces))
@@ -274,15 +286,18 @@ def _shifted(at: At, origin: At) -> At:
 
 
 def cut(x: np.ndarray, piece: Piece, dtype: np.dtype | None = None) -> np.ndarray:
-    """The piece of a whole parameter, as the other format has it: a new array, zero where that is padding."""
+    """Return a piece of an unsharded parameter as a new array of the other format.
+
+    The other format's padding is zero.
+    """
     part = x[piece.at]
-    made = np.zeros(piece.shape, x.dtype)
-    copy_tiles(piece.view(made)[tuple(slice(size) for size in part.shape)], part)
-    return made if dtype is None else made.astype(dtype, copy=False)
+    array = np.zeros(piece.shape, x.dtype)
+    copy_tiles(piece.view(array)[tuple(slice(size) for size in part.shape)], part)
+    return array if dtype is None else array.astype(dtype, copy=False)
 
 
 def copy_tiles(target: np.ndarray, source: np.ndarray) -> None:
-    """target[...] = source, in tiles where one is the other transposed."""
+    """Assign target[...] = source, in tiles if one is transposed relative to the other."""
     along_target, along_source = _contiguous_dim(target), _contiguous_dim(source)
     if along_target == along_source:
         target[...] = source

@@ -1,4 +1,7 @@
-"""Megatron-LM's checkpoints of one file for each tensor-parallel rank, `mp_rank_XX/model_optim_rng.pt`, in and out."""
+"""Import and export of Megatron-LM checkpoints with one file for each tensor-parallel rank.
+
+The files are `mp_rank_XX/model_optim_rng.pt`.
+"""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +21,11 @@ if TYPE_CHECKING:
     from megajax.interop.pieces import Pieces
 
 FILE, TRACKER, RELEASE = 'model_optim_rng.pt', 'latest_checkpointed_iteration.txt', 'release'
-VERSION = 3.0  # of the layout: since 2.0 QKV is grouped by head
+VERSION = 3.0  # version of the layout; since 2.0 QKV is grouped by head
 VOCAB_MULTIPLE = 128  # rows on each rank, Megatron's make_vocab_size_divisible_by
 IGNORED = re.compile(r'.*_extra_state(\..*)?|.*rotary_pos_emb\.inv_freq')
-# Names of Transformer Engine's layers and of Megatron-LM before megatron-core, as those of the local layer specification.
+# Translation of names in Transformer Engine's layers and in Megatron-LM before megatron-core to
+# those of the local layer specification.
 ALIASES = (
     (r'linear_qkv\.layer_norm_(weight|bias)$', r'input_layernorm.\1'),
     (r'self_attention\.input_layernorm', 'input_layernorm'),
@@ -38,20 +42,21 @@ ALIASES = (
 
 
 class RankFile(NamedTuple):
-    """What one rank's file holds: its arguments, empty if it has none, and its tensors by megatron-core's names."""
+    """The contents of one rank's file."""
 
     path: Path
-    arguments: Mapping[str, Any]
-    tensors: Mapping[str, np.ndarray]
+    arguments: Mapping[str, Any]  # empty if it has none
+    tensors: Mapping[str, np.ndarray]  # by megatron-core's names
 
 
 def import_megatron(
     folder: Path, out: Path, overrides: Sequence[str] = (), *, ranks: int | None = None
 ) -> Config:
-    """Make `out` a run at step 0 with a checkpoint's weights, merged over its tensor-parallel ranks; the config of the run.
+    """Make `out` a run at step 0 with a checkpoint's weights, merged over tensor-parallel ranks.
 
-    The model is what the checkpoint's arguments say, or a config.yaml beside the ranks. Raises ConfigError for what is not
-    supported, for files that ask for more than tensors, and for weights that are not whole.
+    Returns the config of the run. The checkpoint's arguments, or a config.yaml beside the ranks,
+    describe the model. Raises ConfigError for unsupported settings, for files that ask for more
+    than tensors, and for incomplete weights.
     """
     check_new(out)
     files = [_read_file(path) for path in find_ranks(folder, ranks)]
@@ -69,9 +74,11 @@ def import_megatron(
 
 
 def export_megatron(source: Path, out: Path, *, ranks: int) -> None:
-    """Write a run's newest checkpoint, or one of them, as Megatron-LM's release checkpoint for so many tensor-parallel ranks, in fp32.
+    """Write a checkpoint as Megatron-LM's release checkpoint for tensor-parallel `ranks`, in fp32.
 
-    Host memory holds one parameter and a tensor of it at a time. Raises ConfigError if the ranks do not divide the model.
+    `source` is a run, whose newest checkpoint is written, or one checkpoint. Host memory holds one
+    parameter and one of its tensors at a time. Raises ConfigError if the ranks do not divide the
+    model.
     """
     checkpoint = find_sound(source)
     record = read_record(checkpoint)
@@ -111,9 +118,10 @@ def export_megatron(source: Path, out: Path, *, ranks: int) -> None:
 
 
 def find_ranks(folder: Path, ranks: int | None = None) -> list[Path]:
-    """The files of all ranks, in order, of a checkpoint's folder or of the newest checkpoint in a folder of them.
+    """Return the files of all ranks of a checkpoint, in order.
 
-    Raises ConfigError if there are none, not `ranks` of them, or pipeline stages among them.
+    `folder` is a checkpoint's folder, or one that holds several, of which the newest is used.
+    Raises ConfigError if there are no ranks, not `ranks` of them, or pipeline stages among them.
     """
     tracker = folder / TRACKER
     if tracker.is_file():
@@ -125,20 +133,22 @@ def find_ranks(folder: Path, ranks: int | None = None) -> list[Path]:
             if newest.isdecimal()
             else newest
         )
-    found = sorted(path.name for path in folder.glob('mp_rank_*') if path.is_dir())
-    if not found:
+    names = sorted(path.name for path in folder.glob('mp_rank_*') if path.is_dir())
+    if not names:
         raise ConfigError(
-            f'{folder}: there is no mp_rank_00; give the folder of a checkpoint, or one with {TRACKER}'
+            f'{folder}: there is no mp_rank_00: '
+            f'give the folder of a checkpoint, or one that holds {TRACKER}'
         )
-    if staged := [name for name in found if not re.fullmatch(r'mp_rank_\d\d', name)]:
+    if staged := [name for name in names if not re.fullmatch(r'mp_rank_\d\d', name)]:
         raise ConfigError(
-            f'{folder}: {staged[0]} is a pipeline or expert stage, and only tensor-parallel ranks are merged'
+            f'{folder}: {staged[0]} is a pipeline or expert stage, '
+            'but only tensor-parallel ranks can be merged'
         )
-    if found != [f'mp_rank_{rank:02}' for rank in range(len(found))]:
-        raise ConfigError(f'{folder}: there are {", ".join(found)}, and not every rank from 00 on')
-    if ranks is not None and ranks != len(found):
-        raise ConfigError(f'{folder}: holds {len(found)} ranks, not {ranks}')
-    paths = [folder / name / FILE for name in found]
+    if names != [f'mp_rank_{rank:02}' for rank in range(len(names))]:
+        raise ConfigError(f'{folder}: holds {", ".join(names)}, but not every rank from 00 on')
+    if ranks is not None and ranks != len(names):
+        raise ConfigError(f'{folder}: holds {len(names)} ranks, not {ranks}')
+    paths = [folder / name / FILE for name in names]
     if missing := [path for path in paths if not path.is_file()]:
         raise ConfigError(f'{missing[0]}: is missing')
     return paths
@@ -147,11 +157,12 @@ def find_ranks(folder: Path, ranks: int | None = None) -> list[Path]:
 def _read_file(path: Path) -> RankFile:
     contents = load_torch(path)
     if not isinstance(contents, Mapping) or not isinstance(contents.get('model'), Mapping):
-        raise ConfigError(f"{path}: there is no 'model' in it")
+        raise ConfigError(f"{path}: holds no 'model'")
     version = contents.get('checkpoint_version', VERSION)
     if not isinstance(version, (int, float)) or version < 2:
         raise ConfigError(
-            f'{path}: checkpoint_version {version} orders QKV in another way; only 2.0 and later are read'
+            f'{path}: checkpoint_version {version} orders QKV differently; '
+            'only 2.0 and later are supported'
         )
     arguments = contents.get('args')
     known = (
@@ -178,14 +189,15 @@ def _tensors(
                 name = re.sub(pattern, replacement, name)
             yield name, value
         else:
-            raise ConfigError(f'{path}: {name} is no tensor')
+            raise ConfigError(f'{path}: {name} is not a tensor')
 
 
 def _config(folder: Path, first: RankFile, out: Path, overrides: Sequence[str]) -> Config:
     beside = folder / 'config.yaml'
     if not first.arguments and not beside.is_file():
         raise ConfigError(
-            f"{first.path}: holds no arguments ('args') that say what the model is; write its config to {beside}"
+            f"{first.path}: holds no arguments ('args') that describe the model; "
+            f'write its config to {beside}'
         )
     model = (
         read_arguments(first.arguments, str(first.path))
@@ -198,7 +210,7 @@ def _config(folder: Path, first: RankFile, out: Path, overrides: Sequence[str]) 
 
 
 def _merge(config: Config, files: Sequence[RankFile]) -> Any:
-    """The parameters of all ranks' tensors, which are named here by rank."""
+    """Return the parameters assembled from all ranks' tensors, whose names get the rank."""
     from megajax.checkpoint.open import abstract_params
     from megajax.interop.megatron import KEYS, megatron_pieces
     from megajax.interop.pieces import check, place, shapes_of
@@ -211,7 +223,8 @@ def _merge(config: Config, files: Sequence[RankFile]) -> Any:
     rows = config.model.vocab_size if embedding is None else len(embedding) * len(files)
     if rows < config.model.vocab_size:
         raise ConfigError(
-            f'{files[0].path}: {len(files)} ranks hold {rows} rows of the embedding, and model.vocab_size is {config.model.vocab_size}'
+            f'{files[0].path}: {len(files)} ranks hold {rows} rows of the embedding, '
+            f'but model.vocab_size is {config.model.vocab_size}'
         )
     merged: dict[str, list[Any]] = {}
     for rank, file in enumerate(files):
@@ -231,7 +244,7 @@ def _merge(config: Config, files: Sequence[RankFile]) -> Any:
 
 
 def _check_copies(merged: 'Pieces', files: Sequence[RankFile]) -> None:
-    """Raises ConfigError if ranks that should hold copies of a tensor hold different ones."""
+    """Raise ConfigError if ranks that should hold copies of a tensor hold different values."""
     from megajax.interop.pieces import check_finite
 
     for group in merged.values():
@@ -245,9 +258,9 @@ def _check_copies(merged: 'Pieces', files: Sequence[RankFile]) -> None:
             if first != rank and not np.array_equal(
                 files[first].tensors[name], files[rank].tensors[name]
             ):
-                check_finite(
-                    name, files[rank].tensors[name], of=str(files[rank].path)
-                )  # NaN is not even equal to itself
+                # NaN would differ even from itself.
+                check_finite(name, files[rank].tensors[name], of=str(files[rank].path))
                 raise ConfigError(
-                    f'{files[rank].path}: {name} is another than in {files[first].path}, and every rank should have the same'
+                    f'{files[rank].path}: {name} differs from that in {files[first].path}, '
+                    'but every rank should hold the same'
                 )

@@ -1,10 +1,13 @@
-"""Reads a config.json strictly: each value that is not supported, and each key that nobody asked for. Imports no jax."""
+"""Strict reading of a config.json: unsupported values and unused keys are reported.
+
+Imports no jax.
+"""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-# These keys concern the training or the tokenizer, or have no effect on the logits.
+# Keys that concern training or the tokenizer, or have no effect on the logits.
 INERT = frozenset(
     {
         'architectures',
@@ -39,13 +42,16 @@ Keys = dict[str, Any]
 
 
 class Reader:
-    """A config.json, key by key; `problems` are all that was found wrong, and `left` the keys that nobody asked for."""
+    """A config.json that is read key by key.
+
+    `problems` collects all errors, and `left` lists the keys that nobody asked for.
+    """
 
     def __init__(self, keys: Mapping[str, Any], file: str):
         self.keys, self.file, self.problems, self._asked = keys, file, list[str](), set(INERT)
 
     def get(self, key: str, default: Any = ...) -> Any:
-        """The value, or the default of transformers' where the key may be left out."""
+        """Return the value, or transformers' default if the key may be left out."""
         self._asked.add(key)
         value = self.keys.get(key, default)
         if value is ...:
@@ -59,7 +65,7 @@ class Reader:
             self.refuse(key, value, f'only {" or ".join(map(json.dumps, allowed))} is supported')
 
     def refuse(self, key: str, value: Any, why: str) -> None:
-        """Note that this value cannot be had."""
+        """Add the problem that this value is not supported."""
         self.problems.append(f'{self.file}: {key}: {json.dumps(value)}: {why}')
 
     @property

@@ -1,4 +1,4 @@
-"""Runs as the source and the result of a conversion."""
+"""Runs as the source and the destination of a conversion."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,9 +27,10 @@ def start_run(
     tokenizer: Path | None,
     origin: Mapping[str, str],
 ) -> None:
-    """Make `out` a run at step 0 with the parameters that `load` brings to the mesh of `config`; its optimizer is fresh.
+    """Make `out` a run at step 0 with the parameters that `load` returns, and a fresh optimizer.
 
-    `origin` goes into the checkpoint's record. Nothing in `out` looks like a checkpoint until it is complete.
+    `load` is called on the mesh of `config`. `origin` goes into the checkpoint's record. Nothing in
+    `out` looks like a checkpoint until it is complete.
     """
     spec = (
         str(tokenizer)
@@ -53,9 +54,9 @@ def start_run(
 
 
 def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, np.ndarray]]:
-    """Every piece of a checkpoint's parameters, in fp32, with the number of the rank whose it is.
+    """Yield every piece of a checkpoint's parameters, in fp32, with the index of its rank.
 
-    Each parameter is read once, and those of a rank come in the order of its pieces.
+    Each parameter is read once, and each rank's arrays come in the order of its pieces.
     """
     for path in ranks[0]:
         x = read_parameter(checkpoint, path)

@@ -1,4 +1,7 @@
-"""The weights of a Hugging Face directory: safetensors files, mapped into memory and never trusted unseen. Imports no jax."""
+"""The weights of a Hugging Face directory: safetensors files, memory-mapped and checked before use.
+
+Imports no jax.
+"""
 
 import json
 import mmap
@@ -13,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from megajax.config import ConfigError
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
-SHARD_BYTES = 5_000_000_000  # of a file, as in `save_pretrained`
+SHARD_BYTES = 5_000_000_000  # maximum bytes of a file, as in `save_pretrained`
 DTYPES = {
     'F32': np.dtype(np.float32),
     'F16': np.dtype(np.float16),
@@ -32,7 +35,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 class Tensor(NamedTuple):
-    """An array to be written."""
+    """The name, shape and dtype of an array to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,21 +43,23 @@ class Tensor(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """The size in bytes."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of a directory by name, as views of the mapped files: reading one reads its bytes.
+    """Return every tensor of a directory by name, as views of the memory-mapped files.
 
-    Raises ConfigError, with file and tensor, if a file is damaged or missing, or if the index and the files do not say the same.
+    A tensor's bytes are read only when it is used. Raises ConfigError, with file and tensor, if a
+    file is damaged or missing, or if the index and the files disagree.
     """
     if (folder / INDEX).is_file():
         return _read_indexed(folder)
     if not (folder / SINGLE).is_file():
         pickles = sorted(path.name for path in folder.glob('*.bin'))
         why = (
-            f'; {pickles[0]} is a pickle, which could run anything: save the model as safetensors first'
+            f'; {pickles[0]} is a pickle, which could run any code: '
+            'save the model as safetensors first'
             if pickles
             else ''
         )
@@ -76,18 +81,19 @@ def _read_files(folder: Path, index: Path, files: Mapping[str, str]) -> dict[str
     for name, file in files.items():
         if Path(file).name != file or not file.endswith('.safetensors'):
             raise ConfigError(
-                f'{index}: {name} is said to be in {file!r}, which is not the name of a safetensors file beside it'
+                f'{index}: {name} is said to be in {file!r}, '
+                'which is not the name of a safetensors file beside it'
             )
         if not (folder / file).is_file():
             raise ConfigError(f'{index}: {name} is said to be in {file}, which is missing')
     tensors: dict[str, np.ndarray] = {}
     for file in sorted(set(files.values())):
-        found = _read_file(folder / file)
-        for name in found:
+        file_tensors = _read_file(folder / file)
+        for name in file_tensors:
             if files.get(name) != file:
-                where = f'says that it is in {files[name]}' if name in files else 'does not know it'
-                raise ConfigError(f'{folder / file}: holds {name}, and {index.name} {where}')
-        tensors |= found
+                where = f'says that it is in {files[name]}' if name in files else 'does not list it'
+                raise ConfigError(f'{folder / file}: holds {name}, but {index.name} {where}')
+        tensors |= file_tensors
     if missing := [name for name in files if name not in tensors]:
         raise ConfigError(
             f'{index}: {missing[0]} is said to be in {files[missing[0]]}, which does not hold it'
@@ -97,14 +103,13 @@ def _read_files(folder: Path, index: Path, files: Mapping[str, str]) -> dict[str
 
 def _read_file(path: Path) -> dict[str, np.ndarray]:
     try:
-        with safe_open(
-            path, framework='numpy'
-        ):  # checks that the header is sound, and the file as long as it says
+        # Opening checks that the header is valid and the length of the file as it says.
+        with safe_open(path, framework='numpy'):
             pass
         with path.open('rb') as file:
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f'{path}: not a sound safetensors file: {error}') from error
+        raise ConfigError(f'{path}: not a valid safetensors file: {error}') from error
     start = 8 + int(content[:8].view('<u8')[0])
     header = json.loads(content[8:start].tobytes())
     return {
@@ -116,7 +121,7 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
 
 def _view(path: Path, name: str, about: Mapping[str, Any], content: np.ndarray) -> np.ndarray:
     if about['dtype'] not in DTYPES:
-        raise ConfigError(f'{path}: {name} is of {about["dtype"]}; expected F32, F16 or BF16')
+        raise ConfigError(f'{path}: {name} has dtype {about["dtype"]}; expected F32, F16 or BF16')
     start, end = about['data_offsets']
     return content[start:end].view(DTYPES[about['dtype']]).reshape(about['shape'])
 
@@ -128,9 +133,10 @@ def write_tensors(
     *,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write the arrays, which come in the order of `plan`, to files of at most `shard_bytes`, with an index if there are more than one.
+    """Write the arrays, in the order of `plan`, to files of at most `shard_bytes`.
 
-    Nothing but the array at hand is in memory. A tensor that is larger than `shard_bytes` has a file of its own.
+    If there are several files, an index is written too. Only the current array is in memory. A
+    tensor that is larger than `shard_bytes` gets a file of its own.
     """
     shards: list[list[Tensor]] = [[]]
     for tensor in plan:
@@ -158,7 +164,7 @@ def write_tensors(
 
 
 def _write_file(path: Path, tensors: list[Tensor], arrays: Iterator[np.ndarray]) -> None:
-    header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}  # which transformers asks for
+    header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}  # transformers requires it
     start = 0
     for tensor in tensors:
         header[tensor.name] = {

@@ -1,8 +1,9 @@
-"""Files of `torch.save`, read without torch and without running anything in them, and written. Imports no jax.
+"""Reading and writing `torch.save` files without torch and without running code in them.
 
-Such a file is a zip archive of a pickle and the storages of its tensors. A pickle is a program that may call any function by its name;
-here it gets tensors and plain containers, a placeholder without effect for what is known to lie beside weights, and is refused for
-anything else.
+Imports no jax. Such a file is a zip archive of a pickle and the storages of its tensors. A pickle
+is a program that may call any function by name. Here it gets tensors and plain containers, and an
+inert placeholder for objects that are known to be stored beside weights; a file that asks for
+anything else is rejected.
 """
 
 import io
@@ -33,7 +34,8 @@ STORAGES = {
     'ByteStorage': np.dtype(np.uint8),
     'BoolStorage': np.dtype(np.bool_),
 }
-# Of arguments, random states and Transformer Engine's extra states: a placeholder takes their place, and their contents are not looked at.
+# Globals in arguments, random states and Transformer Engine's extra states: a placeholder replaces
+# these objects, and their contents are ignored.
 INERT = frozenset(
     {
         ('signal', 'Signals'),
@@ -73,20 +75,23 @@ INERT_PACKAGES = ('megatron.', 'transformer_engine.')  # enumerations and settin
 
 
 class Namespace:
-    """Stands for an `argparse.Namespace`: attributes, and nothing else."""
+    """A substitute for `argparse.Namespace`: attributes, and nothing else."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
 
 class _Kind(NamedTuple):
-    """Stands for a class of storages. Not the dtype itself: a pickle can change the state of what it gets."""
+    """A substitute for a storage class.
+
+    It is not the dtype itself, because a pickle can change the state of the objects that it gets.
+    """
 
     dtype: np.dtype
 
 
 class Inert:
-    """Stands for an object that is not wanted; whatever is done to it has no effect."""
+    """A placeholder for an object that is not needed; operations on it have no effect."""
 
     def __new__(cls, *_: Any, **__: Any) -> 'Inert':
         """Take any arguments."""
@@ -102,25 +107,27 @@ class Inert:
         return 0
 
     def append(self, _: Any) -> None:
-        """Nothing is kept."""
+        """Ignore the argument."""
 
     def extend(self, _: Any) -> None:
-        """Nothing is kept."""
+        """Ignore the argument."""
 
     def __setitem__(self, _: Any, __: Any) -> None:
         pass
 
 
 def load_torch(path: Path) -> Any:
-    """What `torch.save` wrote: plain containers, arrays in place of tensors (views of the mapped file), `Namespace` and `Inert`.
+    """Read a file that `torch.save` wrote.
 
-    Raises ConfigError if it is damaged, older than torch 1.6, or asks for anything else, which it names.
+    Returns plain containers, arrays in place of tensors (views of the mapped file), `Namespace` and
+    `Inert`. Raises ConfigError if the file is damaged, older than torch 1.6, or asks for anything
+    else, with its name.
     """
     try:
         with path.open('rb') as file, zipfile.ZipFile(file) as archive:
             entries = {name.partition('/')[2]: archive.getinfo(name) for name in archive.namelist()}
             if 'byteorder' in entries and archive.read(entries['byteorder']) != b'little':
-                raise ConfigError(f'{path}: not little-endian, and only that is supported')
+                raise ConfigError(f'{path}: not little-endian, the only supported byte order')
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             program = archive.read(entries['data.pkl'])
             return _Unpickler(program, path, entries, content).load()
@@ -139,7 +146,10 @@ def load_torch(path: Path) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Calls nothing but what `find_class` gives: the functions and placeholders of this file, and OrderedDict."""
+    """An unpickler that calls only what `find_class` returns.
+
+    These are the functions and placeholders of this file, and OrderedDict.
+    """
 
     def __init__(
         self, program: bytes, path: Path, entries: Mapping[str, zipfile.ZipInfo], content: mmap.mmap
@@ -148,7 +158,7 @@ class _Unpickler(pickle.Unpickler):
         self.path, self.entries, self.content = path, entries, content
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a global of the pickle."""
+        """Return the substitute for a global of the pickle."""
         if (module, name) in (
             ('torch._utils', '_rebuild_tensor_v2'),
             ('torch._utils', '_rebuild_parameter'),
@@ -163,11 +173,12 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in INERT or module.startswith(INERT_PACKAGES):
             return Inert
         raise ConfigError(
-            f'{self.path}: refused: it asks for {module}.{name}, and only tensors and plain containers are read'
+            f'{self.path}: rejected: it asks for {module}.{name}, '
+            'but only tensors and plain containers are allowed'
         )
 
     def persistent_load(self, pid: Any) -> np.ndarray:
-        """A storage, as a view of the file."""
+        """Return a storage as a view of the file."""
         storage, (dtype,), key, _, count = pid
         entry = self.entries[f'data/{key}']
         if (
@@ -175,10 +186,11 @@ class _Unpickler(pickle.Unpickler):
             or entry.compress_type != zipfile.ZIP_STORED
             or count * dtype.itemsize > entry.file_size
         ):
-            raise ValueError(f'storage {key} is not as long as its tensors, or compressed')
+            raise ValueError(f'storage {key} is shorter than its tensors, or compressed')
+        # From the entry's own header.
         name_length, extra_length = struct.unpack_from(
             '<HH', self.content, entry.header_offset + 26
-        )  # of the entry's own header
+        )
         start = entry.header_offset + 30 + name_length + extra_length
         return np.frombuffer(self.content, np.uint8, count * dtype.itemsize, start).view(dtype)
 
@@ -202,14 +214,17 @@ def _rebuild_parameter(x: Any, *_: Any) -> Any:
 
 
 class Stored(NamedTuple):
-    """A tensor to be written."""
+    """The shape and dtype of a tensor to be written."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
 
 
 class TorchFile:
-    """A file of `torch.save` that is being written: the pickle first, then each tensor's data in the order of the names."""
+    """A `torch.save` file that is being written.
+
+    The pickle comes first, then each tensor's data in the order of the names.
+    """
 
     def __init__(self, file: BinaryIO, contents: Mapping[str, Any]):
         self._archive = zipfile.ZipFile(file, 'w', zipfile.ZIP_STORED)
@@ -220,7 +235,7 @@ class TorchFile:
         self._write('byteorder', b'little')
 
     def append(self, x: np.ndarray) -> None:
-        """The data of the next tensor."""
+        """Write the data of the next tensor."""
         stored = self._tensors[self._next]
         assert (x.shape, x.dtype) == stored
         self._write(f'data/{self._next}', np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
@@ -236,7 +251,10 @@ class TorchFile:
             entry.write(data)
 
     def _pickle(self, x: Any) -> Iterator[bytes]:
-        """Opcodes of protocol 2, written by hand because pickling torch's functions would import them."""
+        """Yield opcodes of protocol 2.
+
+        They are written manually, because pickling torch's functions would import them.
+        """
         match x:
             case Stored():
                 yield from self._pickle_tensor(x)
@@ -256,7 +274,7 @@ class TorchFile:
             case tuple():
                 yield from (b'(', *(part for item in x for part in self._pickle(item)), b't')
             case _:
-                raise TypeError(f'{type(x).__name__} has no place in a checkpoint')
+                raise TypeError(f'{type(x).__name__} cannot be written to a checkpoint')
 
     def _pickle_tensor(self, x: Stored) -> Iterator[bytes]:
         storage = next(name for name, dtype in STORAGES.items() if dtype == x.dtype)
@@ -287,7 +305,7 @@ class TorchFile:
 def torch_files(
     paths: Iterable[Path], contents: Iterable[Mapping[str, Any]]
 ) -> Iterator[list[TorchFile]]:
-    """Files to append tensors to, closed when all have theirs."""
+    """Yield files to append tensors to; close them when the block has filled all of them."""
     opened = [path.open('wb') for path in paths]
     try:
         files = [TorchFile(file, content) for file, content in zip(opened, contents, strict=True)]

@@ -1,4 +1,4 @@
-"""What XLA is known to compile wrongly: detectors, repros that ask the compiler, and workarounds.
+"""Known miscompiles of XLA: detectors, repros that test the installed compiler, and workarounds.
 
 `detect(text)` runs every detector on a compiled program's text; `docs/miscompiles.md` describes
 each entry.

@@ -1,4 +1,4 @@
-"""`python -m megajax.miscompiles [TARGET]`: a line for each entry that the compiler at hand has."""
+"""`python -m megajax.miscompiles [TARGET]`: one line per fault that the installed XLA has."""
 
 import sys
 
@@ -9,15 +9,15 @@ from megajax.miscompiles.register import REGISTER
 
 
 def report(target: str) -> list[str]:
-    """A line for each entry that the compiler for `target` has, or that it cannot be asked for."""
+    """One line for each entry whose fault the compiler for `target` has, or may have."""
     answers = [(entry, ask(entry, target)) for entry in REGISTER]
     present = [(entry, answer) for entry, answer in answers if answer.is_faulty is not False]
     lines = [f'{entry.name} ({entry.source}): {_deed(entry, answer)}' for entry, answer in present]
-    return lines or [f'none of the {len(REGISTER)} that are known']
+    return lines or [f'none of the {len(REGISTER)} known miscompiles']
 
 
 def _deed(entry: Miscompile, answer: Answer) -> str:
-    """What megajax does about it."""
+    """The measure that megajax takes against the fault."""
     if answer.is_faulty is None:
         return f'unknown, {answer.why}'
     if entry.platform == 'cpu':
@@ -26,7 +26,7 @@ def _deed(entry: Miscompile, answer: Answer) -> str:
         options = ' '.join(f'{name}={value}' for name, value in answer.cure.items())
         return f'every program is compiled with {options}'
     if entry.bitten_keys:
-        return f'{answer.why}; configs that it bites are refused ({", ".join(entry.bitten_keys)})'
+        return f'{answer.why}; affected configs are refused ({", ".join(entry.bitten_keys)})'
     return 'inspect and train refuse a program that shows it'
 
 

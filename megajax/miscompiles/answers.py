@@ -1,4 +1,4 @@
-"""Answers of compilers, a small file for each repro and compiler in the user's cache directory."""
+"""Stored answers of compilers: a small file per repro and compiler in the user's cache folder."""
 
 import hashlib
 import importlib.metadata
@@ -17,7 +17,7 @@ import jax
 from megajax.hardware.records import hardware
 from megajax.miscompiles.entry import Miscompile
 
-# Flags of XLA that change no program.
+# XLA flags that do not change the compiled program.
 _IRRELEVANT = (
     '--xla_dump',
     '--xla_force_host_platform_device_count',
@@ -30,7 +30,7 @@ Identity = dict[str, Any]
 
 
 def identity(entry: Miscompile, target: str) -> Identity:
-    """What an answer depends on: the repro's source, the compiler and its settings."""
+    """Everything that an answer depends on: the repro's source, the compiler and its settings."""
     flags = os.environ.get('XLA_FLAGS', '').split()
     source = inspect.getsource(sys.modules[entry.repro.lower.__module__])
     on_gpu = entry.platform == 'gpu'
@@ -47,7 +47,7 @@ def identity(entry: Miscompile, target: str) -> Identity:
 
 
 def read(wanted: Identity) -> dict[str, Any] | None:
-    """The answer that was kept for it; None where there is none, or the file is broken."""
+    """The stored answer; None if there is none or its file is broken."""
     try:
         kept = json.loads(_file(wanted).read_text())
         answer = kept['answer'] if kept['identity'] == wanted else None
@@ -57,7 +57,7 @@ def read(wanted: Identity) -> dict[str, Any] | None:
 
 
 def write(wanted: Identity, answer: dict[str, Any]) -> None:
-    """Keep an answer. Where the directory cannot be written, the next process asks again."""
+    """Store an answer. If the directory cannot be written, the next process asks again."""
     file = _file(wanted)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def write(wanted: Identity, answer: dict[str, Any]) -> None:
 
 
 def folder() -> Path:
-    """Where answers are kept: `megajax/miscompiles` under $XDG_CACHE_HOME or ~/.cache."""
+    """The directory of the answers: `megajax/miscompiles` under $XDG_CACHE_HOME or ~/.cache."""
     cache = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     return Path(cache) / 'megajax' / 'miscompiles'
 
@@ -80,14 +80,14 @@ def _file(wanted: Identity) -> Path:
 
 
 def _plugins() -> list[str]:
-    """Every plugin of jax: its version, and its libraries, which may have been built by hand."""
+    """Every jax plugin: its version, and its libraries, which may have been built manually."""
     plugins = importlib.metadata.entry_points(group='jax_plugins')
-    told = {f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist}
+    stamps = {f'{plugin.dist.name} {plugin.dist.version}' for plugin in plugins if plugin.dist}
     for plugin in plugins:
         spec = importlib.util.find_spec(plugin.module)
         for place in spec.submodule_search_locations or () if spec else ():
-            told |= {_stamp(library) for library in Path(place).glob('*.so')}
-    return sorted(told)
+            stamps |= {_stamp(library) for library in Path(place).glob('*.so')}
+    return sorted(stamps)
 
 
 def _stamp(library: Path) -> str:

@@ -1,4 +1,4 @@
-"""A product that runs twice: a cuBLAS call whose result is both read and stacked is cloned."""
+"""A product that runs twice: XLA clones a cuBLAS call whose result is both read and stacked."""
 
 import re
 from collections import defaultdict
@@ -21,7 +21,7 @@ Key = tuple[object, ...]
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every product of the same operands and the same path as one before it, fusions opened."""
+    """Every product with the same operands and path as an earlier one, inside fusions too."""
     first: dict[str, set[Key]] = defaultdict(set)
     for computation in program.computations.values():
         for instruction in computation.instructions:
@@ -35,7 +35,7 @@ def detect(program: Program) -> Iterator[Instruction]:
 
 
 def _home(program: Program, computation: Computation) -> str:
-    """The computation that runs this one as a fusion, or itself."""
+    """The computation that runs this one as a fusion, or this computation itself."""
     callers = program.callers.get(computation.name, [])
     if len(callers) == 1 and callers[0][1].opcode in ('fusion', 'fusion-start'):
         return _home(program, callers[0][0])
@@ -46,16 +46,20 @@ def _product(program: Program, place: Place) -> Key:
     instruction = place.instruction
     dims = re.search(r'"dot_dimension_numbers":\{.*?\}', instruction.attributes)
     operands = [_value(program, place.operand(index)) for index in range(len(instruction.operands))]
-    # A product that the author has recomputed has another path.
+    # A product that the author recomputes has a different path.
     return (instruction.op_name, instruction.results[0], dims[0] if dims else '', *operands)
 
 
 def _value(program: Program, place: Place) -> Key:
-    """What tells a value apart; slices of the same array at the same place are the same."""
+    """A key that identifies a value; equal slices of the same array have equal keys."""
     home, instruction = place = trace(program, place)
     if instruction.opcode == 'dynamic-slice':
         operands = (place.operand(index) for index in range(len(instruction.operands)))
-        return ('slice', instruction.results[0].dims, *(_value(program, one) for one in operands))
+        return (
+            'slice',
+            instruction.results[0].dims,
+            *(_value(program, operand) for operand in operands),
+        )
     if instruction.opcode == 'constant':
         return ('constant', instruction.results, instruction.line.partition('constant(')[2])
     return (home.name, instruction.name)
@@ -79,7 +83,7 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 DOUBLE_PRODUCT = Miscompile(
     name='products that run twice',
-    what='the same product of the same operands runs twice: its numbers are right, time is lost',
+    what='the same product of the same operands runs twice: right results, lost time',
     where='a cuBLAS product in lax.scan whose result is read and kept for the backward pass',
     platform='gpu',
     source='seen with jax 0.11.2',

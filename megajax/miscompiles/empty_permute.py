@@ -1,4 +1,4 @@
-"""A permute without pairs: XLA replaces a slice that is the device's own shard by zeros."""
+"""A permute without pairs: XLA replaces a slice that is the device's own shard with zeros."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ PASS = 'all-gather-to-collective-permute-simplifier'
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every permute that no device sends in: each of them receives zeros."""
+    """Every permute in which no device sends, so that all of them receive zeros."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             is_permute = instruction.opcode in ('collective-permute', 'collective-permute-start')
@@ -28,7 +28,7 @@ def detect(program: Program) -> Iterator[Instruction]:
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
-    """An array gathered over one of two axes, read, and cut into the same shards again."""
+    """An array gathered over one of two axes, read, and sharded over it again."""
     grid = np.array(devices).reshape(2, 2)
     mesh = Mesh(grid, ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
 

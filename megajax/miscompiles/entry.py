@@ -1,4 +1,4 @@
-"""One entry of the register: a known miscompile, its detector, and a program that shows it."""
+"""An entry of the register: a known miscompile, its detector, and a program that shows it."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ Options = Mapping[str, Option]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Repro:
-    """A small program that decides whether the compiler at hand has the fault.
+    """A small program that decides whether the installed compiler has the fault.
 
-    `lower` gets `num_devices` devices; GPUs need not be there. The compiled text shows the fault
-    if the entry's detector fires on it; where `is_wrong` is given, running the program decides.
+    `lower` gets `num_devices` devices; GPUs need not be present. The compiled program has the fault
+    if the entry's detector fires on its text or, if `is_wrong` is given, if its results are wrong.
     """
 
     num_devices: int
     lower: Callable[[Sequence[Any]], Lowered]
-    options: Options = dataclasses.field(default_factory=dict)  # without which the fault hides
+    options: Options = dataclasses.field(default_factory=dict)  # options that the fault needs
     is_wrong: Callable[[Any], bool] | None = None
 
 
@@ -31,24 +31,24 @@ class Repro:
 class Miscompile:
     """A fault of XLA, in words and as code.
 
-    Where `is_certain` is false, a right program may compile to what `detect` finds: a finding then
-    counts if the compiler at hand has the fault. A config that `bites` is refused where the
-    compiler has the fault and `workaround`, which are compiler options, does not cure it.
+    If `is_certain` is false, `detect` may also fire on a correct program: a finding then counts
+    only if the installed compiler has the fault. A config that `bites` accepts is refused if the
+    compiler has the fault and `workaround`, a set of compiler options, does not cure it.
     """
 
     name: str
-    what: str  # happens
-    where: str  # in a user's program
-    platform: Literal['gpu', 'cpu']  # whose compiler the repro asks
-    source: str  # upstream
+    what: str  # description of the fault
+    where: str  # affected pattern in a user's program
+    platform: Literal['gpu', 'cpu']  # platform of the faulty compiler
+    source: str  # upstream issue
     effect: Literal['wrong', 'slow'] = 'wrong'
     is_certain: bool = True
     detect: Callable[[Program], Iterator[Instruction]]
     repro: Repro
     workaround: Options | None = None
-    remedy: str  # for whoever reads a finding
+    remedy: str  # advice to the reader of a finding
     bites: Callable[[Config], bool] = lambda config: False
-    bitten_keys: tuple[str, ...] = ()  # of the config
+    bitten_keys: tuple[str, ...] = ()  # config keys that decide whether a config is affected
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Finding:
 
 
 def find(entry: Miscompile, program: Program) -> list[Finding]:
-    """Every place of a compiled program that shows one miscompile."""
+    """Every place in a compiled program that shows this miscompile."""
     return [
         Finding(
             entry=entry,

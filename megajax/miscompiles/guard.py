@@ -1,4 +1,4 @@
-"""What the register does for megajax: options that cure, configs and steps that are refused."""
+"""The register at work in megajax: options that cure faults, and refused configs and steps."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -13,12 +13,12 @@ from megajax.miscompiles.entry import Finding, Miscompile, Option, Options
 from megajax.miscompiles.probe import ask, confirmed
 from megajax.miscompiles.register import REGISTER, detect
 
-DEFAULT_TARGET = 'h100'  # asked for a GPU that has no record
-_LISTS = ('xla_disable_hlo_passes',)  # options whose values are joined by commas
+DEFAULT_TARGET = 'h100'  # stands for a GPU without a record
+_LISTS = ('xla_disable_hlo_passes',)  # options with comma-separated values
 
 
 def target_of(device: Any) -> str:
-    """The target that stands for a device: `cpu`, or the GPU that its kind names."""
+    """The target for a device: `cpu`, or the GPU that its kind names."""
     if device.platform == 'cpu':
         return 'cpu'
     kind = device.device_kind.lower()
@@ -26,13 +26,13 @@ def target_of(device: Any) -> str:
 
 
 def mesh_target() -> str:
-    """The target of the current mesh; `cpu` where there is none."""
+    """The target of the current mesh; `cpu` if there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return 'cpu' if mesh.empty else target_of(mesh.abstract_device)
 
 
 def cures(target: str) -> dict[str, Option]:
-    """Options that cure every fault which the compiler for `target` has; nothing for a CPU."""
+    """All known options that cure faults of the compiler for `target`; none for a CPU."""
     if target == 'cpu':
         return {}
     entries = [entry for entry in REGISTER if entry.platform == 'gpu' and entry.workaround]
@@ -41,13 +41,13 @@ def cures(target: str) -> dict[str, Option]:
 
 
 def merged(several: Iterable[Options]) -> dict[str, Option]:
-    """All options as one mapping.
+    """All options in one mapping.
 
-    An option that is a list gets the values of all, and those of XLA_FLAGS, which it would hide.
+    An option that is a list gets all values, including those of XLA_FLAGS, which it would hide.
     """
     options: dict[str, Option] = {}
-    for one in several:
-        for name, value in one.items():
+    for mapping in several:
+        for name, value in mapping.items():
             before = options.get(name, _flag(name)) if name in _LISTS else ''
             options[name] = f'{before},{value}' if before else value
     return options
@@ -59,7 +59,7 @@ def _flag(name: str) -> str:
 
 
 def refuse_bitten(config: Config, target: str, register: Sequence[Miscompile] = REGISTER) -> None:
-    """Raise ConfigError for a config that has a fault which no option cures."""
+    """Raise ConfigError for a config that is affected by a fault which no option cures."""
     bitten = [] if target == 'cpu' else [entry for entry in register if entry.bites(config)]
     if uncured := [entry for entry in bitten if _is_uncured(entry, target)]:
         raise ConfigError(*(_problem(config, entry, target) for entry in uncured))
@@ -86,9 +86,9 @@ def _value(config: Config, key: str) -> str:
 
 
 def check_compiled(text: str, target: str) -> list[Finding]:
-    """Raise MiscompileError for a program that computes something else; return what wastes time."""
+    """Raise MiscompileError for a program with wrong results; return the other findings."""
     findings = confirmed(detect(text), target)
     wrong = [finding for finding in findings if finding.entry.effect == 'wrong']
     if wrong:
-        raise MiscompileError('\n'.join(f'XLA has compiled {finding}' for finding in wrong))
+        raise MiscompileError('\n'.join(f'XLA miscompiled {finding}' for finding in wrong))
     return findings

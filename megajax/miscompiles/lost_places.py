@@ -1,4 +1,4 @@
-"""The places of a sharded top-k that a program returns as they are: XLA puts zeros there."""
+"""Zeros from XLA for the places of a sharded top-k that a program returns unchanged."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,15 +16,16 @@ from megajax.miscompiles.trace import Place, trace
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every constant of integers that a top-k is said to have made and that the program returns."""
+    """Every returned constant of integers whose path is that of a top-k."""
     root = Place(program.entry, program.entry.root)
     is_tuple = root.instruction.opcode == 'tuple'
     count = len(root.instruction.operands)
     for place in [root.operand(index) for index in range(count)] if is_tuple else [root]:
-        made = trace(program, place).instruction
-        is_constant = made.opcode in ('broadcast', 'constant')
-        if is_constant and made.op_name.endswith('/top_k') and made.results[0].dtype == 's32':
-            yield made
+        origin = trace(program, place).instruction
+        is_constant = origin.opcode in ('broadcast', 'constant')
+        is_top_k = origin.op_name.endswith('/top_k')
+        if is_constant and is_top_k and origin.results[0].dtype == 's32':
+            yield origin
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
@@ -36,11 +37,14 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 LOST_PLACES = Miscompile(
     name='lost places of a top-k',
     what='the program returns zeros for the places of the largest elements; the values are right',
-    where='a sharded jax.lax.top_k whose places a program returns as they are',
+    where='a sharded jax.lax.top_k whose places a program returns unchanged',
     platform='gpu',
     source='openxla/xla#49005',
     detect=detect,
     repro=Repro(num_devices=2, lower=_lower),
-    # The pass that could be left out also chooses XLA's own kernel for small k.
-    remedy='constrain the sharding of both results, or give the compiler xla_disable_hlo_passes=topk-rewriter',
+    # The pass that could be disabled also chooses XLA's own kernel for small k.
+    remedy=(
+        'constrain the sharding of both results, '
+        'or give the compiler xla_disable_hlo_passes=topk-rewriter'
+    ),
 )

@@ -1,4 +1,4 @@
-"""A bias along the wrong dim: `(x @ w + b).T` of a square product becomes a call that adds b to the rows."""
+"""A bias along the wrong dim: `(x @ w + b).T` of a square product adds b to the rows."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,9 +18,9 @@ _BIAS = re.compile(r'"epilogue":"\w*BIAS')
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every call of cuBLASLt that adds a vector to a square product.
+    """Every cuBLASLt call that adds a vector to a square product.
 
-    The text does not say along which dim the vector was meant to lie.
+    The text does not say along which dim the vector was meant to be.
     """
     for computation in program.computations.values():
         for instruction in computation.instructions:
@@ -45,11 +45,17 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 MISPLACED_BIAS = Miscompile(
     name='bias along the wrong dim of a square product',
     what='a cuBLASLt call adds its bias to a square product, where it may lie along the wrong dim',
-    where='a linear layer with as many tokens as features whose result is transposed, in cuBLAS products',
+    where=(
+        'a linear layer with as many tokens as features whose result is transposed, '
+        'in cuBLAS products'
+    ),
     platform='gpu',
     source='openxla/xla#46897',
     is_certain=False,
     detect=detect,
     repro=Repro(num_devices=1, lower=_lower, options={'xla_gpu_enable_triton_gemm': False}),
-    remedy='put jax.lax.optimization_barrier before the bias, or execute the program (megajax.inspect.run)',
+    remedy=(
+        'put jax.lax.optimization_barrier before the bias, '
+        'or execute the program (megajax.inspect.run)'
+    ),
 )

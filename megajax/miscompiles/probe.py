@@ -1,4 +1,4 @@
-"""Ask the compiler at hand whether it has a fault: compile the repro once, keep the answer."""
+"""Ask the installed compiler whether it has a fault: compile the repro once, store the answer."""
 
 import dataclasses
 import functools
@@ -19,10 +19,10 @@ _FAILURES = RuntimeError, ValueError, TypeError  # XLA's errors are RuntimeError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Whether the compiler at hand has a fault, what cures it, and why nothing does.
+    """Whether the installed compiler has a fault, the options that cure it, or why none do.
 
-    `is_faulty` is None where it cannot be asked: the repro does not compile, or no GPU compiler is
-    installed. `cure` is None where nothing cures it.
+    `is_faulty` is None if the compiler cannot be asked: the repro does not compile, or no GPU
+    compiler is installed. `cure` is None if no option cures the fault.
     """
 
     is_faulty: bool | None
@@ -32,9 +32,9 @@ class Answer:
 
 @functools.cache
 def ask(entry: Miscompile, target: str) -> Answer:
-    """The answer of the compiler for `target`, which is asked once and then remembered."""
+    """The answer of the compiler for `target`, which is asked once; its answer is stored."""
     if entry.platform == 'gpu' and (target not in GPUS or not has_compiler()):
-        return Answer(is_faulty=None, cure=None, why='no GPU compiler is asked')
+        return Answer(is_faulty=None, cure=None, why='no GPU compiler to ask')
     identity = answers.identity(entry, target)
     kept = answers.read(identity)
     if kept is not None:
@@ -47,7 +47,7 @@ def ask(entry: Miscompile, target: str) -> Answer:
 
 
 def probe(entry: Miscompile, target: str) -> Answer:
-    """Compile the repro, and once more with the workaround if it shows the fault."""
+    """Compile the repro, and again with the workaround if it shows the fault."""
     try:
         is_faulty = shows_fault(entry, target, {})
     except _FAILURES as error:
@@ -69,11 +69,11 @@ def probe(entry: Miscompile, target: str) -> Answer:
 
 
 def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
-    """Whether the repro, compiled for `target` with more options, shows the fault."""
+    """Whether the repro, compiled for `target` with these extra options, shows the fault."""
     lowered = entry.repro.lower(_devices(entry, target))
     common: Options = {} if entry.platform == 'cpu' else WITHOUT_GPU
     with warnings.catch_warnings():
-        # Programs for GPUs that are not there cannot be read back from jax's compilation cache.
+        # Programs for absent GPUs cannot be read back from jax's compilation cache.
         warnings.filterwarnings('ignore', '.*persistent compilation cache')
         compiled = lowered.compile({**common, **entry.repro.options, **options})
     if entry.repro.is_wrong is not None:
@@ -84,9 +84,13 @@ def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
 def confirmed(findings: Sequence[Finding], target: str) -> list[Finding]:
     """The findings that count for `target`.
 
-    Those that a right program may show too are left out where its compiler has no such fault.
+    A finding that a correct program may show too is dropped if the compiler lacks the fault.
     """
-    return [one for one in findings if one.entry.is_certain or ask(one.entry, target).is_faulty]
+    return [
+        finding
+        for finding in findings
+        if finding.entry.is_certain or ask(finding.entry, target).is_faulty
+    ]
 
 
 def _devices(entry: Miscompile, target: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The register, and the detectors of all its entries run on one compiled program."""
+"""The register of known miscompiles, and all of its detectors run on a compiled program."""
 
 from megajax.hlo.program import Program
 from megajax.miscompiles.double_product import DOUBLE_PRODUCT
@@ -24,13 +24,13 @@ REGISTER: tuple[Miscompile, ...] = (
 
 
 def detect(text: str) -> list[Finding]:
-    """Every place of a compiled program's text that shows a known miscompile.
+    """Every place in a compiled program's text that shows a known miscompile.
 
-    What an entry with `is_certain=False` finds may be right: `confirmed` asks the compiler.
+    Findings of an entry with `is_certain=False` may be correct: `confirmed` asks the compiler.
     """
     return detect_in(Program(text))
 
 
 def detect_in(program: Program) -> list[Finding]:
-    """Run all detectors on a program that is read already."""
+    """Run all detectors on a program that is already parsed."""
     return [finding for entry in REGISTER for finding in find(entry, program)]

@@ -1,4 +1,4 @@
-"""A scaled product whose bias is not: `a * (x @ w + b)` becomes `a * (x @ w) + b` in cuBLASLt."""
+"""A bias that is not scaled: `a * (x @ w + b)` becomes `a * (x @ w) + b` in cuBLASLt."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -19,9 +19,9 @@ _EPILOGUE = re.compile(r'"epilogue":"(\w+)"')
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every call of cuBLASLt that scales the product and then adds a vector.
+    """Every cuBLASLt call that scales the product and then adds a vector.
 
-    The text of `a * (x @ w) + b`, where that is right, is the same.
+    The correct program `a * (x @ w) + b` has the same text.
     """
     for computation in program.computations.values():
         for instruction in computation.instructions:
@@ -46,7 +46,7 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 SCALED_BIAS = Miscompile(
     name='scaled product with a bias that is not scaled',
-    what='a cuBLASLt call adds its bias unscaled, where a * (x @ w + b) was to scale it too',
+    what='a cuBLASLt call adds its bias unscaled, but a * (x @ w + b) scales it too',
     where='a constant factor after a linear layer, as in dropout(x @ w + b), in cuBLAS products',
     platform='gpu',
     source='openxla/xla#46110, jax-ml/jax#39336',

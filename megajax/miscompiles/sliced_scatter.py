@@ -1,4 +1,4 @@
-"""An embedding's gradient sliced before it is summed: other rows are added to those of a shard."""
+"""An embedding's gradient sliced before it is summed: rows get the gradients of other rows."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,7 +22,7 @@ _SUMMED = frozenset({'convert', 'all-reduce', 'all-reduce-start'})
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every sum over devices of which each adds another slice of what it has scattered."""
+    """Every sum over devices that each add a different slice of their scattered gradients."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             place = Place(computation, instruction)
@@ -59,7 +59,7 @@ def _differs(program: Program, start: Place, group: tuple[int, ...]) -> bool:
 
 
 def lower(devices: Sequence[Any], *, reduced: bool = True) -> Lowered:
-    """The gradient of a lookup of tokens over both axes in a table over the first."""
+    """The gradient of a lookup: tokens sharded over both axes, the table over the first."""
     grid = np.array(devices).reshape(2, 2)
     mesh = Mesh(grid, ('data', 'model'), axis_types=(AxisType.Explicit,) * 2)
 
@@ -81,11 +81,11 @@ def lower(devices: Sequence[Any], *, reduced: bool = True) -> Lowered:
 
 SLICED_SCATTER = Miscompile(
     name="an embedding's gradient sliced before it is summed",
-    what='each device adds another slice of its sum: rows of a table get gradients of other rows',
+    what='devices add different slices: rows of a table get the gradients of other rows',
     where="a lookup in a table P('data', None, reduced={'model'}) by tokens over data; on CPUs too",
     platform='gpu',
     source='openxla/xla#42481',
     detect=detect,
     repro=Repro(num_devices=4, lower=lower),
-    remedy='look up in a table P(None, None, reduced=...), or leave out `reduced`',
+    remedy='use a table of P(None, None, reduced=...), or leave out `reduced`',
 )

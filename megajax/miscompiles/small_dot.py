@@ -1,4 +1,4 @@
-"""A small product joined with a reduction on a CPU, whose last rows are wrong."""
+"""A small product fused with a reduction on a CPU, with wrong last rows."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,19 +16,20 @@ from megajax.miscompiles.entry import Miscompile, Repro
 from megajax.miscompiles.trace import Place, trace
 
 ROWS = 32_769
-MAX_CONTRACTED = 3  # elements; 4 and more were right
-TILE_BYTES = 2**17  # what is beyond them is lost
+MAX_CONTRACTED = 3  # elements; 4 and more gave right results
+TILE_BYTES = 2**17  # size of a dim beyond which rows are lost
 _ELEMENTWISE = frozenset({'multiply', 'add', 'subtract', 'negate', 'abs', 'convert', 'transpose'})
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every fusion for YNNPACK of a product over at most three elements and its reduction."""
+    """Every YNNPACK fusion of a product over at most three elements with its reduction."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             if '"__ynn_fusion"' in instruction.attributes and instruction.called:
                 inside = program.computations[instruction.called[0]]
-                is_small = any(_is_small(inside, one) for one in inside.instructions)
-                if is_small and any(_sums_dot(program, inside, one) for one in inside.instructions):
+                inner = inside.instructions
+                is_small = any(_is_small(inside, dot) for dot in inner)
+                if is_small and any(_sums_dot(program, inside, each) for each in inner):
                     yield instruction
 
 
@@ -65,7 +66,7 @@ def _is_wrong(compiled: Any) -> bool:
 
 SMALL_DOT = Miscompile(
     name='a small product and its reduction on CPUs',
-    what='a product over two or three elements, joined with its reduction, has wrong last rows',
+    what='a product over two or three elements, fused with its reduction, has wrong last rows',
     where='a 3 x 3 matrix times more than 32,768 vectors (fp32; fp64: 16,384), reduced at once',
     platform='cpu',
     source='jax-ml/jax#39103',

@@ -1,4 +1,4 @@
-"""Ring permutes that lose data: several cycles are cut in two, and one of them is rejoined."""
+"""Ring permutes that lose data: a permute of several cycles is split and only one is rejoined."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _WITH_BROADCAST = frozenset({'broadcast'})
 
 
 def detect(program: Program) -> Iterator[Instruction]:
-    """Every choice between two permutes that gives a device the one that sends it nothing."""
+    """Every select between two permutes that gives a device the one that sends it nothing."""
     for computation in program.computations.values():
         for instruction in computation.instructions:
             is_choice = instruction.opcode == 'select'
@@ -38,16 +38,16 @@ def _loses_data(program: Program, select: Place) -> bool:
 
 
 def _targets(program: Program, place: Place) -> set[int] | None:
-    """The devices that receive something, of a permute or of what it became."""
+    """The devices that receive data from a permute, or from the receive that replaced it."""
     instruction = trace(program, place).instruction
     if instruction.opcode not in ('recv', 'collective-permute', 'collective-permute-start'):
         return None
-    found = _PAIRS.search(instruction.attributes)
-    return {int(target) for target in re.findall(r'\{\d+,(\d+)\}', found[1])} if found else None
+    pairs = _PAIRS.search(instruction.attributes)
+    return {int(target) for target in re.findall(r'\{\d+,(\d+)\}', pairs[1])} if pairs else None
 
 
 def _device_of(program: Program, place: Place) -> int | None:
-    """The one device for which `partition-id == constant` holds."""
+    """The only device for which `partition-id == constant` holds; None for other conditions."""
     place = trace(program, place, through=_WITH_BROADCAST)
     if place.instruction.opcode != 'compare' or 'direction=EQ' not in place.instruction.attributes:
         return None
@@ -61,7 +61,7 @@ def _device_of(program: Program, place: Place) -> int | None:
 
 
 def _lower(devices: Sequence[Any]) -> Lowered:
-    """A ring along one axis of two, in a loop: two cycles of two devices."""
+    """A ring along one of two axes, in a loop: two cycles of two devices."""
     mesh = Mesh(np.array(devices).reshape(2, 2), ('a', 'b'))
 
     @jax.jit
@@ -78,7 +78,7 @@ def _lower(devices: Sequence[Any]) -> Lowered:
 
 SPLIT_CYCLES = Miscompile(
     name='ring permutes that lose data',
-    what='a permute of several cycles is cut in two, and devices that close a cycle get zeros',
+    what='a permute of several cycles is split in two, and devices that close a cycle get zeros',
     where='lax.ppermute around one of several mesh axes, with xla_gpu_enable_pipelined_p2p',
     platform='gpu',
     source='openxla/xla#45222',

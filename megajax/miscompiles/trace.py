@@ -1,4 +1,4 @@
-"""Follow a value of a compiled program back to what computes it, and integers device by device."""
+"""Follow a value of a compiled program back to its origin, and compute integers per device."""
 
 import re
 from collections.abc import Callable
@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from megajax.hlo.program import Computation, Instruction, Program
 
-MAX_DEPTH = 64  # steps back; no chain of copies is as long
-# What hands a value on with its numbers as they are.
+MAX_DEPTH = 64  # steps back; every chain of copies is shorter
+# Instructions that pass a value on with its numbers unchanged.
 _SAME = {
     'bitcast', 'copy', 'reshape', 'optimization-barrier', 'domain', 'copy-start', 'copy-done',
     'recv-done', 'async-done', 'fusion-done', 'all-reduce-done', 'collective-permute-done',
@@ -28,13 +28,13 @@ _CALLERS = ('fusion', 'call', 'fusion-start', 'async-start')
 
 
 class Place(NamedTuple):
-    """An instruction and the computation that it stands in."""
+    """An instruction and the computation that contains it."""
 
     home: Computation
     instruction: Instruction
 
     def operand(self, index: int) -> 'Place':
-        """What one of its operands names."""
+        """The place of one of its operands."""
         return Place(self.home, self.home.by_name[self.instruction.operands[index]])
 
 
@@ -45,9 +45,10 @@ def trace(
     through: frozenset[str] = frozenset(),
     around: bool = True,
 ) -> Place:
-    """The instruction that computes a value: past copies, fusions, tuples, loops and `through`.
+    """The instruction that computes a value, behind copies, fusions, tuples, loops and `through`.
 
-    Of what a loop carries and changes it is what an iteration leaves there; not with `around=False`.
+    A value that a loop carries and changes is followed to the end of an iteration, unless
+    `around=False`.
     """
     for _ in range(MAX_DEPTH):
         before = _before(program, place, through, around)
@@ -73,19 +74,20 @@ def _before(program: Program, place: Place, through: frozenset[str], around: boo
 
 
 def _given(program: Program, place: Place) -> Place | None:
-    """What the one fusion or call that runs a computation gives for its parameter."""
+    """The operand for a parameter of a computation that only one fusion or call runs, if so."""
     callers = program.callers.get(place.home.name, [])
     if len(callers) != 1 or callers[0][1].opcode not in _CALLERS:
         return None
     parameters = place.home.parameters.items()
-    number = next(number for number, one in parameters if one is place.instruction)
+    number = next(number for number, parameter in parameters if parameter is place.instruction)
     return Place(*callers[0]).operand(number)
 
 
 def _element(program: Program, owner: Place, index: int, around: bool) -> Place | None:
-    """One element of a tuple; of what a loop carries, what an iteration leaves there, if `around`.
+    """One element of a tuple, or of the values that a loop carries.
 
-    Where no iteration changes it, that is what the loop begins with.
+    A carried value is followed to the loop's initial value if no iteration changes it; otherwise,
+    if `around`, to the end of an iteration.
     """
     instruction = owner.instruction
     if instruction.opcode == 'tuple':
@@ -114,9 +116,9 @@ def _is_element(place: Place, owner: str, index: int) -> bool:
 
 
 def integer(program: Program, place: Place, device: int) -> int | None:
-    """A scalar of a device, from its number and tables; None where the text does not say.
+    """A scalar's value on a device, from the device's number and tables.
 
-    None, too, where iterations of a loop have different ones.
+    None if the text does not determine it, or if it differs between the iterations of a loop.
     """
     place = trace(program, place, around=False)
     instruction = place.instruction
@@ -136,7 +138,7 @@ def integer(program: Program, place: Place, device: int) -> int | None:
 
 
 def _entry(program: Program, lookup: Place, device: int) -> int | None:
-    """The entry of a table that a device reads."""
+    """The entry that a device reads from a table."""
     table = trace(program, lookup.operand(0), around=False).instruction
     numbers = _literal(table) if table.opcode == 'constant' else None
     index = integer(program, lookup.operand(1), device)
@@ -146,7 +148,7 @@ def _entry(program: Program, lookup: Place, device: int) -> int | None:
 
 
 def _literal(instruction: Instruction) -> list[int] | None:
-    """The integers of a constant; None where XLA has left them out (`{...}`)."""
+    """The integers of a constant; None if XLA abbreviated them (`{...}`)."""
     text = instruction.line.partition('constant(')[2].partition(')')[0]
     if not re.fullmatch(r'[{}\d\s,-]+', text):
         return None

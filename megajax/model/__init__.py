@@ -1,0 +1,1 @@
+"""The models: layers, heads and losses, as pure functions of their parameters."""

@@ -1,4 +1,4 @@
-"""Activations, computed in fp32 whatever the dtype of the model. B batch, S sequence, F feed-forward."""
+"""Activations, computed in fp32 whatever the dtype of the model."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ def activate(h: jax.Array, activation: str) -> jax.Array:
     """GELU of h_BSF, or SwiGLU of [gate, up] in h [B, S, 2, F], in the dtype of h.
 
     The kernels of PyTorch and Megatron compute in fp32 too; in 16 bits even the constants of GELU
-    would be rounded. Only h is kept for the backward pass, as in Megatron's fused kernels.
+    would be rounded. Only h is saved for the backward pass, as in Megatron's fused kernels.
     """
     return _in_fp32(h, activation)
 
@@ -31,8 +31,8 @@ def _forward(h: jax.Array, activation: str) -> tuple[jax.Array, jax.Array]:
 def _backward(activation: str, h: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
     _, transposed = jax.vjp(lambda h: _in_fp32(h, activation), h)
     (dh,) = transposed(dy)
-    # The barrier keeps the gradient in the dtype of h: XLA would write it in fp32 for the sum that
-    # makes the gradient of a bias, and cast it in a second kernel.
+    # The barrier keeps the gradient in the dtype of h. Without it XLA writes the gradient in fp32,
+    # for the sum that is the gradient of a bias, and casts it in a second kernel.
     return (lax.optimization_barrier(dh),)
 
 

@@ -19,16 +19,16 @@ from megajax.model.rotary import rotate
 from megajax.parallel.layout import Layout
 
 Kept = TypeVar('Kept')
-# From queries, keys and values, whole heads on each shard: what attention makes of them, and what
-# the caller wants kept, as keys and values are for the next token.
+# A function of queries, keys and values, with complete heads on each shard. It returns attention's
+# output and whatever the caller wants to keep, such as keys and values for the next token.
 Core = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
 
 
 class Attention(nnx.Module):
-    """Fused QKV (column-parallel), attention on whole heads, output projection (row-parallel).
+    """Fused QKV (column-parallel), attention on complete heads, output projection (row-parallel).
 
-    The columns of QKV are grouped by key/value head, [G queries, key, value] each, so that one
-    product makes all three and its input's gradient is reduced over `model` once, not three times.
+    The columns of QKV are grouped by key/value head, [G queries, key, value] each. So one product
+    computes all three, and the gradient of its input is reduced over `model` once, not three times.
     """
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
@@ -44,7 +44,10 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BSD: jax.Array, position_BS: jax.Array | None, core: Core[Kept]
     ) -> tuple[jax.Array, Kept]:
-        """Of the normed and gathered x_BSD, in the placement of the residual stream."""
+        """Return attention on the normed and gathered x_BSD, and the second result of `core`.
+
+        The first is placed as the residual stream is.
+        """
         qkv = self._heads(x_BSD, position_BS)
         with jax.named_scope('core'):
             o_BSNH, kept = core(*qkv)
@@ -53,7 +56,7 @@ class Attention(nnx.Module):
     def _heads(
         self, x_BSD: jax.Array, position_BS: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, normed and rotated, whole heads on each shard."""
+        """Queries, keys and values, normed and rotated, with complete heads on each shard."""
         config = self.config
         q_BSNH, k_BSKH, v_BSKH = self._split(self.qkv(x_BSD))  # column-parallel: no communication
         if self.query_norm is not None and self.key_norm is not None:
@@ -72,14 +75,14 @@ class Attention(nnx.Module):
         k_BSKH, v_BSKH = qkv_BSKCH[:, :, :, -2], qkv_BSKCH[:, :, :, -1]
         if not within_heads:
             return q_BSNH, k_BSKH, v_BSKH
-        # Fewer key/value heads than shards: QKV holds a slice of every head. Megatron gathers it
-        # whole; here the queries change places in an all-to-all, and only the few key/value heads
-        # are gathered.
+        # With fewer key/value heads than shards, QKV holds a slice of every head. Megatron gathers
+        # all of QKV; here an all-to-all moves the queries, and only the few key/value heads are
+        # gathered.
         q_BSNH = jax.reshard(q_BSNH, self.layout('BSNh'))
         return q_BSNH, self._copy_to_shards(k_BSKH), self._copy_to_shards(v_BSKH)
 
     def _copy_to_shards(self, k_BSKH: jax.Array) -> jax.Array:
-        """One key/value head per shard: the one that the shard's query heads share."""
+        """Copy to each shard the key/value head that its query heads share."""
         batch, length, heads, head_dim = k_BSKH.shape
         copies = self.layout.num_shards('N') // heads
         k_BSKH = jax.reshard(k_BSKH, self.layout('BSkh'))  # all-gather
@@ -98,10 +101,10 @@ def attention_core(
     segment_BS: jax.Array | None = None,
     key_B: jax.Array | None = None,
 ) -> Core[None]:
-    """The core of training and evaluation: every token of a sequence at once, nothing kept.
+    """The core of training and evaluation: every token of a sequence at once, nothing to keep.
 
-    Attention stays inside a segment where `segment_BS` is given. With `recompute` the backward pass
-    keeps nothing of the [S, S] scores (selective recomputation of Korthikanti et al., 2022).
+    Attention stays inside a segment where `segment_BS` is given. With `recompute` no [S, S] scores
+    are saved for the backward pass (selective recomputation of Korthikanti et al., 2022).
     """
 
     def core(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> tuple[jax.Array, None]:
@@ -132,15 +135,15 @@ def attend(
     key_B: jax.Array | None = None,
     recompute: bool = False,
 ) -> jax.Array:
-    """Attention o_BSNH, softmax in fp32, on the fastest implementation that can do it."""
+    """Attention o_BSNH with softmax in fp32, by the fastest implementation for these inputs."""
     device = jax.typeof(q_BSNH).sharding.mesh.abstract_device
     platform = 'gpu' if is_nvidia(device) else device.platform.replace('gpu', 'another gpu')
     without_dropout = rate == 0 or key_B is None
     if without_dropout and can_flash(platform, str(q_BSNH.dtype), q_BSNH.shape[-1]):
         return flash_attention(q_BSNH, k_BSKH, v_BSKH, segment_BS, causal)
     core = partial(_attend_xla, layout=layout, causal=causal, rate=rate)
-    kept = jax.checkpoint(core, prevent_cse=False) if recompute else core
-    return kept(q_BSNH, k_BSKH, v_BSKH, segment_BS, key_B)
+    attend_xla = jax.checkpoint(core, prevent_cse=False) if recompute else core
+    return attend_xla(q_BSNH, k_BSKH, v_BSKH, segment_BS, key_B)
 
 
 def _attend_xla(
@@ -171,7 +174,10 @@ def _attend_xla(
 
 
 def _allowed(length: int, segment_BS: jax.Array | None, *, causal: bool) -> jax.Array | None:
-    """Which keys Y a query S sees, to broadcast against [B, K, G, S, Y]; None where it sees all."""
+    """A mask of the keys Y that each query S sees, to broadcast against [B, K, G, S, Y].
+
+    None where a query sees all keys.
+    """
     position = jnp.arange(length)
     earlier = None
     if causal:

@@ -1,6 +1,6 @@
-"""BERT's heads: masked tokens before the tied decoder, and sentence-order prediction.
+"""BERT's heads: masked-token prediction with the tied decoder, and sentence-order prediction.
 
-As in Megatron-LM their square layers are unsharded.
+Their square layers are unsharded, as in Megatron-LM.
 """
 
 import jax
@@ -18,14 +18,14 @@ from megajax.model.shard_copies import along_last
 
 
 class UnshardedLinear(nnx.Module):
-    """x times a weight that every device has: no communication.
+    """x times a replicated weight: no communication.
 
-    Where x is sharded over the sequence, the train step gives each shard a copy of the weight
-    (`shard_copies.py`).
+    Where x is sharded over the sequence, the train step gives each shard its own copy of the
+    weight (`shard_copies.py`).
     """
 
     def __init__(self, parameters: Parameters, *, rows: str, key: jax.Array):
-        """`rows` are the dims of x before the last."""
+        """Make weight and bias; `rows` are the letters of the dims of x before the last."""
         self.layout, self.rows = parameters.layout, rows
         dims = parameters.dims('weight')
         self.equation = f'{rows}D,{dims}->{rows}{dims[-1]}'
@@ -57,9 +57,9 @@ class UnshardedLinear(nnx.Module):
 
 
 class MaskedHead(nnx.Module):
-    """Between the last norm and the tied decoder: dense, GELU, norm.
+    """The layers between the final norm and the tied decoder: dense, GELU, norm.
 
-    The decoder's bias is sharded over the vocabulary as its rows are.
+    The decoder's bias is sharded over the vocabulary, like the rows of the decoder.
     """
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
@@ -69,14 +69,14 @@ class MaskedHead(nnx.Module):
         self.bias = parameters.make('bias')
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """In the placement of the residual stream, as x_BTD is."""
+        """Transform x_BTD; the result is placed as x_BTD and the residual stream are."""
         return self.norm(activate(self.dense(x_BTD), self.activation))
 
 
 class OrderHead(nnx.Module):
-    """Sentence-order prediction, whether the second segment came first (Lan et al., 2020).
+    """Sentence-order prediction: did the second segment come first (Lan et al., 2020)?
 
-    A pooler (dense and tanh of the first token) and a classifier.
+    The head is a pooler (dense and tanh of the first token) and a classifier.
     """
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
@@ -86,12 +86,12 @@ class OrderHead(nnx.Module):
         self.classifier = UnshardedLinear(parameters['classifier'], rows='B', key=classifier_key)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        """Logits [B, O] in fp32, the same on every device."""
+        """Logits [B, O] in fp32, replicated over `model`."""
         pooled_BD = jnp.tanh(self.pooler(self._first(x_BTD)))
         return self.classifier(pooled_BD).astype(jnp.float32)
 
     def loss(self, x_BTD: jax.Array, swapped_B1: jax.Array, weight_B1: jax.Array) -> jax.Array:
-        """The negative log-likelihood of `swapped_B1` (0 or 1), summed with the rows' weights."""
+        """The negative log-likelihood of `swapped_B1` (0 or 1), weighted by row and summed."""
         log_probability_BO = jax.nn.log_softmax(self(x_BTD), axis=-1)
         order_O = jnp.expand_dims(jnp.arange(NUM_SEGMENTS), 0)
         return -(jnp.where(order_O == swapped_B1, log_probability_BO, 0) * weight_B1).sum()
@@ -103,6 +103,5 @@ class OrderHead(nnx.Module):
         batch, length, size = x_BTD.shape
         shape = batch, shards, length // shards, size
         tokens = x_BTD.reshape(shape, out_sharding=self.layout('BT-D'))
-        # all-gather of each shard's first token, where Megatron gathers all tokens; nothing
-        # backward
+        # all-gather of each shard's first token (Megatron gathers all tokens); nothing backward
         return jax.reshard(tokens[:, :, 0], self.layout('BSD'))[:, 0]

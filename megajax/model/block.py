@@ -1,4 +1,4 @@
-"""One pre-norm transformer layer: two branches, each between Megatron's f and g."""
+"""A pre-norm transformer layer: two branches, each between Megatron's f and g."""
 
 import jax
 from flax import nnx
@@ -30,10 +30,10 @@ class Block(nnx.Module):
         position_BS: jax.Array | None = None,
         key_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Kept]:
-        """The residual stream after this layer, and what the attention's core kept.
+        """Return the residual stream after this layer, and the second result of `core`.
 
-        Without sequence parallelism T is S, and the gathers before the two branches do nothing:
-        f's all-reduce is made in the backward pass of `product`.
+        Without sequence parallelism T is S and the gathers before the two branches do nothing: the
+        backward pass of `product` makes f's all-reduce.
         """
         gathered, row = self.layout('BSD'), self.layout('TD')
         with jax.named_scope('attention'):

@@ -15,7 +15,7 @@ from megajax.parallel.layout import Layout
 class VocabParallelEmbedding(nnx.Module):
     """A table whose rows are sharded over `model`.
 
-    Each shard looks up the tokens that it has, and XLA adds up the parts.
+    Each shard looks up the tokens that it has, and XLA reduces the partial results.
     """
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
@@ -29,7 +29,10 @@ class VocabParallelEmbedding(nnx.Module):
         vector_BSD: jax.Array | None = None,
         rows: str = 'B',
     ) -> jax.Array:
-        """x_BTD in `dtype`, after adding `vector_BSD`, whose first dim is `rows`, B or - for one."""
+        """Look up tokens and add `vector_BSD`; return x_BTD in `dtype`.
+
+        The first dim of `vector_BSD` is `rows`: `B`, or `-` for a single row.
+        """
         # all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
         return _embed(self.table[...], vector_BSD, token_BS, self.layout, rows, dtype)
 
@@ -42,7 +45,7 @@ class PositionEmbedding(nnx.Module):
         self.table = parameters.make('table', key)
 
     def __call__(self, token_BS: jax.Array, position_BS: jax.Array | None) -> jax.Array:
-        """The vectors of the tokens' positions [B, S, D], or of 0, 1, ... [1, S, D]."""
+        """The vectors [B, S, D] of the given positions, or [1, S, D] of positions 0, 1, ..."""
         if position_BS is None:
             return jnp.expand_dims(self.table[: token_BS.shape[1]], 0)
         return self.table.at[position_BS].get(out_sharding=self.layout('BSD'))
@@ -55,15 +58,15 @@ class TokenTypeEmbedding(nnx.Module):
         self.table = parameters.make('table', key)
 
     def __call__(self, token_BS: jax.Array, type_BS: jax.Array | None) -> jax.Array:
-        """The vectors of the tokens' types [B, S, D], 0 or 1; of 0 unless given."""
+        """The vectors [B, S, D] of the tokens' types (0 or 1; 0 unless given)."""
         type_BS = jnp.zeros_like(token_BS) if type_BS is None else type_BS
         first, second = (jnp.expand_dims(self.table[i], (0, 1)) for i in range(NUM_SEGMENTS))
-        # A choice and not a lookup: its gradient is two sums, where that of a lookup adds every
-        # token to one of two rows.
+        # A `where` instead of a lookup: its gradient is two sums, while the gradient of a lookup
+        # adds every token to one of two rows.
         return jnp.where(jnp.expand_dims(type_BS, -1) == 0, first, second)
 
 
-# One function of all tables, so that with SP the gradient is gathered once for them.
+# One function for all tables, so that with SP their gradient is gathered only once.
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _embed(
     table_VD: jax.Array,
@@ -104,7 +107,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array | None, None]:
     table_VD, vector_BSD, token_BS = saved
     dx_BSD = jax.reshard(dx_BTD, layout('BSD'))  # SP: all-gather, in the compute dtype
-    # A frequent token is added up thousands of times: in fp32.
+    # In fp32, because the gradient of a frequent token is a sum of thousands of terms.
     dx_BSD = dx_BSD.astype(table_VD.dtype)
     (dtable_VD,) = jax.linear_transpose(lambda table: _lookup(table, token_BS, layout), table_VD)(
         dx_BSD

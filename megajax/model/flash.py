@@ -1,7 +1,4 @@
-"""cuDNN's flash attention, on the heads and rows that each GPU has.
-
-B batch, S (and T) sequence, N query heads, K key/value heads, H head dim.
-"""
+"""cuDNN's flash attention, on the heads and rows that each GPU has."""
 
 import functools
 import logging
@@ -18,7 +15,10 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def can_flash(platform: str, dtype: str, head_dim: int) -> bool:
-    """Whether a device runs cuDNN's flash attention: an NVIDIA GPU, where dtype and head dim fit."""
+    """Whether cuDNN's flash attention runs on a device with this dtype and head dim.
+
+    The platform of an NVIDIA GPU is 'gpu'; other GPUs have another name here.
+    """
     can = platform == 'gpu' and fits_flash(dtype, head_dim)
     logger.info(
         'attention: %s (%s, %s, head dim %d)',
@@ -30,8 +30,9 @@ def can_flash(platform: str, dtype: str, head_dim: int) -> bool:
     return can
 
 
-# cuDNN's kernel knows neither Explicit axes nor a second batch dim. Batch and heads are independent, so `_kernels` gives each device
-# its own in a shard_map, and where the train step has mapped it over data shards it takes the rows of all of them as one batch.
+# cuDNN's kernel supports neither Explicit axes nor a second batch dim. Batch and heads are
+# independent, so `_kernels` gives each device its own in a shard_map; where the train step maps it
+# over data shards, it merges the rows of all data shards into one batch.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def flash_attention(
     q_BSNH: jax.Array,
@@ -40,9 +41,9 @@ def flash_attention(
     segment_BS: jax.Array | None = None,
     causal: bool = True,
 ) -> jax.Array:
-    """Attention o_BSNH, causal or both ways, inside each segment where there are some, placed as q.
+    """Attention o_BSNH, causal or bidirectional, placed as q; within segments if they are given.
 
-    Nothing of the scores is kept, the backward pass runs the kernel again.
+    No scores are saved: the backward pass runs the kernel again.
     """
     return _kernels(causal)[0](*_given(q_BSNH, k_BSKH, v_BSKH, segment_BS))
 
@@ -68,13 +69,13 @@ flash_attention.defvjp(_forward, _backward)
 
 
 def _merged_rows(x: jax.Array) -> P:
-    """[data shard, row, ...] as [rows of all, ...]."""
+    """The placement of [data shard, row, ...] after a reshape to [row of all shards, ...]."""
     shards, _, *rest = jax.typeof(x).sharding.spec
     return P(shards, *rest)
 
 
 def _split_rows(x: jax.Array) -> P:
-    """[rows of all, ...] as [data shard, row, ...]."""
+    """The placement of [row of all shards, ...] after a reshape to [data shard, row, ...]."""
     shards, *rest = jax.typeof(x).sharding.spec
     return P(shards, None, *rest)
 
@@ -84,25 +85,25 @@ def _given(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
 
 
 def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` of arrays [batch, ...], which under `vmap` sees the rows of every mapped part in one batch."""
+    """Make `function` of arrays [batch, ...] merge the rows of all mapped parts under `vmap`."""
     mapped = jax.custom_batching.custom_vmap(function)
 
     @mapped.def_vmap
     def merge(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[Any, Any]:
         assert all(batched)
         merged = (x.reshape(-1, *x.shape[2:], out_sharding=_merged_rows(x)) for x in arrays)
-        made = mapped(*merged)
+        result = mapped(*merged)
         split = jax.tree.map(
-            lambda y: y.reshape(size, -1, *y.shape[1:], out_sharding=_split_rows(y)), made
+            lambda y: y.reshape(size, -1, *y.shape[1:], out_sharding=_split_rows(y)), result
         )
-        return split, jax.tree.map(lambda _: True, made)
+        return split, jax.tree.map(lambda _: True, result)
 
     return mapped
 
 
 @functools.cache
 def _kernels(causal: bool) -> tuple[Callable[..., jax.Array], Callable[..., tuple[jax.Array, ...]]]:
-    """Attention of (q, k, v, perhaps segments), and its gradients of (do, q, k, v, perhaps segments)."""
+    """Attention of (q, k, v[, segments]) and its gradients of (do, q, k, v[, segments])."""
     core = functools.partial(_cudnn, causal=causal)
 
     @_over_rows
@@ -132,9 +133,9 @@ def _cudnn(
     *,
     causal: bool,
 ) -> jax.Array:
-    mask_B1ST = (
+    mask_B1SY = (
         None if segment_BS is None else segment_BS[:, None, :, None] == segment_BS[:, None, None, :]
     )
     return jax.nn.dot_product_attention(
-        q_BSNH, k_BSKH, v_BSKH, mask=mask_B1ST, is_causal=causal, implementation='cudnn'
+        q_BSNH, k_BSKH, v_BSKH, mask=mask_B1SY, is_causal=causal, implementation='cudnn'
     )

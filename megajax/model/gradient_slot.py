@@ -1,8 +1,8 @@
-"""Gradients in fp32 of weights in 16 bits, as Megatron's `main_grad` holds them.
+"""Gradients in fp32 of weights in 16 bits, like Megatron's `main_grad`.
 
 jax returns a cotangent in the dtype of its primal. So a step that computes with weights in bf16 or
-fp16 differentiates with respect to slots in fp32, zeros in the place of these weights, and the
-backward pass of `product` gives a weight's gradient to its slot.
+fp16 differentiates with respect to fp32 gradient slots, zeros in the place of these weights, and
+the backward pass of `product` returns a weight's gradient as the gradient of its slot.
 """
 
 import dataclasses
@@ -15,17 +15,17 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slotted:
-    """A weight to compute with, and the fp32 slot that its gradient goes to; for products alone."""
+    """A weight to compute with and the fp32 slot for its gradient; only products accept it."""
 
     weight: jax.Array
     slot: jax.Array
 
 
 def separate(weights: Any) -> tuple[Any | None, Any]:
-    """The weights to compute with, if any is not in fp32, and what to differentiate by.
+    """Return the weights to compute with, and the tree to differentiate with respect to.
 
-    The latter holds a slot in the place of each weight that is not in fp32, and the others as they
-    are.
+    The latter has an fp32 slot in the place of each weight that is not in fp32, and the other
+    weights unchanged. The former is None if all weights are in fp32.
     """
 
     def slot(x: jax.Array) -> jax.Array:
@@ -38,7 +38,7 @@ def separate(weights: Any) -> tuple[Any | None, Any]:
 
 
 def pair(weights: Any, slots: Any) -> Any:
-    """`slots` with a `Slotted` in the place of each slot of a weight in another dtype."""
+    """Replace each slot whose weight has another dtype with a `Slotted` of the two."""
 
     def join(weight: jax.Array, slot: jax.Array) -> jax.Array | Slotted:
         return slot if weight.dtype == slot.dtype else Slotted(weight=weight, slot=slot)
@@ -47,13 +47,13 @@ def pair(weights: Any, slots: Any) -> Any:
 
 
 def value(weight: jax.Array, slot: jax.Array) -> jax.Array:
-    """The weight in fp32, with a gradient that goes to its slot."""
+    """The weight in fp32; its gradient goes to its slot."""
     return slot if weight.dtype == slot.dtype else _first(weight, slot)
 
 
 @jax.custom_vjp
 def _first(weight: jax.Array, slot: jax.Array) -> jax.Array:
-    return weight.astype(slot.dtype)  # cast back where it is used, which XLA takes for nothing
+    return weight.astype(slot.dtype)  # cast back where it is used; XLA removes the pair of casts
 
 
 def _forward(weight: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:

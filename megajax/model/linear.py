@@ -1,7 +1,7 @@
-"""Megatron's pair of linear layers: a column-parallel product needs no communication, a row-parallel
-one ends in one reduction.
+"""Megatron's pair of linear layers, column-parallel and row-parallel.
 
-A weight is stored [input dims, output dims], the transpose of Megatron's.
+A column-parallel product needs no communication; a row-parallel product ends in one reduction. A
+weight is stored [input dims, output dims], the transpose of Megatron's.
 """
 
 import jax
@@ -17,8 +17,7 @@ from megajax.model.shard_copies import along_last
 class ColumnParallelLinear(nnx.Module):
     """x_BSD times a weight whose output dims are sharded over `model`: no communication forward.
 
-    Backward, the gradient of x is reduced over `model`, in the backward pass of `product`: that is
-    Megatron's f.
+    The backward pass of `product` reduces the gradient of x over `model`: Megatron's f.
     """
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
@@ -37,7 +36,7 @@ class RowParallelLinear(nnx.Module):
     """x times a weight whose input dims are sharded over `model`, added to the residual stream.
 
     Forward, the partial sums are reduced over `model`: Megatron's g. The bias is replicated and
-    added once, after that.
+    added once, after the reduction.
     """
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
@@ -56,10 +55,10 @@ class RowParallelLinear(nnx.Module):
 
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
-    """Add in fp32, so that the gradient of the bias is summed in fp32."""
+    """Add a bias in fp32, so that its gradient is summed in fp32; the result has the dtype of y."""
     if y.dtype == jnp.float32 and jax.typeof(y).sharding.mesh.abstract_device.platform != 'cpu':
-        # The bias stays out of cuBLAS's epilogue: XLA has put it along the wrong dim of a square
-        # result (openxla/xla#46897), and left it unscaled where a factor followed
-        # (openxla/xla#46110). What reads the sum is a kernel of its own anyway.
+        # Keep the bias out of cuBLAS's epilogue: XLA has added it along the wrong dim of a square
+        # result (openxla/xla#46897), and has left it unscaled where a factor followed
+        # (openxla/xla#46110). The operation that reads the sum is a separate kernel anyway.
         y = lax.optimization_barrier(y)
     return (y.astype(jnp.float32) + bias).astype(y.dtype)

@@ -1,5 +1,6 @@
-"""Cross entropy on logits that are sharded over the vocabulary and never whole: not on a device,
-and, in chunks of tokens, not in time.
+"""Cross entropy on logits that are sharded over the vocabulary and never fully materialized.
+
+No device has all columns, and no moment has all tokens: they are computed in chunks.
 """
 
 import dataclasses
@@ -22,8 +23,9 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 class Loss:
     """The loss of a model, from its last hidden states.
 
-    `label_smoothing` mixes the label with the uniform distribution over the real vocabulary; `z_loss` adds its multiple of the
-    squared log of the softmax's denominator (Chowdhery et al., 2022).
+    `label_smoothing` mixes the label with the uniform distribution over the unpadded vocabulary.
+    `z_loss` is the factor of an added term, the squared log of the softmax's denominator (Chowdhery
+    et al., 2022).
     """
 
     vocab_size: int
@@ -33,7 +35,7 @@ class Loss:
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> 'Loss':
-        """That of a run's config."""
+        """The loss of a run's config."""
         return cls(
             vocab_size=config.model.vocab_size,
             label_smoothing=config.loss.label_smoothing,
@@ -42,23 +44,19 @@ class Loss:
         )
 
     def per_token(self, logits: jax.Array, label: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What is minimised, and the plain negative log-likelihood in nats, both in fp32.
+        """Return the objective to minimize and the negative log-likelihood in nats, both in fp32.
 
-        logits [B, ..., V] sharded over V, label [B, ...]: three all-reduces of the size of `label` forward, none backward.
+        logits [B, ..., V] are sharded over V, label is [B, ...]. Three all-reduces of the size of
+        `label` forward, none backward.
         """
         token = self._token_ids(logits)
-        top = lax.stop_gradient(logits.max(-1))  # all-reduce of [B, ...]
-        log_total = (
-            jnp.log(jnp.exp(logits - top[..., None]).sum(-1)) + top
-        )  # all-reduce of [B, ...]
-        nll = log_total - jnp.where(token == label[..., None], logits, 0).sum(
-            -1
-        )  # all-reduce of [B, ...]
+        # Each of these reductions over V is an all-reduce of [B, ...].
+        top = lax.stop_gradient(logits.max(-1))
+        log_total = jnp.log(jnp.exp(logits - top[..., None]).sum(-1)) + top
+        nll = log_total - jnp.where(token == label[..., None], logits, 0).sum(-1)
         objective = nll
         if self.label_smoothing:
-            mean = (
-                jnp.where(token < self.vocab_size, logits, 0).sum(-1) / self.vocab_size
-            )  # all-reduce of [B, ...]
+            mean = jnp.where(token < self.vocab_size, logits, 0).sum(-1) / self.vocab_size
             objective = (1 - self.label_smoothing) * nll + self.label_smoothing * (log_total - mean)
         if self.z_loss:
             objective = objective + self.z_loss * jnp.square(log_total)
@@ -69,7 +67,7 @@ class Loss:
     ) -> jax.Array:
         """Logits [*rows, V] of x [*rows, D] in fp32, sharded over V: no communication.
 
-        Those of padding are the lowest number.
+        The logits of the vocabulary's padding are the lowest fp32 number.
         """
         logits = product(f'{rows}D,DV->{rows}V', x, head_DV, self.layout, jnp.float32)
         if bias_V is not None:
@@ -90,10 +88,9 @@ class Loss:
         weight_BS: jax.Array,
         bias_V: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Sums over tokens, weighted by `weight_BS`: of what is minimised, and of the negative
-        log-likelihood.
+        """Sum the objective and the negative log-likelihood over tokens, weighted by `weight_BS`.
 
-        Memory holds the logits of one chunk of tokens at a time: where a gradient is wanted it is
+        Memory holds the logits of one chunk of tokens at a time. Where a gradient is wanted, it is
         computed in the same pass, so nothing is computed twice.
         """
         return _sum_over_tokens(x_BTD, (head_VD.T, bias_V), label_BS, weight_BS, self)
@@ -148,7 +145,10 @@ _sum_over_tokens.defvjp(_forward, _backward)
 def _sum_over_chunk(
     x: jax.Array, head: Head, label: jax.Array, weight: jax.Array, loss: Loss
 ) -> Sums:
-    """Of x [B, shards of T, tokens, D]; labels and weights are those of every shard."""
+    """The two weighted sums over x [B, shards of T, tokens, D].
+
+    Every device has the labels and weights of all shards.
+    """
     with jax.named_scope('head'):
         # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)
         x = jax.reshard(x, loss.layout('BS-D'))
@@ -160,9 +160,9 @@ def _sum_over_chunk(
 def _chunks(
     x_BTD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, layout: Layout
 ) -> Chunk:
-    """Equal chunks of tokens, first dim the chunk; padding has no weight.
+    """Cut the tokens into equal chunks, along a new first dim; padding has weight 0.
 
-    Each takes its share of every shard of the sequence, so that it stays sharded.
+    Each chunk has a part of every shard of the sequence, so that it stays sharded.
     """
     batch, length, _ = x_BTD.shape
     shards = layout.num_shards('T')
@@ -182,7 +182,7 @@ def _chunks(
 
 
 def _join(chunks: jax.Array, x_BTD: jax.Array, layout: Layout) -> jax.Array:
-    """Of what `_chunks` makes of x_BTD, an array like x_BTD."""
+    """Join chunks in the layout of `_chunks` into an array like x_BTD."""
     count, batch, shards, size, width = chunks.shape
     tokens = x_BTD.shape[1] // shards
     joined = jnp.moveaxis(chunks, 0, 2)

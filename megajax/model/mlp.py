@@ -1,7 +1,7 @@
 """The feed-forward layer: column-parallel up, activation, row-parallel down.
 
-The activation is not linear, so it must see whole sums: splitting `up` by columns gives each shard
-whole columns of the hidden layer, splitting it by rows would need a reduction before the
+The activation is not linear, so it must see complete sums. Splitting `up` by columns gives each
+shard complete columns of the hidden layer; splitting it by rows would need a reduction before the
 activation.
 """
 
@@ -15,7 +15,7 @@ from megajax.model.parameters import Parameters
 
 
 class MLP(nnx.Module):
-    """GELU or, with gate and up fused in one product, SwiGLU (Shazeer, 2020)."""
+    """A GELU layer or, with gate and up fused in one product, SwiGLU (Shazeer, 2020)."""
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
         self.activation = config.activation
@@ -24,6 +24,6 @@ class MLP(nnx.Module):
         self.down = RowParallelLinear(parameters['down'], key=down_key)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        """Of the normed and gathered x_BSD, in the placement of the residual stream."""
+        """Transform the normed and gathered x_BSD; place the result as the residual stream is."""
         h_BSF = activate(self.up(x_BSD), self.activation)  # column-parallel: no communication
         return self.down(h_BSF)  # row-parallel, g: all-reduce forward (SP: reduce-scatter)

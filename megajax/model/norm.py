@@ -16,7 +16,7 @@ from megajax.parallel.layout import Layout
 class LayerNorm(nnx.Module):
     """Subtract the mean, divide by the standard deviation, scale and shift.
 
-    `dims` are the last two of the input, as `TD`.
+    `dims` are the letters of the input's last two dims, such as `TD`.
     """
 
     def __init__(self, parameters: Parameters, *, dims: str, eps: float):
@@ -30,7 +30,10 @@ class LayerNorm(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divide by the root mean square and scale. `dims` are the last two of the input, as `TD`."""
+    """Divide by the root mean square and scale.
+
+    `dims` are the letters of the input's last two dims, such as `TD`.
+    """
 
     def __init__(self, parameters: Parameters, *, dims: str, eps: float):
         self.layout, self.dims, self.eps = parameters.layout, dims, eps
@@ -41,12 +44,12 @@ class RMSNorm(nnx.Module):
 
 
 def make_norm(config: ModelConfig, parameters: Parameters, dims: str = 'TD') -> LayerNorm | RMSNorm:
-    """The norm that `config.norm` names, of inputs whose last two dims are `dims`."""
+    """Make the norm that `config.norm` names, for inputs whose last two dims are `dims`."""
     kind: type[LayerNorm] | type[RMSNorm] = LayerNorm if config.norm == 'layernorm' else RMSNorm
     return kind(parameters, dims=dims, eps=config.norm_eps)
 
 
-# Only x is kept for the backward pass; the rest is cheaper to compute again than to read.
+# Only x is saved for the backward pass: the rest is cheaper to recompute than to read.
 @partial(jax.checkpoint, static_argnums=(3, 4, 5))
 def _layer_norm(
     x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float, dims: str, layout: Layout

@@ -1,4 +1,4 @@
-"""From the declaration of a parameter (`counts/parameters.py`) to its array."""
+"""Arrays of parameters, made from their declarations (`counts/parameters.py`)."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from megajax.parallel.layout import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """What a module makes its parameters from: their declarations, sizes and layout."""
+    """The declarations, sizes and layout that a module makes its parameters from."""
 
     declared: Declared
     sizes: Mapping[str, int]
@@ -24,28 +24,28 @@ class Parameters:
 
     @classmethod
     def of(cls, model: ModelConfig, layout: Layout) -> 'Parameters':
-        """Those of a whole model."""
+        """The parameters of a complete model."""
         return cls(declare(model), dim_sizes(model), layout)
 
     def __contains__(self, name: str) -> bool:
         return name in self.declared
 
     def __getitem__(self, name: str) -> 'Parameters':
-        """Those of the module of this name."""
+        """The parameters of the submodule with this name."""
         declared = self.declared[name]
         assert not isinstance(declared, Parameter)
         return dataclasses.replace(self, declared=declared)
 
     def dims(self, name: str) -> str:
-        """The dims of a parameter in one layer."""
+        """The dims of a parameter within one layer."""
         declared = self.declared[name]
         assert isinstance(declared, Parameter)
         return declared.dims.removeprefix('L')
 
     def make(self, name: str, key: jax.Array | None = None) -> nnx.Param[jax.Array]:
-        """The parameter in fp32, in its place on the current mesh, the same numbers on every mesh.
+        """Make a parameter in fp32, sharded on the current mesh; no value depends on the mesh.
 
-        Inside `jax.vmap` over the layers it is that of one layer.
+        Inside `jax.vmap` over the layers it is the parameter of one layer.
         """
         declared = self.declared[name]
         assert isinstance(declared, Parameter)
@@ -59,12 +59,12 @@ class Parameters:
         return nnx.Param(value, declared=declared)
 
     def maybe(self, name: str) -> nnx.Param[jax.Array] | None:
-        """A parameter without randomness, where it is declared."""
+        """Make a parameter that needs no random key; return None where it is not declared."""
         return self.make(name) if name in self else None
 
 
 def map_parameters(function: Callable[..., Any], params: Any, *others: Any) -> Any:
-    """`function(declared, x, ...)` of each parameter x, with arrays from trees like `params`."""
+    """Apply `function(declared, x, ...)` to each parameter x; `others` are trees like `params`."""
 
     def apply(param: nnx.Variable[jax.Array], *rest: Any) -> nnx.Variable[jax.Array]:
         rest = tuple(x.get_value() if isinstance(x, nnx.Variable) else x for x in rest)
@@ -74,7 +74,7 @@ def map_parameters(function: Callable[..., Any], params: Any, *others: Any) -> A
 
 
 def cast_matrices(params: Any, dtype: DTypeLike, layout: Layout) -> Any:
-    """The parameters with each matrix in `dtype`, placed as the computation has it."""
+    """Cast each matrix to `dtype` and reshard it to its placement in the computation."""
 
     def cast(declared: Parameter, x: jax.Array) -> jax.Array:
         return jax.reshard(x.astype(dtype), layout(declared.dims)) if declared.is_matrix else x

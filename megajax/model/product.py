@@ -1,7 +1,7 @@
 """The matrix product of every layer, and its two gradients.
 
-Operands are in the compute dtype; the gradient of a weight is accumulated and left in fp32, as
-Megatron's main gradients are.
+Operands are in the compute dtype; the gradient of a weight is accumulated in fp32 and stays in
+fp32, like Megatron's `main_grad`.
 """
 
 from functools import cache, partial
@@ -24,12 +24,12 @@ def product(
     layout: Layout,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """Multiply x with a weight, which is cast to the dtype of x, as in `'BSF,FD->BTD'`.
+    """Multiply x by a weight, which is cast to the dtype of x, as in `'BSF,FD->BTD'`.
 
-    The letters give the placements. Where the contracted dims are sharded over `model`, XLA adds
-    up the partial sums, and where the result has T for S it scatters them over the sequence:
-    Megatron's g. The same holds in the backward pass for the gradient of x, which is placed as x
-    is: Megatron's f.
+    The letters give the placements. Where the weight's input dims are sharded over `model`, XLA
+    reduces the partial sums; where the result has T for S, it scatters them over the sequence:
+    Megatron's g. The same holds in the backward pass for the gradient of x, which has the
+    placement of x: Megatron's f.
     """
     value = w.get_value() if isinstance(w, nnx.Variable) else w
     weight, slot = (value.weight, value.slot) if isinstance(value, Slotted) else (value, None)
@@ -37,7 +37,10 @@ def product(
 
 
 class _Equation(NamedTuple):
-    """The dims of a product's operands and result; the last of x and the first of w are summed."""
+    """The dims of a product's operands and result.
+
+    The last dims of x are the first dims of w, its input dims, and are summed.
+    """
 
     x: str
     w: str
@@ -49,7 +52,7 @@ class _Equation(NamedTuple):
 
     @property
     def rows(self) -> str:
-        """The result's dims, its rows as x has them."""
+        """The dims of the result before it is scattered: the rows of x, the output dims of w."""
         return self.x[: -self.num_summed] + self.w[self.num_summed :]
 
 
@@ -85,7 +88,8 @@ def _forward(
     layout: Layout,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, Saved]:
-    # w as it is: a loop over layers has it already, and would keep a copy of anything made of it.
+    # Save w itself: a loop over layers has it already, and would keep a copy of anything computed
+    # from it.
     saved = x, w, None if slot is None else ()
     return _product(x, w, slot, equation, layout, dtype), saved
 
@@ -97,13 +101,13 @@ def _backward(
     dims = _parse(equation)
     dy = dy.astype(x.dtype)
     if layout(dims.out) != layout(dims.rows):  # SP: the result is sharded over the sequence
-        # Gathered once for both products. A cotangent that a loop carries has no placement of its
-        # own yet, and Shardy would let its other readers, such as the residual stream, read the
-        # gathered array and slice it: the barrier is a value of its own.
+        # Gather once for both products. A cotangent that a loop carries has no placement yet, and
+        # Shardy would let its other readers, such as the residual stream, read the gathered array
+        # and slice it. The barrier makes the gathered array a separate value.
         dy = jax.reshard(lax.optimization_barrier(dy), layout(dims.rows))
     num_out = w.ndim - dims.num_summed
-    of_out = tuple(range(dy.ndim - num_out, dy.ndim)), tuple(range(dims.num_summed, w.ndim))
-    dx = _dot(dy, w.astype(x.dtype), of_out, layout(dims.x), x.dtype)
+    output_dims = tuple(range(dy.ndim - num_out, dy.ndim)), tuple(range(dims.num_summed, w.ndim))
+    dx = _dot(dy, w.astype(x.dtype), output_dims, layout(dims.x), x.dtype)
     rows = tuple(range(x.ndim - dims.num_summed))
     dw = _dot(x, dy, (rows, rows), layout(dims.w), jnp.float32)
     return (dx, dw, None) if has_slot is None else (dx, None, dw)
@@ -119,8 +123,8 @@ def _dot(
     out_sharding: P,
     dtype: DTypeLike,
 ) -> jax.Array:
-    # XLA's CPU backend multiplies bf16 fast only into an fp32 result; elsewhere the result, and
-    # with it the reduction over `model`, is in the dtype that was asked for.
+    # XLA's CPU backend multiplies bf16 fast only into an fp32 result. Elsewhere the result, and
+    # with it the reduction over `model`, is in the requested dtype.
     on_cpu = jax.typeof(x).sharding.mesh.abstract_device.platform == 'cpu'
     preferred = jnp.float32 if on_cpu else dtype
     y = lax.dot_general(

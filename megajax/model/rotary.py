@@ -1,6 +1,7 @@
-"""Rotary position embedding (Su et al., 2021), on halves of the head dim as in GPT-NeoX, Llama and Megatron.
+"""Rotary position embedding (Su et al., 2021).
 
-B batch, S sequence, N query heads, K key/value heads, H head dim.
+A pair that is rotated has one element from each half of the head dim, as in GPT-NeoX, Llama and
+Megatron.
 """
 
 import math
@@ -19,7 +20,10 @@ def rotate(
     theta: float,
     scaling: RopeScaling | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Rotate queries and keys by their positions, 0, 1, ... unless given; angles and products in fp32."""
+    """Rotate queries and keys by their positions, with angles and products in fp32.
+
+    Positions are 0, 1, ... unless given.
+    """
     frequency = frequencies(q_BSNH.shape[-1], theta, scaling)
     position = jnp.arange(q_BSNH.shape[1])[None] if position_BS is None else position_BS
     angle = position[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
@@ -28,7 +32,10 @@ def rotate(
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:
-    """The angle in radians by which each pair turns from one token to the next, fp32 [H / 2]; scaled as Llama 3.1 (2024) does."""
+    """The angle in radians by which each pair turns from one token to the next, fp32 [H / 2].
+
+    `scaling` is applied as in Llama 3.1 (2024).
+    """
     half = head_dim // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if scaling is None:
@@ -36,9 +43,8 @@ def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax
     if scaling.type == 'linear':
         return frequency / scaling.factor
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    turns = (
-        scaling.original_max_seq_len * frequency / (2 * math.pi)
-    )  # in the length of the first training
+    # Full turns within the sequence length of the original training.
+    turns = scaling.original_max_seq_len * frequency / (2 * math.pi)
     unscaled = jnp.clip((turns - low) / (high - low), 0, 1)
     return frequency * (unscaled + (1 - unscaled) / scaling.factor)
 

@@ -1,9 +1,9 @@
-"""Replicated parameters that are applied along a sharded dim of an activation: norms, biases after
-a row-parallel product, and the dense layer of BERT's masked-LM head.
+"""Replicated parameters that are applied along a sharded dim of an activation.
 
-Each shard then makes a part of the parameter's gradient. `copy_to_shards` gives each shard a copy
-of its own, so that the parts are added up over all microbatches before they are reduced, once a
-step, as Megatron does.
+These are norms, biases after a row-parallel product, and the dense layer of BERT's masked-LM head.
+Each shard computes a partial gradient of such a parameter. `copy_to_shards` gives each shard its
+own copy, so that partial gradients are accumulated over all microbatches and reduced only once per
+step, as in Megatron.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ from megajax.parallel.layout import Layout
 
 
 def along_last(vector: jax.Array, x: jax.Array, dims: str, layout: Layout) -> jax.Array:
-    """A vector in a shape that broadcasts against x, whose last two dims are `dims`, as `TD`.
+    """Reshape a vector so that it broadcasts against x, whose last two dims are `dims` (as `TD`).
 
-    The vector is [D], or its copies [T, D], one for each shard of T.
+    The vector is [D], or [T, D] with one copy for each shard of T.
     """
     if vector.ndim == 1:
         return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
@@ -35,7 +35,10 @@ def along_last(vector: jax.Array, x: jax.Array, dims: str, layout: Layout) -> ja
 
 
 def copy_to_shards(params: Any, layout: Layout) -> Any:
-    """The parameters, with a dim before the last in those that have copies."""
+    """Give each shard its own copy of the parameters that are applied along a sharded dim.
+
+    The copies are a new dim before the last; other parameters are unchanged.
+    """
 
     def copy(declared: Parameter, x: jax.Array) -> jax.Array:
         dims = copied_dims(declared, layout)
@@ -49,18 +52,18 @@ def copy_to_shards(params: Any, layout: Layout) -> Any:
 
 
 def add_copies(gradients: Any, layout: Layout) -> Any:
-    """The gradients of `copy_to_shards(params)` as those of `params`."""
+    """Turn the gradients of `copy_to_shards(params)` into the gradients of `params`."""
 
     def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
         if copied_dims(declared, layout) == declared.dims:
             return gradient
-        return gradient.sum(-2)  # all-reduce over model, once a step
+        return gradient.sum(-2)  # all-reduce over model, once per step
 
     return map_parameters(add, gradients)
 
 
 def copied_dims(declared: Parameter, layout: Layout) -> str:
-    """The dims of a parameter with its copies: `LTD` for `LD` that is applied along a sharded T."""
+    """The dims of a parameter with its copies: `LTD` for an `LD` applied along a sharded T."""
     if not declared.partial or layout.num_shards(declared.partial) == 1:
         return declared.dims
     return f'{declared.dims[:-1]}{declared.partial}{declared.dims[-1]}'

@@ -1,4 +1,4 @@
-"""The transformer: embedding, a stack of blocks, norm; and the two models with heads on it."""
+"""The transformer (embedding, a stack of blocks, norm) and the two models that add heads to it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Self
@@ -20,20 +20,22 @@ from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters
 from megajax.parallel.layout import Layout
 
-Carry = Any  # what a layer hands to the next: the residual stream, or one for each part of the rows
-LayerFn = Callable[[Block, Carry, jax.Array], Carry]  # of a block, and its index
+Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
+LayerFn = Callable[[Block, Carry, jax.Array], Carry]  # (block, carry, index of the layer) -> carry
 
 
 class Computation(NamedTuple):
-    """How a pass is computed, which no parameter depends on."""
+    """The settings of a forward and backward pass, which no parameter depends on."""
 
     dtype: str = 'float32'
     recompute: str = 'none'  # in the backward pass: none, selective (attention's core) or full
-    num_parts: int = 1  # of the rows, which go through a layer without waiting for one another
+    num_parts: int = (
+        1  # parts of the rows, independent within a layer: batch-split overlap (Domino)
+    )
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """That of a run's config, the rows of a microbatch in one part."""
+        """The computation of a run's config, with the rows of a microbatch in one part."""
         return cls(config.train.dtype, config.train.recompute)
 
 
@@ -43,8 +45,8 @@ IN_FP32 = Computation()
 class Transformer(nnx.Module):
     """GPT-2, Llama, Qwen3 and Megatron's GPT and BERT without their heads.
 
-    Parameters are fp32, created in their places on the current mesh (`jax.set_mesh`), the same
-    numbers on every mesh.
+    Parameters are fp32, created sharded on the current mesh (`jax.set_mesh`); their values are the
+    same on every mesh.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, *, key: jax.Array):
@@ -90,10 +92,10 @@ class Transformer(nnx.Module):
             return dropout(x_BTD, config.dropout, keys, self.layout('TD'))
 
     def run_layers(self, x: Carry, layer_fn: LayerFn, *, weights: Block | None = None) -> Carry:
-        """The carry after `layer_fn` of every block, in a loop that is compiled once.
+        """Apply `layer_fn` to every block in turn, in a loop that is compiled once.
 
-        `weights` are those of the layers in the compute dtype, where `self.layers` has the slots
-        of their gradients (`gradient_slot.py`).
+        Return the last carry. Where `self.layers` holds gradient slots (`gradient_slot.py`),
+        `weights` are the layers' weights in the compute dtype.
         """
 
         def layer(x: Carry, layer: tuple[Block, Block | None, jax.Array]) -> tuple[Carry, None]:
@@ -105,7 +107,7 @@ class Transformer(nnx.Module):
             return lax.scan(layer, x, (self.layers, weights, indices))[0]
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
-        """The last norm."""
+        """Apply the final norm."""
         with jax.named_scope('norm'):
             return self.norm(x_BTD)
 
@@ -120,7 +122,7 @@ class Transformer(nnx.Module):
         key_B: jax.Array | None = None,
         weights: Block | None = None,
     ) -> jax.Array:
-        """x_BTD after the last norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
+        """x_BTD after the final norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
         num_parts = computation.num_parts
         rows = position_BS, segment_BS, key_B
         parts = [
@@ -130,7 +132,7 @@ class Transformer(nnx.Module):
         def run_block(
             block: Block, xs_BTD: tuple[jax.Array, ...], index: jax.Array
         ) -> tuple[jax.Array, ...]:
-            made = []
+            outputs = []
             for x_BTD, (position, segment, key) in zip(xs_BTD, parts, strict=True):
                 keys = fold_in(key, index)
                 core = attention_core(
@@ -140,8 +142,8 @@ class Transformer(nnx.Module):
                     segment_BS=segment,
                     key_B=fold_in(keys, 0),
                 )
-                made.append(block(x_BTD, core, position_BS=position, key_B=keys)[0])
-            return tuple(made)
+                outputs.append(block(x_BTD, core, position_BS=position, key_B=keys)[0])
+            return tuple(outputs)
 
         if computation.recompute == 'full':
             run_block = jax.checkpoint(run_block, prevent_cse=False)
@@ -154,7 +156,7 @@ class Transformer(nnx.Module):
 
 
 class LanguageModel(Transformer):
-    """A transformer with a head that says what comes next."""
+    """A transformer with a head that predicts the next token."""
 
     def __init__(self, config: ModelConfig, layout: Layout, *, key: jax.Array):
         super().__init__(config, layout, key=key)
@@ -171,7 +173,10 @@ class LanguageModel(Transformer):
         segment_BS: jax.Array | None = None,
         type_BS: jax.Array | None = None,
     ) -> jax.Array:
-        """Logits [B, S, V] in fp32, sharded over V; those of padding are the lowest number."""
+        """Logits [B, S, V] in fp32, sharded over V.
+
+        The logits of the vocabulary's padding are the lowest fp32 number.
+        """
         x_BTD = self.hidden(
             token_BS,
             computation,
@@ -187,16 +192,16 @@ class LanguageModel(Transformer):
 
     @property
     def head_VD(self) -> jax.Array:
-        """The weight that makes logits: the embedding table where it is tied."""
+        """The weight of the head: the embedding table where they are tied."""
         return self.embedding.table[...] if self.head is None else self.head[...]
 
     @property
     def head_bias_V(self) -> jax.Array | None:
-        """What is added to the logits."""
+        """The bias that is added to the logits, if any."""
         return None
 
     def before_head(self, x_BTD: jax.Array) -> jax.Array:
-        """What the head makes logits of, from `hidden`."""
+        """Compute the input of the output projection from the result of `hidden`."""
         return x_BTD
 
 
@@ -211,13 +216,13 @@ class Bert(LanguageModel):
         self.order_head = OrderHead(parameters['order_head'], key=order_key)
 
     def before_head(self, x_BTD: jax.Array) -> jax.Array:
-        """What the head makes logits of, from `hidden`."""
+        """Compute the input of the output projection from the result of `hidden`."""
         with jax.named_scope('head'):
             return self.masked_head(x_BTD)
 
     @property
     def head_bias_V(self) -> jax.Array | None:
-        """What is added to the logits."""
+        """The bias that is added to the logits, if any."""
         return self.masked_head.bias[...]
 
 
@@ -225,7 +230,7 @@ Decoder = LanguageModel  # its name in the first release
 
 
 def make_model(config: ModelConfig, layout: Layout, *, key: jax.Array) -> LanguageModel:
-    """The model of `config.objective`."""
+    """Make the model for `config.objective`."""
     kind = Bert if config.is_bert else LanguageModel
     return kind(config, layout, key=key)
 

@@ -1,0 +1,1 @@
+"""The mesh, and the placement of every array on it."""

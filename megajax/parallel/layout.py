@@ -1,18 +1,18 @@
-"""Where each array lies: every PartitionSpec of the project follows from the letters of its dims.
+"""The placement of arrays: every PartitionSpec of the project follows from the letters of dims.
 
-Arrays carry their dims in their names, as x_BSD does; a letter means one thing:
+The name of an array ends in its dims, as in x_BTD. A letter means one thing in all files:
 
     B rows of the batch             S tokens of a sequence          D model
     T tokens of a sequence in the residual stream, which sequence parallelism shards
     Y tokens that attention reads keys and values of; slots of the cache
-    N query heads                   K key/value heads               G query heads of a key/value head
+    N query heads                   K key/value heads               G query heads per key/value head
     C columns of a head group: G queries, a key, a value            H head dim
     F feed-forward                  U gate and up                   V vocabulary, padded
     E output of an unsharded square layer                           O BERT's two segments
     L layers                        M microbatches
 
-A small letter is the same dim unsharded, whatever the layout: in `sD` every device has every
-position. `-` is a part of the dim before it, where that is cut in several: `BT-D`.
+A lowercase letter is the same dim unsharded in every layout: in `sD` every device has every
+position. `-` is a part of the dim before it, where that dim is split in several: `BT-D`.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which axes of the mesh shard which dims: in the computation, and of matrices between steps.
+    """The mesh axes that shard each dim, in the computation and, for matrices, between steps.
 
-    `axes` has the mesh axes of each letter; a letter that it lacks is unsharded. `at_rest` has
-    those of a matrix and its moments between steps where they differ (ZeRO). `sizes` has the
-    devices of each mesh axis.
+    `axes` has the mesh axes of each letter; a letter without an entry is unsharded. `at_rest` has
+    the axes of a matrix and its moments between steps where they differ (ZeRO). `sizes` has the
+    number of devices along each mesh axis.
     """
 
     axes: tuple[tuple[str, Axes], ...] = ()
@@ -45,7 +45,7 @@ class Layout:
 
     @classmethod
     def of(cls, config: Config) -> 'Layout':
-        """Megatron's layout, as `config.mesh` and `config.optim` ask for it.
+        """Return Megatron's layout for `config.mesh` and `config.optim`.
 
         Column-parallel weights are sharded over their output dims, row-parallel ones over their
         input dims. With fewer key/value heads than devices along `model`, QKV is sharded within
@@ -61,9 +61,9 @@ class Layout:
         return cls(tuple(axes.items()), tuple(at_rest.items()), tuple(sizes.items()))
 
     def __call__(self, dims: str, *, at_rest: bool = False) -> 'P':
-        """The PartitionSpec of an array with these dims.
+        """Return the PartitionSpec of an array with these dims.
 
-        Raises ValueError where a mesh axis would shard two of them.
+        Raises ValueError if a mesh axis would shard two of them.
         """
         from jax import P
 
@@ -76,36 +76,36 @@ class Layout:
 
     @cached_property
     def per_shard(self) -> 'Layout':
-        """The layout inside a function of one data shard's rows, where `data` is mapped over."""
+        """The layout inside a function that is mapped over `data`: that of a data shard's rows."""
         return dataclasses.replace(
             self, axes=tuple((letter, axes) for letter, axes in self.axes if letter != 'B')
         )
 
     @cached_property
     def shards(self) -> Mapping[str, int]:
-        """Into how many parts the dim of each letter is cut in the computation."""
+        """The number of shards of each letter's dim in the computation."""
         return MappingProxyType({letter: self._size(axes) for letter, axes in self.axes})
 
     @property
     def sizes_at_rest(self) -> tuple[int, ...]:
-        """Into how many parts more a matrix is cut between steps, by each letter of `at_rest`."""
+        """The number of further shards of a matrix between steps, for each letter of `at_rest`."""
         return tuple(self._size(axes) for _, axes in self.at_rest)
 
     def num_shards(self, letter: str) -> int:
-        """Into how many parts the dim of a letter is cut; 1 for a dim that is not sharded."""
+        """Return the number of shards of a letter's dim; 1 if it is not sharded."""
         return self.shards.get(letter, 1)
 
     @property
     def num_devices(self) -> int:
-        """Of the mesh."""
+        """The number of devices of the mesh."""
         return prod(size for _, size in self.sizes)
 
     def is_sharded(self, letter: str) -> bool:
-        """Whether there is a mesh axis for the letter, of any size."""
+        """Whether the letter has a mesh axis, of any size."""
         return letter in self._axes
 
     def mesh_axes(self, letter: str) -> Axes:
-        """The mesh axes that shard a letter."""
+        """Return the mesh axes that shard a letter."""
         return self._axes.get(letter, ())
 
     @cached_property
@@ -120,4 +120,5 @@ class Layout:
         return prod(dict(self.sizes)[axis] for axis in axes)
 
 
-BATCH = Layout(axes=(('B', ('data',)),))  # of arrays that no model has: the rows over `data`
+# For arrays outside a model: rows sharded over `data`.
+BATCH = Layout(axes=(('B', ('data',)),))

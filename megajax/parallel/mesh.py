@@ -1,4 +1,4 @@
-"""From devices to a mesh: GPUs where there are some, simulated devices on a CPU."""
+"""Meshes of devices: GPUs if the machine has any, otherwise simulated devices on a CPU."""
 
 import collections
 import contextlib
@@ -17,27 +17,28 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from megajax.config import Config, ConfigError
 from megajax.processes.environment import visible_gpus
 
-# Of the mesh, outermost first: what sends the most, and waits for it, is innermost.
+# Mesh axes, outermost first; the axis that communicates most, and waits for it, is innermost.
 AXES = ('replica', 'stage', 'data', 'context', 'row', 'model')
-ALWAYS = ('data', 'model')  # also where they have one device
-HOST_BYTES = 256  # of a host's name
+ALWAYS = ('data', 'model')  # in every mesh, even with one device
+HOST_BYTES = 256  # maximum length of a host's name in bytes
 
 
 def mesh_for(config: Config) -> Mesh:
-    """The mesh that `config.mesh` asks for, see `make_mesh`."""
+    """Return the mesh of `config.mesh`, see `make_mesh`."""
     mesh = config.mesh
     return make_mesh(mesh.data, mesh.model, cross_hosts=mesh.allow_model_across_hosts)
 
 
 def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axes: int) -> Mesh:
-    """A mesh with Explicit axes in the order of AXES, `model` innermost.
+    """Return a mesh with Explicit axes in the order of AXES, `model` innermost.
 
-    So a tensor-parallel group is neighbours on one host. `axes` are the sizes of others than `data`
-    and `model`; one of size 1 is not in the mesh, and one that AXES lacks comes after `data`. Where
-    the machine has only CPUs and jax has not been used yet, as many devices are simulated.
+    A tensor-parallel group therefore consists of neighbors on one host. `axes` are the sizes of
+    axes other than `data` and `model`; an axis of size 1 is not in the mesh, and an axis that is
+    not in AXES comes after `data`. If the machine has only CPUs and jax has not been used yet, the
+    required number of devices is simulated.
 
-    Raises ConfigError if there are too few devices, or if `model` would reach across hosts and
-    `cross_hosts` does not allow it. With many processes, all must call it.
+    Raises ConfigError if there are too few devices, or if `model` would span hosts and
+    `cross_hosts` does not allow it. With several processes, all must call it.
     """
     sizes = axis_sizes(data, model, **axes)
     needed = math.prod(sizes.values())
@@ -57,7 +58,7 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axe
 
 
 def axis_sizes(data: int = 1, model: int = 1, **axes: int) -> dict[str, int]:
-    """The axes of a mesh and their devices, outermost first."""
+    """Return the axes of a mesh and their sizes, outermost first."""
     sizes = axes | {'data': data, 'model': model}
     after_data = AXES.index('data') + 0.5
     order = sorted(sizes, key=lambda axis: AXES.index(axis) if axis in AXES else after_data)
@@ -65,7 +66,10 @@ def axis_sizes(data: int = 1, model: int = 1, **axes: int) -> dict[str, int]:
 
 
 def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
-    """These devices as a mesh with Explicit axes; they need not be there (`hardware/targets.py`)."""
+    """Return a mesh of these devices with Explicit axes.
+
+    The devices may be abstract (`hardware/targets.py`).
+    """
     grid = np.array(devices).reshape(*sizes.values())
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
 
@@ -84,7 +88,7 @@ def is_simulated(mesh: Mesh) -> bool:
 
 
 def concrete(abstract: Any) -> Any:
-    """The shapes and places of an abstract tree (`jax.eval_shape`), with the places on the current mesh."""
+    """Return an abstract tree (`jax.eval_shape`) with its shardings on the current mesh."""
     mesh = jax.sharding.get_mesh()
 
     def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -97,7 +101,10 @@ def concrete(abstract: Any) -> Any:
 def _within_hosts(
     devices: list[jax.Device], data: int, model: int, cross_hosts: bool
 ) -> list[jax.Device]:
-    """The devices, those of a host beside one another however its processes are numbered."""
+    """Return the devices with those of a host adjacent, however its processes are numbered.
+
+    Raises ConfigError if a tensor-parallel group would span hosts, unless `cross_hosts`.
+    """
     hosts = _hosts()
     devices = sorted(devices, key=lambda device: hosts.index(hosts[device.process_index]))
     groups = [
@@ -111,35 +118,41 @@ def _within_hosts(
     )
     crossing = next(group for group in groups if len(group) > 1)
     raise ConfigError(
-        f'mesh.model={model} reaches across hosts ({", ".join(sorted(crossing))}), and each layer would wait for their network: '
-        f'set mesh.model to {largest} or a divisor of it, for example mesh.data={len(devices) // largest} mesh.model={largest}, '
+        f'mesh.model={model} reaches across hosts ({", ".join(sorted(crossing))}), '
+        'and each layer would wait for their network: '
+        f'set mesh.model to {largest} or a divisor of it, '
+        f'for example mesh.data={len(devices) // largest} mesh.model={largest}, '
         'or mesh.allow_model_across_hosts=true'
     )
 
 
 def _hosts() -> list[str]:
-    """The host of each process."""
+    """Return the host name of each process."""
     name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b'\0')
     names = np.asarray(multihost_utils.process_allgather(np.frombuffer(name, np.uint8)))
     return [bytes(row).rstrip(b'\0').decode(errors='replace') for row in names]
 
 
 def _devices() -> list[jax.Device]:
-    """jax's devices. Raises ConfigError if there are none of the platform that was asked for, or GPUs that jax would leave idle."""
+    """Return jax's devices.
+
+    Raises ConfigError if the requested platform has none, or if jax would leave GPUs idle.
+    """
     wanted: str = jax.config.jax_platforms or ''  # type: ignore[attr-defined]
     try:
         devices = jax.devices()
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # an assertion where a platform was asked for that no plugin has
+    # An AssertionError if no plugin provides the requested platform.
+    except (RuntimeError, AssertionError) as error:
         why = f': {str(error).partition(" (set JAX_PLATFORMS")[0]}' if str(error) else ''
         fix = 'see megajax doctor, or set JAX_PLATFORMS=cpu to train on simulated devices'
         raise ConfigError(
             f'JAX_PLATFORMS={wanted}, and jax has no such devices{why}; {fix}'
         ) from error
     if devices[0].platform == 'cpu' and not wanted and (gpus := visible_gpus()):
-        fix = "see megajax doctor (pip install 'megajax[cuda]'?), or set JAX_PLATFORMS=cpu to train on the CPU"
+        fix = (
+            "see megajax doctor (pip install 'megajax[cuda]'?), "
+            'or set JAX_PLATFORMS=cpu to train on the CPU'
+        )
         raise ConfigError(
             f'{gpus} GPUs are visible, and jax would leave them idle and use the CPU: {fix}'
         )
@@ -150,12 +163,13 @@ def _simulate_cpu_devices(count: int) -> None:
     simulated: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
     if jax.distributed.is_initialized() or count <= simulated:
         return
-    # Simulated devices meet at each collective; on a busy machine one may be late, and XLA's default ends the process then.
+    # Simulated devices wait for each other at each collective. On a busy machine one may be late,
+    # and XLA's default timeout would end the process.
     patience = '--xla_cpu_collective_call_terminate_timeout_seconds'
     flags = os.environ.get('XLA_FLAGS', '')
     if patience not in flags:
         os.environ['XLA_FLAGS'] = f'{flags} {patience}=600'.strip()
-    with contextlib.suppress(RuntimeError):  # jax has its devices already: make_mesh counts them
+    with contextlib.suppress(RuntimeError):  # jax already has its devices: make_mesh counts them
         jax.config.update('jax_num_cpu_devices', count)
 
 

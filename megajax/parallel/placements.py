@@ -1,4 +1,4 @@
-"""Who holds what: the placement of every parameter, in bytes per device."""
+"""The placement of every parameter, in bytes per device."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One array: its name, global shape, mesh axis per dim, and the bytes that each device holds."""
+    """The name, global shape, mesh axis per dim and bytes per device of an array."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,17 +27,20 @@ class Placement:
 
     @property
     def axes(self) -> tuple[str | None, ...]:
-        """The mesh axis of each dim, None where it is not sharded."""
+        """The mesh axis of each dim, None if it is not sharded."""
         return (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
 
 
 def placements(tree: Any) -> list[Placement]:
-    """The placement of every array of a model, a parameter tree or a whole state, allocated or abstract."""
+    """Return the placement of every array of a model, a parameter tree or a state.
+
+    The arrays may be allocated or abstract.
+    """
     return list(_placements(tree))
 
 
 def parameter_name(path: tuple[Any, ...]) -> str:
-    """`layers.attention.qkv.weight` for a leaf's path."""
+    """Return the dotted name of a leaf's path, such as `layers.attention.qkv.weight`."""
     keys = (
         str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key)))) for key in path
     )

@@ -1,6 +1,6 @@
-"""Will it fit, how fast, on which mesh: counted from a config, without compiling.
+"""Memory, time and the best mesh of a training step, counted from a config without compiling.
 
-`megajax.plan(config, gpu='h100', gpus=64)` says it for GPUs that need not be there.
+`megajax.plan(config, gpu='h100', gpus=64)` plans for GPUs that need not be present.
 """
 
 import sys
@@ -15,10 +15,10 @@ __all__ = ['Plan', 'plan']
 
 
 class PlanPackage(types.ModuleType):
-    """The package, which can be called: `megajax.plan(config, gpu='h100')`."""
+    """The package as a callable: `megajax.plan(config, gpu='h100')`."""
 
     def __call__(self, config: Config, **keywords: Any) -> Plan:
-        """See `megajax.plan.planning.plan`."""
+        """Return the plan of a config; see `megajax.plan.planning.plan`."""
         return plan(config, **keywords)
 
 

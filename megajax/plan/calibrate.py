@@ -1,4 +1,4 @@
-"""Measure the devices of this machine and write what `megajax plan --gpu FILE.yaml` needs of them."""
+"""Measurement of this machine's devices, and the file for `megajax plan --gpu FILE.yaml`."""
 
 import functools
 import io
@@ -19,24 +19,25 @@ from megajax.parallel.layout import BATCH
 from megajax.plan.real_step import busy, config_for, fitted_to_step, real_seconds
 
 SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
-ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # of the arrays that are reduced
+ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # sizes of the arrays that are reduced
 MEMORY_ELEMENTS = 1 << 26
 UNKNOWN = Link(bandwidth=1e9, latency=1e-5)
 UNKNOWN_POWER = 100.0
 
 
 class Rate(NamedTuple):
-    """A product [size, size] x [size, size]: FLOP/s."""
+    """The FLOP/s of a product [size, size] x [size, size]."""
 
     size: int
     rate: float
 
 
 def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
-    """Measure, say what was found, and write a hardware file; `seconds` bound each kind of measurement.
+    """Measure the devices, yield lines with the results, and write a hardware file.
 
-    Peaks and memory of a GPU that is known by its name are the vendor's. Where there is no peak, as for a CPU, it is the fastest product
-    that was seen. Products alone are the reference; the efficiency is that of five real steps.
+    `seconds` bounds each kind of measurement. For a GPU that is known by its name, peaks and memory
+    are the vendor's. Without a known peak, as on a CPU, it is the rate of the fastest product
+    measured. Products alone are the reference; the efficiency is that of five real steps.
     """
     device = jax.devices()[0]
     if warning := busy():
@@ -57,23 +58,28 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
     yield f'memory: {bandwidth / 1e9:.1f} GB/s'
     link = _link(seconds) if len(jax.devices()) > 1 else None
     if link:
-        yield f'all-reduce over {len(jax.devices())} devices: {link.bandwidth / 1e9:.2f} GB/s, {1e6 * link.latency:.1f} us a step'
+        yield (
+            f'all-reduce over {len(jax.devices())} devices: {link.bandwidth / 1e9:.2f} GB/s, '
+            f'{1e6 * link.latency:.1f} us per step'
+        )
     alone = _hardware(device, known, rates, bandwidth, link)
     config = config_for(len(jax.devices()), is_gpu=device.platform == 'gpu')
-    taken = real_seconds(config)
-    found = fitted_to_step(alone, config, taken)
+    step_seconds = real_seconds(config)
+    fitted = fitted_to_step(alone, config, step_seconds)
+    fastest, slowest = 1e3 * min(step_seconds), 1e3 * max(step_seconds)
     yield (
-        f'{len(taken)} training steps: {1e3 * median(taken):,.1f} ms ({1e3 * min(taken):,.1f} to {1e3 * max(taken):,.1f}); '
-        f'products reach {found.efficiency.matmul:.1%} of the peak in them, and {alone.efficiency.matmul:.1%} alone'
+        f'{len(step_seconds)} training steps: {1e3 * median(step_seconds):,.1f} ms '
+        f'({fastest:,.1f} to {slowest:,.1f}); products reach {fitted.efficiency.matmul:.1%} '
+        f'of the peak in training, and {alone.efficiency.matmul:.1%} alone'
     )
-    beside = out.with_suffix('.partial')
-    beside.write_text(_yaml(found), encoding='utf-8')
-    os.replace(beside, out)
+    partial = out.with_suffix('.partial')
+    partial.write_text(_yaml(fitted), encoding='utf-8')
+    os.replace(partial, out)
     yield f'written to {out}'
 
 
 def fit_products(rates: list[Rate], peak: float) -> tuple[float, float]:
-    """The `matmul` and `half_size` of least squared logarithmic error over products of equal sizes."""
+    """Return the `matmul` and `half_size` of least squared logarithmic error over the products."""
 
     def loss(matmul: float, half_size: float) -> float:
         return sum(
@@ -86,13 +92,17 @@ def fit_products(rates: list[Rate], peak: float) -> tuple[float, float]:
 
 
 def fit_link(bytes_and_seconds: list[tuple[float, float]], devices: int) -> Link:
-    """The bandwidth and latency of a ring by least squares of relative errors: seconds = bytes / bandwidth + 2(t-1) latency."""
-    wire = np.array([one for one, _ in bytes_and_seconds])
-    seconds = np.array([one for _, one in bytes_and_seconds])
+    """Return the bandwidth and latency of a ring of t devices.
+
+    The fit is by least squares of relative errors of bytes / bandwidth + 2(t-1) latency against the
+    seconds.
+    """
+    wire = np.array([wire_bytes for wire_bytes, _ in bytes_and_seconds])
+    seconds = np.array([measured for _, measured in bytes_and_seconds])
     steps = 2.0 * (devices - 1)
     columns = np.stack([wire / seconds, np.full_like(wire, steps) / seconds], axis=1)
     (per_byte, latency), *_ = np.linalg.lstsq(columns, np.ones_like(wire), rcond=None)
-    if per_byte <= 0 or latency < 0:  # noise; the largest message decides
+    if per_byte <= 0 or latency < 0:  # noise: only the largest message counts
         per_byte, latency = seconds[-1] / wire[-1], 0.0
     return Link(bandwidth=float(1 / per_byte), latency=float(latency))
 
@@ -102,8 +112,8 @@ def _mesh() -> Mesh:
 
 
 def _on_every_device(shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """One array on each device, so that all of them are at work together, as they are in a training step."""
-    # Random, because a GPU is faster with numbers that are all alike.
+    """Return one array per device, so that all devices work at once, as in a training step."""
+    # Random numbers, because a GPU is faster if they are all alike.
     x = jax.random.normal(jax.random.key(0), (len(jax.devices()), *shape)).astype(dtype)
     return jax.device_put(x, NamedSharding(_mesh(), BATCH('B')))
 
@@ -115,9 +125,8 @@ def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:
         x = _on_every_device((size, size), dtype)
         each = _seconds(functools.partial(square, x), most=seconds / len(SIZES))
         yield Rate(size, 2 * size**3 / each)
-        if (
-            size >= 512 and time.perf_counter() + 8 * 4 * each > deadline
-        ):  # the next is eight times as long
+        # The next size takes eight times as long.
+        if size >= 512 and time.perf_counter() + 8 * 4 * each > deadline:
             break
 
 
@@ -134,24 +143,24 @@ def _memory_bandwidth(seconds: float) -> float:
 
 def _link(seconds: float) -> Link:
     devices = len(jax.devices())
-    found = []
+    measurements = []
     for elements in ELEMENTS:
         x = _on_every_device((elements,), 'float32')
         reduce = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(_mesh(), BATCH('')))
         each = _seconds(functools.partial(reduce, x), most=seconds / len(ELEMENTS))
-        found.append((2 * (devices - 1) / devices * 4 * elements, each))
-    return fit_link(found, devices)
+        measurements.append((2 * (devices - 1) / devices * 4 * elements, each))
+    return fit_link(measurements, devices)
 
 
 def _seconds(run: Callable[[], Any], *, most: float = 2.0) -> float:
-    """The median of several runs, after one that compiles."""
+    """Return the median seconds of several runs, after one that compiles."""
     jax.block_until_ready(run())
-    taken = list[float]()
-    while len(taken) < 3 or (len(taken) < 20 and sum(taken) < most / 2):
+    seconds = list[float]()
+    while len(seconds) < 3 or (len(seconds) < 20 and sum(seconds) < most / 2):
         start = time.perf_counter()
         jax.block_until_ready(run())
-        taken.append(time.perf_counter() - start)
-    return median(taken)
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
 
 
 def _hardware(
@@ -161,7 +170,7 @@ def _hardware(
     bandwidth: float,
     link: Link | None,
 ) -> Hardware:
-    best = {dtype: max(rate for _, rate in found) for dtype, found in rates.items()}
+    best = {dtype: max(rate for _, rate in measured) for dtype, measured in rates.items()}
     peaks = known.peak_flops if known else best
     training: Dtype = max(best, key=best.__getitem__)
     matmul, half_size = fit_products(rates[training], peaks[training])
@@ -192,17 +201,18 @@ def _hardware(
             'peak_flops': "the vendor's" if known else f'the fastest product, {by}',
             'memory_bandwidth': "the vendor's" if known else by,
             'power': "the vendor's" if known else 'not measured: set it',
-            'inside_host': by if link else 'not measured: there is one device',
+            'inside_host': by if link else 'not measured: there is only one device',
             'across_hosts': 'not measured: set it',
-            'memory': "the vendor's" if known else 'what jax has on this machine',
-            'efficiency': f'{by}: half_size by products of {training}, matmul by training steps; flash is not measured',
-            'reference': f'{by}, the fastest product of {training}; flash is not measured',
+            'memory': "the vendor's" if known else 'the memory that jax may use on this machine',
+            'efficiency': f'{by}: half_size from products of {training}, matmul from training '
+            'steps; flash is not measured',
+            'reference': f'{by}: the fastest product of {training}; flash is not measured',
         },
     )
 
 
 def _memory(device: jax.Device) -> int:
-    """What jax may allocate on a device, or an equal share of the host's memory."""
+    """Return the bytes that jax may use on a device, or an equal share of the host's memory."""
     limit = (device.memory_stats() or {}).get('bytes_limit')
     return (
         int(limit)
@@ -211,17 +221,17 @@ def _memory(device: jax.Device) -> int:
     )
 
 
-def _yaml(found: Hardware) -> str:
+def _yaml(record: Hardware) -> str:
     stream = io.StringIO()
     yaml: Any = YAML(typ='safe', pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
-    yaml.dump(_rounded(found.model_dump(mode='json')), stream)
+    yaml.dump(_rounded(record.model_dump(mode='json')), stream)
     return stream.getvalue()
 
 
 def _rounded(value: Any) -> Any:
-    """To four digits; no measurement has more."""
+    """Return the value with all numbers rounded to four digits; no measurement has more."""
     if isinstance(value, dict):
         return {key: _rounded(inner) for key, inner in value.items()}
     return float(f'{value:.4g}') if isinstance(value, float) else value

@@ -1,7 +1,7 @@
-"""What a training step sends: the collectives that XLA places, counted without compiling.
+"""The collectives of a training step that XLA places, counted without compiling.
 
-They are Megatron's (`counts/megatron.py`) but for what XLA can leave out. `tests/plan/test_compiled.py` holds the bytes to those of
-compiled steps, to the last one.
+They are Megatron's (`counts/megatron.py`) without those that XLA can omit.
+`tests/plan/test_compiled.py` compares the bytes with compiled steps; they are exactly equal.
 """
 
 import dataclasses
@@ -26,20 +26,19 @@ ALL_TO_ALL = 'all-to-all'
 
 
 def communication(config: Config) -> list[Expected]:
-    """Every collective of a step of `config` that XLA places, but for those of single numbers."""
+    """Return every collective of a step of `config` that XLA places, except those of scalars."""
     gathered = [*few_kv_heads(config)]
     kept = list[Expected]()
-    for one in expected(config):
-        if (
-            one in gathered
-        ):  # Megatron gathers the whole QKV; here the queries change places instead
-            gathered.remove(one)
+    for collective in expected(config):
+        # Megatron gathers the full QKV; here the queries are exchanged instead.
+        if collective in gathered:
+            gathered.remove(collective)
         elif (
-            one.site.axis == 'model'
-            and not _is_kept_from_forward(one, kept)
-            and not _is_last_of_layer(one)
+            collective.site.axis == 'model'
+            and not _is_kept_from_forward(collective, kept)
+            and not _is_last_of_layer(collective)
         ):
-            kept.append(one)
+            kept.append(collective)
     return [
         *_first_tokens(config, kept),
         *_exchanged_heads(config),
@@ -48,51 +47,64 @@ def communication(config: Config) -> list[Expected]:
 
 
 def wire_bytes(config: Config) -> dict[str, float]:
-    """Bytes that a device sends in a step, by mesh axis."""
-    found = communication(config)
+    """Return the bytes that a device sends in a step, by mesh axis."""
+    collectives = communication(config)
     return {
-        axis: sum(one.wire_bytes * one.times for one in found if one.site.axis == axis)
+        axis: sum(
+            collective.wire_bytes * collective.times
+            for collective in collectives
+            if collective.site.axis == axis
+        )
         for axis in ('data', 'model')
     }
 
 
-def _is_kept_from_forward(one: Expected, before: list[Expected]) -> bool:
-    """Megatron gathers a layer's input again for the weight gradient; XLA keeps it, or the one gathered for recomputation."""
+def _is_kept_from_forward(collective: Expected, before: list[Expected]) -> bool:
+    """Whether it gathers an input that XLA has kept since the forward pass or recomputation.
+
+    Megatron gathers a layer's input again for the weight gradient.
+    """
     return (
-        one.site.phase == 'backward'
-        and one.kind == GATHER
-        and (one.site.name == 'head' or one in before)
+        collective.site.phase == 'backward'
+        and collective.kind == GATHER
+        and (collective.site.name == 'head' or collective in before)
     )
 
 
-def _is_last_of_layer(one: Expected) -> bool:
-    """The backward pass does not need a layer's result, so its last reduction is not computed again."""
-    return one.site.name == 'mlp' and one.site.phase == 'recompute' and one.kind != GATHER
+def _is_last_of_layer(collective: Expected) -> bool:
+    """Whether it is a layer's last reduction, in recomputation.
+
+    XLA omits it, because the backward pass does not need a layer's output.
+    """
+    site = collective.site
+    return site.name == 'mlp' and site.phase == 'recompute' and collective.kind != GATHER
 
 
 def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:
-    """BERT's pooler reads the first token of each row: Megatron gathers the whole sequence once more for it, here only that is sent."""
-    for one in kept:
-        if not config.model.is_bert or (one.site.name, one.site.phase, one.kind) != (
+    """Yield the collectives, with BERT's second gather of the sequence replaced by a smaller one.
+
+    BERT's pooler reads the first token of each row. Megatron gathers the full sequence once more
+    for it; here only the first tokens are sent.
+    """
+    for collective in kept:
+        site = collective.site
+        if not config.model.is_bert or (site.name, site.phase, collective.kind) != (
             'head',
             'forward',
             GATHER,
         ):
-            yield one
+            yield collective
             continue
         runs = config.train.microbatches
-        yield dataclasses.replace(one, times=runs)
+        yield dataclasses.replace(collective, times=runs)
         first = Array('f32', (config.microbatch_rows, config.model.hidden_size))
-        yield dataclasses.replace(one, kind=REDUCE, array=first, times=runs)
+        yield dataclasses.replace(collective, kind=REDUCE, array=first, times=runs)
 
 
 def _exchanged_heads(config: Config) -> Iterator[Expected]:
-    """With fewer key/value heads than devices (`model/attention.py`)."""
-    model, shards, layers = (
-        config.model,
-        config.mesh.model,
-        config.model.num_layers * config.train.microbatches,
-    )
+    """Yield the collectives for fewer key/value heads than devices (`model/attention.py`)."""
+    model, shards = config.model, config.mesh.model
+    layers = model.num_layers * config.train.microbatches
     if model.num_kv_heads >= shards:
         return
 
@@ -112,6 +124,6 @@ def _exchanged_heads(config: Config) -> Iterator[Expected]:
             times=layers,
             size=shards,
         )
-        # Keys and values; backward, the gradients of the copies that the shards have.
+        # Keys and values; in the backward pass, the gradients of the shards' copies.
         copied = heads(shards if phase == 'backward' else model.num_kv_heads)
         yield Expected(site=site, kind=GATHER, array=copied, times=2 * layers, size=shards)

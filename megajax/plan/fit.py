@@ -1,7 +1,8 @@
-"""A GPU's efficiencies from published rates of training: those of least mean error on the rows that are not held out.
+"""A GPU's efficiencies, fitted to published rates of training.
 
-Three numbers a GPU at most; a share of the memory's bandwidth that the kernels of a step reach is
-not fitted, because a few rows cannot tell it from what the sizes of products cost.
+They have the least mean error on the rows that are not held out. At most three numbers are fitted
+per GPU. The share of the memory's bandwidth that a step's kernels reach is not, because a few rows
+cannot distinguish it from the cost of the products' sizes.
 """
 
 from collections.abc import Sequence
@@ -11,25 +12,24 @@ from typing import NamedTuple
 from megajax.hardware.records import Efficiency, Hardware
 from megajax.plan.predictions import Prediction, Row, predicted
 
-STEPS = {
-    'matmul': 0.04,
-    'flash': 0.04,
-    'flash_2': 0.04,
-    'half_size': 64.0,
-}  # the first; it is halved five times
+# The first step of each efficiency; it is halved five times.
+STEPS = {'matmul': 0.04, 'flash': 0.04, 'flash_2': 0.04, 'half_size': 64.0}
 LEAST = {'matmul': 0.05, 'flash': 0.05, 'flash_2': 0.05, 'half_size': 0.0}
 
 
 class Residuals(NamedTuple):
-    """Of the rows that were fitted: how many, their mean error, and what nine of ten are within."""
+    """The absolute relative errors of fitted rows."""
 
-    rows: int
+    rows: int  # number of rows
     mean: float
-    band: float
+    band: float  # the error that nine of ten rows are within
 
 
 def fit(gpu: Hardware, rows: Sequence[Row], names: Sequence[str]) -> Efficiency:
-    """Change these efficiencies of a GPU, one at a time and by smaller and smaller steps, while the mean error falls."""
+    """Return a GPU's efficiencies with the named ones fitted to the rows.
+
+    They are changed one at a time and by smaller and smaller steps while the mean error falls.
+    """
     best = gpu.efficiency
     least = _mean_error(gpu, best, rows)
     for halvings in range(6):
@@ -49,11 +49,11 @@ def fit(gpu: Hardware, rows: Sequence[Row], names: Sequence[str]) -> Efficiency:
 
 
 def residuals(predictions: Sequence[Prediction]) -> Residuals:
-    """Of some rows."""
-    errors = [abs(one.error) for one in predictions]
+    """Return the residuals of some rows."""
+    errors = [abs(prediction.error) for prediction in predictions]
     return Residuals(len(errors), fmean(errors), quantiles(errors, n=10, method='inclusive')[-1])
 
 
 def _mean_error(gpu: Hardware, efficiency: Efficiency, rows: Sequence[Row]) -> float:
-    with_it = gpu.model_copy(update={'efficiency': efficiency})
-    return fmean(abs(predicted(row, with_it).error) for row in rows)
+    candidate = gpu.model_copy(update={'efficiency': efficiency})
+    return fmean(abs(predicted(row, candidate).error) for row in rows)

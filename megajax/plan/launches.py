@@ -1,7 +1,7 @@
-"""What kernels cost that are too short to matter by their work.
+"""The time that launching kernels takes where their work is too short to hide it.
 
-A GPU starts one kernel behind the other no faster than LAUNCH, whatever is in it. Numbers of
-kernels were counted in programs that jax 0.10.2 compiled for H100s (`benchmarks/plan_memory.py`).
+A GPU starts kernels no faster than one per LAUNCH, whatever their work. The numbers of kernels were
+counted in programs that jax 0.10.2 compiled for H100s (`benchmarks/plan_memory.py`).
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,16 @@ from megajax.config import Config
 from megajax.plan.memory import num_logit_chunks
 
 # Seconds from one kernel to the next, launched back to back: Gray (2019), Getting Started with CUDA
-# Graphs, measured 3.8 us a kernel on a V100, and 3.4 us in a graph, for kernels of 2.9 us.
+# Graphs, measured 3.8 us per kernel on a V100, and 3.4 us in a graph, for kernels of 2.9 us.
 LAUNCH = 3.8e-6
-OF_STEP, OF_CHUNK = 100, 27  # kernels outside of the layers, and of each chunk of the loss
+OF_STEP, OF_CHUNK = 100, 27  # kernels outside the layers, and in each chunk of the loss
 
 
 def num_launches(config: Config) -> int:
-    """Kernels of a step on each GPU: 3 % off what was compiled in the mean, 14 % at most."""
+    """Return the number of kernels of a step on each GPU.
+
+    It is 3 % off the compiled programs on average, 14 % at most.
+    """
     model, mesh, train = config.model, config.mesh, config.train
     of_layer = 65
     of_layer += 15 if model.bias else 0
@@ -31,10 +34,11 @@ def num_launches(config: Config) -> int:
 
 
 def launch_seconds(work: Sequence[tuple[float, float]], count: int) -> float:
-    """Seconds beyond those of the work, given as (how often a part of it runs, its seconds in all).
+    """Return the seconds that launches take beyond the work.
 
-    `count` kernels do it, of which each part has the same number a run and at least one; none takes
-    less than LAUNCH.
+    `work` has a pair for each part: how often it runs, and its seconds in all runs. `count` kernels
+    do the work. Each run of a part has the same number of them, at least one, and none takes less
+    than LAUNCH.
     """
     each = LAUNCH * max(1.0, count / sum(times for times, _ in work))
     return sum(max(0.0, each * times - seconds) for times, seconds in work)

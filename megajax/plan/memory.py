@@ -1,12 +1,14 @@
 """Bytes that a training step needs on each GPU, line by line, counted without compiling.
 
-What lives between steps is exact. What a step keeps for its backward pass is counted array by array, as Korthikanti et al. (2022),
-"Reducing Activation Recomputation in Large Transformer Models", do: `kept_by_layer` is their s b h (10 + 24/t) and more. What lives
-only for a while is counted at the moments of a step that may need the most (`_moments`), and the one that does is the answer. The
-moments and their arrays were read from the buffers of programs that XLA compiled for H100s; `benchmarks/plan_memory.py` compares the
-sums with `compiled.memory_analysis()`.
+The arrays that live between steps are counted exactly. The activations that a step keeps for its
+backward pass are counted array by array, as in Korthikanti et al. (2022), "Reducing Activation
+Recomputation in Large Transformer Models": `kept_by_layer` is their s b h (10 + 24/t) and more.
+Temporary arrays are counted at the moments of a step that may need the most (`_moments`), and the
+largest of these is the answer. The moments and their arrays were read from the buffers of programs
+that XLA compiled for H100s; `benchmarks/plan_memory.py` compares the sums with
+`compiled.memory_analysis()`.
 
-D model, N query heads, K key/value heads, H head dim, F feed-forward, V vocabulary (padded); t devices of the `model` axis.
+t is the number of devices of the `model` axis.
 """
 
 import dataclasses
@@ -19,24 +21,28 @@ from megajax.counts.flops import uses_flash
 from megajax.counts.parameters import own_counts
 from megajax.parallel.layout import Layout
 
-FLOAT32, MASK = 4, 1  # bytes of a number, and of an element of a mask of dropout
-BYTES = {'float32': FLOAT32, 'bfloat16': 2, 'float16': 2}  # of a number in `train.dtype`
-FRAGMENTS = 0.02  # of what lives for a while, between the arrays of XLA's heap: from nothing to 4 % in programs for H100s
-UNDERCOUNT = 0.026  # what a program for H100s needed beyond the count at most, as tests/plan/test_compiled.py finds in the results
+FLOAT32, MASK = 4, 1  # bytes of a number in fp32, and of an element of a dropout mask
+BYTES = {'float32': FLOAT32, 'bfloat16': 2, 'float16': 2}  # bytes of a number in `train.dtype`
+# The share of the temporary bytes that is lost between the arrays of XLA's heap: from nothing to
+# 4 % in programs for H100s.
+FRAGMENTS = 0.02
+# The share of the count that a program for H100s needed beyond it at most, as
+# tests/plan/test_compiled.py finds in the results.
+UNDERCOUNT = 0.026
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Held:
     """Bytes that a step holds at one moment, beside state and batch."""
 
-    gradients: int = 0  # in fp32; with several microbatches also their sum
-    activations: int = 0  # kept by the forward pass for the backward pass
-    logits: int = 0  # of one chunk of tokens, and their gradient
-    buffers: int = 0  # of the layer that is computed, and copies in another dtype or layout
+    gradients: int = 0  # gradients in fp32; with several microbatches also their sum
+    activations: int = 0  # arrays that the forward pass keeps for the backward pass
+    logits: int = 0  # logits of one chunk of tokens, and their gradient
+    buffers: int = 0  # arrays of the current layer, and copies in another dtype or layout
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all fields."""
         return self.gradients + self.activations + self.logits + self.buffers
 
 
@@ -46,7 +52,7 @@ class Memory:
 
     parameters: int  # the master weights, in fp32
     optimizer: int  # AdamW's two moments, in fp32
-    weights: int  # with ZeRO-1, those that a step gathers; without, each product casts its own, see buffers
+    weights: int  # ZeRO-1: weights that a step gathers; else each product casts its own (buffers)
     gradients: int
     activations: int
     logits: int
@@ -57,20 +63,20 @@ class Memory:
 
     @property
     def state(self) -> int:
-        """What lives between steps."""
+        """The bytes that live between steps."""
         return self.parameters + self.optimizer
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes of everything."""
         held = self.gradients + self.activations + self.logits + self.buffers
         return self.state + self.weights + held + self.fragments + self.batch
 
 
 def memory(config: Config, *, capacity_bytes: int | None = None) -> Memory:
-    """What a step of `config` needs on each of its GPUs.
+    """Return the bytes that a step of `config` needs on each of its GPUs.
 
-    XLA makes room for all gradients before it has to. Where that needs more than `capacity_bytes` of a GPU, it does so later.
+    XLA allocates all gradient buffers up front if they fit in `capacity_bytes`, otherwise late.
     """
     sizes = _Sizes(config)
     early = _memory(sizes, early=True)
@@ -82,8 +88,8 @@ def memory(config: Config, *, capacity_bytes: int | None = None) -> Memory:
 
 
 def largest_microbatch(config: Config, capacity_bytes: int) -> int:
-    """The most rows that a data shard can have in a microbatch; 0 where not even one fits."""
-    step = 2 if config.train.overlap == 'batch_split' else 1  # it cuts the rows in half
+    """Return the most rows that a data shard can have in a microbatch; 0 if not even one fits."""
+    step = 2 if config.train.overlap == 'batch_split' else 1  # batch-split overlap halves the rows
 
     def fits(rows: int) -> bool:
         batch_size = rows * step * config.mesh.data * config.train.microbatches
@@ -104,22 +110,23 @@ def largest_microbatch(config: Config, capacity_bytes: int) -> int:
 
 
 def kept_by_layer(config: Config) -> int:
-    """Bytes that a layer's forward pass keeps where nothing is computed again, on each GPU.
+    """Return the bytes that a layer's forward pass keeps on each GPU without recomputation.
 
-    For a GPT in 16 bits with dropout, without its scores, s b h (10 + 24/t) as in Korthikanti et al. (2022), table 2. With sequence
-    parallelism the paper has s b h 34/t, because Megatron gathers the inputs of products again; XLA keeps them: s b h (4 + 30/t).
-    Scores, where there is no flash attention, are a s^2 b (4 + 2 + 1) rather than 5, because their softmax stays in fp32.
+    For a GPT in 16 bits with dropout, and without its scores, they are s b h (10 + 24/t) as in
+    Korthikanti et al. (2022), table 2. With sequence parallelism the paper has s b h 34/t, because
+    Megatron gathers the inputs of products again; XLA keeps them: s b h (4 + 30/t). Without flash
+    attention the scores are a s^2 b (4 + 2 + 1) rather than 5, because their softmax stays in fp32.
     """
     return _Sizes(config).kept_by_layer
 
 
 def num_logit_chunks(config: Config) -> int:
-    """How many chunks the tokens of a microbatch are cut in for the loss (`model/loss.py`)."""
+    """Return the number of chunks that the loss splits a microbatch into (`model/loss.py`)."""
     return _logits(_Sizes(config))[0]
 
 
 class _Sizes:
-    """Bytes of the arrays that a step is made of, and numbers of parameters, on each GPU."""
+    """The bytes of a step's arrays and its numbers of parameters, on each GPU."""
 
     def __init__(self, config: Config):
         model, train, layout = config.model, config.train, Layout.of(config)
@@ -137,19 +144,20 @@ class _Sizes:
         self.at_rest = self.parameters - self.matrices + self.matrices // kept_apart
 
         of_tokens = self.itemsize * self.tokens
-        self.whole = of_tokens * model.hidden_size  # what a column-parallel product reads
+        self.whole = of_tokens * model.hidden_size  # the input of a column-parallel product
         self.residual = self.whole // shards('T')
         self.queries = of_tokens * model.num_heads * model.head_dim // shards('N')
         self.keys = of_tokens * max(model.num_kv_heads, shards('N')) * model.head_dim // shards('N')
         self.hidden = of_tokens * model.ffn_size // shards('F')
         self.up = (2 if model.activation == 'swiglu' else 1) * self.hidden
-        self.scores = self.tokens * train.seq_len * model.num_heads // shards('N')  # not bytes
+        # The number of scores, not their bytes.
+        self.scores = self.tokens * train.seq_len * model.num_heads // shards('N')
 
     @cached_property
     def kept_by_layer(self) -> int:
-        """See the function of that name."""
+        """The bytes that the function `kept_by_layer` returns."""
         around_norms = 2 * (self.residual + self.whole)
-        heads = 2 * self.queries + 2 * self.keys  # and what they make
+        heads = 2 * self.queries + 2 * self.keys  # queries, keys, values, the core's output
         heads += self.queries + self.keys if self.model.qk_norm else 0
         masks = 2 * MASK * self.residual // self.itemsize if self.model.dropout else 0
         return around_norms + heads + self.up + self.hidden + masks + self._kept_scores
@@ -158,27 +166,29 @@ class _Sizes:
     def _kept_scores(self) -> int:
         if self.flash or self.config.train.recompute == 'selective':
             return 0
-        return self.scores * (
-            FLOAT32 + self.itemsize + (MASK if self.model.dropout else 0)
-        )  # softmax, after dropout, its mask
+        # The softmax, the same after dropout, and the mask.
+        return self.scores * (FLOAT32 + self.itemsize + (MASK if self.model.dropout else 0))
 
     @cached_property
     def kept(self) -> int:
-        """By all layers: with full recomputation only their inputs."""
+        """The bytes that all layers keep: with full recomputation only their inputs."""
         return self.model.num_layers * (
             self.residual if self.config.train.recompute == 'full' else self.kept_by_layer
         )
 
     @property
     def batch(self) -> int:
-        """Tokens, labels and which of them count; for BERT also segments and token types, and the order of each row."""
+        """The bytes of tokens, labels and loss mask.
+
+        For BERT also of segments and token types, and of each row's sentence order.
+        """
         rows, length = self.config.microbatch_rows, self.config.train.seq_len
         of_row = 5 * length + 1 if self.model.is_bert else 3 * length
         return 4 * of_row * rows * self.config.train.microbatches
 
     @property
     def gathered(self) -> int:
-        """Weights of a step with ZeRO-1, in `train.dtype`."""
+        """The bytes of the weights of a step with ZeRO-1, in `train.dtype`."""
         return self.itemsize * self.matrices
 
 
@@ -198,11 +208,14 @@ def _memory(sizes: _Sizes, *, early: bool) -> Memory:
 
 
 def _moments(sizes: _Sizes, *, early: bool) -> dict[str, Held]:
-    """The moments that may need the most.
+    """Return what a step holds at the moments that may need the most.
 
-    In the loss, with the head's gradient and what makes it. Between the passes, where XLA copies what a layer's loop has stacked to
-    another layout, and may have made room for the layers' gradients (`early`). In the backward pass of a layer, and at its end in the
-    gradient of the embedding, which where it is not the head's lies where the transposed head was, and leaves that place empty before.
+    - loss: with the head's gradient and the arrays that it is computed from.
+    - layout: between the passes, when XLA copies the arrays that the layers' loop has stacked to
+      another layout, and may already have allocated the layers' gradients (`early`).
+    - backward: in the backward pass of a layer.
+    - embedding: at its end, in the gradient of the embedding. If the embedding is not the head,
+      this gradient is written where the transposed head was, and that place stays empty until then.
     """
     table = FLOAT32 * sizes.table
     summed = FLOAT32 * sizes.parameters if sizes.config.train.microbatches > 1 else 0
@@ -210,7 +223,7 @@ def _moments(sizes: _Sizes, *, early: bool) -> dict[str, Held]:
     gradients = summed + table + in_layers
     recomputed = sizes.kept_by_layer if sizes.config.train.recompute == 'full' else 0
     chunks, logits, dlogits = _logits(sizes)
-    # Over several chunks the head's gradient is added up, and XLA transposes the head once for all.
+    # Several chunks add up the head's gradient, and XLA transposes the head once for all of them.
     added, transposed = (table, table) if chunks > 1 else (0, 0)
     kept_free = 0 if sizes.model.tie_embeddings else transposed
     return {
@@ -237,7 +250,10 @@ def _moments(sizes: _Sizes, *, early: bool) -> dict[str, Held]:
 
 
 def _logits(sizes: _Sizes) -> tuple[int, int, int]:
-    """How many chunks the tokens are cut in (`model/loss.py`), and the logits of one, in fp32, and their gradient."""
+    """Return the number of chunks (`model/loss.py`), and the bytes of logits of one chunk.
+
+    The logits are in fp32; the third value is the bytes of their gradient.
+    """
     length = sizes.config.train.seq_len // sizes.layout.num_shards('T')
     logits = FLOAT32 * sizes.tokens * sizes.model.padded_vocab_size // sizes.layout.num_shards('V')
     chunks, _ = chunk_sizes(logits, length)
@@ -245,7 +261,10 @@ def _logits(sizes: _Sizes) -> tuple[int, int, int]:
 
 
 def _copied(sizes: _Sizes) -> int:
-    """The largest array of a layer whose stack XLA copies between the passes, one stack after the other."""
+    """Return the bytes of the largest array of a layer whose stack XLA copies between the passes.
+
+    It copies one stack after the other.
+    """
     if sizes.config.train.recompute == 'full':
         return 0
     if not sizes.flash:  # to contract over queries where the forward pass contracts over keys
@@ -254,24 +273,23 @@ def _copied(sizes: _Sizes) -> int:
         )
     if sizes.config.microbatch_rows == 1:
         return sizes.hidden
-    return (
-        sizes.whole if sizes.is_scattered else 0
-    )  # gathered with the sequence in front of the rows
+    # Gathered with the sequence dim before the rows.
+    return sizes.whole if sizes.is_scattered else 0
 
 
 def _buffers_of_layer(sizes: _Sizes) -> int:
-    """What lives for a while in the backward pass of a layer: in its MLP, or in its attention.
+    """Return the temporary bytes in the backward pass of a layer: in its MLP, or in its attention.
 
-    XLA leaves the weights' gradients for last. So the gradients of what both sublayers make, whole, and that of `up` live to the end.
+    XLA leaves the weights' gradients for last. So the gradients of both sublayers' outputs,
+    unsharded, and the gradient of `up` live to the end.
     """
     mlp = 2 * sizes.up + sizes.hidden + 2 * sizes.whole
-    made = 3 * sizes.queries  # what attention makes, once more for its gradient, and that gradient
-    heads = 3 * (
-        sizes.queries + 2 * sizes.keys
-    )  # queries, keys and values, their gradients, and these in one array
+    outputs = 3 * sizes.queries  # attention's output, again for its gradient, and that gradient
+    # Queries, keys and values, their gradients, and these gradients in one array.
+    heads = 3 * (sizes.queries + 2 * sizes.keys)
     scores = (
         0
         if sizes.flash
         else (4 if sizes.config.train.recompute == 'selective' else 2) * FLOAT32 * sizes.scores
     )
-    return max(mlp, sizes.up + made + heads + scores + 3 * sizes.whole)
+    return max(mlp, sizes.up + outputs + heads + scores + 3 * sizes.whole)

@@ -1,6 +1,6 @@
-"""What the operations of a step beside its matrix products read and write in a GPU's memory.
+"""The bytes that a step's operations other than matrix products read and write on a GPU.
 
-B rows of a microbatch on a data shard, S sequence; t GPUs of the model axis.
+t is the number of GPUs of the `model` axis.
 """
 
 import dataclasses
@@ -13,17 +13,19 @@ from megajax.plan.memory import BYTES
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """An operation bound by memory: bytes that one run reads and writes, and how often it runs in a step."""
+    """An operation that is bound by memory."""
 
     name: str
-    bytes: float
-    times: int
+    bytes: float  # bytes that one run reads and writes
+    times: int  # runs in a step
 
 
 def traffic(config: Config, *, flash: bool, adds_shards: bool = False) -> list[Traffic]:
-    """Of a step: each fused operation reads its operands once and writes its result once.
+    """Return the operations of a step that are bound by memory.
 
-    Gradients of microbatches are added up whole, or, as FSDP does, only the part that a data shard keeps.
+    Each fused operation reads its operands once and writes its result once. Gradients of
+    microbatches are added up in full or, with `adds_shards` as in FSDP, only the part that a data
+    shard keeps.
     """
     return [
         *_of_layers(config, flash=flash),
@@ -33,11 +35,8 @@ def traffic(config: Config, *, flash: bool, adds_shards: bool = False) -> list[T
 
 
 def _of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
-    model, t, tokens = (
-        config.model,
-        config.mesh.model,
-        config.microbatch_rows * config.train.seq_len,
-    )
+    model, t = config.model, config.mesh.model
+    tokens = config.microbatch_rows * config.train.seq_len
     size = BYTES[config.train.dtype]
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
     heads = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * size / t
@@ -45,7 +44,8 @@ def _of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
     gated = model.activation == 'swiglu'
     times = model.num_layers * config.train.microbatches
     forwards = 2 if config.train.recompute == 'full' else 1
-    # Norms read and write; adding to the residual reads two and writes one; backward there is one array more to read.
+    # Norms read and write one array; adding to the residual reads two and writes one. The backward
+    # pass reads one array more.
     yield Traffic(name='norms', bytes=2 * (2 * forwards + 3) * residual, times=times)
     yield Traffic(name='residual', bytes=2 * (3 * forwards + 2) * residual, times=times)
     yield Traffic(name='heads', bytes=2 * (forwards + 1) * heads, times=times)
@@ -66,9 +66,8 @@ def _of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
 def _of_loss(config: Config) -> Iterator[Traffic]:
     tokens = config.microbatch_rows * config.train.seq_len
     logits = 4 * tokens * config.model.padded_vocab_size / config.mesh.model
-    yield Traffic(
-        name='loss', bytes=4 * logits, times=config.train.microbatches
-    )  # maximum, sum; gradient read and written
+    # The maximum and the sum read the logits; the gradient is read and written.
+    yield Traffic(name='loss', bytes=4 * logits, times=config.train.microbatches)
 
 
 def _of_weights(config: Config, *, adds_shards: bool) -> Iterator[Traffic]:
@@ -84,6 +83,5 @@ def _of_weights(config: Config, *, adds_shards: bool) -> Iterator[Traffic]:
             times=microbatches,
         )
     yield Traffic(name='gradient norm', bytes=4 * own, times=1)
-    yield Traffic(
-        name='AdamW', bytes=7 * 4 * own, times=1
-    )  # parameter and both moments read and written, gradient read
+    # The parameter and both moments are read and written, the gradient is read.
+    yield Traffic(name='AdamW', bytes=7 * 4 * own, times=1)

@@ -1,4 +1,4 @@
-"""What a collective takes on a cluster: rings of GPUs over the links inside a host and between hosts."""
+"""The time of a collective on a cluster: rings of GPUs over links inside and between hosts."""
 
 import dataclasses
 from typing import Self
@@ -17,40 +17,36 @@ class Cluster:
 
     @classmethod
     def of(cls, hardware: Hardware, num_devices: int, devices_per_host: int | None = None) -> Self:
-        """As many GPUs in each host as its type is sold with, unless given. Raises ConfigError for hosts of unequal size."""
+        """Return a cluster with as many GPUs in each host as the type is sold with, unless given.
+
+        Raises ConfigError for hosts of unequal size.
+        """
         per_host = min(num_devices, devices_per_host or hardware.devices_per_host)
         if num_devices % per_host:
-            near = ' or '.join(
-                str(n)
-                for n in (
-                    num_devices // per_host * per_host,
-                    -(-num_devices // per_host) * per_host,
-                )
-            )
+            below = num_devices // per_host * per_host
             raise ConfigError(
-                f'{num_devices} GPUs do not fill hosts of {per_host}: use {near}, or set the GPUs of a host'
+                f'{num_devices} GPUs do not fill hosts of {per_host}: '
+                f'use {below} or {below + per_host}, or set the GPUs of a host'
             )
         return cls(hardware=hardware, num_devices=num_devices, devices_per_host=per_host)
 
     @property
     def num_hosts(self) -> int:
-        """Hosts that are full of GPUs."""
+        """The number of hosts, all of which are full."""
         return self.num_devices // self.devices_per_host
 
     def members_per_host(self, config: Config, axis: str) -> int:
-        """How many GPUs of one group over a mesh axis share a host; `model` is innermost."""
+        """Return how many GPUs of a group over a mesh axis share a host; `model` is innermost."""
         model = config.mesh.model
         if axis == 'model':
             return min(model, self.devices_per_host)
         return min(config.mesh.data, max(1, self.devices_per_host // model))
 
     def ring(self, config: Config, axis: str) -> 'Ring':
-        """Of the GPUs of one group over a mesh axis."""
+        """Return the ring of the GPUs of one group over a mesh axis."""
         inside, across = self.hardware.inside_host, self.hardware.across_hosts
-        size, members = (
-            (config.mesh.model if axis == 'model' else config.mesh.data),
-            self.members_per_host(config, axis),
-        )
+        size = config.mesh.model if axis == 'model' else config.mesh.data
+        members = self.members_per_host(config, axis)
         hosts = -(-size // members)
         bandwidth = self.hardware.ring_bandwidth(members=members, hosts=hosts)
         return Ring(
@@ -64,19 +60,20 @@ class Cluster:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ring:
-    """Some GPUs, the slowest link between them in bytes per second, and the seconds that a step inside or between hosts costs."""
+    """GPUs that pass data around in a ring."""
 
-    size: int
+    size: int  # number of GPUs
     hosts: int
-    bandwidth: float
-    latency_inside: float
-    latency_across: float
+    bandwidth: float  # bytes per second of the slowest link between them
+    latency_inside: float  # seconds that a step inside a host costs
+    latency_across: float  # seconds that a step between hosts costs
 
     def seconds(self, kind: str, wire_bytes: float) -> float:
-        """One collective in which each GPU sends `wire_bytes`: 2(t-1)/t P/bandwidth + 2(t-1) latency for an all-reduce of P bytes.
+        """Return the seconds of one collective in which each GPU sends `wire_bytes`.
 
-        All-gathers and reduce-scatters are half an all-reduce in both terms (Thakur et al., 2005, section 4). As many steps as there are
-        other hosts have the latency between hosts, as NCCL counts.
+        An all-reduce of P bytes takes 2(t-1)/t P/bandwidth + 2(t-1) latency. All-gathers and
+        reduce-scatters take half of that in both terms (Thakur et al., 2005, section 4). As many
+        steps as there are other hosts have the latency between hosts, as NCCL counts.
         """
         rounds = 2 if kind == 'all-reduce' else 1
         latency = (self.size - self.hosts) * self.latency_inside + (

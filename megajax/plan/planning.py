@@ -1,4 +1,4 @@
-"""From a config and a number of GPUs to a plan: memory, time, and the layouts that compete."""
+"""A plan from a config and a number of GPUs: memory, time, and the competing layouts."""
 
 import dataclasses
 from pathlib import Path
@@ -24,7 +24,7 @@ from megajax.plan.search import (
 )
 from megajax.plan.time import StepTime, Transfer, step_time
 
-TOKENS = 1e9  # that the cost is of, unless it is said
+TOKENS = 1e9  # tokens that the cost is given for by default
 
 
 def plan(
@@ -40,11 +40,14 @@ def plan(
     storage: float | None = None,
     gpu_hours_to_failure: float = GPU_HOURS_TO_FAILURE,
 ) -> Plan:
-    """Memory and time of `config` on its mesh, if that has so many GPUs, else of the fastest layout; and every other layout.
+    """Return the memory and time of `config` on some GPUs, and compare every layout.
 
-    `gpus` are those of the mesh unless given, `target_batch` replaces `train.batch_size`, `tokens` are to be trained on, `program` is
-    whose step is timed, `price` is that of a GPU hour, `storage` takes so many bytes a second from all hosts together. Raises
-    ConfigError where nothing fits or nothing divides, with what would.
+    The plan is for the mesh of `config` if that has so many GPUs, else for the fastest layout.
+    `gpus` defaults to the size of the mesh. `target_batch` replaces `train.batch_size`. `tokens` is
+    the number to train on. `program` is the software whose step is timed. `price` is that of a GPU
+    hour. `storage` is the bytes per second that it takes from all hosts together.
+
+    Raises ConfigError if nothing fits or nothing divides; the error says what would.
     """
     if target_batch:
         config = changed(config, train__batch_size=target_batch)
@@ -101,7 +104,7 @@ def _report(
         products=time.products,
         memory_bound=time.memory_bound,
         launches=time.launches,
-        transfers=[_transfer(one) for one in time.transfers],
+        transfers=[_transfer(transfer) for transfer in time.transfers],
         seconds=time.total,
         tokens_per_second=time.tokens_per_second,
         tflops_per_gpu=time.flops_per_gpu / 1e12,
@@ -157,13 +160,13 @@ def _efficiencies(gpu: Hardware) -> str:
     source = (
         f'fitted on {fit.rows} published rates, mean error {fit.mean:.1%}'
         if fit
-        else 'unverified: on no published rate'
+        else 'unverified: no published rate'
     )
     return f'{", ".join(parts)} of the peak in training (alone), {source}'
 
 
-def _transfer(one: Transfer) -> TransferLine:
-    return TransferLine(**dataclasses.asdict(one), exposed=one.exposed)
+def _transfer(transfer: Transfer) -> TransferLine:
+    return TransferLine(**dataclasses.asdict(transfer), exposed=transfer.exposed)
 
 
 def _layout(choice: Choice, ranking: Ranking, available: int) -> Layout:
@@ -220,7 +223,7 @@ def _is_gpt(model: ModelConfig) -> bool:
 
 
 def _verdict(ranking: Ranking, available: int) -> str:
-    """Whether tensor parallelism is worth it, and by how much."""
+    """Say whether tensor parallelism is worth it, and by how much."""
     best = ranking.best
     without = next((choice for choice in ranking.fitting if choice.config.mesh.model == 1), None)
     with_it = next((choice for choice in ranking.fitting if choice.config.mesh.model > 1), None)
@@ -230,9 +233,12 @@ def _verdict(ranking: Ranking, available: int) -> str:
         name = f'model={with_it.config.mesh.model}'
         if best is without:
             return f'no: the fastest step with it, {name}, takes {ratio - 1:.1%} longer; {waits}'
-        return f'yes: a step with {name} is {1 / ratio - 1:.1%} faster than the fastest step without it; {waits}'
+        return (
+            f'yes: a step with {name} is {1 / ratio - 1:.1%} faster than the fastest step '
+            f'without it; {waits}'
+        )
     if without:
-        return 'no: nothing with it fits or divides'
+        return 'no: no layout with it fits or divides'
     least = min(
         (choice.bytes for choice in ranking.too_large if choice.config.mesh.model == 1),
         default=None,
@@ -240,8 +246,9 @@ def _verdict(ranking: Ranking, available: int) -> str:
     reason = next(
         (why for (_, model), why in ranking.impossible.items() if model == 1), 'nothing divides'
     )
-    without_it = (
-        f'the least is {least / 1e9:.1f} GB of {available / 1e9:.1f} GB' if least else reason
-    )
+    without_it = f'the smallest layout {_too_large(least, available)}' if least else reason
     share = best.timed.share('model')
-    return f'yes: without it {without_it}; with model={best.config.mesh.model} a GPU waits {share:.1%} of the step for its collectives'
+    return (
+        f'yes: without it {without_it}; with model={best.config.mesh.model} a GPU waits '
+        f'{share:.1%} of the step for its collectives'
+    )

@@ -1,4 +1,7 @@
-"""Pictures of a plan: the roofline of a step's operations, and how the rate scales with the number of GPUs. They need matplotlib."""
+"""Pictures of a plan: the roofline of a step, and the scaling of its rate with the number of GPUs.
+
+They need matplotlib.
+"""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +23,7 @@ _FORMATS = ('.png', '.svg', '.pdf')
 
 
 def check_picture(path: Path) -> None:
-    """Raise ConfigError unless a picture can be drawn and written there."""
+    """Raise ConfigError unless a picture can be drawn and written to `path`."""
     if path.suffix not in _FORMATS:
         raise ConfigError(f'{path}: a picture ends in {", ".join(_FORMATS)}')
     check_outputs(path)
@@ -28,9 +31,10 @@ def check_picture(path: Path) -> None:
 
 
 def roofline(config: Config, cluster: Cluster) -> 'Figure':
-    """Each weight's matrix products at their FLOPs per byte and predicted FLOP/s, under what the GPU reaches.
+    """Draw each weight's matrix products at their FLOPs per byte and predicted FLOP/s.
 
-    That is its peak, what large products reach alone and in training, and its memory's bandwidth.
+    The lines above them are the GPU's peak, the rates of large products alone and in training, and
+    the bandwidth of its memory.
     """
     figure = _figure()
     from matplotlib.ticker import LogLocator
@@ -86,7 +90,8 @@ def roofline(config: Config, cluster: Cluster) -> 'Figure':
         axis.set_major_formatter('{x:g}')
         axis.set_minor_formatter('')
     axes.set_title(
-        f'{hardware.name}, {config.train.dtype}: products with the weights, and shares of their time',
+        f'{hardware.name}, {config.train.dtype}: '
+        'products with the weights, and shares of their time',
         fontsize=10,
     )
     axes.grid(visible=True, which='both', alpha=0.2)
@@ -95,21 +100,21 @@ def roofline(config: Config, cluster: Cluster) -> 'Figure':
 
 class _Point(NamedTuple):
     name: str
-    intensity: float  # FLOPs a byte
+    intensity: float  # FLOPs per byte
     rate: float  # FLOP/s
-    share: float  # of the time of all
+    share: float  # share of the time of all products
 
 
 def _points(config: Config, cluster: Cluster) -> list[_Point]:
-    """One for each weight, or for several that lie in the same place."""
+    """Return a point for each weight, or for several weights with the same coordinates."""
     sums = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0])
-    for one in products(config, flash=True):
-        if one.name != 'attention':
-            name = one.name.split()[0]
+    for product in products(config, flash=True):
+        if product.name != 'attention':
+            name = product.name.split()[0]
             parts = (
-                one.times * one.flops,
-                one.times * one.elements * BYTES[config.train.dtype],
-                product_seconds(one, config, cluster),
+                product.times * product.flops,
+                product.times * product.elements * BYTES[config.train.dtype],
+                product_seconds(product, config, cluster),
             )
             sums[name] = [a + b for a, b in zip(sums[name], parts, strict=True)]
     total = sum(seconds for _, _, seconds in sums.values())
@@ -123,14 +128,17 @@ def _points(config: Config, cluster: Cluster) -> list[_Point]:
 
 
 def scaling(config: Config, cluster: Cluster) -> 'Figure':
-    """MFU of the fastest layout from one GPU to 512, or to those of the cluster if these are more; the batch stays that of the config."""
+    """Draw the MFU of the fastest layout from one GPU to 512, or to the cluster's if it has more.
+
+    The batch is that of the config on any number of GPUs.
+    """
     figure = _figure()
     axes = figure.subplots()
-    found = fastest(config, cluster, powers(max(512, cluster.num_devices)))
-    gpus, shares = list(found), [100 * choice.timed.mfu for choice in found.values()]
+    choices = fastest(config, cluster, powers(max(512, cluster.num_devices)))
+    gpus, shares = list(choices), [100 * choice.timed.mfu for choice in choices.values()]
     axes.plot(gpus, shares, marker='o', color='black')
     for count, share in zip(gpus, shares, strict=True):
-        data, model = found[count].mesh
+        data, model = choices[count].mesh
         axes.annotate(
             f'{data}x{model}',
             (count, share),
@@ -143,7 +151,8 @@ def scaling(config: Config, cluster: Cluster) -> 'Figure':
     axes.set_xticks(gpus, [str(count) for count in gpus])
     axes.set(xlabel='GPUs', ylabel='MFU, %', ylim=(0, 1.2 * max(shares)))
     axes.set_title(
-        f'{cluster.hardware.name}, batch {config.train.batch_size}: the fastest mesh (data x model) on so many GPUs',
+        f'{cluster.hardware.name}, batch {config.train.batch_size}: '
+        'the fastest mesh (data x model) on each number of GPUs',
         fontsize=10,
     )
     axes.grid(visible=True, alpha=0.2)
@@ -151,20 +160,20 @@ def scaling(config: Config, cluster: Cluster) -> 'Figure':
 
 
 def fastest(config: Config, cluster: Cluster, counts: Sequence[int]) -> dict[int, Choice]:
-    """The fastest layout on each number of GPUs, of those on which any fits."""
-    found = {}
+    """Return the fastest layout on each number of GPUs on which any layout fits."""
+    choices = {}
     for count in counts:
         try:
-            found[count] = search(
+            choices[count] = search(
                 config, Cluster.of(cluster.hardware, count, min(count, cluster.devices_per_host))
             ).best
         except ConfigError:
             continue
-    return found
+    return choices
 
 
 def powers(most: int) -> list[int]:
-    """Powers of two up to `most`."""
+    """Return the powers of two up to `most`."""
     return [1 << power for power in range(most.bit_length())]
 
 

@@ -1,4 +1,7 @@
-"""Published rates of training, and what is predicted of them; a GPU's efficiencies are fitted on those that are not held out."""
+"""Published rates of training, and the predictions of them.
+
+A GPU's efficiencies are fitted on the rates that are not held out.
+"""
 
 import csv
 import dataclasses
@@ -22,34 +25,33 @@ from megajax.plan.programs import (
 from megajax.plan.time import StepTime, step_time
 
 BASELINE = 39.0  # TFLOP/s of one V100, of which the tables of 2019 give percentages
-ROWS_2019 = 8  # sequences of each model-parallel group
-Values = Mapping[str, str]  # of a line, by column
+ROWS_2019 = 8  # sequences per model-parallel group
+Values = Mapping[str, str]  # the values of a line, by column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published rate: what ran, on which GPU, and the TFLOP/s of a GPU as its source counts them."""
+    """One published rate: the config, program and GPU, and the TFLOP/s per GPU."""
 
     name: str
     gpu: str
     config: Config
     program: Program
-    published: float
-    flops: int  # of a step, as the source counts them
+    published: float  # TFLOP/s per GPU, as the source counts them
+    flops: int  # FLOPs of a step, as the source counts them
     held_out: bool
-    baseline: 'Row | None' = (
-        None  # whose published rate the source gives shares of; only these are predicted
-    )
+    # The row that the source gives rates relative to; then only the relative rate is predicted.
+    baseline: 'Row | None' = None
 
     @property
     def num_gpus(self) -> int:
-        """Of the whole run."""
+        """The number of GPUs of the run."""
         return self.config.mesh.data * self.config.mesh.model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A row, and what the model of time says of it."""
+    """A row and its predicted time."""
 
     row: Row
     time: StepTime
@@ -57,34 +59,40 @@ class Prediction:
 
     @property
     def tflops(self) -> float:
-        """Of one GPU, as the source counts them."""
+        """The predicted TFLOP/s per GPU, as the source counts them."""
         rate = self.row.flops / self.time.total / self.row.num_gpus / 1e12
         return rate * self.baseline.row.published / self.baseline.tflops if self.baseline else rate
 
     @property
     def error(self) -> float:
-        """Of the predicted over the published."""
+        """The relative error of the predicted rate against the published."""
         return self.tflops / self.row.published - 1
 
 
 def rows(table: str) -> list[Row]:
-    """Those of a table whose layouts there are: without pipeline or context parallelism, and not in fp8."""
+    """Return the rows of a table whose layouts are supported.
+
+    These are without pipeline or context parallelism, and not in fp8.
+    """
     file, read = TABLES[table]
     return list(read(csv.DictReader(_lines(file)[1:])))
 
 
 def source(table: str) -> str:
-    """Where a table is from."""
+    """Return the source of a table."""
     return _lines(TABLES[table][0])[0].removeprefix('# ')
 
 
 def predict(table: str, gpus: Mapping[str, Hardware] = {}) -> list[Prediction]:
-    """Every row of a table, with the record of its GPU unless another is given."""
+    """Return the prediction of every row of a table.
+
+    `gpus` has records of GPUs that replace the stored ones.
+    """
     return [predicted(row, gpus.get(row.gpu) or hardware(row.gpu)) for row in rows(table)]
 
 
 def predicted(row: Row, gpu: Hardware) -> Prediction:
-    """What a step of the row takes on such GPUs."""
+    """Return the prediction of a row on GPUs of the record `gpu`."""
     time = step_time(row.config, Cluster.of(gpu, row.num_gpus), row.program)
     return Prediction(
         row=row, time=time, baseline=predicted(row.baseline, gpu) if row.baseline else None
@@ -92,7 +100,7 @@ def predicted(row: Row, gpu: Hardware) -> Prediction:
 
 
 def rows_to_fit(gpu: str) -> list[Row]:
-    """Of every table the rows with a GPU that are not held out."""
+    """Return the rows of all tables with this GPU that are not held out."""
     return [row for table in TABLES for row in rows(table) if row.gpu == gpu and not row.held_out]
 
 
@@ -142,7 +150,7 @@ def _config(
     rows: int | None = None,
     **keys: object,
 ) -> Config:
-    """On a mesh, with microbatches of so many rows, or one."""
+    """Return a config on a mesh, with microbatches of `rows` rows, else one microbatch."""
     microbatches = batch // data // rows if rows else 1
     mesh = MeshConfig(
         data=data, model=tensor, sequence_parallel=bool(keys.pop('sequence_parallel', False))
@@ -157,14 +165,17 @@ def _config(
 
 
 def _sharded(config: Config) -> Config:
-    """With the optimizer's state sharded over `data`; where it does not divide, with padding."""
+    """Return the config with the optimizer's state sharded over `data`, padded if necessary."""
     return config.model_copy(update={'optim': OptimConfig(shard=True)})
 
 
 def _of_2021(
     values: Values, gpu: str, published: float, batch: int, data: int, seq_len: int
 ) -> Row:
-    """fp16, dropout, every layer computed again, which the papers count."""
+    """Return a row as the papers until 2021 ran it: in fp16, with dropout and full recomputation.
+
+    The papers count the FLOPs of recomputation.
+    """
     model = _model(values, vocab_size=51200, seq_len=seq_len, dropout=0.1)
     config = _config(
         model, data, int(values['tensor_parallel']), batch=batch, dtype='float16', recompute='full'
@@ -181,7 +192,10 @@ def _of_2021(
 
 
 def _megatron_2019(lines: Iterator[Values]) -> Iterator[Row]:
-    """Shares of one GPU's 39 TFLOP/s: the PyTorch of 2020 had 72 on the same GPU, so that rate is of its time."""
+    """Yield rows with rates relative to one GPU's 39 TFLOP/s.
+
+    The PyTorch of 2020 reached 72 TFLOP/s on the same GPU, so this rate belongs to its time.
+    """
     one_gpu = {
         'params_b': '1.2',
         'hidden': '1536',
@@ -226,7 +240,10 @@ def _narayanan(lines: Iterator[Values]) -> Iterator[Row]:
 
 
 def _with_largest_microbatch(config: Config, gpu: Hardware) -> Config:
-    """Where a source does not give the microbatch: the largest that fits and divides the batch."""
+    """Return the config with the largest microbatch that fits and divides the batch.
+
+    It is for sources that do not give the microbatch.
+    """
     limit = largest_microbatch(config, gpu.memory)
     each = config.train.batch_size // config.mesh.data
     microbatches = next(
@@ -260,7 +277,10 @@ def _korthikanti(lines: Iterator[Values]) -> Iterator[Row]:
 
 
 def _megatron_core(lines: Iterator[Values]) -> Iterator[Row]:
-    """The microbatch is not said: one row, which all of them can have."""
+    """Yield rows with microbatches of one row, which fit for every config.
+
+    The source does not give the microbatch.
+    """
     for values in lines:
         if values['pipeline_parallel'] != '1':
             continue
@@ -283,9 +303,8 @@ def _megatron_core(lines: Iterator[Values]) -> Iterator[Row]:
 def _llm_foundry(lines: Iterator[Values], *, gpu: str, peak: float) -> Iterator[Row]:
     for values in lines:
         rate = float(values['tflops'])
-        is_bf16 = (
-            abs(rate / peak / (float(values['mfu_percent']) / 100) - 1) < 0.05
-        )  # else the peak is that of fp8
+        # Otherwise the MFU is relative to the peak of fp8.
+        is_bf16 = abs(rate / peak / (float(values['mfu_percent']) / 100) - 1) < 0.05
         if values['gpu'] != gpu or not is_bf16:
             continue
         length = int(values['seq_len'])
@@ -305,10 +324,8 @@ def _nvidia(lines: Iterator[Values]) -> Iterator[Row]:
     for values in lines:
         if values['context_parallel'] != '1':
             continue
-        tensor, sizes = (
-            int(values['tensor_parallel']),
-            {'vocab_size': int(values['vocabulary']), 'seq_len': int(values['seq_len'])},
-        )
+        tensor = int(values['tensor_parallel'])
+        sizes = {'vocab_size': int(values['vocabulary']), 'seq_len': int(values['seq_len'])}
         if 'llama' in values['model']:
             model = _llama(values, **sizes)
         else:

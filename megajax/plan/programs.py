@@ -1,4 +1,4 @@
-"""Whose training step it is: what it sends, what that can run beside, and which attention it has."""
+"""The programs whose training step is timed: their collectives, overlap and attention."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -15,34 +15,32 @@ from megajax.plan.launches import num_launches
 from megajax.plan.overlap import NOTHING, Beside, beside
 
 ProgramName = Literal['megajax', 'megatron']
-Attention = Literal[
-    'flash', 'flash_2'
-]  # cuDNN's, or FlashAttention-2, as `hardware/records.py` has their rates
+# cuDNN's flash attention, or FlashAttention-2; `hardware/records.py` has their rates.
+Attention = Literal['flash', 'flash_2']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """Who runs the step."""
+    """The software that runs the step."""
 
     collectives: Callable[[Config], list[Expected]]
     beside: Callable[[Expected, Config], Beside]
     uses_flash: Callable[[Config], bool]
-    attention: Attention = 'flash'  # where it uses it
-    gradient_bytes: int = 4  # of each element that is reduced over `data`
-    adds_shards: bool = False  # of the gradients of microbatches, rather than the whole
-    recomputes_last: bool = (
-        False  # the last product of a layer too, which its backward pass does not need
-    )
-    num_launches: Callable[[Config], int] = lambda _: (
-        0
-    )  # kernels of a step; 0 where nobody has counted them
-    pads_shards: bool = True  # of ZeRO-1, so that any number of GPUs along `data` can hold them
+    attention: Attention = 'flash'  # the flash attention that it uses, if it does
+    gradient_bytes: int = 4  # bytes of each gradient element that is reduced over `data`
+    adds_shards: bool = False  # adds up shards of the microbatches' gradients, not full gradients
+    # Whether it also recomputes the last product of a layer, which the backward pass does not need.
+    recomputes_last: bool = False
+    # The number of kernels of a step; 0 if they have not been counted.
+    num_launches: Callable[[Config], int] = lambda _: 0
+    pads_shards: bool = True  # pads ZeRO-1's shards, so that any number of GPUs along `data` works
 
 
 def fully_sharded(config: Config) -> list[Expected]:
-    """Of FSDP: each microbatch gathers all weights for either pass and reduce-scatters their gradients, in 16 bits.
+    """Return the collectives of FSDP.
 
-    Zhao et al. (2023), PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel.
+    Each microbatch gathers all weights for either pass and reduce-scatters their gradients, in 16
+    bits: Zhao et al. (2023), PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel.
     """
     weights = Array(DTYPES[config.train.dtype], (num_parameters(config.model, padded=True),))
 
@@ -65,31 +63,37 @@ def fully_sharded(config: Config) -> list[Expected]:
     ]
 
 
-def _beside_its_layer(one: Expected, config: Config) -> Beside:
-    """Megatron-Core with --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather."""
-    if one.site.axis == 'data':
-        return _beside_everything(one, config)
-    if (
-        one.kind == REDUCE
-    ):  # only those of sequence parallelism take turns with the product that they belong to
+def _beside_its_layer(collective: Expected, config: Config) -> Beside:
+    """Return the overlap of Megatron-Core.
+
+    With --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather.
+    """
+    site = collective.site
+    if site.axis == 'data':
+        return _beside_everything(collective, config)
+    # Only the collectives of sequence parallelism overlap with the product that they belong to.
+    if collective.kind == REDUCE:
         return NOTHING
     parts = {'attention': ('qkv', 'out'), 'mlp': ('up', 'down'), 'head': ('head',)}.get(
-        one.site.name, ()
+        site.name, ()
     )
-    return Beside(1.0, tuple(_names(parts, one.site.phase)))
+    return Beside(1.0, tuple(_names(parts, site.phase)))
 
 
-def _beside_everything(one: Expected, config: Config) -> Beside:
-    """The traffic of data parallelism, which is prefetched or put off: weights for a pass, gradients after it."""
-    phase: Phase = one.site.phase
+def _beside_everything(collective: Expected, config: Config) -> Beside:
+    """Return the overlap of data parallelism: its traffic is prefetched or deferred.
+
+    Weights are prefetched for a pass, gradients are deferred until after it.
+    """
+    phase: Phase = collective.site.phase
     if phase == 'step':
-        phase = 'forward' if one.site.name == 'parameters' else 'backward'
+        phase = 'forward' if collective.site.name == 'parameters' else 'backward'
     names = (*_names(('head', 'qkv', 'out', 'up', 'down'), phase), 'attention')
     return Beside(1.0, names, phase)
 
 
 def _names(products: tuple[str, ...], phase: Phase) -> Iterator[str]:
-    """Of these products as `work.py` calls them in a pass."""
+    """Yield the names of these products in a pass, as `counts/products.py` has them."""
     for name in products:
         yield from (f'{name} input', f'{name} weight') if phase == 'backward' else (name,)
 

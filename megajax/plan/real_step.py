@@ -1,4 +1,4 @@
-"""Real training steps at the end of a calibration, from which the rate of products in training follows."""
+"""Real training steps for a calibration, which determine the rate of products in training."""
 
 import os
 import time
@@ -16,19 +16,25 @@ from megajax.train.feed import place_batch
 from megajax.train.step import init_state, make_train_step
 
 STEPS = 5
-BUSY = 0.25  # of the cores, by the load of the last minute
+BUSY = 0.25  # share of the cores, by the load of the last minute
 
 
 def busy() -> str | None:
-    """What to say where others are at work on this machine; None where it is idle."""
+    """Return a warning if other processes are at work on this machine; None if it is idle."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load < BUSY * cores:
         return None
-    return f'the machine is busy (load {load:.1f} on {cores} cores), so what follows is too slow: measure again when it is idle'
+    return (
+        f'the machine is busy (load {load:.1f} on {cores} cores), so the rates measured are too '
+        'low: measure again when it is idle'
+    )
 
 
 def config_for(devices: int, *, is_gpu: bool) -> Config:
-    """A GPT whose step takes some tenths of a second on a CPU or on a GPU, with rows for every device."""
+    """Return a GPT whose step takes some tenths of a second on a CPU or on a GPU.
+
+    The batch has rows for every device.
+    """
     width, length, rows = (2048, 2048, 4) if is_gpu else (512, 256, 2)
     return Config(
         model=ModelConfig(
@@ -50,7 +56,7 @@ def config_for(devices: int, *, is_gpu: bool) -> Config:
 
 
 def real_seconds(config: Config) -> list[float]:
-    """The seconds of some steps after two that warm up."""
+    """Return the seconds of STEPS steps, after two that warm up."""
     train = config.train
     with jax.set_mesh(make_mesh(config.mesh.data, 1)):
         tokens = np.random.default_rng(0).integers(
@@ -67,29 +73,32 @@ def real_seconds(config: Config) -> list[float]:
     return seconds[2:]
 
 
-def fitted_to_step(found: Hardware, config: Config, seconds: list[float]) -> Hardware:
-    """The record with the rate of products at which the step takes the median of these seconds, or the nearest that there can be."""
+def fitted_to_step(record: Hardware, config: Config, seconds: list[float]) -> Hardware:
+    """Return the record with the rate of products at which a step takes the median of `seconds`.
+
+    If no rate gives the median, it has the nearest possible rate.
+    """
     median = float(np.median(seconds))
 
     def planned(matmul: float) -> float:
-        return step_time(config, Cluster.of(_with(found, matmul=matmul), config.mesh.data)).total
+        return step_time(config, Cluster.of(_with(record, matmul=matmul), config.mesh.data)).total
 
     matmul = _where(planned, median, 1e-3, 1.0)
     error = abs(planned(matmul) / median - 1)
-    spread = max(abs(one / median - 1) for one in seconds)
-    mean, band = (min(1.0, max(1e-3, one)) for one in (error, max(error, spread)))
+    spread = max(abs(measured / median - 1) for measured in seconds)
+    mean, band = (min(1.0, max(1e-3, value)) for value in (error, max(error, spread)))
     fit = Fit(rows=1, mean=mean, band=band)
-    return _with(found, matmul=round(matmul, 4)).model_copy(update={'fit': fit})
+    return _with(record, matmul=round(matmul, 4)).model_copy(update={'fit': fit})
 
 
 def _where(falls: Callable[[float], float], value: float, low: float, high: float) -> float:
-    """Where a function that falls has a value, between two bounds, by halving."""
+    """Return where a falling function has a value, between two bounds, by bisection."""
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if falls(middle) > value else (low, middle)
     return high
 
 
-def _with(found: Hardware, *, matmul: float) -> Hardware:
-    efficiency: Efficiency = found.efficiency.model_copy(update={'matmul': matmul})
-    return found.model_copy(update={'efficiency': efficiency})
+def _with(record: Hardware, *, matmul: float) -> Hardware:
+    efficiency: Efficiency = record.efficiency.model_copy(update={'matmul': matmul})
+    return record.model_copy(update={'efficiency': efficiency})

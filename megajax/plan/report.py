@@ -1,4 +1,4 @@
-"""A plan as tables: on a terminal, and the same as HTML."""
+"""A plan as tables, for a terminal or as HTML."""
 
 from collections import defaultdict
 
@@ -10,28 +10,29 @@ from megajax.inspect.report import si
 from megajax.plan.result import Layout, Plan
 from megajax.render.console import as_html, as_text
 
-_DEFAULT_FRACTION = 0.75  # of the GPU's memory that jax takes unless told otherwise
+_DEFAULT_FRACTION = 0.75  # share of the GPU's memory that jax takes by default
 _AXES = ('model', 'data')
-_SHOWN = 5e-4  # of the step, above which short kernels have a line
+_SHOWN = 5e-4  # share of the step above which short kernels have a line
 
 
 def to_text(plan: Plan, *, width: int = 150) -> str:
-    """Plain text."""
+    """Return a plan as plain text."""
     return as_text(tables(plan), width=width)
 
 
 def to_html(plan: Plan) -> str:
-    """A fragment for a notebook."""
+    """Return a plan as an HTML fragment, for a notebook."""
     return as_html(tables(plan))
 
 
 def tables(plan: Plan) -> RenderableType:
-    """Everything, for a rich console."""
+    """Return all tables and lines of a plan, for a rich console."""
     hosts = plan.gpus // plan.gpus_per_host
     origin = 'the fastest layout' if plan.is_from_search else 'as the config says'
     return Group(
         Text(
-            f'{plan.gpus} x {plan.hardware}, {hosts} host{"s" if hosts > 1 else ""} of {plan.gpus_per_host}'
+            f'{plan.gpus} x {plan.hardware}, {hosts} host{"s" if hosts > 1 else ""} '
+            f'of {plan.gpus_per_host}'
         ),
         Text(
             f'{plan.layout.name}: {origin}'
@@ -54,7 +55,7 @@ def tables(plan: Plan) -> RenderableType:
 
 
 def memory_table(plan: Plan) -> Table:
-    """A row per kind of array."""
+    """Return a table of memory, with a row per kind of array."""
     table = Table(
         box=None,
         header_style='bold',
@@ -69,7 +70,10 @@ def memory_table(plan: Plan) -> Table:
         if line.bytes:
             table.add_row(line.name, si(line.bytes))
     fits = plan.layout.fits
-    note = f'{"fits" if fits else "does not fit"} in {si(plan.memory_available)}; largest microbatch {plan.largest_microbatch} rows'
+    note = (
+        f'{"fits" if fits else "does not fit"} in {si(plan.memory_available)}; '
+        f'largest microbatch {plan.largest_microbatch} rows'
+    )
     if fits and plan.layout.bytes > _DEFAULT_FRACTION / 0.92 * plan.memory_available:
         note += '; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92'
     table.add_row('total', si(plan.layout.bytes), Text(note, style='green' if fits else 'bold red'))
@@ -86,7 +90,7 @@ def memory_table(plan: Plan) -> Table:
 
 
 def time_table(plan: Plan) -> Table:
-    """A row per kind of work; of collectives what nothing hides."""
+    """Return a table of time, with a row per kind of work; of collectives only the exposed time."""
     table = Table(
         box=None,
         header_style='bold',
@@ -101,13 +105,16 @@ def time_table(plan: Plan) -> Table:
     rows = [('matrix products', plan.products, ''), ('bound by memory', plan.memory_bound, '')]
     rows += [('short kernels', plan.launches, '')] if plan.launches > _SHOWN * plan.seconds else []
     for axis in _AXES:
-        over = [one for one in plan.transfers if one.axis == axis]
-        if over:
-            exposed, whole = sum(one.exposed for one in over), sum(one.seconds for one in over)
-            hidden = sum(one.hidden for one in over)
-            link = 'between hosts' if any(one.crosses_hosts for one in over) else 'inside a host'
-            sent = f'{si(sum(one.wire_bytes for one in over))} in {1e3 * whole:,.1f} ms'
-            share = f'{1e3 * hidden:,.1f} ({hidden / whole:.0%}) of it beside products'
+        transfers = [transfer for transfer in plan.transfers if transfer.axis == axis]
+        if transfers:
+            exposed = sum(transfer.exposed for transfer in transfers)
+            on_wire = sum(transfer.seconds for transfer in transfers)
+            hidden = sum(transfer.hidden for transfer in transfers)
+            crosses_hosts = any(transfer.crosses_hosts for transfer in transfers)
+            link = 'between hosts' if crosses_hosts else 'inside a host'
+            wire_bytes = sum(transfer.wire_bytes for transfer in transfers)
+            sent = f'{si(wire_bytes)} in {1e3 * on_wire:,.1f} ms'
+            share = f'{1e3 * hidden:,.1f} ({hidden / on_wire:.0%}) of it beside products'
             note = f'{link}, {sent}, {share}'
             rows.append((f'collectives over {axis}', exposed, note))
     for name, seconds, note in [*rows, ('total', plan.seconds, '')]:
@@ -116,7 +123,7 @@ def time_table(plan: Plan) -> Table:
 
 
 def _band(plan: Plan) -> str:
-    """How far a time may be off."""
+    """Return how far a time may be off."""
     return f'\u00b1 {plan.band:.0%}' if plan.band else 'unverified'
 
 
@@ -134,7 +141,7 @@ def _rates(plan: Plan) -> Text:
 
 
 def _run(plan: Plan) -> list[Text]:
-    """What the whole run takes beside its steps."""
+    """Return lines on the full run: GPU hours, energy, price, checkpoints and failures."""
     cost, faults = plan.cost, plan.faults
     spent = [
         f'{cost.tokens:,.0f} tokens take {cost.gpu_hours:,.0f} GPU hours ({_band(plan)})',
@@ -142,16 +149,18 @@ def _run(plan: Plan) -> list[Text]:
     ]
     if cost.cost and cost.tokens_per_unit:
         spent.append(
-            f'{cost.cost:,.0f} at {cost.price:g} a GPU hour, {cost.tokens_per_unit:,.0f} tokens for 1'
+            f'a cost of {cost.cost:,.0f} at {cost.price:g} per GPU hour, '
+            f'{cost.tokens_per_unit:,.0f} tokens for 1'
         )
     written = (
-        f'is on disk after {faults.write:,.0f} s and holds the steps up for {faults.hold_up:.1f} s'
+        f'is on disk after {faults.write:,.0f} s and blocks training for {faults.hold_up:.1f} s'
     )
     return [
         Text(', '.join(spent)),
         Text(f'a checkpoint of {si(faults.checkpoint_bytes)} {written}'),
         Text(
-            f'goodput {faults.goodput:.2%} with a failure every {faults.between_failures / 3600:,.0f} hours '
+            f'goodput {faults.goodput:.2%} with a failure every '
+            f'{faults.between_failures / 3600:,.0f} hours '
             f'and a checkpoint every {faults.interval / 60:,.0f} minutes; '
             f'{faults.best_goodput:.2%} with checkpoint.every={faults.best_every}'
         ),
@@ -159,7 +168,11 @@ def _run(plan: Plan) -> list[Text]:
 
 
 def layouts_table(plan: Plan) -> Table:
-    """The fastest of each mesh with and without sequence parallelism, and why it lost; for those that do not fit, the smallest."""
+    """Return a table of the fastest layout of each mesh, and why it lost.
+
+    Layouts with and without sequence parallelism have separate rows. If no layout fits, the row has
+    the smallest.
+    """
     table = Table(
         box=None,
         header_style='bold',
@@ -171,40 +184,44 @@ def layouts_table(plan: Plan) -> Table:
     for name in ('ms', 'MFU', 'bytes'):
         table.add_column(name, justify='right', no_wrap=True)
     table.add_column('')
-    for one in _best_of_each(plan.layouts):
+    for layout in _best_of_each(plan.layouts):
         ms, mfu = (
-            (f'{1e3 * one.seconds:,.1f}', f'{one.mfu:.1%}')
-            if one.seconds and one.mfu
+            (f'{1e3 * layout.seconds:,.1f}', f'{layout.mfu:.1%}')
+            if layout.seconds and layout.mfu
             else ('-', '-')
         )
         table.add_row(
-            one.name,
+            layout.name,
             ms,
             mfu,
-            si(one.bytes),
-            one.reason or 'the fastest',
-            style=None if one.fits else 'dim',
+            si(layout.bytes),
+            layout.reason or 'the fastest',
+            style=None if layout.fits else 'dim',
         )
-    count = sum(one.fits for one in plan.layouts)
-    table.caption = f'{count} of {len(plan.layouts)} layouts fit; the best of each mesh is shown, --json has all'
+    count = sum(layout.fits for layout in plan.layouts)
+    table.caption = (
+        f'{count} of {len(plan.layouts)} layouts fit; the best of each mesh is shown, '
+        '--json has all'
+    )
     table.caption_justify = 'left'
     return table
 
 
 def _impossible(plan: Plan) -> list[Text]:
-    """A line for each reason's key, with the first of the meshes that it rules out in full."""
+    """Return a line for each reason's key, with the first of the meshes that it rules out."""
     by_key = defaultdict[str, list[tuple[str, str]]](list)
     for mesh, reason in plan.impossible.items():
         by_key[reason.partition(':')[0]].append((mesh, reason))
     lines = []
     for ruled_out in by_key.values():
         others = f', and {len(ruled_out) - 1} more meshes' if len(ruled_out) > 1 else ''
-        lines.append(Text(f'{ruled_out[0][0]} cannot be: {ruled_out[0][1]}{others}', style='dim'))
+        mesh, reason = ruled_out[0]
+        lines.append(Text(f'{mesh} is impossible: {reason}{others}', style='dim'))
     return lines
 
 
 def _best_of_each(layouts: list[Layout]) -> list[Layout]:
     seen: dict[tuple[int, bool], Layout] = {}
-    for one in layouts:
-        seen.setdefault((one.model, one.sequence_parallel), one)
+    for layout in layouts:
+        seen.setdefault((layout.model, layout.sequence_parallel), layout)
     return list(seen.values())

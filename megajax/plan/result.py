@@ -1,4 +1,7 @@
-"""What a plan says: the one model behind the terminal, the notebook and the JSON. Bytes are on one GPU; seconds are of one step."""
+"""The result of a plan: the one model behind the terminal, the notebook and the JSON.
+
+Bytes are per GPU, seconds per step.
+"""
 
 from typing import Literal
 
@@ -13,7 +16,7 @@ class _Result(BaseModel):
 
 
 class MemoryLine(_Result):
-    """Bytes on one GPU of one kind."""
+    """The bytes of one kind on one GPU."""
 
     name: str
     bytes: int
@@ -27,41 +30,46 @@ class TransferLine(_Result):
     axis: str
     kind: str
     times: int
-    wire_bytes: float = Field(description='that a GPU sends')
+    wire_bytes: float = Field(description='bytes that a GPU sends')
     crosses_hosts: bool
-    seconds: float = Field(description='on the wire, with latencies')
-    hidden: float = Field(description='of these, beside products, each of which hides one transfer')
+    seconds: float = Field(description='seconds on the wire, with latencies')
+    hidden: float = Field(
+        description='seconds of these beside matrix products, each of which hides one transfer'
+    )
     exposed: float = Field(description='seconds that no matrix product hides')
 
 
 class CostLine(_Result):
-    """Of the tokens that are to be trained on, or of a thousand million."""
+    """The cost of training on the given number of tokens, or on 1e9."""
 
     tokens: float
     gpu_hours: float
     kilowatt_hours: float = Field(
-        description='of the GPUs at the limit of their boards, without hosts and cooling'
+        description='energy of the GPUs at the power limit of their boards, without hosts and '
+        'cooling'
     )
-    price: float | None = Field(description='of a GPU hour, as it was given')
-    cost: float | None = Field(description='in the unit of the price')
+    price: float | None = Field(description='price of a GPU hour, as given')
+    cost: float | None = Field(description='cost in the unit of the price')
     tokens_per_unit: float | None = Field(description='tokens for one unit of the price')
 
 
 class FaultsLine(_Result):
-    """What checkpoints and failures take; all times in seconds."""
+    """The cost of checkpoints and failures; all times are in seconds."""
 
     checkpoint_bytes: int
-    hold_up: float = Field(description='of the steps, by a save')
-    write: float = Field(description='until a checkpoint is on disk, beside the steps')
-    between_failures: float = Field(description='of any GPU')
-    interval: float = Field(description='between two checkpoints, by checkpoint.every')
-    goodput: float = Field(description='the share of the time in which steps are taken that stay')
-    best_every: int = Field(description='the checkpoint.every of the highest goodput')
+    hold_up: float = Field(description='seconds for which a save blocks the steps')
+    write: float = Field(
+        description='seconds until a checkpoint is on disk, during which steps continue'
+    )
+    between_failures: float = Field(description='seconds between two failures of any GPU')
+    interval: float = Field(description='seconds between two checkpoints, by checkpoint.every')
+    goodput: float = Field(description='share of the time spent on steps that are not lost')
+    best_every: int = Field(description='the checkpoint.every with the highest goodput')
     best_goodput: float
 
 
 class Layout(_Result):
-    """One way to lay the model over the GPUs, whether it fits, and why it lost."""
+    """One layout of the model on the GPUs, whether it fits, and why it lost."""
 
     name: str
     data: int
@@ -71,7 +79,7 @@ class Layout(_Result):
     microbatches: int
     microbatch_rows: int
     shard_optimizer: bool
-    overlap: bool = Field(description='the halves of a microbatch take turns')
+    overlap: bool = Field(description='batch-split overlap: the halves of a microbatch take turns')
     bytes: int
     fits: bool
     seconds: float | None
@@ -80,32 +88,35 @@ class Layout(_Result):
 
 
 class Plan(_Result):
-    """A config on GPUs that need not be there: its memory, its time, and how it compares with every other layout."""
+    """Memory and time of a config on GPUs that need not be present, and of all other layouts."""
 
     schema_version: Literal[1] = 1
-    config: str = Field(description='the resolved config that the figures are of, YAML')
+    config: str = Field(description='the resolved config that the plan is for, YAML')
     program: str = Field(
-        description='whose step it is: megajax, or megatron for Megatron-Core; the memory is always that of megajax'
+        description='the software whose step is timed: megajax, or megatron for Megatron-Core; '
+        'the memory is always that of megajax'
     )
     hardware: str
     efficiencies: str = Field(
-        description='what training reaches of the peaks, and what the fastest kernels alone do'
+        description='shares of the peaks that training reaches, and the fastest kernels alone'
     )
     band: float | None = Field(
-        description='what nine of ten published rates of the GPU are within; None where none was fitted'
+        description='relative error within which nine of ten published rates of the GPU are; '
+        'None if none was fitted'
     )
     gpus: int
     gpus_per_host: int
     layout: Layout
     is_from_search: bool = Field(
-        description='the fastest layout, because the mesh of the config has another number of GPUs'
+        description='whether the plan is for the fastest layout, because the mesh of the config '
+        'has another number of GPUs'
     )
     memory: list[MemoryLine]
-    memory_moment: str = Field(description='the part of the step that needs the most')
-    memory_available: int = Field(description='bytes that a program can count on')
+    memory_moment: str = Field(description='the part of the step that needs the most memory')
+    memory_available: int = Field(description='bytes that a program can use')
     largest_microbatch: int = Field(description='rows that fit on each data shard; 0 if none')
     compiled_bytes: int | None = Field(
-        default=None, description='what the compiler has planned, with --verify'
+        default=None, description='bytes that the compiler planned, with --verify'
     )
     best_compiled_bytes: int | None = Field(
         default=None, description='the same for the fastest layout'
@@ -113,14 +124,14 @@ class Plan(_Result):
     products: float
     memory_bound: float
     launches: float = Field(
-        description='seconds of kernels that are too short to matter by their work'
+        description='seconds that launching short kernels takes beyond their work'
     )
     transfers: list[TransferLine]
     seconds: float
     tokens_per_second: float
-    tflops_per_gpu: float = Field(description='model FLOPs: what is computed again does not count')
+    tflops_per_gpu: float = Field(description='of model FLOPs: recomputation does not count')
     paper_tflops_per_gpu: float | None = Field(
-        description='by the formula of Narayanan et al. (2021); None where it does not hold'
+        description='by the formula of Narayanan et al. (2021); None if it does not apply'
     )
     mfu: float
     hfu: float
@@ -133,10 +144,13 @@ class Plan(_Result):
     )
     verdict: str = Field(description='whether tensor parallelism is worth it here')
     layouts: list[Layout] = Field(
-        description='all of them: those that fit, fastest first, then those that do not, smallest first'
+        description='all layouts: those that fit, fastest first, then those that do not, '
+        'smallest first'
     )
     best_config: str = Field(description='the config of the fastest layout, YAML')
-    impossible: dict[str, str] = Field(description='meshes that cannot be, with the reason')
+    impossible: dict[str, str] = Field(
+        description='meshes that cannot run the config, with the reason'
+    )
 
     @property
     def best(self) -> Layout:
@@ -144,11 +158,11 @@ class Plan(_Result):
         return self.layouts[0]
 
     def planned(self) -> Config:
-        """The config that the figures are of."""
+        """Return the config that the plan is for."""
         return _parsed(self.config)
 
     def fastest(self) -> Config:
-        """The config of the fastest layout."""
+        """Return the config of the fastest layout."""
         return _parsed(self.best_config)
 
     def __repr__(self) -> str:

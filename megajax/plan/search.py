@@ -1,4 +1,7 @@
-"""Every way to lay a model over a number of GPUs: which fit, how fast each is, and why the others lost."""
+"""A search of every layout of a model on a number of GPUs.
+
+It says which layouts fit, how fast each is, and why the others lost.
+"""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,14 +15,14 @@ from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, Program
 from megajax.plan.time import StepTime, peak_flops, step_time
 
-USABLE = (
-    0.92  # of a GPU's memory, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92; CUDA and NCCL need the rest
-)
+# The share of a GPU's memory that a program can use with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92; CUDA
+# and NCCL need the rest.
+USABLE = 0.92
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One layout: its config, the bytes that it needs on a GPU, and its time where it fits."""
+    """One layout: its config, the bytes that it needs on a GPU, and its time if it fits."""
 
     config: Config
     bytes: int
@@ -32,42 +35,43 @@ class Choice:
 
     @property
     def timed(self) -> StepTime:
-        """The time of one that fits."""
+        """The time of a layout that fits."""
         assert self.time is not None
         return self.time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The layouts that fit, fastest first; those that do not, the smallest first; and the meshes that cannot be, with the reason."""
+    """All layouts on a number of GPUs."""
 
-    fitting: tuple[Choice, ...]
-    too_large: tuple[Choice, ...]
-    impossible: dict[tuple[int, int], str]
+    fitting: tuple[Choice, ...]  # the layouts that fit, fastest first
+    too_large: tuple[Choice, ...]  # the layouts that do not fit, smallest first
+    impossible: dict[tuple[int, int], str]  # the reason for each mesh without a layout
 
     @property
     def best(self) -> Choice:
-        """The fastest that fits."""
+        """The fastest layout that fits."""
         return self.fitting[0]
 
 
 def search(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> Ranking:
-    """Every (data, model, sequence parallelism, overlap, recompute, microbatches, ZeRO-1) for the batch of `config` on all GPUs.
+    """Rank every layout for the batch of `config` on all GPUs of the cluster.
 
-    Raises ConfigError where none fits, and says what would.
+    A layout is one choice of data, model, sequence parallelism, overlap, recompute, microbatches
+    and ZeRO-1. Raises ConfigError if none fits; the error says what would.
     """
-    peak_flops(config, cluster)  # raises where the GPU has no such dtype
+    peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
     fitting, too_large, impossible = list[Choice](), list[Choice](), dict[tuple[int, int], str]()
     for model in divisors(cluster.num_devices):
         data = cluster.num_devices // model
-        found = 0
+        num_possible = 0
         for candidate in _layouts(config, data, model, cluster.devices_per_host):
             if problems := _problems(candidate, program):
                 impossible.setdefault((data, model), str(problems[0]))
-                if not found:  # the first asks the least of all
+                if not num_possible:  # the first layout has the fewest requirements
                     break
                 continue
-            found += 1
+            num_possible += 1
             needed = memory(candidate, capacity_bytes=usable_memory(cluster)).total
             fits = needed <= usable_memory(cluster)
             choice = Choice(
@@ -76,7 +80,7 @@ def search(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> Rank
                 time=step_time(candidate, cluster, program) if fits else None,
             )
             (fitting if fits else too_large).append(choice)
-        if found:
+        if num_possible:
             impossible.pop((data, model), None)
         elif (data, model) not in impossible:
             impossible[data, model] = _indivisible(config, data)
@@ -88,17 +92,20 @@ def search(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> Rank
 
 
 def _problems(config: Config, program: Program) -> list[Problem]:
-    """Why a program cannot run it."""
+    """Return the reasons why a program cannot run the config."""
     return incompatibilities(changed(config, optim__shard=False) if program.pads_shards else config)
 
 
 def usable_memory(cluster: Cluster) -> int:
-    """Bytes on each GPU that a program can count on, less what the count of its memory may be short of."""
+    """Return the bytes on each GPU that a program can use, minus a margin for UNDERCOUNT."""
     return int(USABLE * cluster.hardware.memory / (1 + UNDERCOUNT))
 
 
 def changed(config: Config, **keys: object) -> Config:
-    """The config with other values, `section__key=value`, unchecked: `incompatibilities` says whether they work together."""
+    """Return the config with other values, `section__key=value`, unchecked.
+
+    `incompatibilities` says whether they work together.
+    """
     sections: dict[str, dict[str, object]] = {}
     for path, value in keys.items():
         section, key = path.split('__')
@@ -112,11 +119,11 @@ def changed(config: Config, **keys: object) -> Config:
 
 
 def _layouts(config: Config, data: int, model: int, per_host: int) -> Iterator[Config]:
-    """Of one mesh; what the first demands of the config, all the others do."""
+    """Yield the layouts of one mesh; each has all requirements that the first has."""
     if config.train.batch_size % data:
         return
     sequence_parallel = (False, True) if model > 1 else (False,)
-    # With flash attention selective recomputation has nothing to do.
+    # With flash attention, selective recomputation has nothing to do.
     recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
     shards = (False, True) if data > 1 else (False,)
     overlaps = ('none', 'batch_split') if model > 1 else ('none',)
@@ -138,7 +145,7 @@ def _layouts(config: Config, data: int, model: int, per_host: int) -> Iterator[C
 
 
 def _order(choice: Choice) -> tuple[float, int, bool, bool, int, int]:
-    """Fastest first; of equals, the simpler."""
+    """Return a sort key: fastest first; of equals, the simpler."""
     config = choice.config
     recompute = ('none', 'selective', 'full').index(config.train.recompute)
     overlap = config.train.overlap == 'batch_split'
@@ -172,16 +179,19 @@ def _why_none(
         return
     least, have = too_large[0], usable_memory(cluster)
     yield (
-        f'nothing fits on {cluster.num_devices} x {cluster.hardware.name}: the least is {least.bytes / 1e9:.1f} GB of {have / 1e9:.1f} GB, '
-        f'with {describe(least.config)}'
+        f'nothing fits on {cluster.num_devices} x {cluster.hardware.name}: the smallest layout '
+        f'needs {least.bytes / 1e9:.1f} GB of {have / 1e9:.1f} GB, with {describe(least.config)}'
     )
     if fix := _enough(config, cluster, have):
         yield fix
-    yield f'or GPUs with at least {least.bytes / 1e9:.0f} GB, a shorter train.seq_len, or a smaller model'
+    yield (
+        f'or use GPUs with at least {least.bytes / 1e9:.0f} GB, a shorter train.seq_len, '
+        'or a smaller model'
+    )
 
 
 def _enough(config: Config, cluster: Cluster, have: int) -> str | None:
-    """The fewest GPUs, doubling them, on which some layout fits, for the batch as it is."""
+    """Say on how many GPUs, by doubling their number, some layout fits the same batch."""
     count = 2 * cluster.num_devices
     while count <= 65536:
         for model in divisors(count):
@@ -196,7 +206,7 @@ def _enough(config: Config, cluster: Cluster, have: int) -> str | None:
 
 
 def describe(config: Config) -> str:
-    """A layout in words."""
+    """Return a layout in words."""
     words = [f'data={config.mesh.data} x model={config.mesh.model}']
     words += ['sequence parallel'] if config.mesh.sequence_parallel else []
     words += [f'recompute={config.train.recompute}'] if config.train.recompute != 'none' else []
@@ -208,7 +218,7 @@ def describe(config: Config) -> str:
 
 
 def why_slower(choice: Choice, best: Choice) -> str:
-    """By how much a layout loses, and where most of that goes."""
+    """Say by how much a layout is slower than the best, and where most of that time goes."""
     ours, theirs = choice.timed, best.timed
     parts = {
         'matrix products': ours.products - theirs.products,

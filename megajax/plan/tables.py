@@ -1,4 +1,4 @@
-"""Published rates side by side with what is predicted, as text and as Markdown."""
+"""Published and predicted rates side by side, as text and as Markdown."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -23,24 +23,31 @@ COLUMNS = (
 
 
 class Errors(NamedTuple):
-    """Of the predicted over the published TFLOP/s, absolute."""
+    """The absolute relative errors of the predicted TFLOP/s against the published."""
 
     mean: float
     largest: float
-    rows: int
+    rows: int  # number of rows
 
     def __str__(self) -> str:
         return f'mean error {self.mean:.1%}, largest {self.largest:.1%}'
 
 
 def errors(predictions: Sequence[Prediction], *, held_out: bool = True) -> Errors | None:
-    """Of the rows that are held out, or of those that the efficiencies are fitted on; None without any."""
-    found = [abs(one.error) for one in predictions if one.row.held_out == held_out]
-    return Errors(sum(found) / len(found), max(found), len(found)) if found else None
+    """Return the errors of the rows that are held out, or that the efficiencies are fitted on.
+
+    Returns None without such rows.
+    """
+    relative = [
+        abs(prediction.error) for prediction in predictions if prediction.row.held_out == held_out
+    ]
+    if not relative:
+        return None
+    return Errors(sum(relative) / len(relative), max(relative), len(relative))
 
 
 def table_of(name: str) -> Table:
-    """TFLOP/s of a GPU as published and as predicted, and the predicted shares of the step."""
+    """Return a table of published and predicted TFLOP/s per GPU, with shares of the step."""
     predictions = predict(name)
     table = Table(
         box=None, header_style='bold', pad_edge=False, title=source(name), title_justify='left'
@@ -49,15 +56,15 @@ def table_of(name: str) -> Table:
         table.add_column(
             column, justify='left' if column in ('model', 'efficiencies') else 'right', no_wrap=True
         )
-    for one in predictions:
-        table.add_row(*_cells(one))
+    for prediction in predictions:
+        table.add_row(*_cells(prediction))
     table.caption = _caption(predictions)
     table.caption_justify = 'left'
     return table
 
 
 def summary() -> Table:
-    """How well every table is predicted."""
+    """Return a table of how well every published table is predicted."""
     table = Table(
         box=None,
         header_style='bold',
@@ -75,42 +82,46 @@ def summary() -> Table:
 
 
 def summary_rows() -> list[list[str]]:
-    """Of the summary, cell by cell; the last row has the rows of all tables."""
-    everything = {name: predict(name) for name in TABLES}
-    lines = [[name, _gpus(found), *_both(found)] for name, found in everything.items()]
-    return [*lines, ['all', '', *_both([one for found in everything.values() for one in found])]]
+    """Return the cells of the summary, row by row; the last row covers all tables."""
+    tables = {name: predict(name) for name in TABLES}
+    lines = [
+        [name, _gpus(predictions), *_both(predictions)] for name, predictions in tables.items()
+    ]
+    everything = [prediction for predictions in tables.values() for prediction in predictions]
+    return [*lines, ['all', '', *_both(everything)]]
 
 
 def markdown(name: str) -> str:
-    """A table for a document."""
+    """Return a table as Markdown, with its source and its errors."""
     predictions = predict(name)
     lines = [f'{source(name)}.', '', '| ' + ' | '.join(COLUMNS) + ' |', '|' + '---|' * len(COLUMNS)]
-    lines += ['| ' + ' | '.join(_cells(one)) + ' |' for one in predictions]
+    lines += ['| ' + ' | '.join(_cells(prediction)) + ' |' for prediction in predictions]
     return '\n'.join([*lines, '', f'{_caption(predictions)}.'])
 
 
 def _both(predictions: Sequence[Prediction]) -> list[str]:
     cells = [str(len(predictions))]
     for held_out in (True, False):
-        found = errors(predictions, held_out=held_out)
-        cells += [f'{found.mean:.1%}', f'{found.largest:.1%}'] if found else ['-', '-']
+        error = errors(predictions, held_out=held_out)
+        cells += [f'{error.mean:.1%}', f'{error.largest:.1%}'] if error else ['-', '-']
     return cells
 
 
 def _gpus(predictions: Sequence[Prediction]) -> str:
-    return ', '.join(dict.fromkeys(one.row.gpu for one in predictions))
+    return ', '.join(dict.fromkeys(prediction.row.gpu for prediction in predictions))
 
 
 def _caption(predictions: Sequence[Prediction]) -> str:
     parts = []
     for held_out, what in ((True, 'held out'), (False, 'fitted')):
-        if found := errors(predictions, held_out=held_out):
-            parts.append(f'{found.rows} rows {what}: {found}')
+        if error := errors(predictions, held_out=held_out):
+            parts.append(f'{error.rows} rows {what}: {error}')
     return '; '.join(parts)
 
 
-def _cells(one: Prediction) -> list[str]:
-    mesh, time = one.row.config.mesh, one.time
+def _cells(prediction: Prediction) -> list[str]:
+    row, time = prediction.row, prediction.time
+    mesh = row.config.mesh
     shares = (
         time.products / time.total,
         time.memory_bound / time.total,
@@ -118,12 +129,12 @@ def _cells(one: Prediction) -> list[str]:
         time.share('data'),
     )
     return [
-        one.row.name,
-        f'{one.row.num_gpus} {one.row.gpu}',
+        row.name,
+        f'{row.num_gpus} {row.gpu}',
         f'{mesh.model} x {mesh.data}',
-        f'{one.row.published:.1f}',
-        f'{one.tflops:.1f}',
-        f'{one.error:+.1%}',
-        'held out' if one.row.held_out else 'fitted',
+        f'{row.published:.1f}',
+        f'{prediction.tflops:.1f}',
+        f'{prediction.error:+.1%}',
+        'held out' if row.held_out else 'fitted',
         *(f'{share:.1%}' for share in shares),
     ]

@@ -1,7 +1,9 @@
-"""How long a training step takes on a GPU that need not be there: products, operations bound by memory, launches and collectives.
+"""The time of a training step on GPUs that need not be present.
 
-Products run at a share of the peak that depends on their sizes, the rest at a share of the memory's bandwidth, collectives by
-`network.py`. What a collective overlaps with is known from compiled programs (`overlap.py`); only what is left of it counts.
+It is the sum of matrix products, operations bound by memory, launches and collectives. Products run
+at a share of the peak that depends on their sizes, other operations at a share of the memory's
+bandwidth, collectives by `network.py`. Compiled programs tell what a collective overlaps with
+(`overlap.py`); only the exposed rest of its time counts.
 """
 
 import dataclasses
@@ -19,7 +21,10 @@ from megajax.plan.programs import MEGAJAX, Attention, Program
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The collectives of one site, phase, axis and kind: seconds in a step, and those beside products."""
+    """The collectives of one site, phase, axis and kind, in one step.
+
+    Of the `seconds` on the wire, `hidden` lie beside matrix products.
+    """
 
     site: str
     phase: Phase
@@ -39,11 +44,11 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one training step, and what follows from them."""
+    """The seconds of one training step, and the rates that follow from them."""
 
     products: float
     memory_bound: float
-    launches: float  # what kernels take that are too short to matter by their work
+    launches: float  # seconds that launching short kernels takes beyond their work
     transfers: tuple[Transfer, ...]
     flops: Flops
     tokens: int
@@ -52,21 +57,21 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds of the step."""
+        """The seconds of the step."""
         return self.products + self.memory_bound + self.launches + self.waits()
 
     def waits(self, axis: str | None = None) -> float:
-        """Seconds in which a GPU waits for collectives, of one axis or of all."""
-        return sum(one.exposed for one in self.transfers if axis in (None, one.axis))
+        """Return the seconds in which a GPU waits for collectives, of one axis or of all."""
+        return sum(transfer.exposed for transfer in self.transfers if axis in (None, transfer.axis))
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs together."""
         return self.tokens / self.total
 
     @property
     def flops_per_gpu(self) -> float:
-        """Model FLOP/s: what is computed again does not count."""
+        """Model FLOP/s of one GPU; recomputation does not count."""
         return self.flops.model / self.total / self.devices
 
     @property
@@ -76,20 +81,23 @@ class StepTime:
 
     @property
     def hfu(self) -> float:
-        """The same with what is computed again."""
+        """FLOP/s over the peak, recomputation included."""
         return self.flops.hardware / self.total / self.devices / self.peak_flops
 
     def share(self, axis: str | None = None) -> float:
-        """The same as a share of the step."""
+        """Return the share of the step in which a GPU waits for collectives, as in `waits`."""
         return self.waits(axis) / self.total
 
     def days(self, tokens: float) -> float:
-        """To train on so many."""
+        """Return the days that training on `tokens` takes."""
         return tokens / self.tokens_per_second / 86400
 
 
 def step_time(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> StepTime:
-    """Of `config` on its mesh of GPUs of the cluster. Raises ConfigError where the GPU has no such dtype."""
+    """Return the time of a step of `config` on its mesh of the cluster's GPUs.
+
+    Raises ConfigError if the GPU does not compute in the config's dtype.
+    """
     peak = peak_flops(config, cluster)
     attention = program.attention if program.uses_flash(config) else None
     flash = (
@@ -97,13 +105,13 @@ def step_time(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> S
     )
     work = products(config, flash=flash, recomputes_last=program.recomputes_last)
     moved = traffic(config, flash=flash, adds_shards=program.adds_shards)
-    of_products = [product_seconds(one, config, cluster, program.attention) for one in work]
-    of_traffic = [traffic_seconds(one, cluster) for one in moved]
-    times = [one.times for one in work] + [one.times for one in moved]
+    of_products = [product_seconds(product, config, cluster, program.attention) for product in work]
+    of_traffic = [traffic_seconds(operation, cluster) for operation in moved]
+    times = [product.times for product in work] + [operation.times for operation in moved]
     parts = [*zip(times, of_products + of_traffic, strict=True)]
     seconds = defaultdict[tuple[str, Phase], float](float)
-    for one, taken in zip(work, of_products, strict=True):
-        seconds[one.name, one.phase] += taken
+    for product, product_time in zip(work, of_products, strict=True):
+        seconds[product.name, product.phase] += product_time
     return StepTime(
         products=sum(seconds.values()),
         memory_bound=sum(of_traffic),
@@ -117,39 +125,47 @@ def step_time(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> S
 
 
 def peak_flops(config: Config, cluster: Cluster) -> float:
-    """Of the config's dtype."""
+    """Return the GPU's peak FLOP/s in the config's dtype.
+
+    Raises ConfigError if the GPU does not compute in it.
+    """
     peaks = cluster.hardware.peak_flops
     if config.train.dtype not in peaks:
         raise ConfigError(
-            f'train.dtype={config.train.dtype}: {cluster.hardware.name} computes in {", ".join(peaks)}; use one of them'
+            f'train.dtype={config.train.dtype}: {cluster.hardware.name} computes in '
+            f'{", ".join(peaks)}; use one of them'
         )
     return peaks[config.train.dtype]
 
 
 def product_seconds(
-    one: Product, config: Config, cluster: Cluster, attention: Attention = 'flash'
+    product: Product, config: Config, cluster: Cluster, attention: Attention = 'flash'
 ) -> float:
-    """All times that it runs in a step: bound by its FLOPs, of which flash attention skips the masked half, or by what it moves."""
+    """Return the seconds that a product takes in all its runs of a step.
+
+    It is bound by its FLOPs, of which flash attention skips the masked half, or by the bytes that
+    it moves.
+    """
     hardware, peak = cluster.hardware, peak_flops(config, cluster)
-    if one.flash:
-        done = one.flops / 2 if config.model.causal else one.flops
+    if product.flash:
+        done = product.flops / 2 if config.model.causal else product.flops
         return (
-            one.times
+            product.times
             * done
             / (peak * (hardware.efficiency.of_attention(attention) or hardware.efficiency.matmul))
         )
-    compute = one.flops / (peak * hardware.efficiency.of_product(*one.sizes))
-    moved = one.elements * BYTES[config.train.dtype]
-    return one.times * max(
+    compute = product.flops / (peak * hardware.efficiency.of_product(*product.sizes))
+    moved = product.elements * BYTES[config.train.dtype]
+    return product.times * max(
         compute, moved / (hardware.memory_bandwidth * hardware.efficiency.memory)
     )
 
 
-def traffic_seconds(one: Traffic, cluster: Cluster) -> float:
-    """All times that it runs in a step."""
+def traffic_seconds(operation: Traffic, cluster: Cluster) -> float:
+    """Return the seconds that an operation bound by memory takes in all its runs of a step."""
     return (
-        one.times
-        * one.bytes
+        operation.times
+        * operation.bytes
         / (cluster.hardware.memory_bandwidth * cluster.hardware.efficiency.memory)
     )
 
@@ -157,36 +173,41 @@ def traffic_seconds(one: Traffic, cluster: Cluster) -> float:
 def _transfers(
     config: Config, cluster: Cluster, program: Program, seconds: dict[tuple[str, Phase], float]
 ) -> list[Transfer]:
-    """Collectives that overlap with the same products share their seconds, in the order given.
+    """Return the transfers of a step.
 
-    Of each transfer the smaller of its time and of the products beside it is hidden: where a share
-    of the transfers overlaps, that share of the products runs beside them.
+    Collectives that overlap with the same products share the seconds of these, in the order given.
+    Of each transfer the smaller of its time and of the products beside it is hidden. If only a
+    share of the transfers overlaps, that share of the products runs beside them.
     """
     left = dict(seconds)
-    found = []
-    for one in program.collectives(config):
-        axis = one.site.axis
-        wire = one.wire_bytes * (program.gradient_bytes / 4 if one.site.name == 'gradients' else 1)
-        ring = cluster.ring(config, axis)
-        needed = one.times * ring.seconds(one.kind, wire)
-        share, names, phase = program.beside(one, config)
+    transfers = []
+    for collective in program.collectives(config):
+        site = collective.site
+        wire = collective.wire_bytes * (
+            program.gradient_bytes / 4 if site.name == 'gradients' else 1
+        )
+        ring = cluster.ring(config, site.axis)
+        needed = collective.times * ring.seconds(collective.kind, wire)
+        share, names, phase = program.beside(collective, config)
         hidden = 0.0
         for name in names:
-            at = name, phase or one.site.phase
-            taken = min(share * needed - hidden, share * seconds.get(at, 0.0), left.get(at, 0.0))
-            left[at] = left.get(at, 0.0) - taken
-            hidden += taken
-        found.append(
+            key = name, phase or site.phase
+            covered = min(
+                share * needed - hidden, share * seconds.get(key, 0.0), left.get(key, 0.0)
+            )
+            left[key] = left.get(key, 0.0) - covered
+            hidden += covered
+        transfers.append(
             Transfer(
-                site=one.site.name,
-                phase=one.site.phase,
-                axis=axis,
-                kind=one.kind,
-                times=one.times,
-                wire_bytes=one.times * wire,
+                site=site.name,
+                phase=site.phase,
+                axis=site.axis,
+                kind=collective.kind,
+                times=collective.times,
+                wire_bytes=collective.times * wire,
                 crosses_hosts=ring.hosts > 1,
                 seconds=needed,
                 hidden=hidden,
             )
         )
-    return found
+    return transfers

@@ -1,4 +1,4 @@
-"""A plan's memory beside the compiler's, for GPUs that need not be there."""
+"""A plan's memory beside the compiler's, for GPUs that need not be present."""
 
 from megajax.config import Config, ConfigError
 from megajax.hardware.targets import GPUS, check_target
@@ -6,14 +6,17 @@ from megajax.plan.result import Plan
 
 
 def check_verify(gpu: str) -> None:
-    """Raise ConfigError unless the step can be compiled for it here."""
+    """Raise ConfigError unless the step can be compiled for the GPU on this machine."""
     if gpu not in GPUS:
         raise ConfigError(f'verify with gpu {gpu}: the step can be compiled for {", ".join(GPUS)}')
     check_target(gpu)
 
 
 def verified(plan: Plan, gpu: str) -> Plan:
-    """The plan with what the compiler needs for its layout and, where that is another, for the fastest."""
+    """Return the plan with the bytes that the compiler needs for its layout and for the fastest.
+
+    If they are the same layout, it is compiled once.
+    """
     compiled = _compiled_bytes(plan.planned(), gpu, plan)
     is_best = plan.config == plan.best_config
     best = compiled if is_best else _compiled_bytes(plan.fastest(), gpu, plan)

@@ -1,0 +1,1 @@
+"""The processes of a run: how they start, meet, agree and end together."""

@@ -1,4 +1,4 @@
-"""How the processes of a run agree about what they do on the host."""
+"""Agreement between the processes of a run about what they do on the host."""
 
 import jax
 import numpy as np
@@ -7,7 +7,10 @@ from orbax.checkpoint import multihost
 
 
 def from_all(*values: bool) -> np.ndarray:
-    """[process, value]: what every process says; all must ask."""
+    """Return the values of all processes, [process, value]: an all-gather between hosts.
+
+    All processes must call it.
+    """
     mine = np.array(values, np.int32)
     return (
         np.asarray(multihost_utils.process_allgather(mine))
@@ -17,12 +20,17 @@ def from_all(*values: bool) -> np.ndarray:
 
 
 def gather(value: float) -> list[float]:
-    """What each process says; all must ask."""
-    return [float(one) for one in np.ravel(multihost_utils.process_allgather(np.float32(value)))]
+    """Return the value of each process: an all-gather between hosts; all must call it."""
+    return [
+        float(element) for element in np.ravel(multihost_utils.process_allgather(np.float32(value)))
+    ]
 
 
 def all_are_here(where: str, seconds: float) -> bool:
-    """Whether all processes come to the same `where`, which none has come to before, within `seconds`."""
+    """Whether all processes reach the barrier `where` within `seconds`.
+
+    Each name can be used only once.
+    """
     if jax.process_count() == 1:
         return True
     try:
@@ -35,7 +43,7 @@ def all_are_here(where: str, seconds: float) -> bool:
 
 
 def from_first(*values: int) -> list[int]:
-    """What the first process says; all must ask."""
+    """Return the values of the first process: a broadcast between hosts; all must call it."""
     if jax.process_count() == 1:
         return [int(value) for value in values]
     return [
@@ -45,19 +53,21 @@ def from_first(*values: int) -> list[int]:
 
 
 class SaveBarrier:
-    """Where Orbax's threads wait for those of the other processes, which ends when one of them has failed.
+    """A barrier between Orbax's threads in all processes that opens when one of them has failed.
 
-    A thread that fails goes to the barrier at the end of a save and never comes to those before, where the others would wait for
-    hours. Here they wait in rounds, and each says where it is: those who are not at the end raise then, and come to the end too.
+    A thread that fails goes to the barrier at the end of a save and never reaches the barriers
+    before it, where the others would wait for hours. Here they wait in rounds, and in each round
+    every thread says at which barrier it is. If another is elsewhere, those that are not at the
+    end raise, and thereby come to the end too.
     """
 
-    END = 'set_value'  # in the keys of Orbax's last barriers of a save
+    END = 'set_value'  # part of the keys of Orbax's last barriers of a save
 
     def __init__(self) -> None:
         self.round = 0
 
     def __call__(self, *, key: str, timeout_ms: int) -> None:
-        """Wait until all processes are at `key`. Raises RuntimeError if one of them has left it out."""
+        """Wait until all processes are at `key`; raise RuntimeError if one has skipped it."""
         if jax.process_count() == 1:
             return
         client = multihost.get_jax_distributed_client()
@@ -68,9 +78,8 @@ class SaveBarrier:
             names = (self._name(self.round, process) for process in range(jax.process_count()))
             keys = {client.blocking_key_value_get(name, timeout_ms) for name in names}
             if self.round > 1:
-                client.key_value_delete(
-                    self._name(self.round - 1, me)
-                )  # all have read it, since they came here
+                # All have read the key of the last round, or they would not be in this one.
+                client.key_value_delete(self._name(self.round - 1, me))
             if keys == {key}:
                 return
             if self.END not in key:

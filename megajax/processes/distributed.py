@@ -1,4 +1,4 @@
-"""Many processes as one jax: each sees the devices of all, and none outlives another by more than seconds."""
+"""Many processes as one jax: each sees all devices, and all end within seconds of each other."""
 
 import atexit
 import os
@@ -15,29 +15,29 @@ from megajax.processes.environment import LOCAL_DEVICES, Start, read_start
 from megajax.processes.peers import RETRY, Peers, end
 from megajax.processes.rendezvous import gather
 
-HEARTBEAT_TIMEOUT = (
-    30  # seconds; of a process that lives and is frozen, which only jax's own heartbeats find
-)
-PROXIES, NO_PROXIES = (
-    ('grpc_proxy', 'https_proxy', 'http_proxy'),
-    ('no_grpc_proxy', 'no_proxy'),
-)  # as gRPC reads them
-# How jax, Gloo and NCCL say that processes did not reach each other in time. What a new start would meet again (an invalid argument of
-# NCCL, a CUDA error, a lack of memory) is not among it.
+# Seconds until a process that is alive but frozen counts as lost: only jax's heartbeats detect it.
+HEARTBEAT_TIMEOUT = 30
+# Environment variables for proxies, as gRPC reads them.
+PROXIES = 'grpc_proxy', 'https_proxy', 'http_proxy'
+NO_PROXIES = 'no_grpc_proxy', 'no_proxy'
+# How jax, Gloo and NCCL say that processes did not reach each other in time. Errors that would
+# recur after a restart (an invalid NCCL argument, a CUDA error, a lack of memory) do not match.
 UNREACHED = re.compile(
     r'(DEADLINE_EXCEEDED|UNAVAILABLE): |[A-Z_]+: .*?(Gloo [\w -]+ failed: '
-    r'|NCCL operation .* failed: (unhandled system error|remote process exited|NCCL operation in progress))',
+    r'|NCCL operation .* failed: '
+    r'(unhandled system error|remote process exited|NCCL operation in progress))',
     re.DOTALL,
 )
-LAST_WORDS = 3  # seconds for what runs at exit; then it may be waiting for a process that is gone
+LAST_WORDS = 3  # seconds for the exit handlers, which may be waiting for a process that is gone
 
 
 @contextmanager
 def processes() -> Iterator[None]:
-    """The processes that the environment tells of, as one jax while the block runs; just this process if it tells of none.
+    """Join the processes that the environment names into one jax while the block runs.
 
-    A process that leaves with an exception ends the others with 75; `SystemExit(75)` is one that all raise. Where the processes did not
-    reach each other in time, they end with 75 too. Raises ConfigError as `initialize` does.
+    Without such an environment the block runs in this process alone. A process that leaves with an
+    exception ends the others with exit code 75; `SystemExit(75)` is one that all raise. Processes
+    that did not reach each other in time end with 75 too. Raises ConfigError as `initialize` does.
     """
     peers = initialize()
     try:
@@ -59,10 +59,11 @@ def processes() -> Iterator[None]:
 
 
 def initialize() -> Peers | None:
-    """Start `jax.distributed` if the environment tells of other processes; before the first use of jax's devices.
+    """Start `jax.distributed` if the environment names other processes.
 
-    Ends the process with 75 if they do not all come in time, or if one is lost later. Raises ConfigError for an environment that
-    cannot be, and if jax is in use already.
+    Call it before the first use of jax's devices. It ends the process with exit code 75 if the
+    others do not all connect in time, or if one is lost later. Raises ConfigError for an invalid
+    environment, and if jax is in use already.
     """
     start = read_start()
     if start is None or jax.distributed.is_initialized():
@@ -76,7 +77,8 @@ def initialize() -> Peers | None:
             start.count,
             start.index,
             local_device_ids=None if LOCAL_DEVICES in os.environ else start.gpus,
-            cluster_detection_method='deactivate',  # it would give a Slurm task one GPU, however many are its own
+            # Detection would give a Slurm task one GPU, however many belong to it.
+            cluster_detection_method='deactivate',
             initialization_timeout=int(start.timeout),
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             coordinator_bind_address=_address(start.bind, port) if start.bind else None,
@@ -88,7 +90,8 @@ def initialize() -> Peers | None:
 
 
 def _avoid_proxies(start: Start) -> None:
-    # gRPC would go through a proxy for the web even to this host. jax warns of any such variable, the one that helps included.
+    # gRPC would use a web proxy even to reach this host. jax warns of every such variable,
+    # including the one that prevents this.
     if any(os.environ.get(name) for name in PROXIES):
         without = next((os.environ[name] for name in NO_PROXIES if os.environ.get(name)), '')
         os.environ[NO_PROXIES[0]] = f'{without},{start.host}'.lstrip(',')
@@ -100,19 +103,26 @@ def _address(host: str, port: int) -> str:
 
 
 def _end_if_unreached(peers: Peers, error: BaseException) -> None:
-    """End this process with 75 if `error` says that another was not reached; where one told why it ended, with what that told."""
-    # jax raises a ValueError for what fails in a collective that was dispatched before.
+    """End this process with exit code 75 if `error` says that another process was not reached.
+
+    If another process has reported why it ended, that reason is printed instead of this one.
+    """
+    # jax raises a ValueError for a failure in a collective that was dispatched earlier.
     if isinstance(error, jax.errors.JaxRuntimeError | ValueError) and UNREACHED.match(str(error)):
         why = _one_line(error)
         peers.failed(why, own=False)
         peers.wait(LAST_WORDS)
         end(
-            f'the processes did not reach each other in time ({why}): start the run again to go on from its last checkpoint'
+            f'the processes did not reach each other in time ({why}): '
+            'start the run again to continue from its last checkpoint'
         )
 
 
 def _exit_without_waiting(peers: Peers, code: int) -> None:
-    """Once the error is printed, leave: jax waits at exit for all processes, and those that hear of the error will not come."""
+    """Exit as soon as the error is printed, without jax's own exit handler.
+
+    That handler waits for all processes, and those that hear of the error will not reach it.
+    """
 
     def leave() -> None:
         peers.wait(LAST_WORDS)
@@ -121,7 +131,8 @@ def _exit_without_waiting(peers: Peers, code: int) -> None:
         os._exit(code)
 
     atexit.register(leave)
-    # Threads are joined before what is registered runs, and one may be waiting for a process that is gone.
+    # Threads are joined before registered functions run, and a thread may be waiting for a process
+    # that is gone.
     timer = threading.Timer(2 * LAST_WORDS, os._exit, (code,))
     timer.daemon = True
     timer.start()

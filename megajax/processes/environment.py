@@ -1,7 +1,8 @@
-"""Which process of how many this is, as whoever started it says in the environment: `megajax launch`, Slurm, Open MPI, or a user.
+"""The index and the number of a run's processes, read from the environment. Imports no jax.
 
-A user, or a Kubernetes manifest, sets MEGAJAX_COORDINATOR to host:port of process 0, MEGAJAX_PROCESSES to their number and
-MEGAJAX_PROCESS to each one's index; under Slurm and Open MPI nothing need be set. Imports no jax.
+`megajax launch`, Slurm, Open MPI or a user sets the variables. A user, or a Kubernetes manifest,
+sets MEGAJAX_COORDINATOR to host:port of process 0, MEGAJAX_PROCESSES to the number of processes and
+MEGAJAX_PROCESS to the index of each; under Slurm and Open MPI nothing need be set.
 """
 
 import os
@@ -21,40 +22,44 @@ LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'  # jax's own
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """One process of a run: its index, their count, and where process 0 listens."""
+    """One process of a run: its index, the number of processes, and the address of process 0."""
 
     index: int
     count: int
     host: str  # of process 0
     port: int
     bind: str | None  # the interface that process 0 listens on; None: all
-    timeout: float  # seconds until all must have come
-    gpus: tuple[int, ...] | None = (
-        None  # of the visible ones; None: all, or those in JAX_LOCAL_DEVICE_IDS
-    )
+    timeout: float  # seconds until all processes must have connected
+    # Indices among the visible GPUs; None: all, or those in JAX_LOCAL_DEVICE_IDS.
+    gpus: tuple[int, ...] | None = None
 
     @property
     def address(self) -> str:
-        """Where process 0 listens, as host:port."""
+        """The address of process 0, as host:port."""
         return f'{self.host}:{self.port}'
 
 
 def read_start(environ: Mapping[str, str] = os.environ) -> Start | None:
-    """What the environment says of this process; None if it is the only one, as is a Slurm or Open MPI task without others.
+    """Read this process's place in the run from the environment.
 
-    Raises ConfigError for a variable that is missing or cannot be.
+    Returns None if it is the only process, as is the only task of a Slurm or Open MPI job. Raises
+    ConfigError for a variable that is missing or invalid.
     """
     if PROCESSES in environ:
         return _by_hand(environ)
     if PROCESS in environ:
         raise ConfigError(
-            f'{PROCESS}={environ[PROCESS]} without {PROCESSES}: set {COORDINATOR} and {PROCESSES} too, or none'
+            f'{PROCESS}={environ[PROCESS]} without {PROCESSES}: '
+            f'set {COORDINATOR} and {PROCESSES} too, or none of the three'
         )
     return _slurm(environ) or _open_mpi(environ)
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """How many NVIDIA GPUs a process here may use: those in CUDA_VISIBLE_DEVICES if it is set, none under JAX_PLATFORMS=cpu."""
+    """The number of NVIDIA GPUs that a process on this machine may use.
+
+    If CUDA_VISIBLE_DEVICES is set only its GPUs count; under JAX_PLATFORMS=cpu there are none.
+    """
     if environ.get('JAX_PLATFORMS', '').startswith('cpu'):
         return 0
     if (chosen := environ.get('CUDA_VISIBLE_DEVICES')) is not None:
@@ -69,22 +74,25 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _by_hand(environ: Mapping[str, str]) -> Start | None:
-    # Kubernetes tells each pod of an Indexed Job its index under this name.
+    # Kubernetes passes the index of each pod of an Indexed Job in JOB_COMPLETION_INDEX.
     index = PROCESS if PROCESS in environ else 'JOB_COMPLETION_INDEX'
     if missing := [name for name in (COORDINATOR, index) if name not in environ]:
         missing = [PROCESS if name == index else name for name in missing]
         raise ConfigError(
-            f'{PROCESSES}={environ[PROCESSES]} without {" and ".join(missing)}: set all three, or none'
+            f'{PROCESSES}={environ[PROCESSES]} without {" and ".join(missing)}: '
+            'set all three, or none'
         )
     return _start(environ, index, PROCESSES, environ[COORDINATOR])
 
 
 def _slurm(environ: Mapping[str, str]) -> Start | None:
-    # Only srun sets the STEP variables, so an sbatch script or a shell in an allocation of many tasks is not taken for one of them.
+    # Only srun sets the STEP variables, so an sbatch script or a shell in an allocation of many
+    # tasks is not mistaken for one of the tasks.
     size, nodes = 'SLURM_STEP_NUM_TASKS', 'SLURM_STEP_NODELIST'
     if int(environ.get(size, 1)) == 1 or nodes not in environ:
         return None
-    # Of 'node[001-004,7],other' the first is node001; steps of one job may share a node, so each has its own port.
+    # The first node of 'node[001-004,7],other' is node001. Steps of one job may share a node, so
+    # each step has its own port.
     first = re.sub(r'^([^,\[]*)(?:\[([^-,\]]*))?.*', r'\1\2', environ[nodes])
     port = 61440 + (int(environ['SLURM_JOB_ID']) + 97 * int(environ.get('SLURM_STEP_ID', 0))) % 4096
     per_node = _expand(environ.get('SLURM_STEP_TASKS_PER_NODE', '1'))
@@ -108,13 +116,14 @@ def _open_mpi(environ: Mapping[str, str]) -> Start | None:
         return None
     address = environ.get(COORDINATOR)
     if address is None:
-        # mpirun's own address, which Open MPI tells up to version 4; process 0 is where mpirun is.
-        told = re.match(r'(\d+)\..*tcp://([^,:]+)', environ.get('OMPI_MCA_orte_hnp_uri', ''))
-        if told is None:
+        # mpirun's own address, which Open MPI exports up to version 4; process 0 runs on its host.
+        uri = re.match(r'(\d+)\..*tcp://([^,:]+)', environ.get('OMPI_MCA_orte_hnp_uri', ''))
+        if uri is None:
             raise ConfigError(
-                f'Open MPI does not tell where process 0 is: mpirun -x {COORDINATOR}=HOST:PORT, HOST being its host'
+                'Open MPI does not say where process 0 runs: '
+                f'use mpirun -x {COORDINATOR}=HOST:PORT with the host of process 0'
             )
-        address = f'{told[2]}:{61440 + int(told[1]) // 4096 % 4096}'
+        address = f'{uri[2]}:{61440 + int(uri[1]) // 4096 % 4096}'
     local = int(environ['OMPI_COMM_WORLD_LOCAL_RANK']), int(environ['OMPI_COMM_WORLD_LOCAL_SIZE'])
     return _start(environ, index, size, address, _share(environ, *local, 0))
 
@@ -156,7 +165,8 @@ def _bind(environ: Mapping[str, str], host: str) -> str | None:
         return given
     if host == 'localhost':
         return '127.0.0.1'
-    # A number names an interface. A name may resolve to loopback on its own host, where no other could reach it.
+    # An IP address identifies an interface. A name may resolve to loopback on its own host, where
+    # no other host could reach it.
     with suppress(ValueError):
         return str(ip_address(host))
     return None
@@ -165,7 +175,11 @@ def _bind(environ: Mapping[str, str], host: str) -> str | None:
 def _share(
     environ: Mapping[str, str], local: int, num_local: int, on_node: int
 ) -> tuple[int, ...] | None:
-    """The visible GPUs of task `local` of `num_local` on this node, which has `on_node`, 0 if that is not known."""
+    """The visible GPUs that belong to task `local` of the `num_local` tasks on this node.
+
+    `on_node` is the number of the node's GPUs, 0 if it is unknown. Returns None if jax needs no
+    list: the task may use all GPUs that it sees, or the user has listed them.
+    """
     visible = visible_gpus(environ)
     bound_already = visible < on_node  # the scheduler shows each task its own
     if LOCAL_DEVICES in environ or visible == 0 or bound_already or (visible == 1 and not on_node):
@@ -173,14 +187,15 @@ def _share(
     each, left = divmod(visible, num_local)
     if left or not each:
         raise ConfigError(
-            f'{num_local} tasks on this node do not divide its {visible} GPUs: start one task for each GPU, one for all, '
-            f'or say which in {LOCAL_DEVICES}'
+            f'{num_local} tasks on this node do not divide its {visible} GPUs: '
+            'start one task for each GPU or one for all, '
+            f'or list the GPUs of each in {LOCAL_DEVICES}'
         )
     return tuple(range(local * each, (local + 1) * each))
 
 
 def _expand(per_node: str) -> list[int]:
-    """Slurm's '4(x2),1' as [4, 4, 1]."""
+    """Expand Slurm's '4(x2),1' to [4, 4, 1]."""
     parts = re.findall(r'(\d+)(?:\(x(\d+)\))?', per_node)
     return [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
 

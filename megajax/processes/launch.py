@@ -1,4 +1,7 @@
-"""`megajax launch`: several processes of one run on this machine, watched by one that ends them together. Imports no jax."""
+"""`megajax launch`: start and watch the processes of one run on this machine. Imports no jax.
+
+If one of them fails, the others are ended too.
+"""
 
 import collections
 import contextlib
@@ -30,27 +33,31 @@ from megajax.processes.peers import RETRY
 from megajax.processes.signals import STOPS, Patience, drop_lost_outputs, take_stops
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL, once a process has failed
-GRACE_IF_ASKED = 30.0  # seconds after the first process has ended on a signal that was passed on: the others may be saving
-LAST_LINES = 20  # of a process that failed
+# Seconds after the first process has ended on a forwarded signal: the others may be saving.
+GRACE_IF_ASKED = 30.0
+LAST_LINES = 20  # lines of the output of a failed process that are printed again
 POLL = 0.05  # seconds
-# Signals that come from outside (a scheduler, the kernel out of memory) or from jax, which aborts where another process is lost: a new
-# start can mend what led to them. The others are crashes, such as SIGSEGV, that would repeat.
+# Signals from outside (a scheduler, the kernel out of memory) or from jax, which aborts when
+# another process is lost: a restart can fix their cause. Others, such as SIGSEGV, are crashes that
+# would recur.
 MENDABLE = (*STOPS, signal.SIGKILL, signal.SIGABRT)
 PATIENCE = '--xla_cpu_collective_call_terminate_timeout_seconds'
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is started: one command, and for each process the variables that it gets besides the environment."""
+    """The processes to start: one command, and the environment variables to add for each."""
 
     command: tuple[str, ...]
     variables: tuple[Mapping[str, str], ...]
 
     def __str__(self) -> str:
-        return '\n'.join(
-            f'[{index}] {shlex.join([f"{name}={value}" for name, value in one.items()])} {shlex.join(self.command)}'
-            for index, one in enumerate(self.variables)
+        settings = (
+            shlex.join([f'{name}={value}' for name, value in variables.items()])
+            for variables in self.variables
         )
+        command = shlex.join(self.command)
+        return '\n'.join(f'[{index}] {text} {command}' for index, text in enumerate(settings))
 
 
 def make_plan(
@@ -61,23 +68,25 @@ def make_plan(
     devices_per_process: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> Plan:
-    """The plan for `python -m megajax ARGUMENTS` in `processes` processes, whose mesh has `needed` devices.
+    """Plan `python -m megajax ARGUMENTS` in `processes` processes, for a mesh of `needed` devices.
 
-    Each process gets its own part of the visible GPUs or, without GPUs, `devices_per_process` simulated CPU devices; by default an
-    equal share. Raises ConfigError where the numbers do not fit, so that no GPU is idle or shared.
+    Each process gets its own part of the visible GPUs or, without GPUs, simulated CPU devices:
+    `devices_per_process` of them, by default an equal share. Raises ConfigError if the numbers do
+    not fit, so that no GPU is idle or shared.
     """
     gpus = _usable_gpus(environ)
     devices = devices_per_process or max((gpus or needed) // processes, 1)
     product = f'{processes} processes x {devices} devices'
     if gpus and processes * devices != gpus:
         raise ConfigError(
-            f'{product} are {processes * devices}, and {gpus} GPUs are visible: choose --processes and --devices-per-process '
-            f'for {gpus}, or show {processes * devices} in CUDA_VISIBLE_DEVICES'
+            f'{product} are {processes * devices}, and {gpus} GPUs are visible: '
+            f'choose --processes and --devices-per-process for {gpus}, '
+            f'or list {processes * devices} in CUDA_VISIBLE_DEVICES'
         )
     if processes * devices != needed:
         raise ConfigError(
-            f'{product} are {processes * devices}, and mesh.data x mesh.model needs {needed}: change the mesh, or choose '
-            '--processes and --devices-per-process for it'
+            f'{product} are {processes * devices}, and mesh.data x mesh.model needs {needed}: '
+            'change the mesh, or choose --processes and --devices-per-process to match it'
         )
     run = {COORDINATOR: f'127.0.0.1:{_free_port()}', PROCESSES: str(processes)}
     place = _gpus_of if gpus else _cpus_of
@@ -88,11 +97,12 @@ def make_plan(
 
 
 def launch(plan: Plan, *, grace: float = GRACE) -> int:
-    """Run the plan to its end and return the exit code: 0, or that of the process that failed first.
+    """Run the plan to its end; return the exit code: 0, or that of the process that failed first.
 
-    Of one that a signal ended it is 75 where a new start can mend that (MENDABLE), or where one was stopped (SIGSTOP), else 128 + n
-    for signal n. When one fails the others get SIGTERM and, after `grace` seconds, SIGKILL. The first signal that asks to leave is passed
-    on; another SIGINT, more than a second later, ends them with SIGKILL.
+    If signal n ended that process the exit code is 75 if a restart can help (MENDABLE) or if a
+    process was stopped (SIGSTOP), else 128 + n. When one process fails, the others get SIGTERM and,
+    after `grace` seconds, SIGKILL. The first signal that asks to leave is forwarded; another
+    SIGINT, more than a second later, ends them with SIGKILL.
     """
     group = _Group(plan, grace)
     with group.passing_signals():
@@ -110,12 +120,11 @@ class _Group:
             collections.deque(maxlen=LAST_LINES) for _ in plan.variables
         ]
         self.readers: list[threading.Thread] = []
-        self.signals: list[
-            signal.Signals
-        ] = []  # the first that asked to leave, and the SIGINT that insisted
-        self.asked = 0  # processes that got the first signal
+        # The first signal that asked to leave, and the SIGINT that insisted.
+        self.signals: list[signal.Signals] = []
+        self.asked = 0  # number of processes that got the first signal
         self.patience = Patience()
-        self.stopped: list[int] = []  # when another failed
+        self.stopped: list[int] = []  # processes that were stopped when another failed
 
     @contextlib.contextmanager
     def passing_signals(self) -> Iterator[None]:
@@ -128,23 +137,24 @@ class _Group:
                 signal.signal(number, handler)
 
     def start(self) -> None:
-        for one in self.plan.variables:
+        for variables in self.plan.variables:
             if self.signals:
                 break
             self.processes.append(
                 subprocess.Popen(
                     self.plan.command,
-                    env={**os.environ, **one, 'PYTHONUNBUFFERED': '1'},
+                    env={**os.environ, **variables, 'PYTHONUNBUFFERED': '1'},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
                     errors='replace',
-                    start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+                    # Ctrl-C reaches only this process, which forwards it once.
+                    start_new_session=True,
                     preexec_fn=_end_with_parent,
                 )
             )
-        # Threads only now: a fork beside them could hang.
+        # The threads start only now: a fork while other threads run could hang.
         for index, process in enumerate(self.processes):
             for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 assert source is not None
@@ -156,12 +166,11 @@ class _Group:
         for reader in self.readers:
             reader.start()
         if self.signals:
-            self._send(
-                self.signals[0], self.asked
-            )  # to the one that was being started when it came
+            # To the process that was being started when the signal came.
+            self._send(self.signals[0], self.asked)
 
     def wait(self) -> int:
-        """Until all have ended; the exit code of the run."""
+        """Wait until all processes have ended; return the exit code of the run."""
         while not (failed := self._failed()) and self._running():
             time.sleep(POLL)
         if failed:
@@ -180,28 +189,26 @@ class _Group:
 
     def _result(self, failed: list[int]) -> int:
         if not failed:
-            return (
-                RETRY if len(self.processes) < len(self.plan.variables) else 0
-            )  # asked to leave before all had started
-        # 75 says that another process ended first.
+            # With fewer processes than planned, a signal came before all had started.
+            return RETRY if len(self.processes) < len(self.plan.variables) else 0
+        # Exit code 75 says that another process ended first.
         first = min(failed, key=lambda index: self.processes[index].returncode == RETRY)
         code = self.processes[first].returncode
         drop_lost_outputs()
         if self.signals:
             print(f'launch: ended by {self.signals[0].name}', file=sys.stderr)
-        elif self.stopped and code in (
-            RETRY,
-            -signal.SIGABRT,
-        ):  # jax aborts where a heartbeat is missing
+        elif self.stopped and code in (RETRY, -signal.SIGABRT):  # jax aborts without a heartbeat
             which = ', '.join(map(str, self.stopped))
             print(
-                f'launch: process {which} of {len(self.processes)} was stopped, as by SIGSTOP, and the run with it',
+                f'launch: process {which} of {len(self.processes)} was stopped, '
+                'for example by SIGSTOP, which ended the run',
                 file=sys.stderr,
             )
             return RETRY
         else:
             print(
-                f'launch: process {first} of {len(self.processes)} failed with {_describe(code)}; its last lines:',
+                f'launch: process {first} of {len(self.processes)} failed with '
+                f'{_describe(code)}; its last lines:',
                 file=sys.stderr,
             )
             for line in self.tails[first]:
@@ -212,7 +219,8 @@ class _Group:
         return [index for index, process in enumerate(self.processes) if process.poll()]
 
     def _failed_first(self) -> list[int]:
-        # 75 tells of another process that ended first, or ends within seconds: the cause is told from the consequence by its exit code.
+        # Exit code 75 says that another process ended first, or will end within seconds: the exit
+        # codes distinguish the cause from its consequences.
         deadline = time.monotonic() + self.grace
         while True:
             time.sleep(POLL)
@@ -251,17 +259,17 @@ class _Group:
         for process in self.processes[first:]:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    # Each leads a group of its own, with the workers that read its data.
-                    os.killpg(
-                        process.pid, number
-                    ) if number == signal.SIGKILL else process.send_signal(number)
+                    # Each process leads a process group, with the workers that read its data.
+                    if number == signal.SIGKILL:
+                        os.killpg(process.pid, number)
+                    else:
+                        process.send_signal(number)
 
     def _pass_on(self, index: int, source: IO[str], target: IO[str]) -> None:
         for line in source:
             self.tails[index].append(line.rstrip('\n'))
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # our own output may be closed; the processes go on
+            # Our own output may be closed; the processes continue.
+            with contextlib.suppress(OSError, ValueError):
                 target.write(f'[{index}] {line}' if line.endswith('\n') else f'[{index}] {line}\n')
                 target.flush()
 
@@ -270,7 +278,8 @@ def _usable_gpus(environ: Mapping[str, str]) -> int:
     gpus = visible_gpus(environ)
     if gpus and not any('cuda' in plugin.name for plugin in entry_points(group='jax_plugins')):
         raise ConfigError(
-            f"{gpus} GPUs are visible and jax has no plugin for them: pip install 'megajax[cuda]', or set JAX_PLATFORMS=cpu for CPU devices"
+            f'{gpus} GPUs are visible and jax has no plugin for them: '
+            "pip install 'megajax[cuda]', or set JAX_PLATFORMS=cpu for CPU devices"
         )
     return gpus
 
@@ -283,7 +292,8 @@ def _gpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, 
 
 def _cpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
     variables = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
-    # Simulated devices meet at each collective; on a busy machine one may be late, and XLA's default ends the process then.
+    # Simulated devices meet at each collective. On a busy machine one may be late, and XLA would
+    # end the process after its default timeout.
     flags = environ.get('XLA_FLAGS', '')
     return (
         variables
@@ -299,7 +309,7 @@ def _free_port() -> int:
 
 
 def _exit_code(code: int) -> int:
-    """The exit code of the launch for that of a process, which is -n where signal n has ended it."""
+    """Return the exit code of the launch for a process's, which is -n if signal n ended it."""
     if -code in MENDABLE:
         return RETRY
     return 128 - code if code < 0 else code
@@ -308,18 +318,18 @@ def _exit_code(code: int) -> int:
 def _describe(code: int) -> str:
     if code >= 0:
         return f'exit code {code}'
-    retried = f', and the launch with {RETRY}: start it again' if -code in MENDABLE else ''
+    retried = f', and the launch exits with {RETRY}: start it again' if -code in MENDABLE else ''
     return f'signal {signal.Signals(-code).name} ({128 - code}){retried}'
 
 
 def _is_stopped(pid: int) -> bool:
     try:
         return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] in 'Tt'
-    except OSError:  # it has ended, or this is not Linux
+    except OSError:  # the process has ended, or this is not Linux
         return False
 
 
 def _end_with_parent() -> None:
-    """Linux ends a process when the one that launched it is killed; elsewhere the processes go on."""
+    """Have Linux kill this process when its launcher is killed; elsewhere it would continue."""
     if sys.platform == 'linux':
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

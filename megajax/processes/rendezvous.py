@@ -1,4 +1,7 @@
-"""All processes of a run come to process 0 before jax starts: jax aborts with a stack dump where one is missing or a port is taken."""
+"""A meeting of all processes of a run at process 0, before jax starts.
+
+jax itself would abort with a stack dump if one is missing or a port is taken.
+"""
 
 import selectors
 import socket
@@ -11,10 +14,12 @@ from megajax.processes.peers import Link, Message, Peers, end
 
 
 def gather(start: Start) -> tuple[Peers, int]:
-    """Wait until all processes have come; the peers, being watched, and the port for jax's coordinator on the host of process 0.
+    """Wait until all processes have connected to process 0.
 
-    Ends the process with 75, in a line that names the address and who is missing, after `start.timeout` seconds. Raises ConfigError
-    if process 0 cannot listen, or if the processes do not agree on their number.
+    Returns the peers, which are being watched, and the port for jax's coordinator on the host of
+    process 0. After `start.timeout` seconds it ends the process with exit code 75 and one line that
+    names the address and the missing processes. Raises ConfigError if process 0 cannot listen, or
+    if the processes do not agree on their number.
     """
     return _gather_all(start) if start.index == 0 else _join(start)
 
@@ -41,8 +46,9 @@ def _welcome(start: Start, server: socket.socket, deadline: float) -> dict[int, 
                     str(index) for index in range(1, start.count) if index not in joined
                 )
                 end(
-                    f'of {start.count} processes, {missing} did not come to process 0 at {start.address} within {start.timeout:g} s: '
-                    f'see whether they started and can reach {start.address}, or give them more seconds in {START_TIMEOUT}'
+                    f'of {start.count} processes, {missing} did not connect to process 0 '
+                    f'at {start.address} within {start.timeout:g} s: check that they started '
+                    f'and can reach {start.address}, or set more seconds in {START_TIMEOUT}'
                 )
             for key, _ in selector.select(left):
                 if key.fileobj is server:
@@ -56,7 +62,10 @@ def _welcome(start: Start, server: socket.socket, deadline: float) -> dict[int, 
 
 
 def _greet(start: Start, link: Link, joined: dict[int, Link]) -> None:
-    """Read what a connection says; one that is not of this run, such as a port scan or a health check, is dropped."""
+    """Read the greeting of a connection and add it to `joined`.
+
+    A connection from outside the run, such as a port scan or a health check, is dropped.
+    """
     try:
         hello = [
             (int(m['process']), int(m['processes']), str(m['host']))
@@ -66,12 +75,13 @@ def _greet(start: Start, link: Link, joined: dict[int, Link]) -> None:
     except (ValueError, TypeError, KeyError):
         link.closed, hello = True, []
     if link.closed and link in joined.values():
-        end(f'{link.name} was lost before all {start.count} had come')
+        end(f'{link.name} was lost before all {start.count} had connected')
     for index, count, host in hello:
         link.name = f'process {index} on {host}'
         if count != start.count or index in joined or not 0 < index < count:
             why = (
-                f'{link.name} of {count} came to {start.address}, where process 0 of {start.count} waits for each other one once: '
+                f'{link.name} of {count} connected to {start.address}, where process 0 '
+                f'of {start.count} expects every other process once: '
                 f'give all the same {PROCESSES}, and each its own index'
             )
             link.send(event='refused', why=why)
@@ -83,16 +93,16 @@ def _join(start: Start) -> tuple[Peers, int]:
     deadline = time.monotonic() + start.timeout
     link = Link(_connect(start, deadline), f'process 0 on {start.host}')
     link.send(event='hello', process=start.index, processes=start.count, host=socket.gethostname())
-    link.socket.settimeout(
-        max(deadline - time.monotonic(), 0) + 5
-    )  # process 0 tells first, and it knows who is missing
+    # Longer than process 0 waits, which knows who is missing and so reports it first.
+    link.socket.settimeout(max(deadline - time.monotonic(), 0) + 5)
     messages: list[Message] = []
     try:
         while not messages:
             messages = link.receive()
     except (TimeoutError, ValueError):
         end(
-            f'{start.address} does not answer as process 0 of this run: see whether {COORDINATOR} is right'
+            f'{start.address} does not answer as process 0 of this run: '
+            f'check that {COORDINATOR} is right'
         )
     link.socket.settimeout(None)
     match messages[0]:
@@ -103,7 +113,8 @@ def _join(start: Start) -> tuple[Peers, int]:
         case {'event': 'refused', 'why': str(why)}:
             raise ConfigError(why)
     end(
-        f'process 0 at {start.address} ended before all {start.count} had come: its own output tells why'
+        f'process 0 at {start.address} ended before all {start.count} had connected: '
+        'its own output says why'
     )
 
 
@@ -114,13 +125,13 @@ def _connect(start: Start, deadline: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline:
                 end(
-                    f'process {start.index} could not reach process 0 at {start.address} within {start.timeout:g} s '
-                    f'({error.strerror}): see whether it started and {COORDINATOR} is right, or give it more seconds in {START_TIMEOUT}'
+                    f'process {start.index} could not reach process 0 at {start.address} '
+                    f'within {start.timeout:g} s ({error.strerror}): check that it started '
+                    f'and that {COORDINATOR} is right, or set more seconds in {START_TIMEOUT}'
                 )
         else:
-            if (
-                connection.getsockname() != connection.getpeername()
-            ):  # a port where nobody listens can meet itself, on one host
+            # On one host, a connection to a port where nobody listens can connect to itself.
+            if connection.getsockname() != connection.getpeername():
                 return connection
             connection.close()
         time.sleep(0.1)
@@ -136,5 +147,7 @@ def _listen(start: Start, port: int) -> socket.socket:
         return socket.create_server((start.bind or '', port), family=family, backlog=start.count)
     except OSError as error:
         where = f'{start.bind or "all interfaces"}, port {port}'
-        message = f'process 0 cannot listen on {where} ({error.strerror}): choose another port in {COORDINATOR}, or interface in {BIND}'
-        raise ConfigError(message) from error
+        raise ConfigError(
+            f'process 0 cannot listen on {where} ({error.strerror}): '
+            f'choose another port in {COORDINATOR}, or another interface in {BIND}'
+        ) from error

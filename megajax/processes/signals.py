@@ -1,4 +1,7 @@
-"""The signals that ask a run to save and leave, taken from the first moment of a process on. Imports no jax."""
+"""Handlers for the signals that ask a run to save and exit. Imports no jax.
+
+They are installed from the first moment of a process on.
+"""
 
 import os
 import select
@@ -10,10 +13,12 @@ from typing import Any, Literal
 
 from megajax.processes.peers import RETRY
 
-# SIGTERM: schedulers and `kill`. SIGINT: Ctrl-C. SIGHUP: a terminal that was closed. SIGUSR1: what many batch templates send
-# before a time limit (`#SBATCH --signal=USR1@300`).
+# SIGTERM: schedulers and `kill`. SIGINT: Ctrl-C. SIGHUP: the terminal was closed. SIGUSR1: many
+# batch templates send it before the time limit (`#SBATCH --signal=USR1@300`).
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-SAME_SECONDS = 1.0  # after the first signal, in which another SIGINT is still the first: wrappers pass on what they got as well
+# Seconds after the first signal in which another SIGINT counts as the same one, because wrappers
+# forward the signals that they receive.
+SAME_SECONDS = 1.0
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -21,7 +26,11 @@ Handler = Callable[[int, FrameType | None], Any]
 def take_stops(
     handler: Handler, numbers: Sequence[signal.Signals] = STOPS
 ) -> dict[signal.Signals, Any]:
-    """Install `handler` and return the handlers before it; what `nohup` or `trap ''` made this process ignore stays ignored."""
+    """Install `handler` and return the previous handlers.
+
+    Signals that this process ignores because of `nohup` or `trap ''` stay ignored, except SIGTERM
+    and SIGINT.
+    """
     taken = [
         number
         for number in numbers
@@ -32,18 +41,24 @@ def take_stops(
 
 
 def leave_when_asked() -> None:
-    """Leave with 75 on any of these signals, as long as there is no run that could be saved."""
+    """Exit with 75 on any of these signals, as long as there is no run that could be saved."""
     take_stops(lambda *_: os._exit(RETRY))
 
 
 class Patience:
-    """Tells a signal that asks from one that insists: schedulers send SIGTERM twice within milliseconds, and mean one."""
+    """A filter that distinguishes a signal that asks from a signal that insists.
+
+    Schedulers send SIGTERM twice within milliseconds and mean one signal.
+    """
 
     def __init__(self) -> None:
         self._asked: float | None = None  # when the first signal came
 
     def meaning(self, number: int) -> Literal['first', 'again', 'insists']:
-        """What this signal means after those before it; only a person's SIGINT insists, and not in the same second."""
+        """Return what this signal means, given the earlier ones.
+
+        Only a person's SIGINT insists, and only later than a second after the first signal.
+        """
         now = time.monotonic()
         if self._asked is None:
             self._asked = now
@@ -54,9 +69,9 @@ class Patience:
 
 
 def drop_lost_outputs() -> None:
-    """Send stdout and stderr to /dev/null where the terminal is closed, or the reader of the pipe has ended with it.
+    """Redirect stdout and stderr to /dev/null if the terminal or the pipe's reader is gone.
 
-    Writing there is an error, which would end the run before it has saved.
+    Writing to a closed output is an error, which would end the run before it has saved.
     """
     for output in (1, 2):
         poll = select.poll()

@@ -1,4 +1,4 @@
-"""A rich console's contents as plain text or as HTML, whatever this process writes to."""
+"""Rich renderables as plain text or HTML, independent of where this process writes to."""
 
 import io
 
@@ -9,7 +9,7 @@ _HTML = f'<pre style="{_STYLE}">{{code}}</pre>'
 
 
 def as_text(shown: RenderableType, *, width: int = 150) -> str:
-    """What a rich console would show, as plain text."""
+    """Return what a rich console would show, as plain text."""
     console = Console(width=width, force_terminal=False, force_jupyter=False)
     with console.capture() as capture:
         console.print(shown)
@@ -17,7 +17,7 @@ def as_text(shown: RenderableType, *, width: int = 150) -> str:
 
 
 def as_html(shown: RenderableType) -> str:
-    """What a rich console would show, as a fragment for a notebook."""
+    """Return what a rich console would show, as an HTML fragment for a notebook."""
     file = io.StringIO()
     console = Console(file=file, width=150, record=True, highlight=False, force_jupyter=False)
     console.print(shown)

@@ -1,4 +1,7 @@
-"""Where the seconds of a run go: each belongs to one activity, so that they add up; and what a run directory had of them in all."""
+"""Where the seconds of a run go, in this start and in all starts of a run directory.
+
+Each second belongs to one activity, so that they add up.
+"""
 
 import json
 import logging
@@ -22,23 +25,22 @@ Activity = Literal[
     'data_wait',
     'other',
 ]
-# productive: steps that count. lost: those skipped, rolled back, or done again by the next start. setup: devices, corpus, first state.
-# checkpoint: what saving holds the run up. data_wait: steps that wait for their batch. other: samples, traces, and between the steps.
+# productive: steps that count. lost: steps skipped, rolled back, or repeated by the next start.
+# setup: devices, corpus, first state. checkpoint: the time for which saving blocks the run.
+# data_wait: steps that wait for their batch. other: samples, traces, and time between the steps.
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 
-ALWAYS, SMALL = (
-    ('compile', 'restore', 'checkpoint', 'data_wait'),
-    0.01,
-)  # what a line names; others above this share
-WIDTH, INDENT = 120, 11  # of the lines on the terminal
+# The activities that a line always names; it names others above this share.
+ALWAYS, SMALL = ('compile', 'restore', 'checkpoint', 'data_wait'), 0.01
+WIDTH, INDENT = 120, 11  # columns of a line on the terminal
 SUMMARY = 'summary.json'
-EVERY = 10.0  # seconds between two writings of the summary inside a run
+EVERY = 10.0  # minimum seconds between two writes of the summary during a run
 
 logger = logging.getLogger(__name__)
 
 
 class Clock:
-    """Gives each second since it was made to the activity that was begun last."""
+    """A clock that assigns each second since its creation to the activity begun last."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
@@ -46,35 +48,36 @@ class Clock:
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
 
     def begin(self, activity: Activity) -> float:
-        """What follows is `activity`; the time, in seconds, by `time.perf_counter`."""
+        """Begin an activity and return the time in seconds, by `time.perf_counter`."""
         now = time.perf_counter()
         self._seconds[self._activity] += now - self._since
         self._since, self._activity = now, activity
         return now
 
     def lose(self, seconds: float) -> None:
-        """So much of what was productive is not any more."""
+        """Move this many productive seconds to `lost`."""
         seconds = min(seconds, self._seconds['productive'])
         self._seconds['productive'] -= seconds
         self._seconds['lost'] += seconds
 
     def seconds(self, *activities: Activity) -> float:
-        """Those of these activities until now, of all if none is named."""
+        """Return the seconds of these activities until now, of all if none is named."""
         self.begin(self._activity)
         return sum(self._seconds[activity] for activity in activities or ACTIVITIES)
 
 
 class Summary:
-    """`summary.json` of a run directory: the seconds of this start, and of all starts. The first process writes it.
+    """The `summary.json` of a run directory: the seconds of this start, and of all starts.
 
-    Of a start that was killed it has what was written last, at most EVERY seconds and `train.log_every` steps before the end.
+    The first process writes it. For a start that was killed it holds the last state written, at
+    most EVERY seconds and `train.log_every` steps before the end.
     """
 
     def __init__(self, folder: Path, clock: Clock):
         self.path, self.clock = folder / SUMMARY, clock
         before = _read(self.path)
-        self.step: int | None = None  # until which the run is; None before it has a state
-        self.last_step: int = before.get('step', 0)  # the same of the start before
+        self.step: int | None = None  # the step reached; None before the run has a state
+        self.last_step: int = before.get('step', 0)  # the step that the previous start reached
         self._starts = before.get('starts', 0) + 1
         self._before = {
             activity: float(before.get('seconds', {}).get(activity, 0)) for activity in ACTIVITIES
@@ -83,19 +86,19 @@ class Summary:
         self._warned = False
 
     def begin(self, step: int, *, lost_seconds: float) -> None:
-        """From `step` on; so many of the productive seconds of the starts before led to steps that are done again."""
+        """Begin at `step`.
+
+        `lost_seconds` are productive seconds of earlier starts whose steps are done again.
+        """
         lost_seconds = min(lost_seconds, self._before['productive'])
         self._before['productive'] -= lost_seconds
         self._before['lost'] += lost_seconds
         self.step = step
 
     def write(self) -> None:
-        """Replace the file; a warning, once, if that cannot be."""
-        self._written, this, new = (
-            time.monotonic(),
-            self._this(),
-            self.path.with_name(f'{SUMMARY}.new'),
-        )
+        """Replace the file; log a warning, once, if that fails."""
+        self._written = time.monotonic()
+        this, new = self._this(), self.path.with_name(f'{SUMMARY}.new')
         seconds = {'seconds': _rounded(self._total(this)), 'seconds_of_last_start': _rounded(this)}
         try:
             if jax.process_index() == 0:
@@ -107,12 +110,12 @@ class Summary:
         except OSError as error:
             if not self._warned:
                 logger.warning(
-                    '%s cannot be written (%s); the run goes on', SUMMARY, error.strerror
+                    '%s cannot be written (%s); the run continues', SUMMARY, error.strerror
                 )
             self._warned = True
 
     def write_sometimes(self) -> None:
-        """Replace the file unless that was done in the last seconds."""
+        """Replace the file unless that was done in the last EVERY seconds."""
         if time.monotonic() - self._written >= EVERY:
             self.write()
 
@@ -132,11 +135,14 @@ class Summary:
 
 
 def describe(seconds: Mapping[Activity, float]) -> str:
-    """In words: the total, how much of it was productive, and where the rest went; what is no part worth naming is under other."""
+    """Describe the total, its productive part, and where the rest went.
+
+    Activities below the share SMALL count as other, except for those in ALWAYS.
+    """
     total = sum(seconds.values())
-    named = [one for one in ACTIVITIES[1:-1] if one in ALWAYS or seconds[one] > SMALL * total]
-    rest = total - seconds['productive'] - sum(seconds[one] for one in named)
-    parts = [f'{_short(seconds[one])} {one.replace("_", " ")}' for one in named]
+    named = [name for name in ACTIVITIES[1:-1] if name in ALWAYS or seconds[name] > SMALL * total]
+    rest = total - seconds['productive'] - sum(seconds[name] for name in named)
+    parts = [f'{_short(seconds[name])} {name.replace("_", " ")}' for name in named]
     share = seconds['productive'] / total
     return ', '.join(
         [
@@ -163,9 +169,10 @@ def _rounded(seconds: Mapping[Activity, float]) -> dict[str, float]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What the start before left; nothing if it cannot be read, since it only counts."""
+    """The summary of the previous start; empty if it cannot be read, because it only informs."""
     try:
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) and isinstance(found.get('seconds'), dict) else {}
+        summary = json.loads(path.read_text())
+        is_valid = isinstance(summary, dict) and isinstance(summary.get('seconds'), dict)
+        return summary if is_valid else {}
     except (OSError, ValueError):
         return {}

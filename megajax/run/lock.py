@@ -1,4 +1,4 @@
-"""One run writes to a run directory at a time: a locked file there says which."""
+"""The lock of a run directory: one run writes there at a time, and a locked file names it."""
 
 import contextlib
 import datetime
@@ -24,9 +24,10 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the run directory, made if need be, while the block runs; of many processes the first holds it for all.
+    """Lock the run directory while the block runs; the first process does so for all.
 
-    Raises ConfigError if another run does. The kernel lets go when a process ends, however it ends, so what a killed one left
+    The directory is created if need be. Raises ConfigError if another run holds the lock. The
+    kernel releases a lock when its process ends, however it ends, so the lock of a killed process
     is taken over, with a warning.
     """
     if jax.process_index():
@@ -35,22 +36,15 @@ def run_lock(folder: Path) -> Iterator[None]:
     path = folder / LOCK
     with _open(path) as file:
         _take(path, file)
-        if left := _holder(file):
-            logger.warning('%s: the run of %s ended without a word; taking over', path, left)
-        _write(
-            file,
-            {
-                'host': socket.gethostname(),
-                'pid': os.getpid(),
-                'start': f'{datetime.datetime.now(datetime.UTC):%FT%TZ}',
-            },
-        )
+        if holder := _holder(file):
+            logger.warning('%s: stale lock of %s (process died); taking over', path, holder)
+        start = f'{datetime.datetime.now(datetime.UTC):%FT%TZ}'
+        _write(file, {'host': socket.gethostname(), 'pid': os.getpid(), 'start': start})
         try:
             yield
         finally:
-            _write(
-                file, None
-            )  # and not unlinked: another may have opened it, and would hold a file without a name
+            # Not unlinked: a process that has opened it already would lock a file without a name.
+            _write(file, None)
 
 
 def _open(path: Path) -> IO[str]:
@@ -69,30 +63,32 @@ def _take(path: Path, file: IO[str]) -> None:
     except OSError as error:
         if error.errno not in TAKEN:  # some network file systems have no locks
             logger.warning(
-                '%s cannot be locked (%s): see to it that no other run writes here',
+                '%s cannot be locked (%s): make sure that no other run writes here',
                 path,
                 error.strerror,
             )
             return
-        holder = _holder(file) or 'a process that starts or ends'
+        holder = _holder(file) or 'a process that is starting or ending'
         raise ConfigError(
             f'{path.parent} is locked by {holder}: wait for it, stop it, or choose another run.dir'
         ) from error
 
 
 def _holder(file: IO[str]) -> str | None:
-    """'pid 12 on host a since 2026-01-01T00:00:00Z', None if the file is empty."""
+    """The holder, as 'pid 12 on host a since 2026-01-01T00:00:00Z'; None if the file is empty."""
     file.seek(0)
     text = file.read(1000)
     try:
-        told = json.loads(text)
-        return f'pid {told["pid"]} on host {told["host"]} since {told["start"]}'
+        holder = json.loads(text)
+        return f'pid {holder["pid"]} on host {holder["host"]} since {holder["start"]}'
     except (ValueError, KeyError, TypeError):
         return 'an unknown process' if text.strip() else None
 
 
 def _write(file: IO[str], holder: dict[str, Any] | None) -> None:
-    with contextlib.suppress(OSError):  # on a full disk the lock holds, and cannot tell of whom
+    with contextlib.suppress(
+        OSError
+    ):  # on a full disk the lock works, but does not name its holder
         file.seek(0)
         file.truncate()
         file.write(f'{json.dumps(holder)}\n' if holder else '')

@@ -1,4 +1,4 @@
-"""How fast a step was, and what it needs: tokens, FLOPs and memory, from its seconds."""
+"""The speed and memory of a step: tokens/s, FLOP/s, utilisation and bytes."""
 
 import statistics
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from megajax.processes.agree import gather
 
 
 class Meter:
-    """What the steps of `config` on `devices`, of all processes, come to; `compiled` is the step."""
+    """A meter for the steps of `config` on `devices` of all processes; `compiled` is the step."""
 
     def __init__(self, config: Config, compiled: Compiled, devices: Sequence[jax.Device]):
         self._devices = [
@@ -26,11 +26,13 @@ class Meter:
         self._planned_bytes = _planned_bytes(compiled)
 
     def measure(self, seconds: float) -> dict[str, float]:
-        """Of a step that took `seconds`: tokens/s of all devices, and FLOPs, utilisation of the peak and memory of one.
+        """Return the rates of a step that took `seconds`, and its memory.
 
-        FLOPs are those of the model, without what is computed again (Chowdhery et al., 2022); `mfu` is left out where the peak of
-        the device is not known. `memory_bytes` is the most that the allocator of a device has had in use since the start; where
-        there is no such count, as on a CPU, `planned_memory_bytes` is what XLA planned for the step.
+        Tokens/s are of all devices; TFLOP/s, utilisation of the peak and memory are of one device.
+        FLOPs are the model's, without recomputation (Chowdhery et al., 2022); `mfu` is left out if
+        the peak of the device is not known. `memory_bytes` is the largest number of bytes that the
+        allocator of any local device has had in use since the start. Without such a count, as on a
+        CPU, `planned_memory_bytes` is the memory that XLA planned for the step.
         """
         rates = {
             'tokens_per_s': self._tokens / seconds,
@@ -49,7 +51,7 @@ class Meter:
 
 
 def _planned_bytes(compiled: Compiled) -> int:
-    """Bytes of a device: what goes in, what is computed on the way, and what comes out elsewhere than it went in; 0 if XLA does not say."""
+    """Bytes per device for inputs, temporaries and outputs that alias no input; 0 if unknown."""
     plan = compiled.memory_analysis()
     if plan is None:
         return 0
@@ -62,10 +64,11 @@ def _planned_bytes(compiled: Compiled) -> int:
 
 
 def slowest(own_seconds: float) -> dict[str, float]:
-    """The process with the most seconds of its own, and how many ms more it had than the median; all processes must ask.
+    """Return the process with the most seconds of its own, and its lead over the median in ms.
 
-    In a step all wait for each other, so that only what a process does outside of it tells them apart: waiting for data, and what
-    Python does between the steps. A GPU that computes more slowly than the others is not seen here.
+    All processes must call this. In a step all wait for each other, so only time outside of it
+    tells them apart: waiting for data, and Python between the steps. A GPU that computes more
+    slowly than the others is not seen here.
     """
     if jax.process_count() == 1:
         return {}

@@ -1,4 +1,7 @@
-"""The config of a `train` command that names none: of the run that it goes on with, or of what it starts from. Imports no jax."""
+"""The config of a `train` command that names none: that of the run it resumes or starts from.
+
+Imports no jax.
+"""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -13,9 +16,10 @@ DEFAULT = 'tiny'
 
 
 def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
-    """The config that these overrides change, and its name: that of the run in `run.dir`, else of `run.start_from`, else the default.
+    """Return the config that these overrides change, and its name.
 
-    Raises ConfigError if `run.dir` is set and holds no run, because the default is hardly what was meant then.
+    It is the config of the run in `run.dir`, else of `run.start_from`, else the default. Raises
+    ConfigError if `run.dir` is set but holds no run, because the default is hardly what was meant.
     """
     folder, start = (overridden(overrides, key) for key in ('run.dir', START_FROM))
     began = Path(folder) / CONFIG if isinstance(folder, str) and folder else None
@@ -29,11 +33,14 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
 
 
 def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str]:
-    """That of the checkpoint, without the keys of its own process, and with the tokenizer that its weights know."""
+    """Return the checkpoint's config, without the keys of its process, and a name for it.
+
+    The tokenizer is the one that the weights were trained with.
+    """
     for checkpoint in candidates_of_start(start):
         try:
             record = read_record(checkpoint)
-        except CheckpointError:  # the one before is taken, as when it is verified
+        except CheckpointError:  # the checkpoint before it is used, as in the verification
             continue
         settings = {section: keys for section, keys in record.config.items() if section != 'run'}
         if record.tokenizer_sha256:
@@ -46,7 +53,7 @@ def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str
 
 
 def candidates_of_start(start: Path) -> list[Path]:
-    """`find_candidates`, whose error says which key asked for them."""
+    """Return `find_candidates(start)`; its error names the key `run.start_from`."""
     try:
         return find_candidates(start)
     except ConfigError as error:
@@ -54,9 +61,12 @@ def candidates_of_start(start: Path) -> list[Path]:
 
 
 def tokenizer_of(checkpoint: Path) -> Path:
-    """The tokenizer.json of a checkpoint: that of its run, which stays when the checkpoint goes."""
-    of_run = checkpoint.absolute().parent.parent / TOKENIZER
-    return of_run if of_run.is_file() else checkpoint.absolute() / TOKENIZER
+    """The path of a checkpoint's tokenizer.json.
+
+    The run's own file comes first, because it outlives the checkpoint.
+    """
+    run_tokenizer = checkpoint.absolute().parent.parent / TOKENIZER
+    return run_tokenizer if run_tokenizer.is_file() else checkpoint.absolute() / TOKENIZER
 
 
 def _nothing_there(folder: Path) -> str:
@@ -67,5 +77,6 @@ def _nothing_there(folder: Path) -> str:
     )
     near = get_close_matches(folder.name, runs, n=1)
     guess = f'did you mean run.dir={folder.parent / near[0]}? ' if near else ''
-    fix = f'to begin a run there name its config, for example megajax train {DEFAULT} run.dir={folder}'
-    return f'run.dir={folder}: there is no run, and so no {CONFIG}, to go on with; {guess}{fix}'
+    fix = 'to begin a run there name its config, for example '
+    fix += f'megajax train {DEFAULT} run.dir={folder}'
+    return f'run.dir={folder}: there is no run to resume (no {CONFIG}); {guess}{fix}'

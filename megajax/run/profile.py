@@ -17,9 +17,10 @@ logger = logging.getLogger(__name__)
 
 
 class Profiler:
-    """Traces the steps that `profile` asks for into `folder`/profile; of many processes each has a folder of its own there.
+    """A tracer of the steps that `profile` names, into `folder`/profile.
 
-    A trace that cannot be taken or written is a warning. Leaving this as a context writes a trace that is not complete.
+    With several processes each has a folder of its own there. If a trace cannot be taken or
+    written, a warning is logged. Leaving this as a context writes an unfinished trace.
     """
 
     def __init__(self, folder: Path, profile: ProfileConfig | None):
@@ -33,7 +34,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around step `step`: marks it in the trace, which starts before the first step that is asked for and ends after the last."""
+        """Mark step `step` in the trace; the trace starts and stops around the requested steps."""
         if step == self._first:
             self._start()
         if not self._tracing:
@@ -49,12 +50,12 @@ class Profiler:
         return self._tracing or 0 < self._first <= step <= self._last
 
     def _start(self) -> None:
-        self._first = 0  # a run that is rolled back comes here again
+        self._first = 0  # a run that is rolled back takes this step again
         try:
             jax.profiler.start_trace(self.folder)
             self._tracing = True
         except Exception as error:
-            logger.warning('no trace is taken: %s', error)
+            logger.warning('the trace could not be started: %s', error)
 
     def _stop(self) -> None:
         self._tracing = False

@@ -1,4 +1,4 @@
-"""A run from config to result: data, state, training, a sample."""
+"""A run from config to result: data, state, training, samples."""
 
 import dataclasses
 import datetime
@@ -39,33 +39,33 @@ from megajax.train.step import TrainState, init_state
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that has come to its last step: where it lies, and what it measured."""
+    """A completed run: its folder, its last step and its metrics."""
 
     folder: Path
     step: int
 
     @property
     def checkpoint(self) -> Path:
-        """Its newest checkpoint, which `megajax generate`, `eval` and `export` take."""
+        """The path of the newest checkpoint, for `megajax generate`, `eval` and `export`."""
         return self.folder / 'checkpoints' / str(self.step)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: of each step, and of each evaluation."""
+        """The lines of metrics.jsonl, one for each step and each evaluation."""
         lines = (self.folder / 'metrics.jsonl').read_text().splitlines()
         return [json.loads(line) for line in lines]
 
 
 def train(config: Config, *, name: str = 'run') -> Run:
-    """Train `config`: what `megajax train` does, from Python, in each of the processes of a run.
+    """Train `config` as `megajax train` does; call it in every process of the run.
 
-    Processes find one another as the environment says (`megajax launch`, Slurm, Kubernetes). The
-    run directory is a new one named after `name`, unless `run.dir` is set; with the directory of a
-    run that was interrupted it is resumed.
+    Processes find one another through the environment (`megajax launch`, Slurm, Kubernetes).
+    Unless `run.dir` is set, the run directory is a new one, named after `name`. If `run.dir` holds
+    an interrupted run, that run is resumed.
 
-    Raises RunError, which has the exit code of the command: ConfigError for what the machine, the
-    data or the run directory cannot give, CheckpointError and NumericError where the run cannot
-    continue, and StopRequested after a signal or `run.max_minutes`, when it is saved.
+    Raises RunError, which has the exit code of the command: ConfigError if the machine, the data
+    or the run directory does not fit the config, CheckpointError or NumericError if the run cannot
+    continue, and StopRequested after a signal or `run.max_minutes`, once the run is saved.
     """
     try:
         with processes():
@@ -77,10 +77,10 @@ def train(config: Config, *, name: str = 'run') -> Run:
 
 
 def run(config: Config, *, name: str) -> Run:
-    """Train `config` on its mesh in processes that have met; see `train`.
+    """Train `config` on its mesh, in processes that are already connected; see `train`.
 
-    Asked to stop, by a signal (`processes/signals.py`) or `run.max_minutes`, it saves and raises
-    SystemExit(75).
+    When a signal (`processes/signals.py`) or `run.max_minutes` asks it to stop, it saves and
+    raises SystemExit(75).
     """
     check_wandb(config)
     clock = Clock()
@@ -100,7 +100,7 @@ def run(config: Config, *, name: str) -> Run:
         ):
             if jax.process_index() == 0:
                 stop.progress = lambda: _what_is_saved(summary)
-            watchdog.beat('verifying what the run starts from', 'checkpoint')
+            watchdog.beat('verifying the checkpoint to start from', 'checkpoint')
             start = find_start(config, folder)
             watchdog.beat('reading the corpus', 'corpus')
             with report.waiting('reading the corpus'):
@@ -109,7 +109,8 @@ def run(config: Config, *, name: str) -> Run:
             stop.check()
             step = _train(config, data, folder, start, report, summary, stop, watchdog)
     report.say(
-        f'run        {folder}\nmetrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard'
+        f'run        {folder}\n'
+        f'metrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard'
     )
     report.say(f'checkpoint {folder}/checkpoints/{step}')
     return Run(folder, step)
@@ -125,7 +126,7 @@ def _train(
     stop: StopWatch,
     watchdog: Watchdog,
 ) -> int:
-    """Train to the last step, and return the step of the newest checkpoint."""
+    """Train to the last step and return the step of the newest checkpoint."""
     watchdog.beat('restoring', 'checkpoint')
     with Checkpoints(
         folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints
@@ -164,7 +165,7 @@ def _train(
                 trainer.save_now()
                 checkpoints.close(final=True)
                 raise
-            except (NumericError, CheckpointError):  # the newest state may be what is wrong
+            except (NumericError, CheckpointError):  # the newest state may be the cause
                 raise
             except Exception:
                 watchdog.beat('saving', 'checkpoint')
@@ -182,23 +183,23 @@ def _limits(config: Config) -> Mapping[str, float] | None:
 
 def _what_is_saved(summary: Summary) -> str:
     if not summary.step:
-        return 'leaving before the first step, as soon as what runs now is done'
-    return f'saving after the step that runs now ({summary.step} are done), then leaving'
+        return 'exiting before the first step, when the current operation is done'
+    return f'saving after the current step ({summary.step} done), then exiting'
 
 
 @contextmanager
 def _leaving() -> Iterator[None]:
-    """A run that was asked to stop says so, and exits with a code that means: start me again."""
+    """Report a requested stop, and exit with the code that asks to be started again."""
     try:
         yield
     except StopRequested as request:
-        Report().say(f'stopped by {request}; the same command with this run.dir goes on')
+        Report().say(f'stopped by {request}; to resume, run the same command with this run.dir')
         raise SystemExit(StopRequested.exit_code) from None
 
 
 @contextmanager
 def _summed(folder: Path, clock: Clock, report: Report) -> Iterator[Summary]:
-    """However a run ends that has begun, it says where its seconds went."""
+    """Write and print where the run's seconds went, however it ends once it has begun."""
     summary = Summary(folder, clock)
     try:
         yield summary
@@ -211,7 +212,7 @@ def _summed(folder: Path, clock: Clock, report: Report) -> Iterator[Summary]:
 def _run_folder(config: Config, name: str) -> Path:
     if config.run.dir is not None:
         return Path(config.run.dir)
-    # by the clock of process 0: all write their parts of a checkpoint into one folder
+    # The clock of process 0: all processes write their parts of a checkpoint into one folder.
     now = int(multihost_utils.broadcast_one_to_all(np.int32(time.time())))
     return Path('runs') / f'{name}-{datetime.datetime.fromtimestamp(now):%Y%m%d-%H%M%S}'
 
@@ -224,14 +225,16 @@ def _first_state(
     if step is None:
         if config.run.resume == 'must':
             raise ConfigError(
-                f'run.resume=must, and {checkpoints.folder} holds no checkpoint: set run.dir, or run.resume=auto'
+                f'run.resume=must, but {checkpoints.folder} holds no checkpoint: '
+                'set run.dir, or run.resume=auto'
             )
         params = _restore_start(config, checkpoints, start, report) if start else None
         clock.begin('setup')
         return init_state(config, params)
     if config.run.resume == 'never':
         raise ConfigError(
-            f'run.resume=never, and {checkpoints.folder} holds step {step}: choose another run.dir, or run.resume=auto'
+            f'run.resume=never, but {checkpoints.folder} holds step {step}: '
+            'choose another run.dir, or run.resume=auto'
         )
     report.say(f'resume     {checkpoints.folder}, step {step}')
     state = checkpoints.restore(step)
@@ -244,7 +247,7 @@ def _restore_start(
 ) -> nnx.State:
     check_tokenizer(start, checkpoints.tokenizer)
     checkpoints.origin = origin_of(start)
-    report.say(f'start      {start}: its weights, with a fresh optimizer')
+    report.say(f'start      {start} (weights only, with a fresh optimizer)')
     return restore_params(start, config)
 
 

@@ -1,4 +1,4 @@
-"""What a run writes to be read: the continuation of each of `train.sample_prompts`, at every evaluation."""
+"""The samples of a run: continuations of `train.sample_prompts` at every evaluation."""
 
 import logging
 from collections.abc import Callable
@@ -15,16 +15,16 @@ from megajax.run.log.metrics import JsonLines
 from megajax.run.log.report import Report
 from megajax.run.log.trackers import TensorBoard
 
-TOKENS = 160  # after each prompt
+TOKENS = 160  # maximum number of tokens after each prompt
 
 logger = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Says what the model makes of each prompt, on the terminal, in samples.jsonl and as text in TensorBoard, under `samples`.
+    """The sampler, which writes to the terminal, samples.jsonl and TensorBoard's text (`samples`).
 
-    `step` is that from which the run goes on; samples of later ones are taken away. Raises ConfigError for prompts that cannot be
-    continued. What cannot be written does not end a run.
+    The run resumes from `step`; samples of later steps are deleted. Raises ConfigError for prompts
+    that cannot be continued. A failed write does not end the run.
     """
 
     def __init__(
@@ -48,10 +48,13 @@ class Sampler:
         self.rewind(step)
 
     def sample(self, step: int, params: nnx.State, check: Callable[[], None]) -> None:
-        """Continue the prompts with the parameters after `step`; all processes call it. `check` is called every few tokens."""
+        """Continue the prompts with the parameters after `step`; all processes must call this.
+
+        `check` is called every few tokens.
+        """
         if not self.prompts:
             return
-        if not self._report.console.is_terminal:  # there the bar goes on
+        if not self._report.console.is_terminal:  # on a terminal the bar keeps running
             self._report.say('sampling ...')
         texts = [''] * len(self.prompts)
         for rows in Generator(self._config, params, self._tokenizer).stream(
@@ -65,11 +68,11 @@ class Sampler:
         self._each(lambda sink: sink.write_texts(step, samples))
 
     def rewind(self, step: int) -> None:
-        """Take away the samples of steps after `step`."""
+        """Delete the samples of steps after `step`."""
         self._each(lambda sink: sink.rewind(step))
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write the waiting samples and close the files."""
         self._each(lambda sink: sink.close())
 
     def _each(self, action: Callable[[Any], None]) -> None:
@@ -77,4 +80,4 @@ class Sampler:
             try:
                 action(sink)
             except OSError as error:
-                logger.warning('samples cannot be written (%s); the run goes on', error.strerror)
+                logger.warning('samples cannot be written (%s); the run continues', error.strerror)

@@ -1,8 +1,10 @@
-"""The process beside a run that says when it stalls; it is this file alone, of the standard library, so it needs nothing of the run.
+"""The process beside each process of a run that reports its stall.
 
-It reads a page of memory that both see, into which the run writes where it is. When half of the limit of a phase has passed, each
-process of the run tells `watchdog.log`; all have one, so the first can name the process that got less far than the others, which
-therefore wait for it. At the limit the stacks of the run come through a pipe, and are written down.
+It runs this file alone, which imports only the standard library, so it needs nothing of the run.
+It reads a shared page of memory, into which the run writes its phase. When half of the limit of a
+phase has passed, each process of the run writes a line to the common `watchdog.log`, so that the
+first can name the process that is behind, for which the others therefore wait. At the limit the
+run's stacks come through a pipe and are logged.
 """
 
 import calendar
@@ -18,30 +20,31 @@ import threading
 import time
 from dataclasses import dataclass
 
-PAGE = 512  # bytes: limit, beat, time of the beat, index and number of processes, phase; as text
-QUIET = 1.0  # seconds without another line of the stacks; then they are complete
-MAX_SLEEP = 10.0  # seconds between two looks at the page
-TAIL = 1 << 20  # bytes at the end of the log that may be of this stall
+PAGE = 512  # bytes of text: limit, beat, time of the beat, index and number of processes, phase
+QUIET = 1.0  # seconds without another line of the stacks, after which they are complete
+MAX_SLEEP = 10.0  # maximum seconds between two reads of the page
+TAIL = 1 << 20  # bytes at the end of the log in which to look for lines of this stall
 HINT = 'run.watchdog_seconds sets the limit of a step, null turns the watchdog off'
 HALF = re.compile(
-    r"^watchdog: (\S+) process (\d+) of \d+ \((pid \d+ on host \S+)\) is in phase '([^'\n]*)'.* \[beat (\d+)\]$",
+    r'^watchdog: (\S+) process (\d+) of \d+ \((pid \d+ on host \S+)\) '
+    r"has been in phase '([^'\n]*)'.* \[beat (\d+)\]$",
     re.MULTILINE,
 )
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process of the run is."""
+    """The phase that a process of the run is in."""
 
-    limit: float  # seconds that the phase may take
-    beat: int  # phases begun so far: processes of one run begin the same ones
-    since: float  # seconds, of the monotonic clock that the processes of a host share
-    index: int
-    count: int  # processes
-    phase: str
+    limit: float  # maximum seconds of the phase
+    beat: int  # number of phases begun so far; processes of one run begin the same ones
+    since: float  # start of the phase in seconds of the host's monotonic clock
+    index: int  # number of this process
+    count: int  # number of processes
+    phase: str  # name of the phase
 
     def encode(self) -> bytes:
-        """The page."""
+        """Return the page that holds this place."""
         text = '\t'.join(
             map(str, (self.limit, self.beat, self.since, self.index, self.count, self.phase))
         )
@@ -49,7 +52,7 @@ class Place:
 
 
 def decode(page: bytes) -> Place:
-    """The place in a page."""
+    """Return the place that a page holds."""
     limit, beat, since, index, count, phase = (
         page.rstrip(b'\0').decode(errors='replace').split('\t', 5)
     )
@@ -57,9 +60,9 @@ def decode(page: bytes) -> Place:
 
 
 def report(shared: int, stacks: int, pid: int, log: str) -> None:
-    """Speak when a phase has lasted half of its limit, and write the stacks of process `pid` when they come."""
+    """Warn when a phase has lasted half of its limit; log the stacks of `pid` when they come."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # as long as the run lives, so does this
+        signal.signal(number, signal.SIG_IGN)  # this process lives as long as the run
     who, told = f'pid {pid} on host {platform.node()}', -1
     while not select.select([stacks], [], [], _until_half(place := _place(shared), told))[0]:
         if place == _place(shared) and place.beat != told and _age(place) >= place.limit / 2:
@@ -71,11 +74,12 @@ def report(shared: int, stacks: int, pid: int, log: str) -> None:
     place = _place(shared)
     while select.select([stacks], [], [], QUIET)[0] and (more := os.read(stacks, mmap.PAGESIZE)):
         text += more
-    line = f'watchdog: no progress for {place.limit:g} s in phase {place.phase!r}: {who} ends, {_now()}'
+    stall = f'no progress for {place.limit:g} s in phase {place.phase!r}'
+    line = f'watchdog: {stall}: {who} exits at {_now()}'
     waited = _waited_for(place, log)
     head = [line + (f'; {waited}' if waited else '') + '; its stacks:', HINT]
     text = '\n'.join(head).encode() + b'\n' + text
-    # At the same time: the file system, or who reads stderr, may be what the run waits for.
+    # In parallel: the run may be waiting for the file system, or for the reader of stderr.
     for write in (lambda: _say(text), lambda: _append(log, text)):
         threading.Thread(target=write).start()
 
@@ -87,9 +91,9 @@ def _until_half(place: Place, told: int) -> float:
 
 
 def _tell_half(shared: int, place: Place, who: str, log: str) -> None:
-    """Tell the log, and from the first process the terminal, once the others have told the log too."""
-    line = f'process {place.index} of {place.count} ({who}) is in phase {place.phase!r} for {place.limit / 2:g} s'
-    line += f' and ends at {place.limit:g} s'
+    """Warn in the log and, in the first process once the others have done so, on the terminal."""
+    line = f'process {place.index} of {place.count} ({who}) has been in phase {place.phase!r}'
+    line += f' for {place.limit / 2:g} s and ends at {place.limit:g} s'
     _append(log, f'watchdog: {_now()} {line} [beat {place.beat}]\n'.encode())
     if place.index == 0:
         time.sleep(min(place.limit / 10, MAX_SLEEP) if place.count > 1 else 0)
@@ -99,7 +103,7 @@ def _tell_half(shared: int, place: Place, who: str, log: str) -> None:
 
 
 def _waited_for(place: Place, log: str) -> str:
-    """The process that got less far than others, if the log of the last minutes tells; else nothing."""
+    """Name the processes that are behind, if the log of the last minutes shows any; else ''."""
     try:
         with open(log, 'rb') as file:
             file.seek(max(os.fstat(file.fileno()).st_size - TAIL, 0))
@@ -122,7 +126,7 @@ def _waited_for(place: Place, log: str) -> str:
 
 def _place(shared: int) -> Place:
     page = os.pread(shared, PAGE, 0)
-    while page != (page := os.pread(shared, PAGE, 0)):  # it was being written
+    while page != (page := os.pread(shared, PAGE, 0)):  # the run was writing it
         pass
     return decode(page)
 
@@ -143,7 +147,7 @@ def _append(path: str, text: bytes) -> None:
 
 
 def _say(text: bytes) -> None:
-    with contextlib.suppress(OSError):  # a terminal that was closed
+    with contextlib.suppress(OSError):  # the terminal may be closed
         _write(2, text)
 
 

@@ -1,4 +1,4 @@
-"""The checkpoint that `run.start_from` names: found, verified, and held against the config of the run that begins with it."""
+"""The checkpoint that `run.start_from` names: it is verified and compared with the run's config."""
 
 import hashlib
 import json
@@ -15,21 +15,20 @@ from megajax.data.text.tokenizer import Tokenizer
 from megajax.processes.agree import from_first
 from megajax.run.named import candidates_of_start, tokenizer_of
 
-HARMLESS = ('model.dropout', 'model.init_std')  # the weights mean the same with another value
-ROTARY = (
-    'model.max_seq_len',
-    'model.rope_theta',
-    'model.rope_scaling',
-)  # which longer contexts ask to change
+HARMLESS = ('model.dropout', 'model.init_std')  # keys that do not change what the weights mean
+# Keys that longer contexts change.
+ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')
 
 logger = logging.getLogger(__name__)
 
 
 def find_start(config: Config, run: Path) -> Path | None:
-    """The checkpoint whose weights the run begins with, verified by its digests, on any mesh and in any number of processes.
+    """Return the checkpoint whose weights the run begins with, verified by its digests.
 
-    None if the run has checkpoints of its own, or begins with random weights. What may differ is logged. Raises ConfigError, with
-    every key of `model` that must not differ, or CheckpointError if no checkpoint holds what was written.
+    It may be of any mesh and any number of processes. Returns None if the run has checkpoints of
+    its own, or begins with random weights. Permitted differences are logged. Raises ConfigError
+    with every key of `model` that must not differ, or CheckpointError if no checkpoint holds what
+    was written.
     """
     wanted = config.run.start_from
     if wanted is None or from_first(len(find_steps(run / 'checkpoints')))[0]:
@@ -40,41 +39,37 @@ def find_start(config: Config, run: Path) -> Path | None:
 
 
 def check_tokenizer(start: Path, tokenizer: Tokenizer | None) -> None:
-    """Raises ConfigError if the ids of the run are not those that the weights were trained on."""
+    """Raise ConfigError unless the run has the tokenizer that the weights were trained with."""
     there, here = read_record(start).tokenizer_sha256, tokenizer.fingerprint if tokenizer else None
     if there and here and there != here:
         message = (
-            f'another than that of {start} ({there} there, {here} here), whose ids the weights know'
+            f'differs from the tokenizer of {start} ({there} there, {here} here), with whose ids '
+            f'the weights were trained; set data.tokenizer={tokenizer_of(start)}'
         )
-        raise ConfigError(
-            Problem(
-                path='data.tokenizer',
-                message=f'{message}; set data.tokenizer={tokenizer_of(start)}',
-            )
-        )
+        raise ConfigError(Problem(path='data.tokenizer', message=message))
 
 
 def origin_of(start: Path) -> dict[str, str]:
-    """The checkpoint for the records of the run that begins with it."""
+    """Describe the checkpoint for the records of the run that begins with it."""
     digest = hashlib.sha256((start / SUMS).read_bytes()).hexdigest()
     return {'checkpoint': str(start), 'step': str(read_record(start).step), 'sha256': digest}
 
 
 def _find_sound(wanted: Path) -> Path:
-    """`find_sound`, by the first process, of which all take the same."""
-    found, error = None, None
+    """Call `find_sound` in the first process and return its result in all of them."""
+    sound, error = None, None
     if jax.process_index() == 0:
         try:
             candidates_of_start(wanted)
-            found = find_sound(wanted)
+            sound = find_sound(wanted)
         except RunError as failure:
             error = failure
-    step = from_first(int(found.name) if found else -1)[0]
+    step = from_first(int(sound.name) if sound else -1)[0]
     if step < 0:
         raise error or CheckpointError(
-            f'{START_FROM}={wanted} cannot be used: the first process says why'
+            f'{START_FROM}={wanted} cannot be used: the first process reports the reason'
         )
-    return found or next(
+    return sound or next(
         path.absolute() for path in candidates_of_start(wanted) if path.name == str(step)
     )
 
@@ -88,7 +83,10 @@ def _check_same_model(start: Path, config: Config) -> None:
         if key in free:
             logger.info('start      %s: %s -> %s', key, old, new)
         elif key.startswith('model.'):
-            message = f'{_text(new)}, and {_text(old)} in {start}, whose weights {START_FROM} asks for; set {key}={_text(old)}'
+            message = (
+                f'{_text(new)}, but {_text(old)} in {start}, the checkpoint of {START_FROM}; '
+                f'set {key}={_text(old)}'
+            )
             problems.append(Problem(path=key, message=message))
     if problems:
         raise ConfigError(*problems)

@@ -1,4 +1,4 @@
-"""Leaving when asked to: a signal or a time limit is honoured at the next safe point, by all processes at the same one."""
+"""Stopping on request: all processes honour a signal or a time limit at the same safe point."""
 
 import os
 import signal
@@ -16,18 +16,17 @@ from megajax.processes.signals import STOPS, Patience, drop_lost_outputs, take_s
 
 
 class StopWatch:
-    """A context in which SIGTERM, SIGINT, SIGHUP, SIGUSR1 and the end of `max_minutes` make `check` raise.
+    """A context in which a signal or the end of `max_minutes` makes `check` raise.
 
-    Another SIGINT ends the process at once; any other signal after the first is the first again.
+    The signals are SIGTERM, SIGINT, SIGHUP and SIGUSR1. A further SIGINT ends the process at once;
+    any other repeated signal changes nothing.
     """
 
     def __init__(self, max_minutes: float | None):
-        self.progress: Callable[[], str] | None = (
-            None  # says what will be saved, once there is a run to save
-        )
-        self._alone = (
-            not jax.distributed.is_initialized()
-        )  # asked like this, jax does not start its devices
+        # Returns a description of what will be saved, once there is a run to save.
+        self.progress: Callable[[], str] | None = None
+        # `is_initialized` does not start the devices.
+        self._alone = not jax.distributed.is_initialized()
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
         self._reason: str | None = None
         self._checks = 0
@@ -35,7 +34,8 @@ class StopWatch:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        # With other processes jax has taken SIGTERM, to tell all of them where to stop; a handler of ours would replace that.
+        # With several processes jax handles SIGTERM, to tell all of them where to stop; a handler
+        # of our own would replace that.
         self._before = take_stops(
             self._handle, [number for number in STOPS if self._alone or number != signal.SIGTERM]
         )
@@ -51,7 +51,10 @@ class StopWatch:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """A safe point: raise StopRequested if the run is to stop. All processes come here equally often."""
+        """Raise StopRequested if the run is to stop.
+
+        Each call is a safe point; all processes must call this equally often.
+        """
         if (
             self._deadline is not None
             and time.monotonic() > self._deadline
@@ -64,7 +67,7 @@ class StopWatch:
             if self._alone
             else multihost_utils.reached_preemption_sync_point(self._checks)
         ):
-            drop_lost_outputs()  # again: what reads them may have ended after this process got the signal
+            drop_lost_outputs()  # again: their reader may have ended after the signal came
             raise StopRequested(self._reason or 'a signal')
 
     def _handle(self, number: int, _: FrameType | None) -> None:
@@ -74,19 +77,16 @@ class StopWatch:
                 self._ask(signal.Signals(number).name)
                 self._announce(signal.Signals(number).name)
             case 'insists':
-                os._exit(
-                    StopRequested.exit_code
-                )  # a checkpoint is on disk as a whole or not at all
+                os._exit(StopRequested.exit_code)  # a checkpoint on disk is complete or absent
 
     def _announce(self, name: str) -> None:
         if self.progress is not None:
-            line = f'{name}: {self.progress()}; SIGINT (Ctrl-C) from now on leaves at once, with the last checkpoint'
-            with suppress(OSError):
-                os.write(
-                    2, f'{line}\n'.encode()
-                )  # not `print`: the signal may have come in the middle of one
+            insist = 'a further SIGINT (Ctrl-C) exits at once, with only the last checkpoint'
+            line = f'{name}: {self.progress()}; {insist}\n'
+            with suppress(OSError):  # not `print`: the signal may have come in the middle of one
+                os.write(2, line.encode())
 
     def _ask(self, reason: str) -> None:
         if self._reason is None and not self._alone:
-            os.kill(os.getpid(), signal.SIGTERM)  # which jax tells the others
+            os.kill(os.getpid(), signal.SIGTERM)  # jax passes it on to the other processes
         self._reason = self._reason or reason

@@ -1,4 +1,4 @@
-"""The training loop: steps, what follows from them, evaluation and checkpoints."""
+"""The training loop: steps, rollbacks, evaluation and checkpoints."""
 
 import logging
 import math
@@ -31,21 +31,24 @@ from megajax.train.step import Metrics, TrainState, before_skipped, make_eval_st
 
 logger = logging.getLogger(__name__)
 
-ROLLBACKS = 3  # without a new checkpoint between them; then the run ends
-COMPANY = 5.0  # seconds in which the other processes fail in the same place, or do not
+ROLLBACKS = 3  # rollbacks allowed without a new checkpoint in between; after that the run ends
+COMPANY = 5.0  # seconds to wait for the other processes to fail in the same place
 
 
 class _Dispatched(NamedTuple):
-    """A step that the devices have been given, by its number; metrics are on the devices."""
+    """A step that was handed to the devices; its metrics are still on them."""
 
     step: int
     metrics: Metrics
-    start: float  # seconds by the clock, before its batch
-    after_batch: float
+    start: float  # clock time in seconds, before the batch was read
+    after_batch: float  # the same, after the batch was read
 
 
 class Trainer:
-    """Holds the state of a run, which `train` brings to the last step; between two safe points it is that of a whole step."""
+    """The state of a run, which `train` brings to the last step.
+
+    Between two safe points it is the state after a complete step.
+    """
 
     def __init__(
         self,
@@ -63,32 +66,25 @@ class Trainer:
         watchdog: Watchdog,
     ):
         self.config, self.data, self.state = config, data, state
-        self.report, self.metrics, self.sampler, self.checkpoints, self.stop = (
-            report,
-            metrics,
-            sampler,
-            checkpoints,
-            stop,
-        )
+        self.report, self.metrics, self.sampler = report, metrics, sampler
+        self.checkpoints, self.stop, self.watchdog = checkpoints, stop, watchdog
         self.step = self._saved = int(state.step)
-        self.watchdog, self._first = (
-            watchdog,
-            self.step + 1,
-        )  # the first step also connects the devices
+        self._first = self.step + 1  # the first step also connects the devices
         self.summary, self.clock, self.profiler = summary, summary.clock, profiler
         self._skipped = self.step - int(state.guard.taken)
-        self._own_seconds = self._checkpoint_seconds = 0.0  # until the last line that tells of them
+        self._own_seconds = self._checkpoint_seconds = 0.0  # on the clock at their last report
         self._due = self._save_due = False
         self._rollbacks = 0
-        self._ahead: _Dispatched | None = (
-            None  # of the step after `step`, whose metrics nobody read
-        )
-        self._failure: Exception | None = None  # of dispatching it
-        self._last_end = 0.0  # of the last step, by the clock
+        self._ahead: _Dispatched | None = None  # the step after `step`, with its metrics unread
+        self._failure: Exception | None = None  # the error of dispatching that step
+        self._last_end = 0.0  # clock time in seconds at the end of the last step
         self._eval_step: Compiled | None = None
 
     def train(self) -> None:
-        """All steps that are left. Raises StopRequested at a safe point, NumericError if the numbers end the run."""
+        """Take all remaining steps.
+
+        Raises StopRequested at a safe point, and NumericError if loss or gradients end the run.
+        """
         steps = self.config.train.steps
         self.stop.check()
         if self.step == 0 or (
@@ -97,7 +93,7 @@ class Trainer:
             self._evaluate_if_due()
         if self.step >= steps:
             self.report.say(
-                f'nothing to do: the checkpoint is of step {self.step} and train.steps is {steps}'
+                f'nothing to do: the checkpoint is at step {self.step} and train.steps is {steps}'
             )
             return
         self._begin('compile', 'compiling', 'compile')
@@ -130,7 +126,7 @@ class Trainer:
                 self._one_step(progress)
 
     def _one_step(self, progress: StepReport, *, go_ahead: bool = True) -> None:
-        """One step and what follows from it."""
+        """Take one step, then save and evaluate if due, or roll back."""
         values = self._take_step(go_ahead=go_ahead)
         progress.step(self.step, values)
         if self._goes_on(values):
@@ -140,23 +136,24 @@ class Trainer:
             self._roll_back()
 
     def _check_compiled(self, step: Compiled) -> None:
-        """Raise MiscompileError for a step that XLA has compiled wrongly for these GPUs."""
+        """Raise MiscompileError if XLA compiled the step wrongly for these GPUs."""
         target = mesh_target()
         if target != 'cpu':
             for finding in check_compiled(step.as_text() or '', target):
                 self.report.say(str(finding))
 
     def save_now(self) -> None:
-        """Save the state unless it is saved; before a run that was asked to stop leaves."""
+        """Save the state unless it is saved already; called before a requested exit."""
         if self.step > self._saved:
             self._save()
         if not self.checkpoints.wait():
             self._save()
 
     def rescue(self) -> None:
-        """Save the newest state, if it is whole and not itself the reason, before the run leaves with an error; say where it is.
+        """Save the newest state before the run exits with an error, and report its path.
 
-        A process that fails alone, while the others are in a step, cannot save: they will not come to write their part.
+        The state must be complete and not itself the cause of the error. A process that fails
+        alone, while the others are in a step, cannot save: they will not come to write their part.
         """
         if not self._is_whole():
             self.checkpoints.abandon()
@@ -177,11 +174,11 @@ class Trainer:
             if self._ahead is not None:
                 self.metrics.write(self._ahead.step, **self._take_step(go_ahead=False))
             return int(self.state.step) == self.step
-        except RuntimeError:  # a step that failed took the state with it
+        except RuntimeError:  # a step that failed has consumed the donated state
             return False
 
     def _take_step(self, *, go_ahead: bool) -> dict[str, float]:
-        """One step, timed from its batch to its metrics; all that is known of it so far.
+        """Take one step, timed from its batch to its metrics, and return its values so far.
 
         The next step is dispatched before the metrics of this one are read, so that the devices do
         not wait for the host, unless something may need the state between the two.
@@ -193,12 +190,12 @@ class Trainer:
         if go_ahead and self._may_go_ahead(current.step):
             try:
                 self._ahead = self._dispatch(current.step + 1)
-            except Exception as error:  # after this step, which it has nothing to do with
+            except Exception as error:  # raised after this step, which is complete without it
                 self._failure = error
         kind = 'first step' if current.step == self._first else 'step'
         self._begin('productive', f'step {current.step}', kind)
-        got = jax.device_get(current.metrics)
-        values = {name: float(value) for name, value in got.items()}
+        metrics = jax.device_get(current.metrics)
+        values = {name: float(value) for name, value in metrics.items()}
         end = self.clock.begin('other')
         if not values['finite']:
             self._check_read()
@@ -222,7 +219,7 @@ class Trainer:
         return values
 
     def _dispatch(self, step: int) -> _Dispatched:
-        """Give the devices a step."""
+        """Read the batch of a step and dispatch the step to the devices."""
         with self.profiler.step(step):
             start = self._begin('data_wait', 'data')
             batch = next(self._batches)
@@ -230,11 +227,11 @@ class Trainer:
             after_batch = self._begin('productive', f'step {step}', kind)
             self.state, metrics = self._run_step(batch)
             if self.profiler.covers(step):
-                jax.block_until_ready(metrics)  # its kernels belong into its part of the trace
+                jax.block_until_ready(metrics)  # its kernels belong to its part of the trace
         return _Dispatched(step, metrics, start, after_batch)
 
     def _may_go_ahead(self, step: int) -> bool:
-        """Whether nothing needs the state after `step` but the step that follows it."""
+        """Whether only the next step needs the state after `step`."""
         is_searching_scale = self.config.train.loss_scale == 'auto' and self.step <= self._skipped
         return not (
             step == self._first
@@ -246,7 +243,10 @@ class Trainer:
         )
 
     def _run_step(self, batch: Batch) -> tuple[TrainState, Metrics]:
-        """The compiled step; the first one that a run takes in fp16 finds its loss scale, unless the config gives it."""
+        """Run the compiled step.
+
+        In fp16 the first step finds the loss scale, unless the config sets it.
+        """
         if (
             self.state.loss_scale is None
             or self.config.train.loss_scale != 'auto'
@@ -260,22 +260,28 @@ class Trainer:
         return state, metrics
 
     def _goes_on(self, values: dict[str, float]) -> bool:
-        """Write what is known of the step; False if it is to be rolled back."""
+        """Write the step's metrics; return False if the step is to be rolled back."""
         self.metrics.write(self.step, **values)
         return respond(self.config, self.step, values) == 'go on'
 
     def _check_read(self) -> None:
-        """Raise in all processes what one of them could not read for this step, with the state before it."""
+        """Raise one process's error in reading this step's batch in all of them.
+
+        Before raising, the state becomes the one before this step.
+        """
         try:
             self._batches.check()
         except Exception:
             self.state = before_skipped(self.state)
-            if self._ahead is not None:  # it had no rows to read either
+            if self._ahead is not None:  # that step had no rows to read either
                 self.state, self._ahead = before_skipped(self.state), None
             raise
 
     def _evaluate_if_due(self) -> None:
-        """Evaluate a state that is saved already: what fails here costs no step. A run that was stopped here does it when it goes on."""
+        """Evaluate if it is due, after the state is saved, so that a failure here costs no step.
+
+        A run that is stopped during the evaluation repeats it when it resumes.
+        """
         if self.step % self.config.train.eval_every and self.step != self.config.train.steps:
             return
         if losses := self._evaluate():
@@ -284,7 +290,7 @@ class Trainer:
                 self.checkpoints.note_validation_loss(self.step, losses['validation_loss'])
 
     def _save_if_due(self, *, taken: bool) -> None:
-        """Save if it is time; what a skipped step left is saved after the next one that is taken."""
+        """Save if it is due; after a skipped step, wait for the next applied one."""
         last = self.step == self.config.train.steps
         self._begin('checkpoint', 'checkpoint')
         self._save_due = self._due and not taken
@@ -300,7 +306,7 @@ class Trainer:
         self._saved, self._rollbacks = self.step, 0
 
     def _roll_back(self) -> None:
-        """Go back to the newest checkpoint, and on from there with the batches after the one that was refused."""
+        """Return to the newest checkpoint and continue with the batches after the rejected one."""
         self._rollbacks += 1
         self._begin('restore', 'rolling back', 'checkpoint')
         self.checkpoints.wait()
@@ -309,19 +315,22 @@ class Trainer:
             why = (
                 'there is no checkpoint yet'
                 if step is None
-                else f'it was rolled back {ROLLBACKS} times without getting to another'
+                else f'the run was rolled back {ROLLBACKS} times without reaching another'
             )
             raise NumericError(
-                f'step {self.step} cannot be rolled back: {why}; lower optim.lr, or save more often (checkpoint.every)'
+                f'step {self.step} cannot be rolled back: {why}; '
+                'lower optim.lr, or save more often (checkpoint.every)'
             )
         batches = int(self.state.batches) - (self._ahead is not None)
         self._ahead = self._failure = None
         if batches + self.config.train.steps - step > len(self.data.train):
             raise NumericError(
-                f'step {self.step} cannot be rolled back: the data has no more batches for the steps after {step}'
+                f'step {self.step} cannot be rolled back: '
+                f'the data has too few batches left for the steps after {step}'
             )
         self.report.say(
-            f'step {self.step} is rolled back to step {step}; its batch and those before it are not read again'
+            f'step {self.step} is rolled back to step {step}; '
+            'its batch and the earlier ones are not read again'
         )
         self.checkpoints.delete_after(step)
         restored = self.checkpoints.restore(step)
@@ -341,17 +350,17 @@ class Trainer:
         return PlacedBatches(self.data.train, first, first + self.config.train.steps - self.step)
 
     def _evaluate(self) -> dict[str, float]:
-        """Validation loss in nats per token, and in bits per byte of text, which no tokenizer can flatter; nothing without data.
+        """Return the validation loss in nats per token and in bits per byte; empty without data.
 
-        Of BERT, in nats per masked token, which is no measure of text, and for the order of the segments.
+        Bits per byte of text do not depend on the tokenizer. For BERT the losses are nats per
+        masked token, which does not measure text, and sentence-order prediction.
         """
         if not len(self.data.validation):
             self._sample()
             return {}
         sums: Counter[str] = Counter()
-        start = self._begin(
-            'evaluation', 'evaluation', 'compile'
-        )  # with its first batch it is compiled
+        # The limit is that of compiling: the first batch compiles the evaluation step.
+        start = self._begin('evaluation', 'evaluation', 'compile')
         batches = self._validation_batches()
         for batch in batches:
             self.stop.check()
@@ -361,12 +370,8 @@ class Trainer:
                     make_eval_step(self.config).lower(self.state.params, batch).compile()
                 )
                 start = self.clock.begin('evaluation')
-            sums.update(
-                {
-                    name: float(value)
-                    for name, value in self._eval_step(self.state.params, batch).items()
-                }
-            )
+            batch_sums = self._eval_step(self.state.params, batch)
+            sums.update({name: float(value) for name, value in batch_sums.items()})
             self.watchdog.beat('evaluation')
         if not math.isfinite(sums['nll']):
             batches.check()
@@ -374,7 +379,10 @@ class Trainer:
         text = f'{losses["validation_loss"]:.3f} nats per token'
         if 'rows' in sums:
             losses['validation_order_loss'] = order_loss = sums['order_nll'] / sums['rows']
-            text = f'{losses["validation_loss"]:.3f} nats per masked token, {order_loss:.3f} for the order of its segments'
+            text = (
+                f'{losses["validation_loss"]:.3f} nats per masked token, '
+                f'{order_loss:.3f} for the order of its segments'
+            )
         elif self.data.tokenizer is not None:
             losses['validation_bits_per_byte'] = sums['nll'] / sums['bytes'] / math.log(2)
             text = f'{losses["validation_bits_per_byte"]:.3f} bits per byte ({text})'
@@ -384,14 +392,14 @@ class Trainer:
         return losses
 
     def _sample(self) -> None:
-        """Continue the prompts of the config; before the first step there is nothing to read."""
+        """Continue the prompts of the config, but not before the first step."""
         if self.step and self.sampler.prompts:
             self._begin('evaluation', 'sampling', 'compile')
             self.sampler.sample(self.step, self.state.params, self.stop.check)
             self.clock.begin('other')
 
     def _validation_batches(self) -> PlacedBatches:
-        """The first `train.eval_batches` batches, with the bytes that each label stands for."""
+        """The first `train.eval_batches` batches, with the number of text bytes of each label."""
         validation = self.data.validation
         return PlacedBatches(
             validation,
@@ -410,23 +418,23 @@ class Trainer:
         }
 
     def _begin(self, activity: Activity, phase: str, kind: str = 'step') -> float:
-        """What follows is `activity` for the clock and `phase`, of a kind with a limit, for the watchdog; the time, in seconds."""
+        """Begin an activity for the clock and a phase for the watchdog; return the time in seconds.
+
+        `kind` selects the limit of the phase.
+        """
         self.watchdog.beat(phase, kind)
         return self.clock.begin(activity)
 
     def _checkpoint_ms(self) -> float:
-        """How long saving has held the run up since the last step."""
-        before, self._checkpoint_seconds = (
-            self._checkpoint_seconds,
-            self.clock.seconds('checkpoint'),
-        )
+        """The time for which saving has blocked the run since the last step, in ms."""
+        before = self._checkpoint_seconds
+        self._checkpoint_seconds = self.clock.seconds('checkpoint')
         return 1e3 * (self._checkpoint_seconds - before)
 
     def _find_slowest(self) -> dict[str, float]:
-        """The process that was last to a step, on average over those since it was last asked."""
+        """The process that is last to reach a step, on average since the previous call."""
         own = self.clock.seconds('data_wait', 'other') - self._own_seconds
-        found = slowest(own / self.config.train.log_every)
-        self._own_seconds = self.clock.seconds(
-            'data_wait', 'other'
-        )  # without the wait for the others' answers
-        return found
+        values = slowest(own / self.config.train.log_every)
+        # Read again: the wait for the other processes' answers does not count.
+        self._own_seconds = self.clock.seconds('data_wait', 'other')
+        return values

@@ -1,9 +1,10 @@
-"""A run that no longer gets anywhere says where it stands, and ends.
+"""The watchdog: a run that makes no progress reports where it stands, and ends.
 
-A thread of Python's cannot do this: where the main thread holds the GIL in C and never returns, no other runs. So the kernel keeps the
-time. At the limit a timer of its sends a signal, whose handler is faulthandler's: C that writes the stacks of all threads into a pipe. At
-its other end waits a process of its own (`stall_report.py`), which writes them down with the phase. A second timer then starts a thread
-of the C library's at `_exit`, with the exit code as its argument. Imports no jax.
+A Python thread cannot do this: while the main thread is in C code, holds the GIL and never returns,
+no other thread runs. So the kernel keeps the time. At the limit, one of its timers sends a signal,
+which faulthandler handles: in C, it writes the stacks of all threads into a pipe. A separate
+process at the other end of the pipe (`stall_report.py`) logs them with the phase. Then a second
+timer makes the C library start a thread that calls `_exit` with the exit code. Imports no jax.
 """
 
 import ctypes
@@ -25,13 +26,13 @@ from megajax.config.errors import ConfigError
 from megajax.run import stall_report
 from megajax.run.stall_report import PAGE, Place
 
-STALLED = 124  # the exit code, that of `timeout`
+STALLED = 124  # the exit code, the same as that of `timeout`
 LOG = 'watchdog.log'
-LONGEST = 1e9  # seconds that a timer can be set to, and more than any run has
-# Seconds between the stacks and the end. Processes that wait for each other stop at about the same time, and end with the first:
-# this gives each the time to tell where it stood.
+LONGEST = 1e9  # maximum seconds for a timer; longer than any run
+# Seconds between the stacks and the end. Processes that wait for each other stall at about the same
+# time, and end with the first: this gives each of them the time to report where it stood.
 GRACE = 3.0
-CLOCK_MONOTONIC, SIGEV_SIGNAL, SIGEV_THREAD = 1, 0, 2  # of Linux
+CLOCK_MONOTONIC, SIGEV_SIGNAL, SIGEV_THREAD = 1, 0, 2  # values on Linux
 
 
 class _Event(ctypes.Structure):
@@ -48,7 +49,7 @@ class _Event(ctypes.Structure):
 
 
 class _Time(ctypes.Structure):
-    """`struct itimerspec`: of a timer that fires once, both members of the interval are zero."""
+    """`struct itimerspec`; both members of the interval are zero for a timer that fires once."""
 
     _fields_ = (
         ('interval_seconds', ctypes.c_long),
@@ -59,14 +60,11 @@ class _Time(ctypes.Structure):
 
 
 class _Timer:
-    """A timer of the kernel's that does what `event` says, once, `extra` seconds after a limit."""
+    """A kernel timer that triggers `event` once, `extra` seconds after a limit."""
 
     def __init__(self, libc: ctypes.CDLL, event: _Event, limit: float, extra: float):
-        self._timer, self._set, self._delete = (
-            ctypes.c_void_p(),
-            libc.timer_settime,
-            libc.timer_delete,
-        )
+        self._timer = ctypes.c_void_p()
+        self._set, self._delete = libc.timer_settime, libc.timer_delete
         self._set.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
         self._extra, self._time, self._left = extra, _Time(), _Time()
         if libc.timer_create(CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
@@ -75,11 +73,14 @@ class _Timer:
         self.start(limit)
 
     def start(self, limit: float) -> bool:
-        """Begin anew; False if it had gone off, which the kernel decides, so that nothing comes in between."""
+        """Restart the timer; return False if it had gone off.
+
+        The kernel decides this atomically, so that nothing can happen in between.
+        """
         return self._begin(math.ceil(1e9 * (min(limit, LONGEST) + self._extra)))
 
     def delete(self) -> bool:
-        """It will not go off; False if it had."""
+        """Delete the timer before it goes off; return False if it had."""
         in_time = self._begin(0)
         self._delete(self._timer)
         return in_time
@@ -91,11 +92,12 @@ class _Timer:
 
 
 class Watchdog:
-    """A context in which a phase that outlasts its limit ends the process with 124.
+    """A context in which a phase that exceeds its limit ends the process with exit code 124.
 
-    The phase and all stacks go to stderr and `folder`/watchdog.log; when half of a limit has passed, one line does. `limits` are
-    seconds by kind of phase (`limits.py`); None turns it off. Of `count` processes this is number `index`. Entering raises
-    ConfigError where the kernel is not Linux.
+    The phase and all stacks go to stderr and to `folder`/watchdog.log, and one line of warning when
+    half of the limit has passed. `limits` gives seconds by kind of phase (`limits.py`); None turns
+    the watchdog off. `index` is the number of this process among `count` processes. Entering raises
+    ConfigError unless the kernel is Linux.
     """
 
     def __init__(
@@ -109,7 +111,8 @@ class Watchdog:
         if self.limits:
             if sys.platform != 'linux':
                 raise ConfigError(
-                    f'run.watchdog_seconds needs the timers of Linux, and this is {sys.platform}: set it to null'
+                    'run.watchdog_seconds needs the timers of Linux, '
+                    f'but this is {sys.platform}: set it to null'
                 )
             self._shared = _above_stderr(os.memfd_create('watchdog'))
             os.truncate(self._shared, PAGE)
@@ -132,13 +135,14 @@ class Watchdog:
             leave.delete()
             self._timers = ()
             faulthandler.unregister(signal.SIGRTMAX)
-            self._reporter.kill()  # it would wait for processes forked from this one, which have the pipe too
+            # Otherwise it would wait for processes forked from this one, which hold the pipe too.
+            self._reporter.kill()
             self._reporter.wait()
             os.close(self._pipe)
             self._page.close()
 
     def beat(self, phase: str, kind: str = 'step') -> None:
-        """The run got on, and `phase` begins, with the limit of its kind."""
+        """Note progress: `phase` begins, with the limit of its kind."""
         if self._timers:
             tell, leave = self._timers
             if not tell.start(self.limits[kind]):
@@ -147,7 +151,7 @@ class Watchdog:
             self._place(phase, kind)
 
     def allow(self, kind: str, seconds: float) -> None:
-        """Raise the limit of a kind of phase to `seconds`, if it is less."""
+        """Raise the limit of a kind of phase to `seconds`, if it is lower."""
         if self.limits:
             self.limits[kind] = max(self.limits[kind], seconds)
 
@@ -159,7 +163,7 @@ class Watchdog:
         self._page[:] = place.encode()
 
     def _wait_for_the_end(self) -> NoReturn:
-        # The run went on too late: it is being written that it ends.
+        # The run continued too late: the report of its end is being written.
         time.sleep(2 * GRACE)
         os._exit(STALLED)
 
@@ -173,7 +177,7 @@ class Watchdog:
             stall_report.__file__,
             *map(str, (self._shared, stacks, os.getpid(), log)),
         ]
-        # Out of reach of Ctrl-C: the run may go on for a while after that.
+        # A new session, out of reach of Ctrl-C, after which the run may continue for a while.
         self._reporter = subprocess.Popen(
             command,
             pass_fds=(self._shared, stacks),
@@ -188,13 +192,17 @@ class Watchdog:
     def _make_timers(self, limit: float) -> None:
         libc = _libc()
         tell = _Event(None, signal.SIGRTMAX, SIGEV_SIGNAL)
-        # The function gets the value in the register of a first argument, whether it is declared as a union, a pointer or an int.
+        # The function gets the value in the register of a first argument, whether that is declared
+        # as a union, a pointer or an int.
         leave = _Event(STALLED, 0, SIGEV_THREAD, ctypes.cast(libc._exit, ctypes.c_void_p))
         self._timers = _Timer(libc, tell, limit, 0), _Timer(libc, leave, limit, GRACE)
 
 
 def _above_stderr(file: int) -> int:
-    """The same file under a number that nobody takes for stderr, as where a run was started without one."""
+    """Return the file under a descriptor above 2.
+
+    In a run that was started without stderr, a new file could otherwise be mistaken for it.
+    """
     number = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(file)
     return number
@@ -202,6 +210,5 @@ def _above_stderr(file: int) -> int:
 
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
-    return (
-        libc if hasattr(libc, 'timer_create') else ctypes.CDLL('librt.so.1', use_errno=True)
-    )  # its home before glibc 2.34
+    # Before glibc 2.34 the timers were in librt.
+    return libc if hasattr(libc, 'timer_create') else ctypes.CDLL('librt.so.1', use_errno=True)

@@ -1,4 +1,4 @@
-"""The compiled training step; and, called as `megajax.train(config)`, a whole run."""
+"""The compiled training step; called as `megajax.train(config)`, the package trains a model."""
 
 import sys
 import types
@@ -9,7 +9,10 @@ from megajax.config import Config
 
 
 class TrainPackage(types.ModuleType):
-    """The package, which can be called; `megajax/run/run.py` is above it, and imported by then."""
+    """The package as a callable module.
+
+    `megajax/run/run.py` is on a higher floor, so it is imported only when the package is called.
+    """
 
     def __call__(self, config: Config, *, name: str = 'run') -> Any:
         return import_module('megajax.run.run').train(config, name=name)

@@ -1,4 +1,4 @@
-"""Options for XLA: those of `train.overlap`, and cures of what XLA is known to compile wrongly."""
+"""Options for XLA: for `train.overlap`, and as workarounds for known miscompiles."""
 
 from megajax.config import Config
 from megajax.miscompiles import cures, mesh_target, refuse_bitten
@@ -10,7 +10,7 @@ Options = dict[str, str | bool]
 def step_options(config: Config) -> Options:
     """Options for the training step on the current mesh.
 
-    Raises ConfigError for a config that the compiler would compile wrongly whatever it is given.
+    Raises ConfigError for a config that the compiler would miscompile whatever its options.
     """
     target = mesh_target()
     refuse_bitten(config, target)

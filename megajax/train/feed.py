@@ -1,4 +1,4 @@
-"""Batches from the host onto the mesh; each process reads and places its own rows. B batch, S sequence."""
+"""Batches from the host onto the mesh; each process reads and places its own rows."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -21,10 +21,12 @@ Batch = dict[str, jax.Array]
 
 
 class PlacedBatches:
-    """The batches of steps `first` up to `last` on the current mesh, read ahead; each process reads its own rows.
+    """The batches of steps `first` up to `last` on the current mesh, read ahead.
 
-    Alone, a process raises what it cannot read. With others it must take part in the step that all of them compute, or they would wait
-    for ever: it hands in rows whose loss is not a number, and `check`, which all call when they see that, raises in every one.
+    Each process reads its own rows. In a run of one process, a read error is raised at once. In a
+    run of several, a process that cannot read its rows must still take part in the step that all
+    of them compute, or the others would wait forever: it feeds rows whose loss is not a number.
+    All processes call `check` when they see such a loss, and it raises in every one.
     """
 
     def __init__(
@@ -44,17 +46,16 @@ class PlacedBatches:
 
     def __next__(self) -> Batch:
         try:
-            # After an error the rows of every batch are unreadable: a step may be dispatched before
-            # the one that failed is known to have, and must change nothing either.
+            # After an error the rows of every later batch are unreadable too: the next step may be
+            # dispatched before the failure is known, and it must not change anything either.
             batch = next(self._read) if self._error is None else self._unreadable()
         except StopIteration:
             raise
         except Exception as error:
             if jax.process_count() == 1:
                 raise
-            if not isinstance(
-                error, RunError
-            ):  # the others may end this process before it has told of it
+            # Logged now, because the others may end this process before it reports the error.
+            if not isinstance(error, RunError):
                 logger.exception('this process could not read its rows of a batch')
             self._error = self._error or error
             batch = self._unreadable()
@@ -64,7 +65,7 @@ class PlacedBatches:
         return self._batches.unreadable(self._rows.stop - self._rows.start)
 
     def check(self) -> None:
-        """Raise in all processes, which must all ask, if one of them could not read its rows."""
+        """Raise in all processes if one of them could not read its rows; all must call this."""
         if jax.process_count() == 1:
             return
         failed = from_all(self._error is not None)[:, 0]
@@ -72,12 +73,16 @@ class PlacedBatches:
             raise self._error
         if failed.any():
             raise ConfigError(
-                f'process {int(failed.argmax())} could not read its rows of a batch: see what it printed'
+                f'process {int(failed.argmax())} could not read its rows of a batch: '
+                'see what it printed'
             )
 
 
 def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = None) -> Batch:
-    """Host arrays [B, S], the rows of each data shard on its devices; with `batch_size`, the arrays hold this process's rows alone."""
+    """Place host arrays [B, S] on the current mesh, the rows of each data shard on its devices.
+
+    With `batch_size`, the arrays hold only this process's rows of a batch of that size.
+    """
     sharding = NamedSharding(jax.sharding.get_mesh(), BATCH('BS'))
 
     def place(x: np.ndarray) -> jax.Array:
@@ -95,7 +100,10 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
 
 
 def local_rows(batch_size: int) -> slice:
-    """The rows of a batch that this process's devices hold, and perhaps others between them."""
+    """The smallest range of rows of a batch that contains all rows on this process's devices.
+
+    Rows in between that belong to other processes are included.
+    """
     sharding = NamedSharding(jax.sharding.get_mesh(), BATCH('BS'))
     rows = [
         index[0].indices(batch_size)
@@ -106,7 +114,7 @@ def local_rows(batch_size: int) -> slice:
 
 
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch in shapes and places on the current mesh."""
+    """The shapes, dtypes and placements of a batch on the current mesh."""
     sharding = NamedSharding(jax.sharding.get_mesh(), BATCH('BS'))
     shape = config.train.batch_size, config.train.seq_len
     dtypes = {'tokens': jnp.int32, 'labels': jnp.int32, 'loss_mask': jnp.float32}

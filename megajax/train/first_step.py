@@ -1,8 +1,9 @@
-"""The first step of a run in fp16, which finds the loss scale that the run begins with.
+"""The first step of a run in fp16, which finds the initial loss scale.
 
-What overflows first is not the gradient of a logit, whose largest is known, but one that grows on its way down: a norm divides by
-the deviation of its input, so gradients of the embedding are those of the first norm's output over the embedding's small numbers.
-How large they get depends on the model and on the batch, so it is tried.
+The first gradient to overflow is not that of a logit, whose maximum is known, but one that grows
+during backpropagation: a norm divides by the standard deviation of its input, so the embedding's
+gradients are those of the first norm's output divided by the embedding's small numbers. How large
+they get depends on the model and on the batch, so the scale is found by trying.
 """
 
 from collections.abc import Callable
@@ -20,10 +21,12 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 def take_first_step(
     train_step: TrainStep, state: TrainState, batch: Batch
 ) -> tuple[TrainState, Metrics]:
-    """Take the step at the largest scale, from that of `state` down, at which no gradient overflows; the next has it over MARGIN.
+    """Take the step at the largest scale at which no gradient overflows.
 
-    A step that overflows changes neither parameters nor optimizer, so it is taken again with the same batch and dropout until it
-    holds: nothing is compiled for it, and no batch is lost.
+    The scale starts at that of `state` and is halved until the step succeeds; the next step uses
+    the scale that succeeded divided by MARGIN. A step that overflows changes neither parameters
+    nor optimizer, so it is repeated with the same batch and the same dropout: nothing is compiled
+    for it, and no batch is lost.
     """
     assert state.loss_scale is not None
     step, batches, tried = int(state.step), int(state.batches), float(state.loss_scale.value)
@@ -31,7 +34,7 @@ def take_first_step(
         state, metrics = train_step(state, batch)
         if metrics['taken']:
             return _with_scale(state, max(tried / MARGIN, SMALLEST)), metrics
-        if not metrics['overflow']:  # the loss itself is not finite, and says nothing of the scale
+        if not metrics['overflow']:  # the loss itself is not finite: no evidence about the scale
             return state, metrics
         tried /= 2
         state = _with_scale(state, tried)._replace(

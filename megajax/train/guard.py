@@ -1,4 +1,7 @@
-"""Whether a step may change anything: decided inside it, from numbers that every device has, so that all processes agree."""
+"""Guards against non-finite values and loss spikes: whether a step applies its update.
+
+This is decided inside the step, from numbers that every device has, so that all processes agree.
+"""
 
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
@@ -8,37 +11,34 @@ import jax.numpy as jnp
 
 from megajax.config import Config, NumericError
 
-WINDOW = 128  # steps whose losses say what is usual, as in OLMo and Levanter
-DEVIATIONS = 6.0  # a loss this many standard deviations above their mean is a spike
+WINDOW = 128  # steps whose losses define the usual range, as in OLMo and Levanter
+DEVIATIONS = 6.0  # standard deviations above their mean, beyond which a loss is a spike
 
 
-SKIPS_IN_A_ROW = 3  # after so many the run ends
-ROUNDING = 1e-3  # nats that a cross entropy may be below zero
+SKIPS_IN_A_ROW = 3  # skipped updates, after which the run ends
+ROUNDING = 1e-3  # nats by which a cross entropy may be below zero
 
 
 class Guard(NamedTuple):
-    """The losses of the last steps that were taken, fp32 [WINDOW], how many have ever been taken, and how many were skipped in a row."""
+    """Recent losses and counts of applied and skipped updates, from which a step is judged."""
 
-    losses: jax.Array
-    taken: jax.Array
-    skipped_in_a_row: jax.Array
+    losses: jax.Array  # fp32 [WINDOW], of the last steps whose update was applied
+    taken: jax.Array  # updates applied since the run began
+    skipped_in_a_row: jax.Array  # updates skipped since the last applied one, without overflows
 
 
 class Verdict(NamedTuple):
-    """Whether the step is taken, whether loss and gradients were finite, whether the loss was a spike, or its scale too large for fp16.
+    """The outcome of a step: was its update applied, and if not, why?"""
 
-    And skips in a row with this one, but for those of the scale.
-    """
-
-    taken: jax.Array
-    finite: jax.Array
-    spike: jax.Array
-    overflow: jax.Array
-    skipped_in_a_row: jax.Array
+    taken: jax.Array  # the update was applied
+    finite: jax.Array  # loss and gradients were finite
+    spike: jax.Array  # the loss was a spike
+    overflow: jax.Array  # the loss scale was too large for fp16
+    skipped_in_a_row: jax.Array  # updates skipped in a row, including this one; no overflows
 
 
 def init_guard() -> Guard:
-    """Nothing seen yet."""
+    """Return the guard before the first step: no losses, all counts zero."""
     return Guard(
         losses=jnp.zeros(WINDOW, jnp.float32),
         taken=jnp.zeros((), jnp.int32),
@@ -55,15 +55,18 @@ def judge(
     overflow: jax.Array,
     spikes: bool,
 ) -> tuple[Verdict, Guard]:
-    """A step is taken if its loss and gradients are finite and, with `spikes`, its loss is no spike; the guard after it.
+    """Decide whether the update of a step is applied; return the verdict and the guard after it.
 
-    A negative log-likelihood below zero, which only a label outside the vocabulary has, counts as not finite.
+    It is applied if loss and gradients are finite and, with `spikes`, the loss is not a spike. A
+    negative log-likelihood below zero, which only a label outside the vocabulary can cause, counts
+    as not finite.
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (nll >= -ROUNDING)
     usual = guard.losses.mean() + DEVIATIONS * guard.losses.std()
     spike = finite & (guard.taken >= WINDOW) & (loss > usual)
     taken = finite & ~spike if spikes else finite
-    # the oldest loss makes room; a loss that is not finite must not come near the sum, not even times zero
+    # The loss replaces the oldest one. One that is not finite must not enter the arithmetic at
+    # all, not even multiplied by zero.
     here = taken & (jnp.arange(WINDOW) == guard.taken % WINDOW)
     after = Guard(
         losses=jnp.where(here, loss, guard.losses),
@@ -76,7 +79,10 @@ def judge(
 def respond(
     config: Config, step: int, metrics: Mapping[str, float]
 ) -> Literal['go on', 'roll back']:
-    """What a run does after `step`, the same in every process. Raises NumericError if it must end."""
+    """Decide how a run continues after `step`: the same in every process.
+
+    Raises NumericError if it must end.
+    """
     if metrics['taken'] or metrics['overflow']:
         return 'go on'
     key, policy = (
@@ -86,14 +92,19 @@ def respond(
     )
     what = 'is a spike' if metrics['finite'] else 'or its gradient is not finite'
     if metrics['nll'] < -ROUNDING:
-        what = f'has a cross entropy of {metrics["nll"]:.4g}, which is never below zero: a label is no token of the vocabulary'
-    event = f'step {step}: the loss ({metrics["loss"]:.4g}, gradient norm {metrics["grad_norm"]:.4g}) {what}'
+        what = (
+            f'has a cross entropy of {metrics["nll"]:.4g}, which is never below zero: '
+            'a label is not a token of the vocabulary'
+        )
+    numbers = f'{metrics["loss"]:.4g}, gradient norm {metrics["grad_norm"]:.4g}'
+    event = f'step {step}: the loss ({numbers}) {what}'
     if policy == 'stop':
         raise NumericError(
-            f'{event}; train.{key}=stop: look at the batch, lower optim.lr, or set train.{key}=skip'
+            f'{event}; train.{key}=stop: inspect the batch, lower optim.lr, or set train.{key}=skip'
         )
     if policy == 'skip' and metrics['skipped_in_a_row'] >= SKIPS_IN_A_ROW:
         raise NumericError(
-            f'{event}, as in the {SKIPS_IN_A_ROW - 1} steps before it; lower optim.lr, or set train.{key}=rollback'
+            f'{event}, as in the {SKIPS_IN_A_ROW - 1} steps before it; lower optim.lr, '
+            f'or set train.{key}=rollback'
         )
     return 'roll back' if policy == 'rollback' else 'go on'

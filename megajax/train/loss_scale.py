@@ -1,7 +1,8 @@
 """The dynamic loss scale of fp16 (Micikevicius et al., 2018), with Megatron's rules and constants.
 
-fp16 has 5 bits of exponent: gradients of activations below 6e-8 are lost. So the loss is multiplied by a power of two before it is
-differentiated and the gradients are divided by it in fp32. A step whose gradients overflow is left out, and the scale comes down.
+fp16 has 5 exponent bits: gradients of activations below 6e-8 are lost. The loss is therefore
+multiplied by a power of two before it is differentiated, and the gradients are divided by it in
+fp32. The update of a step whose gradients overflow is skipped, and the scale is lowered.
 """
 
 import math
@@ -16,26 +17,29 @@ from megajax.train.feed import Batch
 
 SMALLEST = 1.0
 WINDOW = 1000  # steps without an overflow, after which the scale is doubled
-HYSTERESIS = (
-    2  # overflows, the last of which halves it, and each one after that until it is doubled
-)
+# Overflows before the scale is halved: this one halves it, and so does each later one until the
+# scale is doubled again.
+HYSTERESIS = 2
 HEADROOM = 2.0**15  # the largest power of two in fp16
-MARGIN = 4.0  # of a run's first scale below the largest that holds for the first batch: gradients of others may be larger
+# The factor by which a run's initial scale is below the largest one that works for the first
+# batch: the gradients of other batches may be larger.
+MARGIN = 4.0
 
 
 class LossScale(NamedTuple):
-    """The scale, fp32, the steps without an overflow since it last changed, and the overflows that it still bears."""
+    """The loss scale and the counts that decide when it changes."""
 
-    value: jax.Array
-    steady_steps: jax.Array
-    overflows_left: jax.Array
+    value: jax.Array  # fp32
+    steady_steps: jax.Array  # steps without an overflow since the scale last changed
+    overflows_left: jax.Array  # overflows until the scale is halved
 
 
 def init_loss_scale(config: Config) -> LossScale | None:
-    """The scale before the first step, `train.loss_scale`; None but for fp16.
+    """Return the scale before the first step, `train.loss_scale`; None unless in fp16.
 
-    With `auto`, from which `train/first_step.py` comes down: 2^32, or the largest at which the gradient of a logit, at most
-    1 / tokens of a batch, is finite. That of the order of BERT's segments is at most 1 / sequences.
+    With `auto` it is 2^32 or, if that is smaller, the largest scale at which the gradient of a
+    logit is finite; `train/first_step.py` lowers it from there. That gradient is at most 1 / tokens
+    of a batch, or 1 / sequences for BERT's sentence-order prediction.
     """
     if config.train.dtype != 'float16':
         return None
@@ -48,7 +52,7 @@ def init_loss_scale(config: Config) -> LossScale | None:
 
 
 def scale_weights(loss_scale: LossScale | None, batch: Batch) -> Batch:
-    """The batch with the weights of its tokens and rows scaled, and with them the loss: before anything is in fp16."""
+    """Scale the weights of tokens and rows, and thereby the loss, before anything is in fp16."""
     if loss_scale is None:
         return batch
     return {
@@ -58,7 +62,7 @@ def scale_weights(loss_scale: LossScale | None, batch: Batch) -> Batch:
 
 
 def unscale(loss_scale: LossScale | None, sums_and_gradients: Any) -> Any:
-    """What came out, as if the weights had not been scaled: exactly, by a power of two."""
+    """Divide sums and gradients by the scale: exact, because the scale is a power of two."""
     return (
         sums_and_gradients
         if loss_scale is None
@@ -74,7 +78,7 @@ def overflows(loss_scale: LossScale | None, loss: jax.Array, grad_norm: jax.Arra
 
 
 def adjust(loss_scale: LossScale | None, overflow: jax.Array) -> LossScale | None:
-    """The scale for the next step."""
+    """Return the scale for the next step."""
     if loss_scale is None:
         return None
     steady = jnp.where(overflow, 0, loss_scale.steady_steps + 1)

@@ -1,4 +1,4 @@
-"""AdamW as Megatron has it: clipping by the global norm, no decay on biases and norms, warm-up before the schedule."""
+"""AdamW as in Megatron: global-norm clipping, no weight decay on biases and norms, warm-up."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +10,13 @@ import optax
 from megajax.config import Config, OptimConfig
 from megajax.model.parameters import map_parameters
 
-WSD_DECAY = 0.2  # the last fifth of the steps, as in MiniCPM (Hu et al., 2024) and after
+# The fraction of the steps, at their end, in which the rate decays: the last fifth, as in MiniCPM
+# (Hu et al., 2024) and its successors.
+WSD_DECAY = 0.2
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-    """Clip, then AdamW; the state of each parameter lies where the parameter lies."""
+    """Return clipping followed by AdamW; moments have the placement of their parameter."""
     optim = config.optim
     adamw = optax.adamw(
         make_schedule(optim, config.train.steps),
@@ -28,7 +30,11 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def make_schedule(optim: OptimConfig, steps: int) -> Callable[[Any], jax.Array]:
-    """The learning rate of step 0, 1, ...: linear warm-up to `lr`, which the first step after it has, then down to `min_lr`."""
+    """Return the learning rate as a function of the step, which counts from 0.
+
+    It rises linearly to `lr`, which the first step after the warm-up has, and then follows
+    `optim.schedule` down to `min_lr`.
+    """
     warmup = optim.warmup_steps
 
     def learning_rate(step: Any) -> jax.Array:
@@ -46,5 +52,5 @@ def make_schedule(optim: OptimConfig, steps: int) -> Callable[[Any], jax.Array]:
 
 
 def decays(params: Any) -> Any:
-    """A tree of booleans: which parameters decay, all but biases and norms."""
+    """A tree of booleans: does weight decay apply to the parameter? To all but biases and norms."""
     return map_parameters(lambda declared, _: declared.decays, params)

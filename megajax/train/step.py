@@ -1,7 +1,4 @@
-"""The training step: a pure function of state and batch, the same numbers on every mesh.
-
-B batch, S sequence, M microbatches, D data shards.
-"""
+"""The training step: a pure function of state and batch, with the same numbers on every mesh."""
 
 from collections.abc import Callable
 from functools import partial
@@ -41,24 +38,25 @@ from megajax.train.zero1 import gather_over_data, shard_over_data, sum_over_data
 
 Metrics = dict[str, jax.Array]
 Sums = tuple[jax.Array, jax.Array]
-DROPOUT = 0x6472706F  # apart from every index that a key is split by
+DROPOUT = 0x6472706F  # differs from every index that a key is split by
 
 
 class TrainState(NamedTuple):
-    """All that a step changes; `step` counts the ones done, taken or skipped, and `batches` those read, also for steps rolled back."""
+    """Everything that a step changes."""
 
-    step: jax.Array
-    batches: jax.Array
+    step: jax.Array  # steps done, whether their update was applied or skipped
+    batches: jax.Array  # batches read, also for steps that were rolled back
     params: nnx.State
     opt_state: optax.OptState
     guard: Guard
-    loss_scale: LossScale | None  # of fp16
+    loss_scale: LossScale | None  # None unless in fp16
 
 
 def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
-    """The state before the first step, created in its place on the current mesh; under `jax.eval_shape`, its shapes and places.
+    """Return the state before the first step, created where it belongs on the current mesh.
 
-    Of random parameters, unless there are `params` to start from, placed as a model's.
+    The parameters are random unless `params` are given, which must be placed as a model's. Under
+    `jax.eval_shape` the result is the shapes and placements.
     """
     layout, optimizer = Layout.of(config), make_optimizer(config)
 
@@ -83,18 +81,22 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
 
 
 def before_skipped(state: TrainState) -> TrainState:
-    """The state before a step that was skipped, from that after it: only counts have changed. fp16's of steady steps stays."""
+    """Return the state before a skipped step, given the state after it.
+
+    Only the counts differ. The count of steady steps of fp16's loss scale is not restored.
+    """
     guard = state.guard._replace(skipped_in_a_row=state.guard.skipped_in_a_row - 1)
     return state._replace(step=state.step - 1, batches=state.batches - 1, guard=guard)
 
 
 def make_train_step(config: Config) -> Wrapped:
-    """`train_step(state, batch) -> (state, metrics)`, compiled at its first call; the state that goes in is donated.
+    """Return `train_step(state, batch) -> (state, metrics)`, compiled at its first call.
 
-    A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and may hold `segment_ids` and `positions`; BERT's also `token_types`
-    and `swapped` [B, 1], and its loss is that of the masked tokens and that of the segments' order, of which `nll` is the first. A step
-    whose loss or gradients are not finite leaves parameters and optimizer as they are, to the bit; so does a spike if `train.spike`
-    says so.
+    The input state is donated. A batch holds `tokens`, `labels` and `loss_mask`, each [B, S], and
+    may hold `segment_ids` and `positions`. BERT's also holds `token_types` and `swapped` [B, 1];
+    its loss is the sum of the losses of masked-token and of sentence-order prediction, and `nll`
+    is the former. A step whose loss or gradients are not finite leaves parameters and optimizer
+    unchanged, bit for bit; so does a spike if `train.spike` says so.
     """
     optimizer, schedule = make_optimizer(config), make_schedule(config.optim, config.train.steps)
     loss_and_gradients = make_loss_and_gradients(config)
@@ -136,19 +138,21 @@ def make_train_step(config: Config) -> Wrapped:
 
 
 def dropout_key(seed: int, step: jax.Array | int) -> jax.Array:
-    """The key of a step's dropout.
+    """Return the random key for the dropout of a step.
 
-    jax.random.split(key, n)[i] is fold_in(key, i), so that without DROPOUT the first steps would
-    draw their masks with the keys that parameters were initialised with.
+    jax.random.split(key, n)[i] is fold_in(key, i), so without DROPOUT the first steps would draw
+    their masks with the keys that the parameters were initialised with.
     """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
 
 
 def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State]]:
-    """A function of parameters, batch, dropout key and loss scale: mean loss and negative log-likelihood, and the gradient of the loss.
+    """Return a function of parameters, batch, dropout key and loss scale.
 
-    Every data shard differentiates its own rows with the parameters that all share, so gradients come out one per data shard;
-    their sum, after the last microbatch, is the one reduction over `data` of a step.
+    It returns the mean loss, the mean negative log-likelihood and the gradient of the loss. Every
+    data shard differentiates the loss of its own rows with respect to the shared parameters, which
+    gives one gradient per data shard; their sum, after the last microbatch, is a step's only
+    reduction over `data`.
     """
     layout, num_microbatches = Layout.of(config), config.train.microbatches
     num_data = layout.num_shards('B')
@@ -191,9 +195,11 @@ def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.Sta
 
 
 def make_eval_step(config: Config) -> Wrapped:
-    """`eval_step(params, batch)`: sums over the batch, without dropout: `nll` in nats, `tokens`, and `bytes` if it holds `label_bytes`.
+    """Return `eval_step(params, batch)`, which sums metrics over a batch, without dropout.
 
-    Of BERT `nll` and `tokens` are those of masked tokens, and `order_nll` and `rows` those of its other head.
+    The sums are `nll` in nats, `tokens`, and `bytes` if the batch holds `label_bytes`. For BERT
+    `nll` and `tokens` are of masked-token prediction, `order_nll` and `rows` of sentence-order
+    prediction.
     """
     layout, computation = Layout.of(config), Computation.of(config)
     loss = Loss.of(config, layout.per_shard)
@@ -268,9 +274,10 @@ def _beside_tokens(shard: Batch) -> dict[str, Any]:
 def _model_with_weights(
     graph: nnx.GraphDef[LanguageModel], params: nnx.State, weights: nnx.State | None
 ) -> tuple[LanguageModel, Block | None]:
-    """The model, and what its layers compute with where that is not the parameters themselves.
+    """Return the model, and the weights of its layers where they differ from its parameters.
 
-    Each layer takes its weights in the loop, which would otherwise hold all of them in fp32.
+    Each layer reads its weights inside the loop over layers, which would otherwise hold all of
+    them in fp32.
     """
     if weights is None:
         return nnx.merge(graph, params), None
@@ -283,26 +290,27 @@ def _model_with_weights(
 
 
 def _with_rows_and_weights(batch: Batch, layout: Layout) -> Batch:
-    # Weights that add up to one over the global batch make the mean exact however the mask is spread over the shards.
+    # Weights that add up to one over the global batch make the mean exact, however the mask is
+    # distributed over the shards.
     mask_BS = batch['loss_mask']
     weights_BS = mask_BS / jnp.maximum(mask_BS.sum(), 1)
     rows_B = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
-    made = {'weights': weights_BS, 'rows': rows_B}
+    added = {'weights': weights_BS, 'rows': rows_B}
     if 'swapped' in batch:
         real_B1 = _real_rows(batch)
-        made['row_weights'] = real_B1 / jnp.maximum(real_B1.sum(), 1)
-    return {**{name: x for name, x in batch.items() if name != 'loss_mask'}, **made}
+        added['row_weights'] = real_B1 / jnp.maximum(real_B1.sum(), 1)
+    return {**{name: x for name, x in batch.items() if name != 'loss_mask'}, **added}
 
 
 def _real_rows(batch: Batch) -> jax.Array:
-    """1 for the rows [B, 1] that hold something, 0 for those that fill up the batch."""
+    """Return [B, 1]: 1 for rows with at least one counted token, 0 for rows that pad the batch."""
     return batch['loss_mask'].max(-1, keepdims=True)
 
 
 def _split(x: jax.Array, num_microbatches: int, layout: Layout) -> jax.Array:
-    """[batch, ...] as [microbatch, data shard, rows, ...].
+    """Reshape [batch, ...] to [microbatch, data shard, rows, ...].
 
-    Each data shard cuts its own rows into microbatches, so no row moves.
+    Each data shard splits its own rows into microbatches, so no row moves between devices.
     """
     num_data = layout.num_shards('B')
     rows = x.shape[0] // (num_microbatches * num_data)

@@ -1,9 +1,9 @@
 """ZeRO stage 1 (Rajbhandari et al., 2020), Megatron's distributed optimizer: `optim.shard`.
 
-Between steps each data shard keeps its part of every matrix, in fp32, and of AdamW's moments. A
-step gathers the matrices once, in the dtype of the computation, reduces their gradients in fp32 to
-the part that each data shard updates, and updates it: per parameter 6 bytes on every device and 12
-shared by the data shards, instead of 16. Tables and vectors are few and stay whole.
+Between steps each data shard stores its part of every matrix, in fp32, and of AdamW's moments. A
+step gathers the matrices once, in the compute dtype, reduce-scatters their gradients in fp32 to the
+part that each data shard updates, and updates it: per parameter 6 bytes on every device and 12
+divided among the data shards, instead of 16. Tables and vectors are few and stay replicated.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from megajax.parallel.layout import Layout
 
 
 def shard_over_data(params: Any, layout: Layout) -> Any:
-    """The parameters as they lie between steps."""
+    """Return the parameters with their placement between steps."""
 
     def place(declared: Parameter, x: jax.Array) -> jax.Array:
         return jax.reshard(x, layout(declared.dims, at_rest=True)) if declared.is_matrix else x
@@ -28,9 +28,9 @@ def shard_over_data(params: Any, layout: Layout) -> Any:
 
 
 def gather_over_data(params: Any, dtype: DTypeLike, layout: Layout) -> Any:
-    """The parameters as a step computes with them.
+    """Return the parameters as a step uses them: gathered over `data`, in the compute dtype.
 
-    Each matrix is whole on every data shard, in the dtype of the computation.
+    Each matrix is replicated over the data shards.
     """
     if not layout.at_rest:
         return params
@@ -39,9 +39,9 @@ def gather_over_data(params: Any, dtype: DTypeLike, layout: Layout) -> Any:
 
 
 def sum_over_data(gradients: Any, layout: Layout) -> Any:
-    """The sum of gradients [data shard, ...], each where its parameter lies.
+    """Return the sum of gradients [data shard, ...], each with the placement of its parameter.
 
-    An all-reduce over data, or a reduce-scatter where the parameter is sharded over it.
+    This is an all-reduce over `data`, or a reduce-scatter if the parameter is sharded over it.
     """
 
     def add(declared: Parameter, gradient: jax.Array) -> jax.Array:

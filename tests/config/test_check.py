@@ -4,7 +4,8 @@ import pytest
 
 from megajax.config import ConfigError, Problem, load
 
-BASE = 'gpt2_124m'  # 12 heads of 64, hidden 768, ffn 3072, vocabulary 50257 -> 51200, seq 1024, batch 512 = 8 x 4 x 16
+# 12 heads of 64, hidden 768, ffn 3072, vocabulary 50257 -> 51200, seq 1024, batch 512 = 8 x 4 x 16
+BASE = 'gpt2_124m'
 
 
 def problems(*overrides: str) -> list[Problem]:
@@ -165,7 +166,10 @@ def problems(*overrides: str) -> list[Problem]:
             'model.position=rope',
         ),
         (
-            'model.position=rope model.rope_scaling={"type":"llama3","factor":8,"high_freq_factor":1}',
+            (
+                'model.position=rope '
+                'model.rope_scaling={"type":"llama3","factor":8,"high_freq_factor":1}'
+            ),
             'model.rope_scaling',
             'high_freq_factor 1.0 must be above low_freq_factor 1.0',
             'model.rope_scaling={"type":"llama3","factor":8}',
@@ -190,7 +194,10 @@ def test_the_message_offers_what_works(wrong: str, path: str, offer: str, right:
         'mesh.model=2 model.num_kv_heads=4',
         'model.position=rope',
         'optim.min_lr=0 optim.schedule=constant',
-        'model.objective=masked_lm mesh.model=4 mesh.sequence_parallel=true optim.shard=true model.tie_embeddings=false',
+        (
+            'model.objective=masked_lm mesh.model=4 mesh.sequence_parallel=true optim.shard=true '
+            'model.tie_embeddings=false'
+        ),
         'data.split=0.9,0.1,0',
     ],
 )
@@ -205,5 +212,8 @@ def test_nothing_is_concluded_from_a_wrong_value(wrong: str) -> None:
 
 def test_a_problem_is_placed_at_the_override_that_causes_it() -> None:
     assert [str(problem) for problem in problems('train.microbatches=3')] == [
-        'override train.microbatches=3: train.batch_size: 512 is not a multiple of mesh.data=8 x train.microbatches=3 = 24; use 504 or 528'
+        (
+            'override train.microbatches=3: train.batch_size: '
+            '512 is not a multiple of mesh.data=8 x train.microbatches=3 = 24; use 504 or 528'
+        )
     ]

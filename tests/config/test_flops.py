@@ -1,4 +1,7 @@
-"""FLOPs of a step: the paper's formula, and what each choice adds. `tests/plan/test_compiled.py` has the products of compiled steps."""
+"""FLOPs of a step: the paper's formula, and what each choice adds.
+
+`tests/plan/test_compiled.py` has the products of compiled steps.
+"""
 
 from fractions import Fraction
 from typing import Any
@@ -48,7 +51,9 @@ def test_a_gpt_has_exactly_the_flops_of_the_papers_formula(preset: str) -> None:
 
 
 def test_megatrons_largest_model_has_the_flops_that_its_table_implies() -> None:
-    """Narayanan et al. (2021), Table 1: 163 TFLOP/s on each of 3072 GPUs, and section 5.1: 450 billion tokens in 84 days."""
+    """Narayanan et al. (2021), Table 1: 163 TFLOP/s on each of 3072 GPUs, and section 5.1: 450
+    billion tokens in 84 days.
+    """
     model = ModelConfig(
         num_layers=128, hidden_size=25600, num_heads=160, vocab_size=51200, max_seq_len=2048
     )
@@ -73,9 +78,7 @@ def test_each_token_meets_each_weight_of_a_layer_once(change: dict[str, Any], fo
     assert found.head == 2 * 8 * 32 * 64 * 1024  # of the padded vocabulary
 
 
-def test_berts_square_layer_before_the_logits_is_whole_on_each_device_unless_the_sequence_is_sharded() -> (
-    None
-):
+def test_berts_square_layer_is_whole_on_each_device_unless_the_sequence_is_sharded() -> None:
     causal, alone = step_flops(make_config()), step_flops(make_config('bert'))
     dense, of_first_token = 2 * 8 * 32 * 64**2, 2 * 8 * 64 * (64 + 2)
     assert alone.head - causal.head == dense + of_first_token

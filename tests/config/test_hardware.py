@@ -1,4 +1,6 @@
-"""Types of GPU: what is known by name agrees with the rest of the project, and what is wrong in a user's file is said."""
+"""Types of GPU: what is known by name agrees with the rest of the project, and what is wrong in a
+user's file is said.
+"""
 
 import pytest
 

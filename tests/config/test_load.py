@@ -87,7 +87,8 @@ def test_a_section_may_be_empty(tmp_path: Path) -> None:
 def test_a_loss_scale_is_auto_or_a_number(tmp_path: Path, value: str) -> None:
     (message,) = mistakes(write(tmp_path, MODEL), f'train.loss_scale={value}')
     assert message.startswith(
-        f"override train.loss_scale={value}: train.loss_scale: must be 'auto' or a power of two, not "
+        f'override train.loss_scale={value}: train.loss_scale: '
+        "must be 'auto' or a power of two, not "
     )
 
 
@@ -115,17 +116,29 @@ data: stdlib
         f'{file}:3: model.num_layers: written twice, first in line 2; delete one of the two',
         f'{file}:6: model.num_head: unknown key; did you mean model.num_heads?',
         f'{file}:10: trian: unknown key; did you mean train?',
-        f'{file}:14: data: must be a group of keys; it has corpus, blend, tokenizer, split, order, document_mask',
+        (
+            f'{file}:14: data: must be a group of keys; it has corpus, blend, tokenizer, split, '
+            'order, document_mask'
+        ),
         'override lr=3: lr: unknown key; did you mean optim.lr?',
         'override train.steps: not of the form section.key=value, for example train.steps=100',
-        "override run.dir=[: not valid YAML: expected the node content, but found '<stream end>'; put the value in quotes",
+        (
+            'override run.dir=[: not valid YAML: expected the node content, '
+            "but found '<stream end>'; put the value in quotes"
+        ),
         f"{file}:5: model.num_heads: must be a valid integer, not 'four'",
         f'{file}: model.max_seq_len: required, and has no default; add it',
         f"{file}:8: model.norm: must be 'layernorm' or 'rmsnorm', not 'batchnorm'",
         f"{file}:9: model.bias: must be true or false, not 'off'",
         'override optim.beta1=1: optim.beta1: must be less than 1, not 1',
-        'override mesh.model=3: model.vocab_size: 1000 is padded to 1024, which mesh.model=3 does not divide; use mesh.model 2 or 4',
-        f'{file}:13: optim.min_lr: 1e-05 exceeds optim.lr=1e-06; use at most 1e-06, for example 1e-07',
+        (
+            'override mesh.model=3: model.vocab_size: 1000 is padded to 1024, '
+            'which mesh.model=3 does not divide; use mesh.model 2 or 4'
+        ),
+        (
+            f'{file}:13: optim.min_lr: 1e-05 exceeds optim.lr=1e-06; use at most 1e-06, '
+            'for example 1e-07'
+        ),
     ]
 
 
@@ -158,7 +171,8 @@ def test_bad_yaml_is_reported_by_line(text: str, line: int, tmp_path: Path) -> N
 def test_a_missing_file_names_the_nearest_preset() -> None:
     (message,) = mistakes('configs/llama3_8.yaml')
     assert message.startswith(
-        'configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: bert_1.3b, '
+        'configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: '
+        'bert_1.3b, '
     )
 
 
@@ -180,7 +194,10 @@ def test_a_config_can_be_hashed_and_a_blend_survives_its_dump(tmp_path: Path) ->
 
 def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
     write(tmp_path, f'{MODEL}data: {{corpus: größe}}\n')
-    code = f'from megajax.config import load; print(ascii(load({str(tmp_path / "run.yaml")!r}).data.corpus))'
+    code = (
+        'from megajax.config import load; '
+        f'print(ascii(load({str(tmp_path / "run.yaml")!r}).data.corpus))'
+    )
     ascii_only = os.environ | {'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0', 'PYTHONUTF8': '0'}
     done = subprocess.run(
         [sys.executable, '-c', code], env=ascii_only, capture_output=True, text=True

@@ -1,4 +1,6 @@
-"""Files and samples held to megatron-core itself, on random settings, where it is installed (pip install megatron-core torch)."""
+"""Files and samples held to megatron-core itself, on random settings, where it is installed (pip
+install megatron-core torch).
+"""
 
 import warnings
 from pathlib import Path
@@ -95,9 +97,11 @@ def test_training_and_validation_samples_are_the_same(tmp_path: Path, seed: int)
         else f'data.corpus={prefixes[0]}'
     )
     config = load('tiny', [
-        'mesh.data=1', 'mesh.model=1', f'train.batch_size={batch_size}', f'train.seq_len={seq_len}', f'train.steps={steps}',
-        f'train.seed={seed}', 'train.eval_every=10', 'train.eval_batches=2', 'train.sample_prompts=[]', 'optim.warmup_steps=0',
-        'data.tokenizer=none', 'data.order=megatron', f'data.split={split}', corpus,
+        'mesh.data=1', 'mesh.model=1', f'train.batch_size={batch_size}',
+        f'train.seq_len={seq_len}', f'train.steps={steps}', f'train.seed={seed}',
+        'train.eval_every=10', 'train.eval_batches=2', 'train.sample_prompts=[]',
+        'optim.warmup_steps=0', 'data.tokenizer=none', 'data.order=megatron',
+        f'data.split={split}', corpus,
     ])  # fmt: skip
     data = load_data(config)
     sizes = [steps * batch_size, (steps // 10 + 1) * 2 * batch_size, batch_size]

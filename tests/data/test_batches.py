@@ -1,4 +1,6 @@
-"""The batch of a step depends on the config and the step alone, and no document sees another where that is asked."""
+"""The batch of a step depends on the config and the step alone, and no document sees another where
+that is asked.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""The built pair is Megatron's for the same tokens, whatever the workers, the format and the kills; a mistake leaves nothing behind."""
+"""The built pair is Megatron's for the same tokens, whatever the workers, the format and the kills;
+a mistake leaves nothing behind.
+"""
 
 import gzip
 import json
@@ -40,7 +42,8 @@ def hook(event, arguments):
         if not count:
             os.kill(os.getpid(), number)
 sys.addaudithook(hook)
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which a suite that runs in the background does not hand on
+# A suite that runs in the background does not hand this on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from megajax.data.build.build import Job, build
 options = eval(sys.argv[4])
 try:
@@ -276,13 +279,16 @@ def test_two_builders_do_not_share_a_folder(corpus: Path, tmp_path: Path) -> Non
 BAD = [
     (
         b'{"text": "a"}\n\n{"text": "b"\n',
-        r'bad.jsonl:3: is not JSON \(Expecting .*{"text": "b"; mend it, or leave such lines out with --skip-bad',
+        (
+            r'bad.jsonl:3: is not JSON \(Expecting .*{"text": "b"; fix it, '
+            r'or skip such lines with --skip-bad'
+        ),
     ),
     (b'{"body": "a"}', r"bad.jsonl:1: has no key 'text' \(its keys: body\); give --json-key"),
     (b'{"text": ["a"]}', r'bad.jsonl:1: \'text\' is \["a"\], not text'),
     (b'["a"]', r'bad.jsonl:1: is list, not a JSON object'),
     (b'{"text": "a\xff"}', r'bad.jsonl:1: is not UTF-8 at byte 11 \(0xff\)'),
-    (b'{"text": "\\ud800"}', r"bad.jsonl:1: 'text' has half a surrogate pair at character 0"),
+    (b'{"text": "\\ud800"}', r"bad.jsonl:1: 'text' has an unpaired surrogate at character 0"),
     (b'[' * 10**5, r'bad.jsonl:1: is not JSON'),
     (b' \n', '--input: holds no text: 0 documents'),
 ]
@@ -324,9 +330,9 @@ def test_bad_lines_are_skipped_and_counted(corpus: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'out': '{folder}/no/out'}, 'no/out: there is no folder .*; make it first'),
+        ({'out': '{folder}/no/out'}, 'no/out: there is no folder .*; create it first'),
         ({'out': '{folder}/out.bin'}, 'out.bin: is the name of one of the files; give the prefix'),
-        ({'tokenizer': None}, '--tokenizer: neither of --tokenizer and --train-bpe; give one'),
+        ({'tokenizer': None}, '--tokenizer: neither --tokenizer nor .* is given; give one'),
         ({'tokenizer': '{folder}/none.json'}, '--tokenizer: there is no file'),
         ({'train_bpe': 256, 'tokenizer': None}, '--train-bpe: 256 is below 257'),
         ({'train_bpe': 300, 'tokenizer': None, 'inputs': ('-',)}, '-: cannot be read twice'),
@@ -349,7 +355,7 @@ def test_a_mistake_in_the_job_is_named(
 def test_what_is_there_is_not_touched(suffix: str, corpus: Path, tmp_path: Path) -> None:
     (tmp_path / f'out{suffix}').write_text('precious')
     with pytest.raises(
-        ConfigError, match=rf'out{suffix}: exists already; move it, or choose another OUT'
+        ConfigError, match=rf'out{suffix}: already exists; move it, or choose another OUT'
     ):
         build(job(tmp_path / 'out', corpus))
     assert files(tmp_path / 'out') == {suffix: b'precious'}
@@ -366,7 +372,8 @@ def test_a_full_disk_is_named_with_what_was_written(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (2, '')
     assert re.fullmatch(
-        rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: File too large; make room, .*\n',
+        rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: '
+        r'File too large; free disk space, .*\n',
         done.stderr,
     )
     assert not files(tmp_path / 'out')
@@ -391,7 +398,8 @@ def test_the_command_takes_several_files_and_standard_input(corpus: Path, tmp_pa
     )
     assert (done.returncode, done.stderr) == (0, '')
     assert re.fullmatch(
-        r'120 documents, \d+ tokens, \d\.\d\d bytes each; .* MB/s; wrote .*out.bin, .*out.idx, .*\n',
+        r'120 documents, \d+ tokens, \d\.\d\d bytes each; .* MB/s; wrote .*out.bin, '
+        r'.*out.idx, .*\n',
         done.stdout,
     )
     command = [
@@ -428,7 +436,8 @@ def test_a_worker_that_is_killed_ends_the_build_which_goes_on(corpus: Path, tmp_
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     program = (
-        'import re, resource, sys; from pathlib import Path; from megajax.data.build.build import Job, build\n'
+        'import re, resource, sys; from pathlib import Path; '
+        'from megajax.data.build.build import Job, build\n'
         'build(Job(out=sys.argv[1], inputs=(sys.argv[2],), tokenizer="bytes", workers=2))\n'
         # not ru_maxrss of itself, which begins with that of the process that started it
         'own = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])\n'

@@ -140,6 +140,6 @@ def test_each_line_of_json_is_a_document(tmp_path: Path, name: str) -> None:
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
     (tmp_path / 'web.jsonl').write_text('{"text": "a"}\n{"text": \n')
     with pytest.raises(
-        ConfigError, match=r'web.jsonl:2: is not JSON .*; mend it, or let megajax data build'
+        ConfigError, match=r'web.jsonl:2: is not JSON .*; fix it, or use megajax data build'
     ):
         read_documents(str(tmp_path / 'web.jsonl'))

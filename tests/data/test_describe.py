@@ -57,7 +57,7 @@ def test_files_of_megatron(tmp_path: Path) -> None:
         data('verify', str(ORACLES / 'c'), '--vocab-size', '70000'),
     )
     assert 'documents  30' in shown.stdout
-    assert 'unknown: no manifest lies beside the files' in shown.stdout
+    assert 'unknown: there is no manifest next to the files' in shown.stdout
     assert verified.stdout.count('ok  ') == 3
 
 
@@ -67,11 +67,14 @@ def test_files_of_megatron(tmp_path: Path) -> None:
         (['verify', f'{ORACLES}/c', '--vocab-size', '50000'], 'c.bin: at byte '),
         (
             ['info', f'{ORACLES}/c', '--tokenizer', 'bytes'],
-            'error: --tokenizer: has 257 entries, and document 0 holds',
+            'error: --tokenizer: has 257 entries, and document 0 contains',
         ),
         (
             ['info', 'nowhere'],
-            'error: nowhere: there is no nowhere.bin and no nowhere.idx; give the prefix of two files',
+            (
+                'error: nowhere: there is no nowhere.bin and no nowhere.idx; '
+                'give the prefix of two files'
+            ),
         ),
     ],
 )
@@ -87,7 +90,7 @@ def test_what_is_wrong_exits_2(arguments: list[str], message: str) -> None:
         (
             'bin',
             lambda content: content[:7] + b'\1' + content[8:],
-            r'web.bin: differs from what was built, by its hash',
+            r'web.bin: does not match the SHA-256 in its manifest',
         ),
         (
             'json',

@@ -1,4 +1,6 @@
-"""Token files are what megatron-core writes and reads, and a broken one is refused with the byte where it breaks."""
+"""Token files are what megatron-core writes and reads, and a broken one is refused with the byte
+where it breaks.
+"""
 
 import io
 import shutil
@@ -117,16 +119,19 @@ LENGTHS, POINTERS, DOCUMENTS = (
         (lambda b: b'P' + b[1:], r"web.idx: at byte 0: b'PMIDIDX.*' instead of b'MMIDIDX"),
         (
             lambda b: patched(b, 9, '<Q', 2),
-            r'web.idx: at byte 9: version 2, and there is only version 1; copy it again',
+            r'web.idx: at byte 9: version 2, but only version 1 exists; copy it again',
         ),
         (
             lambda b: patched(b, 17, '<B', 9),
-            r'web.idx: at byte 17: 9 is no dtype of tokens; there are 1 \(uint8\)',
+            r'web.idx: at byte 17: 9 is not a dtype of tokens; known are 1 \(uint8\)',
         ),
-        (lambda b: patched(b, 17, '<B', 7), r'web.idx: at byte 17: 7 is no dtype'),
+        (lambda b: patched(b, 17, '<B', 7), r'web.idx: at byte 17: 7 is not a dtype'),
         (
             lambda b: b[:-3],
-            r'web.idx: has 111 bytes, and 4 sequences and 4 document boundaries \(bytes 18 and 26\) need 114',
+            (
+                r'web.idx: has 111 bytes, and 4 sequences and 4 document boundaries \(bytes 18 '
+                r'and 26\) need 114'
+            ),
         ),
         (
             lambda b: patched(b, 18, '<Q', 2**63),

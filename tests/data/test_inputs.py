@@ -1,4 +1,6 @@
-"""Units are the input, cut at line ends; reading goes on at any of them; what cannot be read is named."""
+"""Units are the input, cut at line ends; reading goes on at any of them; what cannot be read is
+named.
+"""
 
 import gzip
 import os

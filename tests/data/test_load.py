@@ -1,4 +1,6 @@
-"""From a config to batches: text, Megatron's files and blends of them; what cannot be used is refused with file and fix."""
+"""From a config to batches: text, Megatron's files and blends of them; what cannot be used is
+refused with file and fix.
+"""
 
 import json
 import os
@@ -206,16 +208,28 @@ def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Pa
 @pytest.mark.parametrize(
     ('overrides', 'message'),
     [
-        (['data.corpus={folder}', 'train.seq_len=256', 'train.batch_size=64'], r'train.batch_size: 64 is more than the \d+ sequences'),
-        (['data.corpus={folder}', 'data.tokenizer=none'], r'data.tokenizer: none, and data.corpus=.* is text; use bpe'),
-        (['data.corpus={pair}'], r'data.tokenizer: no tokenizer is known: there is no .*a.json; give the tokenizer.json that'),
-        (['data.corpus={pair}', 'data.tokenizer=bpe'], r'data.tokenizer: bpe is trained on text, and .*a holds tokens; use auto'),
-        (['data.corpus={pair}', 'data.tokenizer=none'], r'train.sample_prompts: nothing can be sampled with data.tokenizer=none'),
-        ([*IDS[:2], 'data.corpus={pair}', 'model.vocab_size=500'], r'a.bin: at byte \d+: .*500 ids end below \d+.*; use 1000 or more'),
-        ([*IDS, 'data.corpus={pair}', 'data.split=1,999,0'], r'data.corpus: .*a has 0 tokens to train on, in 0 of 60 sequences'),
-        ([*IDS, 'data.corpus={pair}.idx'], r'data.corpus: .*a.idx: give the prefix of the two files, .*a'),
-        ([*IDS, 'data.corpus=x', 'data.blend={{{pair}: 1}}'], r'data.corpus: x, and data.blend names .*a; set one of the two'),
-        ([*IDS, 'data.blend={{{pair}: 1, {pair}2: 1}}'], r'a2: there is no a2.bin and no a2.idx; give the prefix'),
+        (['data.corpus={folder}', 'train.seq_len=256', 'train.batch_size=64'],
+         r'train.batch_size: 64 is more than the \d+ sequences'),
+        (['data.corpus={folder}', 'data.tokenizer=none'],
+         r'data.tokenizer: none, and data.corpus=.* is text; use bpe'),
+        (['data.corpus={pair}'], (
+            r'data.tokenizer: no tokenizer is known: there is no .*a.json; '
+            r'give the tokenizer.json that'
+        )),
+        (['data.corpus={pair}', 'data.tokenizer=bpe'],
+         r'data.tokenizer: bpe is trained on text, and .*a holds tokens; use auto'),
+        (['data.corpus={pair}', 'data.tokenizer=none'],
+         r'train.sample_prompts: nothing can be sampled with data.tokenizer=none'),
+        ([*IDS[:2], 'data.corpus={pair}', 'model.vocab_size=500'],
+         r'a.bin: at byte \d+: .*500 ids end below \d+.*; use 1000 or more'),
+        ([*IDS, 'data.corpus={pair}', 'data.split=1,999,0'],
+         r'data.corpus: .*a has 0 tokens to train on, in 0 of 60 sequences'),
+        ([*IDS, 'data.corpus={pair}.idx'],
+         r'data.corpus: .*a.idx: give the prefix of the two files, .*a'),
+        ([*IDS, 'data.corpus=x', 'data.blend={{{pair}: 1}}'],
+         r'data.corpus: x, and data.blend names .*a; set one of the two'),
+        ([*IDS, 'data.blend={{{pair}: 1, {pair}2: 1}}'],
+         r'a2: there is no a2.bin and no a2.idx; give the prefix'),
         ([*IDS, 'data.blend={{{pair}: -1}}'], r'data.blend: .*greater than 0'),
     ],
 )  # fmt: skip
@@ -237,12 +251,18 @@ def make_symlink(prefix: Path) -> None:
 @pytest.mark.parametrize(
     ('change', 'message'),
     [
-        (lambda p: replaced(p, 'tokenizer', '../web.tokenizer.json'), r"tokenizer '../web.tokenizer.json' is not a plain file in the same"),
-        (lambda p: replaced(p, 'tokenizer', '/etc/passwd'), r"web.json: tokenizer '/etc/passwd' is not a plain file in the same folder"),
-        (lambda p: replaced(p, 'tokens', 'many'), r'web.json: is not what megajax data build wrote \(tokens: '),
-        (lambda p: Path(f'{p}.json').write_text('{'), r'web.json: is not what megajax data build wrote'),
-        (lambda p: Path(f'{p}.tokenizer.json').unlink(), r'web.tokenizer.json: is missing, and web.json names it'),
-        (lambda p: Path(f'{p}.tokenizer.json').write_text('{}'), r'web.tokenizer.json: is not the tokenizer that built these tokens'),
+        (lambda p: replaced(p, 'tokenizer', '../web.tokenizer.json'),
+         r"tokenizer '../web.tokenizer.json' is not a plain file in the same"),
+        (lambda p: replaced(p, 'tokenizer', '/etc/passwd'),
+         r"web.json: tokenizer '/etc/passwd' is not a plain file in the same folder"),
+        (lambda p: replaced(p, 'tokens', 'many'),
+         r'web.json: is not what megajax data build wrote \(tokens: '),
+        (lambda p: Path(f'{p}.json').write_text('{'),
+         r'web.json: is not what megajax data build wrote'),
+        (lambda p: Path(f'{p}.tokenizer.json').unlink(),
+         r'web.tokenizer.json: is missing, and web.json names it'),
+        (lambda p: Path(f'{p}.tokenizer.json').write_text('{}'),
+         r'web.tokenizer.json: is not the tokenizer that made these tokens'),
         (make_symlink, r"tokenizer 'web.tokenizer.json' is not a plain file in the same folder"),
     ],
 )  # fmt: skip
@@ -258,7 +278,10 @@ def test_another_tokenizer_than_the_one_that_built_the_data(tmp_path: Path) -> N
     make_tokenizer('bpe', 290, ['while True: pass\n' * 9]).save(other)
     with pytest.raises(
         ConfigError,
-        match=r'data.tokenizer: .*other.json did not make these tokens: their own is .*web.tokenizer.json',
+        match=(
+            r'data.tokenizer: .*other.json did not make these tokens: '
+            r'their tokenizer is .*web.tokenizer.json'
+        ),
     ):
         load_data(config(f'data.corpus={prefix}', f'data.tokenizer={other}'))
     load_data(config(f'data.corpus={prefix}', f'data.tokenizer={prefix}.tokenizer.json'))
@@ -272,6 +295,9 @@ def test_a_blend_of_two_tokenizers(tmp_path: Path) -> None:
     Path(f'{second}.json').write_text(manifest_of(second, tokens).model_dump_json())
     with pytest.raises(
         ConfigError,
-        match=r'web.tokenizer.json did not make these tokens: their own is .*code.*; blend corpora of one',
+        match=(
+            r'web.tokenizer.json did not make these tokens: their tokenizer is .*code.*; '
+            r'blend corpora that share'
+        ),
     ):
         load_data(config(f'data.blend={{{first}: 1, {second}: 2}}'))

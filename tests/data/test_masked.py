@@ -1,4 +1,6 @@
-"""A batch of BERT's depends on the config and the step alone, its segments are of one document, and masking is as the paper says."""
+"""A batch of BERT's depends on the config and the step alone, its segments are of one document, and
+masking is as the paper says.
+"""
 
 import json
 from pathlib import Path
@@ -25,7 +27,9 @@ sizes = st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=5), min_size=
 
 
 def part_of(documents: list[list[int]], *, eod: bool = False) -> Part:
-    """Documents of sentences of these lengths, whose tokens count up; the last token of a document is EOD if asked."""
+    """Documents of sentences of these lengths, whose tokens count up; the last token of a document
+    is EOD if asked.
+    """
     lengths = np.array([length for document in documents for length in document], np.int32)
     tokens = np.arange(FIRST, FIRST + lengths.sum(), dtype=np.int32)
     made = from_lengths('x', tokens, lengths)
@@ -131,9 +135,7 @@ def test_a_row_is_two_segments_of_a_piece_in_their_order_or_swapped_and_padding(
     assert len(orders) == 2 + 2 + 4
 
 
-def test_of_each_sequence_15_percent_are_masked_of_which_80_are_mask_10_anything_and_10_as_they_were() -> (
-    None
-):
+def test_15_percent_are_masked_of_which_80_are_mask_10_anything_and_10_as_they_were() -> None:
     made = batches([[29]] * 2000, batch_size=2000)[0]
     masked = made['loss_mask'] > 0
     assert set(masked.sum(1)) == {round(MASKED * 29)}
@@ -236,7 +238,9 @@ def test_a_word_piece_is_for_masked_lm_alone(tmp_path: Path) -> None:
     assert {pieces[i] for i in batch['labels'][batch['loss_mask'] > 0]} <= set(pieces) - set(
         SPECIAL
     )
-    with pytest.raises(ConfigError, match='WordPiece, from whose tokens no text comes back'):
+    with pytest.raises(
+        ConfigError, match='WordPiece tokenizer, whose tokens cannot be converted back'
+    ):
         load(
             config.model_copy(
                 update={'model': config.model.model_copy(update={'objective': 'next_token'})}

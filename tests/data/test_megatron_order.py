@@ -1,4 +1,6 @@
-"""Indices and samples are those of megatron-core's GPTDataset and BlendedDataset, of which `oracles/gpt_dataset` holds results."""
+"""Indices and samples are those of megatron-core's GPTDataset and BlendedDataset, of which
+`oracles/gpt_dataset` holds results.
+"""
 
 import json
 from pathlib import Path

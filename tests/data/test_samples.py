@@ -1,4 +1,6 @@
-"""Windows hold each token but the first as a label once, and an order holds each sample of an epoch once."""
+"""Windows hold each token but the first as a label once, and an order holds each sample of an epoch
+once.
+"""
 
 from itertools import pairwise
 

@@ -31,7 +31,9 @@ def bpe_file(path: Path, *, eod: str = '<|endoftext|>') -> str:
 
 
 def sentencepiece(path: Path) -> str:
-    """A tokenizer as Llama 2's: a space before the text, U+2581 for spaces, bytes for what it does not know, and a token at the start."""
+    """A tokenizer as Llama 2's: a space before the text, U+2581 for spaces, bytes for what it does
+    not know, and a token at the start.
+    """
     names = [
         '<unk>',
         '<s>',
@@ -154,7 +156,9 @@ def test_a_vocabulary_that_is_too_small(
     bpe_file(tmp_path / 'tokenizer.json')
     with pytest.raises(
         ConfigError,
-        match=f'model.vocab_size: {vocab_size} is below the {entries} .*{spec}; use {entries} or more',
+        match=(
+            f'model.vocab_size: {vocab_size} is below the {entries} .*{spec}; use {entries} or more'
+        ),
     ):
         make_tokenizer(spec, vocab_size, CORPUS)
 

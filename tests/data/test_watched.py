@@ -1,4 +1,6 @@
-"""What somebody does to token files while a run reads them is found, named with file and byte, and never trained on."""
+"""What somebody does to token files while a run reads them is found, named with file and byte, and
+never trained on.
+"""
 
 import logging
 import os

@@ -1,4 +1,5 @@
-"""Compile the two programs that `test_stored.py` executes: `python tests/emulate/make_stored.py`, with jax 0.10.2 and the GPU compiler.
+"""Compile the two programs that `test_stored.py` executes: `python tests/emulate/make_stored.py`,
+with jax 0.10.2 and the GPU compiler.
 
 The broken one is the step as it was when its gradients over the sequence went through a gather.
 """

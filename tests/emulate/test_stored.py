@@ -1,4 +1,6 @@
-"""Two H100 programs of one step, stored, run where no GPU compiler is: one is right, and one loses a gradient."""
+"""Two H100 programs of one step, stored, run where no GPU compiler is: one is right, and one loses
+a gradient.
+"""
 
 import lzma
 

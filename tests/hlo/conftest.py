@@ -14,7 +14,9 @@ from megajax.hlo.text import program_text
 
 @pytest.fixture
 def read() -> Callable[..., list[Collective]]:
-    """What a function of shards sends, of a device's own array of `shape`, on a mesh of data x model."""
+    """What a function of shards sends, of a device's own array of `shape`, on a mesh of data x
+    model.
+    """
 
     def read(
         function: Callable[..., Any],

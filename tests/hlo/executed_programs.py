@@ -1,6 +1,8 @@
-"""Programs in the manner of other projects, run with XLA's log of the collectives that it executes; see test_executed.py.
+"""Programs in the manner of other projects, run with XLA's log of the collectives that it executes;
+see test_executed.py.
 
-`python executed_programs.py OUT.json` writes to OUT.json what `megajax.hlo` counts in each, and marks on stderr where each runs.
+`python executed_programs.py OUT.json` writes to OUT.json what `megajax.hlo` counts in each, and
+marks on stderr where each runs.
 """
 
 import json

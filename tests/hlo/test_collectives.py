@@ -20,7 +20,9 @@ SIZES = {
 
 
 def step(kind: str, axis: str, sizes: dict[str, int]) -> Callable[[jax.Array], jax.Array]:
-    """A function that keeps the shape, with one collective that nothing can be joined with or moved before."""
+    """A function that keeps the shape, with one collective that nothing can be joined with or moved
+    before.
+    """
     names, n = tuple(axis.split('+')), sizes[axis]
     ring = [(i, (i + 1) % n) for i in range(n)]
     send = {
@@ -156,7 +158,9 @@ def times(found: list[Collective]) -> dict[tuple[str, str], tuple[int, bool]]:
 
 
 def either(predicate: Callable[[jax.Array], jax.Array]) -> Callable:
-    """A step that reduces over `model` (more bytes) where the predicate holds, and else over `data`."""
+    """A step that reduces over `model` (more bytes) where the predicate holds, and else over
+    `data`.
+    """
     reduce, gather = (
         step('all-reduce', 'model', SIZES[2, 4]),
         step('collective-permute', 'data', SIZES[2, 4]),

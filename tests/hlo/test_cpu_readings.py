@@ -170,7 +170,9 @@ def test_a_sum_over_data_of_as_many_numbers_as_devices_is_an_all_reduce(read):
 
 
 def sliced(offset: str, size: int = 2, *, lines: str = '', more: str = '') -> str:
-    """The kind of a sum over `model` of f32[8,16] of which a slice is taken at an offset, on 2x4 devices."""
+    """The kind of a sum over `model` of f32[8,16] of which a slice is taken at an offset, on 2x4
+    devices.
+    """
     text = f"""
 %add (x: f32[], y: f32[]) -> f32[] {{
   %x = f32[] parameter(0)
@@ -181,12 +183,14 @@ def sliced(offset: str, size: int = 2, *, lines: str = '', more: str = '') -> st
 ENTRY %main (p: f32[8,16], n: s32[]) -> f32[{size},16] {{
   %p = f32[8,16]{{1,0}} parameter(0)
   %n = s32[] parameter(1)
-  %total = f32[8,16]{{1,0}} all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add, metadata={{op_name="jit(f)/dot_general"}}
+  %total = f32[8,16]{{1,0}} all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add, \
+metadata={{op_name="jit(f)/dot_general"}}
   %zero = s32[] constant(0)
   %device = u32[] partition-id()
   {lines}
   %start = {offset}
-  %part = f32[{size},16]{{1,0}} dynamic-slice(%total, %start, %zero), dynamic_slice_sizes={{{size},16}}
+  %part = f32[{size},16]{{1,0}} dynamic-slice(%total, %start, %zero), \
+dynamic_slice_sizes={{{size},16}}
   {more}
   ROOT %result = f32[{size},16]{{1,0}} negate(%part)
 }}
@@ -196,7 +200,10 @@ ENTRY %main (p: f32[8,16], n: s32[]) -> f32[{size},16] {{
     return one.kind
 
 
-TABLE = '%table = s32[8]{0} constant({0, 2, 4, 6, 0, 2, 4, 6})\n  %one = s32[1]{0} dynamic-slice(%table, %device), dynamic_slice_sizes={1}'
+TABLE = (
+    '%table = s32[8]{0} constant({0, 2, 4, 6, 0, 2, 4, 6})\n'
+    '  %one = s32[1]{0} dynamic-slice(%table, %device), dynamic_slice_sizes={1}'
+)
 PLACE = """%four = u32[] constant(4)
   %place = u32[] remainder(%device, %four)
   %signed = s32[] convert(%place)

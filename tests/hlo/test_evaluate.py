@@ -97,7 +97,8 @@ ENTRY %main (p: pred[], n: s32[]) -> pred[] {
 }
 """)
     run = Run(text, text.entry)
-    assert {name: run.value(name) for name in ('both', 'either', 'chosen', 'undefined', 'unknown')} == {
+    names = ('both', 'either', 'chosen', 'undefined', 'unknown')
+    assert {name: run.value(name) for name in names} == {
         'both': False, 'either': True, 'chosen': 1, 'undefined': None, 'unknown': None,
     }  # fmt: skip
 

@@ -21,7 +21,8 @@ KINDS = {
     'CollectivePermute': 'collective-permute',
     'AllToAll': 'all-to-all',
 }
-# What is not read as it is executed, because XLA's CPU backend cannot say it; see megajax/hlo/cpu_readings.py.
+# What is not read as it is executed, because XLA's CPU backend cannot say it; see
+# megajax/hlo/cpu_readings.py.
 SCATTERED = (
     'partial sums of which each keeps a part',
     'fsdp step with remat in bf16',
@@ -36,7 +37,9 @@ NARROWED = (
 
 
 class Executed(NamedTuple):
-    """One collective that the first device ran: its kind, the bytes of its operands and the devices of its group, or its pairs."""
+    """One collective that the first device ran: its kind, the bytes of its operands and the devices
+    of its group, or its pairs.
+    """
 
     kind: str
     bytes: int

@@ -37,7 +37,8 @@ ENTRY %main (p: f32[8,16], q: bf16[4,2], a: f32[16,64], b: f32[64,32]) -> f32[8,
 
 def test_a_started_all_gather_has_the_operands_and_results_of_its_tuple():
     first, second = read(f"""
-        %start = ((f32[8,16]{{1,0}}, bf16[4,2]{{1,0}}), (f32[32,16]{{1,0}}, bf16[16,2]{{1,0}})) all-gather-start(%p, %q), {GROUPS}
+        %start = ((f32[8,16]{{1,0}}, bf16[4,2]{{1,0}}), (f32[32,16]{{1,0}}, \
+bf16[16,2]{{1,0}})) all-gather-start(%p, %q), {GROUPS}
         %done = (f32[32,16]{{1,0}}, bf16[16,2]{{1,0}}) all-gather-done(%start)
     """)
     assert (str(first.operand), str(first.result)) == ('f32[8,16]', 'f32[32,16]')
@@ -145,7 +146,8 @@ LOOP = f"""
 }}
 """
 CARRIED = '(s32[], f32[16,64]{1,0}, f32[64,32]{1,0})'
-GEMM = """(f32[16,32]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={"gemm_backend_config":
+GEMM = """(f32[16,32]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", \
+backend_config={"gemm_backend_config":
 {"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}""".replace(
     '\n', ''
 )
@@ -159,11 +161,15 @@ GEMM = """(f32[16,32]{1,0}, s8[1024]{0}) custom-call(%a, %b), custom_call_target
         (f'%product = {GEMM}', FLOPS),
         ('%product = f32[16,32]{1,0} fusion(%a, %b), kind=kCustom, calls=%fused', FLOPS),
         (
-            f'%product = {DOT}\n%again = f32[16,32]{{1,0}} fusion(%a, %b), kind=kLoop, calls=%fused',
+            (
+                f'%product = {DOT}\n%again = f32[16,32]{{1,0}} fusion(%a, %b), kind=kLoop, '
+                'calls=%fused'
+            ),
             2 * FLOPS,
         ),
         (
-            f'%i = s32[] constant(0)\n%state = {CARRIED} tuple(%i, %a, %b)\n%loop = {CARRIED} while(%state), condition=%condition, '
+            f'%i = s32[] constant(0)\n%state = {CARRIED} tuple(%i, %a, %b)\n'
+            f'%loop = {CARRIED} while(%state), condition=%condition, '
             'body=%body, backend_config={"known_trip_count":{"n":"3"}}',
             3 * FLOPS,
         ),
@@ -225,7 +231,8 @@ def test_a_part_of_a_flat_buffer_that_was_reduced_before_keeps_its_name():
     *_, again = read(
         f"""{BUFFER.strip()}
         %part = f32[8]{{0}} slice(%done), slice={{[128:136]}}
-        %start.2 = f32[8]{{0}} all-reduce-start(%part), replica_groups={{{{0,4}},{{1,5}},{{2,6}},{{3,7}}}}, to_apply=%add
+        %start.2 = f32[8]{{0}} all-reduce-start(%part), \
+replica_groups={{{{0,4}},{{1,5}},{{2,6}},{{3,7}}}}, to_apply=%add
         %done.2 = f32[8]{{0}} all-reduce-done(%start.2)
         """,
         before=CONCATENATE,
@@ -247,8 +254,10 @@ def test_an_array_that_a_loop_made_has_the_name_that_it_had_in_the_loop():
         f"""
         %i = s32[] constant(0)
         %state = {CARRIED} tuple(%i, %a, %b)
-        %loop = {CARRIED} while(%state), condition=%condition, body=%body, metadata={{op_name="jit(f)/while"}}
-        %made = f32[16,64]{{1,0}} get-tuple-element(%loop), index=1, metadata={{op_name="jit(f)/while"}}
+        %loop = {CARRIED} while(%state), condition=%condition, body=%body, \
+metadata={{op_name="jit(f)/while"}}
+        %made = f32[16,64]{{1,0}} get-tuple-element(%loop), index=1, \
+metadata={{op_name="jit(f)/while"}}
         %start = f32[16,64]{{1,0}} all-reduce-start(%made), {GROUPS}, to_apply=%add
         %done = f32[16,64]{{1,0}} all-reduce-done(%start)
         """,
@@ -266,7 +275,8 @@ def test_the_condition_of_a_loop_runs_once_more_than_its_body():
         f"""
         %i = s32[] constant(0)
         %state = {CARRIED} tuple(%i, %a, %b)
-        %loop = {CARRIED} while(%state), condition=%condition, body=%body, backend_config={{"known_trip_count":{{"n":"3"}}}}
+        %loop = {CARRIED} while(%state), condition=%condition, body=%body, \
+backend_config={{"known_trip_count":{{"n":"3"}}}}
         """,
         before=loop,
     )
@@ -281,7 +291,8 @@ def test_a_start_without_an_end_raises_with_the_line():
 def test_a_sum_that_is_narrowed_after_it_was_sent_on_a_gpu_is_sent_wide():
     config = ', backend_config={"collective_backend_config":{"is_sync":true}}'
     lines = f"""
-        %sum = f32[8,16]{{1,0}} all-reduce(%p), {GROUPS}, to_apply=%add, metadata={{op_name="jit(f)/dot_general"}}CONFIG
+        %sum = f32[8,16]{{1,0}} all-reduce(%p), {GROUPS}, to_apply=%add, \
+metadata={{op_name="jit(f)/dot_general"}}CONFIG
         %narrow = bf16[8,16]{{1,0}} convert(%sum)
     """
     assert [read(lines.replace('CONFIG', text))[0].operand.dtype for text in ('', config)] == [
@@ -325,7 +336,8 @@ def test_a_ragged_exchange_is_one_that_sends_at_most_all_of_its_array(exchange):
 )
 def test_a_permute_that_sends_nothing_is_in_the_list(pairs, axis, sent):
     [one] = read(f"""
-        %start = (f32[8,16]{{1,0}}, f32[8,16]{{1,0}}) collective-permute-start(%p), source_target_pairs={pairs}
+        %start = (f32[8,16]{{1,0}}, f32[8,16]{{1,0}}) collective-permute-start(%p), \
+source_target_pairs={pairs}
         %done = f32[8,16]{{1,0}} collective-permute-done(%start)
     """)
     assert (one.kind, one.axis, one.times, one.wire_bytes) == ('collective-permute', axis, 1, sent)

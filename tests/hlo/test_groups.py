@@ -18,7 +18,8 @@ def instruction(attributes: str, opcode: str = 'all-reduce') -> Instruction:
     text = f"""
 ENTRY %main (p: f32[8]) -> f32[8] {{
   %p = f32[8]{{0}} parameter(0)
-  ROOT %sent = f32[8]{{0}} {opcode}(%p), channel_id=1, {attributes}, metadata={{op_name="a{{{{0,1}}}}/psum" stack_frame_id=1}}
+  ROOT %sent = f32[8]{{0}} {opcode}(%p), channel_id=1, {attributes}, \
+metadata={{op_name="a{{{{0,1}}}}/psum" stack_frame_id=1}}
 }}
 """
     return Program(text).entry.root
@@ -105,7 +106,8 @@ def test_groups_along_any_axes_of_any_mesh_are_known_in_every_spelling(seed):
     rest = [i for i in range(len(sizes)) if i not in along]
     devices = np.arange(np.prod(sizes)).reshape(sizes)
     groups = devices.transpose(rest + along).reshape(-1, np.prod([sizes[i] for i in along]))
-    iota = f'[{",".join(map(str, groups.shape))}]<=[{",".join(map(str, sizes))}]T({",".join(map(str, rest + along))})'
+    dims, before, order = (','.join(map(str, part)) for part in (groups.shape, sizes, rest + along))
+    iota = f'[{dims}]<=[{before}]T({order})'
     named = 'mesh[{}] {{{}}}'.format(
         ','.join(f"'{name}'={size}" for name, size in mesh.items()),
         ','.join(f"'{[*mesh][i]}'" for i in along),

@@ -21,7 +21,8 @@ ENTRY %main (p: f32[4,8], w: f32[16,32]) -> f32[8,32] {{
   %p = f32[4,8]{{1,0}} parameter(0)
   %w = f32[16,32]{{1,0}} parameter(1)
   %gather = f32[16,8]{{1,0}} all-gather(%p), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
-  %kept = f32[1,16,8]{{2,1,0}} reshape(%gather), metadata={{op_name="jit(f)/layers/while/body/dynamic_update_slice"}}
+  %kept = f32[1,16,8]{{2,1,0}} reshape(%gather), \
+metadata={{op_name="jit(f)/layers/while/body/dynamic_update_slice"}}
   %read = f32[8,16]{{1,0}} {between}
   ROOT %dot = {DOT}, metadata={{op_name="jit(f)/mlp/dot_general"}}
 }}
@@ -32,7 +33,10 @@ ENTRY %main (p: f32[4,8], w: f32[16,32]) -> f32[8,32] {{
     'between',
     [
         'fusion(%gather), kind=kLoop, calls=%transposed',
-        'fusion(%gather), kind=kLoop, calls=%transposed, metadata={op_name="jit(f)/attention/transpose"}',
+        (
+            'fusion(%gather), kind=kLoop, calls=%transposed, '
+            'metadata={op_name="jit(f)/attention/transpose"}'
+        ),
         'transpose(%gather), dimensions={1,0}',
     ],
     ids=['fusion', 'fusion of another site', 'transpose'],

@@ -156,7 +156,8 @@ def test_no_second_of_a_product_hides_two_transfers_and_none_hides_more_than_its
 ATTENTION = (
     '%{name} = (bf16[2,4,64,8]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %q, %q), '
     'custom_call_target="__cudnn$fmhaSoftmax{backward}", backend_config='
-    '{{"cudnn_fmha_backend_config":{{"mask_type": "{mask}","intermediate_tensor_shape": {{"element_type": "BF16","dimensions": '
+    '{{"cudnn_fmha_backend_config":{{"mask_type": "{mask}","intermediate_tensor_shape": '
+    '{{"element_type": "BF16","dimensions": '
     '["2","4","64","64"]}}}}}}'
 )
 

@@ -1,4 +1,6 @@
-"""The train step as built sends no more than Megatron, and a step that is built worse is caught by the row or the lint that is for it."""
+"""The train step as built sends no more than Megatron, and a step that is built worse is caught by
+the row or the lint that is for it.
+"""
 
 import dataclasses
 import functools

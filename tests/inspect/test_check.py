@@ -61,7 +61,8 @@ def test_a_wrong_count_fails_and_shows_what_was_expected_and_what_is_there(mesh,
     message = str(raised.value)
     assert f"over model: expected {expected or 'none'}, found {{'all-reduce': 1}}" in message
     assert re.search(
-        r'1 x all-reduce over model of f32\[4,16\] at \S*down/\S+dot_general \(\S*test_check.py:\d+',
+        r'1 x all-reduce over model of f32\[4,16\] at \S*down/\S+dot_general '
+        r'\(\S*test_check.py:\d+',
         message,
     )
 
@@ -205,7 +206,7 @@ def test_it_takes_what_is_lowered_or_compiled_with_the_mesh_of_its_arguments():
         assert_collectives(program, model={'all-reduce': 1})
         assert_collectives(program, mesh=mesh, model={'all-reduce': 1})
         assert_collectives(program, mesh=mesh.abstract_mesh, model={'all-reduce': 1})
-        with pytest.raises(ValueError, match='has its arguments already: give none beside it'):
+        with pytest.raises(ValueError, match='has its arguments already: give no others'):
             assert_collectives(program, 1.0)
     other = jax.make_mesh((8,), ('x',))
     assert_collectives(lowered, mesh=other, x={'all-reduce': 1})
@@ -215,7 +216,10 @@ def test_it_takes_what_is_lowered_or_compiled_with_the_mesh_of_its_arguments():
 def test_what_it_does_not_take_is_told_in_one_sentence(mesh, function):
     with pytest.raises(
         ValueError,
-        match=rf'takes a function, a jitted one .*, a jax.stages.Lowered or a .*Compiled, not {function!r}$',
+        match=(
+            r'takes a function, a jitted one .*, a jax.stages.Lowered or a .*Compiled, '
+            rf'not {function!r}$'
+        ),
     ):
         assert_collectives(function, *arguments(mesh))
 
@@ -261,7 +265,8 @@ def test_a_permute_that_gives_every_device_a_source_passes_and_one_that_is_decla
         (
             CHAIN,
             {},
-            r"devices 0, 4 have no source and get zeros; if that is meant, declare its pairs: permutes={'model': \.\.\.}",
+            r'devices 0, 4 have no source and get zeros; if this is intended, declare its pairs: '
+            r"permutes={'model': \.\.\.}",
         ),
         (KEPT[1:], {}, 'devices 0, 1, 4, 5 have no source|devices 0, 4 have no source'),
         (KEPT[:1], {}, 'devices 1, 2, 3, 5, 6, 7 have no source and get zeros'),
@@ -269,7 +274,10 @@ def test_a_permute_that_gives_every_device_a_source_passes_and_one_that_is_decla
         (
             CHAIN,
             {'model': 'ring'},
-            r'its pairs of devices are not the declared ones: \(0, 1\), \(1, 2\), \(2, 3\), \(4, 5\)',
+            (
+                r'its pairs of devices are not the declared ones: \(0, 1\), \(1, 2\), \(2, 3\), '
+                r'\(4, 5\)'
+            ),
         ),
         (CHAIN[:2], {'model': 'chain'}, 'not the declared ones'),
         (BACK[:3], {'model': 'chain'}, 'not the declared ones'),
@@ -310,9 +318,9 @@ def test_a_permute_over_two_axes_is_declared_by_both(mesh):
         ({'model': ['chain', []]}, r'permutes: model=\[\]: give pairs'),
         ({'model': 'star'}, "permutes: model='star': give pairs"),
         ({'model': (0, 1)}, 'permutes: model=0: give pairs'),
-        ({'model': [(0, 1), (2, 1)]}, 'the target, of one pair at most'),
-        ({'model': [(0, 1), (0, 2)]}, 'the source, and the target, of one pair at most'),
-        ({'model': [(0, 4)]}, 'permutes: model has no position 4: there are 4'),
+        ({'model': [(0, 1), (2, 1)]}, 'the source of at most one pair, and the target of at most'),
+        ({'model': [(0, 1), (0, 2)]}, 'the source of at most one pair, and the target of at most'),
+        ({'model': [(0, 4)]}, 'permutes: model has no position 4: its size is 4'),
         ({'stage': 'ring'}, 'no mesh axis stage: the mesh has data, model'),
     ],
 )

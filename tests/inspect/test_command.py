@@ -1,4 +1,6 @@
-"""`megajax inspect` as a user calls it, on a terminal, in a notebook and for GPUs that are not there."""
+"""`megajax inspect` as a user calls it, on a terminal, in a notebook and for GPUs that are not
+there.
+"""
 
 import json
 import re
@@ -79,7 +81,7 @@ def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
         ),
         (
             ['tiny', '--json', '/nowhere/it.json'],
-            '/nowhere/it.json: there is no folder /nowhere: make it first',
+            '/nowhere/it.json: there is no folder /nowhere: create it first',
         ),
         (['tiny', 'mesh.model=3'], 'model.num_heads: 4 is not a multiple of mesh.model=3'),
     ],
@@ -106,7 +108,9 @@ def test_a_gpu_target_without_its_compiler_says_what_to_install():
 
 @pytest.mark.skipif(
     not has_compiler(),
-    reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it",
+    reason=(
+        "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it"
+    ),
 )
 @pytest.mark.parametrize('target', ['a100', 'h100', 'h200', 'b200'])
 def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
@@ -125,7 +129,9 @@ def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
 
 @pytest.mark.skipif(
     not has_compiler(),
-    reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it",
+    reason=(
+        "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it"
+    ),
 )
 def test_halves_that_take_turns_hide_more_of_the_same_bytes():
     overrides = (

@@ -34,8 +34,9 @@ CONFIGS = {
     ),
 }
 OTHERS = (
-    'moe dispatch', 'unequal groups', 'convolution placed by xla', 'every second step of a scan', 'switch by a table', 'scans in scans',
-    'sent in bfloat16', 'permutes that send nothing', slow('gpipe of four stages'), slow('block on three explicit axes'),
+    'moe dispatch', 'unequal groups', 'convolution placed by xla', 'every second step of a scan',
+    'switch by a table', 'scans in scans', 'sent in bfloat16', 'permutes that send nothing',
+    slow('gpipe of four stages'), slow('block on three explicit axes'),
 )  # fmt: skip
 
 
@@ -68,7 +69,10 @@ def written(config: Config, compiled: CompiledStep, target: str) -> list[dict]:
 
 
 def in_the_text(text: str) -> list[str]:
-    kinds = 'all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast'
+    kinds = (
+        'all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|'
+        'collective-broadcast'
+    )
     return sorted(
         re.findall(rf'^ +(?:ROOT )?%([\w.\-]+) = .*? (?:{kinds})(?:-start)?\(%', text, re.MULTILINE)
     )

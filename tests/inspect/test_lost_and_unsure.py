@@ -1,4 +1,6 @@
-"""A permute that hands a device zeros is an error of the audit; what may not run has rows that say so."""
+"""A permute that hands a device zeros is an error of the audit; what may not run has rows that say
+so.
+"""
 
 from collections.abc import Callable
 

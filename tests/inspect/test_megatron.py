@@ -35,7 +35,9 @@ def counts(found: list[Expected], *sites: str) -> dict[str, int]:
 
 
 def test_a_layer_of_8b_sends_352_megabytes_each_way_and_back():
-    """Narayanan et al. (2021): 8 (t-1)/t b s h numbers a layer, for 8 GPUs, 8 x 1024 tokens of 3072 numbers in 16 bits."""
+    """Narayanan et al. (2021): 8 (t-1)/t b s h numbers a layer, for 8 GPUs, 8 x 1024 tokens of 3072
+    numbers in 16 bits.
+    """
     layer = wire_bytes(expected(config()), 'attention', 'mlp') / 72
     assert layer == 8 * 7 / 8 * 8 * 1024 * 3072 * 2
     assert layer == pytest.approx(352e6, rel=1e-2)

@@ -29,7 +29,8 @@ def said(*runs: StepRun) -> list[str]:
 
 def test_a_right_step_has_its_verdict_and_its_five_worst() -> None:
     assert said(executed(RIGHT)) == [
-        'executed on simulated CPU devices, as it is, beside one device: all 7 results agree (62 s)',
+        'executed on simulated CPU devices, as compiled, and compared with one device: '
+        'all 7 results agree (62 s)',
         *(f'  1.0e-06  gradient of {letter}  (limit 1e-05)' for letter in 'abcde'),
         NOT_COVERED,
         '',
@@ -47,12 +48,13 @@ def test_a_wrong_step_says_how_much_is_wrong_and_why() -> None:
         )
     )
     assert head.startswith(
-        'executed on simulated CPU devices, everything of 16 bits in fp32, beside one device: 1 of 8 results are WRONG'
+        'executed on simulated CPU devices, with fp32 in place of all 16-bit types, and compared '
+        'with one device: 1 of 8 results are WRONG'
     )
     assert worst == '  1.0e+00  gradient of lost  (limit 1e-05)'
     assert culprit == 'right before, wrong after the pass some-pass'
     assert smallest == 'the smallest config of the family that is wrong:\na: 1\n'
-    assert shrunk == 'made smaller for it: x 2 -> 1, y 4 -> 2'
+    assert shrunk == 'made smaller so that a CPU can execute it: x 2 -> 1, y 4 -> 2'
 
 
 def test_what_is_wrong_is_red() -> None:
@@ -75,7 +77,9 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
     dtype: str, exact: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Step:
-        """The emulated step, which needs XLA's GPU compiler: one gradient is lost, unless two layers are one."""
+        """The emulated step, which needs XLA's GPU compiler: one gradient is lost, unless two
+        layers are one.
+        """
 
         def __init__(self, config, target):
             self.layers = config.model.num_layers

@@ -8,7 +8,10 @@ from megajax.counts.megatron import Site
 from megajax.hlo.program import Array
 from megajax.inspect.sites import site_of
 
-IN_THE_LOSS = 'jit(train_step)/vmap(jvp(loss))/while/body/closed_call/transpose(jvp(head))/jit(_where)/select_n'
+IN_THE_LOSS = (
+    'jit(train_step)/vmap(jvp(loss))/while/body/closed_call/'
+    'transpose(jvp(head))/jit(_where)/select_n'
+)
 OF_THE_NORM = 'jit(train_step)/vmap(transpose(jvp(head)))/vmap(transpose(jvp(norm)))/reduce_sum'
 CONFIG = make_config(
     'bert', 1, 2, train={'batch_size': 2, 'seq_len': 32}

@@ -1,4 +1,5 @@
-"""Write tests/interop/bert: a tiny random MegatronBert as transformers saves it, and what both its heads make of some tokens.
+"""Write tests/interop/bert: a tiny random MegatronBert as transformers saves it, and what both its
+heads make of some tokens.
 
     python tests/interop/make_bert.py
 

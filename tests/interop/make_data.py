@@ -1,4 +1,5 @@
-"""Write tests/interop/data: tiny random models as transformers saves them and what it makes of some tokens, and a file of torch.save.
+"""Write tests/interop/data: tiny random models as transformers saves them and what it makes of some
+tokens, and a file of torch.save.
 
     python tests/interop/make_data.py
 
@@ -74,7 +75,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def random_model(
     model_type: str, keys: dict[str, Any], *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> Any:
-    """A model of which no parameter is zero or one; every number of it fits into `dtype`, in which it is saved."""
+    """A model of which no parameter is zero or one; every number of it fits into `dtype`, in which
+    it is saved.
+    """
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(model_type, **keys)
@@ -131,7 +134,9 @@ def write_tokenizer() -> None:
 
 
 def write_torch() -> None:
-    """What a checkpoint of Megatron-LM has beside tensors: arguments, random states, ordered and shared things."""
+    """What a checkpoint of Megatron-LM has beside tensors: arguments, random states, ordered and
+    shared things.
+    """
     base = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     contents = {
         'args': argparse.Namespace(

@@ -1,7 +1,8 @@
-"""Both heads of a BERT of transformers' give transformers' logits on every mesh, and its tensors come back bit for bit.
+"""Both heads of a BERT of transformers' give transformers' logits on every mesh, and its tensors
+come back bit for bit.
 
-`bert` holds a tiny random model and what transformers made of some tokens (`make_bert.py`); where transformers is installed, it is asked
-itself, with other settings.
+`bert` holds a tiny random model and what transformers made of some tokens (`make_bert.py`); where
+transformers is installed, it is asked itself, with other settings.
 """
 
 import json
@@ -106,7 +107,7 @@ def test_old_files_may_hold_what_is_tied_and_what_nobody_reads() -> None:
         np.testing.assert_array_equal(np.asarray(params['masked_head.bias'])[:50], bias)
         for name, x in (('weight', table + 1), ('bias', bias + 1)):
             with pytest.raises(
-                ConfigError, match=rf'decoder\.{name} is not .*, and tie_word_embeddings says'
+                ConfigError, match=rf'decoder\.{name} differs from .*, but tie_word_embeddings says'
             ):
                 from_huggingface(
                     config, tensors | {f'cls.predictions.decoder.{name}': x}, source='bert'
@@ -121,7 +122,7 @@ def test_old_files_may_hold_what_is_tied_and_what_nobody_reads() -> None:
         ({'type_vocab_size': 4}, 'type_vocab_size: 4: only 2'),
         ({'position_embedding_type': 'relative_key'}, 'only "absolute"'),
         ({'hidden_act': 'relu'}, 'hidden_act'),
-        ({'attention_probs_dropout_prob': 0.0}, 'dropouts must be the same'),
+        ({'attention_probs_dropout_prob': 0.0}, 'dropout rates must be equal'),
     ],
 )
 def test_another_architecture_is_refused_with_the_reason(

@@ -25,7 +25,7 @@ def test_a_number_that_the_dtype_does_not_have_is_refused_by_name(tmp_path: Path
     import_huggingface(tmp_path / 'in', tmp_path / 'run')
     with pytest.raises(
         ConfigError,
-        match=f'{NAME}: 70000 is beyond what float16 has: export it as bfloat16 or float32',
+        match=f'{NAME}: 70000 is beyond the range of float16: export as bfloat16 or float32',
     ):
         export_huggingface(tmp_path / 'run', tmp_path / 'out', dtype='float16')
     assert not (tmp_path / 'out').exists()

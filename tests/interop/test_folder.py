@@ -45,7 +45,7 @@ def test_what_fails_leaves_no_folder_and_the_next_begins_anew(tmp_path: Path) ->
     assert not out.exists()
     with new_folder(out) as partial:
         assert not any(partial.iterdir())
-    with pytest.raises(ConfigError, match='is there already'), new_folder(out):
+    with pytest.raises(ConfigError, match='already exists'), new_folder(out):
         pass
 
 

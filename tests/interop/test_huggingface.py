@@ -1,7 +1,7 @@
 """Models of transformers give transformers' logits on every mesh, and come back bit for bit.
 
-`data` holds tiny random models and what transformers made of some tokens (`make_data.py`); `test_transformers.py` asks transformers
-itself, where it is installed.
+`data` holds tiny random models and what transformers made of some tokens (`make_data.py`);
+`test_transformers.py` asks transformers itself, where it is installed.
 """
 
 import json
@@ -86,7 +86,7 @@ def test_an_import_is_a_run_at_step_0(tmp_path: Path) -> None:
             ).max()
             < LIMIT
         )
-    with pytest.raises(ConfigError, match='run is a run already, at step 0'):
+    with pytest.raises(ConfigError, match='run already holds a run, at step 0'):
         import_huggingface(DATA / 'gpt2', out)
 
 
@@ -130,7 +130,8 @@ def test_host_memory_holds_one_shard_of_one_parameter(tmp_path: Path) -> None:
         params = jax.block_until_ready(from_huggingface(config, tensors, source=''))
         left, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    # What is left is the devices' own, which on a CPU is the memory that was filled; what is gone was the host's.
+    # What is left is the devices' own, which on a CPU is the memory that was filled; what is gone
+    # was the host's.
     shard, whole = 4 * 8192 * 64 // 4, sum(x.nbytes for x in tensors.values())
     assert whole > 8 * shard
     assert sum(x.nbytes for x in jax.tree.leaves(params)) >= whole
@@ -177,7 +178,9 @@ def test_a_tokenizer_that_begins_documents_keeps_its_token(tmp_path: Path) -> No
 
 
 def test_names_of_other_versions_of_transformers(tmp_path: Path) -> None:
-    """GPT-2 was released without `transformer.` and with its masks, Llama 2 with its frequencies, some tied heads are saved too."""
+    """GPT-2 was released without `transformer.` and with its masks, Llama 2 with its frequencies,
+    some tied heads are saved too.
+    """
     for name, extra in (
         ('gpt2', {f'h.{n}.attn.bias': np.ones((1, 1, 32, 32), np.uint8) for n in range(2)}),
         ('llama2', {'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(2, np.float32)}),
@@ -191,7 +194,9 @@ def test_names_of_other_versions_of_transformers(tmp_path: Path) -> None:
             found = gather(from_huggingface(config, tensors | extra, source=name))
             expected = gather(from_huggingface(config, read_tensors(DATA / name), source=name))
         assert all(np.array_equal(found[path], x) for path, x in expected.items())
-    wrong = r'lm_head\.weight is not the embedding, and tie_word_embeddings says that it is'
+    wrong = (
+        r'lm_head\.weight differs from the embedding, but tie_word_embeddings says they are tied'
+    )
     with on_mesh(config), pytest.raises(ConfigError, match=wrong):
         from_huggingface(
             config, tensors | {'lm_head.weight': np.zeros((50, 16), np.float32)}, source=name
@@ -253,7 +258,7 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'llama2',
             'mlp_bias',
             True,
-            'mlp_bias: true: only that of attention_bias, false, is supported',
+            'mlp_bias: true: only the value of attention_bias, false, is supported',
         ),
         ('llama2', 'attention_dropout', 0.1, 'attention_dropout: 0.1: only 0 is supported'),
         (
@@ -330,7 +335,7 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'relu',
             'activation_function: "relu": only gelu_new, gelu_pytorch_tanh, gelu are supported',
         ),
-        ('gpt2', 'attn_pdrop', 0.5, 'attn_pdrop: 0.5: the dropouts must be the same'),
+        ('gpt2', 'attn_pdrop', 0.5, 'attn_pdrop: 0.5: all dropout rates must be equal'),
         (
             'gpt2',
             'scale_attn_by_inverse_layer_idx',
@@ -383,7 +388,9 @@ def test_each_model_is_written_as_the_family_that_it_is() -> None:
 
 
 class TestDamage:
-    """Each way in which a directory is broken is told with file and tensor, and nothing is written."""
+    """Each way in which a directory is broken is told with file and tensor, and nothing is
+    written.
+    """
 
     @pytest.fixture(autouse=True)
     def folders(self, tmp_path: Path) -> None:
@@ -413,7 +420,7 @@ class TestDamage:
         victim = self.folder / 'model-00002-of-00004.safetensors'
         victim.write_bytes(victim.read_bytes()[:-4])
         self.refused(
-            'model-00002-of-00004.safetensors: not a sound safetensors file', 'not fully covered'
+            'model-00002-of-00004.safetensors: not a valid safetensors file', 'not fully covered'
         )
 
     def test_a_bad_header(self) -> None:
@@ -426,7 +433,7 @@ class TestDamage:
             content[:8] + b'?' + content[9:],
         ):
             (self.folder / SINGLE).write_bytes(broken)
-            self.refused('model.safetensors: not a sound safetensors file')
+            self.refused('model.safetensors: not a valid safetensors file')
 
     def test_a_missing_and_an_extra_tensor(self) -> None:
         self.rewrite(
@@ -436,9 +443,9 @@ class TestDamage:
             }
         )
         self.refused(
-            '1 of 21 are missing',
+            'missing tensors (1 of 21; ',
             ': model.norm.weight',
-            '1 are not expected',
+            'unexpected tensors (1; ',
             ': model.layers.2.mlp.gate_proj.weight',
         )
 
@@ -491,7 +498,7 @@ class TestDamage:
                 }
             )
         )
-        self.refused('holds model.norm.weight, and model.safetensors.index.json does not know it')
+        self.refused('holds model.norm.weight, but model.safetensors.index.json does not list it')
         (self.folder / INDEX).write_text('[]')
         self.refused(f'{INDEX}: not an index of tensors')
 
@@ -500,7 +507,7 @@ class TestDamage:
         (self.folder / SINGLE).unlink()
         self.refused('there is neither model.safetensors nor model.safetensors.index.json')
         (self.folder / 'pytorch_model.bin').write_bytes(b'\x80\x02.')
-        self.refused('pytorch_model.bin is a pickle, which could run anything')
+        self.refused('pytorch_model.bin is a pickle, which could run any code')
         (self.folder / 'config.json').unlink()
         self.refused('config.json: cannot be read')
 
@@ -516,7 +523,9 @@ class TestDamage:
 def test_an_export_that_is_killed_leaves_nothing_under_its_name(
     moment: str, tmp_path: Path
 ) -> None:
-    """(51 of the fault table) A real SIGKILL, sent by the exporting process to itself so that it comes at that moment."""
+    """(51 of the fault table) A real SIGKILL, sent by the exporting process to itself so that it
+    comes at that moment.
+    """
     import_huggingface(DATA / 'qwen3', tmp_path / 'run')
     program = f"""
 import os, signal
@@ -544,11 +553,12 @@ directories.export_huggingface(Path('run'), Path('out'), shard_bytes=8000)
     export_huggingface(tmp_path / 'run', tmp_path / 'out')
     assert_same_tensors(tmp_path / 'out', DATA / 'qwen3')
     assert not (tmp_path / 'out.partial').exists()
-    with pytest.raises(ConfigError, match='out is there already'):
+    with pytest.raises(ConfigError, match='out already exists'):
         export_huggingface(tmp_path / 'run', tmp_path / 'out')
 
 
-# Keys without which a config.json is of another model or of none: sizes, and in OTHERS what a file sets to other than the default.
+# Keys without which a config.json is of another model or of none: sizes, and in OTHERS what a file
+# sets to other than the default.
 SET = {
     'model_type',
     *('n_layer', 'n_embd', 'n_head', 'n_inner', 'n_positions'),

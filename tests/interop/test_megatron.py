@@ -1,4 +1,7 @@
-"""megatron-core's weights give megatron-core's numbers, and come back bit for bit. See tests/data/oracles/README.md."""
+"""megatron-core's weights give megatron-core's numbers, and come back bit for bit.
+
+See tests/data/oracles/README.md.
+"""
 
 import functools
 import json
@@ -43,7 +46,9 @@ def load(name: str) -> Arrays:
 
 
 def under(prefix: str, oracle: Arrays) -> Arrays:
-    """The oracle's arrays by Megatron's names: p parameters, g gradients, pf parameters after the training steps."""
+    """The oracle's arrays by Megatron's names: p parameters, g gradients, pf parameters after the
+    training steps.
+    """
     return {
         key.removeprefix(f'{prefix}/'): x
         for key, x in oracle.items()
@@ -132,9 +137,10 @@ def test_five_steps_of_adamw(name: str, mesh: dict[str, Any]) -> None:
     losses, norms, params = train(oracle, config_of(oracle, mesh))
     assert relative_error(losses, oracle['train_losses']) < LIMIT
     assert relative_error(norms, oracle['train_gnorms']) < LIMIT
-    # Parameters on average only. AdamW's step for an element is the gradient over its own size: where that size is by chance near
-    # `eps`, the rounding of fp32 becomes a step. A few elements in 1000 are beyond the limit, by 1e-3 at most; Megatron's own fp32
-    # run is up to 2.7e-4 away from its float64 run. In float64, below, every element is held to the limit.
+    # Parameters on average only. AdamW's step for an element is the gradient over its own size:
+    # where that size is by chance near `eps`, the rounding of fp32 becomes a step. A few elements
+    # in 1000 are beyond the limit, by 1e-3 at most; Megatron's own fp32 run is up to 2.7e-4 away
+    # from its float64 run. In float64, below, every element is held to the limit.
     expected = without_key_biases(under('pf', oracle), config_of(oracle, mesh))
     errors = {
         name: np.abs(params[name] - x).mean() / np.abs(x).max() for name, x in expected.items()
@@ -179,8 +185,9 @@ def train(oracle: Arrays, config: Config) -> Steps:
 
 
 def without_key_biases(weights: Arrays, config: Config) -> Arrays:
-    """Without what is noise: a bias of the keys adds the same to all scores of a query, and softmax does not see it. Its gradient is
-    zero but for rounding, of which AdamW makes steps of the full learning rate.
+    """Without what is noise: a bias of the keys adds the same to all scores of a query, and softmax
+    does not see it. Its gradient is zero but for rounding, of which AdamW makes steps of the full
+    learning rate.
     """
 
     def rest(bias: np.ndarray) -> np.ndarray:
@@ -258,11 +265,17 @@ def test_every_wrong_name_and_shape_is_told_at_once() -> None:
     with on_mesh(config), pytest.raises(ConfigError) as error:
         from_megatron(config, weights)
     missing, unexpected, *shapes = str(error.value).splitlines()
-    assert '2 of 28 are missing' in missing
+    assert 'missing tensors (2 of 28; ' in missing
     assert missing.endswith(': decoder.layers.1.mlp.linear_fc1.bias, decoder.final_layernorm.bias')
-    assert '1 are not expected' in unexpected
+    assert 'unexpected tensors (1; ' in unexpected
     assert unexpected.endswith(': output_layer.weight')
     assert shapes == [
-        'Megatron weights: embedding.word_embeddings.weight: expected (128, 64), got (256, 64); where the rest is padding, pass [:128]',
-        'Megatron weights: decoder.layers.0.mlp.linear_fc2.weight: expected (64, 256), got (256, 64)',
+        (
+            'Megatron weights: embedding.word_embeddings.weight: expected (128, 64), got (256, '
+            '64); if the other rows are padding, pass [:128]'
+        ),
+        (
+            'Megatron weights: decoder.layers.0.mlp.linear_fc2.weight: expected (64, 256), '
+            'got (256, 64)'
+        ),
     ]

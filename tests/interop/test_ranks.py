@@ -1,4 +1,6 @@
-"""Megatron-LM's rank files, merged, give megatron-core's logits; files of torch.save give tensors, and run nothing."""
+"""Megatron-LM's rank files, merged, give megatron-core's logits; files of torch.save give tensors,
+and run nothing.
+"""
 
 import argparse
 import io
@@ -60,7 +62,9 @@ def arguments_of(oracle: Arrays) -> dict[str, Any]:
 
 
 def shard(name: str, x: np.ndarray, rank: int, ranks: int, *, gated: bool) -> np.ndarray:
-    """What a rank of Megatron-LM holds of a merged weight: its rows, its columns, its half of gate and of up, or all of it."""
+    """What a rank of Megatron-LM holds of a merged weight: its rows, its columns, its half of gate
+    and of up, or all of it.
+    """
     if 'word_embeddings' in name or 'output_layer' in name:
         return np.split(x, ranks)[rank]
     if 'linear_fc1' in name and gated:
@@ -212,13 +216,15 @@ def test_sets_that_are_not_whole_are_refused(tmp_path: Path) -> None:
         second, parts | {'decoder.final_layernorm.weight': np.zeros(64, np.float32)}, arguments
     )
     refused(
-        r'mp_rank_01/model_optim_rng.pt: decoder.final_layernorm.weight is another than in .*mp_rank_00'
+        r'mp_rank_01/model_optim_rng.pt: decoder.final_layernorm.weight differs from that in '
+        r'.*mp_rank_00'
     )
     write_file(
         second, {name: x for name, x in parts.items() if 'linear_proj' not in name}, arguments
     )
     refused(
-        r'mp_rank_01/model_optim_rng.pt: 2 of \d+ are missing .*decoder.layers.0.self_attention.linear_proj.weight'
+        r'mp_rank_01/model_optim_rng.pt: missing tensors \(2 of \d+; '
+        r'.*decoder.layers.0.self_attention.linear_proj.weight'
     )
     write_file(
         second, parts | {'decoder.final_layernorm.weight': np.zeros(65, np.float32)}, arguments
@@ -226,12 +232,13 @@ def test_sets_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     refused(r'decoder.final_layernorm.weight: expected \(64,\), got \(65,\)')
     second.write_bytes(second.read_bytes()[:-40])
     refused(
-        'mp_rank_01/model_optim_rng.pt: not a zip archive as torch.save writes since 1.6, or cut short'
+        'mp_rank_01/model_optim_rng.pt: not a zip archive as torch.save writes since 1.6, '
+        'or cut short'
     )
     second.unlink()
     refused('mp_rank_01/model_optim_rng.pt: is missing')
     second.parent.rename(second.parent.with_name('mp_rank_02'))
-    refused('there are mp_rank_00, mp_rank_02, and not every rank from 00 on')
+    refused('holds mp_rank_00, mp_rank_02, but not every rank from 00 on')
     first.parent.rename(first.parent.with_name('mp_rank_00_000'))
     refused('mp_rank_00_000 is a pipeline or expert stage')
 
@@ -249,7 +256,10 @@ def test_weights_that_are_not_finite_are_refused_by_name(
     write_ranks(tmp_path / 'in', weights, 2, arguments_of(oracle))
     with pytest.raises(
         ConfigError,
-        match=rf'{tmp_path}/in.* {rank}?.*{name}: \d+ of \d+ numbers are not finite, the first, nan, at',
+        match=(
+            rf'{tmp_path}/in.* {rank}?.*{name}: \d+ of \d+ numbers are not finite, the first, '
+            r'nan, at'
+        ),
     ):
         import_megatron(tmp_path / 'in', tmp_path / 'run')
     assert not (tmp_path / 'run').exists()
@@ -309,7 +319,7 @@ def test_arguments_become_a_model() -> None:
         match=r'num_experts=8 is not supported\n.*position_embedding_type=yarn is not supported',
     ):
         read_arguments(base | {'num_experts': 8, 'position_embedding_type': 'yarn'}, 'x')
-    with pytest.raises(ConfigError, match='hidden_size is missing among its arguments'):
+    with pytest.raises(ConfigError, match='hidden_size is missing from its arguments'):
         read_arguments({'num_layers': 2}, 'x')
 
 
@@ -387,14 +397,19 @@ def test_a_pickle_that_calls_is_refused_by_name_and_does_not_run(
     )
     with pytest.raises(
         ConfigError,
-        match=rf'refused: it asks for ({name}|(__builtin__|builtins)\.__import__), and only tensors',
+        match=(
+            rf'rejected: it asks for ({name}|(__builtin__|builtins)\.__import__), '
+            r'but only tensors'
+        ),
     ):
         import_megatron(tmp_path / 'in', tmp_path / 'run')
     assert not canary.exists()
 
 
 def test_what_is_inert_stays_so(tmp_path: Path) -> None:
-    """Objects that are known to lie beside weights are let through, and calls of them, with whatever arguments, do nothing."""
+    """Objects that are known to lie beside weights are let through, and calls of them, with
+    whatever arguments, do nothing.
+    """
     canary = tmp_path / 'canary'
     program = (
         b'cmegatron.core.enums\nsystem\n(X'
@@ -422,7 +437,7 @@ def test_tensors_that_reach_beyond_their_storage_are_refused(tmp_path: Path) -> 
     for broken in (program.replace(size, larger), larger.join(program.rsplit(size, 1))):
         write_zip(path, broken, data=np.zeros(4, np.float32).tobytes())
         with pytest.raises(
-            ConfigError, match=r'reaches beyond its storage of 4|is not as long as its tensors'
+            ConfigError, match=r'reaches beyond its storage of 4|is shorter than its tensors'
         ):
             load_torch(path)
 

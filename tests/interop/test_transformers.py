@@ -1,4 +1,6 @@
-"""transformers and megajax, face to face, on settings that `data` does not have; where transformers is installed."""
+"""transformers and megajax, face to face, on settings that `data` does not have; where transformers
+is installed.
+"""
 
 from pathlib import Path
 from typing import Any

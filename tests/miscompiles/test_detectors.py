@@ -1,4 +1,6 @@
-"""Each detector fires on a text that has its fault and is silent on one that has not; the texts are written by hand."""
+"""Each detector fires on a text that has its fault and is silent on one that has not; the texts are
+written by hand.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -70,9 +72,7 @@ def test_a_right_text_shows_none(text: str) -> None:
     assert detect(text) == []
 
 
-def test_a_finding_names_the_instruction_its_path_its_source_line_the_upstream_issue_and_the_fix() -> (
-    None
-):
+def test_a_finding_names_the_instruction_path_source_line_upstream_issue_and_fix() -> None:
     (line,) = known_miscompiles(texts.permute(''))
     assert line.startswith('permute at jit(f)/add_any (model.py:7): ')
     assert 'openxla/xla#45218' in line

@@ -190,7 +190,7 @@ def test_the_register_is_read_by_no_import_of_megajax() -> None:
 CURED = Answer(is_faulty=True, cure=EMPTY_PERMUTE.workaround)
 UNCURED = Answer(is_faulty=True, cure=None, why='no option cures it')
 RIGHT = Answer(is_faulty=False, cure=None)
-UNKNOWN = Answer(is_faulty=None, cure=None, why='no GPU compiler is asked')
+UNKNOWN = Answer(is_faulty=None, cure=None, why='no GPU compiler to ask')
 
 
 Answers = dict[str, Answer]
@@ -252,7 +252,7 @@ def test_a_gpu_has_the_target_that_its_kind_names_or_else_the_default(target: st
 
 
 def test_the_report_says_of_each_fault_what_is_done_about_it(answers: Answers) -> None:
-    assert __main__.report('h100') == [f'none of the {len(REGISTER)} that are known']
+    assert __main__.report('h100') == [f'none of the {len(REGISTER)} known miscompiles']
     answers[EMPTY_PERMUTE.name] = CURED
     answers[MISPLACED_BIAS.name] = UNCURED
     answers[SPLIT_CYCLES.name] = UNKNOWN
@@ -260,7 +260,7 @@ def test_the_report_says_of_each_fault_what_is_done_about_it(answers: Answers) -
     assert cured.endswith(f'every program is compiled with xla_disable_hlo_passes={PASS}')
     name = f'{MISPLACED_BIAS.name} ({MISPLACED_BIAS.source})'
     assert misplaced == f'{name}: inspect and train refuse a program that shows it'
-    assert unknown.endswith('unknown, no GPU compiler is asked')
+    assert unknown.endswith('unknown, no GPU compiler to ask')
     answers[EMPTY_PERMUTE.name] = UNCURED
     [uncured, *_] = __main__.report('h100')
     assert 'are refused (mesh.sequence_parallel, model.bias, mesh.data)' in uncured

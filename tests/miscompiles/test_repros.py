@@ -1,4 +1,6 @@
-"""A repro says whether the compiler at hand has the fault, and its compiled text shows just that."""
+"""A repro says whether the compiler at hand has the fault, and its compiled text shows just
+that.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,6 @@
-"""Texts of compiled programs written by hand: the few lines that a detector reads, wrong and right."""
+"""Texts of compiled programs written by hand: the few lines that a detector reads, wrong and
+right.
+"""
 
 ADD = """
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -10,7 +12,10 @@ ADD = """
 
 
 PLACE = 'metadata={op_name="jit(f)/add_any" source_file="model.py" source_line=7}'
-ROWS = 'update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, index_vector_dim=1'
+ROWS = (
+    'update_window_dims={1}, inserted_window_dims={0}, scatter_dims_to_operand_dims={0}, '
+    'index_vector_dim=1'
+)
 
 
 def permute(pairs: str) -> str:
@@ -33,13 +38,16 @@ ENTRY %main (x: f32[{rows},8], w: f32[8,8], b: f32[8]) -> (f32[{rows},8], s8[64]
   %x = f32[{rows},8]{{1,0}} parameter(0)
   %w = f32[8,8]{{1,0}} parameter(1)
   %b = f32[8]{{0}} parameter(2)
-  ROOT %call = (f32[{rows},8]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w, %b), custom_call_target="__cublas$lt$matmul", backend_config={config}
+  ROOT %call = (f32[{rows},8]{{1,0}}, s8[64]{{0}}) custom-call(%x, %w, %b), \
+custom_call_target="__cublas$lt$matmul", backend_config={config}
 }}
 """
 
 
 def ring(back: str, forth: str, device: int) -> str:
-    """A permute that was cut in two, put together again in a fusion: `back` goes to one device, `forth` to the others."""
+    """A permute that was cut in two, put together again in a fusion: `back` goes to one device,
+    `forth` to the others.
+    """
     return f"""HloModule m
 
 %join (back: f32[4], forth: f32[4], id: u32[]) -> f32[4] {{
@@ -55,7 +63,8 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
   %x = f32[4]{{0}} parameter(0)
   %id = u32[] partition-id()
   %start = token[] after-all()
-  %recv = (f32[4]{{0}}, u32[], token[]) recv(%start), channel_id=1, frontend_attributes={{_xla_send_recv_source_target_pairs={{{back}}}}}
+  %recv = (f32[4]{{0}}, u32[], token[]) recv(%start), channel_id=1, \
+frontend_attributes={{_xla_send_recv_source_target_pairs={{{back}}}}}
   %done = (f32[4]{{0}}, token[]) recv-done(%recv), channel_id=1
   %data = f32[4]{{0}} get-tuple-element(%done), index=0
   %permute = f32[4]{{0}} collective-permute(%x), channel_id=2, source_target_pairs={{{forth}}}
@@ -65,8 +74,13 @@ ENTRY %main (x: f32[4]) -> f32[4] {{
 
 
 def products(path: str) -> str:
-    """The same two operands multiplied in a fusion with a slice, and again beside it under `path`."""
-    call = 'custom_call_target="__cublas$lt$matmul", metadata={op_name="%s"}, backend_config={"dot_dimension_numbers":{}}'
+    """The same two operands multiplied in a fusion with a slice, and again beside it under
+    `path`.
+    """
+    call = (
+        'custom_call_target="__cublas$lt$matmul", metadata={op_name="%s"}, '
+        'backend_config={"dot_dimension_numbers":{}}'
+    )
     return f"""HloModule m
 
 %stack (all: f32[4,8,8], i: s32[], x: f32[8,8]) -> (f32[8,8], s8[64]) {{
@@ -95,7 +109,9 @@ ENTRY %main (x: f32[8,8], all: f32[4,8,8], i: s32[]) -> f32[8,8] {{
 
 
 def scatter(groups: str) -> str:
-    """A scatter over the whole table, of which devices 0 and 1 keep the first half and 2 and 3 the second, summed over groups."""
+    """A scatter over the whole table, of which devices 0 and 1 keep the first half and 2 and 3 the
+    second, summed over groups.
+    """
     return f"""HloModule m
 {ADD}
 ENTRY %main (ids: s32[8,1], rows: f32[8,16]) -> f32[32,16] {{
@@ -110,13 +126,16 @@ ENTRY %main (ids: s32[8,1], rows: f32[8,16]) -> f32[32,16] {{
   %start = s32[] reshape(%entry)
   %zero = s32[] constant(0)
   %own = f32[32,16]{{1,0}} dynamic-slice(%scattered, %start, %zero), dynamic_slice_sizes={{32,16}}
-  ROOT %summed = f32[32,16]{{1,0}} all-reduce(%own), channel_id=1, replica_groups={groups}, use_global_device_ids=true, to_apply=%add
+  ROOT %summed = f32[32,16]{{1,0}} all-reduce(%own), channel_id=1, replica_groups={groups}, \
+use_global_device_ids=true, to_apply=%add
 }}
 """
 
 
 def small_dot(rows: int, contracted: int) -> str:
-    """A product of a small matrix with many rows and the reduction of its result, in one fusion for YNNPACK."""
+    """A product of a small matrix with many rows and the reduction of its result, in one fusion for
+    YNNPACK.
+    """
     return f"""HloModule m
 {ADD}
 %both (w: f32[3,{contracted}], x: f32[{rows},{contracted}]) -> f32[{rows}] {{
@@ -132,7 +151,8 @@ def small_dot(rows: int, contracted: int) -> str:
 ENTRY %main (w: f32[3,{contracted}], x: f32[{rows},{contracted}]) -> f32[{rows}] {{
   %w = f32[3,{contracted}]{{1,0}} parameter(0)
   %x = f32[{rows},{contracted}]{{1,0}} parameter(1)
-  ROOT %fused = f32[{rows}]{{0}} fusion(%w, %x), kind=kCustom, calls=%both, backend_config={{"fusion_config":{{"kind":"__ynn_fusion"}}}}
+  ROOT %fused = f32[{rows}]{{0}} fusion(%w, %x), kind=kCustom, calls=%both, \
+backend_config={{"fusion_config":{{"kind":"__ynn_fusion"}}}}
 }}
 """
 
@@ -166,7 +186,8 @@ def top_k(places: str) -> str:
 ENTRY %main (x: f32[4,2]) -> (f32[4,2], s32[4,2]) {{
   %x = f32[4,2]{{1,0}} parameter(0)
   %iota = s32[4,2]{{1,0}} iota(), iota_dimension=1, {path}
-  %both = (f32[4,2]{{1,0}}, s32[4,2]{{1,0}}) sort(%x, %iota), dimensions={{1}}, to_apply=%greater, {path}
+  %both = (f32[4,2]{{1,0}}, s32[4,2]{{1,0}}) sort(%x, %iota), dimensions={{1}}, to_apply=%greater, \
+{path}
   %values = f32[4,2]{{1,0}} get-tuple-element(%both), index=0, {path}
   %sorted = s32[4,2]{{1,0}} get-tuple-element(%both), index=1, {path}
   %zeros = s32[4,2]{{1,0}} fusion(), kind=kLoop, calls=%fill, {path}

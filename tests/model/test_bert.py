@@ -1,4 +1,6 @@
-"""BERT looks both ways and not at padding, and its loss is that of the masked tokens and that of the order of the segments."""
+"""BERT looks both ways and not at padding, and its loss is that of the masked tokens and that of
+the order of the segments.
+"""
 
 import functools
 
@@ -160,7 +162,7 @@ def test_it_makes_no_text():
     config = small()
     with (
         on_mesh(config),
-        pytest.raises(ConfigError, match='says of no text what comes next') as error,
+        pytest.raises(ConfigError, match='not the next token of a text') as error,
     ):
         Generator(config, init_state(config).params)
     assert error.value.exit_code == 2

@@ -1,4 +1,6 @@
-"""The decoder looks back and never ahead, stays inside a document, and knows nothing of how it is run."""
+"""The decoder looks back and never ahead, stays inside a document, and knows nothing of how it is
+run.
+"""
 
 import inspect
 import math
@@ -82,7 +84,9 @@ def logits(
 
 
 def influence(config: Config, **documents: np.ndarray) -> np.ndarray:
-    """[t, s]: how much the logits of place t, added up with random weights, change with the embedding of place s."""
+    """[t, s]: how much the logits of place t, added up with random weights, change with the
+    embedding of place s.
+    """
     weight_V = np.random.default_rng(2).normal(size=config.model.padded_vocab_size).astype('f4')
     weight_V[config.model.vocab_size :] = 0
     with on_mesh(config):

@@ -1,4 +1,6 @@
-"""A column-parallel layer and a row-parallel one after it are two plain layers, on any number of shards."""
+"""A column-parallel layer and a row-parallel one after it are two plain layers, on any number of
+shards.
+"""
 
 import functools
 

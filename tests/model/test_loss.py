@@ -29,7 +29,9 @@ TERMS = [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-2), (0.3, 1e-2)]
 
 
 def sums_and_gradients(place, smoothing=0.0, z_loss=0.0, scale=1.0):
-    """(objective, nll), and the gradients of the objective by x and head; each data shard by itself, as in the train step."""
+    """(objective, nll), and the gradients of the objective by x and head; each data shard by
+    itself, as in the train step.
+    """
     config = make_config(
         'gpt',
         *place[:2],

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.faults
 
 ROOT = Path(__file__).parents[2]
 
-MEET = 'from megajax.processes.environment import read_start; from megajax.processes.rendezvous import gather; gather(read_start())'
+MEET = (
+    'from megajax.processes.environment import read_start; '
+    'from megajax.processes.rendezvous import gather; gather(read_start())'
+)
 
 STEPS = """
 import sys, time
@@ -34,7 +37,8 @@ from megajax.parallel.mesh import make_mesh
 with processes():
     with jax.set_mesh(make_mesh(2, 1)) as mesh:
         add = jax.jit(lambda x: jnp.sum(x))
-        x = jax.make_array_from_callback((2,), NamedSharding(jax.sharding.get_mesh(), P('data')), lambda index: np.ones(1))
+        sharding = NamedSharding(jax.sharding.get_mesh(), P('data'))
+        x = jax.make_array_from_callback((2,), sharding, lambda index: np.ones(1))
         for step in range(10_000):
             assert float(add(x)) == 2
             if step == 3:
@@ -54,17 +58,20 @@ from megajax.parallel.mesh import make_mesh
 
 with processes():
     mesh = make_mesh(1, 4)
-    x = jax.make_array_from_callback((4,), NamedSharding(mesh, P('model')), lambda index: jnp.arange(4.0)[index])
+    sharding = NamedSharding(mesh, P('model'))
+    x = jax.make_array_from_callback((4,), sharding, lambda index: jnp.arange(4.0)[index])
     with jax.set_mesh(mesh):
         print('sum', float(jax.jit(jnp.sum)(x)), jax.process_count(), jax.local_device_count())
     socket.gethostname = lambda: f'host{jax.process_index()}'
-    print('hosts', [[device.process_index for device in group] for group in make_mesh(2, 2).devices])
+    groups = make_mesh(2, 2).devices
+    print('hosts', [[device.process_index for device in group] for group in groups])
     print('across', make_mesh(1, 4, cross_hosts=True).shape['model'])
     try:
         make_mesh(1, 4)
     except ConfigError as error:
         print('refused', error)
-    own = {os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{fd}')}
+    files = [f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd')]
+    own = {os.readlink(file) for file in files if os.path.exists(file)}
     for line in [*open('/proc/net/tcp'), *open('/proc/net/tcp6')]:
         address, state, inode = (line.split()[i] for i in (1, 3, 9))
         if state == '0A' and f'socket:[{inode}]' in own:
@@ -144,7 +151,7 @@ class Run:
         ]
 
 
-def test_processes_are_one_jax_whose_model_axis_stays_inside_a_host_and_which_listens_on_loopback_only():
+def test_processes_are_one_jax_whose_model_axis_stays_in_a_host_and_which_listens_on_loopback():
     with Run(ADD_UP, devices=2) as run:
         assert run.codes() == {0: 0, 1: 0}, run.lines
         for index in (0, 1):
@@ -172,13 +179,15 @@ def test_a_killed_process_ends_the_other_within_seconds_in_a_line_that_names_it(
         killed = time.monotonic()
         codes = run.codes()
         assert time.monotonic() - killed < 5
-        # Where its coordinator is gone jax aborts within a tenth of a second, on a busy machine perhaps before our line is printed.
+        # Where its coordinator is gone jax aborts within a tenth of a second, on a busy machine
+        # perhaps before our line is printed.
         if victim == 0 and codes[1] == -signal.SIGABRT:
             return
         assert codes[1 - victim] == 75
         (line,) = run.errors(1 - victim)
         assert re.match(
-            rf'error: process {victim} on \S+ was lost, so this process ends too: start the run again',
+            rf'error: process {victim} on \S+ was lost, so this process ends too: '
+            r'start the run again',
             line,
         )
         assert not any('Traceback' in line for line in run.lines[1 - victim])
@@ -207,11 +216,12 @@ def test_process_0_says_who_did_not_come():
     with Run(MEET, count=4, indices=[0, 2], MEGAJAX_START_TIMEOUT='2') as run:
         assert run.codes(timeout=15) == {0: 75, 2: 75}
         assert re.match(
-            r'error: of 4 processes, 1, 3 did not come to process 0 at 127.0.0.1:\d+ within 2 s: see whether',
+            r'error: of 4 processes, 1, 3 did not connect to process 0 at 127.0.0.1:\d+ '
+            r'within 2 s: check that',
             run.lines[0][0],
         )
         assert re.match(
-            r'error: process 0 at 127.0.0.1:\d+ ended before all 4 had come', run.lines[2][0]
+            r'error: process 0 at 127.0.0.1:\d+ ended before all 4 had connected', run.lines[2][0]
         )
         assert [len(lines) for lines in run.lines.values()] == [1, 1]
 
@@ -221,7 +231,8 @@ def test_a_process_that_does_not_reach_process_0_says_where_it_looked():
         assert run.codes(timeout=15) == {1: 75}
         (line,) = run.lines[1]
         assert re.match(
-            r'error: process 1 could not reach process 0 at 127.0.0.1:\d+ within 1 s \(Connection refused\): see whether',
+            r'error: process 1 could not reach process 0 at 127.0.0.1:\d+ within 1 s '
+            r'\(Connection refused\): check that',
             line,
         )
 
@@ -231,7 +242,7 @@ def test_processes_that_do_not_agree_on_their_number_are_refused():
         assert all(run.codes(timeout=15).values())
         for index in (0, 1):
             assert re.search(
-                r'ConfigError: process 1 on \S+ of 3 came to .*, where process 0 of 2 waits',
+                r'ConfigError: process 1 on \S+ of 3 connected to .*, where process 0 of 2 expects',
                 run.lines[index][-1],
             )
 
@@ -242,7 +253,10 @@ def test_a_port_that_is_taken_is_refused_with_the_fix():
         start = Start(index=0, count=2, host='127.0.0.1', port=port, bind='127.0.0.1', timeout=1)
         with pytest.raises(
             ConfigError,
-            match=rf'cannot listen on 127.0.0.1, port {port} .*: choose another port in MEGAJAX_COORDINATOR',
+            match=(
+                rf'cannot listen on 127.0.0.1, port {port} .*: '
+                r'choose another port in MEGAJAX_COORDINATOR'
+            ),
         ):
             gather(start)
 
@@ -256,8 +270,12 @@ from megajax.parallel.mesh import make_mesh
 
 with processes():
     with jax.set_mesh(make_mesh(2, 1)) as mesh:
-        scatter = jax.jit(jax.shard_map(lambda x: jax.lax.psum_scatter(x, 'data', tiled=True), in_specs=P(None), out_specs=P('data')))
-        x = jax.make_array_from_callback((2,), NamedSharding(jax.sharding.get_mesh(), P(None)), lambda index: np.ones(2))
+        scatter = jax.jit(jax.shard_map(
+            lambda x: jax.lax.psum_scatter(x, 'data', tiled=True),
+            in_specs=P(None), out_specs=P('data'),
+        ))
+        sharding = NamedSharding(jax.sharding.get_mesh(), P(None))
+        x = jax.make_array_from_callback((2,), sharding, lambda index: np.ones(2))
         for pause in (0, 40):  # gloo's reduce-scatter waits for 30 s (jax-ml/jax#40831)
             if jax.process_index() == 1:
                 time.sleep(pause)

@@ -62,19 +62,21 @@ def test_a_process_that_is_alone_starts_nothing(environ):
     [
         (HAND, 3, 4, 'node1:8476', None, None),
         (HAND | {'MEGAJAX_COORDINATOR': '127.0.0.1:81'}, 3, 4, '127.0.0.1:81', '127.0.0.1', None),
-        (HAND | {'MEGAJAX_COORDINATOR': '10.0.0.1:81', 'MEGAJAX_BIND': '0.0.0.0'}, 3, 4, '10.0.0.1:81', '0.0.0.0', None),
+        (HAND | {'MEGAJAX_COORDINATOR': '10.0.0.1:81', 'MEGAJAX_BIND': '0.0.0.0'},
+         3, 4, '10.0.0.1:81', '0.0.0.0', None),
         (HAND | SLURM, 3, 4, 'node1:8476', None, None),
         (SLURM, 11, 16, 'gpu003:62344', None, (3,)),
         (SLURM | {'SLURM_STEP_NODELIST': 'a-1,b'}, 11, 16, 'a-1:62344', None, (3,)),
         (SLURM | {'MEGAJAX_COORDINATOR': 'ib0:8476'}, 11, 16, 'ib0:8476', None, (3,)),
         (SLURM | {'CUDA_VISIBLE_DEVICES': '0'}, 11, 16, 'gpu003:62344', None, None),
         (SLURM | {'JAX_PLATFORMS': 'cpu'}, 11, 16, 'gpu003:62344', None, None),
-        (SLURM | {'SLURM_STEP_TASKS_PER_NODE': '2,1', 'SLURM_LOCALID': '0'}, 11, 16, 'gpu003:62344', None, tuple(range(8))),
+        (SLURM | {'SLURM_STEP_TASKS_PER_NODE': '2,1', 'SLURM_LOCALID': '0'},
+         11, 16, 'gpu003:62344', None, tuple(range(8))),
         (OPEN_MPI, 1, 2, '10.96.0.1:62624', '10.96.0.1', (2, 3)),
         (OPEN_MPI | {'JAX_LOCAL_DEVICE_IDS': '3'}, 1, 2, '10.96.0.1:62624', '10.96.0.1', None),
     ],
-    ids=['hand', 'loopback', 'interface', 'hand over Slurm', 'task per GPU', 'plain names', 'other network', 'bound', 'cpu', 'per node',
-         'mpirun', 'ids given'],
+    ids=['hand', 'loopback', 'interface', 'hand over Slurm', 'task per GPU', 'plain names',
+         'other network', 'bound', 'cpu', 'per node', 'mpirun', 'ids given'],
 )  # fmt: skip
 def test_a_process_of_many_knows_its_place_and_its_gpus(environ, index, count, address, bind, gpus):
     start = read_start(environ)

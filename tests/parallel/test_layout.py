@@ -1,4 +1,6 @@
-"""Every parameter lies where the layout table of the design puts it, and the bytes of a device shrink by that."""
+"""Every parameter lies where the layout table of the design puts it, and the bytes of a device
+shrink by that.
+"""
 
 import jax
 import optax

@@ -147,7 +147,7 @@ def test_a_process_that_cannot_be_one_of_the_run_is_refused(
     answers: list[bytes] = []
     thread = say(port, said, answers)
     with pytest.raises(
-        ConfigError, match='where process 0 of 2 waits for each other one once'
+        ConfigError, match='where process 0 of 2 expects every other process once'
     ) as error:
         gather(start(port, 0, 2))
     thread.join(30)
@@ -189,12 +189,13 @@ def test_who_did_not_come_in_time_is_named(port: int, ended: list[str]) -> None:
         gather(start(port, 0, 4, timeout=2))
     thread.join(30)
     assert ended[0].startswith(
-        f'of 4 processes, 1, 3 did not come to process 0 at 127.0.0.1:{port} within 2 s: '
+        f'of 4 processes, 1, 3 did not connect to process 0 at 127.0.0.1:{port} within 2 s: '
     )
     with pytest.raises(SystemExit):
         gather(start(port, 1, 4, timeout=0.1))
     assert ended[1].startswith(
-        f'process 1 could not reach process 0 at 127.0.0.1:{port} within 0.1 s (Connection refused): '
+        f'process 1 could not reach process 0 at 127.0.0.1:{port} within 0.1 s (Connection '
+        'refused): '
     )
 
 
@@ -240,20 +241,25 @@ def test_silence_is_a_timeout_and_a_host_that_is_gone_an_end(pair: tuple[Link, L
 def test_what_is_no_message_is_refused(said: bytes, pair: tuple[Link, Link]) -> None:
     near, far = pair
     far.socket.sendall(said)
-    with pytest.raises(ValueError, match=r'no message|Expecting value'):
+    with pytest.raises(ValueError, match=r'not a message|Expecting value'):
         near.receive()
 
 
 def test_a_line_that_does_not_end_is_refused(pair: tuple[Link, Link]) -> None:
     near, far = pair
     threading.Thread(target=far.socket.sendall, args=(b'x' * (2 * LONGEST),), daemon=True).start()
-    with pytest.raises(ValueError, match='no message'):  # noqa: PT012
+    with pytest.raises(ValueError, match='not a message'):  # noqa: PT012
         for _ in itertools.count():
             near.receive()
 
 
-LOST = 'process 1 on h was lost, so this process ends too: start the run again to go on from its last checkpoint'
-FAILED = 'process 1 on h failed (why), so this process ends too: see what that one printed'
+LOST = (
+    'process 1 on h was lost, so this process ends too: '
+    'start the run again to continue from its last checkpoint'
+)
+FAILED = (
+    'process 1 on h failed (why), so this process ends too: see the output of the failed process'
+)
 
 
 @pytest.mark.parametrize(

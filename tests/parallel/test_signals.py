@@ -43,7 +43,10 @@ def test_what_nohup_makes_a_process_ignore_stays_ignored():
 
 @pytest.mark.parametrize('reads', [False, True])
 def test_what_nobody_reads_is_no_error(reads):
-    program = 'import sys; sys.stdin.read(); from megajax.processes.signals import drop_lost_outputs; drop_lost_outputs(); print("word")'
+    program = (
+        'import sys; sys.stdin.read(); from megajax.processes.signals import drop_lost_outputs; '
+        'drop_lost_outputs(); print("word")'
+    )
     process = subprocess.Popen(
         [sys.executable, '-c', program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -109,13 +109,16 @@ def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
     )
     assert done.returncode == 1
     assert 'does not fit in 76.2 GB' in done.stdout
-    assert 'yes: without it the least is ' in done.stdout
+    assert 'yes: without it the smallest layout needs ' in done.stdout
 
 
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        ('gpt3_175b --gpus 8', 'nothing fits on 8 x NVIDIA H100 SXM 80 GB: the least is '),
+        (
+            'gpt3_175b --gpus 8',
+            'nothing fits on 8 x NVIDIA H100 SXM 80 GB: the smallest layout needs ',
+        ),
         ('gpt2_124m --gpus 5', '512 is not a multiple of mesh.data=5; use 510 or 515'),
         (
             'gpt2_124m --gpus 12',
@@ -157,7 +160,9 @@ def test_a_wrong_call_names_the_fix(arguments, message):
 def test_a_wrong_call_exits_2():
     done = command('gpt3_175b', '--gpus', 8)
     assert (done.returncode, done.stdout) == (2, '')
-    assert done.stderr.startswith('error: nothing fits on 8 x NVIDIA H100 SXM 80 GB: the least is ')
+    assert done.stderr.startswith(
+        'error: nothing fits on 8 x NVIDIA H100 SXM 80 GB: the smallest layout needs '
+    )
 
 
 def test_the_tables_of_the_papers_are_shown():
@@ -167,7 +172,10 @@ def test_the_tables_of_the_papers_are_shown():
 
 
 def test_a_plan_takes_less_than_2_seconds_and_needs_no_jax():
-    code = 'import sys, megajax; megajax.plan(megajax.load("llama3_8b"), gpu="h100", gpus=64); print("jax" in sys.modules)'
+    code = (
+        'import sys, megajax; megajax.plan(megajax.load("llama3_8b"), gpu="h100", gpus=64); '
+        'print("jax" in sys.modules)'
+    )
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     assert (
         subprocess.run(

@@ -1,4 +1,6 @@
-"""What is counted of a step beside what XLA compiled: for H100s, stored in benchmarks/results, and here for simulated devices."""
+"""What is counted of a step beside what XLA compiled: for H100s, stored in benchmarks/results, and
+here for simulated devices.
+"""
 
 import csv
 import statistics
@@ -102,7 +104,9 @@ def test_what_is_said_to_fit_does() -> None:
 
 @pytest.fixture(scope='module')
 def step() -> tuple[Config, CompiledStep]:
-    """Fewer key/value heads than devices, untied, sequence parallelism, microbatches, full recomputation."""
+    """Fewer key/value heads than devices, untied, sequence parallelism, microbatches, full
+    recomputation.
+    """
     config = make_config(
         'llama', 2, 4, sequence_parallel=True, train={'recompute': 'full', 'microbatches': 2}
     )
@@ -136,7 +140,9 @@ def test_the_state_of_a_compiled_step_is_that_counted(step: tuple[Config, Compil
 
 
 def test_a_wider_mlp_needs_as_much_more_as_xla_said() -> None:
-    """With grouped queries and few devices the MLP is where the backward pass of a layer needs the most."""
+    """With grouped queries and few devices the MLP is where the backward pass of a layer needs the
+    most.
+    """
     narrow, wide = (
         next(
             line

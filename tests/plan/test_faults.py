@@ -1,4 +1,6 @@
-"""What failures take: the goodput is highest where Young's formula says, and never what no failure would allow."""
+"""What failures take: the goodput is highest where Young's formula says, and never what no failure
+would allow.
+"""
 
 import dataclasses
 

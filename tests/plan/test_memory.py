@@ -1,4 +1,6 @@
-"""What a step needs of a GPU's memory, counted: the papers' formulas, and what follows from a choice."""
+"""What a step needs of a GPU's memory, counted: the papers' formulas, and what follows from a
+choice.
+"""
 
 import dataclasses
 from typing import Any
@@ -73,7 +75,9 @@ def test_state_is_twelve_bytes_a_parameter(name: str) -> None:
 
 
 def test_zero_shares_the_state_and_adds_the_weights_of_a_step() -> None:
-    """6 + 12/d bytes a parameter, as Megatron's distributed optimizer: its gradients are in fp32."""
+    """6 + 12/d bytes a parameter, as Megatron's distributed optimizer: its gradients are in
+    fp32.
+    """
     plain, sharded = (
         memory(config('llama3_8b', f'optim.shard={on}', data=64, model=1, recompute='full'))
         for on in ('false', 'true')
@@ -85,7 +89,10 @@ def test_zero_shares_the_state_and_adds_the_weights_of_a_step() -> None:
 
 
 def test_175_billion_parameters_do_not_fit_eight_gpus() -> None:
-    """Weights in 16 bits would: 350 GB over 8 are 44 GB. With fp32 masters, moments and gradients each GPU needs 4 times its memory."""
+    """Weights in 16 bits would: 350 GB over 8 are 44 GB.
+
+    With fp32 masters, moments and gradients each GPU needs 4 times its memory.
+    """
     needed = memory(config('gpt3_175b', 'mesh.sequence_parallel=true', recompute='full'))
     assert 2 * needed.parameters / 4 < GPU
     assert needed.state == pytest.approx(12 * 174.6e9 / 8, rel=0.01)

@@ -34,7 +34,9 @@ LINES = [*csv.DictReader(RESULTS.open(newline=''))]
 
 
 def hidden(config: Config) -> float:
-    """The share of the seconds over `model` that the plan hides, at the rates at which `inspect` counts them."""
+    """The share of the seconds over `model` that the plan hides, at the rates at which `inspect`
+    counts them.
+    """
     h100 = hardware('h100')
     rates = h100.efficiency.model_copy(
         update={'matmul': h100.reference.matmul, 'flash': h100.reference.flash, 'half_size': 192}
@@ -62,7 +64,10 @@ def share(config: Config) -> float:
 )
 @pytest.mark.skipif(
     not version('jax').startswith('0.10.'),
-    reason="the plan has the shares of jax 0.10.2; by 0.12.0.1 a default step's are 4 to 11 %, not 36 to 50 %",
+    reason=(
+        "the plan has the shares of jax 0.10.2; by 0.12.0.1 a default step's are 4 to 11 %, "
+        'not 36 to 50 %'
+    ),
 )
 @pytest.mark.parametrize('sequence_parallel', ['false', 'true'])
 @pytest.mark.parametrize('recompute', ['none', 'full'])

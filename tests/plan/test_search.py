@@ -1,4 +1,6 @@
-"""The choice of a layout: what the papers found is preferred, and what cannot be says what would make it possible."""
+"""The choice of a layout: what the papers found is preferred, and what cannot be says what would
+make it possible.
+"""
 
 import time
 
@@ -52,8 +54,9 @@ def test_sequence_parallelism_wherever_there_is_tensor_parallelism():
 def test_every_layout_is_there_once_and_in_order():
     found = ranking(small('train.batch_size=32'), 'h100', 4)
     layouts = [choice.config for choice in (*found.fitting, *found.too_large)]
-    # data x model of 4x1, 2x2, 1x4; two or four ways with ZeRO-1 and sequence parallelism; two recomputations; 4, 5 and 6 microbatches,
-    # of which the halves of all but one row can take turns.
+    # data x model of 4x1, 2x2, 1x4; two or four ways with ZeRO-1 and sequence parallelism; two
+    # recomputations; 4, 5 and 6 microbatches, of which the halves of all but one row can take
+    # turns.
     assert len(layouts) == len(set(layouts)) == 2 * (2 * 4 + 4 * (5 + 4) + 2 * (6 + 5))
     seconds = [choice.timed.total for choice in found.fitting]
     assert seconds == sorted(seconds)
@@ -84,7 +87,10 @@ def test_a_mesh_that_cannot_be_says_why():
         (
             1,
             8,
-        ): 'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, or mesh.model 6 or 12'
+        ): (
+            'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, '
+            'or mesh.model 6 or 12'
+        )
     }
 
 
@@ -92,7 +98,7 @@ def test_where_nothing_fits_the_fewest_gpus_that_would_are_named():
     with pytest.raises(ConfigError) as caught:
         ranking(load('llama3_70b'), 'h100', 8)
     first, fix, *_ = str(caught.value).splitlines()
-    assert first.startswith('nothing fits on 8 x NVIDIA H100 SXM 80 GB: the least is ')
+    assert first.startswith('nothing fits on 8 x NVIDIA H100 SXM 80 GB: the smallest layout needs ')
     gpus = int(fix.removeprefix('it fits on ').split()[0])
     assert ranking(load('llama3_70b'), 'h100', gpus).fitting
     with pytest.raises(ConfigError):

@@ -1,4 +1,6 @@
-"""The time of a step: all FLOPs are there, nothing is counted twice, and faster hardware is never slower."""
+"""The time of a step: all FLOPs are there, nothing is counted twice, and faster hardware is never
+slower.
+"""
 
 from collections import defaultdict
 from itertools import product

@@ -1,10 +1,12 @@
-"""GPT under Auto axes: no line says what is sent, only the weights and the batch have a place, and XLA's partitioner does the rest.
+"""GPT under Auto axes: no line says what is sent, only the weights and the batch have a place, and
+XLA's partitioner does the rest.
 
-The model of `megajax/model` in plain functional JAX, with its parameters by their names: fused QKV, layers stacked and scanned, a tied
-embedding. `test_three_ways.py` holds it to megajax and to Megatron by hand.
+The model of `megajax/model` in plain functional JAX, with its parameters by their names: fused QKV,
+layers stacked and scanned, a tied embedding. `test_three_ways.py` holds it to megajax and to
+Megatron by hand.
 
-B batch, S (and T) sequence, D model, K key/value heads, G query heads per key/value head, C = G + 2 (G queries, one key, one value),
-H head dim, F feed-forward, V vocabulary (padded).
+B batch, S (and T) sequence, D model, K key/value heads, G query heads per key/value head, C = G + 2
+(G queries, one key, one value), H head dim, F feed-forward, V vocabulary (padded).
 """
 
 from collections.abc import Callable, Mapping

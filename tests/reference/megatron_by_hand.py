@@ -1,16 +1,19 @@
 """Megatron-LM by hand: what one device computes, with every collective where the papers put it.
 
-Read it beside `megajax/model`, where XLA finds these collectives from the places of the weights; `test_by_hand.py` shows that outputs
-and gradients are the same. Tensor parallelism is that of Shoeybi et al. (2019); `sp` turns on the sequence parallelism of Korthikanti
-et al. (2022). Every function runs inside `jax.shard_map` and sees the shards of its device. Weights have megatron-core's names and
-layout: a linear weight is [out, in].
+Read it beside `megajax/model`, where XLA finds these collectives from the places of the weights;
+`test_by_hand.py` shows that outputs and gradients are the same. Tensor parallelism is that of
+Shoeybi et al. (2019); `sp` turns on the sequence parallelism of Korthikanti et al. (2022). Every
+function runs inside `jax.shard_map` and sees the shards of its device. Weights have megatron-core's
+names and layout: a linear weight is [out, in].
 
-The backward pass needs no code. In `shard_map` the type of a value tells over which mesh axes it varies, and a collective's transpose
-is the one that Megatron pairs it with: of `pcast(to='varying')`, which does nothing, `psum`; of `psum`, `pcast`; of `all_gather`,
+The backward pass needs no code. In `shard_map` the type of a value tells over which mesh axes it
+varies, and a collective's transpose is the one that Megatron pairs it with: of
+`pcast(to='varying')`, which does nothing, `psum`; of `psum`, `pcast`; of `all_gather`,
 `psum_scatter`, and the reverse.
 
-B batch, S sequence, R this device's part of the sequence in the residual stream (S; with SP S / t), D model; and this device's share
-of F feed-forward, K key/value heads, V vocabulary; C = G + 2 (G queries, one key, one value), H head dim.
+B batch, S sequence, R this device's part of the sequence in the residual stream (S; with SP S / t),
+D model; and this device's share of F feed-forward, K key/value heads, V vocabulary; C = G + 2 (G
+queries, one key, one value), H head dim.
 """
 
 import jax
@@ -35,29 +38,39 @@ SHARDED = {
 
 
 def spec(name: str) -> P:
-    """How a weight is cut; norms, row-parallel biases and positions are not: every device has a copy."""
+    """How a weight is cut; norms, row-parallel biases and positions are not: every device has a
+    copy.
+    """
     return SHARDED.get('.'.join(name.split('.')[-2:]), P())
 
 
 def f(x_BRD: jax.Array, sp: bool) -> jax.Array:
-    """Into the column-parallel product. Forward nothing, backward all-reduce; with SP all-gather and reduce-scatter."""
+    """Into the column-parallel product.
+
+    Forward nothing, backward all-reduce; with SP all-gather and reduce-scatter.
+    """
     if sp:
         return lax.all_gather(x_BRD, 'model', axis=1, tiled=True)
     return lax.pcast(x_BRD, 'model', to='varying')
 
 
 def g(partial_BSD: jax.Array, sp: bool) -> jax.Array:
-    """Out of the row-parallel product. Forward all-reduce, backward nothing; with SP reduce-scatter and all-gather."""
+    """Out of the row-parallel product.
+
+    Forward all-reduce, backward nothing; with SP reduce-scatter and all-gather.
+    """
     if sp:
         return lax.psum_scatter(partial_BSD, 'model', scatter_dimension=1, tiled=True)
     return lax.psum(partial_BSD, 'model')
 
 
 def reduce_gradients(weights: Weights, sp: bool) -> Weights:
-    """Once per step. Forward nothing, backward all-reduce what devices with a copy of a weight found from different tokens.
+    """Once per step. Forward nothing, backward all-reduce what devices with a copy of a weight
+    found from different tokens.
 
-    Over `data` these are all weights. With SP over `model` too, those that meet the residual stream: each device saw its part of the
-    sequence alone. Megatron does this one in `finalize_model_grads`, and it is the one that is easily forgotten.
+    Over `data` these are all weights. With SP over `model` too, those that meet the residual
+    stream: each device saw its part of the sequence alone. Megatron does this one in
+    `finalize_model_grads`, and it is the one that is easily forgotten.
     """
     axes = {name: ('data', 'model') if sp and spec(name) == P() else ('data',) for name in weights}
     return {name: lax.pcast(weight, axes[name], to='varying') for name, weight in weights.items()}
@@ -71,7 +84,10 @@ def column_parallel_linear(x_BSD: jax.Array, weight_FD: jax.Array, bias_F: jax.A
 def row_parallel_linear(
     x_BSF: jax.Array, weight_DF: jax.Array, bias_D: jax.Array, sp: bool
 ) -> jax.Array:
-    """This device's columns in, a sum over devices out: Y = X_1 A_1 + X_2 A_2. The bias is added once, after that."""
+    """This device's columns in, a sum over devices out: Y = X_1 A_1 + X_2 A_2.
+
+    The bias is added once, after that.
+    """
     return g(jnp.einsum('bsf,df->bsd', x_BSF, weight_DF), sp) + bias_D[None, None]
 
 
@@ -83,7 +99,9 @@ def layer_norm(x_BRD: jax.Array, weights: Weights, name: str, eps: float) -> jax
 
 
 def self_attention(x_BSD: jax.Array, weights: Weights, config: ModelConfig, sp: bool) -> jax.Array:
-    """Heads need nothing from one another: attention between the two products is this device's own."""
+    """Heads need nothing from one another: attention between the two products is this device's
+    own.
+    """
     batch, length, _ = x_BSD.shape
     qkv_BSF = column_parallel_linear(
         x_BSD, weights['linear_qkv.weight'], weights['linear_qkv.bias']
@@ -116,7 +134,11 @@ def mlp(x_BSD: jax.Array, weights: Weights, sp: bool) -> jax.Array:
 def transformer_layer(
     x_BRD: jax.Array, weights: Weights, config: ModelConfig, sp: bool
 ) -> jax.Array:
-    """Two branches between f and g. Over `model`: two all-reduces forward and two backward (SP: as many pairs of gather and scatter)."""
+    """Two branches between f and g.
+
+    Over `model`: two all-reduces forward and two backward (SP: as many pairs of gather and
+    scatter).
+    """
     h_BRD = layer_norm(x_BRD, weights, 'input_layernorm', config.norm_eps)
     x_BRD = x_BRD + self_attention(f(h_BRD, sp), under('self_attention', weights), config, sp)
     h_BRD = layer_norm(x_BRD, weights, 'pre_mlp_layernorm', config.norm_eps)
@@ -124,14 +146,18 @@ def transformer_layer(
 
 
 def own_rows(id_BS: jax.Array, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """The row of each id in this device's share of the vocabulary, and whether it is there; where not, the row is 0."""
+    """The row of each id in this device's share of the vocabulary, and whether it is there; where
+    not, the row is 0.
+    """
     row_BS = id_BS - lax.axis_index('model') * num_rows
     mine_BS = (row_BS >= 0) & (row_BS < num_rows)
     return jnp.where(mine_BS, row_BS, 0), mine_BS
 
 
 def vocab_parallel_embedding(table_VD: jax.Array, token_BS: jax.Array, sp: bool) -> jax.Array:
-    """Each device looks up the tokens that it has, zero for the others, and g adds: all-reduce (SP: reduce-scatter)."""
+    """Each device looks up the tokens that it has, zero for the others, and g adds: all-reduce (SP:
+    reduce-scatter).
+    """
     row_BS, mine_BS = own_rows(token_BS, table_VD.shape[0])
     return g(jnp.where(mine_BS[..., None], table_VD[row_BS], 0), sp)
 
@@ -143,7 +169,10 @@ def position_embedding(table_SD: jax.Array, x_BRD: jax.Array, sp: bool) -> jax.A
 
 
 def vocab_parallel_cross_entropy(logit_BSV: jax.Array, label_BS: jax.Array) -> jax.Array:
-    """The loss of each token. Three all-reduces of [B, S] forward, none backward; logits are never gathered."""
+    """The loss of each token.
+
+    Three all-reduces of [B, S] forward, none backward; logits are never gathered.
+    """
     row_BS, mine_BS = own_rows(label_BS, logit_BSV.shape[-1])
     logit_BSV = logit_BSV - lax.pmax(lax.stop_gradient(logit_BSV).max(-1), 'model')[..., None]
     target_BS = jnp.take_along_axis(logit_BSV, row_BS[..., None], axis=-1)[..., 0]
@@ -154,7 +183,10 @@ def vocab_parallel_cross_entropy(logit_BSV: jax.Array, label_BS: jax.Array) -> j
 def language_model_loss(
     x_BRD: jax.Array, table_VD: jax.Array, label_BS: jax.Array, mask_BS: jax.Array, sp: bool
 ) -> jax.Array:
-    """The mean loss of the tokens that count, from the last hidden states. The head is column-parallel: f before it, no g."""
+    """The mean loss of the tokens that count, from the last hidden states.
+
+    The head is column-parallel: f before it, no g.
+    """
     logit_BSV = jnp.einsum('bsd,vd->bsv', f(x_BRD, sp), table_VD)
     loss_BS = vocab_parallel_cross_entropy(logit_BSV, label_BS)
     return lax.psum((loss_BS * mask_BS).sum(), 'data') / lax.psum(mask_BS.sum(), 'data')

@@ -1,4 +1,6 @@
-"""megajax computes what Megatron does by hand: outputs, and the gradients of every weight and input, on every mesh."""
+"""megajax computes what Megatron does by hand: outputs, and the gradients of every weight and
+input, on every mesh.
+"""
 
 import functools
 from collections.abc import Callable
@@ -34,7 +36,9 @@ on_each_mesh = pytest.mark.parametrize(
 
 
 def gpt(model_size: int, sp: bool) -> Config:
-    """GPT-2 with grouped queries, and a vocabulary that megajax pads and Megatron by hand does not."""
+    """GPT-2 with grouped queries, and a vocabulary that megajax pads and Megatron by hand does
+    not.
+    """
     model = {'vocab_size': 96, 'num_kv_heads': 4, 'activation': 'gelu_tanh', 'dropout': 0.0}
     return make_config(
         'gpt', 2, model_size, sequence_parallel=sp, model=model, loss={'label_smoothing': 0.0}
@@ -113,7 +117,9 @@ def assert_same(
     theirs: Callable[[by_hand.Weights, jax.Array, Batch], jax.Array],
     y_spec: P,
 ) -> None:
-    """Both make the same y of the same weights, input and batch, and the same gradients of sum(y^2) / 2."""
+    """Both make the same y of the same weights, input and batch, and the same gradients of sum(y^2)
+    / 2.
+    """
     sp = config.mesh.sequence_parallel
 
     def run_ours(params: nnx.State, x_BSD: jax.Array, batch: Batch) -> jax.Array:
@@ -169,7 +175,9 @@ def place(weights: Arrays) -> by_hand.Weights:
 
 @functools.cache
 def random_weights() -> Arrays:
-    """By Megatron's names, the same for every mesh; of a size at which all of them matter, biases and norms too."""
+    """By Megatron's names, the same for every mesh; of a size at which all of them matter, biases
+    and norms too.
+    """
     config, random = gpt(1, sp=False), np.random.default_rng(0)
     with on_mesh(config):
         shapes = {

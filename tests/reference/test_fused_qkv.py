@@ -1,4 +1,6 @@
-"""Why QKV is fused: three products of one input reduce three input gradients, where Megatron reduces one."""
+"""Why QKV is fused: three products of one input reduce three input gradients, where Megatron
+reduces one.
+"""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,6 @@
-"""megajax, XLA left to itself and Megatron by hand: the same numbers, and over `model` the same collectives."""
+"""megajax, XLA left to itself and Megatron by hand: the same numbers, and over `model` the same
+collectives.
+"""
 
 import functools
 from collections import Counter
@@ -60,7 +62,9 @@ def test_all_send_the_same_over_the_model_axis() -> None:
 
 
 def test_over_data_xla_reduces_a_tied_embedding_twice() -> None:
-    """Each parameter is reduced once, but Auto axes reduce the part of the lookup and that of the head, then add."""
+    """Each parameter is reduced once, but Auto axes reduce the part of the lookup and that of the
+    head, then add.
+    """
     config = gpt()
     numbers = {
         name: sum(one.operand.bytes // 4 * one.times for one in over(way, 'data'))

@@ -1,6 +1,8 @@
-"""The same loss and gradients three ways, and what each sends: megajax, XLA left to itself, Megatron by hand.
+"""The same loss and gradients three ways, and what each sends: megajax, XLA left to itself,
+Megatron by hand.
 
-Each way takes the parameters of megajax on the current mesh and a batch of numpy arrays, see `make_train_step`.
+Each way takes the parameters of megajax on the current mesh and a batch of numpy arrays, see
+`make_train_step`.
 """
 
 import functools
@@ -23,7 +25,9 @@ from megajax.train.step import make_loss_and_gradients
 
 
 class Way(NamedTuple):
-    """A loss, its gradients by Megatron's names as whole arrays, and the collectives of the program that made both."""
+    """A loss, its gradients by Megatron's names as whole arrays, and the collectives of the program
+    that made both.
+    """
 
     loss: float
     gradients: dict[str, np.ndarray]
@@ -41,7 +45,10 @@ def explicit_way(config: Config, params: nnx.State, batch: Mapping[str, np.ndarr
 def auto_way(
     config: Config, params: nnx.State, batch: Mapping[str, np.ndarray], residual: P | None = None
 ) -> Way:
-    """`auto_model`: axes are Auto, and XLA decides. Weights and their gradients have places, and with `residual` the residual stream."""
+    """`auto_model`: axes are Auto, and XLA decides.
+
+    Weights and their gradients have places, and with `residual` the residual stream.
+    """
     mesh = auto_model.auto_mesh(jax.sharding.get_mesh())
     flat = nnx.to_flat_state(params)
     with jax.set_mesh(mesh):

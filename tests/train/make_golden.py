@@ -1,6 +1,8 @@
-"""Write the checkpoint that every later megajax must restore: python tests/train/make_golden.py FOLDER
+"""Write the checkpoint that every later megajax must restore: python tests/train/make_golden.py
+FOLDER
 
-It was run once for each release whose format is kept (`data/first_release`); a new one is another folder.
+It was run once for each release whose format is kept (`data/first_release`); a new one is another
+folder.
 """
 
 import hashlib

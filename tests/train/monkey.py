@@ -1,8 +1,10 @@
-"""Kill one training run again and again, at seeded random moments, and compare its end with that of an undisturbed one.
+"""Kill one training run again and again, at seeded random moments, and compare its end with that of
+an undisturbed one.
 
 PYTHONPATH=tests python tests/train/monkey.py [--kills 200] [--seed 0]
 
-Beside SIGKILL and SIGTERM the disk of its checkpoints fills up, which needs root, for a file system of its own; without, that is left out.
+Beside SIGKILL and SIGTERM the disk of its checkpoints fills up, which needs root, for a file system
+of its own; without, that is left out.
 """
 
 import argparse
@@ -22,14 +24,16 @@ from pathlib import Path
 from runs import fill, flip_a_bit, largest_file, losses, steps
 
 STEPS_PER_KILL = 20
-# Of the kills; the others come in the training that follows, within a quarter of the time that the start takes.
+# Of the kills; the others come in the training that follows, within a quarter of the time that the
+# start takes.
 IN_THE_START = 0.3
 DISK = 8  # MiB, of which three checkpoints take less than two
 
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {model: 2}
-train: {steps: STEPS, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 1000, eval_batches: 2, log_every: 1}
+train: {steps: STEPS, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 1000, \
+eval_batches: 2, log_every: 1}
 checkpoint: {every: 10}
 optim: {lr: 1e-2}
 """
@@ -77,7 +81,8 @@ def disturb(folder: Path, kills: int, seed: int, disk: Path | None) -> None:
         wait(process, folder / 'disturbed/metrics.jsonl', chance, usual)
         code = end(process, kind, disk, chance.uniform(0, usual / 4))
         print(
-            f'{number + 1} of {kills}: {kind}, exit code {code}, steps {steps(folder / "disturbed")}',
+            f'{number + 1} of {kills}: {kind}, exit code {code}, '
+            f'steps {steps(folder / "disturbed")}',
             flush=True,
         )
         if code == 0:  # it is at its end: the next ones disturb one that goes further back
@@ -102,7 +107,9 @@ def wait(
 
 
 def end(process: subprocess.Popen[bytes], kind: str, disk: Path | None, seconds: float) -> int:
-    """End a run so, `seconds` after its disk is full if that is the kind, and return its exit code."""
+    """End a run so, `seconds` after its disk is full if that is the kind, and return its exit
+    code.
+    """
     allowed = {0, 75, -signal.SIGKILL, -signal.SIGTERM}  # SIGTERM as such before python runs
     if disk and kind == 'full disk':
         fill(disk / 'ballast')
@@ -163,7 +170,9 @@ def run(folder: Path, name: str) -> subprocess.Popen[bytes]:
 
 
 def left(run: Path) -> dict[str, str]:
-    """A hash of the losses of all steps, and one of the bytes of each array in the last checkpoint."""
+    """A hash of the losses of all steps, and one of the bytes of each array in the last
+    checkpoint.
+    """
     import jax
     import numpy as np
     import orbax.checkpoint as ocp

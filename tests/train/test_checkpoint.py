@@ -212,7 +212,7 @@ def test_a_folder_under_the_number_of_another_step_is_left_alone_and_named_once(
         checkpoints.delete_after(3)
         assert checkpoints.newest_verified() == 3
     assert [record.message for record in caplog.records if '20261121' in record.message] == [
-        f'{folder}/20261121 holds step 2, not the one of its name: ignored'
+        f'{folder}/20261121 holds step 2, not the step in its name: ignored'
     ]
     assert sorted(path.name for path in folder.iterdir()) == ['20261121', '3']
     verify = CliRunner().invoke(checkpoint_app, ['verify', str(folder.parent)])

@@ -83,7 +83,7 @@ def test_a_summary_that_cannot_be_written_is_one_warning(
     summary.write()
     summary.write()
     assert [record.getMessage() for record in caplog.records] == [
-        'summary.json cannot be written (No such file or directory); the run goes on'
+        'summary.json cannot be written (No such file or directory); the run continues'
     ]
     assert str(summary).startswith('seconds    0.0: 0.0 productive')
 
@@ -97,7 +97,8 @@ def test_the_line_names_what_matters_and_adds_up() -> None:
         'other': 550.0,
     }
     assert describe(seconds) == (
-        '10,000: 9,000 productive (90%), 400 lost, 30.2 compile, 0.0 restore, 0.0 checkpoint, 0.0 data wait, 570 other'
+        '10,000: 9,000 productive (90%), 400 lost, 30.2 compile, 0.0 restore, 0.0 checkpoint, '
+        '0.0 data wait, 570 other'
     )
 
 

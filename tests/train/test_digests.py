@@ -1,4 +1,6 @@
-"""What a checkpoint's digests find, without jax: every file is one that may be changed, cut, emptied or lost."""
+"""What a checkpoint's digests find, without jax: every file is one that may be changed, cut,
+emptied or lost.
+"""
 
 import shutil
 import subprocess
@@ -57,7 +59,7 @@ def test_a_changed_file_is_named(step: Path, name: str) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    assert problems(step) == [f'{name} is not what was written']
+    assert problems(step) == [f'{name} differs from what was written']
     assert problems(step, contents=False) == []
     path.write_bytes(b'')
     assert problems(step) == [f'{name} is empty']

@@ -1,4 +1,6 @@
-"""Runs that are interrupted, in processes of their own: what is asked for is on disk, and going on equals never having stopped."""
+"""Runs that are interrupted, in processes of their own: what is asked for is on disk, and going on
+equals never having stopped.
+"""
 
 import os
 import signal
@@ -77,7 +79,7 @@ def test_killed_a_run_goes_on_from_its_last_checkpoint(
     process.kill()
     finish(process)
     code, said = finish(start(folder))
-    assert (code, 'ended without a word; taking over' in said) == (0, True), said
+    assert (code, '(process died); taking over' in said) == (0, True), said
     assert losses(folder / 'run') == straight
 
 

@@ -1,4 +1,6 @@
-"""A disk that is full, or that cannot be written any more, costs a run checkpoints and not itself; with a file system of its own."""
+"""A disk that is full, or that cannot be written any more, costs a run checkpoints and not itself;
+with a file system of its own.
+"""
 
 import os
 import shutil

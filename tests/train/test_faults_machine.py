@@ -1,4 +1,6 @@
-"""Checkpoints under any sequence of what can befall them, as a state machine: the newest good step is always the one found."""
+"""Checkpoints under any sequence of what can befall them, as a state machine: the newest good step
+is always the one found.
+"""
 
 import random
 import shutil
@@ -33,7 +35,9 @@ ABSTRACT: dict[tuple[int, int], TrainState] = {}
 
 
 def make_state(mesh: tuple[int, int], seed: int) -> TrainState:
-    """A state in which every array has a number of its own, the same on every mesh; made in numpy, so without compiling."""
+    """A state in which every array has a number of its own, the same on every mesh; made in numpy,
+    so without compiling.
+    """
     if mesh not in ABSTRACT:
         ABSTRACT[mesh] = concrete(jax.eval_shape(lambda: init_state(tiny(*mesh))))
     number = iter(range(10**6))
@@ -44,7 +48,9 @@ def make_state(mesh: tuple[int, int], seed: int) -> TrainState:
 
 
 class Run(RuleBasedStateMachine):
-    """A run beside a model of it: `good` has the seed of the state in each step that is to be found."""
+    """A run beside a model of it: `good` has the seed of the state in each step that is to be
+    found.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +87,9 @@ class Run(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1), sums=st.booleans())
     def be_killed_while_saving(self, share: float, sums: bool) -> None:
-        """Leave what a kill leaves of a save: some of its files, the last of them cut, and never the one that is written last."""
+        """Leave what a kill leaves of a save: some of its files, the last of them cut, and never
+        the one that is written last.
+        """
         self.context.close()
         if steps := find_steps(self.folder):
             unfinished = self.folder / str(self.step + 1)

@@ -1,4 +1,6 @@
-"""What befalls one process of a run befalls all, and the run goes on: real processes, launched as a user does."""
+"""What befalls one process of a run befalls all, and the run goes on: real processes, launched as a
+user does.
+"""
 
 import json
 import os
@@ -34,7 +36,8 @@ pytestmark = pytest.mark.faults
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
-train: {steps: 80, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 25, eval_batches: 2, log_every: 1}
+train: {steps: 80, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 25, eval_batches: 2, \
+log_every: 1}
 checkpoint: {every: 25}
 optim: {lr: 1e-2}
 """
@@ -153,7 +156,8 @@ def test_where_one_process_hangs_all_tell_where_they_are_and_end(folder: Path, p
         rf"the others wait for process 1 \(pid {pids[1]} on host \S+\), which is in phase '{phase}'"
     )
     assert re.search(
-        rf"^\[0\] watchdog: process 0 of 2 .* is in phase '.*' for {WATCHDOG / 2:g} s and ends at .*; {named}$",
+        rf"^\[0\] watchdog: process 0 of 2 .* has been in phase '.*' for {WATCHDOG / 2:g} s "
+        rf'and ends at .*; {named}$',
         said,
         re.MULTILINE,
     )
@@ -184,7 +188,10 @@ def test_an_error_in_one_process_before_the_first_step_ends_all_and_is_shown(
     folder: Path, where: str
 ) -> None:
     module, _, name = where.rpartition('.')
-    fault = f'    import {module} as module\n    def fails(*_): raise MemoryError("of this process")\n    module.{name} = fails\n'
+    fault = (
+        f'    import {module} as module\n    def fails(*_): raise MemoryError("of this process")\n'
+        f'    module.{name} = fails\n'
+    )
     process = start(folder, processes=2, fault=ON_1 + fault)
     read_until(process, r'^\[0\] reading')
     began = time.monotonic()
@@ -192,7 +199,8 @@ def test_an_error_in_one_process_before_the_first_step_ends_all_and_is_shown(
     assert code == 1, said
     assert time.monotonic() - began < 60
     assert re.search(
-        r'launch: process 1 of 2 failed with exit code 1; its last lines:\n.*MemoryError: of this process\n$',
+        r'launch: process 1 of 2 failed with exit code 1; its last lines:\n.*MemoryError: '
+        r'of this process\n$',
         said,
         re.DOTALL,
     )
@@ -205,7 +213,10 @@ def test_an_error_in_one_process_before_the_first_step_ends_all_and_is_shown(
 
 def test_a_number_that_is_not_finite_in_one_process_skips_the_step_in_all(folder: Path) -> None:
     # The clock of that process is wrong too; what depends on the time is decided by the first.
-    skew = '    clocks = time.time, time.monotonic\n    time.time, time.monotonic = [lambda clock=clock: clock() + 1e6 for clock in clocks]\n'
+    skew = (
+        '    clocks = time.time, time.monotonic\n    time.time, '
+        'time.monotonic = [lambda clock=clock: clock() + 1e6 for clock in clocks]\n'
+    )
     fault = ON_1 + skew + ROWS.format(fault="batch['loss_mask'][0, 0] = float('nan')")
     said = train(folder, 'run.dir=null', 'checkpoint.minutes=60', processes=2, fault=fault)
     assert 'step 34 is skipped' in said
@@ -274,9 +285,9 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_anything_compi
             code, said = finish(start(folder, processes=processes))
             assert code == 2, said
             assert (
-                'run/lock cannot be written: Read-only file system; allow it, or choose another run.dir'
-                in said
-            )
+                'run/lock cannot be written: Read-only file system; allow it, '
+                'or choose another run.dir'
+            ) in said
             assert 'compiling' not in said
     finally:
         subprocess.run(['umount', folder / 'run'], check=True)

@@ -1,4 +1,6 @@
-"""A run that goes on: the same bits on the same mesh, the same tokens and state on any, and never other data without a word."""
+"""A run that goes on: the same bits on the same mesh, the same tokens and state on any, and never
+other data without a word.
+"""
 
 import hashlib
 import json
@@ -51,7 +53,9 @@ def test_stopped_inside_an_epoch_and_resumed_a_run_ends_in_the_same_bits(
 
 @pytest.fixture(scope='module')
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Ten steps on two by two devices, and ten more from there on each mesh, here: states, losses and tokens."""
+    """Ten steps on two by two devices, and ten more from there on each mesh, here: states, losses
+    and tokens.
+    """
     folder = write_run(tmp_path_factory.mktemp('meshes'), CONFIG)
     read: list[bytes] = []
     whole = Batches.rows
@@ -62,7 +66,8 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         return batch
 
     def go_on(name: str, data: int, model: int, steps: int) -> None:
-        # Without the biases of keys, whose gradients are nothing but rounding, which Adam makes as large as any.
+        # Without the biases of keys, whose gradients are nothing but rounding, which Adam makes as
+        # large as any.
         settings = [
             'model.num_heads=4',
             'model.bias=false',

@@ -1,4 +1,6 @@
-"""Saves that fail, are killed at every moment, or are those of several processes: what was there before stays, and is found."""
+"""Saves that fail, are killed at every moment, or are those of several processes: what was there
+before stays, and is found.
+"""
 
 import os
 import shutil
@@ -200,19 +202,29 @@ def make_state(seed):
     return jax.tree.map(place, abstract)
 
 def same(a, b):
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(np.array_equal(x.data, y.data) for a, b in pairs for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True))
+    return all(
+        np.array_equal(x.data, y.data)
+        for a, b in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+        for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True)
+    )
 
 with processes():
     first = jax.process_index() == 0
-    with run_lock(folder), jax.set_mesh(make_mesh(2, 2)), Checkpoints(folder / 'c', config) as checkpoints:
+    with (
+        run_lock(folder),
+        jax.set_mesh(make_mesh(2, 2)),
+        Checkpoints(folder / 'c', config) as checkpoints,
+    ):
         assert checkpoints.newest_verified() is None
         assert checkpoints.poll(10) and not checkpoints.poll(11)
         for step in (1, 2):
             checkpoints.save(make_state(step), step)
             assert checkpoints.wait()
         if first:
-            checkpoint.write_sums, sound = lambda folder: (_ for _ in ()).throw(OSError(28, 'No space left')), checkpoint.write_sums
+            sound = checkpoint.write_sums
+            checkpoint.write_sums = (
+                lambda folder: (_ for _ in ()).throw(OSError(28, 'No space left'))
+            )
         checkpoints.save(make_state(3), 3)
         while not checkpoints.poll(3):
             time.sleep(0.02)

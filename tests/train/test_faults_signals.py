@@ -1,4 +1,6 @@
-"""Signals as schedulers, terminals and people send them: the work is saved unless somebody insists on leaving at once."""
+"""Signals as schedulers, terminals and people send them: the work is saved unless somebody insists
+on leaving at once.
+"""
 
 import fcntl
 import os
@@ -61,8 +63,8 @@ def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(
     process.send_signal(signal.SIGINT)  # the same, passed on by a wrapper
     said = read_until(process, '^saving now')
     told = re.search(
-        r'^SIGINT: saving after the step that runs now \((\d+) are done\), then leaving; '
-        r'SIGINT \(Ctrl-C\) from now on leaves at once, with the last checkpoint$',
+        r'^SIGINT: saving after the current step \((\d+) done\), then exiting; '
+        r'a further SIGINT \(Ctrl-C\) exits at once, with only the last checkpoint$',
         said,
         re.MULTILINE,
     )
@@ -97,8 +99,8 @@ def test_when_its_terminal_is_closed_a_run_saves(folder: Path, processes: int, p
     reader = subprocess.Popen(['cat'], stdin=subprocess.PIPE, stdout=end) if piped else None
     process = subprocess.Popen(
         [*command, f'mesh.data={processes}'],
-        cwd=folder, stdin=end, stdout=reader.stdin if reader else end, stderr=end, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        cwd=folder, stdin=end, stdout=reader.stdin if reader else end, stderr=end,
+        start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
     )  # fmt: skip
     os.close(end)
     if reader:

@@ -1,4 +1,6 @@
-"""The same batches on every mesh and with any number of processes, of which each reads its own rows."""
+"""The same batches on every mesh and with any number of processes, of which each reads its own
+rows.
+"""
 
 import json
 import socket

@@ -1,4 +1,6 @@
-"""A step whose numbers are not finite, or whose loss is a spike, changes nothing, and the run goes on, back or ends as the config says."""
+"""A step whose numbers are not finite, or whose loss is a spike, changes nothing, and the run goes
+on, back or ends as the config says.
+"""
 
 import functools
 from typing import Any
@@ -25,7 +27,9 @@ def leaves(state: Any) -> list[np.ndarray]:
 
 @functools.cache
 def kept_step(mesh: tuple[int, int]) -> Any:
-    """A step on the current mesh that leaves its state alone, compiled once for all tests of a process."""
+    """A step on the current mesh that leaves its state alone, compiled once for all tests of a
+    process.
+    """
     return jax.jit(make_train_step(config(*mesh)), donate_argnums=())
 
 
@@ -138,7 +142,10 @@ def test_the_config_decides_what_follows() -> None:
     assert respond(config(nonfinite='stop', spike='skip'), 4, metrics(taken=False)) == 'go on'
     with pytest.raises(
         NumericError,
-        match=r'step 4: the loss \(7, gradient norm 1\) or its gradient is not finite; train.nonfinite=stop',
+        match=(
+            r'step 4: the loss \(7, gradient norm 1\) or its gradient is not finite; '
+            r'train.nonfinite=stop'
+        ),
     ):
         respond(config(nonfinite='stop'), 4, metrics(taken=False, finite=False))
     with pytest.raises(NumericError, match=f'as in the {SKIPS_IN_A_ROW - 1} steps before it'):

@@ -74,7 +74,10 @@ def test_the_process_that_got_less_far_is_named_as_the_one_that_the_others_wait_
         )
         os.close(shared)
     assert len(HALF.findall(log.read_text())) == 3
-    named = f"the others wait for process {behind} (pid {behind} on host h{behind}), which is in phase 'data'"
+    named = (
+        f'the others wait for process {behind} (pid {behind} on host h{behind}), '
+        "which is in phase 'data'"
+    )
     assert [_waited_for(one, str(log)) for one in places] == [named] * 3
 
 
@@ -82,7 +85,10 @@ def test_where_all_are_at_the_same_place_or_the_log_is_of_another_time_nobody_is
     tmp_path: Path,
 ):
     log = tmp_path / 'log'
-    line = "watchdog: {} process {} of 3 (pid 1 on host a) is in phase 'step 14' for 300 s and ends at 600 s [beat {}]\n"
+    line = (
+        'watchdog: {} process {} of 3 (pid 1 on host a) '
+        "has been in phase 'step 14' for 300 s and ends at 600 s [beat {}]\n"
+    )
     now, old = (
         time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(time.time() - ago)) for ago in (0, 10_000)
     )

@@ -1,4 +1,6 @@
-"""What a run leaves in its directory about itself: where its seconds went, its speed, and a trace."""
+"""What a run leaves in its directory about itself: where its seconds went, its speed, and a
+trace.
+"""
 
 import json
 import os
@@ -21,7 +23,8 @@ from megajax.run.run import run
 CONFIG = """
 model: {num_layers: 1, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
-train: {steps: 12, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 6, eval_batches: 2, log_every: 4}
+train: {steps: 12, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 6, eval_batches: 2, \
+log_every: 4}
 checkpoint: {every: 5}
 optim: {schedule: constant}
 """
@@ -98,7 +101,8 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(
     assert seconds['restore'] == pytest.approx(0, abs=0.1)
     assert seconds['lost'] == 0
     told = re.search(
-        r'seconds ([\d.]+): .* productive \(\d+%\), .* compile, .* restore, .* checkpoint, .* data wait',
+        r'seconds ([\d.]+): .* productive \(\d+%\), .* compile, .* restore, .* checkpoint, '
+        r'.* data wait',
         ' '.join(said.split()),
     )
     assert told
@@ -168,7 +172,8 @@ def test_the_process_that_the_others_wait_for_is_named(folder: Path) -> None:
     }
     both = [
         subprocess.Popen(
-            [sys.executable, '-c', SLOW_READER, 'run.dir=run', 'train.eval_every=100', 'train.profile={start: 3, steps: 1}'],
+            [sys.executable, '-c', SLOW_READER, 'run.dir=run', 'train.eval_every=100',
+             'train.profile={start: 3, steps: 1}'],
             cwd=folder, env=environ | {'MEGAJAX_PROCESSES': '2', 'MEGAJAX_PROCESS': f'{index}'},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
@@ -186,7 +191,7 @@ def test_the_process_that_the_others_wait_for_is_named(folder: Path) -> None:
     assert process == 1
     assert 50 < behind < 600
     assert re.search(
-        r'^step 12  process 1 comes \d+\.\d ms after the median to each step$',
+        r'^step 12  process 1 reaches each step \d+\.\d ms later than the median$',
         said[0],
         re.MULTILINE,
     )

@@ -1,4 +1,6 @@
-"""The loss scale of fp16: Megatron's rules, gradients that do not vanish, and overflows that cost a step and nothing else."""
+"""The loss scale of fp16: Megatron's rules, gradients that do not vanish, and overflows that cost a
+step and nothing else.
+"""
 
 import functools
 from pathlib import Path
@@ -219,7 +221,7 @@ def test_a_run_in_fp16_finds_its_scale_and_skips_no_batch_for_it(tmp_path: Path)
     assert 'loss scale the gradients' not in resumed
     given = train(tmp_path, *fp16, 'train.steps=6', 'train.loss_scale=4294967296', name='given')
     assert (
-        'step 1 is skipped: in fp16 its gradients overflow at a loss scale of 4,294,967,296; 1 so far'
-        in given
-    )
+        'step 1 is skipped: in fp16 its gradients overflow at a loss scale of 4,294,967,296; '
+        '1 so far'
+    ) in given
     assert 'skipped    6 of 6 steps: 6 for gradients that overflow in fp16' in given

@@ -1,4 +1,6 @@
-"""Each step is in `metrics.jsonl` once, whatever happens to the run or to the disk, and nothing of it ends a run."""
+"""Each step is in `metrics.jsonl` once, whatever happens to the run or to the disk, and nothing of
+it ends a run.
+"""
 
 import json
 import math
@@ -42,7 +44,9 @@ def events(folder: Path) -> Iterator[Event]:
 
 
 def drawn(folder: Path) -> list[int]:
-    """The steps of the curve of losses, as TensorBoard draws it: a start takes away what was there of its step and later ones."""
+    """The steps of the curve of losses, as TensorBoard draws it: a start takes away what was there
+    of its step and later ones.
+    """
     found: list[int] = []
     for event in events(folder):
         if event.session_log.status == SessionLog.START:
@@ -115,7 +119,7 @@ def test_on_a_full_disk_a_run_goes_on_with_one_warning_and_writes_all_when_there
     told = [record.getMessage() for record in caplog.records]
     assert [message.partition(' ')[0] for message in told] == ['metrics.jsonl', 'TensorBoard']
     assert all(
-        message.endswith('cannot be written ([Errno 27] File too large); the run goes on')
+        message.endswith('cannot be written ([Errno 27] File too large); the run continues')
         for message in told
     )
 
@@ -139,14 +143,19 @@ def test_wandb_that_is_not_installed_is_said_with_the_command(
     monkeypatch.setattr(metrics, 'find_spec', lambda name: None)
     with pytest.raises(
         ConfigError,
-        match=r"^run.wandb=mine needs a package that is not there: pip install 'megajax\[wandb\]'",
+        match=(
+            r'^run.wandb=mine needs wandb, which is not installed: '
+            r"pip install 'megajax\[wandb\]'"
+        ),
     ):
         check_wandb(make_config(run={'wandb': 'mine'}))
     check_wandb(make_config())
 
 
 def told_wandb(folder: Path) -> list[tuple[str, list[int]]]:
-    """The id and the steps of each start in wandb's files, which are LevelDB logs: blocks of 32 KiB, records of one protobuf each."""
+    """The id and the steps of each start in wandb's files, which are LevelDB logs: blocks of 32
+    KiB, records of one protobuf each.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
@@ -167,7 +176,7 @@ def told_wandb(folder: Path) -> list[tuple[str, list[int]]]:
 
 @pytest.mark.faults
 @pytest.mark.skipif(metrics.find_spec('wandb') is None, reason='wandb is an extra')
-def test_wandb_gets_each_step_once_in_one_run_also_after_a_restart_and_its_end_is_not_that_of_the_run(
+def test_wandb_gets_each_step_once_in_one_run_also_after_a_restart_and_its_end_is_not_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     import wandb
@@ -189,5 +198,5 @@ def test_wandb_gets_each_step_once_in_one_run_also_after_a_restart_and_its_end_i
     assert steps(tmp_path) == [0, 1, 2, 3, 4, 5, 6, 7, 8]
     (warning,) = [record.getMessage() for record in caplog.records]
     assert re.match(
-        r'wandb cannot be written \(Run \(\w+\) is finished.*; the run goes on$', warning
+        r'wandb cannot be written \(Run \(\w+\) is finished.*; the run continues$', warning
     )

@@ -1,4 +1,6 @@
-"""A checkpoint opens as a model: the same parameters on every mesh, and nothing that does not hold what was written."""
+"""A checkpoint opens as a model: the same parameters on every mesh, and nothing that does not hold
+what was written.
+"""
 
 import functools
 from pathlib import Path

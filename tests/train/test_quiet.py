@@ -55,7 +55,7 @@ def test_a_save_that_fails_is_tried_again_at_once_and_then_when_it_is_due(
             if record.levelno >= logging.WARNING
         ] == [
             'trying again',
-            'the next is tried when it is due',
+            'the next save is tried when it is due',
             'trying again',
         ]
 

@@ -40,7 +40,8 @@ def said(
 def test_a_line_has_all_numbers_and_fits(capsys: pytest.CaptureFixture[str]) -> None:
     (line,) = said(capsys, {**STEP, **SPEED}, start=99_999)
     assert line == (
-        'step 100000/100000  loss 2.346  lr 3.00e-04  grad norm 0.31  1,234,567 tokens/s  412 TFLOP/s  MFU 41.7%  71.2 GB'
+        'step 100000/100000  loss 2.346  lr 3.00e-04  grad norm 0.31  1,234,567 tokens/s  412 '
+        'TFLOP/s  MFU 41.7%  71.2 GB'
     )
     assert len(line) < 120
 
@@ -50,9 +51,9 @@ def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> No
         capsys,
         {**STEP, 'tokens_per_s': 3.5, 'tflops_per_device': 0.0123, 'planned_memory_bytes': 81.3e6},
     )
-    assert (
-        line
-        == 'step 1/100000  loss 2.346  lr 3.00e-04  grad norm 0.31  4 tokens/s  0.0123 TFLOP/s  81.3 MB planned'
+    assert line == (
+        'step 1/100000  loss 2.346  lr 3.00e-04  grad norm 0.31  4 tokens/s  0.0123 TFLOP/s  '
+        '81.3 MB planned'
     )
 
 
@@ -72,10 +73,10 @@ def test_rates_are_those_of_all_steps_since_the_last_line(
     ('values', 'remark'),
     [
         ({'data_wait_ms': 200.0}, 'step 1  waited for data 0.20 s of 0.50 s'),
-        ({'checkpoint_ms': 2000.0}, 'step 1  was held up by saving 2.00 s, beside 0.50 s of steps'),
+        ({'checkpoint_ms': 2000.0}, 'step 1  saving blocked training for 2.00 s (steps: 0.50 s)'),
         (
             {'slowest_process': 3, 'slowest_process_behind_ms': 60.0},
-            'step 1  process 3 comes 60.0 ms after the median to each step',
+            'step 1  process 3 reaches each step 60.0 ms later than the median',
         ),
     ],
 )
@@ -104,9 +105,9 @@ def test_skipped_steps_are_said_and_counted(capsys: pytest.CaptureFixture[str]) 
         == 'step 1 is skipped: in fp16 its gradients overflow at a loss scale of 65,536; 2 so far'
     )
     lines = said(capsys, overflow, skipped, {**STEP, 'taken': 1.0}, overflow)
-    assert (
-        lines[-1]
-        == 'skipped    3 of 4 steps: 2 for gradients that overflow in fp16, 1 for a loss or gradient that is not finite'
+    assert lines[-1] == (
+        'skipped    3 of 4 steps: 2 for gradients that overflow in fp16, '
+        '1 for a loss or gradient that is not finite'
     )
     assert (
         said(capsys, {**skipped, 'finite': 1.0})[-1]
@@ -121,7 +122,10 @@ def test_the_scales_that_the_first_batch_was_tried_at_are_said(
     capsys: pytest.CaptureFixture[str], first: float, tried: str
 ) -> None:
     Report().loss_scale(first, 2.0**19)
-    said = f'loss scale the gradients of the first batch {tried} at 524,288: the run begins with 131,072'
+    said = (
+        f'loss scale the gradients of the first batch {tried} at 524,288: '
+        'the run begins with 131,072'
+    )
     assert capsys.readouterr().out.splitlines() == [said]
 
 

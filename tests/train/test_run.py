@@ -11,7 +11,8 @@ from support import write_run
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
-train: {steps: 6, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 3, log_every: 1, sample_prompts: ['def ']}
+train: {steps: 6, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 3, log_every: 1, \
+sample_prompts: ['def ']}
 optim: {lr: 1e-2}
 """
 
@@ -73,7 +74,7 @@ def test_a_bert_trains_and_makes_no_text(folder: Path) -> None:
         check=False,
     )
     assert refused.returncode == 2
-    assert 'says of no text what comes next' in refused.stderr
+    assert 'not the next token of a text' in refused.stderr
 
 
 @pytest.mark.faults

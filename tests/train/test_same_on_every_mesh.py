@@ -1,4 +1,5 @@
-"""The same numbers on every mesh: initial weights and dropout masks bit for bit, the rest up to the order of sums.
+"""The same numbers on every mesh: initial weights and dropout masks bit for bit, the rest up to the
+order of sums.
 
 Errors are relative to the largest element: max |a - b| / max |b|, for each parameter by itself.
 """
@@ -74,7 +75,8 @@ def start_on_mesh(name: str, config: Config) -> TrainState:
     )
 
 
-# Without sequence parallelism, which leaves parameters where they are (tests/parallel/test_layout.py).
+# Without sequence parallelism, which leaves parameters where they are
+# (tests/parallel/test_layout.py).
 @pytest.mark.parametrize(
     'place', [at((data, model, False), quick=data * model == 8) for data, model in MESHES]
 )
@@ -94,8 +96,9 @@ class Training(NamedTuple):
 
 
 def train(name: str, place: tuple[int, int, bool]) -> Training:
-    # Adam divides each element of a gradient by its own size, so an element that is nothing but rounding error, as all are of the
-    # key bias (softmax is blind to it), would move by lr whichever way it was rounded. An eps above rounding error holds it still.
+    # Adam divides each element of a gradient by its own size, so an element that is nothing but
+    # rounding error, as all are of the key bias (softmax is blind to it), would move by lr
+    # whichever way it was rounded. An eps above rounding error holds it still.
     config = make_config(
         name, *place[:2], sequence_parallel=place[2], optim={'lr': 3e-3, 'eps': 1e-3}
     )
@@ -107,9 +110,8 @@ def train(name: str, place: tuple[int, int, bool]) -> Training:
         for batch in batches:
             state, metrics = step(state, place_batch(batch))
             losses.append(float(metrics['loss']))
-            if (
-                len(losses) == 1
-            ):  # AdamW's first moment is now the gradient, but for the factor of clipping and 1 - beta1
+            # Now AdamW's first moment is the gradient but for the factor of clipping and 1 - beta1.
+            if len(losses) == 1:
                 gradients = gather(optax.tree_utils.tree_get(state.opt_state, 'mu'))
         return Training(losses, gradients, gather(state.params))
 
@@ -175,7 +177,9 @@ RATE, ROWS, LENGTH = 0.1, 8, 32
 
 
 def dropped(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
-    """What dropout leaves of ones, [row, sequence, 16], as the step calls it: each data shard by itself."""
+    """What dropout leaves of ones, [row, sequence, 16], as the step calls it: each data shard by
+    itself.
+    """
     config = make_config('gpt', *place[:2], sequence_parallel=place[2])
     layout = Layout.of(config).per_shard
 
@@ -190,7 +194,9 @@ def dropped(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
 
 
 def attended(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
-    """Attention's weights after dropout, [row, query, head, key]: with values that are one-hot, they are what attention makes."""
+    """Attention's weights after dropout, [row, query, head, key]: with values that are one-hot,
+    they are what attention makes.
+    """
     config = make_config('gpt', *place[:2])
     layout = Layout.of(config).per_shard
     like_heads = layout('BSNh')

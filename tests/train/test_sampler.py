@@ -1,4 +1,6 @@
-"""Samples of a run: on the terminal, in samples.jsonl and in TensorBoard's files, once for each step."""
+"""Samples of a run: on the terminal, in samples.jsonl and in TensorBoard's files, once for each
+step.
+"""
 
 import json
 from pathlib import Path

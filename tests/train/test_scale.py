@@ -1,4 +1,6 @@
-"""The largest preset of the Megatron paper compiles on a laptop: abstract arguments, eight simulated devices, nothing allocated."""
+"""The largest preset of the Megatron paper compiles on a laptop: abstract arguments, eight
+simulated devices, nothing allocated.
+"""
 
 import pytest
 

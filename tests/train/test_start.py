@@ -1,4 +1,6 @@
-"""A run that begins with the weights of another: found, verified, held against its config, and left as they are."""
+"""A run that begins with the weights of another: found, verified, held against its config, and left
+as they are.
+"""
 
 import logging
 import shutil
@@ -146,7 +148,10 @@ def test_weights_are_not_given_the_ids_of_another_tokenizer(source: Path) -> Non
     check_tokenizer(checkpoint, None)
     with pytest.raises(
         ConfigError,
-        match=rf'^data.tokenizer: .*{other.fingerprint}.* set data.tokenizer={source}/tokenizer.json$',
+        match=(
+            rf'^data.tokenizer: .*{other.fingerprint}.* set '
+            rf'data.tokenizer={source}/tokenizer.json$'
+        ),
     ):
         check_tokenizer(checkpoint, other)
 
@@ -166,7 +171,10 @@ def test_each_record_says_where_the_weights_came_from_and_changing_it_later_is_t
         assert (origin['checkpoint'], origin['step']) == (str(source / 'checkpoints/0'), '0')
     said = [record.message for record in caplog.records if 'run.start_from' in record.message]
     assert said == [
-        f'resume     run.start_from: {source} -> {source}/3, without effect: this run has begun; choose another run.dir for it'
+        (
+            f'resume     run.start_from: {source} -> {source}/3, without effect: '
+            'this run has begun; choose another run.dir for it'
+        )
     ]
 
 
@@ -209,11 +217,17 @@ def test_a_run_dir_that_names_nothing_does_not_train_the_default(
     monkeypatch.chdir(source.parent)
     with pytest.raises(
         ConfigError,
-        match=r'run.dir=sourse: there is no run.* did you mean run.dir=source\?.* train tiny run.dir=sourse$',
+        match=(
+            r'run.dir=sourse: there is no run.* did you mean run.dir=source\?.* train tiny '
+            r'run.dir=sourse$'
+        ),
     ):
         config_of_overrides(['train.steps=5', 'run.dir=sourse'])
     with pytest.raises(
         ConfigError,
-        match=r'^run.dir=nowhere/at/all: there is no run, .* to begin a run there name its config',
+        match=(
+            r'^run.dir=nowhere/at/all: there is no run to resume .* to begin a run there name its '
+            r'config'
+        ),
     ):
         config_of_overrides(['run.dir=nowhere/at/all'])

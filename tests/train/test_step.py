@@ -168,7 +168,9 @@ def test_all_but_biases_and_norms_decay(name):
 
 
 def adamw(optim: OptimConfig, steps: int, params: dict, gradients: list[dict], clip: float) -> dict:
-    """Decoupled weight decay (Loshchilov and Hutter, 2019) after clipping by the global norm, in float64."""
+    """Decoupled weight decay (Loshchilov and Hutter, 2019) after clipping by the global norm, in
+    float64.
+    """
     params = {name: x.astype(np.float64) for name, x in params.items()}
     first, second = ({name: np.zeros_like(x) for name, x in params.items()} for _ in range(2))
     for t, gradient in enumerate(gradients, start=1):
@@ -211,7 +213,8 @@ def test_updates_are_those_of_adamw_in_numpy_with_gradients_above_the_limit_scal
     config = make_config(optim=optim)
     random = np.random.default_rng(0)
     shapes = {'norm': (7,), 'up': (7, 5), 'down': (5, 7)}
-    # Norms of about 0.4, 4, 0.9 and 40: Adam does not see the scale of one gradient, but the ratios between several.
+    # Norms of about 0.4, 4, 0.9 and 40: Adam does not see the scale of one gradient, but the ratios
+    # between several.
     gradients = [
         {name: random.normal(size=shape, scale=scale) for name, shape in shapes.items()}
         for scale in (0.05, 0.5, 0.1, 5)

@@ -21,8 +21,8 @@ def test_a_signal_is_honoured_at_the_next_safe_point(
         os.kill(os.getpid(), number)
         said = capfd.readouterr().err
         assert (
-            said
-            == f'{number.name}: saving step 7; SIGINT (Ctrl-C) from now on leaves at once, with the last checkpoint\n'
+            said == f'{number.name}: saving step 7; '
+            'a further SIGINT (Ctrl-C) exits at once, with only the last checkpoint\n'
         )
         with pytest.raises(StopRequested, match=f'^{number.name}$'):
             stop.check()

@@ -1,4 +1,6 @@
-"""`megajax.train` is the command's run, as one call from Python: in a script, in several processes, in a notebook."""
+"""`megajax.train` is the command's run, as one call from Python: in a script, in several processes,
+in a notebook.
+"""
 
 import json
 import os

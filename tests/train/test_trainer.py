@@ -143,7 +143,7 @@ def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(
 
 def test_a_run_that_gets_to_no_other_checkpoint_ends(start: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        NumericError, match=f'rolled back {trainer.ROLLBACKS} times without getting to another'
+        NumericError, match=f'rolled back {trainer.ROLLBACKS} times without reaching another'
     ):
         start(*range(4, 5 + trainer.ROLLBACKS))
     assert steps(tmp_path / 'run') == [3, 4]

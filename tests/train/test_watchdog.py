@@ -1,4 +1,6 @@
-"""A run that hangs, in a process of its own: whatever it waits for, it tells where and ends; one that gets on is left alone."""
+"""A run that hangs, in a process of its own: whatever it waits for, it tells where and ends; one
+that gets on is left alone.
+"""
 
 import platform
 import subprocess
@@ -33,7 +35,8 @@ def sleep_in_c():
     print('went on')
 
 threading.Thread(target=wait_for_ever, daemon=True, name='other').start()
-with Watchdog(Path(sys.argv[1]), {'start': 60.0, 'compile': 60.0, 'step': float(sys.argv[2])}) as watchdog:
+limits = {'start': 60.0, 'compile': 60.0, 'step': float(sys.argv[2])}
+with Watchdog(Path(sys.argv[1]), limits) as watchdog:
     print('started', flush=True)
     exec(sys.argv[3])
 print('ended well')
@@ -61,10 +64,11 @@ def test_a_run_that_hangs_tells_where_and_ends_with_124(tmp_path: Path, hang: st
         'watchdog: no progress for 1 s in phase',
     )
     assert wrong.startswith(
-        f"watchdog: process 0 of 1 ({half}) is in phase 'step 14' for 0.5 s and ends at 1 s\n{end}"
+        f"watchdog: process 0 of 1 ({half}) has been in phase 'step 14' for 0.5 s and ends at "
+        f'1 s\n{end}'
     )
     assert log[log.index(end) :] == wrong[wrong.index(end) :]
-    assert log.count(f"({half}) is in phase 'step 14'") == 1
+    assert log.count(f"({half}) has been in phase 'step 14'") == 1
     assert log.count('Thread 0x') + log.count('thread 0x') >= 2
     assert f'in {hang}' in log
 
@@ -88,7 +92,10 @@ def test_a_run_that_gets_on_is_left_alone(tmp_path: Path) -> None:
 def test_the_limit_of_a_patient_phase_is_longer_and_ends_with_it(tmp_path: Path) -> None:
     process = start(
         tmp_path,
-        "watchdog.beat('compiling', 'compile'); time.sleep(2); watchdog.beat('step 1'); wait_for_ever()",
+        (
+            "watchdog.beat('compiling', 'compile'); time.sleep(2); watchdog.beat('step 1'); "
+            'wait_for_ever()'
+        ),
     )
     code, _, wrong = finish(process)
     assert (code, "in phase 'step 1'" in wrong) == (STALLED, True)

@@ -107,7 +107,8 @@ def test_loss_and_gradients_are_those_of_whole_weights(name, dtype):
     (expected, expected_gradients), (actual, gradients) = (
         loss_and_gradients(name, dtype, shard=shard) for shard in (False, True)
     )
-    # the same roundings to bf16 in both, if gradients of weights were made in it they would differ by 1e-3
+    # the same roundings to bf16 in both, if gradients of weights were made in it they would differ
+    # by 1e-3
     assert relative_error(actual, expected) <= 1e-6
     assert_close(gradients, expected_gradients, 1e-6 if dtype == 'float32' else 1e-4)
 

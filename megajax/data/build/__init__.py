@@ -1,0 +1,1 @@
+"""Build token files from corpora: `megajax data build`."""

@@ -1,7 +1,7 @@
-"""Corpus files to Megatron's token files: what `megajax data build` does.
+"""Conversion of corpus files to Megatron's token files: the command `megajax data build`.
 
-The builder reads and writes, workers (`encode.py`) parse and encode, and what is not complete lies in a folder of its own
-(`partial.py`), from which a killed build goes on.
+The builder reads and writes, and workers (`encode.py`) parse and encode. Incomplete output lies in
+a folder of its own (`partial.py`), from which a killed build resumes.
 """
 
 import json
@@ -48,19 +48,21 @@ from megajax.data.text.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the way from bytes to tokens: a build of another version does not go on
-TRAINING_BYTES = 256_000_000
-PLACES = 5  # that the summary names of skipped lines
+# version of the conversion from bytes to tokens; a partial build of another version is not resumed
+VERSION = 1
+TRAINING_BYTES = 256_000_000  # maximum bytes of text to train a BPE on
+PLACES = 5  # maximum number of skipped lines that the summary names
 
-Report = Callable[[int, int], None]  # bytes read, and bytes of all inputs
+Report = Callable[[int, int], None]  # bytes read, bytes of all inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to build from what; the fields are the options of `megajax data build`.
+    """The options of `megajax data build`: its inputs, its output and how to encode them.
 
-    Exactly one of `tokenizer` (a tokenizer.json, or 'bytes') and `train_bpe` (entries) is given. `format` None goes by the suffix of
-    each file, `workers` None by the cores.
+    Exactly one of `tokenizer` (a tokenizer.json, or 'bytes') and `train_bpe` (number of entries)
+    is given. With `format` None, the suffix of each file decides; with `workers` None, there is one
+    worker per core.
     """
 
     out: str
@@ -76,16 +78,17 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What was built; `encoded` counts the bytes of text of this run, which took `seconds`."""
+    """The result of a build; its string is the line that `megajax data build` prints."""
 
     progress: Progress
-    encoded: int
-    seconds: float
+    encoded: int  # bytes of text that this run encoded
+    seconds: float  # duration of this run
     files: tuple[Path, ...]
 
     def __str__(self) -> str:
         done = self.progress
-        size = f'{done.documents} documents, {done.tokens} tokens, {done.text_bytes / done.tokens:.2f} bytes each'
+        bytes_per_token = done.text_bytes / done.tokens
+        size = f'{done.documents} documents, {done.tokens} tokens, {bytes_per_token:.2f} bytes each'
         speed = f'{self.seconds:.1f} s, {self.encoded / self.seconds / 1e6:.2f} MB/s'
         places = ', '.join(done.skipped_places) + (
             ', ...' if done.skipped > len(done.skipped_places) else ''
@@ -102,12 +105,15 @@ def build(
     checkpoint_units: int = 64,
     checkpoint_seconds: float = 2.0,
 ) -> Summary:
-    """Build OUT.bin, OUT.idx, OUT.json and OUT.tokenizer.json, which appear when they are complete, OUT.idx last.
+    """Build OUT.bin, OUT.idx, OUT.json and OUT.tokenizer.json.
 
-    A document is one sequence, and one without tokens none. A document of text longer than `unit` bytes is encoded in pieces, cut
-    after a line break, and joined; the bytes do not depend on the workers. `train_bpe` trains on the first bytes of each file, in
-    proportion to its size on disk, 256 MB of text in all. After a kill, the same job goes on from the last checkpoint, unless it
-    reads a stream. Raises ConfigError with file, place and fix, and leaves nothing behind, if an input, the disk or the job is bad.
+    The files appear only when they are complete, OUT.idx last. Each document becomes one sequence,
+    and a document without tokens becomes none. A text document of more than `unit` bytes is encoded
+    in pieces, which are cut after a line break and joined again; the output does not depend on the
+    number of workers. `train_bpe` trains on the first bytes of each file, in proportion to its size
+    on disk, 256 MB of text in all. After a kill, the same job resumes from the last checkpoint,
+    unless it reads a stream. Raises ConfigError with file, place and fix, and leaves no files
+    behind, if an input, the disk or the job is bad.
     """
     started = time.perf_counter()
     out = Path(job.out).expanduser()
@@ -115,7 +121,7 @@ def build(
     inputs = find_inputs(job.inputs, job.format)
     tokenizer = _given(job, inputs)
     fingerprint = _fingerprint(job, inputs, tokenizer, unit)
-    _progress(out, fingerprint)  # before anything is touched
+    _progress(out, fingerprint)  # raises before any file is touched
     with Partial.lock(out) as partial, _cleaned_up(partial):
         progress = _progress(out, fingerprint)
         before = progress.text_bytes if progress else 0
@@ -138,7 +144,7 @@ def build(
 
 @contextmanager
 def _cleaned_up(partial: Partial) -> Iterator[None]:
-    """A mistake takes the folder away; a kill, an interrupt and what can go on leave it."""
+    """Delete the folder after a ConfigError, but not after an interrupt or UnfinishedError."""
     try:
         yield
     except UnfinishedError:
@@ -149,7 +155,7 @@ def _cleaned_up(partial: Partial) -> Iterator[None]:
 
 
 class _Builder:
-    """Writes the tokens of units in order, with checkpoints, and at the end the index and the manifest."""
+    """A writer of encoded units in order, with checkpoints, and finally of index and manifest."""
 
     def __init__(
         self,
@@ -166,25 +172,26 @@ class _Builder:
         progress.itemsize = tokenizer.dtype.itemsize
         if progress.tokens:
             logger.info(
-                'going on after %d documents and %d tokens', progress.documents, progress.tokens
+                'resuming after %d documents and %d tokens', progress.documents, progress.tokens
             )
         partial.open(progress)
 
     def encode(self, unit: int, checkpoint_units: int, checkpoint_seconds: float) -> None:
-        """Read, encode and write all units from where `progress` stands."""
+        """Read, encode and write all units from `progress.position` on."""
         job, progress = self._job, self._progress
         options = Options(key=job.json_key, append_eod=job.append_eod, skip_bad=job.skip_bad)
         units = read_units(self._inputs, job.json_key, progress.position, unit)
-        saved, since = time.monotonic(), 0
+        saved_at, units_since = time.monotonic(), 0
         with Workers(job.workers or _cores(), self._partial.folder / TOKENIZER, options) as workers:
             for after, encoded in workers.encode(units):
                 self._add(encoded)
                 progress.position = after
                 self._report(after.read, self._total)
-                since += 1
-                if since >= checkpoint_units or time.monotonic() - saved > checkpoint_seconds:
+                units_since += 1
+                seconds_since = time.monotonic() - saved_at
+                if units_since >= checkpoint_units or seconds_since > checkpoint_seconds:
                     self._partial.checkpoint(progress)
-                    saved, since = time.monotonic(), 0
+                    saved_at, units_since = time.monotonic(), 0
 
     def _add(self, encoded: Encoded) -> None:
         progress = self._progress
@@ -212,11 +219,15 @@ class _Builder:
     def _join(
         self, ids: np.ndarray, lengths: np.ndarray, last: bool
     ) -> tuple[np.ndarray, np.ndarray]:
-        """The first document with what earlier units hold of it, and its end if that is here."""
-        here = int(lengths[0])
+        """Return ids and lengths with the first document continued from earlier units.
+
+        The first length then counts the document's tokens in all units. With `append_eod`, the
+        end-of-document token is inserted if the document ends in this unit.
+        """
+        num_here = int(lengths[0])
         lengths[0] += self._progress.open_tokens
         if self._job.append_eod and lengths[0] and (last or len(lengths) > 1):
-            ids = np.insert(ids, here, self._tokenizer.eod)
+            ids = np.insert(ids, num_here, self._tokenizer.eod)
             lengths[0] += 1
             self._progress.max_token = max(self._progress.max_token, self._tokenizer.eod)
         return ids, lengths
@@ -224,12 +235,15 @@ class _Builder:
     def _fitting(self, lengths: np.ndarray) -> np.ndarray:
         limit = np.iinfo(np.int32).max
         if lengths.max(initial=0) > limit:
-            message = f'hold a document of {lengths.max()} tokens, and the index counts to {limit}; cut it into documents'
+            message = (
+                f'a document has {lengths.max()} tokens, and the index allows at most {limit}; '
+                'split the document'
+            )
             raise ConfigError(Problem(path=', '.join(self._job.inputs), message=message))
         return lengths
 
     def complete(self, out: Path) -> None:
-        """Write what belongs to the tokens, so that nothing but the renames is left."""
+        """Write index and manifest, so that only the renames are left."""
         job, progress, partial, tokenizer = (
             self._job,
             self._progress,
@@ -237,7 +251,10 @@ class _Builder:
             self._tokenizer,
         )
         if not progress.tokens:
-            message = f'holds no text: {progress.documents} documents without tokens, {progress.skipped} bad lines; give other files'
+            message = (
+                f'holds no text: {progress.documents} documents without tokens, '
+                f'{progress.skipped} bad lines; give other files'
+            )
             raise ConfigError(Problem(path='--input', message=message))
         partial.write_index(tokenizer.dtype)
         manifest = Manifest(
@@ -265,35 +282,43 @@ def _cores() -> int:
 def _check(job: Job, out: Path) -> None:
     problems = []
     if job.out.endswith('/') or out.suffix in ('.bin', '.idx', '.json'):
-        what = 'a folder' if job.out.endswith('/') else 'one of the files'
+        kind = 'a folder' if job.out.endswith('/') else 'one of the files'
         problems.append(
             Problem(
                 path=job.out,
-                message=f'is the name of {what}; give the prefix of the files, for example {out.parent}/corpus',
+                message=f'is the name of {kind}; give the prefix of the files, '
+                f'for example {out.parent}/corpus',
             )
         )
     elif not out.parent.is_dir():
         problems.append(
-            Problem(path=job.out, message=f'there is no folder {out.parent}; make it first')
+            Problem(path=job.out, message=f'there is no folder {out.parent}; create it first')
         )
     if (job.tokenizer is None) == (job.train_bpe is None):
-        many = 'both' if job.tokenizer else 'neither'
-        fix = "give one: --tokenizer with a tokenizer.json or 'bytes', or --train-bpe with a number of entries"
-        problems.append(
-            Problem(path='--tokenizer', message=f'{many} of --tokenizer and --train-bpe; {fix}')
+        given = (
+            'both --tokenizer and --train-bpe are given'
+            if job.tokenizer
+            else 'neither --tokenizer nor --train-bpe is given'
         )
+        fix = (
+            "give one: --tokenizer with a tokenizer.json or 'bytes', "
+            'or --train-bpe with a number of entries'
+        )
+        problems.append(Problem(path='--tokenizer', message=f'{given}; {fix}'))
     if job.train_bpe is not None and job.train_bpe < 257:
         problems.append(
             Problem(
                 path='--train-bpe',
-                message=f'{job.train_bpe} is below 257, all bytes and the end of a document; use 257 or more',
+                message=f'{job.train_bpe} is below 257 (256 bytes and an end-of-document token); '
+                'use 257 or more',
             )
         )
     if job.workers is not None and job.workers < 1:
         problems.append(
             Problem(
                 path='--workers',
-                message=f'{job.workers} is below 1; use 1 or more, or leave it out: one for each core',
+                message=f'{job.workers} is below 1; use 1 or more, '
+                'or omit it for one worker per core',
             )
         )
     if problems:
@@ -301,20 +326,23 @@ def _check(job: Job, out: Path) -> None:
 
 
 def _progress(out: Path, fingerprint: str) -> Progress | None:
-    """How far this very build came; raises ConfigError if its names are taken by another."""
+    """Return the progress of this same build, None if there is none to resume.
+
+    Raises ConfigError if output files of another build exist.
+    """
     progress = read_progress(out)
     if progress and progress.fingerprint != fingerprint:
         logger.info(
-            '%s.partial is of other inputs or options, or of a stream: starting afresh', out
+            '%s.partial belongs to other inputs or options, or to a stream: starting afresh', out
         )
         progress = None
     if not (progress and progress.complete) and (
-        taken := [path for path in finals(out) if path.exists()]
+        existing := [path for path in finals(out) if path.exists()]
     ):
         raise ConfigError(
             *(
-                Problem(path=str(path), message='exists already; move it, or choose another OUT')
-                for path in taken
+                Problem(path=str(path), message='already exists; move it, or choose another OUT')
+                for path in existing
             )
         )
     return progress
@@ -333,10 +361,13 @@ def _fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None,
 
 
 def _given(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
-    """The tokenizer that the job names, None if one is to be trained."""
+    """Return the tokenizer that the job names, None if one has to be trained."""
     if job.tokenizer is None:
         if streams := [input.path for input in inputs if input.stream]:
-            message = 'cannot be read twice, to train a tokenizer and to encode; write it to a file, or give --tokenizer'
+            message = (
+                'cannot be read twice, to train a tokenizer and to encode; '
+                'write it to a file, or give --tokenizer'
+            )
             raise ConfigError(Problem(path=streams[0], message=message))
         return None
     try:
@@ -353,10 +384,13 @@ def _given(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
 def _kept(
     job: Job, inputs: Sequence[Input], partial: Partial, tokenizer: Tokenizer | None
 ) -> Tokenizer:
-    """The tokenizer, kept in the folder, where workers and a build that goes on find it."""
-    kept = partial.folder / TOKENIZER
-    if kept.exists():
-        return load_tokenizer(str(kept))
+    """Return the tokenizer, saved in the folder for the workers and for a resumed build.
+
+    It is loaded from the folder if it is there, and trained if the job names none.
+    """
+    saved = partial.folder / TOKENIZER
+    if saved.exists():
+        return load_tokenizer(str(saved))
     if tokenizer is None:
         assert job.train_bpe is not None
         logger.info('training a BPE of %d entries', job.train_bpe)
@@ -366,8 +400,8 @@ def _kept(
     except Exception as error:  # tokenizers raises nothing narrower
         raise ConfigError(
             Problem(
-                path=str(kept),
-                message=f'cannot be written: {error}; make room, or choose another OUT',
+                path=str(saved),
+                message=f'cannot be written: {error}; free disk space, or choose another OUT',
             )
         ) from error
     partial.write(TOKENIZER, (partial.folder / NEW).read_bytes())
@@ -377,12 +411,12 @@ def _kept(
 def _sample(job: Job, inputs: Sequence[Input]) -> Iterator[str]:
     total = sum(input.size for input in inputs)
     for input in inputs:
-        left = -(-TRAINING_BYTES * input.size // max(total, 1))
+        bytes_left = -(-TRAINING_BYTES * input.size // max(total, 1))
         for text in _texts(job, input):
-            part = text.encode()[:left]
+            part = text.encode()[:bytes_left]
             yield part.decode(errors='ignore')  # the cut may be inside a character
-            left -= len(part)
-            if not left:
+            bytes_left -= len(part)
+            if not bytes_left:
                 break
 
 

@@ -1,4 +1,4 @@
-"""Units of raw bytes to token ids, in worker processes."""
+"""Conversion of units of raw bytes to token ids, in worker processes."""
 
 import os
 import signal
@@ -22,33 +22,32 @@ from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What becomes of a unit: the key of the text, whether documents end with a token, whether bad lines are left out."""
+    """The options of parsing and encoding a unit."""
 
-    key: str
-    append_eod: bool
-    skip_bad: bool
+    key: str  # JSON key or Parquet column of the text
+    append_eod: bool  # whether documents end with an end-of-document token
+    skip_bad: bool  # whether bad lines are skipped
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Encoded:
-    """The tokens of a unit: `ids` [T], and `lengths` int32 [D] of its documents, or of what of them lies in the unit.
+    """The tokens of a unit.
 
-    Ends of documents are in `ids`, except that of a document that began in an earlier unit. `first` and `last` say whether the
-    first document begins, and the last one ends here. `error` is what the build has to end with.
+    `ids` includes end-of-document tokens, except that of a document that began in an earlier unit.
     """
 
-    ids: np.ndarray
-    lengths: np.ndarray
-    first: bool
-    last: bool
-    text_bytes: int
-    max_token: int
-    skipped: list[Problem]
-    error: Problem | None
+    ids: np.ndarray  # [tokens], token ids of all documents
+    lengths: np.ndarray  # int32 [documents], tokens of each document in this unit
+    first: bool  # whether the first document begins in this unit
+    last: bool  # whether the last document ends in this unit
+    text_bytes: int  # bytes of text encoded
+    max_token: int  # largest token id
+    skipped: list[Problem]  # bad lines that were skipped
+    error: Problem | None  # bad line with which the build must end
 
 
 def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
-    """Parse and encode a unit; the first bad line ends it, unless such lines are left out."""
+    """Parse and encode a unit; the first bad line ends it, unless bad lines are skipped."""
     texts, skipped, error = _parse_unit(unit, options)
     ids = tokenizer.encode_batch(texts) if error is None else []
     first, last = unit.pieces[0].first, unit.pieces[-1].last
@@ -60,19 +59,19 @@ def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
         ]
     if options.append_eod:
         eod = np.array([tokenizer.eod], tokenizer.dtype)
-        whole = range(0 if first else 1, len(ids) if last else len(ids) - 1)
+        complete = range(0 if first else 1, len(ids) if last else len(ids) - 1)
         ids = [
-            np.concatenate([part, eod]) if i in whole and len(part) else part
+            np.concatenate([part, eod]) if i in complete and len(part) else part
             for i, part in enumerate(ids)
         ]
-    row = np.concatenate([np.empty(0, tokenizer.dtype), *ids])
+    all_ids = np.concatenate([np.empty(0, tokenizer.dtype), *ids])
     return Encoded(
-        ids=row,
+        ids=all_ids,
         lengths=np.array([len(part) for part in ids], np.int32),
         first=first,
         last=last,
         text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
-        max_token=int(row.max(initial=0)),
+        max_token=int(all_ids.max(initial=0)),
         skipped=skipped,
         error=error,
     )
@@ -92,14 +91,18 @@ def _parse_unit(unit: Unit, options: Options) -> tuple[list[str], list[Problem],
     return texts, skipped, None
 
 
-PROGRAM = 'import sys; sys.path[:] = sys.argv[2:]; from megajax.data.build.encode import serve; serve(int(sys.argv[1]))'
+PROGRAM = (
+    'import sys; sys.path[:] = sys.argv[2:]; '
+    'from megajax.data.build.encode import serve; serve(int(sys.argv[1]))'
+)
 
 
 class Workers:
-    """Processes that encode units, each with a tokenizer of its own; a context, which ends them.
+    """A context of processes that encode units, each with its own tokenizer; its exit ends them.
 
-    A worker gets a unit when it has returned the last, so that no pipe is ever full at both ends, and ends when its pipe is closed:
-    none outlives a builder that is killed. Raises UnfinishedError if one ends by itself.
+    A worker receives a unit only after it has returned the previous one, so a pipe is never full at
+    both ends. It ends when its pipe is closed, so none outlives a killed builder. Raises
+    UnfinishedError if a worker ends by itself.
     """
 
     def __init__(self, count: int, tokenizer: Path, options: Options) -> None:
@@ -108,12 +111,12 @@ class Workers:
         self._processes: dict[Connection, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
-        # the builder alone answers an interrupt; a worker inherits the mask
+        # only the builder handles an interrupt; a worker inherits the mask
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for _ in range(self._count):
                 ours, theirs = Pipe()
-                # not a process of multiprocessing, which would import the command line again in each worker
+                # multiprocessing.Process would import the command line again in each worker
                 command = [sys.executable, '-c', PROGRAM, str(theirs.fileno()), *sys.path]
                 self._processes[ours] = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
@@ -133,7 +136,10 @@ class Workers:
             process.wait()
 
     def encode(self, units: Iterator[Unit]) -> Iterator[tuple[Position, Encoded]]:
-        """What becomes of units, in their order, and where to go on after each; at most two for each worker are in memory."""
+        """Yield the encoded units in order, each with the position to resume from after it.
+
+        At most two units per worker are in memory.
+        """
         idle, busy = list(self._processes), dict[Connection, int]()
         after: dict[int, Position] = {}
         done: dict[int, Encoded] = {}
@@ -168,20 +174,24 @@ class Workers:
 
     def _death(self, connection: Connection) -> UnfinishedError:
         process = self._processes[connection]
-        process.wait()  # it has closed its end
-        why = f'a worker ended with exit code {process.returncode} (-9: killed, perhaps for want of memory; else it says why above)'
+        process.wait()  # returns: the worker has closed its end of the pipe
+        reason = (
+            f'a worker ended with exit code {process.returncode} '
+            '(-9: killed, perhaps for lack of memory; otherwise the reason is printed above)'
+        )
         return UnfinishedError(
             Problem(
                 path='--workers',
-                message=f'{self._count}: {why}; the same command with fewer workers continues',
+                message=f'{self._count}: {reason}; '
+                'run the same command with fewer workers to resume',
             )
         )
 
 
 def serve(descriptor: int) -> None:
-    """What a worker does: encode units from its pipe until that is closed."""
-    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # the other cores have workers of their own
-    with suppress(EOFError, OSError):  # the builder has closed the pipe, or is gone
+    """Encode units from the pipe `descriptor` until it is closed; the main function of a worker."""
+    os.environ['TOKENIZERS_PARALLELISM'] = 'false'  # the other cores run other workers
+    with suppress(EOFError, OSError):  # the builder has closed the pipe or died
         connection = Connection(descriptor)
         path, options = connection.recv()
         tokenizer = load_tokenizer(path)

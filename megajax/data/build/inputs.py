@@ -1,4 +1,4 @@
-"""Corpus files as units of raw bytes, cut at line ends and decompressed; `encode.py` parses them."""
+"""Corpus files as units of raw bytes, decompressed and cut at line ends; `parse.py` parses them."""
 
 import glob
 import gzip
@@ -17,10 +17,9 @@ from typing import Any, BinaryIO, Literal, cast
 
 from megajax.config.errors import ConfigError, Problem
 
-UNIT = (
-    1 << 20
-)  # bytes that a worker takes at a time: a fifth of a second, and some 30 MB while tokenizers works on them
-LONGEST = 1 << 28  # bytes of a line, which is in memory as a whole
+# bytes that a worker encodes at a time, in a fifth of a second and some 30 MB of tokenizers' memory
+UNIT = 1 << 20
+LONGEST = 1 << 28  # maximum bytes of a line, all of which is held in memory
 STDIN = '-'
 
 Format = Literal['jsonl', 'text', 'parquet']
@@ -35,48 +34,44 @@ COMPRESSED = ('.gz', '.zst')
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """A file of the corpus, `size` bytes on disk; a stream has size 0 and can be read once."""
+    """A file of the corpus. A stream has size 0 and can be read only once."""
 
     path: str
     format: Format
-    size: int
+    size: int  # bytes on disk
     mtime_ns: int
     stream: bool
 
     @property
     def compression(self) -> str:
-        """'.gz', '.zst' or nothing."""
+        """The suffix of a compressed file, '.gz' or '.zst', else the empty string."""
         return Path(self.path).suffix if self.path.endswith(COMPRESSED) else ''
 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where reading goes on: the number of an input and its byte, decompressed, or its row; `read` counts bytes on disk before that."""
+    """The position in the inputs from which reading resumes."""
 
-    number: int = 0
-    offset: int = 0
-    line: int = 1
-    read: int = 0
+    number: int = 0  # index of the input
+    offset: int = 0  # byte of the decompressed input, or row of a Parquet file
+    line: int = 1  # line of the input, counted from 1
+    read: int = 0  # bytes on disk before this position, over all inputs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """Whole lines of JSON, text of one document, or rows of Parquet, as they lie in an input.
-
-    `offset` is the first byte, decompressed, or the first row; `line` counts from 1; `first` and `last` say whether a document of
-    text begins and ends here.
-    """
+    """A piece of an input: complete JSON lines, text of one document, or Parquet rows."""
 
     input: Input
-    offset: int
-    line: int
+    offset: int  # first byte of the decompressed input, or first row
+    line: int  # first line, counted from 1
     data: bytes | list[bytes | None]
-    first: bool = True
-    last: bool = True
+    first: bool = True  # whether a text document begins here
+    last: bool = True  # whether a text document ends here
 
     @property
     def weight(self) -> int:
-        """Bytes, and some for what any piece costs."""
+        """The size in bytes, plus a constant for the overhead of a piece."""
         return 100 + (
             len(self.data)
             if isinstance(self.data, bytes)
@@ -86,16 +81,20 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Pieces in a row, and where those after them begin. Only the first may continue a document, only the last may leave one open."""
+    """Consecutive pieces, which one worker encodes together.
+
+    Only the first piece may continue a document, and only the last may leave one open.
+    """
 
     pieces: list[Piece] = field(default_factory=list)
-    after: Position
+    after: Position  # position after the last piece
 
 
 def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
-    """The files that paths, globs and '-' name, in this order, those of a glob sorted; `format` None goes by the suffix.
+    """Return the files that paths, globs and '-' name, in this order; matches of a glob are sorted.
 
-    Raises ConfigError with every one that is not there, cannot be read or has a format that cannot be read so.
+    With `format` None, the suffix of each file decides. Raises ConfigError with every file that
+    does not exist, cannot be read, or has a format that cannot be read in this way.
     """
     problems: list[Problem] = []
     inputs = []
@@ -119,10 +118,10 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
 def read_units(
     inputs: Sequence[Input], key: str, start: Position, unit: int = UNIT
 ) -> Iterator[Unit]:
-    """Units of about `unit` bytes from `start` on; `key` is the column of a Parquet file.
+    """Yield units of about `unit` bytes from `start` on; `key` is the column of a Parquet file.
 
-    Where a document of text is cut depends on nothing but its bytes and `unit`. Raises ConfigError with file and place if an input
-    cannot be read to its end.
+    The cuts in a text document depend only on its bytes and `unit`. Raises ConfigError with file
+    and place if an input cannot be read to its end.
     """
     pieces: list[Piece] = []
     weight = 0
@@ -139,7 +138,7 @@ def read_units(
 def read_pieces(
     inputs: Sequence[Input], key: str, start: Position, unit: int = UNIT
 ) -> Iterator[tuple[Piece, Position]]:
-    """Pieces of at most `unit` bytes, or one longer line, each with the position after it."""
+    """Yield pieces of at most `unit` bytes, or one longer line, each with the position after it."""
     before = sum(input.size for input in inputs[: start.number])
     for number in range(start.number, len(inputs)):
         input = inputs[number]
@@ -167,16 +166,15 @@ def _expand(pattern: str) -> list[str]:
         return [path]
     if not glob.has_magic(path):
         raise _problem(path, 'there is no such file; check the name, or give a glob in quotes')
-    if not (
-        found := sorted(name for name in glob.glob(path, recursive=True) if not Path(name).is_dir())
-    ):
-        raise _problem(path, "matches no file; check the pattern ('**' goes into folders)")
-    return found
+    names = sorted(name for name in glob.glob(path, recursive=True) if not Path(name).is_dir())
+    if not names:
+        raise _problem(path, "matches no file; check the pattern ('**' descends into folders)")
+    return names
 
 
 def _look(path: str, format: Format | None) -> Input:
     if path == STDIN:
-        found = Input(path=path, format=format or 'jsonl', size=0, mtime_ns=0, stream=True)
+        input = Input(path=path, format=format or 'jsonl', size=0, mtime_ns=0, stream=True)
     else:
         bare = Path(path).with_suffix('') if path.endswith(COMPRESSED) else Path(path)
         try:
@@ -185,7 +183,7 @@ def _look(path: str, format: Format | None) -> Input:
                 Path(path).open('rb').close()
         except OSError as error:
             raise _problem(
-                path, f'cannot be read: {error.strerror}; allow it, or leave it out'
+                path, f'cannot be read: {error.strerror}; make it readable, or leave it out'
             ) from error
         if stat.S_ISDIR(status.st_mode):
             raise _problem(
@@ -193,26 +191,30 @@ def _look(path: str, format: Format | None) -> Input:
             )
         stream = not stat.S_ISREG(status.st_mode)
         size, mtime_ns = (0, 0) if stream else (status.st_size, status.st_mtime_ns)
-        found = Input(
+        input = Input(
             path=path,
             format=format or SUFFIXES.get(bare.suffix, 'text'),
             size=size,
             mtime_ns=mtime_ns,
             stream=stream,
         )
-    if found.format == 'parquet' and (found.stream or found.compression):
+    if input.format == 'parquet' and (input.stream or input.compression):
         raise _problem(
-            path, 'Parquet is read from plain files only; write it to a file, decompressed'
+            path,
+            'Parquet is read only from uncompressed files, not streams; write it to such a file',
         )
-    if found.compression == '.zst':
+    if input.compression == '.zst':
         _optional('zstandard', path)
-    elif found.format == 'parquet':
+    elif input.format == 'parquet':
         _optional('pyarrow', path)
-    return found
+    return input
 
 
 def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[Piece, bool, int]]:
-    """Pieces of JSON lines or of a document, whether a piece is the last of the file, and how far the file has been read."""
+    """Yield pieces of JSON lines or of a text document.
+
+    With each piece come whether it is the last of the file, and the bytes of the file read so far.
+    """
     offset, line = here.offset, here.line
     with _errors(input), _open(input) as raw, _decompress(input, raw) as stream:
         if input.compression:
@@ -220,24 +222,27 @@ def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[Piece, bool
         elif offset:
             stream.seek(offset)
         for data, ended in _blocks(input, stream, unit):
-            whole = input.format == 'jsonl'
+            is_jsonl = input.format == 'jsonl'
             piece = Piece(
                 input=input,
                 offset=offset,
                 line=line,
                 data=data,
-                first=whole or not offset,
-                last=whole or ended,
+                first=is_jsonl or not offset,
+                last=is_jsonl or ended,
             )
             yield piece, ended, offset + len(data) if input.stream else raw.tell()
             offset, line = offset + len(data), line + data.count(b'\n')
 
 
 def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, bool]]:
-    """Blocks of at most `unit` bytes that end with a line, or one longer line, and whether a block is the last."""
+    """Yield blocks of complete lines, each with whether it is the last.
+
+    A block has at most `unit` bytes, unless a single line is longer.
+    """
     block = bytearray()
     while True:
-        block += stream.read(unit + 1 - len(block))  # one more, to see the end
+        block += stream.read(unit + 1 - len(block))  # one byte more, to notice the end
         end = _cut(block, unit, input.format) if len(block) > unit else 0
         seen = unit
         while not end and len(block) > seen:
@@ -248,7 +253,8 @@ def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, 
                 if len(block) > LONGEST:
                     raise _problem(
                         input.path,
-                        f'has a line of more than {LONGEST >> 20} MiB; break it up (is it {input.format}?)',
+                        f'has a line of more than {LONGEST >> 20} MiB; '
+                        f'split the line (is the file {input.format}?)',
                     )
         yield bytes(block[: end or len(block)]), not end
         if not end:
@@ -257,9 +263,10 @@ def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, 
 
 
 def _cut(block: bytearray, unit: int, format: Format) -> int:
-    """After the last line break before `unit`; in text preferably one that the usual tokenizers cut at too, so that no token changes.
+    """Return the index after the last line break before `unit`, 0 if there is none.
 
-    That is a break between two lines that are neither blank nor indented, or else one before such a line.
+    In text, prefer a break at which the usual tokenizers split too, so that no token changes: one
+    between two lines that are neither blank nor indented, or else one before such a line.
     """
     if format == 'text':
         for lines in (rb'\S\n(?=\S)', rb'\n(?=\S)'):
@@ -270,7 +277,11 @@ def _cut(block: bytearray, unit: int, format: Format) -> int:
 
 
 def _rows(input: Input, key: str, here: Position, unit: int) -> Iterator[tuple[Piece, bool, int]]:
-    """Pieces of rows of a Parquet file, whether a piece is the last of it, and how far it has been read, by rows."""
+    """Yield pieces of rows of a Parquet file.
+
+    With each piece come whether it is the last of the file, and the bytes of the file read so far,
+    estimated from the number of rows.
+    """
     parquet, arrow = _optional('pyarrow.parquet', input.path), _optional('pyarrow', input.path)
     try:
         with parquet.ParquetFile(input.path, pre_buffer=False, buffer_size=UNIT) as file:
@@ -297,7 +308,7 @@ def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:
             for batch in file.iter_batches(
                 batch_size=256, row_groups=[group], columns=[key], use_threads=False
             ):
-                # as bytes, because the worker says which row is not UTF-8
+                # as bytes, because the worker reports which row is not UTF-8
                 texts = batch.column(0).cast('large_string').cast('large_binary').to_pylist()
                 yield from texts[max(start - first, 0) :]
                 first += len(texts)
@@ -341,7 +352,10 @@ def _decompress(input: Input, raw: BinaryIO) -> Iterator[BinaryIO]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Decompressed frames; the stream reader of zstandard itself ends without an error where a file does."""
+    """A stream of decompressed zstd frames, which raises EOFError if the file ends inside a frame.
+
+    zstandard's own stream reader ends there without an error.
+    """
 
     def __init__(self, raw: BinaryIO) -> None:
         self._zstandard = _optional('zstandard', STDIN)
@@ -367,7 +381,7 @@ class _ZstdFile(io.RawIOBase):
                 raise EOFError('the file ends inside a frame')
             return False
         try:
-            # 2 GB is what `zstd --long=31` asks for
+            # `zstd --long=31` needs a window of 2 GB
             self._frame = (
                 self._frame
                 or self._zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()

@@ -1,4 +1,4 @@
-"""Pieces of raw bytes to texts, or to what is wrong with them."""
+"""Conversion of pieces of raw bytes to texts; bad lines become problems."""
 
 import codecs
 import json
@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from megajax.config.errors import Problem
 from megajax.data.build.inputs import Piece
 
-OR_SKIP = 'mend it, or leave such lines out with --skip-bad'
+OR_SKIP = 'fix it, or skip such lines with --skip-bad'
 
 
 def parse(piece: Piece, key: str) -> Iterator[str | Problem]:
-    """The texts of a piece in order, and in place of a bad one what is wrong with it."""
+    """Yield the texts of a piece in order, and a Problem in place of each bad one."""
     path = piece.input.path
     if isinstance(piece.data, list):
         for row, text in enumerate(piece.data, piece.line):
@@ -41,7 +41,8 @@ def _decode(data: bytes, path: str, offset: int = 0, fix: str = OR_SKIP) -> str 
     except UnicodeDecodeError as error:
         return Problem(
             path=path,
-            message=f'is not UTF-8 at byte {offset + error.start} (0x{data[error.start]:02x}); {fix}',
+            message=f'is not UTF-8 at byte {offset + error.start} '
+            f'(0x{data[error.start]:02x}); {fix}',
         )
 
 
@@ -55,13 +56,15 @@ def _parse_line(line: bytes, key: str, place: str) -> str | Problem:
     if not isinstance(document, dict):
         return Problem(
             path=place,
-            message=f'is {type(document).__name__}, not a JSON object: {_short(decoded)}; {OR_SKIP}',
+            message=f'is {type(document).__name__}, not a JSON object: '
+            f'{_short(decoded)}; {OR_SKIP}',
         )
     if key not in document:
         keys = ', '.join(document) or 'none'
         return Problem(
             path=place,
-            message=f'has no key {key!r} (its keys: {_short(keys)}); give --json-key one of them, or --skip-bad',
+            message=f'has no key {key!r} (its keys: {_short(keys)}); '
+            'give --json-key one of them, or --skip-bad',
         )
     text = document[key]
     if not isinstance(text, str):
@@ -74,7 +77,7 @@ def _parse_line(line: bytes, key: str, place: str) -> str | Problem:
         except UnicodeEncodeError as error:
             return Problem(
                 path=place,
-                message=f'{key!r} has half a surrogate pair at character {error.start}; {OR_SKIP}',
+                message=f'{key!r} has an unpaired surrogate at character {error.start}; {OR_SKIP}',
             )
     return text
 

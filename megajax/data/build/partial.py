@@ -1,4 +1,7 @@
-"""The folder OUT.partial, where token files grow until they are complete, and from which a killed build goes on."""
+"""The folder OUT.partial, where token files grow until they are complete.
+
+A killed build resumes from it.
+"""
 
 import fcntl
 import os
@@ -23,44 +26,41 @@ TOKENIZER, MANIFEST, PROGRESS, LOCK, NEW = (
     'lock',
     'new',
 )
+# the final suffix of each file, in the order of the renames
 FINAL = {
     TOKENIZER: '.tokenizer.json',
     MANIFEST: '.json',
     TOKENS: '.bin',
     INDEX: '.idx',
-}  # in the order of the renames
+}
 NAMES = frozenset({LENGTHS, DOCUMENTS, PROGRESS, LOCK, NEW, *FINAL})
 
 
 class UnfinishedError(ConfigError):
-    """The build cannot go on now, but what is there is sound, and the same command continues."""
+    """An interrupted build whose folder is intact: the same command resumes it."""
 
 
 class Progress(BaseModel):
-    """How far a build is. `fingerprint` stands for all that determines the bytes.
-
-    `tokens` counts those written, `open_tokens` those of them that belong to a document that goes on; `complete` means that nothing
-    but the renames is left.
-    """
+    """The progress of a build, from which it resumes."""
 
     model_config = ConfigDict(extra='forbid', strict=True)
 
-    fingerprint: str
-    complete: bool = False
-    position: Position = Position()
-    itemsize: int = 0
-    tokens: int = 0
-    open_tokens: int = 0
+    fingerprint: str  # hash of everything that determines the output
+    complete: bool = False  # whether only the renames are left
+    position: Position = Position()  # position in the inputs to resume from
+    itemsize: int = 0  # bytes per token id
+    tokens: int = 0  # number of tokens written
+    open_tokens: int = 0  # number of tokens written of a document that continues
     sequences: int = 0
     documents: int = 0
-    max_token: int = 0
-    text_bytes: int = 0
-    skipped: int = 0
-    skipped_places: list[str] = []
+    max_token: int = 0  # largest token id
+    text_bytes: int = 0  # bytes of text encoded
+    skipped: int = 0  # number of bad lines skipped
+    skipped_places: list[str] = []  # file and line of the first of them
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bytes of the growing files."""
+        """The size of each growing file, in bytes."""
         return {
             TOKENS: self.tokens * self.itemsize,
             LENGTHS: 4 * self.sequences,
@@ -69,12 +69,12 @@ class Progress(BaseModel):
 
 
 def finals(out: Path) -> list[Path]:
-    """The files of a complete build, in the order in which they appear."""
+    """Return the files of a complete build, in the order in which they appear."""
     return [Path(f'{out}{suffix}') for suffix in FINAL.values()]
 
 
 def read_progress(out: Path) -> Progress | None:
-    """How far a build to `out` came, None if there is none that can go on."""
+    """Return the progress of the build to `out`, None if there is none to resume."""
     try:
         return Progress.model_validate_json((_folder(out) / PROGRESS).read_bytes())
     except (OSError, ValueError):
@@ -82,7 +82,10 @@ def read_progress(out: Path) -> Progress | None:
 
 
 class Partial:
-    """OUT.partial, locked; errors of the disk are ConfigErrors that name the file and what it held."""
+    """The folder OUT.partial, locked.
+
+    Disk errors are raised as ConfigErrors that name the file and its size.
+    """
 
     def __init__(self, out: Path) -> None:
         self.folder = _folder(out)
@@ -93,14 +96,19 @@ class Partial:
     @classmethod
     @contextmanager
     def lock(cls, out: Path) -> Iterator[Self]:
-        """Make the folder if need be, and hold it; raises ConfigError if another process does, or it is none of ours."""
+        """Create the folder if necessary, and hold its lock.
+
+        Raises ConfigError if another process holds it, or if the folder has files that no build
+        wrote.
+        """
         partial = cls(out)
         with _errors(partial.folder):
             partial.folder.mkdir(exist_ok=True)
             if strange := sorted({path.name for path in partial.folder.iterdir()} - NAMES):
                 raise _problem(
                     partial.folder,
-                    f'holds {strange[0]}, which no build wrote; move the folder, or choose another OUT',
+                    f'holds {strange[0]}, which no build wrote; '
+                    'move the folder, or choose another OUT',
                 )
             lock = (partial.folder / LOCK).open('w')
         with lock:
@@ -119,13 +127,16 @@ class Partial:
                 partial.close()
 
     def start(self, progress: Progress) -> None:
-        """Forget what is there, and begin."""
+        """Delete the files of an earlier build, and save `progress`."""
         for name in NAMES - {LOCK}:
             (self.folder / name).unlink(missing_ok=True)
         self.save(progress)
 
     def open(self, progress: Progress) -> None:
-        """Open the growing files, cut to what `progress` says; raises ConfigError if they hold less."""
+        """Open the growing files, truncated to the sizes of `progress`.
+
+        Raises ConfigError if one is shorter.
+        """
         self._digest = sha256()
         for name, size in progress.sizes.items():
             path = self.folder / name
@@ -136,7 +147,8 @@ class Partial:
                 if file.seek(0, os.SEEK_END) < size:
                     raise _problem(
                         path,
-                        f'has {file.tell()} bytes instead of {size}; run the same command again, which starts afresh',
+                        f'has {file.tell()} bytes instead of {size}; '
+                        'run the same command again, which starts afresh',
                     )
                 file.truncate(size)
         self._files[TOKENS].seek(0)
@@ -144,17 +156,17 @@ class Partial:
             self._digest.update(chunk)
 
     def append(self, name: str, array: np.ndarray) -> None:
-        """Write an array at the end of a growing file."""
+        """Append an array to a growing file."""
         data = np.ascontiguousarray(array).data.cast('B') if array.size else memoryview(b'')
         with _errors(self.folder / name):
-            rest = data
+            rest = data  # a write may be partial
             while rest:
                 rest = rest[self._files[name].write(rest) :]
         if name == TOKENS:
             self._digest.update(data)
 
     def checkpoint(self, progress: Progress) -> None:
-        """From here on a build that is killed goes on after `progress`."""
+        """Flush the growing files and save `progress`, from which a killed build then resumes."""
         for name, file in self._files.items():
             with _errors(self.folder / name):
                 os.fsync(file.fileno())
@@ -165,7 +177,7 @@ class Partial:
         self.write(PROGRESS, progress.model_dump_json().encode())
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a whole file, which appears under its name when it is on the disk."""
+        """Write a file, which appears under its name only when all of it is on disk."""
         with _errors(self.folder / NEW), (self.folder / NEW).open('wb', buffering=0) as file:
             while content:
                 content = content[file.write(content) :]
@@ -173,7 +185,7 @@ class Partial:
         os.replace(self.folder / NEW, self.folder / name)
 
     def write_index(self, dtype: np.dtype) -> None:
-        """Write the index of the tokens, lengths and documents."""
+        """Write the index, from the lengths and document boundaries."""
         path = self.folder / INDEX
         with _errors(path), path.open('wb') as file:
             write_index(file, dtype, self._array(LENGTHS, '<i4'), self._array(DOCUMENTS, '<i8'))
@@ -186,7 +198,7 @@ class Partial:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the tokens."""
+        """The SHA-256 of the token file."""
         return self._digest.hexdigest()
 
     def close(self) -> None:
@@ -195,33 +207,40 @@ class Partial:
             self._files.popitem()[1].close()
 
     def publish(self) -> None:
-        """Rename what is complete to its final names, PREFIX.idx last, and take the folder away; may be repeated after a kill."""
+        """Rename the files to their final names, PREFIX.idx last, and delete the folder.
+
+        Can be repeated after a kill. Raises UnfinishedError if a file cannot be renamed.
+        """
         for name, final in zip(FINAL, finals(self._out), strict=True):
             try:
                 os.replace(self.folder / name, final)
                 sync(final.parent)
             except FileNotFoundError:
-                pass  # renamed before a kill
+                pass  # already renamed before a kill
             except OSError as error:
-                message = f'cannot be renamed from {self.folder / name}: {error.strerror}; allow it, and the same command continues'
+                message = (
+                    f'cannot be renamed from {self.folder / name}: {error.strerror}; '
+                    'make the folder writable, and run the same command again to continue'
+                )
                 raise UnfinishedError(Problem(path=str(final), message=message)) from error
         self.discard()
 
     def discard(self) -> None:
-        """Take the folder away."""
+        """Delete the folder."""
         self.close()
+        # progress.json is deleted after the files that it describes
         for name in (
             *sorted(NAMES - {PROGRESS, LOCK}),
             PROGRESS,
             LOCK,
-        ):  # as long as there is anything, it says of what
+        ):
             (self.folder / name).unlink(missing_ok=True)
         with suppress(OSError):
             self.folder.rmdir()
 
 
 def sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -240,7 +259,8 @@ def _errors(path: Path) -> Iterator[None]:
     except OSError as error:
         held = f' after {path.stat().st_size} bytes' if path.is_file() else ''
         raise _problem(
-            path, f'cannot be written{held}: {error.strerror}; make room, or choose another OUT'
+            path,
+            f'cannot be written{held}: {error.strerror}; free disk space, or choose another OUT',
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Text as documents, and documents as training, validation and test parts."""
+"""Text documents, and their split into training, validation and test parts."""
 
 import os
 import sysconfig
@@ -22,9 +22,9 @@ NOT_STDLIB = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One text; `name` is its path inside the corpus, with slashes, wherever the corpus lies."""
+    """One text and its name, which does not depend on the location of the corpus."""
 
-    name: str
+    name: str  # path inside the corpus, with slashes
     text: str
 
 
@@ -32,11 +32,12 @@ Parts = tuple[list[Document], list[Document], list[Document]]  # training, valid
 
 
 def read_documents(corpus: str) -> list[Document]:
-    """The documents of `corpus`, sorted by name: 'stdlib', a file, or every file of a folder.
+    """Return the documents of `corpus`, sorted by name: 'stdlib', a file, or all files of a folder.
 
-    A file is one document, and in .jsonl (also .jsonl.gz and .jsonl.zst) each line is one, under the key 'text'. 'stdlib' is the
-    running interpreter's own library, without its tests and installed packages. Hidden files, files with NUL bytes and empty files
-    are left out of a folder. Raises ConfigError if no text is left, or text that cannot be read.
+    A file is one document; in .jsonl (also .jsonl.gz and .jsonl.zst) each line is one, with its
+    text under the key 'text'. 'stdlib' is the running interpreter's own library, without its tests
+    and installed packages. Hidden files, files with NUL bytes and empty files of a folder are
+    skipped. Raises ConfigError if no text remains, or if a text cannot be read.
     """
     documents = _read_stdlib() if corpus == 'stdlib' else _read_path(Path(corpus).expanduser())
     if not documents:
@@ -45,18 +46,22 @@ def read_documents(corpus: str) -> list[Document]:
 
 
 def split_documents(documents: Sequence[Document], split: str) -> Parts:
-    """Training, validation and test documents by the weights in `split`, for example '95,5,0'.
+    """Split documents into training, validation and test parts by weights, for example '95,5,0'.
 
-    The hash of a document's name decides, so it stays where it is when others are added, and the first documents of a part are a
-    fair sample of it. A part with a weight is never empty: it takes the document nearest to it, and a corpus of one document is
-    cut into consecutive texts. Raises ConfigError if there are fewer documents than parts.
+    The hash of a document's name decides, so a document stays in its part when others are added,
+    and the first documents of a part are a fair sample of it. A part with a weight is never empty:
+    it takes the document nearest to it. A single document is cut into consecutive texts. Raises
+    ConfigError if there are fewer documents than parts.
     """
     weights = [float(weight) for weight in split.split(',')]
     ends = [end / sum(weights) for end in accumulate(weights)]
     if len(documents) == 1:
         return _cut(documents[0], ends)
     if len(documents) < sum(weight > 0 for weight in weights):
-        message = f"{split!r} asks for more parts than there are documents ({len(documents)}); use '95,5,0', or a larger data.corpus"
+        message = (
+            f'{split!r} asks for more parts than there are documents ({len(documents)}); '
+            "use '95,5,0', or a larger data.corpus"
+        )
         raise ConfigError(Problem(path='data.split', message=message, others=('data.corpus',)))
     parts: Parts = ([], [], [])
     for document in sorted(documents, key=_hash):
@@ -83,9 +88,8 @@ def _cut(document: Document, ends: Sequence[float]) -> Parts:
 
 def _hash(document: Document) -> float:
     digest = sha256(document.name.encode(errors='surrogateescape')).digest()
-    return (
-        int.from_bytes(digest[:6], 'big') / 2**48
-    )  # 48 bits are exact in a float, so this is below 1
+    # 48 bits are exact in a float, so the quotient is below 1
+    return int.from_bytes(digest[:6], 'big') / 2**48
 
 
 def _read_stdlib() -> list[Document]:
@@ -108,17 +112,18 @@ def _read_path(root: Path) -> list[Document]:
             documents += read(path, root if root.is_dir() else root.parent)
         except UnicodeDecodeError as error:
             raise _error(
-                f'{path} is not UTF-8 at byte {error.start}; convert it, for example with iconv, or take it away'
+                f'{path} is not UTF-8 at byte {error.start}; '
+                'convert it, for example with iconv, or remove it'
             ) from error
         except OSError as error:
             raise _error(
-                f'{path} cannot be read: {error.strerror}; allow it, or take it away'
+                f'{path} cannot be read: {error.strerror}; make it readable, or remove it'
             ) from error
     return documents
 
 
 def _documents(path: Path, root: Path) -> list[Document]:
-    """The file as a document, or nothing if it is empty or no text."""
+    """Return the file as a document, or nothing if it is empty or binary."""
     content = path.read_bytes()
     if not content or b'\0' in content:
         return []
@@ -126,18 +131,14 @@ def _documents(path: Path, root: Path) -> list[Document]:
 
 
 def _lines(path: Path, root: Path) -> Iterator[Document]:
-    """Each line of a file of JSON as a document, named by its number so that names sort as lines do."""
+    """Yield each line of a JSON file as a document; names sort as the lines do."""
     pieces = read_pieces(find_inputs([str(path)], 'jsonl'), 'text', Position())
     texts = (text for piece, _ in pieces for text in parse(piece, 'text'))
     for number, text in enumerate(texts):
         if isinstance(text, Problem):
-            what, _ = text.message.rsplit('; ', 1)
-            raise ConfigError(
-                replace(
-                    text,
-                    message=f'{what}; mend it, or let megajax data build choose a key or skip such lines',
-                )
-            )
+            mistake, _ = text.message.rsplit('; ', 1)
+            fix = 'fix it, or use megajax data build, which can read another key or skip such lines'
+            raise ConfigError(replace(text, message=f'{mistake}; {fix}'))
         yield Document(name=f'{path.relative_to(root).as_posix()}:{number:012}', text=text)
 
 
@@ -145,7 +146,7 @@ def _files(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith('.')]
         paths = (Path(folder, name) for name in names if not name.startswith('.'))
-        yield from (path for path in paths if path.is_file())  # no broken links and no pipes
+        yield from (path for path in paths if path.is_file())  # no broken links, no pipes
 
 
 def _error(message: str) -> ConfigError:

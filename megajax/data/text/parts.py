@@ -1,4 +1,4 @@
-"""A part of a corpus, for training, validation or test: sequences in a row."""
+"""Consecutive sequences of a corpus as its training, validation and test parts."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ class Part:
 
     @property
     def start(self) -> int:
-        """Its first token, counted in all sequences."""
+        """The part's first token, counted over all sequences."""
         return self.sequences.start(self.first)
 
     @property
     def stop(self) -> int:
-        """The token after its last one."""
+        """The token after the part's last one, counted over all sequences."""
         return self.sequences.start(self.last)
 
     @property
     def tokens(self) -> np.ndarray:
-        """Its token ids, in a row."""
+        """The part's token ids, concatenated."""
         return self.sequences.tokens[self.start : self.stop]
 
     @property
     def lengths(self) -> np.ndarray:
-        """Its sequences' lengths, int32."""
+        """The lengths of the part's sequences in tokens, int32."""
         return self.sequences.lengths[self.first : self.last]
 
     def __len__(self) -> int:
@@ -42,13 +42,16 @@ class Part:
 
 
 def normalized(weights: Iterable[float]) -> list[float]:
-    """The weights over their sum, rounded as Megatron rounds."""
+    """Return the weights divided by their sum, with Megatron's rounding."""
     array = np.array(list(weights), np.float64)
     return (array / array.sum()).tolist()
 
 
 def split_sequences(sequences: Sequences, split: str) -> list[Part]:
-    """Training, validation and test parts, by sequence number as Megatron splits: each bound is rounded to the nearest sequence."""
+    """Split sequences into training, validation and test parts, by number, as Megatron does.
+
+    Each bound is rounded to the nearest sequence.
+    """
     bounds = [
         round(fraction * float(len(sequences)))
         for fraction in accumulate(normalized(map(float, split.split(','))), initial=0.0)

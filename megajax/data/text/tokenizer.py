@@ -1,4 +1,8 @@
-"""Text to token ids and back: by bytes, by a byte-level BPE trained here, or as a Hugging Face tokenizer.json says."""
+"""Conversion of text to token ids and back.
+
+The tokens are bytes, those of a byte-level BPE trained here, or those of a Hugging Face
+tokenizer.json.
+"""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,27 +19,27 @@ if TYPE_CHECKING:
     import tokenizers
 
 UINT16_BELOW = 65500  # as in megatron-core's `DType.optimal_dtype`
-DOCUMENTS_AT_ONCE = 64  # tokenizers holds some 90 bytes for each token of a call
-END_OF_DOCUMENT = (
-    '<|endoftext|>',
-    '</s>',
-    '<|end_of_text|>',
-    '[SEP]',
-)  # GPT-2 and ours, Llama 2, Llama 3, BERT
+# documents per call of tokenizers, which holds some 90 bytes for each of their tokens
+DOCUMENTS_AT_ONCE = 64
+# end-of-document tokens, by preference: of GPT-2 and megajax, Llama 2, Llama 3, BERT
+END_OF_DOCUMENT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '[SEP]')
 
-# What BPE may merge: a word with the space before it, punctuation with the blanks, line break and indentation after it, blanks.
-# Bytes per token of the standard library at 1024, 2048 and 4096 entries: 2.75, 3.30, 3.82; with GPT-2's pattern 2.62, 3.08, 3.48.
+# The pieces within which BPE merges: a word with the space before it; punctuation with the blanks,
+# line break and indentation after it; blanks. On the standard library, 1024, 2048 and 4096 entries
+# give 2.75, 3.30 and 3.82 bytes per token; with GPT-2's pattern 2.62, 3.08 and 3.48.
 PIECES = r' ?\w+| ?[^\w\s]+\s*|\s+'
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` and what training asks of it.
+    """A `tokenizers.Tokenizer` with the attributes that training needs.
 
-    `vocab_size` counts the ids, `eod` is the id of the end-of-document token, `token_bytes` (int32 [vocab_size]) counts the UTF-8
-    bytes that each token stands for, 0 for a special one, and `dtype` is uint16 for small vocabularies, else int32. `start` has the ids
-    that a document begins with, such as Llama's <|begin_of_text|>, if there are any. `is_lossless` is false of BERT's WordPiece, which
-    drops spaces and perhaps case: only what is left is counted.
-    Raises ConfigError, which calls it `spec`, if there is no end-of-document token or tokens do not stand for bytes.
+    `vocab_size` is the number of ids, `eod` the id of the end-of-document token, and `start` the
+    ids with which a document begins, such as Llama's <|begin_of_text|>, if any. `token_bytes`
+    (int32 [vocab_size]) holds the number of UTF-8 bytes that each token stands for, 0 for a special
+    one. `dtype` is uint16 for small vocabularies, else int32. `is_lossless` is false for BERT's
+    WordPiece, which drops spaces and perhaps case; the dropped bytes are not counted. Raises
+    ConfigError, which names `spec`, if there is no end-of-document token or if tokens do not stand
+    for bytes.
     """
 
     def __init__(self, backend: 'tokenizers.Tokenizer', spec: str) -> None:
@@ -59,17 +63,17 @@ class Tokenizer:
         self.fingerprint = sha256(backend.to_str().encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, without what a document starts and ends with."""
+        """Return the ids of each text, without start and end-of-document tokens."""
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
 
     def token_id(self, name: str) -> int | None:
-        """The id of a token, by its name."""
-        found: int | None = self._backend.token_to_id(name)
-        return found
+        """Return the id of a token by its name, None if there is no such token."""
+        token_id: int | None = self._backend.token_to_id(name)
+        return token_id
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids`; special tokens appear by name, bytes that are not UTF-8 as U+FFFD."""
+        """Return the text of `ids`; special tokens appear by name, invalid UTF-8 as U+FFFD."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
@@ -80,30 +84,36 @@ class Tokenizer:
 def make_tokenizer(
     spec: str, vocab_size: int, texts: Sequence[str] = (), *, special: Sequence[str] = ()
 ) -> Tokenizer:
-    """The tokenizer that `spec` names: 'bytes', 'bpe' (trained on `texts` to `vocab_size` entries) or a tokenizer.json.
+    """Make the tokenizer that `spec` names.
 
-    `special` names tokens that it must have, which bytes and a BPE are given. A BPE has fewer entries where the texts have no more
-    pairs to merge. Raises ConfigError if the file cannot be used or lacks special tokens, or if there are more entries than
+    `spec` is 'bytes', 'bpe' (trained on `texts` to `vocab_size` entries) or the path of a
+    tokenizer.json. `special` names tokens that the tokenizer must have; they are added to bytes and
+    to a BPE. A BPE has fewer entries if the texts have no more pairs to merge. Raises ConfigError
+    if the file cannot be used or lacks special tokens, or if there are more entries than
     `vocab_size`.
     """
-    made = spec in ('bytes', 'bpe')
     tokenizer = (
         byte_tokenizer(special)
         if spec == 'bytes'
         else train_bpe(texts, vocab_size, special)
-        if made
+        if spec == 'bpe'
         else load_tokenizer(spec)
     )
     if not special and not tokenizer.is_lossless:
         raise _error(
-            f'{spec} is a WordPiece, from whose tokens no text comes back; use a byte-level BPE or one with byte fallback'
+            f'{spec} is a WordPiece tokenizer, whose tokens cannot be converted back to the text; '
+            'use a byte-level BPE or one with byte fallback'
         )
     if missing := [name for name in special if tokenizer.token_id(name) is None]:
         raise _error(
-            f'{spec} has no {", ".join(missing)}, which model.objective=masked_lm needs; give a tokenizer.json that has them'
+            f'{spec} has no {", ".join(missing)}, which model.objective=masked_lm needs; '
+            'give a tokenizer.json that has them'
         )
     if tokenizer.vocab_size > vocab_size:
-        message = f'{vocab_size} is below the {tokenizer.vocab_size} entries of data.tokenizer={spec}; use {tokenizer.vocab_size} or more'
+        message = (
+            f'{vocab_size} is below the {tokenizer.vocab_size} entries of data.tokenizer={spec}; '
+            f'use {tokenizer.vocab_size} or more'
+        )
         raise ConfigError(
             Problem(path='model.vocab_size', message=message, others=('data.tokenizer',))
         )
@@ -111,7 +121,10 @@ def make_tokenizer(
 
 
 def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of all texts in a row, each a document from its start to its end, as `tokenizer.dtype`, and their lengths, int32."""
+    """Return the concatenated ids of all texts, in `tokenizer.dtype`, and their lengths, int32.
+
+    Each text is a document, with its start and end-of-document tokens.
+    """
     begin, end = (np.array(ids, tokenizer.dtype) for ids in (tokenizer.start, [tokenizer.eod]))
     pieces, lengths = [end[:0]], np.zeros(len(texts), np.int32)
     for start in range(0, len(texts), DOCUMENTS_AT_ONCE):
@@ -124,11 +137,14 @@ def encode_documents(texts: Sequence[str], tokenizer: Tokenizer) -> tuple[np.nda
 
 
 def byte_tokenizer(special: Sequence[str] = ()) -> Tokenizer:
-    """One token per byte, its id the byte, the end of a document, 256, and special tokens."""
+    """Make a tokenizer of bytes: ids 0 to 255 are the bytes, 256 ends a document.
+
+    The tokens of `special` follow.
+    """
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import ByteLevel
 
-    # GPT-2 spells a byte as a letter: itself where that prints, else the next one from U+0100.
+    # GPT-2 writes a byte as a letter: itself if it is printable, else the next one from U+0100.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = sorted(set(range(256)).difference(printable))
     letters = dict(zip(sorted(ByteLevel.alphabet()), printable + others, strict=True))
@@ -138,9 +154,9 @@ def byte_tokenizer(special: Sequence[str] = ()) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
-    """A byte-level BPE of `vocab_size` entries, the last of them the end of a document and special tokens.
+    """Train a byte-level BPE of `vocab_size` entries; the same texts give the same tokenizer.
 
-    The same texts give the same one.
+    The last entries are the end-of-document token and the tokens of `special`.
     """
     from tokenizers import Regex, pre_tokenizers
     from tokenizers.models import BPE
@@ -158,7 +174,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """'bytes', or the tokenizer of a Hugging Face tokenizer.json; raises ConfigError if there is none or it cannot be used."""
+    """Load the tokenizer of a Hugging Face tokenizer.json, or make that of 'bytes'.
+
+    Raises ConfigError if the file does not exist or cannot be used.
+    """
     if path == 'bytes':
         return byte_tokenizer()
     import tokenizers
@@ -170,7 +189,8 @@ def load_tokenizer(path: str) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
         raise _error(
-            f"{path} is not a tokenizer.json: {error}; give one that the tokenizers library wrote, 'bpe' or 'bytes'"
+            f'{path} is not a tokenizer.json: {error}; '
+            "give one that the tokenizers library wrote, 'bpe' or 'bytes'"
         ) from error
     return Tokenizer(backend, path)
 
@@ -186,12 +206,15 @@ def _byte_level(model: 'tokenizers.models.BPE') -> 'tokenizers.Tokenizer':
 
 
 def _start(backend: 'tokenizers.Tokenizer') -> list[int]:
-    """What a tokenizer.json says comes before every text; [CLS] is for masked data to put."""
+    """Return the ids that a tokenizer.json puts before every text, except [CLS].
+
+    [CLS] is added with the masks (`masked.py`).
+    """
     encoding = backend.encode('a')
-    added = takewhile(
+    prefix = takewhile(
         lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True)
     )
-    return [i for i, _ in added if backend.id_to_token(i) != '[CLS]']
+    return [i for i, _ in prefix if backend.id_to_token(i) != '[CLS]']
 
 
 def _token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
@@ -201,21 +224,26 @@ def _token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
     word_piece = type(backend.model).__name__ == 'WordPiece'
     if not (byte_level or word_piece or getattr(backend.model, 'byte_fallback', False)):
         raise _error(
-            f'{spec} has tokens that do not stand for bytes; use a byte-level BPE or one with byte fallback'
+            f'{spec} has tokens that do not stand for bytes; '
+            'use a byte-level BPE or one with byte fallback'
         )
     token_bytes = np.zeros(1 + max(backend.get_vocab().values()), np.int32)
     for name, i in backend.get_vocab(with_added_tokens=False).items():
-        spelled = (
+        num_bytes = (
             len(name.removeprefix('##').encode()) if word_piece else _sentencepiece_bytes(name)
         )
-        token_bytes[i] = len(name) if byte_level else spelled  # byte-level: a letter for each byte
+        # a byte-level name has a letter for each byte
+        token_bytes[i] = len(name) if byte_level else num_bytes
     for i, token in backend.get_added_tokens_decoder().items():
         token_bytes[i] = 0 if token.special else len(token.content.encode())
     return token_bytes
 
 
 def _sentencepiece_bytes(name: str) -> int:
-    """U+2581 is a space, also the one put before a text, and <0x0A> a byte."""
+    """Return the bytes of a SentencePiece token: U+2581 is a space, and <0x0A> a byte.
+
+    U+2581 also stands for the space that is put before a text.
+    """
     return 1 if re.fullmatch('<0x[0-9A-F]{2}>', name) else len(name.replace('\u2581', ' ').encode())
 
 

@@ -1,4 +1,7 @@
-"""Whether every token id of a pair of files is one of the model's: the whole file is read once, and what was found is remembered."""
+"""The check that every token id of a pair of files is in the model's vocabulary.
+
+The whole file is read once, and the range of its ids is cached.
+"""
 
 import json
 import os
@@ -11,11 +14,14 @@ import numpy as np
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.tokens.indexed import Sequences, paths
 
-CHUNK = 1 << 24  # tokens at a time
+CHUNK = 1 << 24  # tokens read at a time
 
 
 def check_token_ids(sequences: Sequences, vocab_size: int, max_token: int | None = None) -> None:
-    """Raise ConfigError, with the first place, if an id is negative or not below `vocab_size`; `max_token` is the largest if known."""
+    """Raise ConfigError unless all ids are at least 0 and below `vocab_size`.
+
+    The error names the first bad id and its byte. `max_token` is the largest id, if known.
+    """
     if not len(sequences.tokens):
         return
     low, high = (0, max_token) if max_token is not None else token_range(sequences)
@@ -24,7 +30,10 @@ def check_token_ids(sequences: Sequences, vocab_size: int, max_token: int | None
 
 
 def token_range(sequences: Sequences) -> tuple[int, int]:
-    """The smallest and the largest id; the files are read once, until their size or their time changes."""
+    """Return the smallest and the largest id.
+
+    The file is read only once, unless its size or modification time changes.
+    """
     bin_path, _ = paths(sequences.name)
     note = _notes() / f'{_fingerprint(bin_path)}.json'
     try:
@@ -44,12 +53,12 @@ def _out_of_range(sequences: Sequences, vocab_size: int, high: int) -> ConfigErr
     tokens = sequences.tokens
     for start in range(0, len(tokens), CHUNK):
         chunk = tokens[start : start + CHUNK]
-        wrong = (chunk < 0) | (chunk >= vocab_size)
-        if wrong.any():
-            token = start + int(wrong.argmax())
+        is_bad = (chunk < 0) | (chunk >= vocab_size)
+        if is_bad.any():
+            token = start + int(is_bad.argmax())
             break
     else:
-        raise AssertionError(f'{sequences.name}: an id of {high} was noted, and there is none')
+        raise AssertionError(f'{sequences.name}: an id of {high} was recorded, but there is none')
     place = f'{paths(sequences.name)[0]}: at byte {token * tokens.itemsize}'
     message = (
         f'{vocab_size} ids end below {tokens[token]}, which is token {token} of {sequences.name}'
@@ -80,11 +89,11 @@ def _fingerprint(path: Path) -> str:
     ).hexdigest()
 
 
-def _remember(note: Path, found: tuple[int, int]) -> None:
+def _remember(note: Path, low_high: tuple[int, int]) -> None:
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile('w', dir=note.parent, delete=False) as file:
-            json.dump(found, file)
+            json.dump(low_high, file)
         Path(file.name).replace(note)
     except OSError:
-        return  # a home that cannot be written to: the files are read again next time
+        return  # the home directory is not writable: the file is read again next time

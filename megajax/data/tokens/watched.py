@@ -1,6 +1,6 @@
-"""Token files as a run reads them for days: watched for whoever writes to them, and every id held to the vocabulary.
+"""Token files that a run reads for days: watched for changes, with every id checked when read.
 
-A mapped file that is cut short ends the process with SIGBUS; `preadv` says how far it came instead.
+A mapped file that is truncated ends the process with SIGBUS; `preadv` reports a short read instead.
 """
 
 import logging
@@ -15,17 +15,18 @@ import numpy as np
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.tokens.indexed import Sequences, paths
 
-LOOK_EVERY = 1.0  # seconds between two looks at a file's size and time
-AGAIN = 'bring it back as it was, and start the run again to go on from its last checkpoint'
+LOOK_EVERY = 1.0  # seconds between checks of a file's size and modification time
+AGAIN = 'restore the file, and start the run again to resume from its last checkpoint'
 
 logger = logging.getLogger(__name__)
 
 
 def watched(sequences: Sequences, vocab_size: int) -> Sequences:
-    """The sequences of a pair of files, whose `read` raises ConfigError, with file and byte, for what no batch may hold.
+    """Return the sequences of a pair of files with a `read` that checks ids and files.
 
-    No batch may hold an id that is negative or not below `vocab_size`, nor what was written to the files, or cut off them, since they
-    were opened. A file that another took the place of is read to the end of the run.
+    It raises ConfigError, with file and byte, for an id that is negative or not below `vocab_size`,
+    and if the files were written to or truncated after they were opened. If another file takes the
+    name of an opened one, the opened one is read to the end of the run.
     """
     if not len(sequences.tokens):
         return sequences
@@ -49,20 +50,21 @@ class _WatchedTokens:
         self._next_look = time.monotonic() + LOOK_EVERY
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Token ids `start` to `stop`."""
+        """Return token ids `start` to `stop`."""
         if time.monotonic() >= self._next_look:
             self._look_again()
-        found = np.empty(stop - start, self._sequences.tokens.dtype)
-        self._fill(found.view(np.uint8).data, start * found.itemsize)
-        negative = found.dtype.kind == 'i' and found.min(initial=0) < 0
-        if negative or found.max(initial=0) >= self._vocab_size:
-            wrong = int(((found < 0) | (found >= self._vocab_size)).argmax())
-            where = f'at byte {(start + wrong) * found.itemsize}: token {start + wrong} is {found[wrong]}'
+        ids = np.empty(stop - start, self._sequences.tokens.dtype)
+        self._fill(ids.view(np.uint8).data, start * ids.itemsize)
+        any_negative = ids.dtype.kind == 'i' and ids.min(initial=0) < 0
+        if any_negative or ids.max(initial=0) >= self._vocab_size:
+            bad = int(((ids < 0) | (ids >= self._vocab_size)).argmax())
             raise _problem(
                 self._path,
-                f'{where}, and the model has {self._vocab_size} ids: it was written to after it was checked',
+                f'at byte {(start + bad) * ids.itemsize}: token {start + bad} is {ids[bad]}, '
+                f'and the model has {self._vocab_size} ids: '
+                'the file was written to after it was checked',
             )
-        return found
+        return ids
 
     def _fill(self, rest: memoryview, offset: int) -> None:
         while rest:
@@ -75,7 +77,8 @@ class _WatchedTokens:
             if not count:
                 raise _problem(
                     self._path,
-                    f'ends before byte {offset + len(rest)}, and had {self._size()} bytes when it was opened',
+                    f'ends before byte {offset + len(rest)}, '
+                    f'and had {self._size()} bytes when it was opened',
                 )
             rest, offset = rest[count:], offset + count
 
@@ -93,12 +96,14 @@ class _WatchedTokens:
             if self._sequences.fingerprint() != self._fingerprint:
                 raise _problem(
                     path,
-                    'was written to: its first or last million entries are not those that it had when it was opened',
+                    'was written to: its first or last million entries have changed '
+                    'since it was opened',
                 )
             if path not in self._touched:
                 self._touched.add(path)
                 logger.warning(
-                    '%s was touched while the run reads it: its size, and its first and last million entries, are as before',
+                    '%s was touched while the run reads it: '
+                    'its size and its first and last million entries are unchanged',
                     path,
                 )
 
@@ -107,7 +112,7 @@ class _WatchedTokens:
 
 
 def _look(path: Path) -> _Look | None:
-    """What tells that somebody wrote to a file; None where there is none any more."""
+    """Return the status that changes when a file is written to; None if the file is gone."""
     try:
         status = path.stat()
     except OSError:

@@ -1,15 +1,18 @@
-"""A file that grows by whole pieces, or waits until it can."""
+"""A file that grows by complete pieces; a piece that cannot be written waits."""
 
 import contextlib
 import os
 from collections import deque
 from pathlib import Path
 
-LONGEST = 10_000  # pieces that wait; then the oldest are lost
+LONGEST = 10_000  # maximum number of waiting pieces; beyond it the oldest are lost
 
 
 class AppendedFile:
-    """Appends to `path`, made if need be. A piece that does not fit, on a full disk, leaves no part of itself behind."""
+    """The end of the file `path`, which is created if need be.
+
+    A piece that does not fit, on a full disk, leaves no part of itself behind.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -17,12 +20,15 @@ class AppendedFile:
         self._file: int | None = None
 
     def append(self, piece: bytes) -> None:
-        """Raises OSError if it is not in the file yet; it waits there, and is written before the next."""
+        """Append a piece.
+
+        Raises OSError if it cannot be written; it then waits, and is written before the next one.
+        """
         self.waiting.append(piece)
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits. Raises OSError if that cannot be."""
+        """Write the waiting pieces. Raises OSError if that fails."""
         if not self.waiting:
             return
         file, rest = self._opened(), memoryview(b''.join(self.waiting))
@@ -37,11 +43,11 @@ class AppendedFile:
         self.waiting.clear()
 
     def truncate(self, size: int) -> None:
-        """Keep the first `size` bytes of the file. Raises OSError if that cannot be."""
+        """Keep the first `size` bytes of the file. Raises OSError if that fails."""
         os.ftruncate(self._opened(), size)
 
     def close(self) -> None:
-        """Write what waits, and close. Raises OSError if that cannot be; it is closed all the same."""
+        """Write the waiting pieces and close. Raises OSError if that fails, but closes anyway."""
         try:
             self.flush()
         finally:

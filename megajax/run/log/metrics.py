@@ -1,6 +1,6 @@
-"""Where the numbers of a run go: a JSON line per step, TensorBoard, and Weights & Biases where it is asked for.
+"""The outputs for a run's metrics: a JSON line per step, TensorBoard and optionally W&B.
 
-None of them can end a run: what fails is said once, and what could not be written waits for the next step.
+None of them can end a run: a failure is logged once, and unwritten metrics wait for the next step.
 """
 
 import json
@@ -23,22 +23,23 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """What takes the numbers of a step; each method may raise."""
+    """A receiver of the metrics of each step; each method may raise."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """The numbers of the next step."""
+        """Write the metrics of the next step."""
 
     def rewind(self, step: int) -> None:
-        """Those of steps after `step` do not count any more; 0 stands before all."""
+        """Discard the metrics of steps after `step`; 0 discards all."""
 
     def close(self) -> None:
-        """There will be no more."""
+        """Finish: no more metrics will come."""
 
 
 class MetricsWriter:
-    """Appends to `folder`/metrics.jsonl, and tells the trackers; processes other than the first write nothing.
+    """The writer of `folder`/metrics.jsonl and of the trackers, in the first process only.
 
-    What a run wrote of steps after `step`, which it lost, is taken away, so that each step is there once.
+    Lines that a run wrote for steps after `step`, which it lost, are deleted, so that each step
+    appears once.
     """
 
     def __init__(self, folder: Path, step: int, *, config: Config | None = None):
@@ -56,19 +57,22 @@ class MetricsWriter:
                         folder, config.run.wandb, config.model_dump(mode='json')
                     )
                 except Exception as error:
-                    logger.warning('wandb is left out: %s', reason(error))
+                    logger.warning('wandb is not used: %s', reason(error))
         self.rewind(step)
 
     def write(self, step: int, **values: float) -> None:
-        """All numbers of a step, by name; JSON has null for those that are not finite."""
+        """Write the metrics of a step, by name; JSON has null for those that are not finite."""
         self._each(lambda sink: sink.write(step, values))
 
     def rewind(self, step: int) -> None:
-        """Take away what was written of steps after `step`; if that is 0, of it too, because a run begins with it."""
+        """Delete the metrics of steps after `step`; 0 also deletes those of step 0.
+
+        A run that begins writes step 0 itself.
+        """
         self._each(lambda sink: sink.rewind(step))
 
     def lost_seconds(self, *, until: float = math.inf) -> float:
-        """How long those steps took that the last `rewind` took away, of those that had been taken; up to step `until`."""
+        """The seconds of the applied steps that the last `rewind` deleted, up to step `until`."""
         taken = (
             line for line in self._lines.removed if line.get('taken') and line['step'] <= until
         )
@@ -81,7 +85,7 @@ class MetricsWriter:
             except Exception as error:
                 if name not in self._failed:
                     logger.warning(
-                        '%s cannot be written (%s); the run goes on', name, reason(error)
+                        '%s cannot be written (%s); the run continues', name, reason(error)
                     )
                 self._failed.add(name)
 
@@ -98,27 +102,28 @@ class MetricsWriter:
 
 
 class JsonLines:
-    """A JSON object per line, one for each step, in order; what cannot be written waits for the next."""
+    """A file with a JSON object per line, in the order of steps.
+
+    A line that cannot be written waits for the next.
+    """
 
     def __init__(self, path: Path):
-        self.removed: list[dict[str, Any]] = []  # by the last `rewind`, the last one first
+        self.removed: list[dict[str, Any]] = []  # lines the last `rewind` deleted, newest first
         self._path, self._file = path, AppendedFile(path)
-        self._last: int | None = (
-            None  # the step after which nothing may be, if there may be something
-        )
+        self._last: int | None = None  # the last step to keep, until later lines are cut off
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """A line of `step` and its values."""
+        """Write a line of `step` and its values."""
         self._append(
             step, {name: value if math.isfinite(value) else None for name, value in values.items()}
         )
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """A line of `step` and its texts."""
+        """Write a line of `step` and its texts."""
         self._append(step, texts)
 
     def rewind(self, step: int) -> None:
-        """Cut off the lines of later steps, and one that a kill has cut short."""
+        """Cut off the lines of later steps, and a last line that a kill has cut short."""
         self._last, self.removed = step, []
         waiting = [(piece, _parse(piece)) for piece in self._file.waiting]
         self._file.waiting.clear()
@@ -130,7 +135,7 @@ class JsonLines:
         self._cut()
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write the waiting lines and close the file."""
         self._cut()
         self._file.close()
 
@@ -157,7 +162,7 @@ class JsonLines:
 
 
 def _parse(piece: bytes) -> dict[str, Any] | None:
-    """What a whole line holds; None if it was cut short, or damaged."""
+    """The object in a complete line; None if the line was cut short or damaged."""
     try:
         line = json.loads(piece) if piece.endswith(b'\n') else None
     except ValueError:
@@ -166,8 +171,9 @@ def _parse(piece: bytes) -> dict[str, Any] | None:
 
 
 def check_wandb(config: Config) -> None:
-    """Raises ConfigError where `run.wandb` asks for a package that is not there."""
+    """Raise ConfigError if `run.wandb` is set and wandb is not installed."""
     if config.run.wandb and find_spec('wandb') is None:
         raise ConfigError(
-            f"run.wandb={config.run.wandb} needs a package that is not there: pip install 'megajax[wandb]', or leave it out"
+            f'run.wandb={config.run.wandb} needs wandb, which is not installed: '
+            "pip install 'megajax[wandb]', or leave the key out"
         )

@@ -1,4 +1,4 @@
-"""What a run says on the terminal: where things lie, how far it is, what came out."""
+"""The terminal output of a run: placements, progress, results."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -26,15 +26,14 @@ from megajax.processes.signals import drop_lost_outputs
 from megajax.train.loss_scale import MARGIN
 
 LEARNING = {'loss': 'loss {:.3f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad norm {:.2f}'}
+# Averaged over several steps, weighted by their time.
 RATES = {
     'tokens_per_s': '{:,.0f} tokens/s',
     'tflops_per_device': '{:.3g} TFLOP/s',
     'mfu': 'MFU {:.1%}',
-}  # of several steps: by their time
-WORTH_SAYING, LEAST_MS = (
-    0.1,
-    100.0,
-)  # of the time of the steps since the last line, and more than so many ms
+}
+# A delay is reported if it exceeds this share of the step time since the last line, and these ms.
+WORTH_SAYING, LEAST_MS = 0.1, 100.0
 
 
 class Report:
@@ -44,11 +43,11 @@ class Report:
         self.console = _Console(highlight=False, soft_wrap=True, quiet=jax.process_index() != 0)
 
     def say(self, text: str) -> None:
-        """One line."""
+        """Print a line."""
         self.console.print(text, markup=False)
 
     def mesh(self, mesh: Mesh) -> None:
-        """The axes, and on what devices they lie."""
+        """Print the axes of the mesh and its devices."""
         device = mesh.devices.flat[0]
         axes = ' x '.join(f'{name}={size}' for name, size in mesh.shape.items())
         if is_simulated(mesh):
@@ -60,19 +59,20 @@ class Report:
         self.say(f'mesh       {axes}, {where}')
         if device.platform != 'cpu' and not is_nvidia(device):
             self.say(
-                f'note       nothing of megajax was ever tried on {device.device_kind}: training has '
-                "run on CPUs, and been compiled for NVIDIA GPUs; attention takes XLA's kernels"
+                f'note       megajax was never tried on {device.device_kind}: training has run on '
+                "CPUs and was compiled for NVIDIA GPUs; attention uses XLA's kernels"
             )
 
     def loss_scale(self, first: float, held: float) -> None:
-        """Which scales the first batch in fp16 was tried at: from the first one down to that which held."""
+        """Print the loss scale tried first in fp16 and the one at which the first batch held."""
         before = f'overflow at {first:,.0f}, and ' if held < first else ''
         self.say(
-            f'loss scale the gradients of the first batch {before}hold at {held:,.0f}: the run begins with {held / MARGIN:,.0f}'
+            f'loss scale the gradients of the first batch {before}hold at {held:,.0f}: '
+            f'the run begins with {held / MARGIN:,.0f}'
         )
 
     def placements(self, parameters: list[Placement], num_parameters: int) -> None:
-        """The table of who holds what."""
+        """Print the table of the parameters' placements."""
         table = Table(
             'parameter',
             'shape',
@@ -85,18 +85,17 @@ class Report:
         for column in table.columns:
             column.no_wrap = True
         table.columns[-1].justify = 'right'
-        for one in parameters:
-            placement = ','.join(axis or '-' for axis in one.axes)
-            table.add_row(
-                one.name, 'x'.join(map(str, one.shape)), placement, f'{one.bytes_per_device:,}'
-            )
-        total = sum(one.bytes_per_device for one in parameters)
+        for parameter in parameters:
+            axes = ','.join(axis or '-' for axis in parameter.axes)
+            shape = 'x'.join(map(str, parameter.shape))
+            table.add_row(parameter.name, shape, axes, f'{parameter.bytes_per_device:,}')
+        total = sum(parameter.bytes_per_device for parameter in parameters)
         table.add_row(f'{num_parameters:,} parameters', '', '', f'{total:,}', style='bold')
         self.console.print(table)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Say what takes a while."""
+        """Show what the run is doing while the block runs."""
         if self.console.is_terminal:
             with self.console.status(what):
                 yield
@@ -106,10 +105,15 @@ class Report:
 
     @contextmanager
     def progress(self, *, start: int, steps: int, log_every: int) -> Iterator['StepReport']:
-        """A bar over the steps; where the output is no terminal, a line every `log_every` steps."""
+        """Show a bar over the steps; off a terminal, a line every `log_every` steps."""
         columns = (
-            TextColumn('step'), MofNCompleteColumn(), BarColumn(bar_width=16), _Values(), TextColumn('left'), TimeRemainingColumn()
-        )  # fmt: skip
+            TextColumn('step'),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=16),
+            _Values(),
+            TextColumn('left'),
+            TimeRemainingColumn(),
+        )
         with Progress(*columns, console=self.console, disable=not self.console.is_terminal) as bar:
             report = StepReport(self, bar, start=start, steps=steps, log_every=log_every)
             try:
@@ -120,7 +124,10 @@ class Report:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Go on without being read, as after `megajax train | tee log` in a terminal that was closed; rich would exit."""
+        """Continue without a reader, where rich would exit.
+
+        An example is `megajax train | tee log` in a terminal that was closed.
+        """
         drop_lost_outputs()
 
 
@@ -133,7 +140,7 @@ def _cpus(mesh: Mesh) -> str:
 
 
 class StepReport:
-    """The progress of the training loop."""
+    """The progress of the training loop, as a bar or as lines."""
 
     def __init__(self, report: Report, bar: Progress, *, start: int, steps: int, log_every: int):
         self.report, self.bar, self.steps, self.log_every = report, bar, steps, log_every
@@ -143,10 +150,11 @@ class StepReport:
         self._count = 0
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """After each step, with its numbers as in `metrics.jsonl`."""
+        """Report a step; `values` are its numbers as in `metrics.jsonl`."""
         if not values['taken']:
             self.report.say(
-                f'step {step} is skipped: {_why_skipped(values)}; {values["skipped_steps"]:.0f} so far'
+                f'step {step} is skipped: {_why_skipped(values)}; '
+                f'{values["skipped_steps"]:.0f} so far'
             )
             self._skipped[_kind_of_skip(values)] += 1
         self._count += 1
@@ -157,24 +165,24 @@ class StepReport:
             {name: values[name] * values['step_ms'] for name in RATES if name in values}
         )
         rates = {name: self._sums[name] / self._sums['step_ms'] for name in RATES if name in values}
-        told = _describe(LEARNING, values), '  '.join([_describe(RATES, rates), *_memory(values)])
-        self.bar.update(self.task, completed=step, values='\n'.join(told))
+        lines = _describe(LEARNING, values), '  '.join([_describe(RATES, rates), *_memory(values)])
+        self.bar.update(self.task, completed=step, values='\n'.join(lines))
         if step % self.log_every == 0 or step == self.steps:
             if self.bar.disable:
-                self.report.say(f'step {step}/{self.steps}  {"  ".join(told)}')
+                self.report.say(f'step {step}/{self.steps}  {"  ".join(lines)}')
             for remark in _remarks(self._sums, values):
                 self.report.say(f'step {step}  {remark}')
             self._sums.clear()
 
     def close(self) -> None:
-        """Say how many steps of this start were skipped, and why."""
+        """Print how many steps of this start were skipped, and why."""
         if self._skipped:
             reasons = ', '.join(f'{count} for {kind}' for kind, count in self._skipped.items())
             self.report.say(f'skipped    {self._skipped.total()} of {self._count} steps: {reasons}')
 
 
 def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
-    """The numbers that `forms` has a form for, in its order; those that are not known are left out."""
+    """Format the values that `forms` names, in its order; unknown ones are left out."""
     return '  '.join(form.format(values[name]) for name, form in forms.items() if name in values)
 
 
@@ -201,14 +209,17 @@ def _memory(values: Mapping[str, float]) -> Iterator[str]:
 
 
 def _remarks(sums: Mapping[str, float], values: Mapping[str, float]) -> Iterator[str]:
-    """What held the steps up since the last line, where it is worth a line of its own."""
+    """The delays since the last line that are long enough for a line of their own."""
     limit = max(WORTH_SAYING * sums['step_ms'], LEAST_MS)
     if sums['data_wait_ms'] > limit:
         yield f'waited for data {sums["data_wait_ms"] / 1e3:.2f} s of {sums["step_ms"] / 1e3:.2f} s'
     if sums['checkpoint_ms'] > limit:
-        yield f'was held up by saving {sums["checkpoint_ms"] / 1e3:.2f} s, beside {sums["step_ms"] / 1e3:.2f} s of steps'
-    if values.get('slowest_process_behind_ms', 0) > WORTH_SAYING * values['step_ms']:
-        yield f'process {values["slowest_process"]:.0f} comes {values["slowest_process_behind_ms"]:.1f} ms after the median to each step'
+        saving, steps = sums['checkpoint_ms'] / 1e3, sums['step_ms'] / 1e3
+        yield f'saving blocked training for {saving:.2f} s (steps: {steps:.2f} s)'
+    behind = values.get('slowest_process_behind_ms', 0)
+    if behind > WORTH_SAYING * values['step_ms']:
+        process = f'process {values["slowest_process"]:.0f}'
+        yield f'{process} reaches each step {behind:.1f} ms later than the median'
 
 
 class _Values(ProgressColumn):

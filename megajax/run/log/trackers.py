@@ -1,4 +1,4 @@
-"""Programs that draw the numbers of a run: TensorBoard's files, and Weights & Biases."""
+"""Trackers that plot a run's metrics: TensorBoard's event files, and Weights & Biases."""
 
 import logging
 import os
@@ -18,13 +18,16 @@ from tensorboardX.summary import text as tensorboard_text
 from megajax.run.log.append import AppendedFile
 
 WANDB_ID = 'wandb_id'
-SECONDS = 30  # that wandb may take to begin, and to send the rest at the end
+SECONDS = 30  # time limit for wandb to start, and again to send the rest at the end
 
 logger = logging.getLogger(__name__)
 
 
 class TensorBoard:
-    """An event file in `folder`. tensorboardX's own writer has a thread that dies of a full disk, after which the run would wait for it."""
+    """An event file in `folder`.
+
+    tensorboardX's own writer has a thread that dies of a full disk; the run would wait for it.
+    """
 
     def __init__(self, folder: Path):
         name = f'events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}'
@@ -34,14 +37,17 @@ class TensorBoard:
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """A point of each curve."""
+        """Add a point to each curve."""
         summary = Summary(
             value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         )
         self._file.append(_record(Event(wall_time=time.time(), step=step, summary=summary)))
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Each under its name, as the plugin for text shows it: Markdown, in which four spaces before a line keep it as it is."""
+        """Write each text under its name for the text plugin.
+
+        The plugin renders Markdown, in which four spaces before a line leave it unchanged.
+        """
         indented = {
             name: ''.join(f'    {line}' for line in text.splitlines(keepends=True))
             for name, text in texts.items()
@@ -54,7 +60,7 @@ class TensorBoard:
         )
 
     def rewind(self, step: int) -> None:
-        """TensorBoard leaves out what was said before of later steps."""
+        """Start a session after `step`: TensorBoard then drops earlier points of later steps."""
         self._file.append(
             _record(
                 Event(
@@ -66,12 +72,12 @@ class TensorBoard:
         )
 
     def close(self) -> None:
-        """Write what waits."""
+        """Write the waiting events and close the file."""
         self._file.close()
 
 
 def _record(event: Event) -> bytes:
-    """An event as TFRecord frames it: length, its checksum, content, its checksum."""
+    """The TFRecord frame of an event: length, its checksum, content, its checksum."""
     content = event.SerializeToString()
     length = struct.pack('<Q', len(content))
     return (
@@ -83,17 +89,18 @@ def _record(event: Event) -> bytes:
 
 
 class WandB:
-    """A run of project `project`, the same one after a restart: its id is in the run directory. Raises what wandb raises.
+    """A run of the wandb project `project`; its id in the run directory makes restarts continue it.
 
-    Where the service cannot be reached, what it would have got stays in `folder`/wandb, for `wandb sync`.
+    If the service cannot be reached, the data stay in `folder`/wandb, for `wandb sync`. Errors of
+    wandb are passed on.
     """
 
     def __init__(self, folder: Path, project: str, config: dict[str, Any]):
-        import wandb  # here: an extra
+        import wandb  # here, because it is an extra
 
         path = folder / WANDB_ID
         known = path.read_text().strip() if path.exists() else None
-        # What is printed and the address of the repository, which may hold a token, are not sent.
+        # Neither the console output nor the repository's URL, which may hold a token, is sent.
         settings = wandb.Settings(
             console='off',
             disable_git=True,
@@ -115,7 +122,8 @@ class WandB:
             self._run = begin()
         except wandb.errors.CommError as error:
             logger.warning(
-                'wandb cannot be reached (%s): wandb sync %s/wandb/offline-* sends it later',
+                'wandb cannot be reached (%s): send the data later with '
+                'wandb sync %s/wandb/offline-*',
                 str(error).partition('\n')[0],
                 folder,
             )
@@ -125,21 +133,23 @@ class WandB:
         self._next, self._failed = self._run.step, False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """A point of each curve; wandb does not go back, so that of a step that it has stays as it is. Nothing more after a failure."""
+        """Add a point to each curve; after a failure write nothing more.
+
+        wandb cannot go back, so a step that it has already keeps its old point.
+        """
         if self._failed or step < self._next:
             return
         try:
-            self._run.log(
-                dict(values), step=step
-            )  # sent with the next step, so that a step may have two parts
+            # wandb sends it with the next step, so that a step may have two parts.
+            self._run.log(dict(values), step=step)
         except Exception:
-            self._failed = True  # each call might wait for it as long
+            self._failed = True  # each further call might block for as long
             raise
         self._next = step
 
     def rewind(self, step: int) -> None:
-        """Nothing: see `write`."""
+        """Do nothing: see `write`."""
 
     def close(self) -> None:
-        """Send what is left, or keep it where there is no network."""
+        """Send the remaining data, or keep them on disk if there is no network."""
         self._run.finish()
