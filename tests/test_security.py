@@ -1,4 +1,6 @@
-"""What others wrote is read as data and never run, a run listens to nobody else, and keeps the secrets of its environment."""
+"""What others wrote is read as data and never run, a run listens to nobody else, and keeps the
+secrets of its environment.
+"""
 
 import ast
 import json
@@ -31,7 +33,8 @@ UNSAFE = {
     'torch',
     'yaml',
 }  # which run what a file says, if only by default
-# Reads files of torch.save with an Unpickler of its own, which knows some harmless names and refuses all others.
+# Reads files of torch.save with an Unpickler of its own, which knows some harmless names and
+# refuses all others.
 RESTRICTED = {PACKAGE / 'interop/torch_files.py'}
 SECRETS = {
     'HF_TOKEN': 'hf_canary0a1b2c3d',
@@ -157,7 +160,8 @@ def test_a_checkpoint_of_objects_with_digests_that_are_right_runs_nothing(
     assert code in (0, 2, 4), (
         said
     )  # 0 where it is a file that a run which has all it needs does not read
-    # No check for tracebacks: a thread of tensorstore may still tell Orbax's loop, which is closed by then.
+    # No check for tracebacks: a thread of tensorstore may still tell Orbax's loop, which is closed
+    # by then.
     assert code == 0 or any(line.startswith('error: ') for line in said.splitlines()), said
     assert (code == 4) >= (name in ('record.json', 'state/_METADATA', 'all')), said
     assert not (folder / 'canary').exists()
