@@ -11,7 +11,8 @@ from pathlib import Path
 
 from megajax.hardware.records import Efficiency, hardware
 from megajax.plan.fit import Residuals, fit, residuals
-from megajax.plan.predictions import predicted, rows_to_fit
+from megajax.plan.predictions import predicted
+from megajax.plan.published_tables import rows_to_fit
 
 FOLDER = Path(__file__).parents[1] / 'megajax/hardware/gpus'
 # What each GPU's rows can tell. Only NVIDIA's rows of the H100 have cuDNN's attention, so half_size

@@ -13,8 +13,10 @@ from collections.abc import Iterator
 
 from megajax.hardware.records import hardware
 from megajax.plan.network import Cluster
-from megajax.plan.predictions import Row, predicted, rows
+from megajax.plan.predictions import predicted
 from megajax.plan.programs import FSDP_IN_JAX
+from megajax.plan.published_rates import Row
+from megajax.plan.published_tables import rows
 from megajax.plan.search import Choice, search
 
 TABLES = 'scaling', 'megatron', 'narayanan', 'korthikanti', 'nvidia', 'core'

@@ -1,6 +1,6 @@
 """Published rates beside what `megajax plan` predicts, as Markdown on standard output."""
 
-from megajax.plan.predictions import TABLES
+from megajax.plan.published_tables import TABLES
 from megajax.plan.tables import markdown, summary_rows
 
 HEAD = """# What `megajax plan` predicts of published rates

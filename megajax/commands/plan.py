@@ -180,7 +180,7 @@ def calibrate(
 
 
 def _show_table(name: str, console: Console) -> None:
-    from megajax.plan.predictions import TABLES
+    from megajax.plan.published_tables import TABLES
     from megajax.plan.tables import summary, table_of
 
     if name not in (*TABLES, 'all'):

@@ -10,7 +10,8 @@ from statistics import fmean, quantiles
 from typing import NamedTuple
 
 from megajax.hardware.records import Efficiency, Hardware
-from megajax.plan.predictions import Prediction, Row, predicted
+from megajax.plan.predictions import Prediction, predicted
+from megajax.plan.published_rates import Row
 
 # The first step of each efficiency; it is halved five times.
 STEPS = {'matmul': 0.04, 'flash': 0.04, 'flash_2': 0.04, 'half_size': 64.0}

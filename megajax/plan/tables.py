@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from megajax.plan.predictions import TABLES, Prediction, predict, source
+from megajax.plan.predictions import Prediction, predict
+from megajax.plan.published_tables import TABLES, source
 
 COLUMNS = (
     'model',

@@ -7,7 +7,8 @@ from support import load_script
 
 from megajax.hardware.records import hardware, hardware_names
 from megajax.plan.fit import fit, residuals
-from megajax.plan.predictions import TABLES, predict, predicted, rows, rows_to_fit
+from megajax.plan.predictions import predict, predicted
+from megajax.plan.published_tables import TABLES, rows, rows_to_fit
 from megajax.plan.tables import COLUMNS, errors, markdown, summary_rows
 
 script = load_script('fit_gpus')
