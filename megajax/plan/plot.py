@@ -17,6 +17,7 @@ from megajax.plan.search import Choice, search
 from megajax.plan.time import peak_flops, product_seconds
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _FORMATS = ('.png', '.svg', '.pdf')
@@ -40,13 +41,45 @@ def roofline(config: Config, cluster: Cluster) -> 'Figure':
     from matplotlib.ticker import LogLocator
 
     axes = figure.subplots()
-    hardware, peak = cluster.hardware, peak_flops(config, cluster)
     points = _points(config, cluster)
-    ridge = peak / hardware.memory_bandwidth
+    ridge = peak_flops(config, cluster) / cluster.hardware.memory_bandwidth
     left, right = (
         min(ridge, *(point.intensity for point in points)) / 4,
         4 * max(ridge, *(point.intensity for point in points)),
     )
+    _draw_ceilings(axes, config, cluster, left, right)
+    for point in points:
+        label = f'{point.name}: {point.share:.0%}'
+        axes.scatter(
+            point.intensity, point.rate / 1e12, s=40 + 800 * point.share, alpha=0.6, label=label
+        )
+    for handle in axes.legend(loc='lower right').legend_handles:
+        handle.set_sizes([50])  # type: ignore[union-attr]
+    axes.set(
+        xscale='log',
+        yscale='log',
+        xlabel='FLOPs per byte of operands and result',
+        ylabel='TFLOP/s of one GPU',
+    )
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter('{x:g}')
+        axis.set_minor_formatter('')
+    axes.set_title(
+        f'{cluster.hardware.name}, {config.train.dtype}: '
+        'products with the weights, and shares of their time',
+        fontsize=10,
+    )
+    axes.grid(visible=True, which='both', alpha=0.2)
+    return figure
+
+
+def _draw_ceilings(
+    axes: 'Axes', config: Config, cluster: Cluster, left: float, right: float
+) -> None:
+    """Draw the highest rates from `left` to `right` FLOPs per byte, and the memory's bandwidth."""
+    hardware, peak = cluster.hardware, peak_flops(config, cluster)
+    ridge = peak / hardware.memory_bandwidth
     ceilings = (
         (1.0, 'solid', 'peak'),
         (hardware.reference.matmul, 'dashed', 'large products alone'),
@@ -72,30 +105,6 @@ def roofline(config: Config, cluster: Cluster) -> 'Figure':
         xytext=(12, 0),
         textcoords='offset points',
     )
-    for point in points:
-        label = f'{point.name}: {point.share:.0%}'
-        axes.scatter(
-            point.intensity, point.rate / 1e12, s=40 + 800 * point.share, alpha=0.6, label=label
-        )
-    for handle in axes.legend(loc='lower right').legend_handles:
-        handle.set_sizes([50])  # type: ignore[union-attr]
-    axes.set(
-        xscale='log',
-        yscale='log',
-        xlabel='FLOPs per byte of operands and result',
-        ylabel='TFLOP/s of one GPU',
-    )
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter('{x:g}')
-        axis.set_minor_formatter('')
-    axes.set_title(
-        f'{hardware.name}, {config.train.dtype}: '
-        'products with the weights, and shares of their time',
-        fontsize=10,
-    )
-    axes.grid(visible=True, which='both', alpha=0.2)
-    return figure
 
 
 class _Point(NamedTuple):
