@@ -23,8 +23,8 @@ from support import start_token
 
 from megajax.config import ConfigError
 from megajax.data.build.build import Job, build
-from megajax.data.build.inputs import UNIT
 from megajax.data.build.manifest import Manifest
+from megajax.data.build.pieces import UNIT
 from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from megajax.data.tokens.indexed import read_pair
 

@@ -15,7 +15,9 @@ import zstandard
 from pyarrow import parquet
 
 from megajax.config import ConfigError
-from megajax.data.build.inputs import Format, Piece, Position, Unit, find_inputs, read_units
+from megajax.data.build.inputs import Format, find_inputs
+from megajax.data.build.pieces import Piece, Position, Unit
+from megajax.data.build.read import read_units
 from megajax.data.text.tokenizer import train_bpe
 
 LINES = b''.join(b'{"text": "%s"}\n' % (b'line %d ' % i * (i % 40)) for i in range(300))

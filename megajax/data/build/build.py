@@ -19,15 +19,7 @@ import numpy as np
 
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.build.encode import Encoded, Options, Workers
-from megajax.data.build.inputs import (
-    UNIT,
-    Format,
-    Input,
-    Position,
-    find_inputs,
-    read_pieces,
-    read_units,
-)
+from megajax.data.build.inputs import Format, Input, find_inputs
 from megajax.data.build.manifest import Manifest
 from megajax.data.build.parse import parse
 from megajax.data.build.partial import (
@@ -44,6 +36,8 @@ from megajax.data.build.partial import (
     read_progress,
     sync,
 )
+from megajax.data.build.pieces import UNIT, Position
+from megajax.data.build.read import read_pieces, read_units
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 logger = logging.getLogger(__name__)

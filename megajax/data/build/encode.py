@@ -14,9 +14,9 @@ from typing import Self
 import numpy as np
 
 from megajax.config.errors import Problem
-from megajax.data.build.inputs import Position, Unit
 from megajax.data.build.parse import parse
 from megajax.data.build.partial import UnfinishedError
+from megajax.data.build.pieces import Position, Unit
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 
 from megajax.config.errors import Problem
-from megajax.data.build.inputs import Piece
+from megajax.data.build.pieces import Piece
 
 OR_SKIP = 'fix it, or skip such lines with --skip-bad'
 

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from megajax.config.errors import ConfigError, Problem
-from megajax.data.build.inputs import UNIT, Position
+from megajax.data.build.pieces import UNIT, Position
 from megajax.data.tokens.indexed import write_index
 
 TOKENS, LENGTHS, DOCUMENTS, INDEX = 'tokens', 'lengths', 'documents', 'index'

@@ -11,8 +11,10 @@ from itertools import accumulate
 from pathlib import Path
 
 from megajax.config.errors import ConfigError, Problem
-from megajax.data.build.inputs import Position, find_inputs, read_pieces
+from megajax.data.build.inputs import find_inputs
 from megajax.data.build.parse import parse
+from megajax.data.build.pieces import Position
+from megajax.data.build.read import read_pieces
 
 JSON_LINES = ('.jsonl', '.jsonl.gz', '.jsonl.zst')
 NOT_STDLIB = frozenset(

@@ -1,0 +1,97 @@
+"""Corpus files as streams of decompressed bytes."""
+
+import gzip
+import io
+import sys
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from megajax.data.build.inputs import STDIN, Input, optional, unreadable
+from megajax.data.build.pieces import UNIT
+
+
+@contextmanager
+def open_input(input: Input) -> Iterator[BinaryIO]:
+    """Open the file, or standard input, which stays open."""
+    if input.path == STDIN:
+        yield sys.stdin.buffer
+    else:
+        with Path(input.path).open('rb') as file:
+            yield file
+
+
+@contextmanager
+def decompress(input: Input, raw: BinaryIO) -> Iterator[BinaryIO]:
+    """Yield the decompressed stream of `raw`; raise EOFError if a compressed file is empty."""
+    if not input.compression:
+        yield raw
+        return
+    if not raw.peek(1):  # type: ignore[attr-defined]
+        raise EOFError('the file is empty')
+    if input.compression == '.gz':
+        with gzip.GzipFile(fileobj=raw) as file:
+            yield cast(BinaryIO, file)
+    else:
+        yield io.BufferedReader(_ZstdFile(raw), UNIT)
+
+
+def skip(stream: BinaryIO, count: int) -> None:
+    """Read `count` bytes, or all up to the end, without keeping them."""
+    while count and (skipped := len(stream.read(min(count, UNIT)))):
+        count -= skipped
+
+
+@contextmanager
+def read_errors(input: Input) -> Iterator[None]:
+    """Raise what fails in reading the input as a ConfigError that names it."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(input, error) from error
+
+
+class _ZstdFile(io.RawIOBase):
+    """A stream of decompressed zstd frames, which raises EOFError if the file ends inside a frame.
+
+    zstandard's own stream reader ends there without an error.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._zstandard = optional('zstandard', STDIN)
+        self._raw = raw
+        self._frame: Any = None
+        self._input, self._output = b'', memoryview(b'')
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._output and self._fill():
+            pass
+        count = min(len(buffer), len(self._output))
+        buffer[:count] = self._output[:count]
+        self._output = self._output[count:]
+        return count
+
+    def _fill(self) -> bool:
+        self._input = self._input or self._raw.read(1 << 16)
+        if not self._input:
+            if self._frame:
+                raise EOFError('the file ends inside a frame')
+            return False
+        try:
+            # `zstd --long=31` needs a window of 2 GB
+            self._frame = (
+                self._frame
+                or self._zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            )
+            self._output = memoryview(self._frame.decompress(self._input))
+        except self._zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+        self._input = self._frame.unused_data
+        if self._frame.eof:
+            self._frame = None
+        return True

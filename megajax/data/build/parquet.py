@@ -1,0 +1,61 @@
+"""Rows of Parquet files, in pieces."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megajax.data.build.inputs import Input, input_error, optional, unreadable
+from megajax.data.build.pieces import UNIT, Piece, Position
+
+
+def read_rows(
+    input: Input, key: str, here: Position, unit: int
+) -> Iterator[tuple[Piece, bool, int]]:
+    """Yield pieces of rows of a Parquet file.
+
+    With each piece come whether it is the last of the file, and the bytes of the file read so far,
+    estimated from the number of rows.
+    """
+    parquet, arrow = optional('pyarrow.parquet', input.path), optional('pyarrow', input.path)
+    try:
+        with parquet.ParquetFile(input.path, pre_buffer=False, buffer_size=UNIT) as file:
+            _check_column(input, key, file.schema_arrow)
+            total, row = file.metadata.num_rows, here.offset
+            rows: list[bytes | None] = []
+            weight = 0
+            for text in _column(file, key, row):
+                rows.append(text)
+                weight += len(text or b'') + 10
+                if weight >= unit or row + len(rows) == total:
+                    piece = Piece(input=input, offset=row, line=row + 1, data=rows)
+                    row, rows, weight = row + len(rows), [], 0
+                    yield piece, row == total, input.size * row // total
+    except (arrow.ArrowException, OSError) as error:
+        raise unreadable(input, error) from error
+
+
+def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:
+    first = 0
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        if start < first + rows:
+            for batch in file.iter_batches(
+                batch_size=256, row_groups=[group], columns=[key], use_threads=False
+            ):
+                # as bytes, because the worker reports which row is not UTF-8
+                texts = batch.column(0).cast('large_string').cast('large_binary').to_pylist()
+                yield from texts[max(start - first, 0) :]
+                first += len(texts)
+        else:
+            first += rows
+
+
+def _check_column(input: Input, key: str, schema: Any) -> None:
+    if key not in schema.names:
+        raise input_error(
+            input.path, f'has no column {key!r}; give --json-key one of {", ".join(schema.names)}'
+        )
+    kind = schema.field(key).type
+    if str(getattr(kind, 'value_type', kind)) not in ('string', 'large_string', 'string_view'):
+        raise input_error(
+            input.path, f'column {key!r} is {kind}, not text; give --json-key a column of strings'
+        )
