@@ -1,37 +1,35 @@
 """The training loop: steps, rollbacks, evaluation and checkpoints."""
 
 import logging
-import math
-from collections import Counter
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from jax.stages import Compiled
 
 from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.config import Config, NumericError, StopRequested
-from megajax.data import Batch as HostBatch
+from megajax.config import Config, StopRequested
 from megajax.data import Data
 from megajax.miscompiles import check_compiled, mesh_target
 from megajax.processes.agree import all_are_here
+from megajax.run.between_steps import BetweenSteps
 from megajax.run.clock import Activity, Summary
+from megajax.run.evaluation import Evaluation
 from megajax.run.limits import MEASURED
 from megajax.run.log.metrics import MetricsWriter
 from megajax.run.log.report import Report, StepReport
-from megajax.run.meter import Meter, slowest
+from megajax.run.meter import Meter
 from megajax.run.profile import Profiler
+from megajax.run.rollback import Rollbacks
 from megajax.run.sampler import Sampler
 from megajax.run.stop import StopWatch
 from megajax.run.watchdog import Watchdog
 from megajax.train.feed import Batch, PlacedBatches, abstract_batch
 from megajax.train.first_step import take_first_step
 from megajax.train.guard import respond
-from megajax.train.step import Metrics, TrainState, before_skipped, make_eval_step, make_train_step
+from megajax.train.step import Metrics, TrainState, before_skipped, make_train_step
 
 logger = logging.getLogger(__name__)
 
-ROLLBACKS = 3  # rollbacks allowed without a new checkpoint in between; after that the run ends
 COMPANY = 5.0  # seconds to wait for the other processes to fail in the same place
 
 
@@ -72,13 +70,15 @@ class Trainer:
         self._first = self.step + 1  # the first step also connects the devices
         self.summary, self.clock, self.profiler = summary, summary.clock, profiler
         self._skipped = self.step - int(state.guard.taken)
-        self._own_seconds = self._checkpoint_seconds = 0.0  # on the clock at their last report
+        self._between_steps = BetweenSteps(self.clock)
         self._due = self._save_due = False
-        self._rollbacks = 0
         self._ahead: _Dispatched | None = None  # the step after `step`, with its metrics unread
         self._failure: Exception | None = None  # the error of dispatching that step
         self._last_end = 0.0  # clock time in seconds at the end of the last step
-        self._eval_step: Compiled | None = None
+        self._evaluation = Evaluation(
+            config, data, report=report, clock=self.clock, stop=stop, watchdog=watchdog
+        )
+        self._rollbacks = Rollbacks(config, data, report=report, checkpoints=checkpoints)
 
     def train(self) -> None:
         """Take all remaining steps.
@@ -109,7 +109,7 @@ class Trainer:
         )
         self.clock.begin('other')
         self._batches = self._read_on()
-        self._own_seconds = self.clock.seconds('data_wait', 'other')
+        self._between_steps.begin()
         with (
             self.profiler,
             self.report.progress(
@@ -210,11 +210,11 @@ class Trainer:
         times = {
             'step_ms': 1e3 * (end - start),
             'data_wait_ms': 1e3 * (current.after_batch - current.start),
-            'checkpoint_ms': self._checkpoint_ms(),
+            'checkpoint_ms': self._between_steps.checkpoint_ms(),
         }
         values |= self._meter.measure(end - start) | times | {'skipped_steps': self._skipped}
         if self.step % self.config.train.log_every == 0:
-            values |= self._find_slowest()
+            values |= self._between_steps.find_slowest(self.config.train.log_every)
             self.summary.write_sometimes()
         return values
 
@@ -303,42 +303,18 @@ class Trainer:
     def _save(self) -> None:
         self._begin('checkpoint', 'saving', 'checkpoint')
         self.checkpoints.save(self.state, self.step)
-        self._saved, self._rollbacks = self.step, 0
+        self._saved = self.step
+        self._rollbacks.reset()
 
     def _roll_back(self) -> None:
         """Return to the newest checkpoint and continue with the batches after the rejected one."""
-        self._rollbacks += 1
         self._begin('restore', 'rolling back', 'checkpoint')
-        self.checkpoints.wait()
-        step = self.checkpoints.newest_verified()
-        if step is None or self._rollbacks > ROLLBACKS:
-            why = (
-                'there is no checkpoint yet'
-                if step is None
-                else f'the run was rolled back {ROLLBACKS} times without reaching another'
-            )
-            raise NumericError(
-                f'step {self.step} cannot be rolled back: {why}; '
-                'lower optim.lr, or save more often (checkpoint.every)'
-            )
+        step = self._rollbacks.find_target(self.step)
         batches = int(self.state.batches) - (self._ahead is not None)
         self._ahead = self._failure = None
-        if batches + self.config.train.steps - step > len(self.data.train):
-            raise NumericError(
-                f'step {self.step} cannot be rolled back: '
-                f'the data has too few batches left for the steps after {step}'
-            )
-        self.report.say(
-            f'step {self.step} is rolled back to step {step}; '
-            'its batch and the earlier ones are not read again'
-        )
-        self.checkpoints.delete_after(step)
-        restored = self.checkpoints.restore(step)
-        self.state = restored._replace(
-            batches=jax.device_put(np.int32(batches), restored.batches.sharding)
-        )
+        self.state = self._rollbacks.restore(self.step, step, batches)
         self.step = self._saved = self.summary.step = step
-        self._skipped = step - int(restored.guard.taken)
+        self._skipped = step - int(self.state.guard.taken)
         self.metrics.rewind(step)
         self.sampler.rewind(step)
         self.clock.lose(self.metrics.lost_seconds())
@@ -350,44 +326,8 @@ class Trainer:
         return PlacedBatches(self.data.train, first, first + self.config.train.steps - self.step)
 
     def _evaluate(self) -> dict[str, float]:
-        """Return the validation loss in nats per token and in bits per byte; empty without data.
-
-        Bits per byte of text do not depend on the tokenizer. For BERT the losses are nats per
-        masked token, which does not measure text, and sentence-order prediction.
-        """
-        if not len(self.data.validation):
-            self._sample()
-            return {}
-        sums: Counter[str] = Counter()
-        # The limit is that of compiling: the first batch compiles the evaluation step.
-        start = self._begin('evaluation', 'evaluation', 'compile')
-        batches = self._validation_batches()
-        for batch in batches:
-            self.stop.check()
-            if self._eval_step is None:
-                self.clock.begin('compile')
-                self._eval_step = (
-                    make_eval_step(self.config).lower(self.state.params, batch).compile()
-                )
-                start = self.clock.begin('evaluation')
-            batch_sums = self._eval_step(self.state.params, batch)
-            sums.update({name: float(value) for name, value in batch_sums.items()})
-            self.watchdog.beat('evaluation')
-        if not math.isfinite(sums['nll']):
-            batches.check()
-        losses = {'validation_loss': sums['nll'] / sums['tokens']}
-        text = f'{losses["validation_loss"]:.3f} nats per token'
-        if 'rows' in sums:
-            losses['validation_order_loss'] = order_loss = sums['order_nll'] / sums['rows']
-            text = (
-                f'{losses["validation_loss"]:.3f} nats per masked token, '
-                f'{order_loss:.3f} for the order of its segments'
-            )
-        elif self.data.tokenizer is not None:
-            losses['validation_bits_per_byte'] = sums['nll'] / sums['bytes'] / math.log(2)
-            text = f'{losses["validation_bits_per_byte"]:.3f} bits per byte ({text})'
-        self.report.say(f'step {self.step}  validation {text}')
-        losses |= {'evaluation_ms': 1e3 * (self.clock.begin('other') - start)}
+        """Evaluate the state, then continue the prompts; return its losses, empty without data."""
+        losses = self._evaluation.evaluate(self.step, self.state.params)
         self._sample()
         return losses
 
@@ -398,25 +338,6 @@ class Trainer:
             self.sampler.sample(self.step, self.state.params, self.stop.check)
             self.clock.begin('other')
 
-    def _validation_batches(self) -> PlacedBatches:
-        """The first `train.eval_batches` batches, with the number of text bytes of each label."""
-        validation = self.data.validation
-        return PlacedBatches(
-            validation,
-            0,
-            min(self.config.train.eval_batches, len(validation)),
-            prepare=self._with_label_bytes,
-        )
-
-    def _with_label_bytes(self, batch: HostBatch) -> HostBatch:
-        tokenizer = self.data.tokenizer
-        if tokenizer is None or self.config.model.is_bert:
-            return batch
-        return {
-            **batch,
-            'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0),
-        }
-
     def _begin(self, activity: Activity, phase: str, kind: str = 'step') -> float:
         """Begin an activity for the clock and a phase for the watchdog; return the time in seconds.
 
@@ -424,17 +345,3 @@ class Trainer:
         """
         self.watchdog.beat(phase, kind)
         return self.clock.begin(activity)
-
-    def _checkpoint_ms(self) -> float:
-        """The time for which saving has blocked the run since the last step, in ms."""
-        before = self._checkpoint_seconds
-        self._checkpoint_seconds = self.clock.seconds('checkpoint')
-        return 1e3 * (self._checkpoint_seconds - before)
-
-    def _find_slowest(self) -> dict[str, float]:
-        """The process that is last to reach a step, on average since the previous call."""
-        own = self.clock.seconds('data_wait', 'other') - self._own_seconds
-        values = slowest(own / self.config.train.log_every)
-        # Read again: the wait for the other processes' answers does not count.
-        self._own_seconds = self.clock.seconds('data_wait', 'other')
-        return values

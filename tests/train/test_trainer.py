@@ -16,6 +16,7 @@ from megajax.config import Config, NumericError, load
 from megajax.data import Batches
 from megajax.run import trainer
 from megajax.run.log.metrics import MetricsWriter
+from megajax.run.rollback import ROLLBACKS
 from megajax.run.run import run
 from megajax.run.trainer import Trainer
 from megajax.train.guard import judge
@@ -134,7 +135,7 @@ def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(
     start: Any, tmp_path: Path
 ) -> None:
     bad = 1, 3, 5, 7, 9
-    assert len(bad) > trainer.ROLLBACKS
+    assert len(bad) > ROLLBACKS
     start(*bad)
     lines = [json.loads(line) for line in (tmp_path / 'run/metrics.jsonl').read_text().splitlines()]
     assert [line['step'] for line in lines if 'loss' in line] == list(range(1, 9))
@@ -143,9 +144,9 @@ def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(
 
 def test_a_run_that_gets_to_no_other_checkpoint_ends(start: Any, tmp_path: Path) -> None:
     with pytest.raises(
-        NumericError, match=f'rolled back {trainer.ROLLBACKS} times without reaching another'
+        NumericError, match=f'rolled back {ROLLBACKS} times without reaching another'
     ):
-        start(*range(4, 5 + trainer.ROLLBACKS))
+        start(*range(4, 5 + ROLLBACKS))
     assert steps(tmp_path / 'run') == [3, 4]
 
 

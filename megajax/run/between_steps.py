@@ -1,0 +1,33 @@
+"""The time that a process spends between the steps: saving, waiting for data, and Python."""
+
+from megajax.run.clock import Clock
+from megajax.run.meter import slowest
+
+
+class BetweenSteps:
+    """The seconds between the steps of a run, on its clock since they were last reported."""
+
+    def __init__(self, clock: Clock):
+        self._clock = clock
+        self._own_seconds = self._checkpoint_seconds = 0.0  # on the clock at their last report
+
+    def begin(self) -> None:
+        """Count the process's own seconds from now on; called before the first step."""
+        self._own_seconds = self._clock.seconds('data_wait', 'other')
+
+    def checkpoint_ms(self) -> float:
+        """Return the time for which saving has blocked the run since the previous call, in ms."""
+        before = self._checkpoint_seconds
+        self._checkpoint_seconds = self._clock.seconds('checkpoint')
+        return 1e3 * (self._checkpoint_seconds - before)
+
+    def find_slowest(self, steps: int) -> dict[str, float]:
+        """Return the process that is last to reach a step; all processes must call this.
+
+        It is the last on average over the `steps` since the previous call.
+        """
+        own = self._clock.seconds('data_wait', 'other') - self._own_seconds
+        values = slowest(own / steps)
+        # Read again: the wait for the other processes' answers does not count.
+        self._own_seconds = self._clock.seconds('data_wait', 'other')
+        return values
