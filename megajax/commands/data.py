@@ -96,8 +96,8 @@ def build(
 
     After a kill or an interrupt, the same command resumes the build.
     """
-    from megajax.data.build.build import Job  # here, because it imports numpy
-    from megajax.data.build.build import build as run
+    from megajax.data.build.build import build as run  # here, because it imports numpy
+    from megajax.data.build.job import Job
 
     logging.basicConfig(format='%(message)s')
     logging.getLogger('megajax').setLevel(logging.INFO)

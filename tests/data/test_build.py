@@ -22,7 +22,8 @@ from pyarrow import parquet
 from support import start_token
 
 from megajax.config import ConfigError
-from megajax.data.build.build import Job, build
+from megajax.data.build.build import build
+from megajax.data.build.job import Job
 from megajax.data.build.manifest import Manifest
 from megajax.data.build.pieces import UNIT
 from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
@@ -44,7 +45,8 @@ def hook(event, arguments):
 sys.addaudithook(hook)
 # A suite that runs in the background does not hand this on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from megajax.data.build.build import Job, build
+from megajax.data.build.build import build
+from megajax.data.build.job import Job
 options = eval(sys.argv[4])
 try:
     build(Job(**options), unit=2000, checkpoint_units=1)
@@ -437,7 +439,8 @@ def test_a_worker_that_is_killed_ends_the_build_which_goes_on(corpus: Path, tmp_
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     program = (
         'import re, resource, sys; from pathlib import Path; '
-        'from megajax.data.build.build import Job, build\n'
+        'from megajax.data.build.build import build\n'
+        'from megajax.data.build.job import Job\n'
         'build(Job(out=sys.argv[1], inputs=(sys.argv[2],), tokenizer="bytes", workers=2))\n'
         # not ru_maxrss of itself, which begins with that of the process that started it
         'own = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])\n'

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.data.build.build import Job, build
+from megajax.data.build.build import build
 from megajax.data.build.describe import document_lengths, verify
+from megajax.data.build.job import Job
 from megajax.data.tokens.indexed import Sequences, from_lengths
 
 ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'

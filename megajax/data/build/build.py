@@ -4,29 +4,27 @@ The builder reads and writes, and workers (`encode.py`) parse and encode. Incomp
 a folder of its own (`partial.py`), from which a killed build resumes.
 """
 
-import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 
 from megajax.config.errors import ConfigError, Problem
+from megajax.data.build.choose_tokenizer import given_tokenizer, kept_tokenizer
 from megajax.data.build.encode import Encoded, Options, Workers
-from megajax.data.build.inputs import Format, Input, find_inputs
+from megajax.data.build.inputs import Input, find_inputs
+from megajax.data.build.job import Job, check_job, fingerprint
 from megajax.data.build.manifest import Manifest
-from megajax.data.build.parse import parse
 from megajax.data.build.partial import (
     DOCUMENTS,
     LENGTHS,
     MANIFEST,
-    NEW,
     TOKENIZER,
     TOKENS,
     Partial,
@@ -36,38 +34,15 @@ from megajax.data.build.partial import (
     read_progress,
     sync,
 )
-from megajax.data.build.pieces import UNIT, Position
-from megajax.data.build.read import read_pieces, read_units
-from megajax.data.text.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from megajax.data.build.pieces import UNIT
+from megajax.data.build.read import read_units
+from megajax.data.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-# version of the conversion from bytes to tokens; a partial build of another version is not resumed
-VERSION = 1
-TRAINING_BYTES = 256_000_000  # maximum bytes of text to train a BPE on
 PLACES = 5  # maximum number of skipped lines that the summary names
 
 Report = Callable[[int, int], None]  # bytes read, bytes of all inputs
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The options of `megajax data build`: its inputs, its output and how to encode them.
-
-    Exactly one of `tokenizer` (a tokenizer.json, or 'bytes') and `train_bpe` (number of entries)
-    is given. With `format` None, the suffix of each file decides; with `workers` None, there is one
-    worker per core.
-    """
-
-    out: str
-    inputs: tuple[str, ...]
-    format: Format | None = None
-    json_key: str = 'text'
-    tokenizer: str | None = None
-    train_bpe: int | None = None
-    workers: int | None = None
-    append_eod: bool = False
-    skip_bad: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,20 +86,25 @@ def build(
     """
     started = time.perf_counter()
     out = Path(job.out).expanduser()
-    _check(job, out)
+    check_job(job, out)
     inputs = find_inputs(job.inputs, job.format)
-    tokenizer = _given(job, inputs)
-    fingerprint = _fingerprint(job, inputs, tokenizer, unit)
-    _progress(out, fingerprint)  # raises before any file is touched
+    tokenizer = given_tokenizer(job, inputs)
+    wanted = fingerprint(job, inputs, tokenizer, unit)
+    _progress(out, wanted)  # raises before any file is touched
     with Partial.lock(out) as partial, _cleaned_up(partial):
-        progress = _progress(out, fingerprint)
+        progress = _progress(out, wanted)
         before = progress.text_bytes if progress else 0
         if progress is None:
-            progress = Progress(fingerprint=fingerprint)
+            progress = Progress(fingerprint=wanted)
             partial.start(progress)
         if not progress.complete:
             builder = _Builder(
-                job, inputs, partial, progress, _kept(job, inputs, partial, tokenizer), report
+                job,
+                inputs,
+                partial,
+                progress,
+                kept_tokenizer(job, inputs, partial, tokenizer),
+                report,
             )
             builder.encode(unit, checkpoint_units, checkpoint_seconds)
             builder.complete(out)
@@ -273,52 +253,6 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
-def _check(job: Job, out: Path) -> None:
-    problems = []
-    if job.out.endswith('/') or out.suffix in ('.bin', '.idx', '.json'):
-        kind = 'a folder' if job.out.endswith('/') else 'one of the files'
-        problems.append(
-            Problem(
-                path=job.out,
-                message=f'is the name of {kind}; give the prefix of the files, '
-                f'for example {out.parent}/corpus',
-            )
-        )
-    elif not out.parent.is_dir():
-        problems.append(
-            Problem(path=job.out, message=f'there is no folder {out.parent}; create it first')
-        )
-    if (job.tokenizer is None) == (job.train_bpe is None):
-        given = (
-            'both --tokenizer and --train-bpe are given'
-            if job.tokenizer
-            else 'neither --tokenizer nor --train-bpe is given'
-        )
-        fix = (
-            "give one: --tokenizer with a tokenizer.json or 'bytes', "
-            'or --train-bpe with a number of entries'
-        )
-        problems.append(Problem(path='--tokenizer', message=f'{given}; {fix}'))
-    if job.train_bpe is not None and job.train_bpe < 257:
-        problems.append(
-            Problem(
-                path='--train-bpe',
-                message=f'{job.train_bpe} is below 257 (256 bytes and an end-of-document token); '
-                'use 257 or more',
-            )
-        )
-    if job.workers is not None and job.workers < 1:
-        problems.append(
-            Problem(
-                path='--workers',
-                message=f'{job.workers} is below 1; use 1 or more, '
-                'or omit it for one worker per core',
-            )
-        )
-    if problems:
-        raise ConfigError(*problems)
-
-
 def _progress(out: Path, fingerprint: str) -> Progress | None:
     """Return the progress of this same build, None if there is none to resume.
 
@@ -340,84 +274,3 @@ def _progress(out: Path, fingerprint: str) -> Progress | None:
             )
         )
     return progress
-
-
-def _fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, unit: int) -> str:
-    import tokenizers
-
-    files = [asdict(input) | {'path': os.path.abspath(input.path)} for input in inputs]
-    once = uuid4().hex if any(input.stream for input in inputs) else ''
-    spec = tokenizer.fingerprint if tokenizer else f'bpe {job.train_bpe}'
-    options = (job.json_key, job.append_eod, job.skip_bad, unit)
-    return sha256(
-        json.dumps([VERSION, tokenizers.__version__, files, once, spec, *options]).encode()
-    ).hexdigest()
-
-
-def _given(job: Job, inputs: Sequence[Input]) -> Tokenizer | None:
-    """Return the tokenizer that the job names, None if one has to be trained."""
-    if job.tokenizer is None:
-        if streams := [input.path for input in inputs if input.stream]:
-            message = (
-                'cannot be read twice, to train a tokenizer and to encode; '
-                'write it to a file, or give --tokenizer'
-            )
-            raise ConfigError(Problem(path=streams[0], message=message))
-        return None
-    try:
-        return load_tokenizer(job.tokenizer)
-    except ConfigError as error:
-        raise ConfigError(
-            *(
-                replace(p, path='--tokenizer') if isinstance(p, Problem) else p
-                for p in error.problems
-            )
-        ) from error
-
-
-def _kept(
-    job: Job, inputs: Sequence[Input], partial: Partial, tokenizer: Tokenizer | None
-) -> Tokenizer:
-    """Return the tokenizer, saved in the folder for the workers and for a resumed build.
-
-    It is loaded from the folder if it is there, and trained if the job names none.
-    """
-    saved = partial.folder / TOKENIZER
-    if saved.exists():
-        return load_tokenizer(str(saved))
-    if tokenizer is None:
-        assert job.train_bpe is not None
-        logger.info('training a BPE of %d entries', job.train_bpe)
-        tokenizer = train_bpe(_sample(job, inputs), job.train_bpe)
-    try:
-        tokenizer.save(partial.folder / NEW)
-    except Exception as error:  # tokenizers raises nothing narrower
-        raise ConfigError(
-            Problem(
-                path=str(saved),
-                message=f'cannot be written: {error}; free disk space, or choose another OUT',
-            )
-        ) from error
-    partial.write(TOKENIZER, (partial.folder / NEW).read_bytes())
-    return tokenizer
-
-
-def _sample(job: Job, inputs: Sequence[Input]) -> Iterator[str]:
-    total = sum(input.size for input in inputs)
-    for input in inputs:
-        bytes_left = -(-TRAINING_BYTES * input.size // max(total, 1))
-        for text in _texts(job, input):
-            part = text.encode()[:bytes_left]
-            yield part.decode(errors='ignore')  # the cut may be inside a character
-            bytes_left -= len(part)
-            if not bytes_left:
-                break
-
-
-def _texts(job: Job, input: Input) -> Iterator[str]:
-    for piece, _ in read_pieces([input], job.json_key, Position()):
-        for item in parse(piece, job.json_key):
-            if isinstance(item, str):
-                yield item
-            elif input.format == 'text' or not job.skip_bad:
-                raise ConfigError(item)

@@ -1,0 +1,96 @@
+"""The options of a build, their mistakes, and the hash from which a resumed build knows them."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from uuid import uuid4
+
+from megajax.config.errors import ConfigError, Problem
+from megajax.data.build.inputs import Format, Input
+from megajax.data.text.tokenizer import Tokenizer
+
+# version of the conversion from bytes to tokens; a partial build of another version is not resumed
+VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The options of `megajax data build`: its inputs, its output and how to encode them.
+
+    Exactly one of `tokenizer` (a tokenizer.json, or 'bytes') and `train_bpe` (number of entries)
+    is given. With `format` None, the suffix of each file decides; with `workers` None, there is one
+    worker per core.
+    """
+
+    out: str
+    inputs: tuple[str, ...]
+    format: Format | None = None
+    json_key: str = 'text'
+    tokenizer: str | None = None
+    train_bpe: int | None = None
+    workers: int | None = None
+    append_eod: bool = False
+    skip_bad: bool = False
+
+
+def check_job(job: Job, out: Path) -> None:
+    """Raise ConfigError with every mistake in the options."""
+    problems = []
+    if job.out.endswith('/') or out.suffix in ('.bin', '.idx', '.json'):
+        kind = 'a folder' if job.out.endswith('/') else 'one of the files'
+        problems.append(
+            Problem(
+                path=job.out,
+                message=f'is the name of {kind}; give the prefix of the files, '
+                f'for example {out.parent}/corpus',
+            )
+        )
+    elif not out.parent.is_dir():
+        problems.append(
+            Problem(path=job.out, message=f'there is no folder {out.parent}; create it first')
+        )
+    if (job.tokenizer is None) == (job.train_bpe is None):
+        given = (
+            'both --tokenizer and --train-bpe are given'
+            if job.tokenizer
+            else 'neither --tokenizer nor --train-bpe is given'
+        )
+        fix = (
+            "give one: --tokenizer with a tokenizer.json or 'bytes', "
+            'or --train-bpe with a number of entries'
+        )
+        problems.append(Problem(path='--tokenizer', message=f'{given}; {fix}'))
+    if job.train_bpe is not None and job.train_bpe < 257:
+        problems.append(
+            Problem(
+                path='--train-bpe',
+                message=f'{job.train_bpe} is below 257 (256 bytes and an end-of-document token); '
+                'use 257 or more',
+            )
+        )
+    if job.workers is not None and job.workers < 1:
+        problems.append(
+            Problem(
+                path='--workers',
+                message=f'{job.workers} is below 1; use 1 or more, '
+                'or omit it for one worker per core',
+            )
+        )
+    if problems:
+        raise ConfigError(*problems)
+
+
+def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, unit: int) -> str:
+    """Return the hash of everything that determines the output; a stream never has the same."""
+    import tokenizers
+
+    files = [asdict(input) | {'path': os.path.abspath(input.path)} for input in inputs]
+    once = uuid4().hex if any(input.stream for input in inputs) else ''
+    spec = tokenizer.fingerprint if tokenizer else f'bpe {job.train_bpe}'
+    options = (job.json_key, job.append_eod, job.skip_bad, unit)
+    return sha256(
+        json.dumps([VERSION, tokenizers.__version__, files, once, spec, *options]).encode()
+    ).hexdigest()
