@@ -52,7 +52,7 @@ def write(folder: Path, size: float, dtype: str) -> int:
     import numpy as np
 
     from megajax.interop.directories import DTYPES
-    from megajax.interop.huggingface import huggingface_pieces
+    from megajax.interop.huggingface.weights import huggingface_pieces
     from megajax.interop.tensors import Tensor, write_tensors
 
     config = config_of(
@@ -122,7 +122,7 @@ def files(folder: Path) -> list[Path]:
 def compare(folder: Path, model: int, rounds: int) -> None:
     import jax
 
-    from megajax.interop.huggingface import from_huggingface
+    from megajax.interop.huggingface.weights import from_huggingface
     from megajax.interop.tensors import read_tensors
     from megajax.parallel.mesh import make_mesh
 

@@ -23,8 +23,8 @@ from megajax.generate.engine import Rows, _any_left, engine
 from megajax.generate.sampling import choose, most_probable, row_keys
 from megajax.generate.weights import Weights, make_weights
 from megajax.inspect import assert_collectives
-from megajax.interop.families import read_config_json
-from megajax.interop.huggingface import from_huggingface
+from megajax.interop.huggingface.families import read_config_json
+from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.tensors import read_tensors
 from megajax.model.transformer import Computation
 from megajax.parallel.layout import Layout

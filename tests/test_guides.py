@@ -23,9 +23,14 @@ def blocks(guide: str, language: str) -> list[str]:
 
 def apply(diff: str, tree: Path) -> None:
     """Change the files as the diff says; what a hunk changes must be in its file once."""
-    for part in re.split(r'^--- a/.*\n', diff, flags=re.MULTILINE)[1:]:
+    for part in re.split(r'^--- (?:a/.*|/dev/null)\n', diff, flags=re.MULTILINE)[1:]:
         name, *hunks = re.split(r'^@@\n', part, flags=re.MULTILINE)
         file = tree / name.removeprefix('+++ b/').strip()
+        if not file.exists():
+            (new,) = hunks
+            assert all(line[0] == '+' for line in new.splitlines())
+            file.write_text(re.sub(r'^\+', '', new, flags=re.MULTILINE))
+            continue
         for hunk in hunks:
             lines = hunk.splitlines(keepends=True)
             old = ''.join(line[1:] for line in lines if line[0] in ' -')

@@ -4,9 +4,11 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from megajax.interop.huggingface.families import ARCHITECTURES
 
 import_app = typer.Typer(
     no_args_is_help=True,
@@ -33,7 +35,10 @@ Overrides = Annotated[
         help='Overrides for the run, for example mesh.model=8 train.dtype=bfloat16.',
     ),
 ]
-Family = Literal['gpt2', 'llama', 'qwen2', 'qwen3', 'mistral', 'megatron-bert']
+if TYPE_CHECKING:
+    Family = str
+else:
+    Family = Literal[tuple(ARCHITECTURES)]
 Dtype = Literal['float32', 'bfloat16', 'float16']
 
 

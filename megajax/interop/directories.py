@@ -13,8 +13,8 @@ import numpy as np
 from megajax.checkpoint.digests import find_sound
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.config import Config, ConfigError, reload
-from megajax.interop.families import read_config_json, write_family
 from megajax.interop.folder import check_new, new_folder, settings
+from megajax.interop.huggingface.families import read_config_json, write_family
 from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
 
 Dtype = Literal['float32', 'bfloat16', 'float16']
@@ -46,7 +46,7 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
         logger.warning('%s: unused keys: %s', folder / 'config.json', ', '.join(left))
     if tokenizer is None:
         logger.warning('%s has no tokenizer.json: the run works on token ids only', folder)
-    from megajax.interop.huggingface import from_huggingface
+    from megajax.interop.huggingface.weights import from_huggingface
     from megajax.interop.runs import start_run
 
     dtypes = {str(x.dtype) for x in tensors.values() if x.dtype in DTYPES.values()}
@@ -54,7 +54,7 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
     start_run(
         out,
         config,
-        lambda config: from_huggingface(config, tensors, source=str(folder)),
+        lambda config: from_huggingface(config, tensors, source=str(folder), family=family),
         tokenizer=tokenizer,
         origin=origin,
     )
@@ -84,10 +84,10 @@ def export_huggingface(
     dtype = dtype or record.data.get(DTYPE, 'float32')  # type: ignore[assignment]
     assert dtype is not None
     from megajax.checkpoint.compare import parameter_shapes
-    from megajax.interop.huggingface import huggingface_pieces
+    from megajax.interop.huggingface.weights import huggingface_pieces
     from megajax.interop.runs import parts
 
-    pieces = huggingface_pieces(model, parameter_shapes(checkpoint))
+    pieces = huggingface_pieces(model, parameter_shapes(checkpoint), family=family)
     plan = [
         Tensor(piece.name, piece.shape, DTYPES[dtype])
         for group in pieces.values()

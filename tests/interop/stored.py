@@ -9,7 +9,7 @@ from flax import nnx
 from support import graph_of
 
 from megajax.config import Config
-from megajax.interop.families import read_family
+from megajax.interop.huggingface.families import read_family
 from megajax.interop.tensors import read_tensors
 from megajax.model.transformer import Computation
 

@@ -18,8 +18,8 @@ from support import by_name, graph_of, on_mesh
 
 from megajax.config import Config, ConfigError
 from megajax.interop.directories import export_huggingface, import_huggingface
-from megajax.interop.families import read_family, write_family
-from megajax.interop.huggingface import from_huggingface
+from megajax.interop.huggingface.families import read_family, write_family
+from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.tensors import read_tensors
 from megajax.model.transformer import Computation
 

@@ -1,12 +1,15 @@
 """A family of Hugging Face's is named by the command and from Python alike."""
 
+import dataclasses
 import typing
 
 import pytest
 
 from megajax.commands.interop import Family
 from megajax.config import ConfigError, load
-from megajax.interop.families import ARCHITECTURES, write_family
+from megajax.counts.parameters import dim_sizes, parameters, shape_of
+from megajax.interop.huggingface.families import ARCHITECTURES, FAMILIES, write_family
+from megajax.interop.huggingface.weights import huggingface_pieces
 
 
 def test_the_command_knows_every_family() -> None:
@@ -21,3 +24,18 @@ def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
 def test_a_bert_is_written_as_megatron_bert() -> None:
     family, keys = write_family(load('bert_336m').model, 'megatron-bert')
     assert (family, keys['model_type']) == ('megatron-bert', 'megatron-bert')
+
+
+def test_a_family_of_other_names_has_its_own_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load('tiny').model
+    renamed = {
+        path: [row._replace(name=f'other.{row.name}') for row in rows]
+        for path, rows in FAMILIES['gpt2'].tensors.items()
+    }
+    other = dataclasses.replace(FAMILIES['gpt2'], name='other', tensors=renamed)
+    monkeypatch.setitem(FAMILIES, 'other', other)
+    sizes = dim_sizes(model)
+    shapes = {name: shape_of(one.dims, sizes) for name, one in parameters(model)}
+    pieces, known = (huggingface_pieces(model, shapes, family=name) for name in ('other', 'gpt2'))
+    for path, group in known.items():
+        assert [piece._replace(name=f'other.{piece.name}') for piece in group] == pieces[path]

@@ -28,8 +28,8 @@ from megajax.checkpoint.record import read_record
 from megajax.config import Config, ConfigError
 from megajax.counts.parameters import num_parameters
 from megajax.interop.directories import export_huggingface, import_huggingface
-from megajax.interop.families import ARCHITECTURES, read_family, write_family
-from megajax.interop.huggingface import from_huggingface
+from megajax.interop.huggingface.families import ARCHITECTURES, read_family, write_family
+from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.tensors import INDEX, SINGLE, read_tensors
 
 for_each_family = pytest.mark.parametrize('name', NAMES)

@@ -23,7 +23,7 @@ from megajax.counts import parameters as counts
 from megajax.counts.parameters import Declared, Parameter, Role, named, shape_of
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_for
-from megajax.interop.huggingface import from_huggingface
+from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.megatron import from_megatron, to_megatron
 from megajax.model.block import Block
 from megajax.model.gradient_slot import Slotted

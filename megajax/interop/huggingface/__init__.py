@@ -1,0 +1,1 @@
+"""Conversion from and to the directories of Hugging Face's transformers."""

@@ -1,0 +1,110 @@
+"""Reading and writing the config.json of the supported Hugging Face families. Imports no jax.
+
+Every file of this folder holds families; a new file needs no other change. A family is read
+strictly: a setting that megajax's decoder does not implement is rejected with its key and value. A
+model is written as a family only if reading it back gives the same model.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+from megajax.config import ConfigError, ModelConfig
+from megajax.interop.huggingface.family import Family
+from megajax.interop.huggingface.reader import Keys, Reader
+
+POST_NORM = ('bert', 'roberta')
+# Keys of `model` that only some families have a key for.
+IN_TRAINING = frozenset({'dropout', 'init_std'})
+
+
+def _families() -> Iterator[Family]:
+    """Yield the families of every file of this folder, in the order of the files' names."""
+    for name in sorted(module.name for module in iter_modules(__path__)):
+        yield from import_module(f'{__name__}.{name}').FAMILIES
+
+
+FAMILIES = {family.name: family for family in _families()}
+ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items()}
+
+
+def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str]]:
+    """Read a config.json: its family, the keys of `model`, and the keys that were not used.
+
+    Raises ConfigError with every key and value that is not supported.
+    """
+    family = keys.get('model_type')
+    if family in POST_NORM:
+        raise ConfigError(
+            f'{file}: model_type: {json.dumps(family)}: '
+            'its norms come after the residual connections, '
+            'but only models with norms before them are supported, such as "megatron-bert"'
+        )
+    if family not in ARCHITECTURES:
+        raise ConfigError(
+            f'{file}: model_type: {json.dumps(family)}: '
+            f'only {", ".join(ARCHITECTURES)} are supported'
+        )
+    read = Reader(keys, file)
+    read.only('architectures', [ARCHITECTURES[family]], None, default=None)
+    read.only('quantization_config', None, default=None)
+    model = FAMILIES[family].read_config(read)
+    if read.problems:
+        raise ConfigError(*read.problems)
+    return family, model, read.left
+
+
+def read_config_json(folder: Path) -> tuple[str, Keys, list[str]]:
+    """Read a directory's config.json as `read_family` does.
+
+    Raises ConfigError as `read_family` does, and for a file that is missing or cannot be parsed.
+    """
+    file = folder / 'config.json'
+    try:
+        keys = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f'{file}: cannot be read: {error.strerror}') from error
+    except ValueError as error:
+        raise ConfigError(f'{file}: not JSON: {error}') from error
+    if not isinstance(keys, dict):
+        raise ConfigError(f'{file}: not a JSON object')
+    return read_family(keys, str(file))
+
+
+def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Keys]:
+    """Return a model's family, by default the first that fits, and its config.json.
+
+    Raises ConfigError, with the keys that are not supported, if no family fits.
+    """
+    if family and family not in ARCHITECTURES:
+        raise ConfigError(f'family {family}: choose among {", ".join(ARCHITECTURES)}')
+    problems = []
+    for candidate in [family] if family else ARCHITECTURES:
+        keys = FAMILIES[candidate].write_config(model)
+        keys |= {'architectures': [ARCHITECTURES[candidate]], 'model_type': candidate}
+        different = _differences(model, keys)
+        if not different:
+            return candidate, keys
+        problems.append(f'{candidate} does not support {", ".join(different)}')
+    raise ConfigError(
+        f'no Hugging Face architecture can represent this model: {"; ".join(problems)}'
+    )
+
+
+def _differences(model: ModelConfig, keys: Keys) -> list[str]:
+    """The keys of `model`, with their values, that differ when `keys` are read back."""
+    try:
+        back = ModelConfig(**read_family(keys, 'config.json')[1])
+    except ConfigError as error:
+        return str(error).splitlines()
+    names = ModelConfig.model_fields.keys() - IN_TRAINING
+    if model.position == 'learned':
+        names -= {'rope_theta'}
+    return [
+        f'model.{name}={getattr(model, name)}'
+        for name in ModelConfig.model_fields
+        if name in names and getattr(model, name) != getattr(back, name)
+    ]

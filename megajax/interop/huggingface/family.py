@@ -1,0 +1,40 @@
+"""A Hugging Face family: how its config.json is read and written, and the names of its tensors.
+
+Imports no jax.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from megajax.config import ModelConfig
+from megajax.interop.huggingface.reader import Keys, Reader
+
+HEAD = 'lm_head.weight'
+QUERIES, KEY, VALUE = slice(None, -2), slice(-2, -1), slice(-1, None)
+GATE, UP = slice(0, 1), slice(1, 2)
+
+
+class There(NamedTuple):
+    """A tensor of a Hugging Face directory, and the part of a parameter that it holds."""
+
+    name: str  # {} stands for the layer's index
+    dims: str
+    columns: slice = slice(None)  # of C, the columns of a head group, or of U, gate and up
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """What `megajax import hf` and `megajax export hf` know of a family."""
+
+    name: str  # model_type in config.json
+    architecture: str  # the class of transformers
+    read_config: Callable[[Reader], Keys]  # config.json to the keys of `model`
+    write_config: Callable[[ModelConfig], Keys]  # the reverse; its result is read back
+    tensors: Mapping[str, list[There]]  # by the parameter's path
+    # With tied embeddings: copies that a directory may hold, and how the name of the original ends.
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Buffers that older versions of transformers saved and that nobody reads.
+    buffers: re.Pattern[str] | None = None
+    prefix: str = ''  # of the names of all tensors but the head's, if some directories omit it

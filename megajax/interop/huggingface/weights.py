@@ -1,0 +1,95 @@
+"""Conversion of the weights of Hugging Face families, by their tables of tensors."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from flax import nnx
+
+from megajax.checkpoint.open import abstract_params
+from megajax.config import Config, ConfigError, ModelConfig
+from megajax.interop.huggingface.families import FAMILIES
+from megajax.interop.huggingface.family import Family
+from megajax.interop.pieces import (
+    Piece,
+    Pieces,
+    Shape,
+    check,
+    check_finite,
+    dims_here,
+    make_pieces,
+    place,
+    shapes_of,
+    tensors_of,
+)
+
+
+def huggingface_pieces(
+    model: ModelConfig, shapes: Mapping[str, Shape], *, family: str | None = None
+) -> Pieces:
+    """The pieces of each parameter in a family's tensors, which omit the vocabulary's padding.
+
+    `family` defaults to GPT-2, Llama or MegatronBert, by the model.
+    """
+    chosen = _family(model, family)
+    dims, vocab = dims_here(model), slice(0, model.vocab_size)
+
+    def pieces(path: str, shape: Shape) -> list[Piece]:
+        pieces_of_path = []
+        for there in tensors_of(chosen.tensors, path, chosen.name):
+            ranges = {'C': there.columns, 'U': there.columns, 'V': vocab}
+            pieces_of_path += make_pieces(there.name, there.dims, dims[path], shape, ranges)
+        return pieces_of_path
+
+    return {path: pieces(path, shape) for path, shape in shapes.items()}
+
+
+def _family(model: ModelConfig, name: str | None) -> Family:
+    if name is None and model.is_bert:
+        name = 'megatron-bert'
+    return FAMILIES[name or ('gpt2' if model.position == 'learned' else 'llama')]
+
+
+def from_huggingface(
+    config: Config, tensors: Mapping[str, np.ndarray], *, source: str, family: str | None = None
+) -> nnx.State:
+    """Return a family's tensors as parameters: in fp32, placed on the current mesh.
+
+    The vocabulary is padded with zeros. Memory-mapped `tensors` are read once, and each process
+    reads only what its devices get. Raises ConfigError, which names `source`, for tensors that do
+    not fit the model. `family` defaults to GPT-2, Llama or MegatronBert, by the model.
+    """
+    abstract = abstract_params(config)
+    pieces = huggingface_pieces(config.model, shapes_of(abstract), family=family)
+    tensors = _named_as_saved(config.model, _family(config.model, family), tensors, source)
+    check(abstract, pieces, tensors, of=source, keys='config.json decides which tensors exist')
+    return place(abstract, pieces, tensors, of=source)
+
+
+def _named_as_saved(
+    model: ModelConfig, family: Family, tensors: Mapping[str, np.ndarray], source: str
+) -> dict[str, np.ndarray]:
+    """The tensors under the names that `save_pretrained` of the full model gives them.
+
+    Unused buffers, and copies of tied tensors, are left out.
+    """
+    prefix = family.prefix
+    if any(name.startswith(prefix) for name in tensors):
+        prefix = ''
+    named = {
+        name if name in family.copies else prefix + name: x
+        for name, x in tensors.items()
+        if not (family.buffers and family.buffers.fullmatch(name))
+    }
+    for copy in family.copies.keys() & named.keys() if model.tie_embeddings else ():
+        original = family.copies[copy]
+        name, x = next(
+            ((name, x) for name, x in named.items() if name.endswith(original)), ('', None)
+        )
+        if x is not None and not np.array_equal(named[copy], x):
+            check_finite(name, x, of=source)  # NaN would differ even from itself
+            what = 'the embedding' if copy.endswith('weight') else name
+            raise ConfigError(
+                f'{source}: {copy} differs from {what}, but tie_word_embeddings says they are tied'
+            )
+        del named[copy]
+    return named
