@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megajax.commands import doctor
-from megajax.commands.doctor import Diagnosis, diagnose
+from megajax.commands.diagnosis import Diagnosis
+from megajax.commands.doctor import diagnose
 from megajax.hardware.targets import has_compiler
 
 CPU = {

@@ -1,7 +1,8 @@
 """`megajax doctor`: the environment of a run on this machine, and its problems, each with a fix.
 
-jax is started in a separate process, because a wrong flag or driver ends the process that starts
-it. A proxy is reported by the name of its variable only: its address may contain a password.
+jax is started in a separate process (`ask_jax.py`), because a wrong flag or driver ends the
+process that starts it. A proxy is reported by the name of its variable only: its address may
+contain a password.
 """
 
 import contextlib
@@ -16,52 +17,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import Any
 
+from megajax.commands.ask_jax import MARK
+from megajax.commands.diagnosis import Diagnosis
 from megajax.hardware.targets import GPUS, has_compiler
 from megajax.processes.environment import visible_gpus
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
-HEAD_DIMS = (64, 128)
-MARK = 'megajax doctor: '  # precedes the answer of the other process, because plugins print too
 TIMEOUT = 120.0  # seconds for jax to start; a driver that hangs never returns
 LITTLE = 2e9  # minimum free space in bytes; a checkpoint has 12 for each parameter
 PROXIES = ('grpc_proxy', 'https_proxy', 'http_proxy')
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """A problem and its fix."""
-
-    what: str
-    fix: str
-
-    def __str__(self) -> str:
-        return f'{self.what}\n  fix: {self.fix}'
-
-
-@dataclass
-class Diagnosis:
-    """The facts about a machine, line by line, and its problems."""
-
-    facts: list[tuple[str, str]] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [f'{name:<18}{value}' for name, value in self.facts]
-        problems = '\n'.join(f'{i}. {finding}' for i, finding in enumerate(self.findings, 1))
-        return '\n'.join(lines) + f'\n\n{problems or "no problems found"}'
-
-    def fact(self, name: str, value: str) -> None:
-        """Add a line."""
-        self.facts.append((name, value))
-
-    def wrong(self, what: str, fix: str) -> None:
-        """Add a problem and its fix."""
-        self.findings.append(Finding(what=what, fix=fix))
 
 
 def diagnose(
@@ -115,7 +82,7 @@ def _jax(diagnosis: Diagnosis, environ: Mapping[str, str], timeout: float) -> st
     """
     # A run may be using the GPUs, and jax would preallocate most of their free memory.
     environment = {**environ, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
-    command = [sys.executable, '-m', 'megajax.commands.doctor']
+    command = [sys.executable, '-m', 'megajax.commands.ask_jax']
     try:
         done = subprocess.run(
             command,
@@ -310,44 +277,3 @@ def _locks(first: int, second: int) -> bool:
     except BlockingIOError:
         return True
     return False
-
-
-def ask_jax() -> dict[str, Any]:
-    """Return jax's devices by kind, and the attention kernel of the first one, for `diagnose`."""
-    import jax
-
-    from megajax.miscompiles import target_of
-    from megajax.model.flash import can_flash
-
-    devices = jax.local_devices()
-    kinds = [(device.platform, device.device_kind, _memory(device)) for device in devices]
-    lines = [f'{kinds.count(kind)} x {kind[1]} ({kind[0]}{kind[2]})' for kind in sorted({*kinds})]
-    kind = devices[0].platform
-    flash = {
-        dtype: all(can_flash(kind, dtype, head_dim) for head_dim in HEAD_DIMS)
-        for dtype in ('bfloat16', 'float32')
-    }
-    attention = ', '.join(
-        f'{dtype}: {"cuDNN flash" if can else "XLA"}' for dtype, can in flash.items()
-    )
-    return {
-        'devices': lines,
-        'attention': attention,
-        'platform': kind,
-        'count': len(devices),
-        'target': target_of(devices[0]),
-    }
-
-
-def _memory(device: Any) -> str:
-    """Return the memory of a device, such as ', 80.0 GB for jax', or '' if it is unknown."""
-    if device.platform == 'cpu':
-        return (
-            f', {os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9:.1f} GB of the host'
-        )
-    limit = (device.memory_stats() or {}).get('bytes_limit')
-    return f', {limit / 1e9:.1f} GB for jax' if limit else ''
-
-
-if __name__ == '__main__':
-    print(f'{MARK}{json.dumps(ask_jax())}')
