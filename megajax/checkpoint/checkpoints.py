@@ -8,9 +8,8 @@ all call the same methods and share the folder.
 
 import contextlib
 import logging
-import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -26,38 +25,20 @@ from megajax.checkpoint.compare import (
     holds_parameters_only,
     log_differences,
 )
-from megajax.checkpoint.digests import (
-    COMMIT,
-    find_foreign,
-    find_steps,
-    foreign_step,
-    is_finished,
-    problems,
-    strangers,
-    write_file,
-    write_sums,
-)
+from megajax.checkpoint.digests import write_file, write_sums
+from megajax.checkpoint.losses import ValidationLosses
 from megajax.checkpoint.open import restore_params
+from megajax.checkpoint.orbax_manager import Manager
 from megajax.checkpoint.quiet import leave_failed_saves_to_us
-from megajax.checkpoint.record import (
-    RECORD,
-    TOKENIZER,
-    VALIDATION,
-    Record,
-    make_record,
-    read_record,
-)
+from megajax.checkpoint.record import RECORD, TOKENIZER, Record, make_record, read_record
 from megajax.checkpoint.retention import preservation_policy
-from megajax.checkpoint.strays import move_aside, sweep, warn_of_strays
+from megajax.checkpoint.step_folders import StepFolders
 from megajax.config import CheckpointError, Config, ConfigError
 from megajax.config.errors import reason
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.parallel.mesh import concrete
-from megajax.processes.agree import SaveBarrier, from_all, from_first
+from megajax.processes.agree import from_all, from_first
 from megajax.train.step import TrainState, init_state
-
-# Seconds in which all processes must have written their parts, and the first must have hashed them.
-TIMEOUT = 3600
 
 ParametersOnly = dict[Literal['params'], nnx.State]
 
@@ -86,15 +67,19 @@ class Checkpoints:
         self._failed: str | None = None  # why the newest state is not on disk
         self._retry, self._is_retry = False, False
         self._verified: int | None = None
-        self._refused: set[int] = set()
-        self._losses: dict[int, float | None] = {}
-        self._unwritten_losses: dict[int, float] = {}
-        self._named: set[Path] = set()
-        self._swept = self._closed = False
+        self._losses = ValidationLosses(self.folder)
+        self._folders = StepFolders(self.folder)
+        self._closed = False
         self._begun = time.monotonic()
         leave_failed_saves_to_us()
         try:
-            self._manager = _Manager(self.folder, options=self._options())
+            self._manager = Manager(
+                self.folder,
+                policy=preservation_policy(
+                    config.checkpoint, self._losses.of, self._folders.is_junk
+                ),
+                seal=self._seal,
+            )
         except OSError as error:
             raise ConfigError(
                 f'{self.folder} cannot be used: {reason(error)}; '
@@ -112,22 +97,7 @@ class Checkpoints:
         steps are refused.
         """
         self._settle()
-        steps = find_steps(self.folder) if jax.process_index() == 0 else []
-        if jax.process_index() == 0:
-            warn_of_strays(self.folder, self._named)
-        newest = next((step for step in reversed(steps) if not self._refuses(step)), -1)
-        foreign = find_foreign(self.folder) if jax.process_index() == 0 else []
-        newest, count, num_refused = from_first(
-            newest, len(steps) + len(foreign), len(self._refused)
-        )
-        self._refused = set(from_first(*(sorted(self._refused) or [0] * num_refused)))
-        if count and newest < 0:
-            raise CheckpointError(
-                f'none of the {count} checkpoints in {self.folder} can be used: '
-                f'run megajax checkpoint verify {self.folder.parent}, '
-                'restore their files from a backup, or choose another run.dir to start afresh'
-            )
-        self._verified = newest if count else None
+        self._verified = self._folders.find_newest()
         return self._verified
 
     def restore(self, step: int) -> TrainState:
@@ -138,10 +108,7 @@ class Checkpoints:
         """
         self._settle()
         path = self.folder / str(step)
-        if (
-            step != self._verified
-            and from_first(jax.process_index() == 0 and self._refuses(step))[0]
-        ):
+        if step != self._verified and self._folders.refuses(step):
             raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
         here, there = self._record(step), read_record(path)
         check_same_model(path, there, here)
@@ -194,8 +161,8 @@ class Checkpoints:
         if not self._make_room(step):
             return
         self._saving = self._record(step, validation_loss)
-        self._losses[step] = validation_loss
-        self._refused.discard(step)
+        self._losses.begin(step, validation_loss)
+        self._folders.renew(step)
         error = None
         try:
             self._manager.save(
@@ -210,13 +177,13 @@ class Checkpoints:
 
     def note_validation_loss(self, step: int, loss: float) -> None:
         """Write the loss of `step`, measured after its save began, once the checkpoint exists."""
-        self._losses[step] = self._unwritten_losses[step] = loss
+        self._losses.note(step, loss)
         if self._saving is None:
-            self._write_losses()
+            self._losses.write()
 
     def is_evaluated(self, step: int) -> bool:
         """Whether the validation loss of a finished step is known; equal in all processes."""
-        return bool(from_first(self._loss(step) is not None)[0])
+        return bool(from_first(self._losses.of(step) is not None)[0])
 
     def wait(self) -> bool:
         """Wait for the save in the background; return whether the newest state is on disk.
@@ -232,11 +199,7 @@ class Checkpoints:
         A run that returns to `step` must not resume from the branch that it left.
         """
         self._settle()
-        self._remove(
-            [newer for newer in find_steps(self.folder) if newer > step]
-            if jax.process_index() == 0
-            else []
-        )
+        self._folders.remove_after(step)
         self._manager.reload()
         self._verified, self._failed, self._retry = None, None, False
 
@@ -273,28 +236,6 @@ class Checkpoints:
             with contextlib.suppress(Exception):  # the run reports the error that it exits with
                 self._manager.wait_until_finished()
 
-    def _options(self) -> ocp.CheckpointManagerOptions:
-        return ocp.CheckpointManagerOptions(
-            preservation_policy=preservation_policy(
-                self.config.checkpoint, self._loss, self._is_junk
-            ),
-            # Orbax would take any folder without its markers for an interrupted save, so `sweep`
-            # does this.
-            cleanup_tmp_directories=False,
-            async_options=ocp.AsyncOptions(
-                timeout_secs=TIMEOUT,
-                barrier_sync_fn=SaveBarrier(),
-                post_finalization_callback=self._seal,
-                # Orbax's threads would wait minutes for a directory that cannot be created.
-                create_directories_asynchronously=False,
-            ),
-            file_options=ocp.options.FileOptions(path_permission_mode=0o750),
-            # Otherwise any folder whose name is a number would be a checkpoint.
-            atomicity_options=ocp.options.AtomicityOptions(
-                mode=ocp.options.AtomicityMode.COMMIT_FILE
-            ),
-        )
-
     def _seal(self) -> None:
         """Write the other files of a step, and their digests.
 
@@ -318,9 +259,9 @@ class Checkpoints:
             error = error or failure
         step, self._saving = self._saving.step, None
         failed = bool(from_all(error is not None).any())
-        finished = bool(from_first(is_finished(self.folder / str(step)))[0])
+        finished = self._folders.is_finished(step)
         if finished:
-            self._write_losses()
+            self._losses.write()
         if finished and not failed:
             self._failed = None
             return
@@ -337,94 +278,21 @@ class Checkpoints:
                 'checkpoint %d is written, but older ones could not be deleted: %s', step, why
             )
         else:
-            self._remove([step])
+            self._folders.remove([step])
             self._failed, self._retry = why, not self._is_retry
             then = 'trying again' if self._retry else 'the next save is tried when it is due'
             logger.warning('checkpoint %d could not be written (%s); %s', step, why, then)
         self._manager.reload()
 
-    def _write_losses(self) -> None:
-        for step, loss in self._unwritten_losses.items():
-            if jax.process_index() == 0 and is_finished(self.folder / str(step)):
-                try:
-                    write_file(self.folder / str(step) / VALIDATION, f'{loss!r}\n'.encode())
-                except OSError as error:
-                    logger.warning(
-                        'the validation loss of checkpoint %d could not be written: %s',
-                        step,
-                        error.strerror,
-                    )
-        self._unwritten_losses.clear()
-
     def _make_room(self, step: int) -> bool:
         """Delete what is in the way of a new `step`; False if that is a usable checkpoint."""
-        path, sound, in_the_way = self.folder / str(step), False, False
-        if jax.process_index() == 0:
-            if not self._swept:
-                sweep(self.folder)
-            in_the_way = move_aside(path) or is_finished(path) or path.is_symlink()
-            sound = (
-                is_finished(path)
-                and step not in self._refused
-                and not problems(path, contents=False)
-            )
-        self._swept = True
-        sound, in_the_way = map(bool, from_first(sound, in_the_way))
+        sound, in_the_way = self._folders.clear_place(step)
         if sound:
             return False
         if in_the_way:
-            self._remove([step])
+            self._folders.remove([step])
             self._manager.reload()
         return True
-
-    def _remove(self, steps: Sequence[int]) -> None:
-        """Delete these steps in the first process, the newest first.
-
-        A kill in between leaves nothing that looks finished.
-        """
-        if jax.process_index() == 0:
-            for path in (self.folder / str(step) for step in sorted(steps, reverse=True)):
-                if path.is_symlink():
-                    path.unlink()
-                else:
-                    with contextlib.suppress(OSError):
-                        (path / COMMIT).unlink(missing_ok=True)
-                    shutil.rmtree(path, ignore_errors=True)
-        from_first(0)  # the others wait
-
-    def _refuses(self, step: int) -> bool:
-        path = self.folder / str(step)
-        faults = problems(path)
-        if faults:
-            self._refused.add(step)
-            more = f' (and {len(faults) - 1} more)' if len(faults) > 1 else ''
-            logger.warning('checkpoint %s is refused: %s%s', path, faults[0], more)
-        elif extra := strangers(path):
-            logger.warning(
-                'checkpoint %s holds %s, which does not belong to it: ignored',
-                path,
-                ', '.join(extra[:3]),
-            )
-        return bool(faults)
-
-    def _loss(self, step: int) -> float | None:
-        """The validation loss at a step; None if it was not measured or its record is damaged."""
-        if step not in self._losses:
-            try:
-                self._losses[step] = read_record(self.folder / str(step)).validation_loss
-            except CheckpointError:
-                self._losses[step] = None
-        return self._losses[step]
-
-    def _is_junk(self, step: int) -> bool | None:
-        """Whether a step was refused; None if it is not the run's own.
-
-        That is a link, or a folder that holds another step than its name says.
-        """
-        path = self.folder / str(step)
-        return (
-            None if path.is_symlink() or foreign_step(path) is not None else step in self._refused
-        )
 
     def _record(self, step: int, validation_loss: float | None = None) -> Record:
         fingerprint = self.tokenizer.fingerprint if self.tokenizer else None
@@ -436,20 +304,6 @@ class Checkpoints:
             data=self.data,
             origin=self.origin,
         )
-
-
-class _Manager(ocp.CheckpointManager):
-    """Orbax's manager, which here never asks jax whether the processes are to stop.
-
-    `run/stop.py` does so at each step. jax gives all processes one number at which they stop, later
-    than any number that it was asked about. Orbax asks with the number of the step: if that were
-    the last question before jax chooses, the run's own numbers would never reach the chosen one,
-    and the signal would be lost.
-    """
-
-    def reached_preemption(self, step: int) -> bool:
-        """Return False: the run itself watches for preemption."""
-        return False
 
 
 def _parts(state: TrainState | ParametersOnly) -> dict[str, Any]:

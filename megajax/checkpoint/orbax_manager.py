@@ -1,0 +1,51 @@
+"""Orbax's manager of a run's checkpoints, with the options that megajax relies on."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from megajax.processes.agree import SaveBarrier
+
+# Seconds in which all processes must have written their parts, and the first must have hashed them.
+TIMEOUT = 3600
+
+
+class Manager(ocp.CheckpointManager):
+    """Orbax's manager, which here never asks jax whether the processes are to stop.
+
+    `run/stop.py` does so at each step. jax gives all processes one number at which they stop, later
+    than any number that it was asked about. Orbax asks with the number of the step: if that were
+    the last question before jax chooses, the run's own numbers would never reach the chosen one,
+    and the signal would be lost.
+
+    `policy` is the retention. Orbax's thread calls `seal` in the first process, after the arrays
+    of a step and before its commit marker.
+    """
+
+    def __init__(self, folder: Path, *, policy: Any, seal: Callable[[], None]):
+        super().__init__(folder, options=_options(policy, seal))
+
+    def reached_preemption(self, step: int) -> bool:
+        """Return False: the run itself watches for preemption."""
+        return False
+
+
+def _options(policy: Any, seal: Callable[[], None]) -> ocp.CheckpointManagerOptions:
+    return ocp.CheckpointManagerOptions(
+        preservation_policy=policy,
+        # Orbax would take any folder without its markers for an interrupted save, so `sweep`
+        # does this.
+        cleanup_tmp_directories=False,
+        async_options=ocp.AsyncOptions(
+            timeout_secs=TIMEOUT,
+            barrier_sync_fn=SaveBarrier(),
+            post_finalization_callback=seal,
+            # Orbax's threads would wait minutes for a directory that cannot be created.
+            create_directories_asynchronously=False,
+        ),
+        file_options=ocp.options.FileOptions(path_permission_mode=0o750),
+        # Otherwise any folder whose name is a number would be a checkpoint.
+        atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
+    )
