@@ -44,53 +44,60 @@ class _ManyInputs(TyperCommand):
         return super().parse_args(ctx, spread)
 
 
+Prefix = Annotated[
+    str,
+    typer.Argument(
+        metavar='OUT',
+        help='The prefix of the files: OUT.bin, OUT.idx, OUT.json, OUT.tokenizer.json.',
+    ),
+]
+Inputs = Annotated[
+    list[str],
+    typer.Option(metavar='FILES...', help="Paths, globs, or '-' for JSON lines on standard input."),
+]
+InputFormat = Annotated[
+    Literal['jsonl', 'text', 'parquet'] | None,
+    typer.Option(
+        help='By the suffix if left out; .gz and .zst are decompressed. '
+        'A text file is one document.'
+    ),
+]
+JsonKey = Annotated[str, typer.Option(help='The JSON key or Parquet column that holds the text.')]
+TokenizerFile = Annotated[
+    str | None,
+    typer.Option(metavar='PATH|bytes', help='A tokenizer.json; bytes: a token for each byte.'),
+]
+VocabSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar='VOCAB',
+        help='Train a byte-level BPE with this many entries on up to 256 MB of the text, '
+        'and use it.',
+    ),
+]
+NumWorkers = Annotated[
+    int | None, typer.Option(help='Processes that encode; one per core if left out.')
+]
+AppendEod = Annotated[
+    bool, typer.Option('--append-eod', help='End each document with the end-of-document token.')
+]
+SkipBad = Annotated[
+    bool,
+    typer.Option('--skip-bad', help='Skip lines that cannot be read, and count them.'),
+]
+
+
 @data_app.command(cls=_ManyInputs)
 def build(
-    out: Annotated[
-        str,
-        typer.Argument(
-            metavar='OUT',
-            help='The prefix of the files: OUT.bin, OUT.idx, OUT.json, OUT.tokenizer.json.',
-        ),
-    ],
-    input: Annotated[
-        list[str],
-        typer.Option(
-            metavar='FILES...', help="Paths, globs, or '-' for JSON lines on standard input."
-        ),
-    ],
-    format: Annotated[
-        Literal['jsonl', 'text', 'parquet'] | None,
-        typer.Option(
-            help='By the suffix if left out; .gz and .zst are decompressed. '
-            'A text file is one document.'
-        ),
-    ] = None,
-    json_key: Annotated[
-        str, typer.Option(help='The JSON key or Parquet column that holds the text.')
-    ] = 'text',
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar='PATH|bytes', help='A tokenizer.json; bytes: a token for each byte.'),
-    ] = None,
-    train_bpe: Annotated[
-        int | None,
-        typer.Option(
-            metavar='VOCAB',
-            help='Train a byte-level BPE with this many entries on up to 256 MB of the text, '
-            'and use it.',
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(help='Processes that encode; one per core if left out.')
-    ] = None,
-    append_eod: Annotated[
-        bool, typer.Option('--append-eod', help='End each document with the end-of-document token.')
-    ] = False,
-    skip_bad: Annotated[
-        bool,
-        typer.Option('--skip-bad', help='Skip lines that cannot be read, and count them.'),
-    ] = False,
+    out: Prefix,
+    input: Inputs,
+    format: InputFormat = None,
+    json_key: JsonKey = 'text',
+    tokenizer: TokenizerFile = None,
+    train_bpe: VocabSize = None,
+    workers: NumWorkers = None,
+    append_eod: AppendEod = False,
+    skip_bad: SkipBad = False,
 ) -> None:
     """Tokenize a corpus into Megatron's file format.
 
