@@ -85,35 +85,40 @@ def generate(
             show(rows)
 
 
+FilesAndOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar='FILES KEY=VALUE', help='Files to evaluate on, then overrides.'),
+]
+Task = Annotated[
+    Literal['perplexity', 'wikitext', 'lambada'] | None,
+    typer.Option(
+        help='perplexity: text, .jsonl and folders. '
+        'wikitext, lambada: by the rules of the Megatron paper.'
+    ),
+]
+HarnessTasks = Annotated[
+    str | None,
+    typer.Option(
+        metavar='TASKS',
+        help='Comma-separated tasks of lm-evaluation-harness; FOLDER/NAME is your own task.',
+    ),
+]
+Stride = Annotated[
+    int | None,
+    typer.Option(
+        help='Tokens between windows; by default 32 for wikitext, the window for perplexity.'
+    ),
+]
+ResultsFile = Annotated[Path | None, typer.Option('--json', help='Write the results to this file.')]
+
+
 def evaluate(
     run: Run,
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar='FILES KEY=VALUE', help='Files to evaluate on, then overrides.'),
-    ] = None,
-    task: Annotated[
-        Literal['perplexity', 'wikitext', 'lambada'] | None,
-        typer.Option(
-            help='perplexity: text, .jsonl and folders. '
-            'wikitext, lambada: by the rules of the Megatron paper.'
-        ),
-    ] = None,
-    harness: Annotated[
-        str | None,
-        typer.Option(
-            metavar='TASKS',
-            help='Comma-separated tasks of lm-evaluation-harness; FOLDER/NAME is your own task.',
-        ),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            help='Tokens between windows; by default 32 for wikitext, the window for perplexity.'
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option('--json', help='Write the results to this file.')
-    ] = None,
+    arguments: FilesAndOverrides = None,
+    task: Task = None,
+    harness: HarnessTasks = None,
+    stride: Stride = None,
+    out: ResultsFile = None,
 ) -> None:
     """Evaluate a trained model on text that it has not seen."""
     overrides = [argument for argument in arguments or [] if _OVERRIDE.match(argument)]
@@ -134,13 +139,7 @@ def evaluate(
                 str(task): dataclasses.asdict(_evaluate(opened, tokenizer, files, task, stride))
             }
     for name, values in results.items():
-        print(
-            f'{name}  '
-            + '  '.join(
-                f'{key} {value:.6g}' if isinstance(value, float) else f'{key} {value:,}'
-                for key, value in values.items()
-            )
-        )
+        print(_result_line(name, values))
     if out:
         out.write_text(
             json.dumps(
@@ -148,6 +147,13 @@ def evaluate(
             )
             + '\n'
         )
+
+
+def _result_line(name: str, values: Mapping[str, float]) -> str:
+    return f'{name}  ' + '  '.join(
+        f'{key} {value:.6g}' if isinstance(value, float) else f'{key} {value:,}'
+        for key, value in values.items()
+    )
 
 
 def _evaluate(
