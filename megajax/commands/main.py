@@ -5,7 +5,7 @@ import logging
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -22,6 +22,9 @@ from megajax.counts.parameters import num_parameters
 from megajax.files.outputs import check_outputs
 from megajax.processes.signals import leave_when_asked
 from megajax.run.named import config_of_overrides
+
+if TYPE_CHECKING:
+    from megajax.inspect.result import StepRun
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -146,39 +149,47 @@ def launch(
         raise typer.Exit(launch(plan))
 
 
+ConfigSource = Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')]
+Target = Annotated[
+    str, typer.Option(help='cpu, or a GPU, which need not be present: a100, b200, h100, h200.')
+]
+NumHosts = Annotated[
+    int | None,
+    typer.Option(help='Number of hosts of the mesh; 8 devices per host if left out.'),
+]
+JsonFile = Annotated[Path | None, typer.Option(help='Write everything to this file.')]
+HloFile = Annotated[Path | None, typer.Option(help='Write the compiled program to this file.')]
+RunOption = Annotated[
+    bool,
+    typer.Option(
+        '--run',
+        help='Execute the GPU program on simulated CPU devices and compare with one device.',
+    ),
+]
+BisectOption = Annotated[
+    bool,
+    typer.Option(
+        '--bisect',
+        help='With --run: name the compiler pass that makes the result wrong.',
+    ),
+]
+ReduceOption = Annotated[
+    bool,
+    typer.Option('--reduce', help='With --run: print the smallest config with a wrong result.'),
+]
+
+
 @app.command()
 def inspect(
-    source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')],
+    source: ConfigSource,
     overrides: Overrides = None,
-    target: Annotated[
-        str, typer.Option(help='cpu, or a GPU, which need not be present: a100, b200, h100, h200.')
-    ] = 'cpu',
-    hosts: Annotated[
-        int | None,
-        typer.Option(help='Number of hosts of the mesh; 8 devices per host if left out.'),
-    ] = None,
-    json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
-    hlo: Annotated[
-        Path | None, typer.Option(help='Write the compiled program to this file.')
-    ] = None,
-    run: Annotated[
-        bool,
-        typer.Option(
-            '--run',
-            help='Execute the GPU program on simulated CPU devices and compare with one device.',
-        ),
-    ] = False,
-    bisect: Annotated[
-        bool,
-        typer.Option(
-            '--bisect',
-            help='With --run: name the compiler pass that makes the result wrong.',
-        ),
-    ] = False,
-    reduce: Annotated[
-        bool,
-        typer.Option('--reduce', help='With --run: print the smallest config with a wrong result.'),
-    ] = False,
+    target: Target = 'cpu',
+    hosts: NumHosts = None,
+    json: JsonFile = None,
+    hlo: HloFile = None,
+    run: RunOption = False,
+    bisect: BisectOption = False,
+    reduce: ReduceOption = False,
 ) -> None:
     """Show the collectives that XLA inserted next to those that Megatron places manually.
 
@@ -186,28 +197,14 @@ def inspect(
     and every gradient is compared with that of one device.
     """
     config = load(source, overrides or ())
-    if (bisect or reduce) and not run:
-        raise ConfigError('--bisect and --reduce explain what --run finds wrong: add --run')
-    if run and target == 'cpu':
-        raise ConfigError(
-            '--run executes the program of a GPU: add --target h100, or a100, h200, b200'
-        )
+    _check_run(target, run, explained=bisect or reduce)
     check_outputs(json, hlo)
     from megajax.inspect import inspect_with_text
     from megajax.inspect.report import tables
 
     inspection, text = inspect_with_text(config, target=target, hosts=hosts)
     if run:
-        from megajax.inspect.step_run import run_in_child
-
-        progress = Console(stderr=True, highlight=False)
-        runs = run_in_child(
-            config,
-            target,
-            bisect=bisect,
-            reduce=reduce,
-            say=lambda line: progress.print(line, style='dim', markup=False),
-        )
+        runs = _run_with_progress(config, target, bisect=bisect, reduce=reduce)
         inspection = inspection.model_copy(update={'runs': runs})
     if json:
         json.write_text(inspection.model_dump_json(indent=2))
@@ -236,7 +233,7 @@ def doctor(
 
 @config_app.command()
 def show(
-    source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')],
+    source: ConfigSource,
     overrides: Overrides = None,
 ) -> None:
     """Print the resolved config and the model's parameter count."""
@@ -277,6 +274,31 @@ def _read(arguments: list[str] | None) -> tuple[Config, str]:
     if '=' in source:
         return config_of_overrides([source, *overrides])
     return load(source, overrides), Path(source).name.removesuffix('.yaml')
+
+
+def _check_run(target: str, run: bool, *, explained: bool) -> None:
+    if explained and not run:
+        raise ConfigError('--bisect and --reduce explain what --run finds wrong: add --run')
+    if run and target == 'cpu':
+        raise ConfigError(
+            '--run executes the program of a GPU: add --target h100, or a100, h200, b200'
+        )
+
+
+def _run_with_progress(
+    config: Config, target: str, *, bisect: bool, reduce: bool
+) -> 'list[StepRun]':
+    """Execute the step in another process, which says on standard error how far it is."""
+    from megajax.inspect.step_run import run_in_child
+
+    progress = Console(stderr=True, highlight=False)
+    return run_in_child(
+        config,
+        target,
+        bisect=bisect,
+        reduce=reduce,
+        say=lambda line: progress.print(line, style='dim', markup=False),
+    )
 
 
 def _parameters(model: ModelConfig) -> str:
