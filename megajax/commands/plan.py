@@ -7,11 +7,11 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from megajax.config import Config, ConfigError, load
+from megajax.config import ConfigError, load
 from megajax.files.outputs import check_outputs
 
 if TYPE_CHECKING:
-    from megajax.plan.network import Cluster
+    from megajax.plan import Plan
 
 
 class _PlanGroup(TyperGroup):
@@ -30,71 +30,85 @@ plan_app = typer.Typer(
     '--gpu h100 --gpus 64 (megajax plan for --help).',
 )
 
+ConfigSource = Annotated[
+    str | None, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar='KEY=VALUE', help='For example train.seq_len=4096.'),
+]
+Gpu = Annotated[
+    str, typer.Option(help='a100, b200, h100, ..., or a YAML file such as calibrate writes.')
+]
+NumGpus = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of GPUs; by default that of the config's mesh."),
+]
+GpusPerHost = Annotated[
+    int | None, typer.Option(min=1, help='By default as many as the GPU is sold with.')
+]
+NumTokens = Annotated[
+    float | None, typer.Option(min=1, help='Tokens to train on, for example 300e9.')
+]
+TargetBatch = Annotated[
+    int | None,
+    typer.Option(min=1, help='Sequences per step; by default those of the config.'),
+]
+Program = Annotated[
+    Literal['megajax', 'megatron'],
+    typer.Option(help='The training step to plan: that of megajax or of Megatron-Core.'),
+]
+Price = Annotated[
+    float | None, typer.Option(min=0.01, help='Price of a GPU hour, in any currency.')
+]
+StorageRate = Annotated[
+    float | None,
+    typer.Option(min=1, help='Bytes/s that all hosts write together; 1e9 per host if left out.'),
+]
+GpuHoursToFailure = Annotated[
+    float | None,
+    typer.Option(min=1, help='GPU hours between failures; those of Llama 3 if left out.'),
+]
+VerifyOption = Annotated[
+    bool,
+    typer.Option(
+        '--verify', help='Compile the step for that GPU and compare its memory with the plan.'
+    ),
+]
+JsonFile = Annotated[Path | None, typer.Option(help='Write everything to this file.')]
+LayoutFile = Annotated[
+    Path | None, typer.Option(help='Write the fastest layout to this file, as a config.')
+]
+RooflinePicture = Annotated[
+    Path | None,
+    typer.Option(help='Plot the matrix products under the roofline: .png, .svg or .pdf.'),
+]
+ScalingPicture = Annotated[Path | None, typer.Option(help='Plot MFU over the number of GPUs.')]
+TableName = Annotated[
+    str | None,
+    typer.Option(help="Compare a published table with its predictions; 'all' sums up the errors."),
+]
+
 
 @plan_app.command('for')
 def for_config(
-    source: Annotated[
-        str | None, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar='KEY=VALUE', help='For example train.seq_len=4096.'),
-    ] = None,
-    gpu: Annotated[
-        str, typer.Option(help='a100, b200, h100, ..., or a YAML file such as calibrate writes.')
-    ] = 'h100',
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of GPUs; by default that of the config's mesh."),
-    ] = None,
-    gpus_per_host: Annotated[
-        int | None, typer.Option(min=1, help='By default as many as the GPU is sold with.')
-    ] = None,
-    tokens: Annotated[
-        float | None, typer.Option(min=1, help='Tokens to train on, for example 300e9.')
-    ] = None,
-    target_batch: Annotated[
-        int | None,
-        typer.Option(min=1, help='Sequences per step; by default those of the config.'),
-    ] = None,
-    program: Annotated[
-        Literal['megajax', 'megatron'],
-        typer.Option(help='The training step to plan: that of megajax or of Megatron-Core.'),
-    ] = 'megajax',
-    price: Annotated[
-        float | None, typer.Option(min=0.01, help='Price of a GPU hour, in any currency.')
-    ] = None,
-    storage: Annotated[
-        float | None,
-        typer.Option(
-            min=1, help='Bytes/s that all hosts write together; 1e9 per host if left out.'
-        ),
-    ] = None,
-    failures: Annotated[
-        float | None,
-        typer.Option(min=1, help='GPU hours between failures; those of Llama 3 if left out.'),
-    ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            '--verify', help='Compile the step for that GPU and compare its memory with the plan.'
-        ),
-    ] = False,
-    json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
-    write: Annotated[
-        Path | None, typer.Option(help='Write the fastest layout to this file, as a config.')
-    ] = None,
-    roofline: Annotated[
-        Path | None,
-        typer.Option(help='Plot the matrix products under the roofline: .png, .svg or .pdf.'),
-    ] = None,
-    scaling: Annotated[Path | None, typer.Option(help='Plot MFU over the number of GPUs.')] = None,
-    table: Annotated[
-        str | None,
-        typer.Option(
-            help="Compare a published table with its predictions; 'all' sums up the errors."
-        ),
-    ] = None,
+    source: ConfigSource = None,
+    overrides: Overrides = None,
+    gpu: Gpu = 'h100',
+    gpus: NumGpus = None,
+    gpus_per_host: GpusPerHost = None,
+    tokens: NumTokens = None,
+    target_batch: TargetBatch = None,
+    program: Program = 'megajax',
+    price: Price = None,
+    storage: StorageRate = None,
+    failures: GpuHoursToFailure = None,
+    verify: VerifyOption = False,
+    json: JsonFile = None,
+    write: LayoutFile = None,
+    roofline: RooflinePicture = None,
+    scaling: ScalingPicture = None,
+    table: TableName = None,
 ) -> None:
     """Show memory, time and every layout of a config on GPUs, which need not be present.
 
@@ -110,17 +124,9 @@ def for_config(
         )
     config = load(source, overrides or ())
     check_outputs(json, write)
-    pictures = {name: path for name, path in (('roofline', roofline), ('scaling', scaling)) if path}
-    if pictures:
-        from megajax.plan.plot import check_picture  # here, because it needs matplotlib
-
-        for path in pictures.values():
-            check_picture(path)
-    from megajax.hardware.records import hardware
+    pictures = _checked_pictures(roofline=roofline, scaling=scaling)
     from megajax.plan.faults import GPU_HOURS_TO_FAILURE
-    from megajax.plan.network import Cluster
     from megajax.plan.planning import plan
-    from megajax.plan.report import tables
     from megajax.plan.verify import check_verify, verified
 
     if verify:
@@ -139,18 +145,10 @@ def for_config(
     )
     if verify:
         result = verified(result, gpu)
-    if json:
-        json.write_text(result.model_dump_json(indent=2))
-    if write:
-        write.write_text(result.best_config)
+    _write(result, json=json, layout=write)
     if pictures:
-        cluster = Cluster.of(hardware(gpu), result.gpus, result.gpus_per_host)
-        _draw(pictures, result.planned(), cluster)
-    console.print(
-        tables(result) if console.is_terminal else str(result),
-        soft_wrap=not console.is_terminal,
-        markup=False,
-    )
+        _draw(pictures, result, gpu)
+    _show(result, console)
     raise typer.Exit(0 if result.layout.fits else 1)
 
 
@@ -192,8 +190,40 @@ def _show_table(name: str, console: Console) -> None:
         Console(width=150, highlight=False).print(shown)
 
 
-def _draw(pictures: dict[str, Path], config: Config, cluster: 'Cluster') -> None:
-    from megajax.plan import plot
+def _write(result: 'Plan', *, json: Path | None, layout: Path | None) -> None:
+    if json:
+        json.write_text(result.model_dump_json(indent=2))
+    if layout:
+        layout.write_text(result.best_config)
 
+
+def _show(result: 'Plan', console: Console) -> None:
+    from megajax.plan.report import tables
+
+    console.print(
+        tables(result) if console.is_terminal else str(result),
+        soft_wrap=not console.is_terminal,
+        markup=False,
+    )
+
+
+def _checked_pictures(**paths: Path | None) -> dict[str, Path]:
+    """Return the pictures to draw, by name; raise ConfigError if one cannot be written."""
+    pictures = {name: path for name, path in paths.items() if path}
+    if pictures:
+        from megajax.plan.plot import check_picture  # here, because it needs matplotlib
+
+        for path in pictures.values():
+            check_picture(path)
+    return pictures
+
+
+def _draw(pictures: dict[str, Path], result: 'Plan', gpu: str) -> None:
+    from megajax.hardware.records import hardware
+    from megajax.plan import plot
+    from megajax.plan.network import Cluster
+
+    config = result.planned()
+    cluster = Cluster.of(hardware(gpu), result.gpus, result.gpus_per_host)
     for name, path in pictures.items():
         getattr(plot, name)(config, cluster).savefig(path)
