@@ -78,7 +78,7 @@ class StepFolders:
         return bool(from_first(is_finished(self.folder / str(step)))[0])
 
     def clear_place(self, step: int) -> tuple[bool, bool]:
-        """Return whether a usable checkpoint has the place of a new `step`, and whether anything has.
+        """Return whether a usable checkpoint has the place of a new `step`, and whether any has.
 
         What is not the run's own is moved aside, and the first call sweeps unfinished saves away.
         """
