@@ -1,4 +1,4 @@
-"""What `megajax doctor` finds and prints: facts, and problems with their fixes."""
+"""The findings of `megajax doctor`: facts, and problems with their fixes."""
 
 from dataclasses import dataclass, field
 

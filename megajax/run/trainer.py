@@ -152,16 +152,16 @@ class Trainer:
     def rescue(self) -> None:
         """Save the newest state before the run exits with an error, and report its path.
 
-        The state must be complete and not itself the cause of the error. A process that fails
-        alone, while the others are in a step, cannot save: they will not come to write their part.
+        The state must be complete and not the cause of the error. A process that fails alone cannot
+        save: the others, in a step, will not come to write their part.
         """
+        failed_after = self.step
         if not self._is_whole():
             self.checkpoints.abandon()
             return
-        if not all_are_here(f'failed_after_{self.step}', COMPANY):
-            logger.warning(
-                'step %d is not saved: the other processes did not fail with this one', self.step
-            )
+        if not all_are_here(f'failed_after_{failed_after}', COMPANY):
+            why = 'the other processes did not fail with this one'
+            logger.warning('step %d is not saved: %s', failed_after, why)
             self.checkpoints.abandon()
             return
         if self.step:
@@ -170,9 +170,12 @@ class Trainer:
                 self.report.say(f'step {self.step} is saved: {self.checkpoints.folder}/{self.step}')
 
     def _is_whole(self) -> bool:
+        """Whether the state is that of the last step, the one in flight included."""
         try:
             if self._ahead is not None:
-                self.metrics.write(self._ahead.step, **self._take_step(go_ahead=False))
+                values = jax.device_get(self._ahead.metrics)
+                self.step, self._ahead = self._ahead.step, None
+                self.metrics.write(self.step, **{name: float(x) for name, x in values.items()})
             return int(self.state.step) == self.step
         except RuntimeError:  # a step that failed has consumed the donated state
             return False

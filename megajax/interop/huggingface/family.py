@@ -26,7 +26,7 @@ class There(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """What `megajax import hf` and `megajax export hf` know of a family."""
+    """A family, as `megajax import hf` and `megajax export hf` know it."""
 
     name: str  # model_type in config.json
     architecture: str  # the class of transformers
