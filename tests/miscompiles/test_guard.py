@@ -43,7 +43,7 @@ from megajax.miscompiles.split_cycles import SPLIT_CYCLES
 from megajax.model.embedding import VocabParallelEmbedding
 from megajax.model.parameters import Parameters
 from megajax.parallel.layout import Layout
-from megajax.parallel.mesh import make_mesh, mesh_of
+from megajax.parallel.mesh import axis_sizes, make_mesh, mesh_of
 
 from . import texts
 
@@ -67,7 +67,8 @@ def bitten_config() -> Config:
 @pytest.mark.slow
 @needs_compiler
 def test_a_step_that_is_compiled_with_the_cures_shows_no_fault() -> None:
-    config, mesh = bitten_config(), mesh_of(gpu_devices('h100', hosts=1, per_host=4), 2, 2)
+    devices = gpu_devices('h100', hosts=1, per_host=4)
+    config, mesh = bitten_config(), mesh_of(devices, axis_sizes(2, 2))
     compiled = compile_step(config, mesh, 4)
     assert detect(compiled.text) == []
     assert check_compiled(compiled.text, 'h100') == []
@@ -117,7 +118,7 @@ def test_a_gpu_that_is_not_there_has_the_target_that_it_was_made_for() -> None:
     for target in GPUS:
         devices = gpu_devices(target, hosts=1, per_host=1)
         assert target_of(devices[0]) == target
-        with jax.set_mesh(mesh_of(devices, 1, 1)):
+        with jax.set_mesh(mesh_of(devices, axis_sizes(1, 1))):
             assert mesh_target() == target
 
 
