@@ -13,6 +13,7 @@ from megajax.plan.programs import MEGAJAX, Program
 from megajax.plan.time import StepTime, peak_flops, step_time
 
 USABLE = 0.92  # of a GPU's memory, with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92; CUDA and NCCL need the rest
+REASONS = 8  # that are given for meshes that cannot be, those of small tensor-parallel groups first
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,10 @@ def _indivisible(config: Config, data: int) -> str:
 def _why_none(config: Config, cluster: Cluster, too_large: list[Choice], impossible: dict[tuple[int, int], str]) -> Iterator[str]:
     if not too_large:
         yield f'no mesh of {cluster.num_devices} GPUs can train this config'
-        yield from (f'data={data} x model={model}: {reason}' for (data, model), reason in impossible.items())
+        reasons = [f'data={data} x model={model}: {reason}' for (data, model), reason in impossible.items()]
+        yield from reasons[:REASONS]
+        if len(reasons) > REASONS:
+            yield f'and {len(reasons) - REASONS} more meshes'
         return
     least, have = too_large[0], usable_memory(cluster)
     yield (
