@@ -18,6 +18,9 @@ from megajax.plan.time import StepTime, peak_flops, step_time
 # The share of a GPU's memory that a program can use with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92; CUDA
 # and NCCL need the rest.
 USABLE = 0.92
+# How many of the meshes that cannot be are given with their reasons: those of small tensor-parallel
+# groups first.
+REASONS = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,9 +176,12 @@ def _why_none(
 ) -> Iterator[str]:
     if not too_large:
         yield f'no mesh of {cluster.num_devices} GPUs can train this config'
-        yield from (
+        reasons = [
             f'data={data} x model={model}: {reason}' for (data, model), reason in impossible.items()
-        )
+        ]
+        yield from reasons[:REASONS]
+        if len(reasons) > REASONS:
+            yield f'and {len(reasons) - REASONS} more meshes'
         return
     least, have = too_large[0], usable_memory(cluster)
     yield (

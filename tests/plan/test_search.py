@@ -116,6 +116,13 @@ def test_where_nothing_divides_every_mesh_has_its_reason():
     assert 'data=1 x model=16: model.num_heads: 12 is not a multiple of mesh.model=16' in text
 
 
+def test_of_many_meshes_that_cannot_be_a_few_have_their_reasons():
+    with pytest.raises(ConfigError) as caught:
+        ranking(small('mesh.data=1'), 'h100', 720720)
+    assert len(caught.value.problems) == 10
+    assert str(caught.value).splitlines()[-1] == 'and 232 more meshes'
+
+
 @pytest.mark.parametrize('gpus', [512, 720720])
 def test_many_gpus_are_searched_in_seconds(gpus):
     start = time.process_time()
