@@ -16,7 +16,7 @@ from megajax.config import ConfigError
 from megajax.processes.launch import make_plan
 from megajax.processes.signals import SAME_SECONDS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # Process 0 and 1 of a plan that needs no jax: each runs its own line.
 PAIR = """
 import sys

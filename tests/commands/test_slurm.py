@@ -28,7 +28,7 @@ pytestmark = [
     ),
     pytest.mark.skipif(os.geteuid() != 0, reason='slurmd needs root'),
 ]
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WARNED_SECONDS = 60  # before the limit; Slurm looks every 30 s, and may be early by as much
 PATIENCE = 600  # seconds for what takes one of Slurm's rounds; the machine may be busy
 CONF = """

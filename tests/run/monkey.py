@@ -1,7 +1,7 @@
 """Kill one training run again and again, at seeded random moments, and compare its end with that of
 an undisturbed one.
 
-PYTHONPATH=tests python tests/train/monkey.py [--kills 200] [--seed 0]
+PYTHONPATH=tests python tests/run/monkey.py [--kills 200] [--seed 0]
 
 Beside SIGKILL and SIGTERM the disk of its checkpoints fills up, which needs root, for a file system
 of its own; without, that is left out.

@@ -1,4 +1,4 @@
-"""Write the checkpoint that every later megajax must restore: python tests/train/make_golden.py
+"""Write the checkpoint that every later megajax must restore: python tests/run/make_golden.py
 FOLDER
 
 It was run once for each release whose format is kept (`data/first_release`); a new one is another
