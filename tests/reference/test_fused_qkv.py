@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from megajax.hardware.targets import gpu_devices, has_compiler
 from megajax.hlo.collectives import collectives
 from megajax.hlo.program import Program
-from megajax.parallel.mesh import make_mesh, mesh_of
+from megajax.parallel.mesh import axis_sizes, make_mesh, mesh_of
 
 B, S, D, N, H = 8, 64, 256, 8, 32
 
@@ -88,7 +88,7 @@ def test_a_cast_keeps_the_compiler_from_adding_them_first(target: str) -> None:
 def reduced_backward(function: Callable[..., jax.Array], target: str) -> float:
     """What the backward pass reduces over `model`, in activations in bf16."""
     mesh = (
-        mesh_of(gpu_devices('h100', hosts=1, per_host=8), 2, 4)
+        mesh_of(gpu_devices('h100', hosts=1, per_host=8), axis_sizes(2, 4))
         if target == 'h100'
         else make_mesh(2, 4)
     )
