@@ -72,7 +72,7 @@ megatron_8.3b  1x8 sp none      32 1
 gpt3_175b      1x8 sp full      1 1
 gpt3_175b      64x8 tp full     8 1
 gpt3_175b      1x32 sp selective 4 1
-megatron_8.3b  2x8 tp full      8 1 train.xla=overlap
+megatron_8.3b  2x8 tp full      8 1 train.overlap=batch_split
 gpt2_345m      2x4 sp none      4 2 train.dtype=float16
 gpt2_345m      8x1 tp none      4 1 optim.shard=true
 megatron_1.2b  8x1 tp full      4 4 optim.shard=true
@@ -93,6 +93,12 @@ qwen3_8b       8x4 tp full      2 1 optim.shard=true model.num_layers=40 \
     model.hidden_size=5120 model.num_heads=40 model.ffn_size=17408
 qwen3_8b       8x4 sp none      1 2 optim.shard=true model.num_layers=40 \
     model.hidden_size=5120 model.num_heads=40 model.ffn_size=17408
+gpt2_124m      1x1 tp none      8 1 data.document_mask=true
+llama3_8b      1x8 sp full      1 1 data.document_mask=true
+llama3_8b      1x8 sp full      1 1 data.document_mask=true train.seq_len=16384 \
+    model.max_seq_len=16384
+qwen3_8b       1x8 tp none      2 1 data.document_mask=true train.seq_len=4096
+bert_336m      1x1 tp none      8 1 model.dropout=0.0
 llama3_8b      1x16 sp full     2 1 model.num_layers=3 model.hidden_size=8192 \
     model.num_heads=64 model.vocab_size=256000
 llama3_8b      1x16 sp none     1 1 model.num_layers=3 model.hidden_size=8192 \

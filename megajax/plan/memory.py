@@ -133,6 +133,7 @@ class _Sizes:
         shards = layout.num_shards
         self.config, self.model, self.layout = config, model, layout
         self.flash = uses_flash(config)
+        self.is_masked = model.is_bert or config.data.document_mask
         self.itemsize = BYTES[train.dtype]
         self.tokens = config.microbatch_rows * train.seq_len
         self.is_scattered = shards('T') > 1
@@ -152,6 +153,9 @@ class _Sizes:
         self.up = (2 if model.activation == 'swiglu' else 1) * self.hidden
         # The number of scores, not their bytes.
         self.scores = self.tokens * train.seq_len * model.num_heads // shards('N')
+        # JAX gives cuDNN the documents as a bias of the scores, one for all heads, and cuDNN
+        # returns its gradient.
+        self.mask = of_tokens * train.seq_len if self.is_masked else 0
 
     @cached_property
     def kept_by_layer(self) -> int:
@@ -178,12 +182,12 @@ class _Sizes:
 
     @property
     def batch(self) -> int:
-        """The bytes of tokens, labels and loss mask.
+        """The bytes of tokens, labels and loss mask, and with document masks of what these need.
 
         For BERT also of segments and token types, and of each row's sentence order.
         """
         rows, length = self.config.microbatch_rows, self.config.train.seq_len
-        of_row = 5 * length + 1 if self.model.is_bert else 3 * length
+        of_row = (5 if self.is_masked else 3) * length + (1 if self.model.is_bert else 0)
         return 4 * of_row * rows * self.config.train.microbatches
 
     @property
@@ -287,9 +291,8 @@ def _buffers_of_layer(sizes: _Sizes) -> int:
     outputs = 3 * sizes.queries  # attention's output, again for its gradient, and that gradient
     # Queries, keys and values, their gradients, and these gradients in one array.
     heads = 3 * (sizes.queries + 2 * sizes.keys)
-    scores = (
-        0
-        if sizes.flash
-        else (4 if sizes.config.train.recompute == 'selective' else 2) * FLOAT32 * sizes.scores
-    )
+    if sizes.flash:
+        scores = 2 * sizes.mask
+    else:
+        scores = (4 if sizes.config.train.recompute == 'selective' else 2) * FLOAT32 * sizes.scores
     return max(mlp, sizes.up + outputs + heads + scores + 3 * sizes.whole)
