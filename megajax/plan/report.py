@@ -8,6 +8,7 @@ from rich.text import Text
 
 from megajax.inspect.report import si
 from megajax.plan.result import Layout, Plan
+from megajax.plan.search import USABLE
 from megajax.render.console import as_html, as_text
 
 _DEFAULT_FRACTION = 0.75  # share of the GPU's memory that jax takes by default
@@ -70,12 +71,13 @@ def memory_table(plan: Plan) -> Table:
         if line.bytes:
             table.add_row(line.name, si(line.bytes))
     fits = plan.layout.fits
+    rows = f'{plan.largest_microbatch} row{"" if plan.largest_microbatch == 1 else "s"}'
     note = (
         f'{"fits" if fits else "does not fit"} in {si(plan.memory_available)}; '
-        f'largest microbatch {plan.largest_microbatch} rows'
+        f'largest microbatch {rows}'
     )
-    if fits and plan.layout.bytes > _DEFAULT_FRACTION / 0.92 * plan.memory_available:
-        note += '; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92'
+    if fits and plan.layout.bytes > _DEFAULT_FRACTION / USABLE * plan.memory_available:
+        note += f'; set XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}'
     table.add_row('total', si(plan.layout.bytes), Text(note, style='green' if fits else 'bold red'))
     if plan.compiled_bytes is not None:
         table.add_row(
