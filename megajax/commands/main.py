@@ -245,10 +245,8 @@ def show(
 @config_app.command()
 def combinations() -> None:
     """List the settings that exclude one another, with the reason and what to use instead."""
-    table = Table('setting', 'with', 'why not', 'instead', box=None, pad_edge=False)
     for pair in COMBINATIONS:
-        table.add_row(pair.one, pair.other, pair.reason, pair.instead)
-    Console().print(table)
+        print(f'{pair.one} with {pair.other}: {pair.reason}; {pair.instead}')
 
 
 @config_app.command('list')
