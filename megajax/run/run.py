@@ -65,15 +65,15 @@ def train(config: Config, *, name: str = 'run') -> Run:
 
     Raises RunError, which has the exit code of the command: ConfigError if the machine, the data
     or the run directory does not fit the config, CheckpointError or NumericError if the run cannot
-    continue, and StopRequested after a signal or `run.max_minutes`, once the run is saved.
+    continue, and StopRequested after a signal or `run.max_minutes`, once every step is saved.
     """
     try:
         with processes():
             return run(config, name=name)
-    except SystemExit as request:
-        if request.code != StopRequested.exit_code:
+    except SystemExit as leaving:
+        if not isinstance(leaving.__cause__, StopRequested):
             raise
-        raise StopRequested('asked to stop; the run is saved') from None
+        raise leaving.__cause__ from None
 
 
 def run(config: Config, *, name: str) -> Run:
@@ -194,7 +194,7 @@ def _leaving() -> Iterator[None]:
         yield
     except StopRequested as request:
         Report().say(f'stopped by {request}; to resume, run the same command with this run.dir')
-        raise SystemExit(StopRequested.exit_code) from None
+        raise SystemExit(StopRequested.exit_code) from request
 
 
 @contextmanager

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from support import ROOT, write_run
 
+import megajax
+from megajax.config import StopRequested, load
+
 CONFIG = """
 model: {num_layers: 1, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2}
@@ -45,6 +48,25 @@ def test_a_script_trains_and_a_mistake_has_the_exit_code_of_the_command(tmp_path
     assert 'model.num_heads: 2 is not a multiple of mesh.model=3' in err
 
 
+def test_a_finished_run_says_where_its_last_checkpoint_is(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, CONFIG)
+    for _ in range(2):
+        process = start(folder)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    assert 'nothing to do: the checkpoint is at step 3 and train.steps is 3' in out
+    assert out.splitlines()[-1].startswith("run/checkpoints/3 {'step': 3,")
+    assert (folder / 'run/checkpoints/3').is_dir()
+
+
+def test_a_stop_that_was_asked_for_is_an_exception_with_its_cause(tmp_path: Path) -> None:
+    config = load(write_run(tmp_path, CONFIG) / 'small.yaml')
+    limits = config.run.model_copy(update={'max_minutes': 1e-9, 'dir': str(tmp_path / 'run')})
+    with pytest.raises(StopRequested, match=r'run\.max_minutes'):
+        megajax.train(config.model_copy(update={'run': limits}))
+    assert not list((tmp_path / 'run/checkpoints').glob('*'))
+
+
 @pytest.mark.faults
 def test_two_processes_of_a_script_are_one_run(tmp_path: Path) -> None:
     alone, together = tmp_path / 'alone', tmp_path / 'together'
@@ -72,7 +94,5 @@ def test_two_processes_of_a_script_are_one_run(tmp_path: Path) -> None:
 
 
 def test_what_is_offered_is_what_there_is() -> None:
-    import megajax
-
     assert all(callable(getattr(megajax, name)) for name in megajax.__all__)
     assert dir(megajax) == sorted(megajax.__all__)
