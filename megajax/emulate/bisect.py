@@ -128,4 +128,6 @@ def _culprit(dumps: Sequence[Path], low: int | None, high: int) -> Culprit:
 def _pass_of(path: Path) -> tuple[str, str]:
     """The pass after which a module was written, and its pipeline."""
     dump = _DUMP.fullmatch(path.name)
-    return (dump['after'], dump['pipeline']) if dump else ('the end of the compiler', 'the last')
+    return (
+        (dump['after'], dump['pipeline']) if dump else ('the end of the compiler', 'of all passes')
+    )

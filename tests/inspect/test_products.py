@@ -13,7 +13,7 @@ from megajax.hlo.program import Program
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_step
 from megajax.inspect.products import count_products, padding
-from megajax.parallel.mesh import make_mesh, mesh_of
+from megajax.parallel.mesh import axis_sizes, make_mesh, mesh_of
 
 NEEDS = "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
 # With 64 columns a head XLA's GPU compiler finds tiles for a fused QKV.
@@ -67,7 +67,7 @@ def test_a_cpu_computes_what_the_config_says(name, data, model, train, others):
 @pytest.mark.parametrize(('name', 'data', 'model', 'train', 'others'), CASES)
 def test_a_gpu_computes_what_the_config_says(name, data, model, train, others, triton):
     config = config_of(name, data, model, train, others)
-    mesh = mesh_of(gpu_devices('h100', hosts=1, per_host=data * model), data, model)
+    mesh = mesh_of(gpu_devices('h100', hosts=1, per_host=data * model), axis_sizes(data, model))
     step = compile_step(config, mesh, data * model, {'xla_gpu_enable_triton_gemm': triton})
     products = count_products(config, Program(step.text), 'h100')
     assert products.compiled >= (1 - 1e-3) * products.expected
