@@ -51,7 +51,7 @@ def write(folder: Path, size: float, dtype: str) -> int:
     """A directory of about `size` bytes; its bytes."""
     import numpy as np
 
-    from megajax.interop.directories import DTYPES
+    from megajax.interop.directories import EXPORT_DTYPES
     from megajax.interop.huggingface.weights import huggingface_pieces
     from megajax.interop.tensors import Tensor, write_tensors
 
@@ -59,12 +59,15 @@ def write(folder: Path, size: float, dtype: str) -> int:
         folder,
         layers := max(
             1,
-            round((size / DTYPES[dtype].itemsize - 2 * VOCAB * HIDDEN) / (12.6 * HIDDEN**2 * 0.8)),
+            round(
+                (size / EXPORT_DTYPES[dtype].itemsize - 2 * VOCAB * HIDDEN)
+                / (12.6 * HIDDEN**2 * 0.8)
+            ),
         ),
     )
     pieces = huggingface_pieces(config.model, shapes_of(config))
     plan = [
-        Tensor(piece.name, piece.shape, DTYPES[dtype])
+        Tensor(piece.name, piece.shape, EXPORT_DTYPES[dtype])
         for group in pieces.values()
         for piece in group
     ]

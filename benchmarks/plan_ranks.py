@@ -15,7 +15,7 @@ from megajax.hardware.records import hardware
 from megajax.plan.network import Cluster
 from megajax.plan.predictions import predicted
 from megajax.plan.programs import FSDP_IN_JAX
-from megajax.plan.published_rates import Row
+from megajax.plan.published_rates import PublishedRate
 from megajax.plan.published_tables import rows
 from megajax.plan.search import Choice, search
 
@@ -41,12 +41,12 @@ def main() -> None:
         print(f'| {name} | {", ".join(map(str, measured))} | {chosen} | {share:.1%} |')
 
 
-def is_ranked(row: Row) -> bool:
+def is_ranked(row: PublishedRate) -> bool:
     """Whether its layout is one of those that are tried."""
     return row.program is not FSDP_IN_JAX
 
 
-def ranked(row: Row) -> tuple[int, float]:
+def ranked(row: PublishedRate) -> tuple[int, float]:
     """The fastest tensor-parallel degree, and by what share of its step the published is slower."""
     cluster = Cluster.of(hardware(row.gpu), row.num_gpus)
     best: dict[int, Choice] = {}
@@ -58,7 +58,7 @@ def ranked(row: Row) -> tuple[int, float]:
     return fastest.config.mesh.model, own.timed.total / fastest.timed.total - 1
 
 
-def could_have(row: Row, choice: Choice) -> bool:
+def could_have(row: PublishedRate, choice: Choice) -> bool:
     """Whether the run's software had what the layout uses."""
     mesh = choice.config.mesh
     scatters = row.config.mesh.sequence_parallel or row.config.optim.shard
@@ -69,7 +69,7 @@ def could_have(row: Row, choice: Choice) -> bool:
 
 def swept() -> Iterator[tuple[str, list[int], int, float]]:
     """Each run of SimuMax: degrees that were measured, the plan's, its share of the best rate."""
-    runs = defaultdict[str, list[Row]](list)
+    runs = defaultdict[str, list[PublishedRate]](list)
     for row in rows('simumax'):
         runs[row.name].append(row)
     for name, measured in runs.items():

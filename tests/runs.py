@@ -26,12 +26,12 @@ COMMAND = 'import os, signal, sys, time\n{fault}\nfrom megajax.commands.main imp
 LAUNCH = """
 import sys
 from megajax.config import load
-from megajax.processes.launch import Plan, launch, make_plan
+from megajax.processes.launch import LaunchPlan, launch, make_plan
 processes, command, *arguments = sys.argv[1:]
 mesh = load(arguments[1], arguments[2:]).mesh
 plan = make_plan(arguments, processes=int(processes), needed=mesh.data * mesh.model)
 command = (sys.executable, '-c', command, *arguments)
-sys.exit(launch(Plan(command=command, variables=plan.variables)))
+sys.exit(launch(LaunchPlan(command=command, variables=plan.variables)))
 """
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class Problem:
     """A problem and its fix."""
 
     what: str
@@ -19,7 +19,7 @@ class Diagnosis:
     """The facts about a machine, line by line, and its problems."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Problem] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f'{name:<18}{value}' for name, value in self.facts]
@@ -32,4 +32,4 @@ class Diagnosis:
 
     def wrong(self, what: str, fix: str) -> None:
         """Add a problem and its fix."""
-        self.findings.append(Finding(what=what, fix=fix))
+        self.findings.append(Problem(what=what, fix=fix))

@@ -14,7 +14,7 @@ from megajax.counts.products import Phase
 from megajax.hlo.program import Array
 from megajax.hlo.transfers import ring_bytes
 
-DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16'}
+HLO_DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16'}
 
 
 class Site(NamedTuple):
@@ -53,7 +53,7 @@ def expected(config: Config) -> list[Expected]:
 
 def _activation(config: Config) -> Array:
     return Array(
-        DTYPES[config.train.dtype],
+        HLO_DTYPES[config.train.dtype],
         (config.microbatch_rows, config.train.seq_len, config.model.hidden_size),
     )
 
@@ -110,7 +110,9 @@ def few_kv_heads(config: Config) -> Iterator[Expected]:
     if model.num_kv_heads >= config.mesh.model:
         return
     columns = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    qkv = Array(DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len, columns))
+    qkv = Array(
+        HLO_DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len, columns)
+    )
     for phase in passes(config):
         kind = SCATTER if phase == 'backward' else GATHER
         yield from _over_model(config, 'attention', phase, (kind,), qkv, model.num_layers)
@@ -176,7 +178,7 @@ def over_data(config: Config, counts: Counts | None = None) -> Iterator[Expected
         )
 
     if config.optim.shard:
-        yield send('parameters', GATHER, DTYPES[config.train.dtype], matrices)
+        yield send('parameters', GATHER, HLO_DTYPES[config.train.dtype], matrices)
         yield send('gradients', SCATTER, 'f32', matrices)
         yield send('gradients', REDUCE, 'f32', total - matrices)
     else:

@@ -14,7 +14,7 @@ from jax import lax
 from megajax.config import Config
 from megajax.generate.cache import KeysValues, decode, prefill, write
 from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
-from megajax.generate.weights import Weights, graphs, inference_config
+from megajax.generate.weights import LayerWeights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
@@ -63,7 +63,7 @@ class Engine:
 
     def _read(
         self,
-        weights: Weights,
+        weights: LayerWeights,
         token_BS: jax.Array,
         length_B: jax.Array,
         left_B: jax.Array,
@@ -109,7 +109,7 @@ class Engine:
 
     def _make(
         self,
-        weights: Weights,
+        weights: LayerWeights,
         rows: Rows,
         wanted_B: jax.Array,
         seed: jax.Array,
@@ -145,7 +145,7 @@ class Engine:
         return rows, jax.reshard(new_BS, self._layout('--'))
 
     def _make_one(
-        self, weights: Weights, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
+        self, weights: LayerWeights, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
     ) -> tuple[Rows, jax.Array]:
         """Generate one more token [B] in each row."""
         decoder = nnx.merge(self._decoder, weights.rest)

@@ -18,7 +18,7 @@ from megajax.model.transformer import LanguageModel, model_graph
 from megajax.parallel.layout import Layout
 
 
-class Weights(NamedTuple):
+class LayerWeights(NamedTuple):
     """The parameters of each layer, and of the rest of the decoder."""
 
     rest: nnx.State
@@ -40,7 +40,7 @@ def inference_config(config: Config) -> Config:
     )
 
 
-def make_weights(config: Config, params: nnx.State) -> Weights:
+def make_weights(config: Config, params: nnx.State) -> LayerWeights:
     """Return a model's parameters as weights, sharded over `model` and replicated over `data`."""
     return _maker(config)(params)
 
@@ -50,14 +50,14 @@ def _maker(config: Config) -> Any:
     layout = Layout.of(config)
     graph = model_graph(config.model, layout)
 
-    def make(params: nnx.State) -> Weights:
+    def make(params: nnx.State) -> LayerWeights:
         model = nnx.merge(graph, cast_matrices(params, config.train.dtype, layout))
         stacked = nnx.state(model.layers)
         del model.layers
         layers = (
             jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.model.num_layers)
         )
-        return Weights(nnx.state(model), tuple(layers))
+        return LayerWeights(nnx.state(model), tuple(layers))
 
     return jax.jit(make)
 
@@ -65,7 +65,8 @@ def _maker(config: Config) -> Any:
 def graphs(config: Config) -> tuple[nnx.GraphDef[LanguageModel], nnx.GraphDef[Block]]:
     """Return the graph definitions to `nnx.merge` with.
 
-    `Weights.rest` goes into a decoder without layers, each of `Weights.layers` into a block.
+    `LayerWeights.rest` goes into a model without layers, each of `LayerWeights.layers` into a
+    block.
     """
     layout, key = Layout.of(config), jax.random.key(0)
     decoder = jax.eval_shape(lambda: LanguageModel(config.model, layout, key=key))

@@ -10,7 +10,15 @@ from math import prod
 
 import numpy as np
 
-from megajax.hlo.integers import DTYPES, REDUCTIONS, Value, apply, constant, dtype_of, numbers
+from megajax.hlo.integers import (
+    INTEGER_DTYPES,
+    REDUCTIONS,
+    Value,
+    apply,
+    constant,
+    dtype_of,
+    numbers,
+)
 from megajax.hlo.program import Computation, Instruction, Program
 
 # A function of a parameter's number and, where the parameter is a tuple, the place in it.
@@ -232,7 +240,7 @@ def _is_kept(body: Computation, place: int) -> bool:
 
 def _is_small(instruction: Instruction) -> bool:
     """Whether the result of an instruction is a single, small array of integers."""
-    is_integer = len(instruction.results) == 1 and instruction.results[0].dtype in DTYPES
+    is_integer = len(instruction.results) == 1 and instruction.results[0].dtype in INTEGER_DTYPES
     return is_integer and prod(instruction.results[0].shape) <= MAX_ELEMENTS
 
 

@@ -13,7 +13,7 @@ from megajax.hlo.program import Instruction
 
 Value = np.ndarray | None
 
-DTYPES = {
+INTEGER_DTYPES = {
     'pred': np.bool_, 's8': np.int8, 'u8': np.uint8, 's16': np.int16, 'u16': np.uint16,
     's32': np.int32, 'u32': np.uint32, 's64': np.int64, 'u64': np.uint64,
 }  # fmt: skip
@@ -44,7 +44,7 @@ def apply(instruction: Instruction, values: Sequence[Value]) -> Value:
 
 def dtype_of(instruction: Instruction) -> type[np.generic]:
     """The numpy dtype of the result of an instruction."""
-    return DTYPES[instruction.results[0].dtype]
+    return INTEGER_DTYPES[instruction.results[0].dtype]
 
 
 def constant(instruction: Instruction) -> Value:

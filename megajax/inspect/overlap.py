@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from megajax.config import Config
-from megajax.counts.megatron import DTYPES
+from megajax.counts.megatron import HLO_DTYPES
 from megajax.hardware.records import Hardware, hardware
 from megajax.hlo.collectives import Collective
 from megajax.hlo.groups import Groups, crosses_hosts
@@ -58,7 +58,7 @@ def transfer_seconds(
 
 def product_seconds(product: Product, gpu: Hardware) -> float:
     """Seconds of a matrix product or an attention kernel; a causal kernel skips half its FLOPs."""
-    name = next((name for name, dtype in DTYPES.items() if dtype == product.dtype), '')
+    name = next((name for name, dtype in HLO_DTYPES.items() if dtype == product.dtype), '')
     flops = product.flops / 2 if product.is_causal else product.flops
     return flops / gpu.product_rate(name, is_attention=product.is_attention)
 

@@ -18,7 +18,7 @@ from megajax.interop.huggingface.families import read_config_json, write_family
 from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
 
 Dtype = Literal['float32', 'bfloat16', 'float16']
-DTYPES = {
+EXPORT_DTYPES = {
     'float32': np.dtype(np.float32),
     'bfloat16': np.dtype(ml_dtypes.bfloat16),
     'float16': np.dtype(np.float16),
@@ -49,7 +49,7 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
     from megajax.interop.huggingface.weights import from_huggingface
     from megajax.interop.runs import start_run
 
-    dtypes = {str(x.dtype) for x in tensors.values() if x.dtype in DTYPES.values()}
+    dtypes = {str(x.dtype) for x in tensors.values() if x.dtype in EXPORT_DTYPES.values()}
     origin = {FAMILY: family} | ({DTYPE: dtypes.pop()} if len(dtypes) == 1 else {})
     start_run(
         out,
@@ -89,7 +89,7 @@ def export_huggingface(
 
     pieces = huggingface_pieces(model, parameter_shapes(checkpoint), family=family)
     plan = [
-        Tensor(piece.name, piece.shape, DTYPES[dtype])
+        Tensor(piece.name, piece.shape, EXPORT_DTYPES[dtype])
         for group in pieces.values()
         for piece in group
     ]
@@ -108,7 +108,7 @@ def export_huggingface(
 
 def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
     with np.errstate(over='ignore'):  # the error below says more
-        cast = x.astype(DTYPES[dtype], copy=False)
+        cast = x.astype(EXPORT_DTYPES[dtype], copy=False)
     if not np.isfinite(cast).all():
         largest = float(np.abs(x).max())
         raise ConfigError(

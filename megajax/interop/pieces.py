@@ -27,7 +27,7 @@ from megajax.counts.parameters import parameters
 TILE = 16
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+READABLE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 ALIGNMENT = 64  # bytes; a CPU device uses a block with this alignment without a copy
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -136,7 +136,7 @@ def check(
     It lists all missing and unexpected names and all wrong shapes and dtypes. In the messages `of`
     names the source, and `keys` says which settings decide which tensors exist.
     """
-    dtypes = {*DTYPES, *(leaf.dtype for leaf in jax.tree.leaves(abstract))}
+    dtypes = {*READABLE_DTYPES, *(leaf.dtype for leaf in jax.tree.leaves(abstract))}
     expected = {piece.name: piece for group in pieces.values() for piece in group}
     problems = []
     if missing := [name for name in expected if name not in weights]:
@@ -158,7 +158,8 @@ def check(
             )
         if x.dtype not in dtypes:
             problems.append(
-                f'{of}: {name}: expected one of {", ".join(map(str, DTYPES))}, got {x.dtype}'
+                f'{of}: {name}: expected one of {", ".join(map(str, READABLE_DTYPES))}, '
+                f'got {x.dtype}'
             )
     if problems:
         raise ConfigError(*problems)

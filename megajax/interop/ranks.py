@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FILE, TRACKER, RELEASE = 'model_optim_rng.pt', 'latest_checkpointed_iteration.txt', 'release'
 VERSION = 3.0  # version of the layout; since 2.0 QKV is grouped by head
-VOCAB_MULTIPLE = 128  # rows on each rank, Megatron's make_vocab_size_divisible_by
+MEGATRON_VOCAB_MULTIPLE = 128  # rows on each rank, Megatron's make_vocab_size_divisible_by
 IGNORED = re.compile(r'.*_extra_state(\..*)?|.*rotary_pos_emb\.inv_freq')
 # Translation of names in Transformer Engine's layers and in Megatron-LM before megatron-core to
 # those of the local layer specification.
@@ -88,7 +88,11 @@ def export_megatron(source: Path, out: Path, *, ranks: int) -> None:
     from megajax.interop.runs import parts
 
     shapes = parameter_shapes(checkpoint)
-    rows = -(-config.model.vocab_size // (VOCAB_MULTIPLE * ranks)) * VOCAB_MULTIPLE * ranks
+    rows = (
+        -(-config.model.vocab_size // (MEGATRON_VOCAB_MULTIPLE * ranks))
+        * MEGATRON_VOCAB_MULTIPLE
+        * ranks
+    )
     pieces = [
         megatron_pieces(config.model, shapes, rank=rank, ranks=ranks, vocab_rows=rows)
         for rank in range(ranks)

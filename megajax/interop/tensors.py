@@ -17,7 +17,7 @@ from megajax.config import ConfigError
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 SHARD_BYTES = 5_000_000_000  # maximum bytes of a file, as in `save_pretrained`
-DTYPES = {
+SAFETENSORS_DTYPES = {
     'F32': np.dtype(np.float32),
     'F16': np.dtype(np.float16),
     'BF16': np.dtype(ml_dtypes.bfloat16),
@@ -31,7 +31,7 @@ DTYPES = {
     'U8': np.dtype(np.uint8),
     'BOOL': np.dtype(np.bool_),
 }
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+CODES = {dtype: code for code, dtype in SAFETENSORS_DTYPES.items()}
 
 
 class Tensor(NamedTuple):
@@ -120,10 +120,10 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
 
 
 def _view(path: Path, name: str, about: Mapping[str, Any], content: np.ndarray) -> np.ndarray:
-    if about['dtype'] not in DTYPES:
+    if about['dtype'] not in SAFETENSORS_DTYPES:
         raise ConfigError(f'{path}: {name} has dtype {about["dtype"]}; expected F32, F16 or BF16')
     start, end = about['data_offsets']
-    return content[start:end].view(DTYPES[about['dtype']]).reshape(about['shape'])
+    return content[start:end].view(SAFETENSORS_DTYPES[about['dtype']]).reshape(about['shape'])
 
 
 def write_tensors(

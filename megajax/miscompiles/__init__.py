@@ -4,7 +4,7 @@
 each entry.
 """
 
-from megajax.miscompiles.entry import Finding, Miscompile, Repro
+from megajax.miscompiles.entry import Miscompile, Repro, Sighting
 from megajax.miscompiles.guard import check_compiled, cures, mesh_target, refuse_bitten, target_of
 from megajax.miscompiles.probe import Answer, ask, confirmed
 from megajax.miscompiles.register import REGISTER, detect, detect_in
@@ -12,9 +12,9 @@ from megajax.miscompiles.register import REGISTER, detect, detect_in
 __all__ = [
     'REGISTER',
     'Answer',
-    'Finding',
     'Miscompile',
     'Repro',
+    'Sighting',
     'ask',
     'check_compiled',
     'confirmed',

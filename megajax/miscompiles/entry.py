@@ -52,7 +52,7 @@ class Miscompile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finding:
+class Sighting:
     """An instruction of a compiled program that shows a known miscompile."""
 
     entry: Miscompile
@@ -66,10 +66,10 @@ class Finding:
         return f'{place}: {self.entry.what} ({self.entry.source}): {self.entry.remedy}'
 
 
-def find(entry: Miscompile, program: Program) -> list[Finding]:
+def find(entry: Miscompile, program: Program) -> list[Sighting]:
     """Every place in a compiled program that shows this miscompile."""
     return [
-        Finding(
+        Sighting(
             entry=entry,
             instruction=instruction.name,
             op_name=instruction.op_name,

@@ -9,7 +9,7 @@ import jax
 from megajax.config import Config, ConfigError, MiscompileError
 from megajax.config.errors import Problem
 from megajax.hardware.targets import GPUS
-from megajax.miscompiles.entry import Finding, Miscompile, Option, Options
+from megajax.miscompiles.entry import Miscompile, Option, Options, Sighting
 from megajax.miscompiles.probe import ask, confirmed
 from megajax.miscompiles.register import REGISTER, detect
 
@@ -85,7 +85,7 @@ def _value(config: Config, key: str) -> str:
     return str(getattr(getattr(config, section), name)).lower()
 
 
-def check_compiled(text: str, target: str) -> list[Finding]:
+def check_compiled(text: str, target: str) -> list[Sighting]:
     """Raise MiscompileError for a program with wrong results; return the other findings."""
     findings = confirmed(detect(text), target)
     wrong = [finding for finding in findings if finding.entry.effect == 'wrong']

@@ -12,7 +12,7 @@ import jax
 from megajax.hardware.targets import GPUS, WITHOUT_GPU, gpu_devices, has_compiler
 from megajax.hlo.program import Program
 from megajax.miscompiles import answers
-from megajax.miscompiles.entry import Finding, Miscompile, Options, find
+from megajax.miscompiles.entry import Miscompile, Options, Sighting, find
 
 _FAILURES = RuntimeError, ValueError, TypeError  # XLA's errors are RuntimeErrors
 
@@ -81,7 +81,7 @@ def shows_fault(entry: Miscompile, target: str, options: Options) -> bool:
     return bool(find(entry, Program(compiled.as_text() or '')))
 
 
-def confirmed(findings: Sequence[Finding], target: str) -> list[Finding]:
+def confirmed(findings: Sequence[Sighting], target: str) -> list[Sighting]:
     """The findings that count for `target`.
 
     A finding that a correct program may show too is dropped if the compiler lacks the fault.

@@ -3,7 +3,7 @@
 from megajax.hlo.program import Program
 from megajax.miscompiles.double_product import DOUBLE_PRODUCT
 from megajax.miscompiles.empty_permute import EMPTY_PERMUTE
-from megajax.miscompiles.entry import Finding, Miscompile, find
+from megajax.miscompiles.entry import Miscompile, Sighting, find
 from megajax.miscompiles.lost_places import LOST_PLACES
 from megajax.miscompiles.misplaced_bias import MISPLACED_BIAS
 from megajax.miscompiles.scaled_bias import SCALED_BIAS
@@ -23,7 +23,7 @@ REGISTER: tuple[Miscompile, ...] = (
 )
 
 
-def detect(text: str) -> list[Finding]:
+def detect(text: str) -> list[Sighting]:
     """Every place in a compiled program's text that shows a known miscompile.
 
     Findings of an entry with `is_certain=False` may be correct: `confirmed` asks the compiler.
@@ -31,6 +31,6 @@ def detect(text: str) -> list[Finding]:
     return detect_in(Program(text))
 
 
-def detect_in(program: Program) -> list[Finding]:
+def detect_in(program: Program) -> list[Sighting]:
     """Run all detectors on a program that is already parsed."""
     return [finding for entry in REGISTER for finding in find(entry, program)]

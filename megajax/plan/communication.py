@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from megajax.config import Config
 from megajax.counts.megatron import (
-    DTYPES,
     GATHER,
+    HLO_DTYPES,
     REDUCE,
     Expected,
     Site,
@@ -110,7 +110,7 @@ def _exchanged_heads(config: Config) -> Iterator[Expected]:
 
     def heads(count: int) -> Array:
         return Array(
-            DTYPES[config.train.dtype],
+            HLO_DTYPES[config.train.dtype],
             (config.microbatch_rows, config.train.seq_len, count, model.head_dim),
         )
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megajax.hardware.records import Efficiency, Hardware
 from megajax.plan.predictions import Prediction, predicted
-from megajax.plan.published_rates import Row
+from megajax.plan.published_rates import PublishedRate
 
 # The first step of each efficiency; it is halved five times.
 STEPS = {'matmul': 0.04, 'flash': 0.04, 'flash_2': 0.04, 'half_size': 64.0}
@@ -26,7 +26,7 @@ class Residuals(NamedTuple):
     band: float  # the error that nine of ten rows are within
 
 
-def fit(gpu: Hardware, rows: Sequence[Row], names: Sequence[str]) -> Efficiency:
+def fit(gpu: Hardware, rows: Sequence[PublishedRate], names: Sequence[str]) -> Efficiency:
     """Return a GPU's efficiencies with the named ones fitted to the rows.
 
     They are changed one at a time and by smaller and smaller steps while the mean error falls.
@@ -55,6 +55,6 @@ def residuals(predictions: Sequence[Prediction]) -> Residuals:
     return Residuals(len(errors), fmean(errors), quantiles(errors, n=10, method='inclusive')[-1])
 
 
-def _mean_error(gpu: Hardware, efficiency: Efficiency, rows: Sequence[Row]) -> float:
+def _mean_error(gpu: Hardware, efficiency: Efficiency, rows: Sequence[PublishedRate]) -> float:
     candidate = gpu.model_copy(update={'efficiency': efficiency})
     return fmean(abs(predicted(row, candidate).error) for row in rows)

@@ -47,7 +47,7 @@ class Held:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+class StepMemory:
     """Bytes on each GPU at the moment of a step that needs the most."""
 
     parameters: int  # the master weights, in fp32
@@ -73,7 +73,7 @@ class Memory:
         return self.state + self.weights + held + self.fragments + self.batch
 
 
-def memory(config: Config, *, capacity_bytes: int | None = None) -> Memory:
+def memory(config: Config, *, capacity_bytes: int | None = None) -> StepMemory:
     """Return the bytes that a step of `config` needs on each of its GPUs.
 
     XLA allocates all gradient buffers up front if they fit in `capacity_bytes`, otherwise late.
@@ -196,11 +196,11 @@ class _Sizes:
         return self.itemsize * self.matrices
 
 
-def _memory(sizes: _Sizes, *, early: bool) -> Memory:
+def _memory(sizes: _Sizes, *, early: bool) -> StepMemory:
     moments = _moments(sizes, early=early)
     moment = max(moments, key=lambda name: moments[name].total)
     weights = sizes.gathered if sizes.config.optim.shard else 0
-    return Memory(
+    return StepMemory(
         parameters=FLOAT32 * sizes.at_rest,
         optimizer=2 * FLOAT32 * sizes.at_rest,
         weights=weights,

@@ -12,7 +12,7 @@ from megajax.plan.faults import GPU_HOURS_TO_FAILURE, Faults, faults
 from megajax.plan.memory import largest_microbatch, memory
 from megajax.plan.network import Cluster
 from megajax.plan.programs import BY_NAME, ProgramName
-from megajax.plan.result import CostLine, FaultsLine, Layout, MemoryLine, Plan, TransferLine
+from megajax.plan.result import Candidate, CostLine, FaultsLine, MemoryLine, Plan, TransferLine
 from megajax.plan.search import (
     Choice,
     Ranking,
@@ -22,7 +22,7 @@ from megajax.plan.search import (
     usable_memory,
     why_slower,
 )
-from megajax.plan.time import StepTime, Transfer, step_time
+from megajax.plan.time import PlannedTransfer, StepTime, step_time
 
 TOKENS = 1e9  # tokens that the cost is given for by default
 
@@ -165,17 +165,17 @@ def _efficiencies(gpu: Hardware) -> str:
     return f'{", ".join(parts)} of the peak in training (alone), {source}'
 
 
-def _transfer(transfer: Transfer) -> TransferLine:
+def _transfer(transfer: PlannedTransfer) -> TransferLine:
     return TransferLine(**dataclasses.asdict(transfer), exposed=transfer.exposed)
 
 
-def _layout(choice: Choice, ranking: Ranking, available: int) -> Layout:
+def _layout(choice: Choice, ranking: Ranking, available: int) -> Candidate:
     config, time = choice.config, choice.time
     if choice.bytes > available:
         reason = _too_large(choice.bytes, available)
     else:
         reason = '' if choice.config == ranking.best.config else why_slower(choice, ranking.best)
-    return Layout(
+    return Candidate(
         name=describe(config),
         data=config.mesh.data,
         model=config.mesh.model,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from megajax.hardware.records import Hardware, hardware
 from megajax.plan.network import Cluster
-from megajax.plan.published_rates import Row
+from megajax.plan.published_rates import PublishedRate
 from megajax.plan.published_tables import rows
 from megajax.plan.time import StepTime, step_time
 
@@ -17,7 +17,7 @@ from megajax.plan.time import StepTime, step_time
 class Prediction:
     """A row and its predicted time."""
 
-    row: Row
+    row: PublishedRate
     time: StepTime
     baseline: 'Prediction | None'
 
@@ -41,7 +41,7 @@ def predict(table: str, gpus: Mapping[str, Hardware] = {}) -> list[Prediction]:
     return [predicted(row, gpus.get(row.gpu) or hardware(row.gpu)) for row in rows(table)]
 
 
-def predicted(row: Row, gpu: Hardware) -> Prediction:
+def predicted(row: PublishedRate, gpu: Hardware) -> Prediction:
     """Return the prediction of a row on GPUs of the record `gpu`."""
     time = step_time(row.config, Cluster.of(gpu, row.num_gpus), row.program)
     return Prediction(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from megajax.config import Config
 from megajax.counts.flops import fits_flash, uses_flash
-from megajax.counts.megatron import DTYPES, GATHER, REDUCE, SCATTER, Expected, Site, expected
+from megajax.counts.megatron import GATHER, HLO_DTYPES, REDUCE, SCATTER, Expected, Site, expected
 from megajax.counts.parameters import num_parameters
 from megajax.counts.products import Phase
 from megajax.hlo.program import Array
@@ -20,7 +20,7 @@ Attention = Literal['flash', 'flash_2']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Program:
+class Software:
     """The software that runs the step."""
 
     collectives: Callable[[Config], list[Expected]]
@@ -42,7 +42,7 @@ def fully_sharded(config: Config) -> list[Expected]:
     Each microbatch gathers all weights for either pass and reduce-scatters their gradients, in 16
     bits: Zhao et al. (2023), PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel.
     """
-    weights = Array(DTYPES[config.train.dtype], (num_parameters(config.model, padded=True),))
+    weights = Array(HLO_DTYPES[config.train.dtype], (num_parameters(config.model, padded=True),))
 
     def send(name: str, phase: Phase, kind: str) -> Expected:
         site = Site(name, phase, 'data')
@@ -98,14 +98,14 @@ def _names(products: tuple[str, ...], phase: Phase) -> Iterator[str]:
         yield from (f'{name} input', f'{name} weight') if phase == 'backward' else (name,)
 
 
-MEGAJAX = Program(
+MEGAJAX = Software(
     collectives=communication,
     beside=beside,
     uses_flash=uses_flash,
     num_launches=num_launches,
     pads_shards=False,
 )
-MEGATRON = Program(
+MEGATRON = Software(
     collectives=expected,
     beside=_beside_its_layer,
     uses_flash=lambda config: fits_flash(config.train.dtype, config.model.head_dim),
@@ -113,7 +113,7 @@ MEGATRON = Program(
 )
 MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(MEGATRON, beside=lambda *_: NOTHING)
 # As the papers of 2019 to 2022 ran it: attention in parts, gradients in fp16, nothing overlaps.
-MEGATRON_2021 = Program(
+MEGATRON_2021 = Software(
     collectives=expected,
     beside=lambda *_: NOTHING,
     uses_flash=lambda _: False,
@@ -129,4 +129,4 @@ FSDP = dataclasses.replace(
     recomputes_last=False,  # PyTorch stops where the backward pass has what it needs
 )
 FSDP_IN_JAX = dataclasses.replace(FSDP, attention='flash')
-BY_NAME: dict[ProgramName, Program] = {'megajax': MEGAJAX, 'megatron': MEGATRON}
+BY_NAME: dict[ProgramName, Software] = {'megajax': MEGAJAX, 'megatron': MEGATRON}

@@ -7,24 +7,24 @@ from megajax.config import Config, MeshConfig, ModelConfig, OptimConfig, TrainCo
 from megajax.counts.flops import narayanan_flops, step_flops
 from megajax.hardware.records import Hardware
 from megajax.plan.memory import largest_microbatch
-from megajax.plan.programs import MEGATRON_2021, Program
+from megajax.plan.programs import MEGATRON_2021, Software
 
 Values = Mapping[str, str]  # the values of a line, by column
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class PublishedRate:
     """One published rate: the config, program and GPU, and the TFLOP/s per GPU."""
 
     name: str
     gpu: str
     config: Config
-    program: Program
+    program: Software
     published: float  # TFLOP/s per GPU, as the source counts them
     flops: int  # FLOPs of a step, as the source counts them
     held_out: bool
     # The row that the source gives rates relative to; then only the relative rate is predicted.
-    baseline: 'Row | None' = None
+    baseline: 'PublishedRate | None' = None
 
     @property
     def num_gpus(self) -> int:
@@ -32,7 +32,9 @@ class Row:
         return self.config.mesh.data * self.config.mesh.model
 
 
-def of_2021(values: Values, gpu: str, published: float, batch: int, data: int, seq_len: int) -> Row:
+def of_2021(
+    values: Values, gpu: str, published: float, batch: int, data: int, seq_len: int
+) -> PublishedRate:
     """Return a row as the papers until 2021 ran it: in fp16, with dropout and full recomputation.
 
     The papers count the FLOPs of recomputation.
@@ -41,7 +43,7 @@ def of_2021(values: Values, gpu: str, published: float, batch: int, data: int, s
     config = config_of(
         model, data, int(values['tensor_parallel']), batch=batch, dtype='float16', recompute='full'
     )
-    return Row(
+    return PublishedRate(
         name=f'{values["params_b"]}B',
         gpu=gpu,
         config=config,
@@ -53,11 +55,11 @@ def of_2021(values: Values, gpu: str, published: float, batch: int, data: int, s
 
 
 def of_model_flops(
-    values: Values, name: str, gpu: str, config: Config, program: Program, seconds: float
-) -> Row:
+    values: Values, name: str, gpu: str, config: Config, program: Software, seconds: float
+) -> PublishedRate:
     """Return a row with the FLOPs of the model alone, from the seconds of a step."""
     flops = step_flops(config).model
-    return Row(
+    return PublishedRate(
         name=name,
         gpu=gpu,
         config=config,

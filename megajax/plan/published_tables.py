@@ -15,7 +15,7 @@ from megajax.plan.programs import (
     MEGATRON_WITHOUT_OVERLAP,
 )
 from megajax.plan.published_rates import (
-    Row,
+    PublishedRate,
     Values,
     config_of,
     llama_of,
@@ -30,7 +30,7 @@ BASELINE = 39.0  # TFLOP/s of one V100, of which the tables of 2019 give percent
 ROWS_2019 = 8  # sequences per model-parallel group
 
 
-def rows(table: str) -> list[Row]:
+def rows(table: str) -> list[PublishedRate]:
     """Return the rows of a table whose layouts are supported.
 
     These are without pipeline or context parallelism, and not in fp8.
@@ -44,7 +44,7 @@ def source(table: str) -> str:
     return _lines(TABLES[table][0])[0].removeprefix('# ')
 
 
-def rows_to_fit(gpu: str) -> list[Row]:
+def rows_to_fit(gpu: str) -> list[PublishedRate]:
     """Return the rows of all tables with this GPU that are not held out."""
     return [row for table in TABLES for row in rows(table) if row.gpu == gpu and not row.held_out]
 
@@ -57,7 +57,7 @@ def _lines(file: str) -> list[str]:
     )
 
 
-def _megatron_2019(lines: Iterator[Values]) -> Iterator[Row]:
+def _megatron_2019(lines: Iterator[Values]) -> Iterator[PublishedRate]:
     """Yield rows with rates relative to one GPU's 39 TFLOP/s.
 
     The PyTorch of 2020 reached 72 TFLOP/s on the same GPU, so this rate belongs to its time.
@@ -79,7 +79,7 @@ def _megatron_2019(lines: Iterator[Values]) -> Iterator[Row]:
         yield dataclasses.replace(row, baseline=baseline)
 
 
-def _megatron_2020(lines: Iterator[Values]) -> Iterator[Row]:
+def _megatron_2020(lines: Iterator[Values]) -> Iterator[PublishedRate]:
     for values in lines:
         data = int(values['gpus']) // int(values['tensor_parallel'])
         row = of_2021(
@@ -90,7 +90,7 @@ def _megatron_2020(lines: Iterator[Values]) -> Iterator[Row]:
         )
 
 
-def _narayanan(lines: Iterator[Values]) -> Iterator[Row]:
+def _narayanan(lines: Iterator[Values]) -> Iterator[PublishedRate]:
     for values in lines:
         row = of_2021(
             values,
@@ -105,7 +105,7 @@ def _narayanan(lines: Iterator[Values]) -> Iterator[Row]:
         )
 
 
-def _korthikanti(lines: Iterator[Values]) -> Iterator[Row]:
+def _korthikanti(lines: Iterator[Values]) -> Iterator[PublishedRate]:
     for values in lines:
         if values['pipeline_parallel'] != '1':
             continue
@@ -127,7 +127,7 @@ def _korthikanti(lines: Iterator[Values]) -> Iterator[Row]:
             yield of_model_flops(values, name, 'a100', config, MEGATRON_2021, seconds)
 
 
-def _megatron_core(lines: Iterator[Values]) -> Iterator[Row]:
+def _megatron_core(lines: Iterator[Values]) -> Iterator[PublishedRate]:
     """Yield rows with microbatches of one row, which fit for every config.
 
     The source does not give the microbatch.
@@ -151,7 +151,7 @@ def _megatron_core(lines: Iterator[Values]) -> Iterator[Row]:
         yield dataclasses.replace(row, published=float(values['tflops']))
 
 
-def _llm_foundry(lines: Iterator[Values], *, gpu: str, peak: float) -> Iterator[Row]:
+def _llm_foundry(lines: Iterator[Values], *, gpu: str, peak: float) -> Iterator[PublishedRate]:
     for values in lines:
         rate = float(values['tflops'])
         # Otherwise the MFU is relative to the peak of fp8.
@@ -171,7 +171,7 @@ def _llm_foundry(lines: Iterator[Values], *, gpu: str, peak: float) -> Iterator[
         yield dataclasses.replace(row, published=rate)
 
 
-def _nvidia(lines: Iterator[Values]) -> Iterator[Row]:
+def _nvidia(lines: Iterator[Values]) -> Iterator[PublishedRate]:
     for values in lines:
         if values['context_parallel'] != '1':
             continue
@@ -199,7 +199,7 @@ def _nvidia(lines: Iterator[Values]) -> Iterator[Row]:
         )
 
 
-def _simumax(lines: Iterator[Values]) -> Iterator[Row]:
+def _simumax(lines: Iterator[Values]) -> Iterator[PublishedRate]:
     for values in lines:
         model = llama_of(values, vocab_size=128256, seq_len=4096)
         tensor, microbatches = int(values['tensor_parallel']), int(values['microbatches'])
@@ -220,7 +220,7 @@ def _simumax(lines: Iterator[Values]) -> Iterator[Row]:
         )
 
 
-TABLES: dict[str, tuple[str, Callable[..., Iterator[Row]]]] = {
+TABLES: dict[str, tuple[str, Callable[..., Iterator[PublishedRate]]]] = {
     'scaling': ('megatron_2019_scaling', _megatron_2019),
     'heads': ('megatron_2019_heads', _megatron_2019),
     'strong': ('megatron_2019_strong', _megatron_2019),

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.inspect.report import si
-from megajax.plan.result import Layout, Plan
+from megajax.plan.result import Candidate, Plan
 from megajax.plan.search import USABLE
 from megajax.render.console import as_html, as_text
 
@@ -222,8 +222,8 @@ def _impossible(plan: Plan) -> list[Text]:
     return lines
 
 
-def _best_of_each(layouts: list[Layout]) -> list[Layout]:
-    seen: dict[tuple[int, bool], Layout] = {}
+def _best_of_each(layouts: list[Candidate]) -> list[Candidate]:
+    seen: dict[tuple[int, bool], Candidate] = {}
     for layout in layouts:
         seen.setdefault((layout.model, layout.sequence_parallel), layout)
     return list(seen.values())

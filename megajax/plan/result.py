@@ -68,7 +68,7 @@ class FaultsLine(_Result):
     best_goodput: float
 
 
-class Layout(_Result):
+class Candidate(_Result):
     """One layout of the model on the GPUs, whether it fits, and why it lost."""
 
     name: str
@@ -106,7 +106,7 @@ class Plan(_Result):
     )
     gpus: int
     gpus_per_host: int
-    layout: Layout
+    layout: Candidate
     is_from_search: bool = Field(
         description='whether the plan is for the fastest layout, because the mesh of the config '
         'has another number of GPUs'
@@ -143,7 +143,7 @@ class Plan(_Result):
         description='per axis, the share of the step in which a GPU waits for collectives'
     )
     verdict: str = Field(description='whether tensor parallelism is worth it here')
-    layouts: list[Layout] = Field(
+    layouts: list[Candidate] = Field(
         description='all layouts: those that fit, fastest first, then those that do not, '
         'smallest first'
     )
@@ -153,7 +153,7 @@ class Plan(_Result):
     )
 
     @property
-    def best(self) -> Layout:
+    def best(self) -> Candidate:
         """The fastest layout that fits."""
         return self.layouts[0]
 

@@ -12,7 +12,7 @@ from megajax.config.rules import divisors, incompatibilities
 from megajax.counts.flops import uses_flash
 from megajax.plan.memory import UNDERCOUNT, memory
 from megajax.plan.network import Cluster
-from megajax.plan.programs import MEGAJAX, Program
+from megajax.plan.programs import MEGAJAX, Software
 from megajax.plan.time import StepTime, peak_flops, step_time
 
 # The share of a GPU's memory that a program can use with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92; CUDA
@@ -57,7 +57,7 @@ class Ranking:
         return self.fitting[0]
 
 
-def search(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> Ranking:
+def search(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> Ranking:
     """Rank every layout for the batch of `config` on all GPUs of the cluster.
 
     A layout is one choice of data, model, sequence parallelism, overlap, recompute, microbatches
@@ -94,7 +94,7 @@ def search(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> Rank
     return Ranking(fitting=tuple(fitting), too_large=tuple(too_large), impossible=impossible)
 
 
-def _problems(config: Config, program: Program) -> list[Problem]:
+def _problems(config: Config, program: Software) -> list[Problem]:
     """Return the reasons why a program cannot run the config."""
     return incompatibilities(changed(config, optim__shard=False) if program.pads_shards else config)
 

@@ -16,11 +16,11 @@ from megajax.plan.launches import launch_seconds
 from megajax.plan.memory import BYTES
 from megajax.plan.memory_traffic import Traffic, traffic
 from megajax.plan.network import Cluster
-from megajax.plan.programs import MEGAJAX, Attention, Program
+from megajax.plan.programs import MEGAJAX, Attention, Software
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Transfer:
+class PlannedTransfer:
     """The collectives of one site, phase, axis and kind, in one step.
 
     Of the `seconds` on the wire, `hidden` lie beside matrix products.
@@ -49,7 +49,7 @@ class StepTime:
     products: float
     memory_bound: float
     launches: float  # seconds that launching short kernels takes beyond their work
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[PlannedTransfer, ...]
     flops: Flops
     tokens: int
     devices: int
@@ -93,7 +93,7 @@ class StepTime:
         return tokens / self.tokens_per_second / 86400
 
 
-def step_time(config: Config, cluster: Cluster, program: Program = MEGAJAX) -> StepTime:
+def step_time(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> StepTime:
     """Return the time of a step of `config` on its mesh of the cluster's GPUs.
 
     Raises ConfigError if the GPU does not compute in the config's dtype.
@@ -171,8 +171,8 @@ def traffic_seconds(operation: Traffic, cluster: Cluster) -> float:
 
 
 def _transfers(
-    config: Config, cluster: Cluster, program: Program, seconds: dict[tuple[str, Phase], float]
-) -> list[Transfer]:
+    config: Config, cluster: Cluster, program: Software, seconds: dict[tuple[str, Phase], float]
+) -> list[PlannedTransfer]:
     """Return the transfers of a step.
 
     Collectives that overlap with the same products share the seconds of these, in the order given.
@@ -198,7 +198,7 @@ def _transfers(
             left[key] = left.get(key, 0.0) - covered
             hidden += covered
         transfers.append(
-            Transfer(
+            PlannedTransfer(
                 site=site.name,
                 phase=site.phase,
                 axis=site.axis,

@@ -45,7 +45,7 @@ PATIENCE = '--xla_cpu_collective_call_terminate_timeout_seconds'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LaunchPlan:
     """The processes to start: one command, and the environment variables to add for each."""
 
     command: tuple[str, ...]
@@ -67,7 +67,7 @@ def make_plan(
     needed: int,
     devices_per_process: int | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Plan:
+) -> LaunchPlan:
     """Plan `python -m megajax ARGUMENTS` in `processes` processes, for a mesh of `needed` devices.
 
     Each process gets its own part of the visible GPUs or, without GPUs, simulated CPU devices:
@@ -93,10 +93,10 @@ def make_plan(
     variables = tuple(
         {**run, PROCESS: str(index), **place(index, devices, environ)} for index in range(processes)
     )
-    return Plan(command=(sys.executable, '-m', 'megajax', *arguments), variables=variables)
+    return LaunchPlan(command=(sys.executable, '-m', 'megajax', *arguments), variables=variables)
 
 
-def launch(plan: Plan, *, grace: float = GRACE) -> int:
+def launch(plan: LaunchPlan, *, grace: float = GRACE) -> int:
     """Run the plan to its end; return the exit code: 0, or that of the process that failed first.
 
     If signal n ended that process the exit code is 75 if a restart can help (MENDABLE) or if a
@@ -113,7 +113,7 @@ def launch(plan: Plan, *, grace: float = GRACE) -> int:
 class _Group:
     """The running processes, by their index."""
 
-    def __init__(self, plan: Plan, grace: float):
+    def __init__(self, plan: LaunchPlan, grace: float):
         self.plan, self.grace = plan, grace
         self.processes: list[subprocess.Popen[str]] = []
         self.tails: list[collections.deque[str]] = [

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 RETRY = 75  # exit code of a run that another attempt may finish, EX_TEMPFAIL
-LONGEST = 1 << 16  # maximum message length in bytes
+MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
 # In seconds, seconds and probes: a silent host counts as lost after 5 s.
 KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}
 # Seconds in which a process may still fail by an error of its own after another has reported one.
@@ -27,7 +27,7 @@ OWN_ERROR = 1.0
 Message = dict[str, Any]
 
 
-class Link:
+class Connection:
     """A connection to another process.
 
     `done` is true once the other process has announced that it may close the connection, `closed`
@@ -53,7 +53,7 @@ class Link:
         Raises TimeoutError after the socket's timeout, and ValueError for an invalid message.
         """
         try:
-            received = self.socket.recv(LONGEST)
+            received = self.socket.recv(MAX_MESSAGE_BYTES)
         except OSError as error:
             # Only the socket's own timeout has no errno; that of the keepalive probes has one.
             if isinstance(error, TimeoutError) and error.errno is None:
@@ -62,7 +62,7 @@ class Link:
         self.closed = not received
         *lines, self._pending = (self._pending + received).split(b'\n')
         messages = [json.loads(line) for line in lines]
-        if len(self._pending) > LONGEST or not all(
+        if len(self._pending) > MAX_MESSAGE_BYTES or not all(
             isinstance(message, dict) and 'event' in message for message in messages
         ):
             raise ValueError('not a message')
@@ -75,7 +75,7 @@ class Peers:
     Process 0 has a link to each of them, and each has one to process 0, which forwards messages.
     """
 
-    def __init__(self, index: int, links: Sequence[Link]):
+    def __init__(self, index: int, links: Sequence[Connection]):
         self.index, self.links = index, links
         self._told = threading.Event()  # set once another process is known to have ended
         self._failing = False
@@ -125,7 +125,7 @@ class Peers:
                     if key.data.closed:
                         selector.unregister(key.fileobj)
 
-    def _hear(self, link: Link, message: Message) -> None:
+    def _hear(self, link: Connection, message: Message) -> None:
         match message['event']:
             case 'done':
                 link.done = True

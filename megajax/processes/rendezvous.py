@@ -10,7 +10,7 @@ from contextlib import closing
 
 from megajax.config.errors import ConfigError
 from megajax.processes.environment import BIND, COORDINATOR, PROCESSES, START_TIMEOUT, Start
-from megajax.processes.peers import Link, Message, Peers, end
+from megajax.processes.peers import Connection, Message, Peers, end
 
 
 def gather(start: Start) -> tuple[Peers, int]:
@@ -36,8 +36,8 @@ def _gather_all(start: Start) -> tuple[Peers, int]:
     return peers, port
 
 
-def _welcome(start: Start, server: socket.socket, deadline: float) -> dict[int, Link]:
-    joined: dict[int, Link] = {}
+def _welcome(start: Start, server: socket.socket, deadline: float) -> dict[int, Connection]:
+    joined: dict[int, Connection] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         while len(joined) < start.count - 1:
@@ -53,7 +53,9 @@ def _welcome(start: Start, server: socket.socket, deadline: float) -> dict[int, 
             for key, _ in selector.select(left):
                 if key.fileobj is server:
                     connection, (host, *_) = server.accept()
-                    selector.register(connection, selectors.EVENT_READ, Link(connection, host))
+                    selector.register(
+                        connection, selectors.EVENT_READ, Connection(connection, host)
+                    )
                 else:
                     _greet(start, key.data, joined)
                     if key.data.closed:
@@ -61,7 +63,7 @@ def _welcome(start: Start, server: socket.socket, deadline: float) -> dict[int, 
     return joined
 
 
-def _greet(start: Start, link: Link, joined: dict[int, Link]) -> None:
+def _greet(start: Start, link: Connection, joined: dict[int, Connection]) -> None:
     """Read the greeting of a connection and add it to `joined`.
 
     A connection from outside the run, such as a port scan or a health check, is dropped.
@@ -91,7 +93,7 @@ def _greet(start: Start, link: Link, joined: dict[int, Link]) -> None:
 
 def _join(start: Start) -> tuple[Peers, int]:
     deadline = time.monotonic() + start.timeout
-    link = Link(_connect(start, deadline), f'process 0 on {start.host}')
+    link = Connection(_connect(start, deadline), f'process 0 on {start.host}')
     link.send(event='hello', process=start.index, processes=start.count, host=socket.gethostname())
     # Longer than process 0 waits, which knows who is missing and so reports it first.
     link.socket.settimeout(max(deadline - time.monotonic(), 0) + 5)

@@ -66,7 +66,7 @@ class Clock:
         return sum(self._seconds[activity] for activity in activities or ACTIVITIES)
 
 
-class Summary:
+class RunSummary:
     """The `summary.json` of a run directory: the seconds of this start, and of all starts.
 
     The first process writes it. For a start that was killed it holds the last state written, at

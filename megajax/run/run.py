@@ -23,7 +23,7 @@ from megajax.data import Data, load_data
 from megajax.parallel.mesh import mesh_for
 from megajax.parallel.placements import placements
 from megajax.processes.distributed import processes
-from megajax.run.clock import Clock, Summary
+from megajax.run.clock import Clock, RunSummary
 from megajax.run.limits import phase_limits
 from megajax.run.lock import run_lock
 from megajax.run.log.metrics import MetricsWriter, check_wandb
@@ -122,7 +122,7 @@ def _train(
     folder: Path,
     start: Path | None,
     report: Report,
-    summary: Summary,
+    summary: RunSummary,
     stop: StopWatch,
     watchdog: Watchdog,
 ) -> int:
@@ -181,7 +181,7 @@ def _limits(config: Config) -> Mapping[str, float] | None:
     return phase_limits(config, jax.process_count())
 
 
-def _what_is_saved(summary: Summary) -> str:
+def _what_is_saved(summary: RunSummary) -> str:
     if not summary.step:
         return 'exiting before the first step, when the current operation is done'
     return f'saving after the current step ({summary.step} done), then exiting'
@@ -198,9 +198,9 @@ def _leaving() -> Iterator[None]:
 
 
 @contextmanager
-def _summed(folder: Path, clock: Clock, report: Report) -> Iterator[Summary]:
+def _summed(folder: Path, clock: Clock, report: Report) -> Iterator[RunSummary]:
     """Write and print where the run's seconds went, however it ends once it has begun."""
-    summary = Summary(folder, clock)
+    summary = RunSummary(folder, clock)
     try:
         yield summary
     finally:

@@ -12,7 +12,7 @@ from megajax.data import Data
 from megajax.miscompiles import check_compiled, mesh_target
 from megajax.processes.agree import all_are_here
 from megajax.run.between_steps import BetweenSteps
-from megajax.run.clock import Activity, Summary
+from megajax.run.clock import Activity, RunSummary
 from megajax.run.evaluation import Evaluation
 from megajax.run.limits import MEASURED
 from megajax.run.log.metrics import MetricsWriter
@@ -57,7 +57,7 @@ class Trainer:
         report: Report,
         metrics: MetricsWriter,
         sampler: Sampler,
-        summary: Summary,
+        summary: RunSummary,
         profiler: Profiler,
         checkpoints: Checkpoints,
         stop: StopWatch,

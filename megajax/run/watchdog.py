@@ -28,7 +28,7 @@ from megajax.run.stall_report import PAGE, Place
 
 STALLED = 124  # the exit code, the same as that of `timeout`
 LOG = 'watchdog.log'
-LONGEST = 1e9  # maximum seconds for a timer; longer than any run
+MAX_TIMER_SECONDS = 1e9  # maximum seconds for a timer; longer than any run
 # Seconds between the stacks and the end. Processes that wait for each other stall at about the same
 # time, and end with the first: this gives each of them the time to report where it stood.
 GRACE = 3.0
@@ -77,7 +77,7 @@ class _Timer:
 
         The kernel decides this atomically, so that nothing can happen in between.
         """
-        return self._begin(math.ceil(1e9 * (min(limit, LONGEST) + self._extra)))
+        return self._begin(math.ceil(1e9 * (min(limit, MAX_TIMER_SECONDS) + self._extra)))
 
     def delete(self) -> bool:
         """Delete the timer before it goes off; return False if it had."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from megajax.config import Config, NumericError
 
-WINDOW = 128  # steps whose losses define the usual range, as in OLMo and Levanter
+USUAL_STEPS = 128  # steps whose losses define the usual range, as in OLMo and Levanter
 DEVIATIONS = 6.0  # standard deviations above their mean, beyond which a loss is a spike
 
 
@@ -22,7 +22,7 @@ ROUNDING = 1e-3  # nats by which a cross entropy may be below zero
 class Guard(NamedTuple):
     """Recent losses and counts of applied and skipped updates, from which a step is judged."""
 
-    losses: jax.Array  # fp32 [WINDOW], of the last steps whose update was applied
+    losses: jax.Array  # fp32 [USUAL_STEPS], of the last steps whose update was applied
     taken: jax.Array  # updates applied since the run began
     skipped_in_a_row: jax.Array  # updates skipped since the last applied one, without overflows
 
@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
 def init_guard() -> Guard:
     """Return the guard before the first step: no losses, all counts zero."""
     return Guard(
-        losses=jnp.zeros(WINDOW, jnp.float32),
+        losses=jnp.zeros(USUAL_STEPS, jnp.float32),
         taken=jnp.zeros((), jnp.int32),
         skipped_in_a_row=jnp.zeros((), jnp.int32),
     )
@@ -63,11 +63,11 @@ def judge(
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & (nll >= -ROUNDING)
     usual = guard.losses.mean() + DEVIATIONS * guard.losses.std()
-    spike = finite & (guard.taken >= WINDOW) & (loss > usual)
+    spike = finite & (guard.taken >= USUAL_STEPS) & (loss > usual)
     taken = finite & ~spike if spikes else finite
     # The loss replaces the oldest one. One that is not finite must not enter the arithmetic at
     # all, not even multiplied by zero.
-    here = taken & (jnp.arange(WINDOW) == guard.taken % WINDOW)
+    here = taken & (jnp.arange(USUAL_STEPS) == guard.taken % USUAL_STEPS)
     after = Guard(
         losses=jnp.where(here, loss, guard.losses),
         taken=guard.taken + taken,

@@ -16,7 +16,7 @@ from megajax.config.rules import LARGEST_LOSS_SCALE
 from megajax.train.feed import Batch
 
 SMALLEST = 1.0
-WINDOW = 1000  # steps without an overflow, after which the scale is doubled
+GROWTH_STEPS = 1000  # steps without an overflow, after which the scale is doubled
 # Overflows before the scale is halved: this one halves it, and so does each later one until the
 # scale is doubled again.
 HYSTERESIS = 2
@@ -83,7 +83,7 @@ def adjust(loss_scale: LossScale | None, overflow: jax.Array) -> LossScale | Non
         return None
     steady = jnp.where(overflow, 0, loss_scale.steady_steps + 1)
     left = loss_scale.overflows_left - overflow
-    grow, shrink = steady == WINDOW, overflow & (left <= 0)
+    grow, shrink = steady == GROWTH_STEPS, overflow & (left <= 0)
     value = jnp.where(
         shrink,
         jnp.maximum(loss_scale.value / 2, SMALLEST),

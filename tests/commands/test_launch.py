@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[2]
 # Process 0 and 1 of a plan that needs no jax: each runs its own line.
 PAIR = """
 import sys
-from megajax.processes.launch import Plan, launch
-plan = Plan(
+from megajax.processes.launch import LaunchPlan, launch
+plan = LaunchPlan(
     command=(sys.executable, '-c', 'import os; exec(os.environ["DO"])'),
     variables=tuple({'DO': do} for do in sys.argv[1:]),
 )

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from megajax.config import ConfigError
 from megajax.data.build.inputs import Format, find_inputs
-from megajax.data.build.pieces import Piece, Position, Unit
+from megajax.data.build.pieces import InputPiece, Position, Unit
 from megajax.data.build.read import read_units
 from megajax.data.text.tokenizer import train_bpe
 
@@ -53,7 +53,7 @@ def units(
     return list(read_units(find_inputs(paths, format), 'text', start or Position(), unit))
 
 
-def pieces(found: list[Unit]) -> list[Piece]:
+def pieces(found: list[Unit]) -> list[InputPiece]:
     return [piece for unit in found for piece in unit.pieces]
 
 

@@ -21,7 +21,7 @@ from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer
 from megajax.generate import Continuation, Generator, Request, Sampling, encode_prompts, generate
 from megajax.generate.engine import Rows, _any_left, engine
 from megajax.generate.sampling import choose, most_probable, row_keys
-from megajax.generate.weights import Weights, make_weights
+from megajax.generate.weights import LayerWeights, make_weights
 from megajax.inspect import assert_collectives
 from megajax.interop.huggingface.families import read_config_json
 from megajax.interop.huggingface.weights import from_huggingface
@@ -135,7 +135,7 @@ def test_other_lengths_and_parameters_compile_nothing_again() -> None:
     assert (run.read._cache_size(), run.make._cache_size()) == (1, 1)
 
 
-def abstract_rows(config: Config, count: int) -> tuple[Weights, Rows]:
+def abstract_rows(config: Config, count: int) -> tuple[LayerWeights, Rows]:
     """The arguments of a decode step in shapes and places."""
     weights = make_weights(config, make_params(config))
     zeros = np.zeros(count, np.int32)
@@ -171,7 +171,7 @@ def test_a_token_costs_two_all_reduces_a_layer(
         weights, rows = abstract_rows(config, 4)
 
         @jax.jit
-        def one_token(weights: Weights, rows: Rows) -> tuple[Rows, jax.Array]:
+        def one_token(weights: LayerWeights, rows: Rows) -> tuple[Rows, jax.Array]:
             return engine(config)._make_one(weights, rows, jnp.uint32(0), jnp.int32(-1), GREEDY)
 
         assert_collectives(one_token, weights, rows, model=model_axis, data={})

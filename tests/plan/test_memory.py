@@ -10,7 +10,7 @@ import pytest
 import megajax
 from megajax.config import presets
 from megajax.counts.parameters import num_parameters
-from megajax.plan.memory import Memory, kept_by_layer, largest_microbatch, memory
+from megajax.plan.memory import StepMemory, kept_by_layer, largest_microbatch, memory
 
 GPU = 85 * 10**9
 
@@ -118,7 +118,7 @@ def test_recomputation_needs_less() -> None:
     'overrides', [[], ['train.overlap=batch_split'], ['mesh.sequence_parallel=true']], ids=str
 )
 def test_the_largest_microbatch_fits_and_one_more_does_not(overrides: list[str]) -> None:
-    def needed(rows: int) -> Memory:
+    def needed(rows: int) -> StepMemory:
         return memory(config('megatron_8.3b', *overrides, rows=rows), capacity_bytes=GPU)
 
     step = 2 if 'train.overlap=batch_split' in overrides else 1

@@ -21,7 +21,7 @@ from megajax.config import ConfigError
 from megajax.processes import peers, rendezvous
 from megajax.processes.distributed import NO_PROXIES, PROXIES, _avoid_proxies
 from megajax.processes.environment import Start
-from megajax.processes.peers import LONGEST, Link, Peers
+from megajax.processes.peers import MAX_MESSAGE_BYTES, Connection, Peers
 from megajax.processes.rendezvous import gather
 
 # A process that ends is a thread that does.
@@ -200,16 +200,16 @@ def test_who_did_not_come_in_time_is_named(port: int, ended: list[str]) -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Link, Link]]:
+def pair() -> Iterator[tuple[Connection, Connection]]:
     with socket.create_server(('127.0.0.1', 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
     with near, far:
-        yield Link(near, 'process 1 on h'), Link(far, 'process 0 on h')
+        yield Connection(near, 'process 1 on h'), Connection(far, 'process 0 on h')
 
 
 def test_messages_come_whole_however_they_were_cut_and_the_end_last(
-    pair: tuple[Link, Link],
+    pair: tuple[Connection, Connection],
 ) -> None:
     near, far = pair
     far.socket.sendall(b'{"event": "a"}\n{"ev')
@@ -223,7 +223,9 @@ def test_messages_come_whole_however_they_were_cut_and_the_end_last(
     near.send(event='d')  # which nobody hears
 
 
-def test_silence_is_a_timeout_and_a_host_that_is_gone_an_end(pair: tuple[Link, Link]) -> None:
+def test_silence_is_a_timeout_and_a_host_that_is_gone_an_end(
+    pair: tuple[Connection, Connection],
+) -> None:
     near, _ = pair
     near.socket.settimeout(0.05)
     with pytest.raises(TimeoutError):
@@ -238,16 +240,18 @@ def test_silence_is_a_timeout_and_a_host_that_is_gone_an_end(pair: tuple[Link, L
 
 
 @pytest.mark.parametrize('said', [b'[1]\n', b'{}\n', b'x\n'])
-def test_what_is_no_message_is_refused(said: bytes, pair: tuple[Link, Link]) -> None:
+def test_what_is_no_message_is_refused(said: bytes, pair: tuple[Connection, Connection]) -> None:
     near, far = pair
     far.socket.sendall(said)
     with pytest.raises(ValueError, match=r'not a message|Expecting value'):
         near.receive()
 
 
-def test_a_line_that_does_not_end_is_refused(pair: tuple[Link, Link]) -> None:
+def test_a_line_that_does_not_end_is_refused(pair: tuple[Connection, Connection]) -> None:
     near, far = pair
-    threading.Thread(target=far.socket.sendall, args=(b'x' * (2 * LONGEST),), daemon=True).start()
+    threading.Thread(
+        target=far.socket.sendall, args=(b'x' * (2 * MAX_MESSAGE_BYTES),), daemon=True
+    ).start()
     with pytest.raises(ValueError, match='not a message'):  # noqa: PT012
         for _ in itertools.count():
             near.receive()
@@ -272,7 +276,7 @@ def test_a_process_ends_when_another_does_early_unless_it_fails_itself(
     said: list[dict[str, Any]],
     expected: str | None,
     fails_itself: bool,
-    pair: tuple[Link, Link],
+    pair: tuple[Connection, Connection],
     ended: list[str],
 ) -> None:
     near, far = pair
@@ -285,7 +289,7 @@ def test_a_process_ends_when_another_does_early_unless_it_fails_itself(
     own.watch()
     own.wait(10)
     assert ended == ([] if fails_itself or expected is None else [expected])
-    heard = far.socket.recv(LONGEST) if fails_itself or expected else b''
+    heard = far.socket.recv(MAX_MESSAGE_BYTES) if fails_itself or expected else b''
     if fails_itself:
         assert json.loads(heard) == {'event': 'failed', 'why': 'an error of its own'}
     elif expected:
@@ -297,7 +301,7 @@ def test_a_process_ends_when_another_does_early_unless_it_fails_itself(
 
 
 def test_an_error_that_follows_from_anothers_does_not_hide_it(
-    pair: tuple[Link, Link],
+    pair: tuple[Connection, Connection],
     ended: list[str],
 ) -> None:
     near, far = pair
@@ -309,7 +313,9 @@ def test_an_error_that_follows_from_anothers_does_not_hide_it(
     assert ended == [LOST]
 
 
-def test_process_0_passes_on_what_it_heard(pair: tuple[Link, Link], ended: list[str]) -> None:
+def test_process_0_passes_on_what_it_heard(
+    pair: tuple[Connection, Connection], ended: list[str]
+) -> None:
     near, far = pair
     own = Peers(1, [near])
     far.send(event='other', what=LOST, patience=0)

@@ -37,7 +37,7 @@ def test_a_file_that_cannot_be_opened_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(append, 'LONGEST', 2)
+    monkeypatch.setattr(append, 'MAX_WAITING', 2)
     file = AppendedFile(tmp_path)
     for piece in (b'one\n', b'two\n', b'three\n'):
         with pytest.raises(IsADirectoryError):

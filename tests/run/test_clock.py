@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.run.clock import ACTIVITIES, Clock, Summary, describe
+from megajax.run.clock import ACTIVITIES, Clock, RunSummary, describe
 
 
 def test_the_activities_add_up_to_the_time_that_passed() -> None:
@@ -37,13 +37,13 @@ def test_what_is_lost_was_productive_and_is_no_more_than_that() -> None:
     assert (clock.seconds('productive'), clock.seconds('lost')) == pytest.approx((0, productive))
 
 
-def start(folder: Path, step: int, *, lost_seconds: float) -> Summary:
-    summary = Summary(folder, Clock())
+def start(folder: Path, step: int, *, lost_seconds: float) -> RunSummary:
+    summary = RunSummary(folder, Clock())
     summary.begin(step, lost_seconds=lost_seconds)
     return summary
 
 
-def work(summary: Summary, seconds: float, *, until: int) -> dict[str, float]:
+def work(summary: RunSummary, seconds: float, *, until: int) -> dict[str, float]:
     summary.clock.begin('productive')
     time.sleep(seconds)
     summary.clock.begin('other')
@@ -58,7 +58,7 @@ def test_the_seconds_of_all_starts_are_summed_and_what_is_done_again_is_lost(
     first = work(start(tmp_path, 0, lost_seconds=0), 0.05, until=7)
     assert (first['step'], first['starts']) == (7, 1)
     assert first['seconds'] == first['seconds_of_last_start']
-    assert Summary(tmp_path, Clock()).last_step == 7
+    assert RunSummary(tmp_path, Clock()).last_step == 7
     second = work(start(tmp_path, 4, lost_seconds=0.03), 0.02, until=9)
     assert (second['step'], second['starts']) == (9, 2)
     both, last = second['seconds'], second['seconds_of_last_start']

@@ -13,7 +13,7 @@ from support import make_batch, make_config, on_mesh, slow
 
 from megajax.config import Config, NumericError
 from megajax.train.feed import place_batch
-from megajax.train.guard import SKIPS_IN_A_ROW, WINDOW, init_guard, judge, respond
+from megajax.train.guard import SKIPS_IN_A_ROW, USUAL_STEPS, init_guard, judge, respond
 from megajax.train.step import init_state, make_train_step
 
 
@@ -91,14 +91,14 @@ def usual(count: int, *, spikes: bool = True) -> Any:
 
 
 def test_a_loss_far_above_the_last_ones_is_a_spike_once_there_are_enough() -> None:
-    assert judged(usual(WINDOW - 1), 30.0, 1.0, spikes=True)[0].taken
-    verdict, after = judged(usual(WINDOW), 30.0, 1.0, spikes=True)
+    assert judged(usual(USUAL_STEPS - 1), 30.0, 1.0, spikes=True)[0].taken
+    verdict, after = judged(usual(USUAL_STEPS), 30.0, 1.0, spikes=True)
     assert (bool(verdict.taken), bool(verdict.spike), bool(verdict.finite)) == (False, True, True)
     np.testing.assert_array_equal(
-        after.losses, usual(WINDOW).losses
+        after.losses, usual(USUAL_STEPS).losses
     )  # a spike is no measure of the next
-    assert judged(usual(WINDOW), 3.5, 1.0, spikes=True)[0].taken
-    watched, _ = judged(usual(WINDOW), 30.0, 1.0, spikes=False)
+    assert judged(usual(USUAL_STEPS), 3.5, 1.0, spikes=True)[0].taken
+    watched, _ = judged(usual(USUAL_STEPS), 30.0, 1.0, spikes=False)
     assert (bool(watched.taken), bool(watched.spike)) == (True, True)
 
 

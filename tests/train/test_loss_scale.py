@@ -27,10 +27,10 @@ from megajax.train.feed import place_batch
 from megajax.train.first_step import take_first_step
 from megajax.train.guard import SKIPS_IN_A_ROW, init_guard, judge, respond
 from megajax.train.loss_scale import (
+    GROWTH_STEPS,
     HYSTERESIS,
     MARGIN,
     SMALLEST,
-    WINDOW,
     LossScale,
     adjust,
     init_loss_scale,
@@ -73,7 +73,7 @@ def fp16() -> tuple[Config, Any]:
 
 @pytest.mark.parametrize('share', [0.0, 0.0005, 0.3])
 def test_the_scale_follows_megatrons_rule(share):
-    overflow_N = np.random.default_rng(1).random(3 * WINDOW) < share
+    overflow_N = np.random.default_rng(1).random(3 * GROWTH_STEPS) < share
     _, actual = jax.jit(
         lambda xs: jax.lax.scan(lambda s, x: (adjust(s, x), adjust(s, x).value), scale(2.0**16), xs)
     )(overflow_N)

@@ -46,7 +46,7 @@ Report = Callable[[int, int], None]  # bytes read, bytes of all inputs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
+class BuildSummary:
     """The result of a build; its string is the line that `megajax data build` prints."""
 
     progress: Progress
@@ -73,7 +73,7 @@ def build(
     unit: int = UNIT,
     checkpoint_units: int = 64,
     checkpoint_seconds: float = 2.0,
-) -> Summary:
+) -> BuildSummary:
     """Build OUT.bin, OUT.idx, OUT.json and OUT.tokenizer.json.
 
     The files appear only when they are complete, OUT.idx last. Each document becomes one sequence,
@@ -111,7 +111,7 @@ def build(
         partial.publish()
     tokenizer_file, *files = finals(out)
     encoded, seconds = progress.text_bytes - before, time.perf_counter() - started
-    return Summary(
+    return BuildSummary(
         progress=progress, encoded=encoded, seconds=seconds, files=(*files, tokenizer_file)
     )
 

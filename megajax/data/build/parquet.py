@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from megajax.data.build.inputs import Input, input_error, optional, unreadable
-from megajax.data.build.pieces import UNIT, Piece, Position
+from megajax.data.build.pieces import UNIT, InputPiece, Position
 
 
 def read_rows(
     input: Input, key: str, here: Position, unit: int
-) -> Iterator[tuple[Piece, bool, int]]:
+) -> Iterator[tuple[InputPiece, bool, int]]:
     """Yield pieces of rows of a Parquet file.
 
     With each piece come whether it is the last of the file, and the bytes of the file read so far,
@@ -26,7 +26,7 @@ def read_rows(
                 rows.append(text)
                 weight += len(text or b'') + 10
                 if weight >= unit or row + len(rows) == total:
-                    piece = Piece(input=input, offset=row, line=row + 1, data=rows)
+                    piece = InputPiece(input=input, offset=row, line=row + 1, data=rows)
                     row, rows, weight = row + len(rows), [], 0
                     yield piece, row == total, input.size * row // total
     except (arrow.ArrowException, OSError) as error:

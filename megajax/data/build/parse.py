@@ -5,12 +5,12 @@ import json
 from collections.abc import Iterator
 
 from megajax.config.errors import Problem
-from megajax.data.build.pieces import Piece
+from megajax.data.build.pieces import InputPiece
 
 OR_SKIP = 'fix it, or skip such lines with --skip-bad'
 
 
-def parse(piece: Piece, key: str) -> Iterator[str | Problem]:
+def parse(piece: InputPiece, key: str) -> Iterator[str | Problem]:
     """Yield the texts of a piece in order, and a Problem in place of each bad one."""
     path = piece.input.path
     if isinstance(piece.data, list):

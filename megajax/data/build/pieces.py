@@ -19,7 +19,7 @@ class Position:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class InputPiece:
     """A piece of an input: complete JSON lines, text of one document, or Parquet rows."""
 
     input: Input
@@ -46,5 +46,5 @@ class Unit:
     Only the first piece may continue a document, and only the last may leave one open.
     """
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[InputPiece] = field(default_factory=list)
     after: Position  # position after the last piece

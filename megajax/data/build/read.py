@@ -7,9 +7,9 @@ from typing import BinaryIO
 from megajax.data.build.decompress import decompress, open_input, read_errors, skip
 from megajax.data.build.inputs import Format, Input, input_error
 from megajax.data.build.parquet import read_rows
-from megajax.data.build.pieces import UNIT, Piece, Position, Unit
+from megajax.data.build.pieces import UNIT, InputPiece, Position, Unit
 
-LONGEST = 1 << 28  # maximum bytes of a line, all of which is held in memory
+MAX_LINE_BYTES = 1 << 28  # maximum bytes of a line, all of which is held in memory
 
 
 def read_units(
@@ -20,7 +20,7 @@ def read_units(
     The cuts in a text document depend only on its bytes and `unit`. Raises ConfigError with file
     and place if an input cannot be read to its end.
     """
-    pieces: list[Piece] = []
+    pieces: list[InputPiece] = []
     weight = 0
     for piece, after in read_pieces(inputs, key, start, unit):
         pieces.append(piece)
@@ -34,7 +34,7 @@ def read_units(
 
 def read_pieces(
     inputs: Sequence[Input], key: str, start: Position, unit: int = UNIT
-) -> Iterator[tuple[Piece, Position]]:
+) -> Iterator[tuple[InputPiece, Position]]:
     """Yield pieces of at most `unit` bytes, or one longer line, each with the position after it."""
     before = sum(input.size for input in inputs[: start.number])
     for number in range(start.number, len(inputs)):
@@ -59,7 +59,7 @@ def read_pieces(
         before += input.size
 
 
-def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[Piece, bool, int]]:
+def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[InputPiece, bool, int]]:
     """Yield pieces of JSON lines or of a text document.
 
     With each piece come whether it is the last of the file, and the bytes of the file read so far.
@@ -72,7 +72,7 @@ def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[Piece, bool
             stream.seek(offset)
         for data, ended in _blocks(input, stream, unit):
             is_jsonl = input.format == 'jsonl'
-            piece = Piece(
+            piece = InputPiece(
                 input=input,
                 offset=offset,
                 line=line,
@@ -99,10 +99,10 @@ def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, 
             if not end:
                 seen = len(block)
                 block += stream.read(unit)
-                if len(block) > LONGEST:
+                if len(block) > MAX_LINE_BYTES:
                     raise input_error(
                         input.path,
-                        f'has a line of more than {LONGEST >> 20} MiB; '
+                        f'has a line of more than {MAX_LINE_BYTES >> 20} MiB; '
                         f'split the line (is the file {input.format}?)',
                     )
         yield bytes(block[: end or len(block)]), not end

@@ -5,7 +5,7 @@ import os
 from collections import deque
 from pathlib import Path
 
-LONGEST = 10_000  # maximum number of waiting pieces; beyond it the oldest are lost
+MAX_WAITING = 10_000  # maximum number of waiting pieces; beyond it the oldest are lost
 
 
 class AppendedFile:
@@ -16,7 +16,7 @@ class AppendedFile:
 
     def __init__(self, path: Path):
         self.path = path
-        self.waiting: deque[bytes] = deque(maxlen=LONGEST)
+        self.waiting: deque[bytes] = deque(maxlen=MAX_WAITING)
         self._file: int | None = None
 
     def append(self, piece: bytes) -> None:
