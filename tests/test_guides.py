@@ -13,7 +13,7 @@ from megajax.commands.main import app
 from megajax.hardware.records import Hardware, hardware
 
 ROOT = Path(__file__).parents[1]
-GUIDES = ['add_a_family', 'add_a_gpu', 'add_a_layout', 'add_an_activation']
+GUIDES = ['add_a_family', 'add_a_gpu', 'add_a_layout', 'add_a_parameter', 'add_an_activation']
 
 
 def blocks(guide: str, language: str) -> list[str]:
@@ -71,9 +71,9 @@ import jax, numpy as np, megajax
 tokens = np.random.default_rng(0).integers(0, 4096, (8, 65), np.int32)
 mask = np.ones((8, 64), np.float32)
 batch = {'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': mask}
-for shard in ('true', 'false'):
-    keys = ['model.num_layers=1', 'train.seq_len=64', 'mesh.data=1', 'mesh.model=2']
-    config = megajax.load('tiny', [*keys, f'mesh.shard_vocab={shard}'])
+for key in KEYS:
+    keys = ['model.num_layers=1', 'train.seq_len=64', 'mesh.data=1', 'mesh.model=2', *COMMON]
+    config = megajax.load('tiny', [*keys, key])
     with jax.set_mesh(megajax.make_mesh(1, 2)):
         step = megajax.make_train_step(config)
         _, metrics = step(megajax.init_state(config), megajax.place_batch(batch))
@@ -82,11 +82,24 @@ for shard in ('true', 'false'):
 
 
 @pytest.mark.slow
-def test_the_layout_of_the_guide_has_the_loss_and_gradients_of_the_other(tmp_path: Path) -> None:
-    tree = changed('add_a_layout', tmp_path)
-    sharded, replicated = run_there(STEP, tree).splitlines()
-    for one, other in zip(sharded.split(), replicated.split(), strict=True):
-        assert float(one) == pytest.approx(float(other), rel=1e-5)
+@pytest.mark.parametrize(
+    ('guide', 'keys', 'common'),
+    [
+        ('add_a_layout', ['mesh.shard_vocab=true', 'mesh.shard_vocab=false'], []),
+        (
+            'add_a_parameter',
+            ['mesh.sequence_parallel=true', 'mesh.sequence_parallel=false'],
+            ['model.layer_scale=0.1'],
+        ),
+    ],
+)
+def test_a_step_of_the_guide_has_the_same_loss_and_gradients_in_two_layouts(
+    guide: str, keys: list[str], common: list[str], tmp_path: Path
+) -> None:
+    code = f'KEYS, COMMON = {keys}, {common}\n{STEP}'
+    one, other = run_there(code, changed(guide, tmp_path)).splitlines()
+    for value, expected in zip(one.split(), other.split(), strict=True):
+        assert float(value) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_the_gpu_of_the_guide_can_be_planned_for(tmp_path: Path) -> None:
