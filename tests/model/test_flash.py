@@ -46,7 +46,7 @@ def loss_and_gradients(name, data, model, microbatches, documents):
         slow('llama', 2, 4, 1, None),
         ('llama', 2, 4, 1, [5, 20, 7]),
         slow('llama', 2, 2, 2, None),
-        ('bert', 2, 2, 2, None),
+        slow('bert', 2, 2, 2, None),
     ],
 )
 def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(

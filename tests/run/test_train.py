@@ -38,25 +38,17 @@ def losses(folder: Path) -> list[float]:
 
 def test_a_script_trains_and_a_mistake_has_the_exit_code_of_the_command(tmp_path: Path) -> None:
     folder = write_run(tmp_path, CONFIG)
-    process = start(folder)
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    assert out.splitlines()[-1].startswith("run/checkpoints/3 {'step': 3,")
+    for is_finished in (False, True):
+        process = start(folder)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert ('nothing to do: the checkpoint is at step 3' in out) == is_finished
+        assert out.splitlines()[-1].startswith("run/checkpoints/3 {'step': 3,")
+        assert (folder / 'run/checkpoints/3').is_dir()
     process = start(folder, 'mesh.model=3')
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert 'model.num_heads: 2 is not a multiple of mesh.model=3' in err
-
-
-def test_a_finished_run_says_where_its_last_checkpoint_is(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, CONFIG)
-    for _ in range(2):
-        process = start(folder)
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
-    assert 'nothing to do: the checkpoint is at step 3 and train.steps is 3' in out
-    assert out.splitlines()[-1].startswith("run/checkpoints/3 {'step': 3,")
-    assert (folder / 'run/checkpoints/3').is_dir()
 
 
 def test_a_stop_that_was_asked_for_is_an_exception_with_its_cause(tmp_path: Path) -> None:
