@@ -211,7 +211,8 @@ def test_padding_of_the_vocabulary_is_never_chosen() -> None:
         layout = Layout.of(config)
         wrong = np.where(np.arange(1024) < 1000, -1e30, 1e30)[None].astype('f4')
         logits_BV, first_B = jax.device_put(wrong, layout('BV')), jnp.zeros(1, jnp.int32)
-        key_B = row_keys(jax.random.key(0), *[jax.device_put(first_B, layout('B'))] * 2)
+        first_B = jax.device_put(first_B, layout('B'))
+        key_B = jax.jit(row_keys)(jax.random.key(0), first_B, first_B)
         for sampling in (GREEDY, Sampling(temperature=1e20), Sampling(top_k=50, top_p=0.9)):
             assert choose(logits_BV, key_B, sampling, 1000, layout)[0] < 1000
 
