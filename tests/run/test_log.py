@@ -91,8 +91,8 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(
     # The last lines are printed and the lock is given back after the clock's last look.
     assert sum(seconds.values()) - seconds['total'] == pytest.approx(passed, rel=0.01, abs=0.2)
     productive = sum(line['step_ms'] - line['data_wait_ms'] for line in steps) / 1e3
-    # While the host writes the line of a step, which is `other` by the clock, the devices are at the
-    # next step already, whose time this is.
+    # While the host writes the line of a step, which is `other` by the clock, the devices are
+    # already at the next step, whose time this is.
     most = seconds['productive'] + seconds['other']
     assert seconds['productive'] - 0.01 <= productive <= most + 0.01
     assert seconds['data_wait'] == pytest.approx(
