@@ -17,10 +17,12 @@ import tokenizers
 from flax import nnx
 
 from megajax.config import Config
+from megajax.counts.parameters import Parameter, dim_sizes, shape_of
 from megajax.data.text.tokenizer import byte_tokenizer
+from megajax.model.parameters import map_parameters
 from megajax.model.transformer import LanguageModel, model_graph
 from megajax.parallel.layout import Layout
-from megajax.parallel.mesh import concrete, make_mesh
+from megajax.parallel.mesh import concrete, mesh_for
 from megajax.train.step import init_state
 
 ROOT = Path(__file__).parents[1]
@@ -94,7 +96,7 @@ def make_config(
 
 def on_mesh(config: Config) -> AbstractContextManager[Any]:
     """The mesh that the config asks for, as the current one."""
-    return jax.set_mesh(make_mesh(config.mesh.data, config.mesh.model))
+    return jax.set_mesh(mesh_for(config))
 
 
 def make_batch(config: Config, *, seed: int = 0) -> dict[str, np.ndarray]:
@@ -135,15 +137,19 @@ def pack(batch: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarr
 
 
 def random_params(config: Config, std: float) -> nnx.State:
-    """Parameters of which none is zero or one, in their places on the current mesh; made in numpy,
-    so without compiling.
+    """Parameters of which none is zero or one, in their places on the current mesh, those of a
+    padded shard apart; made in numpy, so without compiling.
     """
     random = np.random.default_rng(1)
     abstract = concrete(jax.eval_shape(lambda: init_state(config)).params)
-    return jax.tree.map(
-        lambda x: jax.device_put(random.normal(0, std, x.shape).astype(x.dtype), x.sharding),
-        abstract,
-    )
+    sizes = dim_sizes(config.model)
+
+    def draw(declared: Parameter, x: jax.ShapeDtypeStruct) -> jax.Array:
+        value = random.normal(0, std, shape_of(declared.dims, sizes)).astype(x.dtype)
+        padding = [(0, size - own) for size, own in zip(x.shape, value.shape, strict=True)]
+        return jax.device_put(np.pad(value, padding), x.sharding)
+
+    return map_parameters(draw, abstract)
 
 
 def graph_of(config: Config) -> nnx.GraphDef[LanguageModel]:
@@ -157,8 +163,23 @@ def by_name(params: nnx.State) -> dict[str, Any]:
 
 
 def gather(params: nnx.State) -> dict[str, np.ndarray]:
-    """The parameters by name, as whole numpy arrays."""
-    return {name: np.asarray(x) for name, x in by_name(params).items()}
+    """The parameters by name, as whole numpy arrays; what pads a shard is zero and left out."""
+    arrays = by_name(params)
+    if 'norm.weight' not in arrays:  # a part of a model, which is never at rest
+        return {name: np.asarray(x) for name, x in arrays.items()}
+    width = arrays['norm.weight'].shape[0]  # D, which no vector pads
+
+    def unpadded(dims: str, x: jax.Array) -> np.ndarray:
+        sizes = (
+            width if letter in 'Dd' else own for letter, own in zip(dims, x.shape, strict=True)
+        )
+        kept = tuple(slice(size) for size in sizes)
+        whole, part = np.asarray(x), np.asarray(x)[kept]
+        assert np.count_nonzero(whole) == np.count_nonzero(part)
+        return part
+
+    dims = by_name(map_parameters(lambda declared, _: declared.dims, params))
+    return {name: unpadded(dims[name], x) for name, x in arrays.items()}
 
 
 def relative_error(actual: Any, expected: Any) -> float:

@@ -66,6 +66,20 @@ COMBINATIONS = (
         'leave it out',
     ),
     Combination(
+        MASKED,
+        'mesh.model_rows',
+        lambda config: config.model.is_bert and config.mesh.is_grid,
+        "BERT's heads have square layers that a grid would have to gather",
+        f'use mesh.model_rows=1 with {MASKED}',
+    ),
+    Combination(
+        'optim.shard=none',
+        'mesh.replicas',
+        lambda config: config.optim.shard == 'none' and config.mesh.replicas > 1,
+        'replicas are groups that a state is sharded within, and optim.shard=none shards nothing',
+        'use mesh.replicas=1, or optim.shard=weights',
+    ),
+    Combination(
         'model.position=learned',
         'model.rope_scaling',
         lambda config: config.model.rope_scaling is not None and config.model.position == 'learned',

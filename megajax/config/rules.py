@@ -25,6 +25,8 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         _kv_heads,
         _widths,
         _batches,
+        _replicas,
+        _grid,
         _loss_scale,
         _optimizer,
         _profile,
@@ -73,6 +75,18 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
     model, shards = config.model, config.mesh.model
     if model.num_kv_heads == model.num_heads:  # `_heads` has checked num_heads
         return
+    if config.mesh.is_grid:
+        if model.num_kv_heads % shards:
+            message = (
+                f'{model.num_kv_heads} is not a multiple of mesh.model={shards}, and the columns '
+                f'of a grid (mesh.model_rows={config.mesh.model_rows}) have complete key/value '
+                f'heads; use mesh.model {_nearest(divisors(model.num_kv_heads), shards)}, '
+                'or mesh.model_rows=1'
+            )
+            yield Problem(
+                path='model.num_kv_heads', message=message, others=('mesh.model', 'mesh.model_rows')
+            )
+        return
 
     def fits(n: int) -> bool:
         return model.num_kv_heads % n == 0 or n % model.num_kv_heads == 0
@@ -100,14 +114,7 @@ def _kv_heads(config: 'Config') -> Iterator[Problem]:
 def _widths(config: 'Config') -> Iterator[Problem]:
     model, shards, seq_len = config.model, config.mesh.model, config.train.seq_len
     yield from _divides('model.ffn_size', model.ffn_size, 'mesh.model', shards)
-    padded = model.padded_vocab_size
-    if padded % shards:
-        near = _nearest(divisors(padded), shards)
-        message = (
-            f'{model.vocab_size} is padded to {padded}, which mesh.model={shards} does not divide; '
-            f'use mesh.model {near}'
-        )
-        yield Problem(path='model.vocab_size', message=message, others=('mesh.model',))
+    yield from _vocabulary(config)
     if seq_len > model.max_seq_len:
         message = (
             f'{seq_len} exceeds model.max_seq_len={model.max_seq_len}; '
@@ -120,31 +127,56 @@ def _widths(config: 'Config') -> Iterator[Problem]:
         )
 
 
-def _batches(config: 'Config') -> Iterator[Problem]:
-    data, microbatches, batch_size = (
-        config.mesh.data,
-        config.train.microbatches,
-        config.train.batch_size,
+def _vocabulary(config: 'Config') -> Iterator[Problem]:
+    """Yield what the vocabulary needs, which a grid shards over its rows and its columns."""
+    model, mesh = config.model, config.mesh
+    padded, rows = model.padded_vocab_size, mesh.model_rows
+    if padded % rows:
+        by, key = f'mesh.model_rows={rows}', 'mesh.model_rows'
+        near = _nearest(divisors(padded), rows)
+    elif padded % mesh.tensor_parallel:
+        by, key = f'mesh.model={mesh.model}', 'mesh.model'
+        near = _nearest(divisors(padded // rows), mesh.model)
+        if mesh.is_grid:
+            by = f'mesh.model_rows={rows} x {by} = {mesh.tensor_parallel}'
+    else:
+        return
+    message = (
+        f'{model.vocab_size} is padded to {padded}, which {by} does not divide; use {key} {near}'
     )
-    if batch_size % (data * microbatches):
+    yield Problem(path='model.vocab_size', message=message, others=(key,))
+
+
+def _batches(config: 'Config') -> Iterator[Problem]:
+    train, data, rows = config.train, config.mesh.data, config.mesh.model_rows
+    batch_size, shares = train.batch_size, data * train.microbatches
+    if batch_size % shares:
         message = (
             f'{batch_size} is not a multiple of mesh.data={data} x '
-            f'train.microbatches={microbatches} = {data * microbatches}; '
-            f'use {_multiples(batch_size, data * microbatches)}'
+            f'train.microbatches={train.microbatches} = {shares}; '
+            f'use {_multiples(batch_size, shares)}'
         )
         yield Problem(
             path='train.batch_size', message=message, others=('mesh.data', 'train.microbatches')
         )
-    elif config.train.overlap == 'batch_split' and config.microbatch_rows % 2:
+        return
+    reasons = {}
+    if train.overlap == 'batch_split':
+        reasons['train.overlap'] = 'train.overlap=batch_split cuts them in half'
+    if rows > 1:
+        reasons['mesh.model_rows'] = f'mesh.model_rows={rows} shards them in attention and MLP'
+    parts = rows * (2 if 'train.overlap' in reasons else 1)
+    if config.microbatch_rows % parts:
         message = (
             f'{batch_size} gives each data shard {config.microbatch_rows} rows of a microbatch, '
-            'and train.overlap=batch_split cuts them in half; '
-            f'use {_multiples(batch_size, 2 * data * microbatches)}, or train.overlap=none'
+            f'and {" and ".join(reasons.values())}; use {_multiples(batch_size, parts * shares)}'
         )
+        if parts == 2 and 'train.overlap' in reasons:
+            message += ', or train.overlap=none'
         yield Problem(
             path='train.batch_size',
             message=message,
-            others=('train.overlap', 'mesh.data', 'train.microbatches'),
+            others=(*reasons, 'mesh.data', 'train.microbatches'),
         )
 
 
@@ -182,13 +214,37 @@ def _optimizer(config: 'Config') -> Iterator[Problem]:
             f'use at most {steps - 1}, or raise train.steps'
         )
         yield Problem(path='optim.warmup_steps', message=message, others=('train.steps',))
-    if optim.shard:
-        yield from _divides(
-            'model.hidden_size',
-            config.model.hidden_size,
-            'mesh.data',
-            config.mesh.data,
-            under='optim.shard',
+
+
+def _replicas(config: 'Config') -> Iterator[Problem]:
+    mesh = config.mesh
+    yield from _divides('mesh.data', mesh.data, 'mesh.replicas', mesh.replicas)
+
+
+def _grid(config: 'Config') -> Iterator[Problem]:
+    """Yield what the rows of a 2-D tensor-parallel grid need."""
+    model, mesh, rows = config.model, config.mesh, config.mesh.model_rows
+    if not mesh.is_grid:
+        return
+    if not mesh.sequence_parallel:
+        message = (
+            f'{rows} needs mesh.sequence_parallel=true: a grid shards the residual stream over '
+            'its rows and its columns; set it, or mesh.model_rows=1'
+        )
+        yield Problem(path='mesh.model_rows', message=message, others=('mesh.sequence_parallel',))
+    yield from _divides('model.hidden_size', model.hidden_size, 'mesh.model_rows', rows)
+    part, shards = model.hidden_size // rows, mesh.data_shards
+    if config.optim.shard != 'none' and model.hidden_size % rows == 0 and part % shards:
+        near = _nearest([n * mesh.replicas for n in divisors(part)], mesh.data)
+        message = (
+            f'{model.hidden_size} over mesh.model_rows={rows} is {part}, not a multiple of the '
+            f'{shards} data shards that optim.shard={config.optim.shard} divides it among; '
+            f'use mesh.data {near}'
+        )
+        yield Problem(
+            path='model.hidden_size',
+            message=message,
+            others=('mesh.model_rows', 'mesh.data', 'optim.shard'),
         )
 
 
@@ -261,3 +317,12 @@ def _nearest(allowed: Sequence[int], value: int) -> str:
     """Return the neighbors of `value` among `allowed`, which is ascending and lacks `value`."""
     at = bisect.bisect(allowed, value)
     return ' or '.join(str(n) for n in allowed[max(0, at - 1) : at + 1])
+
+
+def replicas_within_hosts(data: int, tensor_parallel: int, devices_per_host: int) -> list[int]:
+    """Return the values of mesh.replicas whose groups of data shards each lie inside a host."""
+    return [
+        replicas
+        for replicas in divisors(data)
+        if devices_per_host % (data // replicas * tensor_parallel) == 0
+    ]

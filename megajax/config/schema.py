@@ -132,13 +132,52 @@ class ModelConfig(Section):
 class MeshConfig(Section):
     """The number of devices along each mesh axis, and sequence parallelism.
 
-    `sequence_parallel` shards the sequence outside the matrix products.
+    `sequence_parallel` shards the sequence outside the matrix products. A tensor-parallel group has
+    `model_rows` x `model` devices.
     """
 
-    data: PositiveInt = 1
+    data: PositiveInt = 1  # shards of the batch in all
+    # Groups of data shards, each with a complete copy of the state (HSDP): ZeRO shards it over the
+    # data / replicas shards of a group, and one all-reduce a step crosses the groups.
+    replicas: PositiveInt = 1
+    model_rows: PositiveInt = 1  # rows of a 2-D tensor-parallel grid, which shard hidden_size
     model: PositiveInt = 1
     sequence_parallel: bool = False
     allow_model_across_hosts: bool = False  # then each layer waits for the network between hosts
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether tensor parallelism is two-dimensional."""
+        return self.model_rows > 1
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of devices of a tensor-parallel group."""
+        return self.model_rows * self.model
+
+    @property
+    def data_shards(self) -> int:
+        """Number of data shards of a group of `replicas`: the size of the mesh axis `data`."""
+        return self.data // self.replicas
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices of the mesh."""
+        return self.data * self.tensor_parallel
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The axes of the mesh and their sizes, outermost first.
+
+        An axis of one device is not in the mesh, `data` and `model` apart.
+        """
+        sizes = {
+            'replica': self.replicas,
+            'data': self.data_shards,
+            'row': self.model_rows,
+            'model': self.model,
+        }
+        return {axis: size for axis, size in sizes.items() if size > 1 or axis in ('data', 'model')}
 
 
 class ProfileConfig(Section):
@@ -178,6 +217,10 @@ class TrainConfig(Section):
     seed: NonNegativeInt = 1234
 
 
+def _rung(value: Any) -> Any:
+    return {True: 'optimizer', False: 'none'}[value] if isinstance(value, bool) else value
+
+
 class OptimConfig(Section):
     """AdamW and its learning-rate schedule."""
 
@@ -191,8 +234,13 @@ class OptimConfig(Section):
     beta2: Fraction = 0.999
     eps: PositiveFloat = 1e-8
     grad_clip: PositiveFloat = 1.0  # maximum global norm of the gradients
-    # ZeRO-1: fp32 weights and optimizer state are also sharded over `data`, see `train/zero1.py`.
-    shard: bool = False
+    # What is sharded over `data` too, see `train/zero.py`: nothing; fp32 weights and moments
+    # (ZeRO-1); gradients as well (ZeRO-2); the weights of the computation as well (ZeRO-3, FSDP).
+    shard: Annotated[
+        Literal['none', 'optimizer', 'gradients', 'weights'], BeforeValidator(_rung)
+    ] = 'none'
+    reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of gradients summed over `data`
+    moments_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of AdamW's moments between steps
 
 
 class LossConfig(Section):

@@ -59,6 +59,15 @@ class Parameter:
         """Whether a step computes with it in `train.dtype`, and ZeRO shards it."""
         return self.role is Role.MATRIX
 
+    @property
+    def is_in_microbatches(self) -> bool:
+        """Whether ZeRO-2 and ZeRO-3 sum its gradient, and ZeRO-3 gathers it, in each microbatch.
+
+        The others are vectors and tables, and the layer of BERT that has a copy on each shard of
+        the sequence.
+        """
+        return self.is_matrix and not self.partial
+
 
 Declared = Mapping[str, 'Parameter | Declared']
 
@@ -68,14 +77,14 @@ def declare(model: ModelConfig) -> Declared:
     """Declare the parameters of a model, by the names of the modules that hold them."""
     std = model.init_std
     declared: dict[str, Parameter | Declared] = {
-        'embedding': {'table': Parameter('VD', Role.MATRIX, std)},
+        'embedding': {'table': Parameter('Vd', Role.MATRIX, std)},
         'layers': stacked(_block(model)),
         'norm': _norm(model, 'D', partial='T'),
     }
     if model.position == 'learned':
         declared['position'] = {'table': Parameter('sD', Role.TABLE, std)}
     if not model.tie_embeddings:
-        declared['head'] = Parameter('VD', Role.MATRIX, std)
+        declared['head'] = Parameter('Vd', Role.MATRIX, std)
     if model.is_bert:
         declared |= _bert(model)
     return declared
@@ -191,21 +200,32 @@ def num_elements(
 
 
 class Counts(NamedTuple):
-    """Numbers of parameters: those that a step computes with in `train.dtype`, and all."""
+    """Numbers of elements of the parameters on a device.
 
-    matrices: int
+    Those of `layers` and `tables` are gathered and summed in each microbatch where ZeRO shards the
+    weights.
+    """
+
+    matrices: int  # all that a step computes with in `train.dtype`
     all: int
+    layers: int  # matrices of the layers
+    tables: int  # matrices outside the layers: embedding, head, BERT's sentence-order prediction
 
 
 @functools.cache
 def count(model: ModelConfig, shards: tuple[tuple[str, int], ...] = ()) -> Counts:
     """Count the elements of the arrays on a device; `shards` has the shards of each letter."""
     sizes = [
-        (parameter.is_matrix, num_elements(parameter, dim_sizes(model), dict(shards)))
+        (parameter, num_elements(parameter, dim_sizes(model), dict(shards)))
         for _, parameter in parameters(model)
     ]
-    matrices = sum(size for is_matrix, size in sizes if is_matrix)
-    return Counts(matrices, sum(size for _, size in sizes))
+    in_microbatches = [(x.is_stacked, size) for x, size in sizes if x.is_in_microbatches]
+    return Counts(
+        matrices=sum(size for x, size in sizes if x.is_matrix),
+        all=sum(size for _, size in sizes),
+        layers=sum(size for is_stacked, size in in_microbatches if is_stacked),
+        tables=sum(size for is_stacked, size in in_microbatches if not is_stacked),
+    )
 
 
 def own_counts(config: Config) -> Counts:

@@ -7,6 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import P
 
 from megajax.config import ModelConfig
 from megajax.hardware.targets import is_nvidia
@@ -48,49 +49,51 @@ class Attention(nnx.Module):
 
         The first is placed as the residual stream is.
         """
-        qkv = self._heads(x_BSD, position_BS)
+        position_RS = _reshard(position_BS, self.layout('RS'))
+        qkv = self._heads(x_BSD, position_RS)
         with jax.named_scope('core'):
-            o_BSNH, kept = core(*qkv)
-        return self.out(o_BSNH), kept  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
+            o_RSNH, kept = core(*qkv)
+        return self.out(o_RSNH), kept  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
 
     def _heads(
-        self, x_BSD: jax.Array, position_BS: jax.Array | None
+        self, x_BSD: jax.Array, position_RS: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, normed and rotated, with complete heads on each shard."""
         config = self.config
-        q_BSNH, k_BSKH, v_BSKH = self._split(self.qkv(x_BSD))  # column-parallel: no communication
+        # column-parallel: no communication (grid: reduce-scatter over row, forward)
+        q_RSNH, k_RSKH, v_RSKH = self._split(self.qkv(x_BSD))
         if self.query_norm is not None and self.key_norm is not None:
-            q_BSNH, k_BSKH = self.query_norm(q_BSNH), self.key_norm(k_BSKH)
+            q_RSNH, k_RSKH = self.query_norm(q_RSNH), self.key_norm(k_RSKH)
         if config.position == 'rope':
             theta, scaling = config.rope_theta, config.rope_scaling
-            q_BSNH, k_BSKH = rotate(q_BSNH, k_BSKH, position_BS, theta=theta, scaling=scaling)
-        return q_BSNH, k_BSKH, v_BSKH
+            q_RSNH, k_RSKH = rotate(q_RSNH, k_RSKH, position_RS, theta=theta, scaling=scaling)
+        return q_RSNH, k_RSKH, v_RSKH
 
-    def _split(self, qkv_BSKCH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        batch, length, *_, head_dim = qkv_BSKCH.shape
+    def _split(self, qkv_RSKCH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        batch, length, *_, head_dim = qkv_RSKCH.shape
         shape = batch, length, self.config.num_heads, head_dim
         within_heads = self.layout.is_sharded('H')
-        dims = 'BSnH' if within_heads else 'BSNh'
-        q_BSNH = qkv_BSKCH[:, :, :, :-2].reshape(shape, out_sharding=self.layout(dims))
-        k_BSKH, v_BSKH = qkv_BSKCH[:, :, :, -2], qkv_BSKCH[:, :, :, -1]
+        dims = 'RSnH' if within_heads else 'RSNh'
+        q_RSNH = qkv_RSKCH[:, :, :, :-2].reshape(shape, out_sharding=self.layout(dims))
+        k_RSKH, v_RSKH = qkv_RSKCH[:, :, :, -2], qkv_RSKCH[:, :, :, -1]
         if not within_heads:
-            return q_BSNH, k_BSKH, v_BSKH
+            return q_RSNH, k_RSKH, v_RSKH
         # With fewer key/value heads than shards, QKV holds a slice of every head. Megatron gathers
         # all of QKV; here an all-to-all moves the queries, and only the few key/value heads are
         # gathered.
-        q_BSNH = jax.reshard(q_BSNH, self.layout('BSNh'))
-        return q_BSNH, self._copy_to_shards(k_BSKH), self._copy_to_shards(v_BSKH)
+        q_RSNH = jax.reshard(q_RSNH, self.layout('RSNh'))
+        return q_RSNH, self._copy_to_shards(k_RSKH), self._copy_to_shards(v_RSKH)
 
-    def _copy_to_shards(self, k_BSKH: jax.Array) -> jax.Array:
+    def _copy_to_shards(self, k_RSKH: jax.Array) -> jax.Array:
         """Copy to each shard the key/value head that its query heads share."""
-        batch, length, heads, head_dim = k_BSKH.shape
+        batch, length, heads, head_dim = k_RSKH.shape
         copies = self.layout.num_shards('N') // heads
-        k_BSKH = jax.reshard(k_BSKH, self.layout('BSkh'))  # all-gather
+        k_RSKH = jax.reshard(k_RSKH, self.layout('RSkh'))  # all-gather
         shape = batch, length, heads, copies, head_dim
-        k_BSKH = jnp.broadcast_to(k_BSKH[:, :, :, None], shape).reshape(
+        k_RSKH = jnp.broadcast_to(k_RSKH[:, :, :, None], shape).reshape(
             batch, length, heads * copies, head_dim
         )
-        return jax.reshard(k_BSKH, self.layout('BSNh'))  # nothing forward, all-gather backward
+        return jax.reshard(k_RSKH, self.layout('RSNh'))  # nothing forward, all-gather backward
 
 
 def attention_core(
@@ -106,17 +109,18 @@ def attention_core(
     Attention stays inside a segment where `segment_BS` is given. With `recompute` no [S, S] scores
     are saved for the backward pass (selective recomputation of Korthikanti et al., 2022).
     """
+    segment_RS, key_R = _reshard(segment_BS, layout('RS')), _reshard(key_B, layout('R'))
 
-    def core(q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array) -> tuple[jax.Array, None]:
+    def core(q_RSNH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array) -> tuple[jax.Array, None]:
         return attend(
-            q_BSNH,
-            k_BSKH,
-            v_BSKH,
+            q_RSNH,
+            k_RSKH,
+            v_RSKH,
             layout,
-            segment_BS=segment_BS,
+            segment_RS=segment_RS,
             causal=config.causal,
             rate=config.dropout,
-            key_B=key_B,
+            key_R=key_R,
             recompute=recompute,
         ), None
 
@@ -124,57 +128,57 @@ def attention_core(
 
 
 def attend(
-    q_BSNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
+    q_RSNH: jax.Array,
+    k_RSKH: jax.Array,
+    v_RSKH: jax.Array,
     layout: Layout,
     *,
-    segment_BS: jax.Array | None = None,
+    segment_RS: jax.Array | None = None,
     causal: bool = True,
     rate: float = 0.0,
-    key_B: jax.Array | None = None,
+    key_R: jax.Array | None = None,
     recompute: bool = False,
 ) -> jax.Array:
-    """Attention o_BSNH with softmax in fp32, by the fastest implementation for these inputs."""
-    device = jax.typeof(q_BSNH).sharding.mesh.abstract_device
+    """Attention o_RSNH with softmax in fp32, by the fastest implementation for these inputs."""
+    device = jax.typeof(q_RSNH).sharding.mesh.abstract_device
     platform = 'gpu' if is_nvidia(device) else device.platform.replace('gpu', 'another gpu')
-    without_dropout = rate == 0 or key_B is None
-    if without_dropout and can_flash(platform, str(q_BSNH.dtype), q_BSNH.shape[-1]):
-        return flash_attention(q_BSNH, k_BSKH, v_BSKH, segment_BS, causal)
+    without_dropout = rate == 0 or key_R is None
+    if without_dropout and can_flash(platform, str(q_RSNH.dtype), q_RSNH.shape[-1]):
+        return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal)
     core = partial(_attend_xla, layout=layout, causal=causal, rate=rate)
     attend_xla = jax.checkpoint(core, prevent_cse=False) if recompute else core
-    return attend_xla(q_BSNH, k_BSKH, v_BSKH, segment_BS, key_B)
+    return attend_xla(q_RSNH, k_RSKH, v_RSKH, segment_RS, key_R)
 
 
 def _attend_xla(
-    q_BSNH: jax.Array,
-    k_BYKH: jax.Array,
-    v_BYKH: jax.Array,
-    segment_BS: jax.Array | None,
-    key_B: jax.Array | None,
+    q_RSNH: jax.Array,
+    k_RYKH: jax.Array,
+    v_RYKH: jax.Array,
+    segment_RS: jax.Array | None,
+    key_R: jax.Array | None,
     *,
     layout: Layout,
     causal: bool,
     rate: float,
 ) -> jax.Array:
-    batch, length, heads, head_dim = q_BSNH.shape
-    groups = k_BYKH.shape[2]
+    batch, length, heads, head_dim = q_RSNH.shape
+    groups = k_RYKH.shape[2]
     grouped = batch, length, groups, heads // groups, head_dim
     # In fp32, because 128**-0.5 has no close number in 16 bits.
-    scaled_BSNH = (q_BSNH.astype(jnp.float32) * head_dim**-0.5).astype(q_BSNH.dtype)
-    q_BSKGH = scaled_BSNH.reshape(grouped, out_sharding=layout('BSN-h'))
-    score_BKGSY = jnp.einsum(
-        'bskgh,bykh->bkgsy', q_BSKGH, k_BYKH, preferred_element_type=jnp.float32
+    scaled_RSNH = (q_RSNH.astype(jnp.float32) * head_dim**-0.5).astype(q_RSNH.dtype)
+    q_RSKGH = scaled_RSNH.reshape(grouped, out_sharding=layout('RSN-h'))
+    score_RKGSY = jnp.einsum(
+        'rskgh,rykh->rkgsy', q_RSKGH, k_RYKH, preferred_element_type=jnp.float32
     )
-    if (allowed := _allowed(length, segment_BS, causal=causal)) is not None:
-        score_BKGSY = jnp.where(allowed, score_BKGSY, jnp.finfo(jnp.float32).min)
-    weight_BKGSY = dropout(jax.nn.softmax(score_BKGSY, axis=-1), rate, key_B, layout('N-sy'))
-    o_BSKGH = jnp.einsum('bkgsy,bykh->bskgh', weight_BKGSY.astype(v_BYKH.dtype), v_BYKH)
-    return o_BSKGH.reshape(q_BSNH.shape, out_sharding=layout('BSNh'))
+    if (allowed := _allowed(length, segment_RS, causal=causal)) is not None:
+        score_RKGSY = jnp.where(allowed, score_RKGSY, jnp.finfo(jnp.float32).min)
+    weight_RKGSY = dropout(jax.nn.softmax(score_RKGSY, axis=-1), rate, key_R, layout('N-sy'))
+    o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY.astype(v_RYKH.dtype), v_RYKH)
+    return o_RSKGH.reshape(q_RSNH.shape, out_sharding=layout('RSNh'))
 
 
-def _allowed(length: int, segment_BS: jax.Array | None, *, causal: bool) -> jax.Array | None:
-    """A mask of the keys Y that each query S sees, to broadcast against [B, K, G, S, Y].
+def _allowed(length: int, segment_RS: jax.Array | None, *, causal: bool) -> jax.Array | None:
+    """A mask of the keys Y that each query S sees, to broadcast against [R, K, G, S, Y].
 
     None where a query sees all keys.
     """
@@ -182,7 +186,11 @@ def _allowed(length: int, segment_BS: jax.Array | None, *, causal: bool) -> jax.
     earlier = None
     if causal:
         earlier = jnp.expand_dims(position[:, None] >= position[None, :], (0, 1, 2))
-    if segment_BS is None:
+    if segment_RS is None:
         return earlier
-    same = jnp.expand_dims(segment_BS[:, :, None] == segment_BS[:, None, :], (1, 2))
+    same = jnp.expand_dims(segment_RS[:, :, None] == segment_RS[:, None, :], (1, 2))
     return same if earlier is None else earlier & same
+
+
+def _reshard(x: jax.Array | None, spec: P) -> jax.Array | None:
+    return None if x is None else jax.reshard(x, spec)

@@ -8,12 +8,13 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from megajax.counts.parameters import NUM_SEGMENTS
+from megajax.model import grid
 from megajax.model.parameters import Parameters
 from megajax.parallel.layout import Layout
 
 
 class VocabParallelEmbedding(nnx.Module):
-    """A table whose rows are sharded over `model`.
+    """A table whose rows are sharded over `model`, in a grid over `row` as well.
 
     Each shard looks up the tokens that it has, and XLA reduces the partial results.
     """
@@ -69,53 +70,57 @@ class TokenTypeEmbedding(nnx.Module):
 # One function for all tables, so that with SP their gradient is gathered only once.
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _embed(
-    table_VD: jax.Array,
+    table_Vd: jax.Array,
     vector_BSD: jax.Array | None,
     token_BS: jax.Array,
     layout: Layout,
     rows: str,
     dtype: DTypeLike,
 ) -> jax.Array:
-    x_BTD = jax.reshard(_lookup(table_VD.astype(dtype), token_BS, layout), layout('BTD'))
+    if grid.is_grid(layout):
+        x_BTD = grid.lookup(table_Vd.astype(dtype), token_BS, layout)
+    else:
+        x_BTD = jax.reshard(_lookup(table_Vd.astype(dtype), token_BS, layout), layout('BTD'))
     if vector_BSD is None:
         return x_BTD
     vector_BTD = jax.reshard(vector_BSD, layout(f'{rows}TD'))
     return (x_BTD.astype(jnp.float32) + vector_BTD).astype(dtype)
 
 
-def _lookup(table_VD: jax.Array, token_BS: jax.Array, layout: Layout) -> jax.Array:
-    return table_VD.at[token_BS].get(out_sharding=layout('BSD'))
+def _lookup(table_Vd: jax.Array, token_BS: jax.Array, layout: Layout) -> jax.Array:
+    return table_Vd.at[token_BS].get(out_sharding=layout('BSd'))
 
 
 Saved = tuple[jax.Array, jax.Array | None, jax.Array]
 
 
 def _forward(
-    table_VD: jax.Array,
+    table_Vd: jax.Array,
     vector_BSD: jax.Array | None,
     token_BS: jax.Array,
     layout: Layout,
     rows: str,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, Saved]:
-    x_BTD = _embed(table_VD, vector_BSD, token_BS, layout, rows, dtype)
-    return x_BTD, (table_VD, vector_BSD, token_BS)
+    x_BTD = _embed(table_Vd, vector_BSD, token_BS, layout, rows, dtype)
+    return x_BTD, (table_Vd, vector_BSD, token_BS)
 
 
 def _backward(
     layout: Layout, rows: str, dtype: DTypeLike, saved: Saved, dx_BTD: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, None]:
-    table_VD, vector_BSD, token_BS = saved
+    table_Vd, vector_BSD, token_BS = saved
     dx_BSD = jax.reshard(dx_BTD, layout('BSD'))  # SP: all-gather, in the compute dtype
     # In fp32, because the gradient of a frequent token is a sum of thousands of terms.
-    dx_BSD = dx_BSD.astype(table_VD.dtype)
-    (dtable_VD,) = jax.linear_transpose(lambda table: _lookup(table, token_BS, layout), table_VD)(
-        dx_BSD
+    dx_BSd = jax.reshard(dx_BSD, layout('BSd')).astype(table_Vd.dtype)  # grid: all-gather over row
+    (dtable_Vd,) = jax.linear_transpose(lambda table: _lookup(table, token_BS, layout), table_Vd)(
+        dx_BSd
     )
     if vector_BSD is None:
-        return dtable_VD, None, None
+        return dtable_Vd, None, None
+    dx_BSD = dx_BSD.astype(table_Vd.dtype)
     dvector = dx_BSD if rows == 'B' else dx_BSD.sum(0, keepdims=True)
-    return dtable_VD, dvector, None
+    return dtable_Vd, dvector, None
 
 
 _embed.defvjp(_forward, _backward)

@@ -35,34 +35,34 @@ def can_flash(platform: str, dtype: str, head_dim: int) -> bool:
 # over data shards, it merges the rows of all data shards into one batch.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def flash_attention(
-    q_BSNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_BS: jax.Array | None = None,
+    q_RSNH: jax.Array,
+    k_RSKH: jax.Array,
+    v_RSKH: jax.Array,
+    segment_RS: jax.Array | None = None,
     causal: bool = True,
 ) -> jax.Array:
-    """Attention o_BSNH, causal or bidirectional, placed as q; within segments if they are given.
+    """Attention o_RSNH, causal or bidirectional, placed as q; within segments if they are given.
 
     No scores are saved: the backward pass runs the kernel again.
     """
-    return _kernels(causal)[0](*_given(q_BSNH, k_BSKH, v_BSKH, segment_BS))
+    return _kernels(causal)[0](*_given(q_RSNH, k_RSKH, v_RSKH, segment_RS))
 
 
 def _forward(
-    q_BSNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_BS: jax.Array | None,
+    q_RSNH: jax.Array,
+    k_RSKH: jax.Array,
+    v_RSKH: jax.Array,
+    segment_RS: jax.Array | None,
     causal: bool,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    arrays = q_BSNH, k_BSKH, v_BSKH, segment_BS
+    arrays = q_RSNH, k_RSKH, v_RSKH, segment_RS
     return _kernels(causal)[0](*_given(*arrays)), arrays
 
 
 def _backward(
-    causal: bool, arrays: tuple[jax.Array | None, ...], do_BSNH: jax.Array
+    causal: bool, arrays: tuple[jax.Array | None, ...], do_RSNH: jax.Array
 ) -> tuple[jax.Array | None, ...]:
-    return *_kernels(causal)[1](do_BSNH, *_given(*arrays)), None
+    return *_kernels(causal)[1](do_RSNH, *_given(*arrays)), None
 
 
 flash_attention.defvjp(_forward, _backward)
@@ -70,14 +70,19 @@ flash_attention.defvjp(_forward, _backward)
 
 def _merged_rows(x: jax.Array) -> P:
     """The placement of [data shard, row, ...] after a reshape to [row of all shards, ...]."""
-    shards, _, *rest = jax.typeof(x).sharding.spec
-    return P(shards, *rest)
+    shards, rows, *rest = jax.typeof(x).sharding.spec
+    return P((*_axes(shards), *_axes(rows)) or None, *rest)
 
 
-def _split_rows(x: jax.Array) -> P:
-    """The placement of [row of all shards, ...] after a reshape to [data shard, row, ...]."""
-    shards, *rest = jax.typeof(x).sharding.spec
-    return P(shards, None, *rest)
+def _split_rows(y: jax.Array, x: jax.Array) -> P:
+    """The placement of y after a reshape to [data shard, row, ...], the first two dims of x."""
+    shards, rows, *_ = jax.typeof(x).sharding.spec
+    return P(shards, rows, *jax.typeof(y).sharding.spec[1:])
+
+
+def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def _given(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
@@ -94,7 +99,8 @@ def _over_rows(function: Callable[..., Any]) -> Callable[..., Any]:
         merged = (x.reshape(-1, *x.shape[2:], out_sharding=_merged_rows(x)) for x in arrays)
         result = mapped(*merged)
         split = jax.tree.map(
-            lambda y: y.reshape(size, -1, *y.shape[1:], out_sharding=_split_rows(y)), result
+            lambda y: y.reshape(size, -1, *y.shape[1:], out_sharding=_split_rows(y, arrays[0])),
+            result,
         )
         return split, jax.tree.map(lambda _: True, result)
 
@@ -126,16 +132,16 @@ def _kernels(causal: bool) -> tuple[Callable[..., jax.Array], Callable[..., tupl
 
 
 def _cudnn(
-    q_BSNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_BS: jax.Array | None = None,
+    q_RSNH: jax.Array,
+    k_RSKH: jax.Array,
+    v_RSKH: jax.Array,
+    segment_RS: jax.Array | None = None,
     *,
     causal: bool,
 ) -> jax.Array:
-    mask_B1SY = (
-        None if segment_BS is None else segment_BS[:, None, :, None] == segment_BS[:, None, None, :]
+    mask_R1SY = (
+        None if segment_RS is None else segment_RS[:, None, :, None] == segment_RS[:, None, None, :]
     )
     return jax.nn.dot_product_attention(
-        q_BSNH, k_BSKH, v_BSKH, mask=mask_B1SY, is_causal=causal, implementation='cudnn'
+        q_RSNH, k_RSKH, v_RSKH, mask=mask_R1SY, is_causal=causal, implementation='cudnn'
     )

@@ -15,10 +15,14 @@ import jax.numpy as jnp
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slotted:
-    """A weight to compute with and the fp32 slot for its gradient; only products accept it."""
+    """A weight to compute with and the fp32 slot for its gradient; only products accept it.
+
+    A weight `at_rest` is sharded as between steps, and a product gathers it.
+    """
 
     weight: jax.Array
     slot: jax.Array
+    at_rest: bool = dataclasses.field(default=False, metadata={'static': True})
 
 
 def separate(weights: Any) -> tuple[Any | None, Any]:
@@ -46,22 +50,18 @@ def pair(weights: Any, slots: Any) -> Any:
     return jax.tree.map(join, weights, slots)
 
 
+@jax.custom_vjp
 def value(weight: jax.Array, slot: jax.Array) -> jax.Array:
     """The weight in fp32; its gradient goes to its slot."""
-    return slot if weight.dtype == slot.dtype else _first(weight, slot)
-
-
-@jax.custom_vjp
-def _first(weight: jax.Array, slot: jax.Array) -> jax.Array:
     return weight.astype(slot.dtype)  # cast back where it is used; XLA removes the pair of casts
 
 
 def _forward(weight: jax.Array, slot: jax.Array) -> tuple[jax.Array, None]:
-    return _first(weight, slot), None
+    return value(weight, slot), None
 
 
 def _backward(_: None, gradient: jax.Array) -> tuple[None, jax.Array]:
     return None, gradient
 
 
-_first.defvjp(_forward, _backward)
+value.defvjp(_forward, _backward)

@@ -17,13 +17,14 @@ from megajax.model.shard_copies import along_last
 class ColumnParallelLinear(nnx.Module):
     """x_BSD times a weight whose output dims are sharded over `model`: no communication forward.
 
-    The backward pass of `product` reduces the gradient of x over `model`: Megatron's f.
+    The backward pass of `product` reduces the gradient of x over `model`: Megatron's f. A grid also
+    shards D, over `row`: its partial sums are reduced and scattered over the rows R of the batch.
     """
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
         dims = parameters.dims('weight')
-        self.equation = f'BSD,{dims}->BS{dims[1:]}'
+        self.equation = f'BSD,{dims}->RS{dims[1:]}'
         self.weight = parameters.make('weight', key)
         self.bias = parameters.maybe('bias')
 
@@ -36,17 +37,21 @@ class RowParallelLinear(nnx.Module):
     """x times a weight whose input dims are sharded over `model`, added to the residual stream.
 
     Forward, the partial sums are reduced over `model`: Megatron's g. The bias is replicated and
-    added once, after the reduction.
+    added once, after the reduction. In a grid each device has some rows R of x, which are gathered
+    over `row` first, and some columns D of the weight.
     """
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
         dims = parameters.dims('weight')
-        self.equation = f'BS{dims[:-1]},{dims}->BTD'
+        self.inputs = dims[:-1]
+        self.equation = f'BS{self.inputs},{dims}->BTD'
         self.weight = parameters.make('weight', key)
         self.bias = parameters.maybe('bias')
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        # grid: all-gather over row forward, reduce-scatter backward
+        x = jax.reshard(x, self.layout(f'BS{self.inputs}'))
         # g: all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
         y_BTD = product(self.equation, x, self.weight, self.layout, x.dtype)
         if self.bias is None:

@@ -12,6 +12,7 @@ from jax import lax
 
 from megajax.config import Config
 from megajax.counts.chunks import chunk_sizes
+from megajax.model.grid import is_grid
 from megajax.model.linear import add_bias
 from megajax.model.product import product
 from megajax.parallel.layout import Layout
@@ -63,16 +64,16 @@ class Loss:
         return objective, nll
 
     def logits(
-        self, x: jax.Array, head_DV: jax.Array, bias_V: jax.Array | None = None, rows: str = 'BS'
+        self, x: jax.Array, head_dV: jax.Array, bias_V: jax.Array | None = None, rows: str = 'BS'
     ) -> jax.Array:
-        """Logits [*rows, V] of x [*rows, D] in fp32, sharded over V: no communication.
+        """Logits [*rows, V] of x [*rows, d] in fp32, sharded over V: no communication.
 
         The logits of the vocabulary's padding are the lowest fp32 number.
         """
-        logits = product(f'{rows}D,DV->{rows}V', x, head_DV, self.layout, jnp.float32)
+        logits = product(f'{rows}d,dV->{rows}V', x, head_dV, self.layout, jnp.float32)
         if bias_V is not None:
             logits = add_bias(logits, jnp.expand_dims(bias_V, tuple(range(logits.ndim - 1))))
-        if self.vocab_size == head_DV.shape[-1]:
+        if self.vocab_size == head_dV.shape[-1]:
             return logits
         return jnp.where(self._token_ids(logits) < self.vocab_size, logits, LOWEST)
 
@@ -83,7 +84,7 @@ class Loss:
     def __call__(
         self,
         x_BTD: jax.Array,
-        head_VD: jax.Array,
+        head_Vd: jax.Array,
         label_BS: jax.Array,
         weight_BS: jax.Array,
         bias_V: jax.Array | None = None,
@@ -93,11 +94,11 @@ class Loss:
         Memory holds the logits of one chunk of tokens at a time. Where a gradient is wanted, it is
         computed in the same pass, so nothing is computed twice.
         """
-        return _sum_over_tokens(x_BTD, (head_VD.T, bias_V), label_BS, weight_BS, self)
+        return _sum_over_tokens(x_BTD, (head_Vd.T, bias_V), label_BS, weight_BS, self)
 
 
 Sums = tuple[jax.Array, jax.Array]
-Head = tuple[jax.Array, jax.Array | None]  # head_DV and bias_V
+Head = tuple[jax.Array, jax.Array | None]  # head_dV and bias_V
 Chunk = tuple[jax.Array, ...]  # x, labels and weights of some tokens of every shard of T
 
 
@@ -151,7 +152,8 @@ def _sum_over_chunk(
     """
     with jax.named_scope('head'):
         # f: nothing forward, all-reduce backward (SP: all-gather forward, reduce-scatter backward)
-        x = jax.reshard(x, loss.layout('BS-D'))
+        if not is_grid(loss.layout):  # there the product does it, over both axes
+            x = jax.reshard(x, loss.layout('BS-d'))
         logits = loss.logits(x, *head, rows='BS-')
     objective, nll = loss.per_token(logits, label)
     return (objective * weight).sum(), (nll * weight).sum()

@@ -25,5 +25,5 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Transform the normed and gathered x_BSD; place the result as the residual stream is."""
-        h_BSF = activate(self.up(x_BSD), self.activation)  # column-parallel: no communication
-        return self.down(h_BSF)  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
+        h_RSF = activate(self.up(x_BSD), self.activation)  # column-parallel: no communication
+        return self.down(h_RSF)  # row-parallel, g: all-reduce forward (SP: reduce-scatter)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from megajax.config import ModelConfig
 from megajax.counts.parameters import Declared, Parameter, declare, dim_sizes, shape_of
+from megajax.model.at_rest import gather
 from megajax.parallel.layout import Layout
 
 
@@ -74,9 +75,9 @@ def map_parameters(function: Callable[..., Any], params: Any, *others: Any) -> A
 
 
 def cast_matrices(params: Any, dtype: DTypeLike, layout: Layout) -> Any:
-    """Cast each matrix to `dtype` and reshard it to its placement in the computation."""
+    """Cast each matrix to `dtype` and gather it to its placement in the computation."""
 
     def cast(declared: Parameter, x: jax.Array) -> jax.Array:
-        return jax.reshard(x.astype(dtype), layout(declared.dims)) if declared.is_matrix else x
+        return gather(x.astype(dtype), declared.dims, layout) if declared.is_matrix else x
 
     return map_parameters(cast, params)

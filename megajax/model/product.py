@@ -13,6 +13,8 @@ from flax import nnx
 from jax import P, lax
 from jax.typing import DTypeLike
 
+from megajax.model import grid
+from megajax.model.at_rest import gather
 from megajax.model.gradient_slot import Slotted
 from megajax.parallel.layout import Layout
 
@@ -32,8 +34,9 @@ def product(
     placement of x: Megatron's f.
     """
     value = w.get_value() if isinstance(w, nnx.Variable) else w
-    weight, slot = (value.weight, value.slot) if isinstance(value, Slotted) else (value, None)
-    return _product(x, weight, slot, equation, layout, dtype)
+    if not isinstance(value, Slotted):
+        return _product(x, value, None, equation, layout, dtype, False)
+    return _product(x, value.weight, value.slot, equation, layout, dtype, value.at_rest)
 
 
 class _Equation(NamedTuple):
@@ -63,7 +66,7 @@ def _parse(equation: str) -> _Equation:
     return _Equation(x, w, out)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _product(
     x: jax.Array,
     w: jax.Array,
@@ -71,10 +74,15 @@ def _product(
     equation: str,
     layout: Layout,
     dtype: DTypeLike,
+    at_rest: bool,
 ) -> jax.Array:
     dims = _parse(equation)
     summed = tuple(range(x.ndim - dims.num_summed, x.ndim)), tuple(range(dims.num_summed))
-    return _dot(x, w.astype(x.dtype), summed, layout(dims.out), dtype)
+    weight = w.astype(x.dtype)
+    if at_rest:
+        weight = gather(weight, dims.w, layout)
+    x = jax.reshard(x, layout(dims.x))  # nothing, but for the head of a grid: all-gather
+    return _dot(x, weight, summed, layout(dims.out), dtype)
 
 
 Saved = tuple[jax.Array, jax.Array, tuple[()] | None]
@@ -87,15 +95,16 @@ def _forward(
     equation: str,
     layout: Layout,
     dtype: DTypeLike,
+    at_rest: bool,
 ) -> tuple[jax.Array, Saved]:
     # Save w itself: a loop over layers has it already, and would keep a copy of anything computed
     # from it.
     saved = x, w, None if slot is None else ()
-    return _product(x, w, slot, equation, layout, dtype), saved
+    return _product(x, w, slot, equation, layout, dtype, at_rest), saved
 
 
 def _backward(
-    equation: str, layout: Layout, dtype: DTypeLike, saved: Saved, dy: jax.Array
+    equation: str, layout: Layout, dtype: DTypeLike, at_rest: bool, saved: Saved, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     x, w, has_slot = saved
     dims = _parse(equation)
@@ -107,7 +116,14 @@ def _backward(
         dy = jax.reshard(lax.optimization_barrier(dy), layout(dims.rows))
     num_out = w.ndim - dims.num_summed
     output_dims = tuple(range(dy.ndim - num_out, dy.ndim)), tuple(range(dims.num_summed, w.ndim))
-    dx = _dot(dy, w.astype(x.dtype), output_dims, layout(dims.x), x.dtype)
+    weight = w.astype(x.dtype)
+    if at_rest:
+        weight = gather(weight, dims.w, layout)
+    if jax.typeof(x).sharding.spec != layout(dims.x):
+        x = jax.reshard(x, layout(dims.x))
+        dx = grid.input_gradient(dy, weight, dims.out[:-1], layout, x.dtype)
+    else:
+        dx = _dot(dy, weight, output_dims, layout(dims.x), x.dtype)
     rows = tuple(range(x.ndim - dims.num_summed))
     dw = _dot(x, dy, (rows, rows), layout(dims.w), jnp.float32)
     return (dx, dw, None) if has_slot is None else (dx, None, dw)

@@ -13,9 +13,9 @@ from megajax.config import RopeScaling
 
 
 def rotate(
-    q_BSNH: jax.Array,
-    k_BSKH: jax.Array,
-    position_BS: jax.Array | None,
+    q_RSNH: jax.Array,
+    k_RSKH: jax.Array,
+    position_RS: jax.Array | None,
     *,
     theta: float,
     scaling: RopeScaling | None = None,
@@ -24,11 +24,11 @@ def rotate(
 
     Positions are 0, 1, ... unless given.
     """
-    frequency = frequencies(q_BSNH.shape[-1], theta, scaling)
-    position = jnp.arange(q_BSNH.shape[1])[None] if position_BS is None else position_BS
+    frequency = frequencies(q_RSNH.shape[-1], theta, scaling)
+    position = jnp.arange(q_RSNH.shape[1])[None] if position_RS is None else position_RS
     angle = position[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    return _rotate(q_BSNH, cos, sin), _rotate(k_BSKH, cos, sin)
+    return _rotate(q_RSNH, cos, sin), _rotate(k_RSKH, cos, sin)
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:

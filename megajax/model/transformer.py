@@ -9,19 +9,23 @@ from flax import nnx
 from jax import lax
 
 from megajax.config import Config, ModelConfig
+from megajax.counts.parameters import Parameter
+from megajax.model import at_rest
+from megajax.model.at_rest import gather, reduced_in_backward
 from megajax.model.attention import attention_core
 from megajax.model.bert import MaskedHead, OrderHead
 from megajax.model.block import Block
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, VocabParallelEmbedding
-from megajax.model.gradient_slot import pair
+from megajax.model.gradient_slot import pair, value
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
-from megajax.model.parameters import Parameters
+from megajax.model.parameters import Parameters, map_parameters
 from megajax.parallel.layout import Layout
 
 Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
-LayerFn = Callable[[Block, Carry, jax.Array], Carry]  # (block, carry, index of the layer) -> carry
+# (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
+LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
 
 
 class Computation(NamedTuple):
@@ -29,14 +33,52 @@ class Computation(NamedTuple):
 
     dtype: str = 'float32'
     recompute: str = 'none'  # in the backward pass: none, selective (attention's core) or full
-    num_parts: int = (
-        1  # parts of the rows, independent within a layer: batch-split overlap (Domino)
-    )
+    # Parts of the rows, independent within a layer: batch-split overlap (Domino).
+    num_parts: int = 1
+    shard: str = 'none'  # what is sharded over `data` (`optim.shard`)
+    reduce_dtype: str = 'float32'  # of gradients summed over `data` in the backward pass
 
     @classmethod
     def of(cls, config: Config) -> Self:
         """The computation of a run's config, with the rows of a microbatch in one part."""
-        return cls(config.train.dtype, config.train.recompute)
+        optim = config.optim
+        return cls(
+            config.train.dtype,
+            config.train.recompute,
+            shard=optim.shard,
+            reduce_dtype=optim.reduce_dtype,
+        )
+
+    def pair(self, weights: Any, params: Any, layout: Layout) -> Any:
+        """Return parameters, of a layer or outside the layers, as their products take them.
+
+        Where `params` are gradient slots or matrices at rest, `weights` are those to compute with.
+        """
+
+        def join(declared: Parameter, x: jax.Array, weight: jax.Array | None) -> Any:
+            if not reduced_in_backward(declared, self.shard):
+                return pair(weight, x)
+            dims = declared.dims.removeprefix('L')
+            if self.shard == 'weights':
+                # Full recomputation gathers once for itself and for the backward pass. Otherwise
+                # a weight that is gathered here would be kept from the forward pass.
+                is_kept = self.recompute != 'full'
+                weight = None if is_kept else gather(x.astype(self.dtype), dims, layout)
+            return at_rest.slotted(x, weight, dims, layout, self.reduce_dtype)
+
+        return map_parameters(join, params, weights)
+
+    def value(self, weight: jax.Array, x: jax.Array, declared: Parameter, layout: Layout) -> Any:
+        """Return a parameter outside the layers in fp32, rounded as its weight is.
+
+        Its gradient becomes that of x, a gradient slot or a matrix at rest.
+        """
+        if not reduced_in_backward(declared, self.shard):
+            return x if weight.dtype == x.dtype else value(weight, x)
+        if self.shard == 'weights':
+            weight = gather(x.astype(self.dtype), declared.dims, layout)
+        slotted = at_rest.slotted(x, weight, declared.dims, layout, self.reduce_dtype)
+        return value(weight, slotted.slot)
 
 
 IN_FP32 = Computation()
@@ -94,13 +136,12 @@ class Transformer(nnx.Module):
     def run_layers(self, x: Carry, layer_fn: LayerFn, *, weights: Block | None = None) -> Carry:
         """Apply `layer_fn` to every block in turn, in a loop that is compiled once.
 
-        Return the last carry. Where `self.layers` holds gradient slots (`gradient_slot.py`),
-        `weights` are the layers' weights in the compute dtype.
+        Return the last carry. Where `self.layers` holds gradient slots (`gradient_slot.py`) or
+        matrices at rest (`at_rest.py`), `weights` are the layers' weights to compute with.
         """
 
         def layer(x: Carry, layer: tuple[Block, Block | None, jax.Array]) -> tuple[Carry, None]:
-            block, weights, index = layer
-            return layer_fn(block if weights is None else pair(weights, block), x, index), None
+            return layer_fn(layer[0], layer[1], x, layer[2]), None
 
         with jax.named_scope('layers'):
             indices = jnp.arange(self.config.num_layers)
@@ -130,8 +171,10 @@ class Transformer(nnx.Module):
         ]
 
         def run_block(
-            block: Block, xs_BTD: tuple[jax.Array, ...], index: jax.Array
+            block: Block, weights: Block | None, xs_BTD: tuple[jax.Array, ...], index: jax.Array
         ) -> tuple[jax.Array, ...]:
+            if weights is not None:
+                block = computation.pair(weights, block, self.layout)
             outputs = []
             for x_BTD, (position, segment, key) in zip(xs_BTD, parts, strict=True):
                 keys = fold_in(key, index)
@@ -186,12 +229,12 @@ class LanguageModel(Transformer):
         )
         x_BTD = self.before_head(x_BTD)
         with jax.named_scope('head'):
-            x_BSD = jax.reshard(x_BTD, self.layout('BSD'))  # f: nothing (SP: all-gather)
+            x_BSD = jax.reshard(x_BTD, self.layout('BSd'))  # f: nothing (SP: all-gather)
             loss = Loss(vocab_size=self.config.vocab_size, layout=self.layout)
-            return loss.logits(x_BSD, self.head_VD.T, self.head_bias_V)
+            return loss.logits(x_BSD, self.head_Vd.T, self.head_bias_V)
 
     @property
-    def head_VD(self) -> jax.Array:
+    def head_Vd(self) -> jax.Array:
         """The weight of the head: the embedding table where they are tied."""
         return self.embedding.table[...] if self.head is None else self.head[...]
 

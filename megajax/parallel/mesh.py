@@ -15,18 +15,20 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from megajax.config import Config, ConfigError
+from megajax.config.rules import incompatibilities
 from megajax.processes.environment import visible_gpus
 
 # Mesh axes, outermost first; the axis that communicates most, and waits for it, is innermost.
 AXES = ('replica', 'stage', 'data', 'context', 'row', 'model')
 ALWAYS = ('data', 'model')  # in every mesh, even with one device
+KEYS = {'row': 'model_rows'}  # keys of `mesh` that are not called as their axis
 HOST_BYTES = 256  # maximum length of a host's name in bytes
 
 
 def mesh_for(config: Config) -> Mesh:
     """Return the mesh of `config.mesh`, see `make_mesh`."""
     mesh = config.mesh
-    return make_mesh(mesh.data, mesh.model, cross_hosts=mesh.allow_model_across_hosts)
+    return make_mesh(**mesh.sizes, cross_hosts=mesh.allow_model_across_hosts)
 
 
 def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axes: int) -> Mesh:
@@ -37,8 +39,8 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axe
     not in AXES comes after `data`. If the machine has only CPUs and jax has not been used yet, the
     required number of devices is simulated.
 
-    Raises ConfigError if there are too few devices, or if `model` would span hosts and
-    `cross_hosts` does not allow it. With several processes, all must call it.
+    Raises ConfigError if there are too few devices, or if groups of devices span hosts that need
+    not (`check_hosts`). With several processes, all must call it.
     """
     sizes = axis_sizes(data, model, **axes)
     needed = math.prod(sizes.values())
@@ -50,10 +52,10 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axe
         raise ConfigError(
             f'{_words(sizes)} leaves {len(devices) - needed} of {len(devices)} devices idle, and '
             f'with {jax.process_count()} processes each must have its part: '
-            f'set mesh.data={len(devices) * data // needed}'
+            f'set {_more_data(sizes, len(devices))}'
         )
     if jax.process_count() > 1:
-        devices = _within_hosts(devices, needed // model, model, cross_hosts)
+        devices = _within_hosts(devices, sizes, cross_hosts)
     return mesh_of(devices[:needed], sizes)
 
 
@@ -74,8 +76,102 @@ def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
 
 
+def one_dimensional(config: Config) -> Config:
+    """Return the config without ZeRO, replicas and a grid's rows, on as many devices.
+
+    A model that is not trained has no use for them. The rows become columns or, where these would
+    not divide the model, data shards.
+    """
+    mesh = config.mesh
+    in_columns = {'data': mesh.data, 'model': mesh.tensor_parallel}
+    in_data = {'data': mesh.data * mesh.model_rows, 'model': mesh.model}
+    plain = {'replicas': 1, 'model_rows': 1}
+    optim = config.optim.model_copy(update={'shard': 'none'})
+    candidates = (
+        config.model_copy(update={'mesh': mesh.model_copy(update=plain | sizes), 'optim': optim})
+        for sizes in (in_columns, in_data)
+    )
+    return next(candidate for candidate in candidates if not incompatibilities(candidate))
+
+
+def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: bool) -> None:
+    """Raise ConfigError if groups of devices span hosts that need not.
+
+    `hosts` has the host of each device of the mesh. A tensor-parallel group may span hosts only if
+    `cross_hosts`; a group of replicas may if there is no number of them with which none does.
+    """
+    if not cross_hosts:
+        _check_tensor_groups(hosts, sizes)
+    replicas, data = sizes.get('replica', 1), _data(sizes)
+    if replicas == 1 or len(set(hosts)) == 1:
+        return
+    if 'row' in sizes:
+        raise ConfigError(
+            f'mesh.replicas={replicas} with mesh.model_rows={sizes["row"]} on several hosts: '
+            'a grid whose gradients are also summed between hosts is not supported yet; '
+            'set mesh.replicas=1, or mesh.model_rows=1'
+        )
+    if crossing := _crossing(hosts, replicas):
+        inside = [
+            count
+            for count in range(1, data + 1)
+            if data % count == 0 and not _crossing(hosts, count)
+        ]
+        if inside:
+            raise ConfigError(
+                f'mesh.replicas={replicas} makes groups of {len(hosts) // replicas} devices, which '
+                f'reach across hosts ({", ".join(crossing)}), and each layer would wait for their '
+                f'network: set mesh.replicas={inside[0]}, whose groups of '
+                f'{len(hosts) // inside[0]} devices stay in one host'
+            )
+
+
+def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int]) -> None:
+    rows, model = sizes.get('row', 1), sizes['model']
+    crossing = _crossing(hosts, len(hosts) // (rows * model))
+    if not crossing:
+        return
+    largest = math.gcd(*collections.Counter(hosts).values())
+    allow = 'or mesh.allow_model_across_hosts=true'
+    if rows > 1:
+        raise ConfigError(
+            f'mesh.model_rows={rows} x mesh.model={model} reaches across hosts '
+            f'({", ".join(crossing)}), and each layer would wait for their network: '
+            f'set their product to {largest} or a divisor of it, {allow}'
+        )
+    raise ConfigError(
+        f'mesh.model={model} reaches across hosts ({", ".join(crossing)}), '
+        'and each layer would wait for their network: '
+        f'set mesh.model to {largest} or a divisor of it, '
+        f'for example mesh.data={len(hosts) // largest} mesh.model={largest}, {allow}'
+    )
+
+
+def _crossing(hosts: Sequence[str], num_groups: int) -> list[str]:
+    """Return the hosts of the first of as many groups of neighbors that spans several; or none."""
+    size = len(hosts) // num_groups
+    groups = (set(hosts[i * size : (i + 1) * size]) for i in range(num_groups))
+    return next((sorted(group) for group in groups if len(group) > 1), [])
+
+
+def _data(sizes: Mapping[str, int]) -> int:
+    """Return `mesh.data`: the data shards of all replicas."""
+    return sizes.get('replica', 1) * sizes['data']
+
+
 def _words(sizes: Mapping[str, int]) -> str:
-    return ' x '.join(f'mesh.{axis}={size}' for axis, size in sizes.items())
+    """Return the sizes by the keys of the config, for example mesh.data=4 x mesh.model=2."""
+    keys = {axis: size for axis, size in sizes.items() if axis != 'replica'}
+    keys = {**keys, 'data': _data(sizes)}
+    words = ' x '.join(f'mesh.{KEYS.get(axis, axis)}={size}' for axis, size in keys.items())
+    return f'{words} (mesh.replicas={sizes["replica"]})' if 'replica' in sizes else words
+
+
+def _more_data(sizes: Mapping[str, int], count: int) -> str:
+    """Return the settings with which the mesh has `count` devices."""
+    replicas, data = sizes.get('replica', 1), count * _data(sizes) // math.prod(sizes.values())
+    other = math.gcd(replicas, data)
+    return f'mesh.data={data}' + (f' mesh.replicas={other}' if other != replicas else '')
 
 
 def is_simulated(mesh: Mesh) -> bool:
@@ -99,31 +195,16 @@ def concrete(abstract: Any) -> Any:
 
 
 def _within_hosts(
-    devices: list[jax.Device], data: int, model: int, cross_hosts: bool
+    devices: list[jax.Device], sizes: Mapping[str, int], cross_hosts: bool
 ) -> list[jax.Device]:
     """Return the devices with those of a host adjacent, however its processes are numbered.
 
-    Raises ConfigError if a tensor-parallel group would span hosts, unless `cross_hosts`.
+    Raises ConfigError as `check_hosts` does.
     """
     hosts = _hosts()
     devices = sorted(devices, key=lambda device: hosts.index(hosts[device.process_index]))
-    groups = [
-        {hosts[device.process_index] for device in devices[i * model : (i + 1) * model]}
-        for i in range(data)
-    ]
-    if cross_hosts or all(len(group) == 1 for group in groups):
-        return devices
-    largest = math.gcd(
-        *collections.Counter(hosts[device.process_index] for device in devices).values()
-    )
-    crossing = next(group for group in groups if len(group) > 1)
-    raise ConfigError(
-        f'mesh.model={model} reaches across hosts ({", ".join(sorted(crossing))}), '
-        'and each layer would wait for their network: '
-        f'set mesh.model to {largest} or a divisor of it, '
-        f'for example mesh.data={len(devices) // largest} mesh.model={largest}, '
-        'or mesh.allow_model_across_hosts=true'
-    )
+    check_hosts([hosts[device.process_index] for device in devices], sizes, cross_hosts=cross_hosts)
+    return devices
 
 
 def _hosts() -> list[str]:
@@ -178,10 +259,24 @@ def _too_few(sizes: Mapping[str, int], devices: list[jax.Device]) -> str:
     kind = 'CPU' if on_cpu else devices[0].device_kind
     needed = math.prod(sizes.values())
     message = f'{_words(sizes)} needs {needed} devices and jax has {count} ({kind})'
-    others = needed // (sizes['data'] * sizes['model'])
-    free = count // others
-    fits = ', '.join(f'{free // m}x{m}' for m in range(1, free + 1) if free % m == 0)
+    choose = _choices(sizes, count)
     if on_cpu:
-        when = 'make the mesh before the first use of jax'
-        return f'{message}: {when}, or choose data x model among {fits}'
-    return f'{message}: choose data x model among {fits}, or JAX_PLATFORMS=cpu to simulate them'
+        return f'{message}: make the mesh before the first use of jax, or {choose}'
+    return f'{message}: {choose}, or JAX_PLATFORMS=cpu to simulate them'
+
+
+def _choices(sizes: Mapping[str, int], count: int) -> str:
+    """Return the sizes of `data` and `model` that `count` devices have room for, in words."""
+    replicas = sizes.get('replica', 1)
+    others = math.prod(sizes.values()) // (_data(sizes) * sizes['model'])
+    less = []
+    if others > count:
+        others, less = 1, ['mesh.model_rows=1']
+    free = count // others
+    fits = [(free // m, m) for m in range(1, free + 1) if free % m == 0]
+    if any(data % replicas == 0 for data, _ in fits):
+        fits = [(data, m) for data, m in fits if data % replicas == 0]
+    else:
+        less.append('mesh.replicas=1')
+    with_less = f' with {", ".join(less)}' if less else ''
+    return f'choose data x model among {", ".join(f"{d}x{m}" for d, m in fits)}{with_less}'

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The name, global shape, mesh axis per dim and bytes per device of an array."""
+    """The name, global shape, mesh axes per dim and bytes per device of an array."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,15 +20,24 @@ class Placement:
 
     def __str__(self) -> str:
         dims = ', '.join(
-            f'{size}@{axis}' if axis else f'{size}'
-            for size, axis in zip(self.shape, self.axes, strict=True)
+            f'{size}@{"+".join(axes)}' if axes else f'{size}'
+            for size, axes in zip(self.shape, self.axes, strict=True)
         )
         return f'{self.name} [{dims}] {self.bytes_per_device:,} bytes per device'
 
     @property
-    def axes(self) -> tuple[str | None, ...]:
-        """The mesh axis of each dim, None if it is not sharded."""
-        return (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """The mesh axes of each dim, outermost first; () if it is not sharded."""
+        entries = *self.spec, *(None,) * (len(self.shape) - len(self.spec))
+        return tuple(
+            () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+            for entry in entries
+        )
+
+    @property
+    def mesh_axes(self) -> frozenset[str]:
+        """The mesh axes that shard the array."""
+        return frozenset(axis for axes in self.axes for axis in axes)
 
 
 def placements(tree: Any) -> list[Placement]:

@@ -2,7 +2,7 @@
 
 from megajax.config import Config
 from megajax.miscompiles import cures, mesh_target, refuse_bitten
-from megajax.train.overlap import OPTIONS
+from megajax.train.overlap import overlap_options
 
 Options = dict[str, str | bool]
 
@@ -14,7 +14,7 @@ def step_options(config: Config) -> Options:
     """
     target = mesh_target()
     refuse_bitten(config, target)
-    overlap = OPTIONS if config.train.overlap == 'batch_split' and target != 'cpu' else {}
+    overlap = overlap_options(config) if target != 'cpu' else {}
     return {**overlap, **cures(target)}
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from megajax.config import Config, ConfigError, RunError
 from megajax.data import Batch as HostBatch
 from megajax.data import Batches
-from megajax.parallel.layout import BATCH
+from megajax.parallel.layout import batch_layout
 from megajax.processes.agree import from_all
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
 
     With `batch_size`, the arrays hold only this process's rows of a batch of that size.
     """
-    sharding = NamedSharding(jax.sharding.get_mesh(), BATCH('BS'))
+    sharding = _rows_sharding()
 
     def place(x: np.ndarray) -> jax.Array:
         shape = batch_size or len(x), *x.shape[1:]
@@ -104,7 +104,7 @@ def local_rows(batch_size: int) -> slice:
 
     Rows in between that belong to other processes are included.
     """
-    sharding = NamedSharding(jax.sharding.get_mesh(), BATCH('BS'))
+    sharding = _rows_sharding()
     rows = [
         index[0].indices(batch_size)
         for index in sharding.addressable_devices_indices_map((batch_size, 1)).values()
@@ -113,9 +113,14 @@ def local_rows(batch_size: int) -> slice:
     return slice(min(start for start, _, _ in rows), max(stop for _, stop, _ in rows))
 
 
+def _rows_sharding() -> NamedSharding:
+    mesh = jax.sharding.get_mesh()
+    return NamedSharding(mesh, batch_layout(mesh.axis_names)('BS'))
+
+
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes, dtypes and placements of a batch on the current mesh."""
-    sharding = NamedSharding(jax.sharding.get_mesh(), BATCH('BS'))
+    sharding = _rows_sharding()
     shape = config.train.batch_size, config.train.seq_len
     dtypes = {'tokens': jnp.int32, 'labels': jnp.int32, 'loss_mask': jnp.float32}
     if config.data.document_mask:

@@ -9,6 +9,7 @@ import optax
 
 from megajax.config import Config, OptimConfig
 from megajax.model.parameters import map_parameters
+from megajax.train.moments import with_moments_in_bf16
 
 # The fraction of the steps, at their end, in which the rate decays: the last fifth, as in MiniCPM
 # (Hu et al., 2024) and its successors.
@@ -18,13 +19,13 @@ WSD_DECAY = 0.2
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     """Return clipping followed by AdamW; moments have the placement of their parameter."""
     optim = config.optim
-    adamw = optax.adamw(
-        make_schedule(optim, config.train.steps),
-        b1=optim.beta1,
-        b2=optim.beta2,
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        mask=decays,
+    adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
+    if optim.moments_dtype == 'bfloat16':
+        adam = with_moments_in_bf16(adam)
+    adamw = optax.chain(
+        adam,
+        optax.add_decayed_weights(optim.weight_decay, decays),
+        optax.scale_by_learning_rate(make_schedule(optim, config.train.steps)),
     )
     return optax.chain(optax.clip_by_global_norm(optim.grad_clip), adamw)
 

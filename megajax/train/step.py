@@ -15,10 +15,9 @@ from megajax.config import Config
 from megajax.counts.parameters import Parameter
 from megajax.model.block import Block
 from megajax.model.dropout import sequence_keys
-from megajax.model.gradient_slot import separate, value
 from megajax.model.loss import Loss
 from megajax.model.parameters import map_parameters
-from megajax.model.shard_copies import add_copies, copied_dims, copy_to_shards
+from megajax.model.shard_copies import add_copies, copy_to_shards
 from megajax.model.transformer import Bert, Computation, LanguageModel, make_model, model_graph
 from megajax.parallel.layout import Layout
 from megajax.train.compiler_options import evaluation_options, step_options
@@ -34,7 +33,14 @@ from megajax.train.loss_scale import (
 )
 from megajax.train.optimizer import make_optimizer, make_schedule
 from megajax.train.overlap import num_parts
-from megajax.train.zero1 import gather_over_data, shard_over_data, sum_over_data
+from megajax.train.zero import (
+    gather_once,
+    mapped_axes,
+    shard_over_data,
+    sum_over_data,
+    weights_and_primals,
+    zero_gradients,
+)
 
 Metrics = dict[str, jax.Array]
 Sums = tuple[jax.Array, jax.Array]
@@ -55,29 +61,30 @@ class TrainState(NamedTuple):
 def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
     """Return the state before the first step, created where it belongs on the current mesh.
 
-    The parameters are random unless `params` are given, which must be placed as a model's. Under
+    The parameters are random unless `params` are given, placed as they are between steps. Under
     `jax.eval_shape` the result is the shapes and placements.
     """
     layout, optimizer = Layout.of(config), make_optimizer(config)
 
+    def random_params() -> nnx.State:
+        model = make_model(config.model, layout, key=jax.random.key(config.train.seed))
+        return shard_over_data(nnx.state(model), layout)
+
     @jax.jit
-    def init(params: nnx.State | None) -> TrainState:
-        if params is None:
-            params = nnx.state(
-                make_model(config.model, layout, key=jax.random.key(config.train.seed))
-            )
-        params = shard_over_data(params, layout)
+    def init(given: nnx.State | None) -> TrainState:
+        params = random_params() if given is None else given
         zero = jnp.zeros((), jnp.int32)
         return TrainState(
             step=zero,
             batches=zero,
-            params=params,
+            params=params if given is None else nnx.State({}),  # a result would be a copy
             opt_state=optimizer.init(params),
             guard=init_guard(),
             loss_scale=init_loss_scale(config),
         )
 
-    return init(params)
+    state = init(params)
+    return state if params is None else state._replace(params=params)
 
 
 def before_skipped(state: TrainState) -> TrainState:
@@ -152,43 +159,40 @@ def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.Sta
     It returns the mean loss, the mean negative log-likelihood and the gradient of the loss. Every
     data shard differentiates the loss of its own rows with respect to the shared parameters, which
     gives one gradient per data shard; their sum, after the last microbatch, is a step's only
-    reduction over `data`.
+    reduction over `data`. From ZeRO-2 on (`zero.py`) the backward pass sums those of matrices.
     """
     layout, num_microbatches = Layout.of(config), config.train.microbatches
-    num_data = layout.num_shards('B')
-    shard_loss = _make_shard_loss(config, layout.per_shard)
-    over_data = jax.vmap(
-        jax.value_and_grad(shard_loss, has_aux=True),
-        in_axes=(None, None, 0, None),
-        spmd_axis_name='data',
-    )
+    differentiate = jax.value_and_grad(_make_shard_loss(config, layout.per_shard), has_aux=True)
 
     def loss_and_gradients(
         params: nnx.State, batch: Batch, key: jax.Array, loss_scale: LossScale | None = None
     ) -> tuple[Sums, nnx.State]:
         batch = scale_weights(loss_scale, _with_rows_and_weights(batch, layout))
-        weights, slots = separate(gather_over_data(params, config.train.dtype, layout))
-        weights, copied = copy_to_shards(weights, layout), copy_to_shards(slots, layout)
+        weights, primals = weights_and_primals(params, config, layout)
+        weights, primals = copy_to_shards(weights, layout), copy_to_shards(primals, layout)
         microbatches = jax.tree.map(lambda x: _split(x, num_microbatches, layout), batch)
 
+        # This closes over the matrices at rest: jax refuses arguments of a mapped function that
+        # are sharded over the mesh axis that it is mapped over.
+        def of_shard(shard: Batch) -> tuple[Sums, Any]:
+            return differentiate(primals, weights, shard, key)
+
+        of_microbatch = _over_shards(of_shard, layout, (0, mapped_axes(primals, config)))
+
         def accumulate(total: Any, microbatch: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, over_data(copied, weights, microbatch, key)), None
+            return jax.tree.map(jnp.add, total, of_microbatch(microbatch)), None
 
         if num_microbatches == 1:
-            total = over_data(copied, weights, jax.tree.map(lambda x: x[0], microbatches), key)
+            total = of_microbatch(jax.tree.map(lambda x: x[0], microbatches))
         else:
-            zero = jnp.zeros((num_data,), out_sharding=layout('B'))
-
-            def zeros_like(declared: Parameter, x: jax.Array) -> jax.Array:
-                spec = layout(f'B{copied_dims(declared, layout)}')
-                return jnp.zeros((num_data, *x.shape), x.dtype, out_sharding=spec)
-
-            zeros = map_parameters(zeros_like, copied)
-            total, _ = lax.scan(accumulate, ((zero, zero), zeros), microbatches)
+            shards = layout.mesh_axes('B')
+            zero = jnp.zeros(layout.sizes_of(shards), out_sharding=layout.stacked('', shards))
+            zeros = (zero, zero), zero_gradients(primals, config, layout)
+            total, _ = lax.scan(accumulate, zeros, microbatches)
         with jax.named_scope('data_parallel'):
             sums, gradients = total
-            sums = jax.tree.map(lambda x: x.sum(0), sums)
-            gradients = add_copies(sum_over_data(gradients, layout), layout)
+            sums = jax.tree.map(lambda x: x.sum(), sums)
+            gradients = add_copies(sum_over_data(gradients, config, layout), layout)
         return unscale(loss_scale, (sums, gradients))
 
     return loss_and_gradients
@@ -206,11 +210,12 @@ def make_eval_step(config: Config) -> Wrapped:
     graph = model_graph(config.model, layout.per_shard)
 
     def shard_sums(params: nnx.State, shard: Batch) -> Metrics:
-        model = nnx.merge(graph, params)
-        x_BTD = model.hidden(shard['tokens'], computation, **_beside_tokens(shard))
+        weights = params if config.optim.shard == 'weights' else None
+        model, layers = _model_with_weights(graph, params, weights, computation, layout.per_shard)
+        x_BTD = model.hidden(shard['tokens'], computation, **_beside_tokens(shard), weights=layers)
         nll = loss(
             model.before_head(x_BTD),
-            model.head_VD,
+            model.head_Vd,
             shard['labels'],
             shard['loss_mask'],
             model.head_bias_V,
@@ -224,8 +229,8 @@ def make_eval_step(config: Config) -> Wrapped:
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:
         shards = jax.tree.map(lambda x: _split(x, 1, layout)[0], batch)
-        weights = gather_over_data(params, config.train.dtype, layout)
-        per_shard = jax.vmap(shard_sums, in_axes=(None, 0), spmd_axis_name='data')(weights, shards)
+        weights = gather_once(params, config, layout)
+        per_shard = _over_shards(lambda shard: shard_sums(weights, shard), layout)(shards)
         sums = {name: x.sum() for name, x in per_shard.items()} | {
             'tokens': batch['loss_mask'].sum()
         }
@@ -245,7 +250,7 @@ def _make_shard_loss(
     def shard_loss(
         params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array
     ) -> Sums:
-        model, layers = _model_with_weights(graph, params, weights)
+        model, layers = _model_with_weights(graph, params, weights, computation, layout)
         key_B = sequence_keys(key, shard['rows']) if config.model.dropout else None
         x_BTD = model.hidden(
             shard['tokens'], computation, **_beside_tokens(shard), key_B=key_B, weights=layers
@@ -253,7 +258,7 @@ def _make_shard_loss(
         head_BTD = model.before_head(x_BTD)
         with jax.named_scope('loss'):
             objective, nll = loss(
-                head_BTD, model.head_VD, shard['labels'], shard['weights'], model.head_bias_V
+                head_BTD, model.head_Vd, shard['labels'], shard['weights'], model.head_bias_V
             )
         if isinstance(model, Bert):
             with jax.named_scope('head'):
@@ -272,7 +277,11 @@ def _beside_tokens(shard: Batch) -> dict[str, Any]:
 
 
 def _model_with_weights(
-    graph: nnx.GraphDef[LanguageModel], params: nnx.State, weights: nnx.State | None
+    graph: nnx.GraphDef[LanguageModel],
+    params: nnx.State,
+    weights: nnx.State | None,
+    computation: Computation,
+    layout: Layout,
 ) -> tuple[LanguageModel, Block | None]:
     """Return the model, and the weights of its layers where they differ from its parameters.
 
@@ -282,11 +291,20 @@ def _model_with_weights(
     if weights is None:
         return nnx.merge(graph, params), None
 
-    def outside_layers(declared: Parameter, slot: jax.Array, weight: jax.Array) -> jax.Array:
-        return slot if declared.is_stacked else value(weight, slot)
+    def outside_layers(declared: Parameter, x: jax.Array, weight: jax.Array) -> jax.Array:
+        return x if declared.is_stacked else computation.value(weight, x, declared, layout)
 
     params = map_parameters(outside_layers, params, weights)
     return nnx.merge(graph, params), nnx.merge(graph, weights).layers
+
+
+def _over_shards(function: Callable[..., Any], layout: Layout, out_axes: Any = 0) -> Any:
+    """Map a function of a shard's rows over all data shards; `out_axes` are those of `jax.vmap`."""
+    *replicas, data = layout.mesh_axes('B')
+    function = jax.vmap(function, out_axes=out_axes, spmd_axis_name=data)
+    for axis in replicas:
+        function = jax.vmap(function, spmd_axis_name=axis)
+    return function
 
 
 def _with_rows_and_weights(batch: Batch, layout: Layout) -> Batch:
@@ -310,10 +328,11 @@ def _real_rows(batch: Batch) -> jax.Array:
 def _split(x: jax.Array, num_microbatches: int, layout: Layout) -> jax.Array:
     """Reshape [batch, ...] to [microbatch, data shard, rows, ...].
 
-    Each data shard splits its own rows into microbatches, so no row moves between devices.
+    Each data shard splits its own rows into microbatches, so no row moves between devices. Data
+    shards have one dim for each of their mesh axes.
     """
-    num_data = layout.num_shards('B')
-    rows = x.shape[0] // (num_microbatches * num_data)
-    shape = num_data, num_microbatches, rows, *x.shape[1:]
-    parts = x.reshape(shape, out_sharding=layout('B' + '-' * (x.ndim + 1)))
-    return jnp.moveaxis(parts, 1, 0)
+    axes = layout.mesh_axes('B')
+    rows = x.shape[0] // (num_microbatches * layout.num_shards('B'))
+    shape = *layout.sizes_of(axes), num_microbatches, rows, *x.shape[1:]
+    parts = x.reshape(shape, out_sharding=layout.stacked('-' * (x.ndim + 1), axes))
+    return jnp.moveaxis(parts, len(axes), 0)

@@ -8,6 +8,8 @@ from megajax.config import ConfigError, load
 from megajax.config.combinations import COMBINATIONS, Combination
 
 VALUES = {
+    'mesh.model_rows': 'mesh.model_rows=2',
+    'mesh.replicas': 'mesh.replicas=2',
     'train.sample_prompts': 'train.sample_prompts=["a"]',
     'model.rope_scaling': 'model.rope_scaling={"type": "linear", "factor": 2}',
 }

@@ -6,6 +6,8 @@ from megajax.config import ConfigError, Problem, load
 
 # 12 heads of 64, hidden 768, ffn 3072, vocabulary 50257 -> 51200, seq 1024, batch 512 = 8 x 4 x 16
 BASE = 'gpt2_124m'
+RUNGS = ['none', 'optimizer', 'gradients', 'weights']
+GRID = 'mesh.model_rows=2 mesh.model=2 mesh.sequence_parallel=true'
 
 
 def problems(*overrides: str) -> list[Problem]:
@@ -124,10 +126,99 @@ def problems(*overrides: str) -> list[Problem]:
             'optim.warmup_steps=1999',
         ),
         (
-            'optim.shard=true mesh.data=512 train.microbatches=1',
+            'mesh.replicas=3 optim.shard=weights',
+            'mesh.data',
+            '8 is not a multiple of mesh.replicas=3; use 6 or 9, or mesh.replicas 2 or 4',
+            'mesh.replicas=4',
+        ),
+        (
+            'mesh.replicas=3 optim.shard=weights',
+            'mesh.data',
+            'use 6 or 9',
+            'mesh.data=9',
+        ),
+        (
+            'mesh.replicas=2',
+            'mesh.replicas',
+            'optim.shard=none shards nothing; use mesh.replicas=1, or optim.shard=weights',
+            'optim.shard=weights',
+        ),
+        (
+            'mesh.replicas=2',
+            'mesh.replicas',
+            'use mesh.replicas=1',
+            'mesh.replicas=1',
+        ),
+        (
+            'mesh.model_rows=2 mesh.model=2',
+            'mesh.model_rows',
+            '2 needs mesh.sequence_parallel=true: a grid shards the residual stream',
+            'mesh.sequence_parallel=true',
+        ),
+        (
+            'mesh.model_rows=2 mesh.model=2',
+            'mesh.model_rows',
+            'set it, or mesh.model_rows=1',
+            'mesh.model_rows=1',
+        ),
+        (
+            f'{GRID} mesh.model=6 model.num_kv_heads=4',
+            'model.num_kv_heads',
+            '4 is not a multiple of mesh.model=6, and the columns of a grid (mesh.model_rows=2) '
+            'have complete key/value heads; use mesh.model 4, or mesh.model_rows=1',
+            'mesh.model=4',
+        ),
+        (
+            f'{GRID} mesh.model=4 model.num_kv_heads=2',
+            'model.num_kv_heads',
+            'use mesh.model 2, or mesh.model_rows=1',
+            'mesh.model_rows=1',
+        ),
+        (
+            f'{GRID} mesh.model_rows=5',
             'model.hidden_size',
-            'mesh.data=512 under optim.shard; use',
-            'mesh.data=256',
+            '768 is not a multiple of mesh.model_rows=5; use 765 or 770, or mesh.model_rows 4 or 6',
+            'mesh.model_rows=4',
+        ),
+        (
+            f'{GRID} optim.shard=weights mesh.data=10 mesh.replicas=2 train.batch_size=320',
+            'model.hidden_size',
+            '768 over mesh.model_rows=2 is 384, not a multiple of the 5 data shards that '
+            'optim.shard=weights divides it among; use mesh.data 8 or 12',
+            'mesh.data=8',
+        ),
+        (
+            f'{GRID} mesh.model_rows=6',
+            'model.vocab_size',
+            '50257 is padded to 51200, which mesh.model_rows=6 does not divide; '
+            'use mesh.model_rows 5 or 8',
+            'mesh.model_rows=8',
+        ),
+        (
+            f'{GRID} mesh.model=6',
+            'model.vocab_size',
+            'which mesh.model_rows=2 x mesh.model=6 = 12 does not divide; use mesh.model 5 or 8',
+            'mesh.model=8',
+        ),
+        (
+            f'{GRID} mesh.model_rows=4 train.batch_size=64 train.microbatches=4',
+            'train.batch_size',
+            '64 gives each data shard 2 rows of a microbatch, and mesh.model_rows=4 shards them in '
+            'attention and MLP; use 128',
+            'train.batch_size=128',
+        ),
+        (
+            f'{GRID} train.batch_size=192 train.microbatches=4 train.overlap=batch_split',
+            'train.batch_size',
+            '192 gives each data shard 6 rows of a microbatch, and train.overlap=batch_split cuts '
+            'them in half and mesh.model_rows=2 shards them in attention and MLP; use 128 or 256',
+            'train.batch_size=256',
+        ),
+        (
+            f'{GRID} model.objective=masked_lm',
+            'mesh.model_rows',
+            'use mesh.model_rows=1 with model.objective=masked_lm',
+            'mesh.model_rows=1',
         ),
         (
             'train.steps=3000 train.profile={"start":2995,"steps":20}',
@@ -192,6 +283,11 @@ def test_the_message_offers_what_works(wrong: str, path: str, offer: str, right:
         'mesh.model=4 model.num_kv_heads=1',
         'mesh.model=4 model.num_kv_heads=2',
         'mesh.model=2 model.num_kv_heads=4',
+        'optim.shard=weights mesh.data=512 train.microbatches=1',  # 768 is padded to 1024
+        'optim.shard=gradients mesh.replicas=8',
+        GRID,
+        f'{GRID} mesh.model=1',
+        f'{GRID} model.num_kv_heads=2 optim.shard=weights mesh.replicas=2',
         'model.position=rope',
         'optim.min_lr=0 optim.schedule=constant',
         (
@@ -203,6 +299,19 @@ def test_the_message_offers_what_works(wrong: str, path: str, offer: str, right:
 )
 def test_what_can_work_is_allowed(overrides: str) -> None:
     assert problems(*overrides.split()) == []
+
+
+@pytest.mark.parametrize(
+    ('value', 'rung'),
+    [('true', 'optimizer'), ('false', 'none'), *zip(RUNGS, RUNGS, strict=True)],
+)
+def test_a_rung_of_zero_may_be_written_as_a_boolean(value: str, rung: str) -> None:
+    assert load(BASE, [f'optim.shard={value}']).optim.shard == rung
+
+
+def test_an_unknown_rung_of_zero_is_refused_with_those_that_there_are() -> None:
+    (problem,) = problems('optim.shard=zero3')
+    assert all(rung in problem.message for rung in RUNGS)
 
 
 @pytest.mark.parametrize('wrong', ['mesh.model=two', 'mesh.modle=5', 'model.num_heads=0'])

@@ -151,7 +151,7 @@ def test_scanned_layers_are_the_layers_one_after_another(name):
 
         def scanned(params: nnx.State) -> jax.Array:
             model = nnx.merge(graph, params)
-            return loss(model.hidden(token_BS, IN_FP32), model.head_VD, label_BS, weight_BS)[0]
+            return loss(model.hidden(token_BS, IN_FP32), model.head_Vd, label_BS, weight_BS)[0]
 
         def looped(params: nnx.State) -> jax.Array:
             model = nnx.merge(graph, params)
@@ -162,7 +162,7 @@ def test_scanned_layers_are_the_layers_one_after_another(name):
                     layer_graph, jax.tree.map(lambda x, index=index: x[index], params['layers'])
                 )
                 x_BSD, _ = layer(x_BSD, attention_core(config.model, layout))
-            return loss(model.norm(x_BSD), model.head_VD, label_BS, weight_BS)[0]
+            return loss(model.norm(x_BSD), model.head_Vd, label_BS, weight_BS)[0]
 
         (expected, gradients), (actual, actual_gradients) = (
             jax.jit(jax.value_and_grad(f))(params) for f in (looped, scanned)
@@ -179,7 +179,7 @@ def test_jit_changes_nothing(name):
         label_BS, weight_BS = placed(TOKENS), placed(np.ones(TOKENS.shape, 'f4'))
 
         def objective() -> jax.Array:
-            return loss(model.hidden(label_BS, IN_FP32), model.head_VD, label_BS, weight_BS)[0]
+            return loss(model.hidden(label_BS, IN_FP32), model.head_Vd, label_BS, weight_BS)[0]
 
         assert relative_error(objective(), jax.jit(objective)()) < 1e-6
 
@@ -211,7 +211,7 @@ def test_more_padding_changes_no_logit(monkeypatch):
         monkeypatch.setattr(schema, 'VOCAB_MULTIPLE', 2048)
         monkeypatch.setattr('megajax.model.parameters.dim_sizes', inspect.unwrap(dim_sizes))
         wider = make_decoder(config)
-        assert wider.head_VD.shape[0] == 2 * model.head_VD.shape[0] == 2048
+        assert wider.head_Vd.shape[0] == 2 * model.head_Vd.shape[0] == 2048
         nnx.update(wider, jax.tree.map(over, nnx.state(model), nnx.state(wider)))
         assert relative_error(logits(wider), expected) < 1e-6
 

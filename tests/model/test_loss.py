@@ -50,10 +50,10 @@ def sums_and_gradients(place, smoothing=0.0, z_loss=0.0, scale=1.0):
         return jax.device_put(x.reshape(place[0], -1, *x.shape[1:]), jax.P('data', None, *spec))
 
     with on_mesh(config):
-        head_VD = jax.device_put(HEAD, layout('VD'))
+        head_Vd = jax.device_put(HEAD, layout('VD'))
         (objective, nll), (dx, dhead) = jax.jit(per_shard)(
             by_shard(scale * X, *layout('TD')),
-            head_VD,
+            head_Vd,
             by_shard(LABEL, None),
             by_shard(WEIGHT, None),
         )

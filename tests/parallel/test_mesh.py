@@ -5,7 +5,14 @@ import pytest
 from jax.sharding import AxisType
 
 import megajax
-from megajax.parallel.mesh import axis_sizes, concrete, is_simulated, make_mesh
+from megajax.parallel.mesh import (
+    axis_sizes,
+    check_hosts,
+    concrete,
+    is_simulated,
+    make_mesh,
+    one_dimensional,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,13 +43,131 @@ def test_further_axes_come_in_their_order_and_one_of_a_single_device_is_left_out
     assert make_mesh(2, 2, stage=2).axis_names == ('stage', 'data', 'model')
 
 
-def test_too_few_devices_for_further_axes_name_them_too():
+@pytest.mark.parametrize(
+    ('sizes', 'words', 'fits'),
+    [
+        (
+            {'data': 4, 'model': 2, 'row': 2},
+            'mesh.data=4 x mesh.model_rows=2 x mesh.model=2 needs 16 devices',
+            'choose data x model among 4x1, 2x2, 1x4',
+        ),
+        (
+            {'data': 4, 'model': 2, 'replica': 2},
+            'mesh.data=8 x mesh.model=2 (mesh.replicas=2) needs 16 devices',
+            'choose data x model among 8x1, 4x2, 2x4',
+        ),
+        (
+            {'data': 1, 'model': 1, 'replica': 3, 'row': 16},
+            'mesh.data=3 x mesh.model_rows=16 x mesh.model=1 (mesh.replicas=3) needs 48 devices',
+            'choose data x model among 8x1, 4x2, 2x4, 1x8 with mesh.model_rows=1, mesh.replicas=1',
+        ),
+    ],
+)
+def test_too_few_devices_are_told_by_the_keys_of_the_config(sizes, words, fits):
     jax.devices()
     with pytest.raises(megajax.ConfigError) as refusal:
-        make_mesh(4, 2, row=2)
-    assert 'mesh.data=4 x mesh.row=2 x mesh.model=2 needs 16 devices and jax has 8' in str(
-        refusal.value
+        make_mesh(**sizes)
+    message = str(refusal.value)
+    assert message.startswith(f'{words} and jax has 8 (CPU)')
+    assert message.endswith(fits)
+
+
+def hosts(*counts: int) -> list[str]:
+    return [f'host{number}' for number, count in enumerate(counts) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ('places', 'sizes', 'cross_hosts', 'message'),
+    [
+        (
+            hosts(8, 8, 8, 8),
+            {'replica': 2, 'data': 16, 'model': 1},
+            False,
+            'mesh.replicas=2 makes groups of 16 devices, which reach across hosts (host0, host1), '
+            'and each layer would wait for their network: set mesh.replicas=4, whose groups of 8 '
+            'devices stay in one host',
+        ),
+        (
+            hosts(6, 6),
+            {'replica': 3, 'data': 4, 'model': 1},
+            False,
+            'mesh.replicas=3 makes groups of 4 devices, which reach across hosts (host0, host1), '
+            'and each layer would wait for their network: set mesh.replicas=2, whose groups of 6 '
+            'devices stay in one host',
+        ),
+        (
+            hosts(8, 8),
+            {'data': 2, 'row': 2, 'model': 8},
+            False,
+            'mesh.model_rows=2 x mesh.model=8 reaches across hosts (host0, host1), and each layer '
+            'would wait for their network: set their product to 8 or a divisor of it, or '
+            'mesh.allow_model_across_hosts=true',
+        ),
+        (
+            hosts(8, 8),
+            {'replica': 2, 'data': 2, 'row': 2, 'model': 2},
+            True,
+            'mesh.replicas=2 with mesh.model_rows=2 on several hosts: a grid whose gradients are '
+            'also summed between hosts is not supported yet; set mesh.replicas=1, or '
+            'mesh.model_rows=1',
+        ),
+    ],
+)
+def test_groups_that_need_not_cross_hosts_are_refused_with_those_that_stay(
+    places, sizes, cross_hosts, message
+):
+    with pytest.raises(megajax.ConfigError) as refusal:
+        check_hosts(places, sizes, cross_hosts=cross_hosts)
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize(
+    ('places', 'sizes', 'cross_hosts'),
+    [
+        (hosts(8, 8), {'data': 16, 'model': 1}, False),  # ZeRO over all hosts, for its memory
+        (hosts(8, 8), {'replica': 2, 'data': 4, 'model': 2}, False),
+        (hosts(8, 8), {'replica': 4, 'data': 2, 'model': 2}, False),
+        (hosts(8, 8), {'replica': 2, 'data': 1, 'model': 8}, False),
+        # No number of replicas keeps a group inside a host.
+        (hosts(4, 4, 4, 4), {'replica': 2, 'data': 1, 'model': 8}, True),
+        (hosts(8), {'replica': 2, 'data': 1, 'row': 2, 'model': 2}, False),
+        (hosts(8, 8), {'data': 1, 'row': 2, 'model': 8}, True),
+    ],
+)
+def test_groups_inside_hosts_and_those_that_cannot_be_are_allowed(places, sizes, cross_hosts):
+    check_hosts(places, sizes, cross_hosts=cross_hosts)
+
+
+def on(mesh, shard='none', **model):
+    small = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300}
+    return megajax.Config(
+        model=small | {'max_seq_len': 16} | model,
+        train={'seq_len': 16, 'batch_size': 8},
+        mesh=mesh,
+        optim={'shard': shard},
     )
+
+
+def grid(rows, model):
+    return {'data': 2, 'model_rows': rows, 'model': model, 'sequence_parallel': True}
+
+
+@pytest.mark.parametrize(
+    ('config', 'data', 'model'),
+    [
+        (on(grid(2, 2)), 2, 4),
+        (on(grid(4, 1)), 2, 4),
+        (on(grid(4, 2)), 8, 2),  # four heads are not for eight columns
+        (on(grid(2, 2), num_kv_heads=2, head_dim=7), 4, 2),
+        (on({'data': 4, 'replicas': 2, 'model': 2}, 'weights'), 4, 2),
+    ],
+)
+def test_a_config_in_one_dimension_has_as_many_devices_and_is_right(config, data, model):
+    plain = one_dimensional(config)
+    assert plain.mesh.sizes == {'data': data, 'model': model}
+    assert plain.mesh.num_devices == config.mesh.num_devices
+    assert plain.optim.shard == 'none'
+    megajax.Config.model_validate(plain.model_dump())
 
 
 @pytest.mark.parametrize(('data', 'model'), [(4, 4), (3, 3), (9, 1), (1, 16)])

@@ -17,7 +17,7 @@ from support import assert_close, gather, make_batch, make_config, on_mesh, pack
 from megajax.config import Config
 from megajax.model.attention import attend
 from megajax.model.dropout import dropout, sequence_keys
-from megajax.parallel.layout import BATCH, Layout
+from megajax.parallel.layout import Layout, batch_layout
 from megajax.parallel.mesh import concrete
 from megajax.train.feed import place_batch
 from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
@@ -174,6 +174,7 @@ def test_every_data_shard_has_its_own_count_of_tokens_in_the_loss():
 
 
 RATE, ROWS, LENGTH = 0.1, 8, 32
+over_data = batch_layout(['data', 'model'])
 
 
 def dropped(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
@@ -189,7 +190,8 @@ def dropped(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
         return dropout(ones, RATE, sequence_keys(jax.random.key(7), row_B), layout('TD'))
 
     with on_mesh(config):
-        out = jax.jit(drop)(jax.device_put(rows.reshape(place[0], -1), BATCH('BS')))
+        placed = jax.device_put(rows.reshape(place[0], -1), over_data('BS'))
+        out = jax.jit(drop)(placed)
         return np.asarray(out).reshape(-1, LENGTH, 16)
 
 
@@ -207,10 +209,11 @@ def attended(place: tuple[int, int, bool], rows: np.ndarray) -> np.ndarray:
         one_hot = jnp.broadcast_to(jnp.eye(LENGTH)[None, :, None, :], q_BSNH.shape)
         v_BSNH = jax.reshard(one_hot, like_heads)
         key_B = sequence_keys(jax.random.key(7), row_B)
-        return attend(q_BSNH, q_BSNH, v_BSNH, layout, rate=RATE, key_B=key_B)
+        return attend(q_BSNH, q_BSNH, v_BSNH, layout, rate=RATE, key_R=key_B)
 
     with on_mesh(config):
-        out = jax.jit(weights)(jax.device_put(rows.reshape(place[0], -1), BATCH('BS')))
+        placed = jax.device_put(rows.reshape(place[0], -1), over_data('BS'))
+        out = jax.jit(weights)(placed)
     return np.asarray(out).reshape(-1, LENGTH, 8, LENGTH)
 
 

@@ -1,0 +1,149 @@
+"""ZeRO (Rajbhandari et al., 2020) by its rungs, `optim.shard`: who keeps what, and for how long.
+
+Between steps each data shard stores its part of every matrix, in fp32, and of AdamW's moments.
+
+- `optimizer` (ZeRO-1, Megatron's distributed optimizer): a step gathers the matrices once, in the
+  compute dtype, and reduce-scatters their gradients in fp32 once, after the last microbatch.
+- `gradients` (ZeRO-2): each microbatch reduce-scatters each layer's gradients where its backward
+  pass computes them, so that only shards of gradients accumulate.
+- `weights` (ZeRO-3, FSDP): the matrices of a layer are also gathered only where it uses them,
+  forward and again backward.
+
+Tables that are looked up and vectors are few and stay replicated. With `mesh.replicas` (HSDP) all
+of this happens inside each group of data shards, and one all-reduce of the shards' gradients
+crosses the groups once a step.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from megajax.config import Config
+from megajax.counts.parameters import Parameter
+from megajax.model import at_rest
+from megajax.model.at_rest import reduced_in_backward
+from megajax.model.gradient_slot import separate
+from megajax.model.parameters import map_parameters
+from megajax.model.shard_copies import copied_dims
+from megajax.parallel.layout import Layout
+
+
+def shard_over_data(params: Any, layout: Layout) -> Any:
+    """Return the parameters with their placement between steps."""
+
+    def place(declared: Parameter, x: jax.Array) -> jax.Array:
+        return at_rest.scatter(x, declared.dims, layout) if declared.is_matrix else x
+
+    return map_parameters(place, params) if layout.at_rest else params
+
+
+def gather_once(params: Any, config: Config, layout: Layout) -> Any:
+    """Gather over `data`, in the compute dtype, the matrices that a step gathers only once.
+
+    The others of ZeRO-3 are returned as they are; a step gathers them where it uses them.
+    """
+    shard, dtype = config.optim.shard, config.train.dtype
+    if shard == 'none':
+        return params
+
+    def gathered(declared: Parameter, x: jax.Array) -> jax.Array:
+        if not declared.is_matrix or (shard == 'weights' and declared.is_in_microbatches):
+            return x
+        return at_rest.gather(x.astype(dtype), declared.dims, layout)
+
+    with jax.named_scope('parameters'):
+        return map_parameters(gathered, params)
+
+
+def weights_and_primals(params: Any, config: Config, layout: Layout) -> tuple[Any | None, Any]:
+    """Return the weights to compute with, and the tree to differentiate with respect to.
+
+    The latter has the matrices at rest whose gradients the backward pass sums over `data`, and
+    gradient slots for the others. Both are as `gradient_slot.separate` returns them.
+    """
+    gathered = gather_once(params, config, layout)
+    weights, slots = separate(gathered)
+    if config.optim.shard not in ('gradients', 'weights'):
+        return weights, slots
+
+    def choose(declared: Parameter, x: jax.Array, slot: jax.Array) -> jax.Array:
+        return x if reduced_in_backward(declared, config.optim.shard) else slot
+
+    return gathered, map_parameters(choose, params, slots)
+
+
+def mapped_axes(primals: Any, config: Config) -> Any:
+    """Return the dim of data shards in each gradient, None if the backward pass has summed it."""
+
+    def axis(declared: Parameter, _: jax.Array) -> int | None:
+        return None if reduced_in_backward(declared, config.optim.shard) else 0
+
+    return map_parameters(axis, primals)
+
+
+def zero_gradients(primals: Any, config: Config, layout: Layout) -> Any:
+    """Return zeros to accumulate the gradients of a step's microbatches in.
+
+    They are [data shard, ...], with one dim for each mesh axis of data shards. Gradients that the
+    backward pass sums over `data` are placed as the matrices at rest, for each replica.
+    """
+    axes = layout.mesh_axes('B')
+
+    def zeros(declared: Parameter, x: jax.Array) -> jax.Array:
+        is_summed = reduced_in_backward(declared, config.optim.shard)
+        stack = axes[:-1] if is_summed else axes
+        spec = layout.stacked(copied_dims(declared, layout), stack, at_rest=is_summed)
+        return jnp.zeros((*layout.sizes_of(stack), *x.shape), x.dtype, out_sharding=spec)
+
+    return map_parameters(zeros, primals)
+
+
+def sum_over_data(gradients: Any, config: Config, layout: Layout) -> Any:
+    """Return the sum of gradients like `zero_gradients`, with the placement of their parameters.
+
+    Over `data` this is an all-reduce, or a reduce-scatter where the parameter is sharded over it;
+    over `replica` it is an all-reduce of what is left.
+    """
+    dtype = config.optim.reduce_dtype
+
+    def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
+        dims = copied_dims(declared, layout)
+        if not declared.is_matrix:
+            return _sum_of_vector(gradient, dims, layout)
+        if not reduced_in_backward(declared, config.optim.shard):
+            gradient = _sum_within_replicas(gradient, dims, layout, dtype)
+        return _sum_over_replicas(gradient, dims, layout, dtype)
+
+    return map_parameters(add, gradients)
+
+
+def _sum_of_vector(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
+    # One dim for all data shards: XLA for CPUs would sum over each mesh axis in turn.
+    shape = -1, *gradient.shape[len(layout.mesh_axes('B')) :]
+    shards = gradient.reshape(shape, out_sharding=layout(f'B{dims}'))
+    return lax.reduce_sum(shards, (0,), out_sharding=layout(dims))
+
+
+def _sum_within_replicas(
+    gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
+    """Sum [..., data shard, *dims] over the data shards of each replica."""
+    *replicas, _ = layout.mesh_axes('B')
+    reduce = partial(at_rest.reduce, dims=dims, layout=layout, dtype=dtype)
+    for axis in replicas:
+        reduce = jax.vmap(reduce, spmd_axis_name=axis)
+    return reduce(gradient)
+
+
+def _sum_over_replicas(
+    gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
+    """Sum [replica, *dims] at rest over the replicas; without replicas there is no such dim."""
+    if len(layout.mesh_axes('B')) == 1:
+        return gradient
+    spec = layout(dims, at_rest=True)
+    return lax.reduce_sum(gradient.astype(dtype), (0,), out_sharding=spec).astype(jnp.float32)

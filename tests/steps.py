@@ -1,0 +1,130 @@
+"""Steps that several tests compare, each compiled once: a setting, and its numbers."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from support import gather, make_batch, make_config, on_mesh, pack, random_params
+
+from megajax.config import Config
+from megajax.train.feed import place_batch
+from megajax.train.step import init_state, make_eval_step, make_loss_and_gradients, make_train_step
+
+STEPS = 5
+
+
+class Setting(NamedTuple):
+    """A step whose numbers are compared."""
+
+    name: str
+    data: int
+    model: int
+    shard: str = 'none'
+    replicas: int = 1
+    model_rows: int = 1
+    sequence_parallel: bool = False
+    dtype: str = 'float32'
+    microbatches: int = 1
+    recompute: str = 'none'
+    reduce_dtype: str = 'float32'
+    moments_dtype: str = 'float32'
+    overlap: str = 'none'
+    hidden_size: int = 64
+    num_kv_heads: int | None = None  # those of the model
+
+    @property
+    def config(self) -> Config:
+        """The config of the step."""
+        sizes = {'hidden_size': self.hidden_size, 'head_dim': 8, 'ffn_size': 128}
+        heads = {} if self.num_kv_heads is None else {'num_kv_heads': self.num_kv_heads}
+        train = {'batch_size': math.lcm(24, self.data * self.microbatches), 'seq_len': 16}
+        # An eps above rounding error: Adam would turn the sign of such an error into a step.
+        optim = {'lr': 3e-3, 'eps': 1e-3}
+        return make_config(
+            self.name,
+            model=sizes | heads,
+            mesh=self._section('data', 'replicas', 'model_rows', 'model', 'sequence_parallel'),
+            train=train | self._section('dtype', 'microbatches', 'recompute', 'overlap'),
+            optim=optim | self._section('shard', 'reduce_dtype', 'moments_dtype'),
+        )
+
+    def _section(self, *keys: str) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in keys}
+
+    @property
+    def unsharded(self) -> 'Setting':
+        """The same step on the same mesh without ZeRO."""
+        return self._replace(shard='none', replicas=1, reduce_dtype='float32')
+
+    @property
+    def in_one_row(self) -> 'Setting':
+        """The same step on as many devices, with one-dimensional tensor parallelism."""
+        return self._replace(model_rows=1, model=self.model_rows * self.model)
+
+    @property
+    def on_one_device(self) -> 'Setting':
+        """The same step on one device."""
+        return self.unsharded._replace(data=1, model=1, model_rows=1, sequence_parallel=False)
+
+    def __str__(self) -> str:
+        defaults = Setting('', 0, 0)._asdict()
+        said = {
+            field: value if isinstance(value, str) else f'{field}={value}'
+            for field, value in self._asdict().items()
+            if value != defaults[field]
+        }
+        return '-'.join(said.values())
+
+
+def batch_of(setting: Setting, seed: int = 0) -> dict[str, jax.Array]:
+    """A batch on the current mesh; those of `llama` have document masks."""
+    batch = make_batch(setting.config, seed=seed)
+    return place_batch(pack(batch, [5, 11]) if setting.name == 'llama' else batch)
+
+
+@functools.cache
+def loss_and_gradients(setting: Setting) -> tuple[float, dict[str, np.ndarray]]:
+    """The loss and the gradients of a step, from the same parameters on every mesh."""
+    config = setting.config
+    with on_mesh(config):
+        function = jax.jit(make_loss_and_gradients(config))
+        params, batch = random_params(config, std=0.05), batch_of(setting)
+        (loss, _), gradients = function(params, batch, jax.random.key(0))
+        assert {gradient.dtype for gradient in jax.tree.leaves(gradients)} == {np.dtype('float32')}
+        return float(loss), gather(gradients)
+
+
+class Training(NamedTuple):
+    """The numbers of a few steps, from the same start on every mesh."""
+
+    losses: list[float]
+    first_moments: dict[str, np.ndarray]
+    params: dict[str, np.ndarray]
+    evaluated: dict[str, float]
+
+
+@functools.cache
+def train(setting: Setting) -> Training:
+    """Train for a few steps, and evaluate what comes of it."""
+    config, losses = setting.config, []
+    with on_mesh(config):
+        step, state = make_train_step(config), init_state(config)
+        for seed in range(STEPS):
+            state, metrics = step(state, batch_of(setting, seed))
+            losses.append(float(metrics['loss']))
+        moments = optax.tree_utils.tree_get(state.opt_state, 'mu')
+        sums = make_eval_step(config)(state.params, batch_of(setting, STEPS))
+        evaluated = {name: float(value) for name, value in sums.items()}
+        return Training(losses, gather(moments), gather(state.params), evaluated)
+
+
+@functools.cache
+def evaluate(setting: Setting) -> dict[str, float]:
+    """The sums of evaluation, with random parameters."""
+    config = setting.config
+    with on_mesh(config):
+        sums = make_eval_step(config)(random_params(config, std=0.05), batch_of(setting))
+        return {name: float(value) for name, value in sums.items()}

@@ -1,0 +1,91 @@
+"""A grid (2-D tensor parallelism) has the numbers of one dimension and of one device.
+
+Errors are relative to the largest element, see `support.relative_error`. The models have dropout
+(`gpt`) and document masks (`llama`).
+"""
+
+from typing import Any
+
+import pytest
+from steps import Setting, evaluate, loss_and_gradients, train
+from support import assert_close, relative_error, slow
+
+LIMIT = 1e-5
+
+
+def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Setting:
+    """A setting on data x rows x columns; the key/value heads of llama are as few as possible."""
+    heads = {'num_kv_heads': columns} if name == 'llama' else {}
+    return Setting(name, data, columns, model_rows=rows, sequence_parallel=True, **fields, **heads)
+
+
+@pytest.mark.parametrize('twin', ['on_one_device', 'in_one_row'])
+@pytest.mark.parametrize(
+    'setting',
+    [
+        grid('gpt', 2, 2, recompute='full'),
+        grid('llama', 4, 2),
+        slow(grid('llama', 2, 4)),
+        slow(grid('gpt', 2, 4, recompute='selective')),
+        slow(grid('gpt', 4, 2)),
+        slow(grid('llama', 2, 2, data=2, microbatches=2)),
+        slow(grid('gpt', 2, 1, data=2)),
+        slow(grid('llama', 8, 1)),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_one_dimension(setting: Setting, twin: str) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (getattr(setting, twin), setting)
+    )
+    assert relative_error(loss, expected_loss) <= LIMIT
+    assert_close(gradients, expected, LIMIT)
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        grid('llama', 2, 2, data=2, shard='weights', recompute='full', overlap='batch_split'),
+        slow(grid('gpt', 2, 2, data=2, shard='weights', recompute='selective')),
+        slow(grid('llama', 2, 2, data=2, shard='gradients', microbatches=2, dtype='bfloat16')),
+        slow(grid('gpt', 2, 2, data=2, shard='optimizer', overlap='batch_split')),
+        slow(grid('llama', 2, 1, data=4, shard='weights', replicas=2)),
+    ],
+    ids=str,
+)
+def test_rungs_of_zero_change_nothing_in_a_grid(setting: Setting) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.unsharded, setting)
+    )
+    # Without replicas to the bit; the sum over replicas has another order.
+    assert relative_error(loss, expected_loss) <= (1e-6 if setting.replicas > 1 else 0)
+    assert_close(gradients, expected, 1e-6)
+    assert evaluate(setting) == pytest.approx(evaluate(setting.unsharded), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        grid('llama', 2, 2, data=2, shard='weights', recompute='full'),
+        slow(grid('gpt', 2, 2, data=2, shard='weights', recompute='full', overlap='batch_split')),
+        slow(grid('gpt', 4, 2)),
+        slow(grid('llama', 2, 4)),
+    ],
+    ids=str,
+)
+def test_five_steps_and_an_evaluation_end_as_those_of_one_device(setting: Setting) -> None:
+    expected, actual = train(setting.on_one_device), train(setting)
+    assert relative_error(actual.losses, expected.losses) <= LIMIT
+    assert_close(actual.first_moments, expected.first_moments, LIMIT)
+    assert_close(actual.params, expected.params, LIMIT)
+    assert actual.evaluated == pytest.approx(expected.evaluated, rel=LIMIT)
+
+
+@pytest.mark.parametrize('setting', [grid('llama', 2, 2), slow(grid('gpt', 2, 2))], ids=str)
+def test_in_bf16_a_grid_is_as_near_as_rounding(setting: Setting) -> None:
+    setting = setting._replace(dtype='bfloat16')
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.on_one_device, setting)
+    )
+    assert relative_error(loss, expected_loss) <= 2e-2
+    assert_close(gradients, expected, 2e-2)
