@@ -100,7 +100,8 @@ class _Counted:
         backward kernel recomputes the scores.
         """
         model, train = self.config.model, self.config.train
-        heads = self.rows * model.num_heads // self.shards.get('N', 1)
+        rows = self.rows * self.shards.get('B', 1) // self.shards.get('R', 1)
+        heads = rows * model.num_heads // self.shards.get('N', 1)
         counts: dict[Phase, int] = {'forward': 2, 'backward': 7 if flash else 4, 'recompute': 0}
         if train.recompute == 'full' or (train.recompute == 'selective' and not flash):
             counts['recompute'] = 2 if train.recompute == 'full' else 1

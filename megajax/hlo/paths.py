@@ -115,9 +115,10 @@ def destination(
     """The path of the first matrix product that reads an array, or else of its first reader.
 
     `index` is the place of the array in the results of `producer`. An instruction that only stores
-    the array for later, or adds it to a sum, does not count as a reader.
+    the array for later, or adds it to a sum, does not count as a reader. A product to which XLA
+    gave the path of the operation after it counts only if no other product reads the array.
     """
-    first, ahead = '', [producer]
+    first, product, ahead = '', '', [producer]
     for source in ahead:
         for user in computation.users.get(source.name, ()):
             if (
@@ -127,7 +128,9 @@ def destination(
             ):
                 continue
             if is_path(user.op_name) and flops(program, computation, user):
-                return user.op_name
+                if user.op_name.endswith('/dot_general'):
+                    return user.op_name
+                product = product or user.op_name
             if user.opcode in SAME or user.opcode.endswith('-done') or user.opcode == 'fusion':
                 ahead.append(user)
             passes_on = user.opcode in SAME or user.opcode.endswith('-done')
@@ -137,7 +140,7 @@ def destination(
                 and not user.op_name.endswith(('/dynamic_update_slice', '/add'))
             ):
                 first = first or user.op_name
-    return first
+    return product or first
 
 
 def _slice_start(program: Program, producer: Instruction) -> int | None:

@@ -47,7 +47,7 @@ def inspect(
 def inspect_with_text(config: Config, *, target: str, hosts: int | None) -> tuple[Inspection, str]:
     """Do what `inspect` does, and return the compiled HLO too."""
     check_target(target)
-    hosts = num_hosts(config.mesh.data * config.mesh.model, hosts)
+    hosts = num_hosts(config.mesh.num_devices, hosts)
     from megajax.inspect.audit import audit  # here, because it imports jax
     from megajax.inspect.compile import compile_in_child
 

@@ -4,13 +4,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from megajax.config import Config, dump
-from megajax.counts.megatron import Expected, Site, expected
+from megajax.counts.collective import Expected, Site
+from megajax.counts.megatron import expected
 from megajax.hardware.records import hardware
 from megajax.hardware.targets import GPUS
 from megajax.hlo.collectives import Collective, collectives
 from megajax.hlo.groups import crosses_hosts, groups_text
 from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
+from megajax.inspect.kept_weights import kept_weights
 from megajax.inspect.lint import known_miscompiles, lint, replicated_over_model
 from megajax.inspect.overlap import rates_of, transfer_seconds
 from megajax.inspect.products import count_products, products_run_twice
@@ -56,7 +58,11 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         products=products,
         memory=_memory(compiled, target),
         findings=lint(
-            config, compiled, placed, wanted, [*known_miscompiles(program, target), *twice]
+            config,
+            compiled,
+            placed,
+            wanted,
+            [*known_miscompiles(program, target), *twice, *kept_weights(config, program, placed)],
         ),
     )
 
@@ -137,6 +143,7 @@ def _row(site: Site, placed: list[Collective], wanted: list[Expected]) -> Row:
             (transfer.kind, transfer.array, transfer.times, transfer.wire_bytes, False)
             for transfer in wanted
         ),
+        sources=list(dict.fromkeys(transfer.source for transfer in wanted if transfer.source)),
         wire_bytes=ours,
         megatron_wire_bytes=theirs,
         verdict=verdict,

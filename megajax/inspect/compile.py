@@ -17,7 +17,7 @@ from megajax.config import Config
 from megajax.hardware.targets import WITHOUT_GPU, gpu_devices
 from megajax.hlo.text import program_text
 from megajax.inspect.child import call_in_child, telling_parent
-from megajax.parallel.mesh import axis_sizes, concrete, make_mesh, mesh_of
+from megajax.parallel.mesh import concrete, mesh_for, mesh_of
 from megajax.parallel.placements import Placement, placements
 from megajax.train.feed import abstract_batch
 from megajax.train.step import init_state, make_train_step
@@ -75,19 +75,23 @@ def compile_step(
         )
 
 
-def compile_for(config: Config, target: str, hosts: int) -> CompiledStep:
+def compile_for(
+    config: Config,
+    target: str,
+    hosts: int,
+    compiler_options: Mapping[str, str | bool] | None = None,
+) -> CompiledStep:
     """Compile in this process, for the mesh of `config` over `hosts` of the target's devices.
 
     The devices are simulated where the target is a CPU.
     """
-    data, model = config.mesh.data, config.mesh.model
-    per_host = data * model // hosts
+    per_host = config.mesh.num_devices // hosts
     if target == 'cpu':
-        mesh = make_mesh(data, model)
+        mesh = mesh_for(config)
     else:
         devices = gpu_devices(target, hosts=hosts, per_host=per_host)
-        mesh = mesh_of(devices, axis_sizes(data, model))
-    return compile_step(config, mesh, per_host)
+        mesh = mesh_of(devices, config.mesh.sizes)
+    return compile_step(config, mesh, per_host, compiler_options)
 
 
 def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:

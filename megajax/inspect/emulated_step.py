@@ -2,7 +2,8 @@
 
 Every parameter gets noise first: biases are initialized to zero, where a fault would not show. The
 learning rate, Adam's epsilon and gradient clipping are set so that Adam's first moment is a
-multiple of the gradient, and the update is a smooth function of it.
+multiple of the gradient, in fp32, and the update is a smooth function of it. Where a step pads a
+matrix, its padding must be and stay zero.
 """
 
 import dataclasses
@@ -18,14 +19,21 @@ from megajax.emulate.compare import Difference, difference, largest
 from megajax.emulate.execute import GpuProgram, compile_for_gpu, quick, run_on_cpu, stored_program
 from megajax.hardware.targets import gpu_devices
 from megajax.inspect.limits import limits
-from megajax.parallel.mesh import axis_sizes, concrete, make_mesh, mesh_of
+from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.parallel.placements import parameter_name
 from megajax.train.feed import abstract_batch, place_batch
 from megajax.train.step import TrainState, init_state, make_train_step
 
 NOISE = 0.05
 LOSS_SCALE = 64.0  # for fp16
-SMOOTH = {'grad_clip': 1e9, 'lr': 1.0, 'eps': 1.0, 'warmup_steps': 0, 'schedule': 'constant'}
+SMOOTH = {
+    'grad_clip': 1e9,
+    'lr': 1.0,
+    'eps': 1.0,
+    'warmup_steps': 0,
+    'schedule': 'constant',
+    'moments_dtype': 'float32',
+}
 ROUNDING = 0.1  # tolerated rounding, over a gradient's limit and the largest of all gradients
 GRADIENT = 'gradient of '
 METRICS = 'loss', 'nll', 'grad_norm'
@@ -47,13 +55,13 @@ class EmulatedStep:
         stored: str | None = None,
     ):
         self.config = updated(config, optim=SMOOTH)
-        mesh, count = self.config.mesh, self.config.mesh.data * self.config.mesh.model
+        mesh, count = self.config.mesh, self.config.mesh.num_devices
         devices = (
             gpu_devices(target, hosts=1, per_host=count)
             if stored is None
             else jax.devices('cpu')[:count]
         )
-        with jax.set_mesh(mesh_of(devices, axis_sizes(mesh.data, mesh.model))):
+        with jax.set_mesh(mesh_of(devices, mesh.sizes)):
             arguments = (
                 concrete(jax.eval_shape(lambda: init_state(self.config))),
                 abstract_batch(self.config),
@@ -64,6 +72,7 @@ class EmulatedStep:
                 if stored is None
                 else stored_program(traced, arguments, stored)
             )
+        self._argument_shapes = [x.shape for x in jax.tree.leaves(arguments)]
         self._results = traced.out_info
 
     def differences(self, *, exact: bool = False, text: str | None = None) -> list[Difference]:
@@ -75,21 +84,39 @@ class EmulatedStep:
         program = self.program if text is None else dataclasses.replace(self.program, text=text)
         expected = reference(_on_one_device(self.config, exact=exact))
         before = first_state(_on_one_device(self.config, exact=False))
-        values = jax.tree.leaves((before, make_batch(self.config)))
-        devices = jax.devices('cpu')[: self.config.mesh.data * self.config.mesh.model]
+        values = [
+            _padded(x, shape)
+            for x, shape in zip(
+                jax.tree.leaves((before, make_batch(self.config))),
+                self._argument_shapes,
+                strict=True,
+            )
+        ]
+        devices = jax.devices('cpu')[: self.config.mesh.num_devices]
         pieces = run_on_cpu(program, values, devices, exact=exact)
         tree = jax.tree.unflatten(jax.tree.structure(self._results), pieces)
+        shapes = _compared(*self._results)
         scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
         # The exact gradient of a bias of keys is zero: all of it is rounding.
         rounding = ROUNDING * limits(self.config, exact=exact)[0]
         gradient_options = {'scale': scale, 'rounding': rounding}
         differences = [
             difference(
-                name, x, expected[name], **(gradient_options if name.startswith(GRADIENT) else {})
+                name,
+                x,
+                _padded(expected[name], shapes[name].shape),
+                **(gradient_options if name.startswith(GRADIENT) else {}),
             )
             for name, x in _compared(*tree).items()
         ]
         return sorted(differences, key=lambda result: -result.error)
+
+
+def _padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Pad an array with zeros at the end of its dims."""
+    if np.shape(x) == shape:
+        return x
+    return np.pad(x, [(0, size - own) for own, size in zip(x.shape, shape, strict=True)])
 
 
 def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
@@ -105,7 +132,8 @@ def _on_one_device(config: Config, *, exact: bool) -> Config:
     train = {'microbatches': 1, 'recompute': 'none', 'overlap': 'none'}
     if exact:
         train['dtype'] = 'float32'
-    return updated(config, mesh=MeshConfig().model_dump(), train=train, optim={'shard': False})
+    optim = {'shard': 'none', 'reduce_dtype': 'float32'}
+    return updated(config, mesh=MeshConfig().model_dump(), train=train, optim=optim)
 
 
 @functools.lru_cache(maxsize=32)

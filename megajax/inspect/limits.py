@@ -13,9 +13,14 @@ LOSSES = 'loss', 'nll'
 Say = Callable[[str], None]
 
 
+def has_16_bits(config: Config) -> bool:
+    """Whether a step computes, or sums gradients, in 16 bits."""
+    return not config.train.dtype == config.optim.reduce_dtype == 'float32'
+
+
 def limits(config: Config, *, exact: bool) -> tuple[float, float]:
     """The limits on a gradient and on the loss."""
-    return LIMITS['float32' if config.train.dtype == 'float32' else 'exact' if exact else '16 bits']
+    return LIMITS['exact' if exact else '16 bits'] if has_16_bits(config) else LIMITS['float32']
 
 
 def judged(differences: Iterable[Difference], config: Config, *, exact: bool) -> list[Compared]:

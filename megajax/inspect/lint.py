@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from megajax.config import Config
-from megajax.counts.megatron import Expected, Site
+from megajax.counts.collective import Expected, Site
 from megajax.counts.parameters import SHARDED_BY_MEGATRON, parameters
 from megajax.hlo.collectives import Collective
 from megajax.hlo.permutes import fault
@@ -54,7 +54,7 @@ def replicated_over_model(compiled: CompiledStep) -> list[Placement]:
     return [
         parameter
         for parameter in compiled.parameters
-        if compiled.mesh['model'] > 1 and 'model' not in parameter.axes
+        if compiled.mesh['model'] > 1 and 'model' not in parameter.mesh_axes
     ]
 
 
@@ -96,7 +96,8 @@ def _reduced_twice(
     arrays, sources = defaultdict[tuple[Site, tuple[int, ...]], int](int), dict[Site, str]()
     for collective in placed:
         site = site_of(collective, config)
-        if collective.kind in ('all-reduce', 'reduce-scatter') and site.phase == 'backward':
+        is_sum = collective.kind in ('all-reduce', 'reduce-scatter')
+        if is_sum and site.phase == 'backward' and site.name != 'gradients':
             arrays[site, collective.whole.dims] += collective.times
             sources[site] = collective.source
     for (site, dims), times in arrays.items():
@@ -121,7 +122,7 @@ def _gathered_weights(
 ) -> Iterator[Finding]:
     weights, declared = dict[tuple[int, ...], str](), dict(parameters(config.model))
     for parameter in compiled.parameters:
-        if 'model' in parameter.axes:
+        if 'model' in parameter.mesh_axes:
             stacked = declared[parameter.name].is_stacked
             shapes = [parameter.shape, parameter.shape[1:]] if stacked else [parameter.shape]
             weights |= {dims: parameter.name for shape in shapes for dims in _spellings(shape)}
@@ -129,8 +130,7 @@ def _gathered_weights(
     for collective in placed:
         dims = collective.whole.dims
         name = weights.get(tuple(sorted(dims)))
-        # ZeRO-1's gathers have a row of their own.
-        is_zero = config.optim.shard and site_of(collective, config).name == 'parameters'
+        is_zero = site_of(collective, config).name == 'parameters'  # with a row of its own
         if collective.kind == 'all-gather' and name and not is_zero and prod(dims[:-1]) != tokens:
             message = (
                 f'{name} is gathered over {collective.axis} at {_place(collective)}: '
@@ -154,7 +154,7 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
         # Only arrays of tokens by width: numbers per token and gradients of vectors are
         # intentionally in fp32.
         if (
-            'data' not in collective.axes
+            not {'data', 'replica'} & {*collective.axes}
             and collective.operand.dtype == 'f32'
             and len(dims) > 2
             and dims[-1] >= config.model.hidden_size

@@ -12,7 +12,9 @@ _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'train': {'microbatches': 1}},
     {'train': {'recompute': 'none'}},
     {'train': {'overlap': 'none'}},
-    {'optim': {'shard': False}},
+    {'optim': {'reduce_dtype': 'float32'}},
+    {'mesh': {'replicas': 1}},
+    {'mesh': {'model_rows': 1}},
     {'model': {'dropout': 0.0}},
     {'loss': {'label_smoothing': 0.0, 'z_loss': 0.0}},
     {'model': {'qk_norm': False}},
@@ -20,6 +22,9 @@ _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'mesh': {'sequence_parallel': False}},
     {'model': {'num_layers': 1}},
 )
+
+
+RUNGS = 'none', 'optimizer', 'gradients', 'weights'
 
 
 def smallest(config: Config, is_wrong: Callable[[Config], bool]) -> Config:
@@ -42,6 +47,7 @@ def _simpler(config: Config) -> Iterator[Config]:
     model, mesh, train = config.model, config.mesh, config.train
     changes: list[dict[str, dict[str, Any]]] = [
         *_PLAINER,
+        *({'optim': {'shard': rung}} for rung in RUNGS[: RUNGS.index(config.optim.shard)]),
         {'mesh': {'data': mesh.data // 2}, 'train': {'batch_size': train.batch_size // 2}},
         {'mesh': {'model': mesh.model // 2}},
         {
@@ -54,7 +60,7 @@ def _simpler(config: Config) -> Iterator[Config]:
         {'model': {'hidden_size': model.hidden_size // 2}},
         {'model': {'ffn_size': model.ffn_size // 2}},
         {'train': {'seq_len': train.seq_len // 2}},
-        {'train': {'batch_size': mesh.data * train.microbatches}},
+        {'train': {'batch_size': mesh.data * mesh.model_rows * train.microbatches}},
     ]
     for change in changes:
         try:

@@ -46,7 +46,7 @@ def tables(inspection: Inspection) -> RenderableType:
             f'compiled in {inspection.compile_seconds:.0f} s'
         ),
         Text(),
-        collectives_table(inspection.rows),
+        collectives_table(inspection.rows, inspection.reference),
         _totals(inspection),
         _products(inspection),
     ]
@@ -57,7 +57,7 @@ def tables(inspection: Inspection) -> RenderableType:
     return Group(*parts)
 
 
-def collectives_table(rows: list[Row]) -> Table:
+def collectives_table(rows: list[Row], reference: str = 'Megatron') -> Table:
     """A table with a row per site, phase and axis; a cell has a line per kind of array."""
     table = Table(
         box=None,
@@ -72,7 +72,7 @@ def collectives_table(rows: list[Row]) -> Table:
         'axis',
         'XLA placed',
         'bytes',
-        'Megatron places',
+        f'{reference} {"place" if "and" in reference else "places"}',
         'bytes',
         'ratio',
         'verdict',
@@ -172,7 +172,7 @@ def _cell(transfers: list[Transfer], limit: int = 3) -> str:
 
 def _totals(inspection: Inspection) -> Text:
     parts = [
-        f'{axis}: {ratio:.3f} of Megatron'
+        f'{axis}: {ratio:.3f} of {inspection.reference}'
         for axis, ratio in inspection.ratios.items()
         if ratio is not None
     ]
@@ -248,14 +248,14 @@ def _findings(inspection: Inspection) -> list[Text]:
 def _conclusion(inspection: Inspection) -> Text:
     if inspection.ok:
         executed = ', and the results of the program are correct' if inspection.runs else ''
-        return Text(f'ok: no more than Megatron anywhere{executed}', style='green')
+        return Text(f'ok: no more than {inspection.reference} anywhere{executed}', style='green')
     more = [
         f'{row.site} {row.phase} over {row.axis}'
         for row in inspection.rows
         if row.verdict == 'MORE'
     ]
     errors = sum(finding.level == 'error' for finding in inspection.findings)
-    reasons = ([f'MORE than Megatron: {"; ".join(more)}'] if more else []) + (
+    reasons = ([f'MORE than {inspection.reference}: {"; ".join(more)}'] if more else []) + (
         [f'{errors} lint errors'] if errors else []
     )
     reasons += (

@@ -61,6 +61,9 @@ class Row(_Result):
     axis: str
     placed: list[Transfer]
     megatron: list[Transfer]
+    sources: list[str] = Field(
+        default=[], description='files and functions of Megatron-Core, or a paper, that place these'
+    )
     wire_bytes: float = Field(description="bytes of XLA's transfers, per step and device")
     megatron_wire_bytes: float
     verdict: Verdict
@@ -231,6 +234,11 @@ class Inspection(_Result):
     memory: Memory
     findings: list[Finding]
     runs: list[StepRun] = Field(default=[], description='with --run, the executions of the program')
+
+    @property
+    def reference(self) -> str:
+        """The name of what collectives are compared with: Megatron has no 2-D layout."""
+        return 'Megatron and Pope et al.' if self.mesh.get('row', 1) > 1 else 'Megatron'
 
     @property
     def ok(self) -> bool:

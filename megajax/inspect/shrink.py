@@ -34,42 +34,65 @@ def _is_small(config: Config) -> bool:
     return (
         num_parameters(config.model) <= LARGEST
         and config.train.batch_size * config.train.seq_len <= MOST_TOKENS
-        and config.mesh.data * config.mesh.model <= MOST_DEVICES
+        and config.mesh.num_devices <= MOST_DEVICES
     )
 
 
 def _changes(config: Config) -> dict[str, int]:
-    shards, rows = config.mesh.model, min(config.microbatch_rows, 2)
-    data, microbatches = _data(config), min(config.train.microbatches, 2)
-    kv_heads, heads = _heads(config)
+    mesh = _mesh(config)
+    data, rows = mesh['mesh.replicas'] * mesh['mesh.data'], mesh['mesh.model_rows']
+    microbatches = min(config.train.microbatches, 2)
+    kv_heads, heads = _heads(config, mesh['mesh.model'])
     seq_len = min(config.train.seq_len, MAX_SEQ_LEN)
-    return {
+    # A size that the data shards divide stays one, and a size that they do not does too.
+    divisor = rows * (1 if _is_uneven(config) else mesh['mesh.data'])
+    batch_rows = min(config.microbatch_rows, 2 * rows)
+    return mesh | {
         'model.num_layers': min(config.model.num_layers, 2),
-        'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, data) * 2),
+        'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, divisor) * 2),
         'model.num_heads': heads,
         'model.num_kv_heads': kv_heads,
         'model.head_dim': min(config.model.head_dim, HEAD_DIM),
-        'model.ffn_size': min(config.model.ffn_size, 4 * math.lcm(HEAD_DIM, shards)),
+        'model.ffn_size': min(config.model.ffn_size, 4 * math.lcm(HEAD_DIM, mesh['mesh.model'])),
         'model.vocab_size': min(config.model.vocab_size, VOCAB_SIZE),
         'model.max_seq_len': seq_len,
         'train.seq_len': seq_len,
-        'train.batch_size': rows * data * microbatches,
+        'train.batch_size': batch_rows * data * microbatches,
         'train.microbatches': microbatches,
         'mesh.data': data,
     }
 
 
-def _data(config: Config) -> int:
-    data, fits = config.mesh.data, max(2, MOST_DEVICES // config.mesh.model)
-    return min(data, fits)
+def _mesh(config: Config) -> dict[str, int]:
+    """The axes of the mesh; `mesh.data` is the number of data shards of a group of replicas."""
+    mesh = config.mesh
+    rows, model, replicas, shards = mesh.model_rows, mesh.model, mesh.replicas, mesh.data_shards
+    if mesh.is_grid and mesh.tensor_parallel > MOST_DEVICES:
+        rows, model = 2, min(model, 4)
+    fits = max(2, MOST_DEVICES // (rows * model))
+    if replicas * shards > fits:
+        replicas = min(replicas, 2)
+        shards = min(shards, max(2, fits // replicas))
+        shards = 3 if _is_uneven(config) else shards
+    return {
+        'mesh.replicas': replicas,
+        'mesh.data': shards,
+        'mesh.model_rows': rows,
+        'mesh.model': model,
+    }
 
 
-def _heads(config: Config) -> tuple[int, int]:
+def _is_uneven(config: Config) -> bool:
+    """Whether matrices are padded so that the data shards divide them."""
+    return config.optim.shard != 'none' and bool(config.model.hidden_size % config.mesh.data_shards)
+
+
+def _heads(config: Config, shards: int) -> tuple[int, int]:
     """The smallest numbers of key/value heads and query heads that keep the kind of sharding.
 
     Each device keeps complete key/value heads, or a part of one head, as in the original config.
     """
-    model, shards = config.model, config.mesh.model
+    model = config.model
     kv_heads = (
         model.num_kv_heads
         if model.num_kv_heads < shards

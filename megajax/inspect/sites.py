@@ -7,11 +7,12 @@ import functools
 import re
 from math import prod
 
-from megajax.config import Config, ModelConfig
-from megajax.counts.megatron import Site
-from megajax.counts.parameters import dim_sizes, parameters, shape_of
+from megajax.config import Config
+from megajax.counts.collective import Site
+from megajax.counts.parameters import dim_sizes, num_elements, parameters
 from megajax.counts.products import Phase
 from megajax.hlo.collectives import Collective
+from megajax.parallel.layout import Layout
 
 # In order of precedence: the first scope that is in the path names the site.
 _SCOPES = ('optimizer', 'embedding', 'attention', 'mlp', 'head', 'loss', 'norm')
@@ -36,13 +37,12 @@ def site_of(collective: Collective, config: Config) -> Site:
         return Site('metrics', 'step', axis)
     words = re.findall(r'[\w.]+', op_name)
     scope = next((scope for scope in _SCOPES if scope in words), None)
-    is_partial = scope != 'loss' and _is_partial_gradient(collective, words, config)
-    if 'data_parallel' in words or is_partial:
+    if (site := _over_data(collective, words, config)) is not None:
+        return site
+    if config.mesh.is_grid and (site := _over_row(collective, scope, config)) is not None:
+        return site
+    if scope != 'loss' and _is_partial_gradient(collective, words, config):
         return Site('gradients', 'step', axis)
-    if 'data' in collective.axes and collective.kind in ('all-reduce', 'reduce-scatter'):
-        return Site('gradients', 'step', axis)
-    if collective.kind == 'all-gather' and collective.axes == ('data',):
-        return Site('parameters', 'step', axis)
     if scope == 'optimizer':
         return Site('optimizer', 'step', axis)
     if scope in ('head', 'loss'):  # a reduction of one number per token belongs to the loss
@@ -52,6 +52,45 @@ def site_of(collective: Collective, config: Config) -> Site:
     if scope is None:
         return Site(f'other: {op_name or collective.instruction}', 'step', axis)
     return Site(scope, phase_of(op_name), axis)
+
+
+def _over_data(collective: Collective, words: list[str], config: Config) -> Site | None:
+    """The site of a collective of data parallelism, None for the others.
+
+    The rung decides about the phase, because XLA gives a gather the path of its reader, and a sum
+    that of the array: ZeRO-1 gathers weights and sums gradients once a step, ZeRO-2 scatters sums
+    of matrices in the backward pass, and ZeRO-3 gathers weights in both passes.
+    """
+    axis, rung = collective.axis, config.optim.shard
+    if collective.kind == 'all-gather' and collective.axes == ('data',):
+        is_forward = phase_of(collective.op_name) == 'forward'
+        passes: tuple[Phase, Phase] = ('forward', 'backward')
+        return Site('parameters', passes[not is_forward] if rung == 'weights' else 'step', axis)
+    is_sum = collective.kind in ('all-reduce', 'reduce-scatter')
+    if is_sum and {'data', 'replica'} & {*collective.axes}:
+        is_early = rung in ('gradients', 'weights') and collective.kind == 'reduce-scatter'
+        return Site('gradients', 'backward' if is_early else 'step', axis)
+    return Site('gradients', 'step', axis) if 'data_parallel' in words else None
+
+
+def _over_row(collective: Collective, scope: str | None, config: Config) -> Site | None:
+    """The site of a collective over the rows of a grid whose path does not tell it."""
+    if collective.axes != ('row',):
+        return None
+    if collective.kind == 'all-reduce':
+        # A norm sums a number for each token of a device; any other sum is of a vector's gradient.
+        length, rows = config.train.seq_len // config.mesh.model, config.microbatch_rows
+        tokens = [
+            sorted(size for size in (count, length) if size > 1) for count in (rows, rows // 2)
+        ]
+        is_norm = sorted(collective.operand.dims) in tokens
+        return Site('norm', 'forward', 'row') if is_norm else Site('gradients', 'backward', 'row')
+    is_recomputed = scope == 'mlp' and phase_of(collective.op_name) == 'recompute'
+    if collective.kind == 'all-gather' and (is_recomputed or scope is None):
+        # The recomputed activation, gathered for a weight gradient alone. From ZeRO-2 on that
+        # product has the path of the reduction over `data`.
+        return Site('mlp', 'backward', 'row')
+    return None
 
 
 def phase_of(op_name: str) -> Phase:
@@ -73,18 +112,19 @@ def _is_partial_gradient(collective: Collective, words: list[str], config: Confi
     if 'loss' in words and len(dims) > 1 and prod(dims) == tokens:
         return False
     is_sum = collective.kind == 'all-reduce' and collective.operand.dtype == 'f32'
-    return is_sum and prod(collective.operand.shape) in _partial_sizes(config.model)
+    return is_sum and prod(collective.operand.shape) in _partial_sizes(config)
 
 
 @functools.cache
-def _partial_sizes(model: ModelConfig) -> frozenset[int]:
-    """Numbers of elements of the parameters that are applied along a sharded dim.
+def _partial_sizes(config: Config) -> frozenset[int]:
+    """Numbers of elements, on a device, of the parameters that are applied along a sharded dim.
 
     Each stacked parameter has two: in all layers, and in one layer.
     """
+    model, shards = config.model, Layout.of(config).shards
     sizes, partial_sizes = dim_sizes(model), set[int]()
     for _, parameter in parameters(model):
         if parameter.partial:
-            size = prod(shape_of(parameter.dims, sizes))
+            size = num_elements(parameter, sizes, shards)
             partial_sizes |= {size, size // model.num_layers} if parameter.is_stacked else {size}
     return frozenset(partial_sizes)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megajax.config import Config, dump
 from megajax.inspect.child import call_in_child, telling_parent
-from megajax.inspect.limits import Say, judged
+from megajax.inspect.limits import Say, has_16_bits, judged
 from megajax.inspect.result import StepRun
 from megajax.inspect.shrink import shrink
 
@@ -50,7 +50,7 @@ def run(config: Config, target: str, *, bisect: bool, reduce: bool, say: Say) ->
     say(f'compiling {"a smaller step" if changes else "the step"} for {target} ...')
     step = EmulatedStep(small, target)
     runs = []
-    for exact in (False,) if small.train.dtype == 'float32' else (False, True):
+    for exact in (False, True) if has_16_bits(small) else (False,):
         say(
             'executing it on simulated CPU devices'
             + (', with fp32 in place of all 16-bit types ...' if exact else ' ...')
@@ -76,7 +76,7 @@ def _explained(
     from megajax.inspect.reduce import smallest
 
     def is_wrong(simpler: Config) -> bool:
-        exact = step_run.exact and simpler.train.dtype != 'float32'
+        exact = step_run.exact and has_16_bits(simpler)
         results = judged(
             EmulatedStep(simpler, target).differences(exact=exact), simpler, exact=exact
         )
@@ -97,7 +97,7 @@ def _main(task: str, result: str) -> None:
     config = Config.model_validate_json(request['config'])
     import jax
 
-    jax.config.update('jax_num_cpu_devices', shrink(config)[0].mesh.data * config.mesh.model)
+    jax.config.update('jax_num_cpu_devices', shrink(config)[0].mesh.num_devices)
     say = lambda line: print(line, flush=True)  # noqa: E731
     bisect, reduce = request['bisect'], request['reduce']
     runs = run(config, request['target'], bisect=bisect, reduce=reduce, say=say)

@@ -14,16 +14,22 @@ from megajax.config import Config
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_step
 from megajax.inspect.result import Inspection
+from megajax.model import at_rest
 from megajax.model import linear as linear_module
 from megajax.model import norm as norm_module
+from megajax.model import product as product_module
+from megajax.model import transformer as transformer_module
 from megajax.model.embedding import VocabParallelEmbedding
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.loss import Loss
+from megajax.model.parameters import cast_matrices
 from megajax.model.product import product
 from megajax.model.shard_copies import along_last
+from megajax.model.transformer import Computation
 from megajax.parallel.layout import Layout
-from megajax.parallel.mesh import make_mesh
+from megajax.parallel.mesh import mesh_for
 from megajax.train import step as step_module
+from megajax.train import zero
 
 DATA, MODEL, LAYERS = 2, 4, 3
 
@@ -37,7 +43,9 @@ def small(name: str = 'gpt', *, sequence_parallel: bool = False, **sections: dic
 
 def inspect_here(config: Config, **compiler_options: object) -> Inspection:
     return audit(
-        config, compile_step(config, make_mesh(DATA, MODEL), DATA * MODEL, compiler_options), 'cpu'
+        config,
+        compile_step(config, mesh_for(config), config.mesh.num_devices, compiler_options),
+        'cpu',
     )
 
 
@@ -147,7 +155,7 @@ def unfused(patch):
 
 
 def replicated_embedding(patch):
-    place_elsewhere(patch, VD=jax.P(None, None), DV=jax.P(None, None))
+    place_elsewhere(patch, Vd=jax.P(None, None), dV=jax.P(None, None))
 
 
 def gathered_table(patch):
@@ -257,7 +265,64 @@ def wide_residual_stream(patch):
     patch(VocabParallelEmbedding, '__call__', embed_in_fp32)
 
 
+def gathered_before_the_loop(patch):
+    """ZeRO-2's step, where ZeRO-3's is expected."""
+    of = Computation.of
+    patch(Computation, 'of', lambda config: of(config)._replace(shard='gradients'))
+    patch(zero, 'gather_once', lambda params, config, layout: cast(params, config, layout))
+
+
+def cast(params, config: Config, layout: Layout):
+    return cast_matrices(params, config.train.dtype, layout)
+
+
+def gathered_for_both_passes(patch):
+    """A layer gathers its weights, and automatic differentiation keeps what products save."""
+    pair = Computation.pair
+
+    def pair_once(self: Computation, weights, params, layout: Layout):
+        return pair(self._replace(recompute='full'), weights, params, layout)
+
+    patch(Computation, 'pair', pair_once)
+
+
+def gathered_in_fp32(patch):
+    gather = at_rest.gather
+
+    def gather_wide(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
+        return gather(x.astype(jnp.float32) + 1e-9, dims, layout)  # no number of the narrow dtype
+
+    for module in (at_rest, product_module, transformer_module):
+        patch(module, 'gather', gather_wide)
+
+
+def summed_everywhere(patch):
+    """An all-reduce, whose result each data shard reads before it takes its part."""
+
+    def reduce(gradient: jax.Array, dims: str, layout: Layout, dtype: str) -> jax.Array:
+        total = jax.lax.reduce_sum(gradient.astype(dtype), (0,), out_sharding=layout(dims))
+        return at_rest.scatter(total + 0 * total.max(), dims, layout)
+
+    patch(at_rest, 'reduce', reduce)
+
+
+def summed_twice(patch):
+    reduce = at_rest.reduce
+
+    def reduce_twice(gradient: jax.Array, dims: str, layout: Layout, dtype: str) -> jax.Array:
+        again = reduce(2 * gradient + 1, dims, layout, dtype)
+        return reduce(gradient, dims, layout, dtype) + again
+
+    patch(at_rest, 'reduce', reduce_twice)
+
+
 HALF = {'train': {'dtype': 'bfloat16'}}
+
+
+def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config:
+    sizes = {'num_layers': LAYERS, 'dropout': 0.0}
+    sections = {'train': {'microbatches': 2, **train}, 'optim': {'shard': rung}}
+    return make_config('gpt', data, model, model=sizes, **sections)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +345,22 @@ HALF = {'train': {'dtype': 'bfloat16'}}
             reduced_for_each_microbatch, small(train={'microbatches': 4}), {'gradients step data'}
         ),
         slow(wide_residual_stream, small(**HALF), {'fp32 on the wire'}),
+        (
+            gathered_before_the_loop,
+            on_rung('weights', recompute='full'),
+            {'unsharded weights kept'},
+        ),
+        (gathered_for_both_passes, on_rung('weights'), {'unsharded weights kept'}),
+        slow(
+            gathered_in_fp32,
+            on_rung('weights', dtype='bfloat16', recompute='full'),
+            {'parameters forward data', 'parameters backward data'},
+        ),
+        slow(summed_everywhere, on_rung('weights', recompute='full'), {'gradients step data'}),
+        slow(summed_everywhere, on_rung('gradients'), {'gradients step data'}),
+        slow(summed_everywhere, on_rung('optimizer'), {'gradients step data'}),
+        slow(summed_twice, on_rung('optimizer'), {'gradients step data'}),
+        slow(summed_twice, on_rung('gradients'), {'gradients backward data'}),
     ],
 )
 def test_a_worse_step_is_caught(worsen, config, expected, monkeypatch):

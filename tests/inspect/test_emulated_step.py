@@ -77,6 +77,37 @@ def test_every_gradient_is_that_of_one_device(config, options, monkeypatch):
     assert max(one.error for one in results) > 0  # it was another program
 
 
+RUNGS = {
+    'weights-sp': step(
+        'llama', 4, 2, sequence_parallel=True, train=EVERYTHING, optim={'shard': 'weights'}
+    ),
+    'weights-without-recompute': step('gpt', 4, 2, optim={'shard': 'weights'}),
+    'gradients-padded': step(
+        'gpt', 3, 1, train={'batch_size': 12, 'microbatches': 2}, optim={'shard': 'gradients'}
+    ),
+    'replicas': step('gpt', 4, 2, mesh={'replicas': 2}, optim={'shard': 'gradients'}),
+    'grid': step('llama', 1, 2, sequence_parallel=True, mesh={'model_rows': 2}),
+    'grid-weights': step(
+        'gpt',
+        2,
+        2,
+        sequence_parallel=True,
+        mesh={'model_rows': 2},
+        train={'recompute': 'full'},
+        optim={'shard': 'weights'},
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize('config', RUNGS.values(), ids=RUNGS)
+def test_every_gradient_of_each_rung_replica_and_grid_is_that_of_one_device(config):
+    results = compared(config)
+    assert not wrong(results)
+    assert max(one.error for one in results) > 0
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
@@ -179,7 +210,42 @@ def test_reducing_keeps_what_a_fault_needs_and_takes_away_the_rest():
     assert (found.mesh.data, found.model.num_layers, found.train.microbatches) == (2, 1, 1)
     assert (found.train.recompute, found.train.overlap) == ('none', 'none')
     assert found.train.dtype == 'float32'
-    assert not found.optim.shard
+    assert found.optim.shard == 'none'
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'hidden_size', 'shrunk_mesh'),
+    [
+        ({'data': 32, 'replicas': 4, 'model': 4}, 4096, (4, 2, 1, 4)),
+        ({'data': 48}, 4096, (3, 1, 1, 1)),
+        ({'data': 2, 'model_rows': 2, 'model': 4}, 4096, (2, 1, 2, 4)),
+        ({'model_rows': 4, 'model': 16}, 4096, (1, 1, 2, 4)),
+    ],
+    ids=['replicas', 'padded', 'grid', 'grid of 64'],
+)
+def test_replicas_rows_and_padding_stay_in_a_smaller_config(mesh, hidden_size, shrunk_mesh):
+    model = {'hidden_size': hidden_size, 'num_kv_heads': 16, 'num_heads': 32, 'dropout': 0.0}
+    config = make_config(
+        'llama',
+        mesh={'sequence_parallel': True} | mesh,
+        model=model | HEAD,
+        train={'batch_size': 4 * mesh.get('data', 1)},
+        optim={'shard': 'weights'},
+    )
+    shrunk, _ = shrink(config)
+    found = shrunk.mesh
+    assert (found.data, found.replicas, found.model_rows, found.model) == shrunk_mesh
+    is_padded = [bool(x.model.hidden_size % x.mesh.data_shards) for x in (config, shrunk)]
+    assert is_padded[0] == is_padded[1]
+
+
+@pytest.mark.parametrize('rung', ['none', 'optimizer', 'gradients', 'weights'])
+def test_reducing_ends_at_the_lowest_rung_that_is_wrong(rung):
+    order = 'none', 'optimizer', 'gradients', 'weights'
+    full = step('gpt', 4, 2, mesh={'replicas': 2}, optim={'shard': 'weights'})
+    found = smallest(full, lambda config: order.index(config.optim.shard) >= order.index(rung))
+    assert found.optim.shard == rung
+    assert (found.mesh.replicas, found.mesh.model) == (1, 1)
 
 
 @pytest.mark.parametrize(

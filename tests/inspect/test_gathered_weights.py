@@ -5,15 +5,20 @@ from types import SimpleNamespace
 
 import pytest
 from inspect_collectives import reduced
+from jax import P
 from support import make_config
 
 from megajax.hlo.program import Array
 from megajax.inspect.lint import _gathered_weights
+from megajax.parallel.placements import Placement
 
 PARAMETERS = [
-    SimpleNamespace(name='layers.mlp.up.weight', axes=(None, None, 'model'), shape=(3, 64, 256)),
-    SimpleNamespace(name='embedding.table', axes=('model', None), shape=(1024, 64)),
-    SimpleNamespace(name='norm.weight', axes=(None,), shape=(48,)),
+    Placement(name=name, shape=shape, spec=P(*axes), bytes_per_device=0)
+    for name, shape, axes in [
+        ('layers.mlp.up.weight', (3, 64, 256), (None, None, 'model')),
+        ('embedding.table', (1024, 64), (('row', 'model'), None)),
+        ('norm.weight', (48,), (None,)),
+    ]
 ]
 
 
@@ -41,3 +46,18 @@ def test_it_is_named_whatever_its_layout_and_nothing_else_is(
     compiled = SimpleNamespace(parameters=PARAMETERS)
     found = [*_gathered_weights(make_config('gpt', 2, 4), compiled, [gather])]
     assert [name in one.message for one in found] == ([True] if name else [])
+
+
+@pytest.mark.parametrize('rung', ['optimizer', 'gradients', 'weights'])
+def test_what_zero_gathers_over_data_is_none(rung: str) -> None:
+    whole = Array('bf16', (64, 256))
+    gather = dataclasses.replace(
+        reduced('layers/mlp', whole),
+        kind='all-gather',
+        axes=('data',),
+        operand=Array('bf16', (32, 256)),
+        result=whole,
+    )
+    compiled = SimpleNamespace(parameters=PARAMETERS)
+    config = make_config('gpt', 2, 4, optim={'shard': rung})
+    assert not [*_gathered_weights(config, compiled, [gather])]

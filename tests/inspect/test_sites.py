@@ -1,5 +1,7 @@
 """Arrays that XLA has joined are told apart by shape and path, also where they are of one size."""
 
+import dataclasses
+
 import pytest
 from inspect_collectives import reduced
 from support import make_config
@@ -37,3 +39,43 @@ def test_numbers_of_tokens_are_the_losss_and_vectors_are_gradients(
     op_name: str, shape: tuple[int, ...], site: Site
 ) -> None:
     assert site_of(reduced(op_name, Array('f32', shape)), CONFIG) == site
+
+
+STACK = 'jit(train_step)/vmap(transpose(jvp(layers)))/while/body/closed_call/mlp/dot_general'
+
+
+@pytest.mark.parametrize(
+    ('rung', 'kind', 'axes', 'phase'),
+    [
+        ('optimizer', 'all-gather', ('data',), 'step'),
+        ('gradients', 'all-gather', ('data',), 'step'),
+        ('weights', 'all-gather', ('data',), 'backward'),
+        ('optimizer', 'reduce-scatter', ('data',), 'step'),
+        ('gradients', 'reduce-scatter', ('data',), 'backward'),
+        ('weights', 'reduce-scatter', ('data',), 'backward'),
+        ('weights', 'all-reduce', ('data',), 'step'),
+        ('weights', 'all-reduce', ('replica',), 'step'),
+        ('weights', 'all-reduce', ('replica', 'data'), 'step'),
+    ],
+)
+def test_the_rung_decides_when_weights_and_gradients_are_sent(rung, kind, axes, phase) -> None:
+    name = 'parameters' if kind == 'all-gather' else 'gradients'
+    sent = dataclasses.replace(reduced(STACK, Array('f32', (64, 256))), kind=kind, axes=axes)
+    config = make_config('gpt', 4, 1, mesh={'replicas': 2}, optim={'shard': rung})
+    assert site_of(sent, config) == Site(name, phase, '+'.join(axes))
+
+
+@pytest.mark.parametrize(
+    ('shape', 'site'),
+    [
+        ((1, 4, 16), Site('norm', 'forward', 'row')),  # a number for each token of a device
+        ((16, 4), Site('norm', 'forward', 'row')),
+        ((1, 64), Site('gradients', 'backward', 'row')),  # as many, but a bias
+    ],
+)
+def test_over_rows_a_grid_sums_statistics_of_tokens_and_gradients_of_vectors(shape, site) -> None:
+    config = make_config(
+        'gpt', 1, 2, sequence_parallel=True, mesh={'model_rows': 2}, train={'batch_size': 4}
+    )
+    sent = dataclasses.replace(reduced(STACK, Array('f32', shape)), axes=('row',))
+    assert site_of(sent, config) == site

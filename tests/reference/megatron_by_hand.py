@@ -11,10 +11,15 @@ varies, and a collective's transpose is the one that Megatron pairs it with: of
 `pcast(to='varying')`, which does nothing, `psum`; of `psum`, `pcast`; of `all_gather`,
 `psum_scatter`, and the reverse.
 
+`rung` turns on ZeRO (Rajbhandari et al., 2020), of which the numbers are the parts that data shards
+keep: 2 of gradients, 3 of weights too. Then a device has a part of each matrix's D besides.
+
 B batch, S sequence, R this device's part of the sequence in the residual stream (S; with SP S / t),
 D model; and this device's share of F feed-forward, K key/value heads, V vocabulary; C = G + 2 (G
 queries, one key, one value), H head dim.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,11 +42,31 @@ SHARDED = {
 }
 
 
-def spec(name: str) -> P:
+# The dim of D in [out, in], or [vocabulary, D], which ZeRO cuts over `data`.
+ZERO_DIM = {
+    'word_embeddings.weight': 1,
+    'linear_qkv.weight': 1,
+    'linear_proj.weight': 0,
+    'linear_fc1.weight': 1,
+    'linear_fc2.weight': 0,
+}
+
+
+def spec(name: str, rung: int = 0) -> P:
     """How a weight is cut; norms, row-parallel biases and positions are not: every device has a
     copy.
     """
-    return SHARDED.get('.'.join(name.split('.')[-2:]), P())
+    over_model = SHARDED.get(kind(name), P())
+    if not rung or kind(name) not in ZERO_DIM:
+        return over_model
+    return P(
+        *('data' if dim == ZERO_DIM[kind(name)] else axis for dim, axis in enumerate(over_model))
+    )
+
+
+def kind(name: str) -> str:
+    """The last two parts of a name, which say what a weight is."""
+    return '.'.join(name.split('.')[-2:])
 
 
 def f(x_BRD: jax.Array, sp: bool) -> jax.Array:
@@ -64,7 +89,35 @@ def g(partial_BSD: jax.Array, sp: bool) -> jax.Array:
     return lax.psum(partial_BSD, 'model')
 
 
-def reduce_gradients(weights: Weights, sp: bool) -> Weights:
+def gather(weights: Weights) -> Weights:
+    """Join the parts that data shards have. Forward all-gather, backward reduce-scatter."""
+    return {
+        name: lax.all_gather(weight, 'data', axis=ZERO_DIM[kind(name)], tiled=True)
+        if kind(name) in ZERO_DIM
+        else weight
+        for name, weight in weights.items()
+    }
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def use_joined(weight: jax.Array, part: jax.Array, dim: int) -> jax.Array:
+    """A weight that was joined before.
+
+    Forward nothing, backward reduce-scatter: each use sums its gradient into the part.
+    """
+    return weight
+
+
+use_joined.defvjp(
+    lambda weight, part, dim: (weight, None),
+    lambda dim, _, gradient: (
+        jnp.zeros_like(gradient),
+        lax.psum_scatter(gradient, 'data', scatter_dimension=dim, tiled=True),
+    ),
+)
+
+
+def reduce_gradients(weights: Weights, sp: bool, rung: int = 0) -> Weights:
     """Once per step. Forward nothing, backward all-reduce what devices with a copy of a weight
     found from different tokens.
 
@@ -73,7 +126,12 @@ def reduce_gradients(weights: Weights, sp: bool) -> Weights:
     `finalize_model_grads`, and it is the one that is easily forgotten.
     """
     axes = {name: ('data', 'model') if sp and spec(name) == P() else ('data',) for name in weights}
-    return {name: lax.pcast(weight, axes[name], to='varying') for name, weight in weights.items()}
+    return {
+        name: weight
+        if rung and kind(name) in ZERO_DIM
+        else lax.pcast(weight, axes[name], to='varying')
+        for name, weight in weights.items()
+    }
 
 
 def column_parallel_linear(x_BSD: jax.Array, weight_FD: jax.Array, bias_F: jax.Array) -> jax.Array:
@@ -200,15 +258,60 @@ def gpt_loss(
     *,
     config: ModelConfig,
     sp: bool,
+    rung: int = 0,
+    microbatches: int = 1,
 ) -> jax.Array:
     """GPT-2 from tokens to the mean loss of the global batch."""
-    weights = reduce_gradients(weights, sp)
-    table_VD = weights['embedding.word_embeddings.weight']
+    parts = reduce_gradients(weights, sp, rung)
+    joined = gather(lax.stop_gradient(parts)) if rung == 2 else parts  # ZeRO-2: once a step
+    count = lax.psum(mask_BS.sum(), 'data')
+
+    def add_microbatch(loss: jax.Array, rows: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        used = joined
+        if rung == 2:  # a reduce-scatter in each microbatch
+            used = {
+                name: use_joined(joined[name], part, ZERO_DIM[kind(name)])
+                if kind(name) in ZERO_DIM
+                else part
+                for name, part in parts.items()
+            }
+        own = language_model(used, *rows, config=config, sp=sp, rung=rung)
+        return loss + own * lax.psum(rows[2].sum(), 'data') / count, None
+
+    rows = token_BS, label_BS, mask_BS
+    rows = tuple(x.reshape(microbatches, -1, x.shape[-1]) for x in rows)
+    return lax.scan(add_microbatch, jnp.zeros(()), rows)[0]
+
+
+def language_model(
+    weights: Weights,
+    token_BS: jax.Array,
+    label_BS: jax.Array,
+    mask_BS: jax.Array,
+    *,
+    config: ModelConfig,
+    sp: bool,
+    rung: int = 0,
+) -> jax.Array:
+    """GPT-2 from tokens to the mean loss of a microbatch.
+
+    ZeRO-3 joins a layer's weights before its forward pass and, because no layer keeps them, before
+    its backward pass; the table once.
+    """
+    outside = {name: x for name, x in weights.items() if not name.startswith('decoder.layers.')}
+    outside = gather(outside) if rung == 3 else outside
+
+    def layer(x_BRD: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
+        weights = gather(weights) if rung == 3 else weights
+        return transformer_layer(x_BRD, weights, config, sp), None
+
+    layer = jax.checkpoint(layer, prevent_cse=False) if rung == 3 else layer
+    layers = (under(f'decoder.layers.{index}', weights) for index in range(config.num_layers))
+    table_VD = outside['embedding.word_embeddings.weight']
     x_BRD = vocab_parallel_embedding(table_VD, token_BS, sp)
-    x_BRD = position_embedding(weights['embedding.position_embeddings.weight'], x_BRD, sp)
-    for layer in range(config.num_layers):
-        x_BRD = transformer_layer(x_BRD, under(f'decoder.layers.{layer}', weights), config, sp)
-    x_BRD = layer_norm(x_BRD, weights, 'decoder.final_layernorm', config.norm_eps)
+    x_BRD = position_embedding(outside['embedding.position_embeddings.weight'], x_BRD, sp)
+    x_BRD, _ = lax.scan(layer, x_BRD, jax.tree.map(lambda *x: jnp.stack(x), *layers))
+    x_BRD = layer_norm(x_BRD, outside, 'decoder.final_layernorm', config.norm_eps)
     return language_model_loss(x_BRD, table_VD, label_BS, mask_BS, sp)
 
 

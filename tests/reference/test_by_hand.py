@@ -2,6 +2,7 @@
 input, on every mesh.
 """
 
+import collections
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 from flax import nnx
 from jax import P
 from reference import megatron_by_hand as by_hand
-from support import assert_close, graph_of, make_batch, make_config, on_mesh, relative_error
+from support import assert_close, graph_of, make_batch, make_config, on_mesh, relative_error, slow
 
 from megajax.config import Config
+from megajax.hlo.collectives import collectives
+from megajax.hlo.program import Program
 from megajax.interop.megatron import from_megatron, to_megatron
 from megajax.model.attention import attention_core
 from megajax.model.loss import Loss
@@ -23,6 +26,7 @@ from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch, place_batch
 from megajax.train.step import init_state, make_loss_and_gradients
+from megajax.train.zero import shard_over_data
 
 LIMIT = 1e-5  # relative, see support.relative_error
 
@@ -35,13 +39,19 @@ on_each_mesh = pytest.mark.parametrize(
 )
 
 
-def gpt(model_size: int, sp: bool) -> Config:
+def gpt(model_size: int, sp: bool, **sections: dict[str, Any]) -> Config:
     """GPT-2 with grouped queries, and a vocabulary that megajax pads and Megatron by hand does
     not.
     """
     model = {'vocab_size': 96, 'num_kv_heads': 4, 'activation': 'gelu_tanh', 'dropout': 0.0}
     return make_config(
-        'gpt', 2, model_size, sequence_parallel=sp, model=model, loss={'label_smoothing': 0.0}
+        'gpt',
+        2,
+        model_size,
+        sequence_parallel=sp,
+        model=model | sections.pop('model', {}),
+        loss={'label_smoothing': 0.0},
+        **sections,
     )
 
 
@@ -81,7 +91,7 @@ def test_the_loss(model_size: int, sp: bool) -> None:
     def ours(model: LanguageModel, x_BSD: jax.Array, batch: Batch) -> jax.Array:
         weight_BS = batch['loss_mask'] / batch['loss_mask'].sum()
         loss = Loss.of(config, Layout.of(config))
-        return loss(x_BSD, model.head_VD, batch['labels'], weight_BS)[0]
+        return loss(x_BSD, model.head_Vd, batch['labels'], weight_BS)[0]
 
     def theirs(weights: by_hand.Weights, x_BRD: jax.Array, batch: Batch) -> jax.Array:
         table_VD = weights['embedding.word_embeddings.weight']
@@ -109,6 +119,74 @@ def test_the_whole_model(sp: bool) -> None:
         )
         assert_close(to_megatron(config, grads), expected_grads, LIMIT)
     assert relative_error(loss, expected_loss) < LIMIT
+
+
+RUNGS = {2: 'gradients', 3: 'weights'}
+
+
+def run_both(
+    rung: int, sp: bool, microbatches: int, **model: Any
+) -> tuple[Config, list[jax.stages.Lowered], list[tuple[Any, ...]]]:
+    """The gradients of the whole model on a rung of ZeRO, ours and by hand, and their arguments."""
+    recompute = 'full' if rung == 3 else 'none'
+    config = gpt(
+        2,
+        sp,
+        train={'microbatches': microbatches, 'recompute': recompute},
+        optim={'shard': RUNGS[rung]},
+        model=model,
+    )
+    weights = random_weights(**model)
+    by_hand_loss = jax.shard_map(
+        functools.partial(
+            by_hand.gpt_loss, config=config.model, sp=sp, rung=rung, microbatches=microbatches
+        ),
+        in_specs=(specs(weights, rung), P('data'), P('data'), P('data')),
+        out_specs=P(),
+    )
+    batch = place_batch(make_batch(config))
+    arguments = [
+        (_at_rest(config, weights), batch, jax.random.key(0)),
+        (place(weights, rung), batch['tokens'], batch['labels'], batch['loss_mask']),
+    ]
+    functions = make_loss_and_gradients(config), jax.value_and_grad(by_hand_loss)
+    lowered = [jax.jit(f).lower(*x) for f, x in zip(functions, arguments, strict=True)]
+    return config, lowered, arguments
+
+
+def _at_rest(config: Config, weights: Arrays) -> nnx.State:
+    return shard_over_data(from_megatron(config, weights), Layout.of(config))
+
+
+def over_data(compiled: jax.stages.Compiled) -> dict[str, float]:
+    """The bytes that a program sends over `data`, by kind, without those of single numbers."""
+    sent = collections.Counter[str]()
+    for collective in collectives(Program(compiled.as_text()), jax.sharding.get_mesh().shape):
+        if collective.axes == ('data',) and not collective.is_scalar:
+            sent[collective.kind] += collective.times * collective.wire_bytes
+    return dict(sent)
+
+
+@pytest.mark.parametrize(
+    ('rung', 'sp', 'microbatches'),
+    [(2, False, 2), (3, False, 1), slow(2, True, 1), slow(3, True, 2)],
+)
+def test_zero_has_the_gradients_of_megatron_by_hand(rung: int, sp: bool, microbatches: int) -> None:
+    with on_mesh(gpt(2, sp)):
+        config, lowered, arguments = run_both(rung, sp, microbatches)
+        ours, theirs = (f.compile()(*x) for f, x in zip(lowered, arguments, strict=True))
+        assert_close(to_megatron(config, ours[1]), theirs[1], LIMIT)
+    assert relative_error(ours[0][0], theirs[0]) < LIMIT
+
+
+@pytest.mark.parametrize(('rung', 'microbatches'), [(2, 2), (3, 1)])
+def test_zero_sends_the_bytes_of_megatron_by_hand(rung: int, microbatches: int) -> None:
+    with on_mesh(gpt(2, sp=False)):
+        # A vocabulary that megajax does not pad.
+        _, lowered, _ = run_both(rung, False, microbatches, vocab_size=1024)
+        ours, theirs = (over_data(each.compile()) for each in lowered)
+    assert ours == theirs
+    assert ours.keys() == {'all-gather', 'reduce-scatter', 'all-reduce'}
 
 
 def assert_same(
@@ -165,20 +243,20 @@ def residual(sp: bool) -> P:
     return P('data', 'model' if sp else None, None)
 
 
-def specs(weights: Arrays) -> dict[str, P]:
-    return {name: by_hand.spec(name) for name in weights}
+def specs(weights: Arrays, rung: int = 0) -> dict[str, P]:
+    return {name: by_hand.spec(name, rung) for name in weights}
 
 
-def place(weights: Arrays) -> by_hand.Weights:
-    return {name: jax.device_put(x, by_hand.spec(name)) for name, x in weights.items()}
+def place(weights: Arrays, rung: int = 0) -> by_hand.Weights:
+    return {name: jax.device_put(x, by_hand.spec(name, rung)) for name, x in weights.items()}
 
 
 @functools.cache
-def random_weights() -> Arrays:
+def random_weights(**model: Any) -> Arrays:
     """By Megatron's names, the same for every mesh; of a size at which all of them matter, biases
     and norms too.
     """
-    config, random = gpt(1, sp=False), np.random.default_rng(0)
+    config, random = gpt(1, sp=False, model=model), np.random.default_rng(0)
     with on_mesh(config):
         shapes = {
             name: x.shape for name, x in to_megatron(config, init_state(config).params).items()

@@ -1,0 +1,177 @@
+"""The collectives of weight-stationary 2-D tensor parallelism, for the training step of a config.
+
+They are those of Pope et al. (2022), Efficiently Scaling Transformer Inference, section 3.2.2, for
+a grid of `mesh.model_rows` x `mesh.model` devices: no weight moves, and a branch of a layer gathers
+its input over `model`, scatters the result of its first product over `row`, gathers the input of
+its second product over `row`, and scatters the result over `model`. The backward pass mirrors this.
+The paper treats inference; the embedding, the head, the loss and the norms are here those of
+Megatron's sequence parallelism over all devices of the grid.
+"""
+
+from collections.abc import Iterator
+from math import prod
+
+from megajax.config import Config
+from megajax.counts.collective import (
+    GATHER,
+    HLO_DTYPES,
+    REDUCE,
+    SCATTER,
+    Expected,
+    Site,
+    activation,
+    passes,
+)
+from megajax.counts.parameters import declare, dim_sizes, named, num_elements, parameters, shape_of
+from megajax.counts.products import Phase
+from megajax.hlo.program import Array
+from megajax.parallel.layout import Layout
+
+_SOURCE = 'Pope et al. (2022), section 3.2.2'
+
+
+def over_grid(config: Config) -> Iterator[Expected]:
+    """Yield every collective over `row`, `model`, or both, except those of scalars."""
+    for phase in passes(config):
+        for name in ('attention', 'mlp'):
+            yield from _branch(config, name, phase)
+    yield from _embedding_and_head(config)
+    yield from _loss(config)
+    yield from _norms(config)
+    yield from _vectors_over_row(config)
+    yield from _vectors(config)
+
+
+def _send(
+    config: Config, name: str, phase: Phase, axes: str, kind: str, array: Array, times: int = 1
+) -> Iterator[Expected]:
+    sizes = {axis: config.mesh.sizes.get(axis, 1) for axis in axes.split('+')}
+    if prod(sizes.values()) > 1:
+        axis = '+'.join(axis for axis, size in sizes.items() if size > 1)
+        times = times if phase == 'step' else times * config.train.microbatches
+        yield Expected(
+            site=Site(name, phase, axis),
+            kind=kind,
+            array=array,
+            times=times,
+            size=prod(sizes.values()),
+            source=_SOURCE,
+        )
+
+
+def _branch(config: Config, name: str, phase: Phase) -> Iterator[Expected]:
+    """Yield the collectives of all layers' attention or feed-forward branches in one pass.
+
+    Recomputation needs no output of a layer. It gathers the input of the last product only for the
+    gradient of that weight, in the backward pass.
+    """
+    layers = config.model.num_layers
+    residual = _residual(config, over=('row',))
+    first, second = _between(config, name)
+    steps = {
+        'input': ('model', GATHER, residual),
+        'first': ('row', SCATTER, first),
+        'second': ('row', GATHER, second),
+        'output': ('model', SCATTER, residual),
+    }
+    if phase == 'backward':
+        steps = {
+            step: (axis, GATHER if kind == SCATTER else SCATTER, array)
+            for step, (axis, kind, array) in reversed(steps.items())
+        }
+    for step, (axis, kind, array) in steps.items():
+        place = phase
+        if phase == 'recompute' and name == 'mlp':
+            if step == 'output':
+                continue
+            place = 'backward' if step == 'second' else phase
+        yield from _send(config, name, place, axis, kind, array, layers)
+
+
+def _residual(config: Config, over: tuple[str, ...] = ()) -> Array:
+    """Return the residual stream [B, S, D] with D sharded over `row`, S over `model`, or none."""
+    stream, mesh = activation(config), config.mesh
+    rows, tokens, size = stream.shape
+    tokens //= mesh.model if 'model' in over else 1
+    return Array(stream.dtype, (rows, tokens, size // (mesh.model_rows if 'row' in over else 1)))
+
+
+def _between(config: Config, name: str) -> tuple[Array, Array]:
+    """Return the result of a branch's first product, and the input of its second, in a column."""
+    declared = dict(named(declare(config.model)))
+    weights = ('attention.qkv', 'attention.out') if name == 'attention' else ('mlp.up', 'mlp.down')
+    first, second = (declared[f'layers.{weight}.weight'].dims for weight in weights)
+    dtype, rows = HLO_DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len)
+    sizes, columns = dim_sizes(config.model), config.mesh.model
+    widths = (prod(shape_of(dims, sizes)) // columns for dims in (first[2:], second[1:-1]))
+    before, after = (Array(dtype, (*rows, width)) for width in widths)
+    return before, after
+
+
+def _embedding_and_head(config: Config) -> Iterator[Expected]:
+    """Yield those of vocabularies that are sharded over the entire grid."""
+    full = _residual(config)
+    yield from _send(config, 'embedding', 'forward', 'row+model', SCATTER, full)
+    # Two gathers, or scatters, send the bytes of one over the grid.
+    yield from _send(
+        config, 'embedding', 'backward', 'model', GATHER, _residual(config, over=('row',))
+    )
+    yield from _send(config, 'embedding', 'backward', 'row', GATHER, full)
+    yield from _send(config, 'head', 'forward', 'row', GATHER, _residual(config, over=('model',)))
+    yield from _send(config, 'head', 'forward', 'model', GATHER, full)
+    yield from _send(config, 'head', 'backward', 'model', SCATTER, full)
+    yield from _send(config, 'head', 'backward', 'row', SCATTER, _residual(config, over=('model',)))
+
+
+def _loss(config: Config) -> Iterator[Expected]:
+    """Yield the all-reduces of the maximum, the denominator and the label's logit, as Megatron's.
+
+    The fourth is the mean logit of label smoothing.
+    """
+    tokens = Array('f32', activation(config).shape[:2])
+    for _ in range(4 if config.loss.label_smoothing else 3):
+        yield from _send(config, 'loss', 'forward', 'row+model', REDUCE, tokens)
+
+
+def _norms(config: Config) -> Iterator[Expected]:
+    """Yield the all-reduces of norms, which see a part of each token, in all passes together.
+
+    RMSNorm sums the squares, LayerNorm also the tokens themselves. The backward pass computes these
+    sums again, because only a norm's input is saved, and as many sums of the gradient.
+    """
+    sums = 1 if config.model.norm == 'rmsnorm' else 2
+    rows, tokens, _ = _residual(config, over=('model',)).shape
+    runs = 3 + (config.train.recompute == 'full')
+    times = sums * (2 * runs * config.model.num_layers + 3)
+    yield from _send(config, 'norm', 'forward', 'row', REDUCE, Array('f32', (rows, tokens)), times)
+
+
+def _vectors(config: Config) -> Iterator[Expected]:
+    """Yield the reduction over `model` of the partial gradients of norms and biases, once a step.
+
+    Each device has the entries of its row.
+    """
+    shards = Layout.of(config).shards
+    sizes = dim_sizes(config.model)
+    partial = [x for _, x in parameters(config.model) if x.partial]
+    count = sum(num_elements(x, sizes, shards) for x in partial)
+    yield from _send(config, 'gradients', 'step', 'model', REDUCE, Array('f32', (count,)))
+
+
+def _vectors_over_row(config: Config) -> Iterator[Expected]:
+    """Yield the reduction over `row` of vectors between the two products of a branch.
+
+    There each row of the grid has other sequences. These are the biases of column-parallel products
+    and the norms of queries and keys, whose gradient XLA sums over the heads of a device last.
+    """
+    sizes, shards = dim_sizes(config.model), Layout.of(config).shards
+    heads = {'query_norm': sizes['N'], 'key_norm': sizes['K']}
+    for name, x in parameters(config.model):
+        if x.is_stacked and not x.is_matrix and 'D' not in x.dims:
+            count = num_elements(x, sizes, shards) // config.model.num_layers
+            if x.partial == 'N':
+                count *= heads[name.split('.')[-2]] // config.mesh.model
+            # Batch-split overlap computes each half of the rows by itself.
+            parts = 2 if config.train.overlap == 'batch_split' else 1
+            array, times = Array('f32', (count,)), config.model.num_layers * parts
+            yield from _send(config, 'gradients', 'backward', 'row', REDUCE, array, times)

@@ -1,0 +1,68 @@
+"""The finding that ZeRO-3 keeps weights unsharded, which it gathers to need no memory for them."""
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+from megajax.config import Config
+from megajax.counts.data_parallel import with_padding
+from megajax.counts.parameters import dim_sizes, parameters
+from megajax.hlo.collectives import Collective
+from megajax.hlo.program import Program
+from megajax.hlo.stored import stored_in
+from megajax.inspect.result import Finding
+from megajax.inspect.sites import site_of
+from megajax.parallel.layout import Layout
+
+RULE = 'unsharded weights kept'
+
+
+def kept_weights(
+    config: Config, program: Program, placed: Sequence[Collective]
+) -> Iterator[Finding]:
+    """Yield an error for each gathered weight that is in memory for all layers at once.
+
+    Either one gather makes the weights of all layers, or the loop over layers stores each layer's,
+    as it does with what the backward pass needs and automatic differentiation cannot recompute.
+    """
+    layers = config.model.num_layers
+    if config.optim.shard != 'weights' or layers == 1:
+        return
+    stacked = _stacked(config)
+    for collective in placed:
+        if site_of(collective, config).name != 'parameters':
+            continue
+        computation = program.computations[collective.computation]
+        instruction = computation.by_name[collective.instruction]
+        weight, kept = collective.whole, stored_in(program, computation, instruction)
+        place = f'{collective.op_name} ({collective.source})'
+        if kept is not None and prod(kept.shape) >= layers * prod(weight.shape):
+            message = (
+                f'the loop over layers keeps {kept}, each gathered {weight}, for the backward '
+                f'pass, at {place}: gather again in the backward pass'
+            )
+            yield Finding(level='error', rule=RULE, message=message)
+        elif collective.times < layers * config.train.microbatches and (
+            tuple(sorted(weight.dims)) in stacked
+        ):
+            message = (
+                f'{weight}, the weights of all layers, is gathered at once at {place}: gather a '
+                "layer's weights inside the loop over layers"
+            )
+            yield Finding(level='error', rule=RULE, message=message)
+
+
+def _stacked(config: Config) -> set[tuple[int, ...]]:
+    """The sorted dims, on a device, of the matrices of all layers, gathered over `data`."""
+    sizes, shards = dict(dim_sizes(config.model)), Layout.of(config).shards
+    sizes['D'] = with_padding(config, sizes['D'])
+    return {
+        tuple(
+            sorted(
+                size
+                for letter in x.dims
+                if (size := sizes[letter.upper()] // shards.get(letter, 1)) > 1
+            )
+        )
+        for _, x in parameters(config.model)
+        if x.is_stacked and x.is_in_microbatches
+    }
