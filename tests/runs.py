@@ -28,8 +28,8 @@ import sys
 from megajax.config import load
 from megajax.processes.launch import LaunchPlan, launch, make_plan
 processes, command, *arguments = sys.argv[1:]
-mesh = load(arguments[1], arguments[2:]).mesh
-plan = make_plan(arguments, processes=int(processes), needed=mesh.data * mesh.model)
+needed = load(arguments[1], arguments[2:]).mesh.num_devices
+plan = make_plan(arguments, processes=int(processes), needed=needed)
 command = (sys.executable, '-c', command, *arguments)
 sys.exit(launch(LaunchPlan(command=command, variables=plan.variables)))
 """
@@ -153,28 +153,32 @@ def fill(ballast: Path) -> None:
             pass
 
 
-# A fault for any run: it writes a hash of each state that is saved or restored, the same on every
-# mesh and number of processes.
+# A fault for any run: it writes a hash of each state that is saved or restored, without the padding
+# of its shards: the same on every mesh and number of processes.
 HASH_STATES = """
 import hashlib, jax, numpy as np
 from jax.experimental import multihost_utils
 from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.unpadded import unpadded
+from megajax.parallel.layout import Layout
 
-def hash_state(state, name):
+def hash_state(state, name, config):
     digest = hashlib.sha256()
-    for x in jax.tree.leaves(state):
-        digest.update(np.asarray(multihost_utils.process_allgather(x, tiled=True)).tobytes())
+    own = unpadded(state, Layout.of(config))
+    for x, like in zip(jax.tree.leaves(state), jax.tree.leaves(own), strict=True):
+        whole = np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        digest.update(whole[tuple(map(slice, like.shape))].tobytes())
     if jax.process_index() == 0:
         with open('hashes', 'a') as file:
             print(name, digest.hexdigest(), file=file)
 
 def restore(self, step, restore=Checkpoints.restore):
     state = restore(self, step)
-    hash_state(state, f'restored {step}')
+    hash_state(state, f'restored {step}', self.config)
     return state
 
 def save(self, state, step, save=Checkpoints.save, **options):
-    hash_state(state, f'saved {step}')
+    hash_state(state, f'saved {step}', self.config)
     return save(self, state, step, **options)
 
 Checkpoints.restore, Checkpoints.save = restore, save

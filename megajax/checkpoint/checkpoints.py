@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from megajax.checkpoint.compare import (
+    changed_shapes,
     check_same_arrays,
     check_same_data,
     check_same_model,
@@ -28,14 +29,16 @@ from megajax.checkpoint.compare import (
 from megajax.checkpoint.digests import write_file, write_sums
 from megajax.checkpoint.losses import ValidationLosses
 from megajax.checkpoint.open import restore_params
-from megajax.checkpoint.orbax_manager import Manager
+from megajax.checkpoint.orbax_manager import Manager, restore_gb
 from megajax.checkpoint.quiet import leave_failed_saves_to_us
 from megajax.checkpoint.record import RECORD, TOKENIZER, Record, make_record, read_record
 from megajax.checkpoint.retention import preservation_policy
 from megajax.checkpoint.step_folders import StepFolders
+from megajax.checkpoint.unpadded import Shape, strip_padding, unpadded
 from megajax.config import CheckpointError, Config, ConfigError
 from megajax.config.errors import reason
 from megajax.data.text.tokenizer import Tokenizer
+from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete
 from megajax.processes.agree import from_all, from_first
 from megajax.train.step import TrainState, init_state
@@ -64,6 +67,7 @@ class Checkpoints:
         self.tokenizer, self.data = tokenizer, data
         self.origin: Mapping[str, str] = {}  # the origin in the records
         self._saving: Record | None = None
+        self._padded: dict[str, Shape] = {}  # shapes without padding of the arrays to be saved
         self._failed: str | None = None  # why the newest state is not on disk
         self._retry, self._is_retry = False, False
         self._verified: int | None = None
@@ -75,6 +79,7 @@ class Checkpoints:
         try:
             self._manager = Manager(
                 self.folder,
+                restore_gb=restore_gb(config.model),
                 policy=preservation_policy(
                     config.checkpoint, self._losses.of, self._folders.is_junk
                 ),
@@ -118,11 +123,10 @@ class Checkpoints:
         if is_import:
             return init_state(self.config, restore_params(path, self.config))
         abstract = concrete(jax.eval_shape(lambda: init_state(self.config)))
-        check_same_arrays(path, abstract)
+        check_same_arrays(path, unpadded(abstract, Layout.of(self.config)))
+        args = ocp.args.StandardRestore(_parts(abstract), strict=False)  # pads and casts
         try:
-            parts = self._manager.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(_parts(abstract)))
-            ).state
+            parts = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
             return abstract._replace(**parts)
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
@@ -161,13 +165,15 @@ class Checkpoints:
         if not self._make_room(step):
             return
         self._saving = self._record(step, validation_loss)
+        parts = _parts(state)
+        self._padded = changed_shapes(parts, unpadded(parts, Layout.of(self.config)))
         self._losses.begin(step, validation_loss)
         self._folders.renew(step)
         error = None
         try:
             self._manager.save(
                 step,
-                args=ocp.args.Composite(state=ocp.args.StandardSave(_parts(state))),
+                args=ocp.args.Composite(state=ocp.args.StandardSave(parts)),
                 force=True,
             )
         except Exception as failure:
@@ -244,6 +250,8 @@ class Checkpoints:
         """
         assert self._saving is not None
         path = self.folder / str(self._saving.step)
+        if self._padded:
+            strip_padding(path / 'state', self._padded)
         write_file(path / RECORD, self._saving.model_dump_json(indent=2).encode())
         if self.tokenizer:
             self.tokenizer.save(path / TOKENIZER)

@@ -1,6 +1,8 @@
 """The differences between a checkpoint and the run that restores it, and of two checkpoints."""
 
 import logging
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from megajax.checkpoint.orbax_manager import gb_to_read
 from megajax.checkpoint.record import (
     AT_THE_START,
     START_FROM,
@@ -23,10 +26,12 @@ from megajax.config import CheckpointError, ConfigError
 
 BLOCK = 1 << 24  # elements compared at a time
 SHOWN = 3  # maximum number of arrays named in an error
+MOMENT = re.compile(r'opt_state/.*/(mu|nu)/')  # names of AdamW's moments
 
 logger = logging.getLogger(__name__)
 
-Kinds = dict[str, tuple[tuple[int, ...], str]]
+Kind = tuple[tuple[int, ...], str]
+Kinds = dict[str, Kind]
 
 
 def check_same_model(path: Path, there: Record, here: Record) -> None:
@@ -85,15 +90,17 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
 def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
     """Raise ConfigError if names, shapes or dtypes of the arrays differ.
 
-    Orbax would silently cast, cut and pad them. With `under`, only arrays whose names start with it
-    are compared.
+    Orbax would silently cast, cut and pad them. AdamW's moments alone may have another dtype
+    (`optim.moments_dtype`). With `under`, only arrays whose names start with it are compared.
     """
     both = _saved_kinds(path), _kinds(abstract)
     there, here = (
         {name: kind for name, kind in kinds.items() if name.startswith(under)} for kinds in both
     )
     names = [
-        name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)
+        name
+        for name in sorted(there.keys() | here.keys())
+        if _fixed_part(name, there.get(name)) != _fixed_part(name, here.get(name))
     ]
     if names:
         lines = [
@@ -102,6 +109,12 @@ def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
         more = f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''
         fix = 'use the config and the version of megajax that wrote it, or choose another run.dir'
         raise ConfigError(f'{path} holds other arrays ({"; ".join(lines)}{more}): {fix}')
+
+
+def changed_shapes(a: Any, b: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes in tree b, by name, of the arrays whose shape differs from that in tree a."""
+    before = _kinds(a)
+    return {name: shape for name, (shape, _) in _kinds(b).items() if shape != before[name][0]}
 
 
 def holds_parameters_only(path: Path) -> bool:
@@ -159,6 +172,11 @@ def _kinds(tree: Any) -> Kinds:
     }
 
 
+def _fixed_part(name: str, kind: Kind | None) -> Any:
+    """The part of an array's kind that a resumed run must have as well."""
+    return kind[0] if kind and MOMENT.match(name) else kind
+
+
 def _read(step: Path, name: str, parameters: Kinds) -> np.ndarray:
     shape, dtype = parameters[name]
     item: Any = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
@@ -166,7 +184,9 @@ def _read(step: Path, name: str, parameters: Kinds) -> np.ndarray:
     keys = name.split('/')
     for key in reversed(keys):
         item, restore = {key: item}, {key: restore}
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    gb = gb_to_read(math.prod(shape))
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=gb)
+    with ocp.Checkpointer(handler) as checkpointer:
         args = ocp.args.PyTreeRestore(item=item, restore_args=restore, partial_restore=True)
         value = checkpointer.restore((step / 'state').absolute(), args=args)
     for key in keys:

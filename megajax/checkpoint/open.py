@@ -12,12 +12,15 @@ from jax.sharding import Mesh
 
 from megajax.checkpoint.compare import check_same_arrays
 from megajax.checkpoint.digests import find_sound
+from megajax.checkpoint.orbax_manager import restore_gb
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
+from megajax.checkpoint.unpadded import unpadded
 from megajax.config import CheckpointError, Config, reload
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.model.transformer import make_model
 from megajax.parallel.layout import Layout
-from megajax.parallel.mesh import concrete, mesh_for
+from megajax.parallel.mesh import concrete, mesh_for, one_dimensional
+from megajax.train.zero import shard_over_data
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,8 +37,10 @@ class Opened:
 def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
     """Open the model of a run or of one checkpoint (RUN/checkpoints/STEP, or RUN/STEP).
 
-    For a run this is its newest checkpoint that verifies. `overrides` are like those of `load` and
-    may set the mesh, which is made here; use the model under `jax.set_mesh(opened.mesh)`:
+    For a run this is its newest checkpoint that verifies. The model lies on a mesh of as many
+    devices as the run's, but without ZeRO, replicas and rows of a grid (`one_dimensional`).
+    `overrides` are like those of `load` and may set the mesh, which is made here; use the model
+    under `jax.set_mesh(opened.mesh)`:
 
         opened = open_model(Path('runs/mine'), ['mesh.data=1', 'mesh.model=2'])
         with jax.set_mesh(opened.mesh):
@@ -46,7 +51,9 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
     """
     folder = find_sound(path)
     record = read_record(folder)
-    config = reload(record.config, overrides, place=str(folder / RECORD))
+    place = str(folder / RECORD)
+    trained = one_dimensional(reload(record.config, place=place))
+    config = reload(trained.model_dump(mode='json'), overrides, place=place)
     tokenizer = load_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
     mesh = mesh_for(config)
     with jax.set_mesh(mesh):
@@ -55,25 +62,27 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
 
 
 def abstract_params(config: Config) -> nnx.State:
-    """The shapes of the model's parameters and their placements on the current mesh."""
+    """The shapes of the parameters and their placements between steps, on the current mesh."""
     layout, key = Layout.of(config), jax.random.key(0)
-    return concrete(jax.eval_shape(lambda: nnx.state(make_model(config.model, layout, key=key))))
+
+    def make() -> nnx.State:
+        return shard_over_data(nnx.state(make_model(config.model, layout, key=key)), layout)
+
+    return concrete(jax.eval_shape(make))
 
 
 def restore_params(folder: Path, config: Config) -> nnx.State:
-    """Restore the parameters in a checkpoint's folder, placed on the current mesh.
+    """Restore the parameters in a checkpoint's folder, placed as they are between steps.
 
-    Raises ConfigError if the folder holds other parameters, and CheckpointError if they cannot be
-    restored.
+    Each process reads the shards of its own devices. Raises ConfigError if the folder holds other
+    parameters, and CheckpointError if they cannot be restored.
     """
     item: Any = {'params': abstract_params(config)}
-    check_same_arrays(folder, item, under='params/')
-    args = ocp.args.PyTreeRestore(
-        item=item,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(item),
-        partial_restore=True,
-    )
-    handler = ocp.PyTreeCheckpointHandler()
+    check_same_arrays(folder, unpadded(item, Layout.of(config)), under='params/')
+    restore_args = ocp.checkpoint_utils.construct_restore_args(item)
+    padded = jax.tree.map(lambda each: dataclasses.replace(each, strict=False), restore_args)
+    args = ocp.args.PyTreeRestore(item=item, restore_args=padded, partial_restore=True)
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=restore_gb(config.model))
     try:
         return handler.restore(folder / 'state', args=args)['params']
     except Exception as error:

@@ -1,11 +1,14 @@
 """Orbax's manager of a run's checkpoints, with the options that megajax relies on."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 
+from megajax.config import ModelConfig
+from megajax.counts.parameters import dim_sizes, num_elements, parameters
 from megajax.processes.agree import SaveBarrier
 
 # Seconds in which all processes must have written their parts, and the first must have hashed them.
@@ -20,16 +23,35 @@ class Manager(ocp.CheckpointManager):
     the last question before jax chooses, the run's own numbers would never reach the chosen one,
     and the signal would be lost.
 
-    `policy` is the retention. Orbax's thread calls `seal` in the first process, after the arrays
-    of a step and before its commit marker.
+    `restore_gb` is the limit of what a process reads at a time, `policy` the retention. Orbax's
+    thread calls `seal` in the first process, after the arrays of a step and before its commit
+    marker.
     """
 
-    def __init__(self, folder: Path, *, policy: Any, seal: Callable[[], None]):
-        super().__init__(folder, options=_options(policy, seal))
+    def __init__(self, folder: Path, *, restore_gb: int, policy: Any, seal: Callable[[], None]):
+        handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=restore_gb)
+        super().__init__(folder, options=_options(policy, seal), item_handlers={'state': handler})
 
     def reached_preemption(self, step: int) -> bool:
         """Return False: the run itself watches for preemption."""
         return False
+
+
+def restore_gb(model: ModelConfig) -> int:
+    """Return how many GB a process may read at a time: those of the model's largest parameter.
+
+    Orbax would read up to 96 GB, and refuse a larger array.
+    """
+    sizes = dim_sizes(model)
+    return gb_to_read(max(num_elements(parameter, sizes) for _, parameter in parameters(model)))
+
+
+def gb_to_read(elements: int) -> int:
+    """Return the GB that Orbax may count for the read of an fp32 array.
+
+    It counts all shards, as they were written, that the read touches, with their padding.
+    """
+    return 1 + math.ceil(1.1 * 4 * elements / 1e9)
 
 
 def _options(policy: Any, seal: Callable[[], None]) -> ocp.CheckpointManagerOptions:

@@ -43,9 +43,19 @@ class Record(BaseModel):
 
     @property
     def mesh(self) -> str:
-        """The mesh on which the checkpoint was written."""
-        return ' x '.join(
-            f'{axis}={self.config.get("mesh", {}).get(axis, "?")}' for axis in ('data', 'model')
+        """The mesh on which the checkpoint was written, and the rung of ZeRO.
+
+        Replicas and rows are left out if there is one, and the rung if it is none.
+        """
+        mesh, shard = self.config.get('mesh', {}), self.config.get('optim', {}).get('shard')
+        replicas, rows = (
+            f'{key}={mesh[key]}' if mesh.get(key, 1) > 1 else ''
+            for key in ('replicas', 'model_rows')
+        )
+        data, model = (f'{key}={mesh.get(key, "?")}' for key in ('data', 'model'))
+        rung = {True: ', optimizer', False: '', None: '', 'none': ''}.get(shard, f', {shard}')
+        return f'{" ".join(filter(None, (data, replicas)))} x ' + (
+            f'{" ".join(filter(None, (rows, model)))}{rung}'
         )
 
 

@@ -140,7 +140,7 @@ def launch(
     plan = make_plan(
         arguments,
         processes=processes,
-        needed=mesh.data * mesh.model,
+        needed=mesh.num_devices,
         devices_per_process=devices_per_process,
     )
     if dry_run:

@@ -16,6 +16,7 @@ from megajax.counts.chunks import chunk_sizes
 from megajax.generate.sampling import most_probable
 from megajax.generate.weights import inference_config
 from megajax.model.loss import Loss
+from megajax.model.parameters import cast_matrices
 from megajax.model.transformer import Computation, model_graph
 from megajax.parallel.layout import Layout
 
@@ -98,11 +99,13 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
         params: nnx.State, token_BS: jax.Array, label_BS: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         token_BS, label_BS = (jax.reshard(x, layout('BS')) for x in (token_BS, label_BS))
+        if layout.at_rest:
+            params = cast_matrices(params, config.train.dtype, layout)
         model = nnx.merge(graph, params)
-        x_BSD, head_DV = model.hidden(token_BS, computation), model.head_VD.T
+        x_BSD, head_dV = model.hidden(token_BS, computation), model.head_Vd.T
         length = token_BS.shape[1]
         rows = token_BS.shape[0] // layout.num_shards('B')
-        logit_bytes = 4 * rows * length * head_DV.shape[1] // layout.num_shards('V')
+        logit_bytes = 4 * rows * length * head_dV.shape[1] // layout.num_shards('V')
         count, size = chunk_sizes(logit_bytes, length)
         padding = (0, 0), (0, count * size - length)
         x_BSD, labels_BS = jnp.pad(x_BSD, (*padding, (0, 0))), jnp.pad(label_BS, padding)
@@ -111,7 +114,7 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
             x_chunk, label_chunk = (
                 lax.dynamic_slice_in_dim(x, index * size, size, 1) for x in (x_BSD, labels_BS)
             )
-            logits_BSV = loss.logits(x_chunk, head_DV)
+            logits_BSV = loss.logits(x_chunk, head_dV)
             nll = loss.per_token(logits_BSV, label_chunk)[1]
             return nll, most_probable(logits_BSV, config.model.vocab_size, layout) == label_chunk
 

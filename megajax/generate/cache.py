@@ -35,7 +35,7 @@ def prefill(layout: Layout, segment_BS: jax.Array, num_slots: int) -> Core[KeysV
     def core(
         q_BSNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array
     ) -> tuple[jax.Array, KeysValues]:
-        o_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, layout, segment_BS=segment_BS)
+        o_BSNH = attend(q_BSNH, k_BSKH, v_BSKH, layout, segment_RS=segment_BS)
         return o_BSNH, KeysValues(slots(k_BSKH), slots(v_BSKH))
 
     def slots(k_BSKH: jax.Array) -> jax.Array:

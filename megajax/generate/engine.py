@@ -180,7 +180,7 @@ class Engine:
         x_B1D is the last layer's output for the token at `rows.slot`.
         """
         with jax.named_scope('head'):
-            logits_BV = head_logits(decoder.norm(x_B1D)[:, 0], decoder.head_VD, self._layout)
+            logits_BV = head_logits(decoder.norm(x_B1D)[:, 0], decoder.head_Vd, self._layout)
         with jax.named_scope('sample'):
             slot = rows.slot + 1
             key_B = row_keys(jax.random.key(seed), rows.number_B, slot - rows.first_B)

@@ -38,7 +38,7 @@ class Sampling:
             raise ConfigError(*problems)
 
 
-def head_logits(x_BD: jax.Array, head_VD: jax.Array, layout: Layout) -> jax.Array:
+def head_logits(x_BD: jax.Array, head_Vd: jax.Array, layout: Layout) -> jax.Array:
     """Return logits [B, V] in fp32, sharded over the vocabulary, without communication.
 
     They are those of `Loss.logits`, but of the vocabulary's padding too. The head is the left
@@ -47,7 +47,7 @@ def head_logits(x_BD: jax.Array, head_VD: jax.Array, layout: Layout) -> jax.Arra
     """
     dims = ((1,), (1,)), ((), ())
     logits_VB = lax.dot_general(
-        head_VD, x_BD, dims, preferred_element_type=jnp.float32, out_sharding=layout('VB')
+        head_Vd, x_BD, dims, preferred_element_type=jnp.float32, out_sharding=layout('VB')
     )
     return logits_VB.T
 

@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
 from megajax.config import Config, ConfigError
+from megajax.counts.parameters import Parameter
 from megajax.model.block import Block
-from megajax.model.parameters import cast_matrices
+from megajax.model.parameters import cast_matrices, map_parameters
 from megajax.model.transformer import LanguageModel, model_graph
 from megajax.parallel.layout import Layout
+from megajax.parallel.mesh import mesh_of, one_dimensional
 
 
 class LayerWeights(NamedTuple):
@@ -28,16 +31,46 @@ class LayerWeights(NamedTuple):
 def inference_config(config: Config) -> Config:
     """Return the config without sequence parallelism, which would shard sequences of one token.
 
-    Raises ConfigError for a model that does not predict the next token.
+    Raises ConfigError for a model that does not predict the next token, and for a grid, which
+    would shard a row's one token as well.
     """
     if config.model.is_bert:
         raise ConfigError(
             f'model.objective={config.model.objective}: the model predicts masked tokens, '
             'not the next token of a text'
         )
+    if config.mesh.is_grid:
+        mesh = one_dimensional(config).mesh
+        raise ConfigError(
+            f'mesh.model_rows={config.mesh.model_rows}: generation and scoring have no 2-D tensor '
+            f'parallelism; use mesh.model_rows=1 mesh.data={mesh.data} mesh.model={mesh.model}'
+        )
     return config.model_copy(
         update={'mesh': config.mesh.model_copy(update={'sequence_parallel': False})}
     )
+
+
+def leave_grid(config: Config, params: nnx.State) -> tuple[Config, Mesh, nnx.State]:
+    """Return config, mesh and parameters of a model without a grid, on the same devices.
+
+    `params` are placed as they are between steps on the current mesh, that of `config`. The result
+    has the matrices in the dtype of the computation.
+    """
+    plain = one_dimensional(config)
+    mesh = mesh_of(list(jax.sharding.get_mesh().devices.flat), plain.mesh.sizes)
+    layout = Layout.of(plain)
+
+    def placement(declared: Parameter, _: Any) -> NamedSharding:
+        return NamedSharding(mesh, layout(declared.dims))
+
+    gathered = _gather(config)(params)
+    return plain, mesh, jax.device_put(gathered, map_parameters(placement, gathered))
+
+
+@functools.cache
+def _gather(config: Config) -> Any:
+    layout = Layout.of(config)
+    return jax.jit(lambda params: cast_matrices(params, config.train.dtype, layout))
 
 
 def make_weights(config: Config, params: nnx.State) -> LayerWeights:

@@ -68,13 +68,14 @@ KEYS = (
 
 
 def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
-    """Return Megatron's weights, merged over its ranks, as parameters on the current mesh, in fp32.
+    """Return Megatron's weights, merged over its ranks, as parameters in fp32.
 
-    The vocabulary has `model.vocab_size` rows in `weights` and is padded with zeros. Raises
-    ConfigError with all missing and unexpected names and all wrong shapes and dtypes.
+    They are placed on the current mesh as they are between steps. The vocabulary has
+    `model.vocab_size` rows in `weights` and is padded with zeros. Raises ConfigError with all
+    missing and unexpected names and all wrong shapes and dtypes.
     """
     abstract = abstract_params(config)
-    pieces = megatron_pieces(config.model, shapes_of(abstract))
+    pieces = megatron_pieces(config.model, shapes_of(config.model))
     check(abstract, pieces, weights, of='Megatron weights', keys=KEYS)
     return place(abstract, pieces, weights, of='Megatron weights')
 
@@ -82,10 +83,10 @@ def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
 def to_megatron(config: Config, params: nnx.State) -> dict[str, np.ndarray]:
     """Return parameters as Megatron's weights, bit for bit, without the vocabulary's padding.
 
-    It converts gradients too, because they have the same shapes and placements.
+    It converts gradients too, because they have the same names and dims.
     """
     weights: dict[str, np.ndarray] = {}
-    pieces = megatron_pieces(config.model, shapes_of(params))
+    pieces = megatron_pieces(config.model, shapes_of(config.model))
     for path, param in nnx.to_flat_state(params):
         x = jax.device_get(param[...])
         weights |= {piece.name: cut(x, piece) for piece in pieces[name_of(path)]}

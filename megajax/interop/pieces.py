@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.config import ConfigError, ModelConfig
-from megajax.counts.parameters import parameters
+from megajax.counts.parameters import dim_sizes, parameters, shape_of
 
 # Elements of a tile's side: a cache line in fp32, with which numpy transposes several times faster.
 TILE = 16
@@ -190,9 +190,9 @@ def place(
 ) -> nnx.State:
     """Return the parameters assembled from `weights`, with the placement and dtype of `abstract`.
 
-    Elements that no piece covers are zero. Host memory holds one shard of one parameter at a time,
-    and a process reads only what its devices get. Raises ConfigError for a number that is not
-    finite, with the name of its tensor and the source `of`.
+    Elements that no piece covers, and those that pad a shard, are zero. Host memory holds one shard
+    of one parameter at a time, and a process reads only what its devices get. Raises ConfigError
+    for a number that is not finite, with the name of its tensor and the source `of`.
     """
     flat = nnx.to_flat_state(abstract)
     with ThreadPoolExecutor(THREADS) as pool:
@@ -211,9 +211,10 @@ def name_of(path: tuple[Any, ...]) -> str:
     return '.'.join(map(str, path))
 
 
-def shapes_of(params: nnx.State) -> dict[str, Shape]:
-    """The shape of each parameter, by name."""
-    return {name_of(path): tuple(param.shape) for path, param in nnx.to_flat_state(params)}
+def shapes_of(model: ModelConfig) -> dict[str, Shape]:
+    """The shape of each parameter of a model, by name."""
+    sizes = dim_sizes(model)
+    return {name: shape_of(parameter.dims, sizes) for name, parameter in parameters(model)}
 
 
 def _place(

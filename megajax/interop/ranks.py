@@ -233,7 +233,7 @@ def _merge(config: Config, files: Sequence[RankFile]) -> Any:
     merged: dict[str, list[Any]] = {}
     for rank, file in enumerate(files):
         pieces = megatron_pieces(
-            config.model, shapes_of(abstract), rank=rank, ranks=len(files), vocab_rows=rows
+            config.model, shapes_of(config.model), rank=rank, ranks=len(files), vocab_rows=rows
         )
         check(abstract, pieces, file.tensors, of=str(file.path), keys=KEYS)
         for path, group in pieces.items():

@@ -11,6 +11,8 @@ from flax import nnx
 from megajax.config import Config
 from megajax.data import Tokenizer
 from megajax.generate import Generator, Request, encode_prompts
+from megajax.generate.weights import leave_grid
+from megajax.parallel.mesh import one_dimensional
 from megajax.run.log.metrics import JsonLines
 from megajax.run.log.report import Report
 from megajax.run.log.trackers import TensorBoard
@@ -38,7 +40,8 @@ class Sampler:
     ):
         self.prompts = config.train.sample_prompts
         self._config, self._tokenizer, self._report = config, tokenizer, report
-        self._encoded = encode_prompts(config, tokenizer, self.prompts) if self.prompts else []
+        plain = one_dimensional(config)
+        self._encoded = encode_prompts(plain, tokenizer, self.prompts) if self.prompts else []
         self._sinks: list[Any] = []
         if self.prompts and jax.process_index() == 0:
             self._sinks = [
@@ -56,12 +59,15 @@ class Sampler:
             return
         if not self._report.console.is_terminal:  # on a terminal the bar keeps running
             self._report.say('sampling ...')
+        config, mesh = self._config, jax.sharding.get_mesh()
+        if config.mesh.is_grid:
+            config, mesh, params = leave_grid(config, params)
         texts = [''] * len(self.prompts)
-        for rows in Generator(self._config, params, self._tokenizer).stream(
-            self._encoded, Request(max_tokens=TOKENS)
-        ):
-            check()
-            texts = [row.text if row else '' for row in rows]
+        with jax.set_mesh(mesh):
+            generator = Generator(config, params, self._tokenizer)
+            for rows in generator.stream(self._encoded, Request(max_tokens=TOKENS)):
+                check()
+                texts = [row.text if row else '' for row in rows]
         samples = dict(zip(self.prompts, texts, strict=True))
         for prompt, text in samples.items():
             self._report.say(f'\nsample after {prompt!r}:\n{prompt}{text}')

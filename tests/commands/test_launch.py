@@ -103,7 +103,12 @@ def test_on_gpus_each_process_gets_its_own(monkeypatch):
         (2, 2, 4, '2 processes x 2 devices are 4, and 8 GPUs are visible'),
         (3, None, 8, '3 processes x 2 devices are 6, and 8 GPUs are visible'),
         (16, None, 16, '16 processes x 1 devices are 16, and 8 GPUs are visible'),
-        (8, None, 4, '8 processes x 1 devices are 8, and mesh.data x mesh.model needs 4'),
+        (
+            8,
+            None,
+            4,
+            '8 processes x 1 devices are 8, and mesh.data x mesh.model_rows x mesh.model needs 4',
+        ),
     ],
 )
 def test_gpus_that_would_be_idle_or_shared_are_refused(
@@ -131,7 +136,8 @@ def test_gpus_that_jax_cannot_use_are_refused(monkeypatch):
         ),
         (
             ['--processes', '3', '--', 'train', 'tiny'],
-            'error: 3 processes x 1 devices are 3, and mesh.data x mesh.model needs 4',
+            'error: 3 processes x 1 devices are 3, '
+            'and mesh.data x mesh.model_rows x mesh.model needs 4',
         ),
         (['--processes', '2', '--', 'inspect', 'tiny'], 'error: launch starts train, not inspect'),
     ],

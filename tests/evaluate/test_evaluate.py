@@ -13,8 +13,9 @@ from types import ModuleType, SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from checkpoints import laid_out
 from flax import nnx
-from support import graph_of, make_config, on_mesh, random_params, start_token
+from support import graph_of, make_config, on_mesh, random_params, slow, start_token
 
 from megajax.config import Config, ConfigError
 from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
@@ -83,6 +84,30 @@ def test_scores_are_the_models_log_probabilities(mesh: tuple[int, int]) -> None:
             np.testing.assert_array_equal(one.is_top, logit_SV[places].argmax(-1) == labels)
     assert len(found) == len(asked)
     np.testing.assert_allclose(found[0].nll, found[4].nll, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    'layout', ['data=3 x model=2, weights', slow('data=4 replicas=2 x model=2, gradients')]
+)
+def test_a_state_between_steps_scores_as_one_device_does(layout: str) -> None:
+    found = {}
+    for name in ('one device', layout):
+        config = laid_out(name)
+        with on_mesh(config):
+            scorer = Scorer(config, random_params(config, std=0.3))
+            found[name] = scorer.in_any_order([Window(range(17), 16), Window(range(9), 3)])
+    for one, other in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(one.nll, other.nll, rtol=1e-5)
+
+
+def test_a_grid_scores_and_generates_nothing_and_is_refused_with_the_mesh_that_does() -> None:
+    config = laid_out('data=2 x model_rows=2 model=2, optimizer')
+    with pytest.raises(
+        ConfigError,
+        match=r'mesh\.model_rows=2: generation and scoring have no 2-D tensor parallelism; '
+        r'use mesh\.model_rows=1 mesh\.data=2 mesh\.model=4$',
+    ):
+        Scorer(config, nnx.State({}))
 
 
 def test_a_window_may_be_as_long_as_the_model_reads_and_one_where_positions_are_learned() -> None:

@@ -66,6 +66,8 @@ with processes():
     groups = make_mesh(2, 2).devices
     print('hosts', [[device.process_index for device in group] for group in groups])
     print('across', make_mesh(1, 4, cross_hosts=True).shape['model'])
+    replicas = make_mesh(2, 1, replica=2).devices.reshape(2, 2)
+    print('replicas', [[device.process_index for device in group] for group in replicas])
     try:
         make_mesh(1, 4)
     except ConfigError as error:
@@ -158,6 +160,7 @@ def test_processes_are_one_jax_whose_model_axis_stays_in_a_host_and_which_listen
             assert run.after(index, 'sum') == ['6.0 2 2']
             assert run.after(index, 'hosts') == ['[[0, 0], [1, 1]]']
             assert run.after(index, 'across') == ['4']
+            assert run.after(index, 'replicas') == ['[[0, 0], [1, 1]]']
             (refusal,) = run.after(index, 'refused')
             assert refusal.startswith('mesh.model=4 reaches across hosts (host0, host1)')
             assert (

@@ -95,15 +95,12 @@ def test_hosts_whose_processes_are_numbered_in_turn_still_hold_whole_groups(monk
         for process in range(4)
         for i in range(2)
     ]
-    assert [device.process_index for device in mesh._within_hosts(devices, 2, 4, False)] == [
-        0,
-        0,
-        2,
-        2,
-        1,
-        1,
-        3,
-        3,
-    ]
+    for sizes in (
+        {'data': 2, 'model': 4},
+        {'replica': 2, 'data': 4, 'model': 1},
+        {'data': 2, 'row': 2, 'model': 2},
+    ):
+        placed = mesh._within_hosts(devices, sizes, False)
+        assert [device.process_index for device in placed] == [0, 0, 2, 2, 1, 1, 3, 3]
     with pytest.raises(ConfigError, match=r'mesh\.model=8 reaches across hosts'):
-        mesh._within_hosts(devices, 1, 8, False)
+        mesh._within_hosts(devices, {'data': 1, 'model': 8}, False)

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from support import make_config, on_mesh, random_params
+from checkpoints import laid_out
+from support import make_config, on_mesh, random_params, slow
 
 from megajax.config import Config, ConfigError
 from megajax.data.text.tokenizer import byte_tokenizer
+from megajax.run import sampler as module
 from megajax.run.log.report import Report
 from megajax.run.sampler import Sampler
 
@@ -42,6 +44,30 @@ def test_each_step_is_there_once_and_lost_ones_are_not(
     (events,) = (tmp_path / 'tensorboard' / 'samples').iterdir()
     assert f'    {lines[0]["two"].splitlines()[0]}'.encode() in events.read_bytes()
     assert len(checks) >= 6
+
+
+@pytest.mark.parametrize(
+    'layout',
+    [
+        'data=3 x model=2, weights',
+        'data=2 x model_rows=2 model=2, optimizer',
+        slow('data=4 replicas=2 x model=2, gradients'),
+    ],
+)
+def test_the_samples_of_every_layout_are_those_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setattr(module, 'TOKENS', 12)
+    for name in ('one device', layout):
+        config = laid_out(name, train={'sample_prompts': PROMPTS})
+        with on_mesh(config):
+            sampler = Sampler(config, byte_tokenizer(), tmp_path / name, 0, report=Report())
+            sampler.sample(1, random_params(config, std=0.3), lambda: None)
+            sampler.close()
+    expected, found = (
+        (tmp_path / name / 'samples.jsonl').read_text() for name in ('one device', layout)
+    )
+    assert found == expected
 
 
 def test_prompts_that_cannot_be_continued_are_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -52,14 +52,15 @@ def _family(model: ModelConfig, name: str | None) -> Family:
 def from_huggingface(
     config: Config, tensors: Mapping[str, np.ndarray], *, source: str, family: str | None = None
 ) -> nnx.State:
-    """Return a family's tensors as parameters: in fp32, placed on the current mesh.
+    """Return a family's tensors as parameters in fp32.
 
-    The vocabulary is padded with zeros. Memory-mapped `tensors` are read once, and each process
-    reads only what its devices get. Raises ConfigError, which names `source`, for tensors that do
-    not fit the model. `family` defaults to GPT-2, Llama or MegatronBert, by the model.
+    They are placed on the current mesh as they are between steps. The vocabulary is padded with
+    zeros. Memory-mapped `tensors` are read once, and each process reads only what its devices get.
+    Raises ConfigError, which names `source`, for tensors that do not fit the model. `family`
+    defaults to GPT-2, Llama or MegatronBert, by the model.
     """
     abstract = abstract_params(config)
-    pieces = huggingface_pieces(config.model, shapes_of(abstract), family=family)
+    pieces = huggingface_pieces(config.model, shapes_of(config.model), family=family)
     tensors = _named_as_saved(config.model, _family(config.model, family), tensors, source)
     check(abstract, pieces, tensors, of=source, keys='config.json decides which tensors exist')
     return place(abstract, pieces, tensors, of=source)

@@ -86,7 +86,7 @@ class Report:
             column.no_wrap = True
         table.columns[-1].justify = 'right'
         for parameter in parameters:
-            axes = ','.join(axis or '-' for axis in parameter.axes)
+            axes = ','.join('+'.join(axes) or '-' for axes in parameter.axes)
             shape = 'x'.join(map(str, parameter.shape))
             table.add_row(parameter.name, shape, axes, f'{parameter.bytes_per_device:,}')
         total = sum(parameter.bytes_per_device for parameter in parameters)
