@@ -1,16 +1,19 @@
 """What `megajax.plan` counts of a training step beside what XLA's compiler made of it:
 `python benchmarks/plan_memory.py OUT.csv`.
 
-Bytes of memory, FLOPs of the matrix products, kernels and bytes on the wire of each H100, for every
-line of STEPS. No GPU is needed (`pip install 'megajax[gpu-compile]'`). What OUT.csv has of compiled
-steps is not compiled again, so that the run, about half an hour on one core, can be interrupted,
-and what is predicted can be computed anew in seconds.
+Bytes of memory, FLOPs of the matrix products, kernels and bytes on the wire of each H100 by mesh
+axis, with the share of these that matrix products overlap, for every line of STEPS. No GPU is
+needed (`pip install 'megajax[gpu-compile]'`). What OUT.csv has of compiled steps is not compiled
+again, so that the run, about an hour on one core, can be interrupted, and what is predicted can be
+computed anew in seconds.
 """
 
 import argparse
 import csv
 import os
 import statistics
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -103,22 +106,63 @@ llama3_8b      1x16 sp full     2 1 model.num_layers=3 model.hidden_size=8192 \
     model.num_heads=64 model.vocab_size=256000
 llama3_8b      1x16 sp none     1 1 model.num_layers=3 model.hidden_size=8192 \
     model.num_heads=64 model.vocab_size=256000
+llama3_8b      8x1 tp full      1 1
+llama3_8b      8x1 tp full      1 1 optim.shard=optimizer
+llama3_8b      8x1 tp full      1 1 optim.shard=gradients
+llama3_8b      8x1 tp full      1 1 optim.shard=weights
+llama3_8b      8x1 tp full      1 1 optim.shard=weights optim.reduce_dtype=bfloat16
+llama3_8b      8x1 tp full      1 4 optim.shard=optimizer
+llama3_8b      8x1 tp full      1 4 optim.shard=gradients
+llama3_8b      8x1 tp full      1 4 optim.shard=weights
+llama3_8b      8x1 tp none      1 1 optim.shard=weights train.seq_len=2048
+llama3_8b      4x2 sp full      2 1 optim.shard=optimizer
+llama3_8b      4x2 sp full      2 1 optim.shard=weights
+llama3_8b      4x2 sp full      2 1 optim.shard=weights train.overlap=batch_split
+llama3_8b      4x2 sp full      2 4 optim.shard=gradients
+llama3_8b      8x8 sp full      8 1 optim.shard=optimizer
+llama3_8b      8x8 sp full      8 1 optim.shard=weights
+llama3_70b     8x8 sp full      8 1 optim.shard=weights
+llama3_70b     64x1 tp full     1 1 optim.shard=weights
+gpt3_175b      8x8 sp full      8 1 optim.shard=weights
+llama3_8b      1x1 tp full      1 1 optim.moments_dtype=bfloat16
+gpt2_345m      48x1 tp none     4 1 optim.shard=weights model.hidden_size=1280 model.num_heads=20
+gpt2_345m      8x1 tp none      4 2 optim.shard=weights train.dtype=float32
+gpt2_345m      3x2 tp full      4 1 optim.shard=gradients
+qwen3_8b       6x2 sp full      2 1 optim.shard=weights
+qwen3_8b       8x2 sp selective 1 1 optim.shard=weights train.seq_len=4096
+bert_336m      8x1 tp none      8 2 optim.shard=weights
+megatron_8.3b  8x8 sp none      4 1 optim.shard=weights
+megatron_8.3b  8x8 sp full      4 4 optim.shard=weights train.overlap=batch_split
+llama3_8b      16x4 sp full     2 1 optim.shard=weights mesh.replicas=2
+llama3_8b      16x1 tp full     1 2 optim.shard=gradients mesh.replicas=2
+llama3_8b      32x1 tp none     1 1 optim.shard=gradients mesh.replicas=4 train.seq_len=2048
+llama3_70b     16x8 sp none     1 2 optim.shard=weights mesh.replicas=2
+gpt2_345m      2x2 sp none      4 1 mesh.model_rows=2
+llama3_8b      1x2 sp none      4 1 mesh.model_rows=2 train.seq_len=2048 model.num_layers=6
+llama3_8b      2x4 sp full      4 1 mesh.model_rows=2 optim.shard=weights
+llama3_8b      2x8 sp none      4 1 mesh.model_rows=2 train.seq_len=4096
+llama3_8b      8x2 sp full      4 1 mesh.model_rows=2 optim.shard=weights mesh.replicas=2
+llama3_8b      2x4 sp full      8 1 mesh.model_rows=4 model.num_kv_heads=32
+llama3_70b     4x8 sp full      8 1 mesh.model_rows=4 optim.shard=weights
+megatron_8.3b  1x8 sp full      8 2 mesh.model_rows=2
+gpt3_175b      1x32 sp full     16 1 mesh.model_rows=4
+gpt3_175b      4x16 sp full     8 1 mesh.model_rows=4 optim.shard=gradients
+gpt3_175b      2x16 sp none     8 1 mesh.model_rows=4 train.seq_len=1024 optim.shard=weights
 """
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
 PREDICTED = [
     'predicted_bytes',
     'predicted_gflops',
     'predicted_launches',
-    'predicted_model_wire',
-    'predicted_data_wire',
+    'predicted_wire',
 ]
 COMPILED = [
     'compiled_bytes',
     'arguments',
     'compiled_gflops',
     'compiled_launches',
-    'compiled_model_wire',
-    'compiled_data_wire',
+    'compiled_wire',
+    'overlapped',
     'jax',
 ]
 Line = dict[str, str]
@@ -191,11 +235,15 @@ def load(line: Line) -> megajax.Config:
 
 
 def predict(config: megajax.Config) -> Line:
-    sent = wire_bytes(config)
-    flops = step_flops(config).hardware / (config.mesh.data * config.mesh.model)
+    flops = step_flops(config).hardware / config.mesh.num_devices
     total = memory(config, capacity_bytes=hardware('h100').memory).total
-    figures = total, f'{flops / 1e9:.3f}', num_launches(config), sent['model'], sent['data']
+    sent = by_axis(wire_bytes(config))
+    figures = total, f'{flops / 1e9:.3f}', num_launches(config), sent
     return dict(zip(PREDICTED, map(str, figures), strict=True))
+
+
+def by_axis(figures: Mapping[str, float]) -> str:
+    return ' '.join(f'{axis}={figure}' for axis, figure in sorted(figures.items()) if figure)
 
 
 def measure(config: megajax.Config) -> Line:
@@ -205,20 +253,22 @@ def measure(config: megajax.Config) -> Line:
     from megajax.inspect.audit import audit
     from megajax.inspect.compile import compile_for
 
-    compiled = compile_for(config, 'h100', num_hosts(config.mesh.data * config.mesh.model))
+    compiled = compile_for(config, 'h100', num_hosts(config.mesh.num_devices))
     program = Program(compiled.text)
     gflops = sum(flops(program, program.entry, one) for one in program.entry.instructions) / 1e9
-    rows = [row for row in audit(config, compiled, 'h100').rows if row.site != 'metrics']
-    sent = [
-        float(sum(row.wire_bytes for row in rows if row.axis == axis)) for axis in ('model', 'data')
-    ]
+    found = audit(config, compiled, 'h100')
+    sent = defaultdict[str, float](float)
+    for row in found.rows:
+        if row.site != 'metrics':  # single numbers
+            sent[row.axis] += row.wire_bytes
     total = compiled.arguments + compiled.temporaries + compiled.outputs
     figures = (
         total,
         compiled.arguments,
         f'{gflops:.3f}',
         launches.num_launches(program),
-        *sent,
+        by_axis(sent),
+        by_axis({axis: round(share, 3) for axis, share in found.overlapped_share.items()}),
         compiled.jax_version,
     )
     return dict(zip(COMPILED, map(str, figures), strict=True))

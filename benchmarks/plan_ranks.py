@@ -5,7 +5,7 @@ For each row of the tables of tensor parallelism, by how much a step on its mesh
 the plan's fastest. A run of before ZeRO-1 or sequence parallelism is ranked among layouts without
 them. SimuMax measured each model with several tensor-parallel degrees: there the plan chooses one
 of those that were measured, and the share of the best published rate that the choice had is given.
-Tables of FSDP are left out, since the search has no such layout.
+Tables of FSDP are left out: they are of programs that gather everything in 16 bits.
 """
 
 from collections import defaultdict
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def is_ranked(row: PublishedRate) -> bool:
-    """Whether its layout is one of those that are tried."""
+    """Whether its program is one whose layouts are tried."""
     return row.program is not FSDP_IN_JAX
 
 
@@ -50,7 +50,7 @@ def ranked(row: PublishedRate) -> tuple[int, float]:
     """The fastest tensor-parallel degree, and by what share of its step the published is slower."""
     cluster = Cluster.of(hardware(row.gpu), row.num_gpus)
     best: dict[int, Choice] = {}
-    for choice in search(row.config, cluster, row.program).fitting:
+    for choice in search(row.config, cluster, row.program, prune=False).fitting:
         if could_have(row, choice):
             best.setdefault(choice.config.mesh.model, choice)
     fastest = min(best.values(), key=lambda choice: choice.timed.total)
@@ -60,10 +60,12 @@ def ranked(row: PublishedRate) -> tuple[int, float]:
 
 def could_have(row: PublishedRate, choice: Choice) -> bool:
     """Whether the run's software had what the layout uses."""
-    mesh = choice.config.mesh
-    scatters = row.config.mesh.sequence_parallel or row.config.optim.shard
+    mesh, theirs = choice.config.mesh, row.config.optim.shard
+    scatters = row.config.mesh.sequence_parallel or theirs != 'none'
     return (
-        choice.config.optim.shard <= row.config.optim.shard and mesh.sequence_parallel <= scatters
+        choice.config.optim.shard in ('none', theirs)
+        and mesh.replicas == 1
+        and mesh.sequence_parallel <= scatters
     )
 
 

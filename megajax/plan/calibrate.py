@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from ruamel.yaml import YAML
 
 from megajax.hardware.records import Dtype, Efficiency, Hardware, Link, Reference, hardware_of
-from megajax.parallel.layout import BATCH
+from megajax.parallel.layout import batch_layout
 from megajax.plan.real_step import busy, config_for, fitted_to_step, real_seconds
 
 SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
@@ -115,7 +115,7 @@ def _on_every_device(shape: tuple[int, ...], dtype: str) -> jax.Array:
     """Return one array per device, so that all devices work at once, as in a training step."""
     # Random numbers, because a GPU is faster if they are all alike.
     x = jax.random.normal(jax.random.key(0), (len(jax.devices()), *shape)).astype(dtype)
-    return jax.device_put(x, NamedSharding(_mesh(), BATCH('B')))
+    return jax.device_put(x, NamedSharding(_mesh(), batch_layout(['data'])('B')))
 
 
 def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:
@@ -146,7 +146,9 @@ def _link(seconds: float) -> Link:
     measurements = []
     for elements in ELEMENTS:
         x = _on_every_device((elements,), 'float32')
-        reduce = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(_mesh(), BATCH('')))
+        reduce = jax.jit(
+            lambda x: x.sum(0), out_shardings=NamedSharding(_mesh(), batch_layout(['data'])(''))
+        )
         each = _seconds(functools.partial(reduce, x), most=seconds / len(ELEMENTS))
         measurements.append((2 * (devices - 1) / devices * 4 * elements, each))
     return fit_link(measurements, devices)

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config
+from megajax.counts.grid import over_grid
 from megajax.counts.megatron import (
     GATHER,
     HLO_DTYPES,
@@ -26,7 +27,17 @@ ALL_TO_ALL = 'all-to-all'
 
 
 def communication(config: Config) -> list[Expected]:
-    """Return every collective of a step of `config` that XLA places, except those of scalars."""
+    """Return every collective of a step of `config` that XLA places, except those of scalars.
+
+    Those of tensor parallelism come before those of data parallelism.
+    """
+    return [*over_tensor(config), *over_data_shards(config)]
+
+
+def over_tensor(config: Config) -> list[Expected]:
+    """Return the collectives of a tensor-parallel group."""
+    if config.mesh.is_grid:
+        return [*over_grid(config)]
     gathered = [*few_kv_heads(config)]
     kept = list[Expected]()
     for collective in expected(config):
@@ -39,24 +50,21 @@ def communication(config: Config) -> list[Expected]:
             and not _is_last_of_layer(collective)
         ):
             kept.append(collective)
-    return [
-        *_first_tokens(config, kept),
-        *_exchanged_heads(config),
-        *over_data(config, own_counts(config)),
-    ]
+    return [*_first_tokens(config, kept), *_exchanged_heads(config)]
+
+
+def over_data_shards(config: Config) -> list[Expected]:
+    """Return the collectives of data parallelism."""
+    return [*over_data(config, own_counts(config))]
 
 
 def wire_bytes(config: Config) -> dict[str, float]:
-    """Return the bytes that a device sends in a step, by mesh axis."""
-    collectives = communication(config)
-    return {
-        axis: sum(
-            collective.wire_bytes * collective.times
-            for collective in collectives
-            if collective.site.axis == axis
-        )
-        for axis in ('data', 'model')
-    }
+    """Return the bytes that a device sends in a step, by mesh axes: `row+model` is over both."""
+    sent = dict.fromkeys(config.mesh.sizes, 0.0)
+    for collective in communication(config):
+        axis = collective.site.axis
+        sent[axis] = sent.get(axis, 0.0) + collective.wire_bytes * collective.times
+    return sent
 
 
 def _is_kept_from_forward(collective: Expected, before: list[Expected]) -> bool:

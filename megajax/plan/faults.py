@@ -6,9 +6,9 @@ from math import sqrt
 from megajax.config import Config
 from megajax.counts.parameters import num_parameters
 from megajax.plan.network import Cluster
+from megajax.plan.sizes import BYTES, FLOAT32
 from megajax.plan.time import StepTime
 
-STATE = 12  # bytes per parameter in a checkpoint: it and AdamW's two moments, in fp32
 HOST_LINK = 20e9  # bytes per second that a GPU copies to its host: PCIe 4, of 32 GB/s
 STORAGE = 1e9  # bytes per second that a host writes by default
 # Dubey et al. (2024), The Llama 3 Herd of Models, table 5: 419 interruptions in 54 days on 16,384
@@ -66,8 +66,11 @@ def faults(
 
     `storage` is the bytes per second that it takes from all hosts together.
     """
-    size = STATE * num_parameters(config.model, padded=True)
-    own = size / config.mesh.model / (config.mesh.data if config.optim.shard else 1)
+    state = FLOAT32 + 2 * BYTES[config.optim.moments_dtype]  # a parameter and its moments
+    size = state * num_parameters(config.model, padded=True)
+    mesh = config.mesh
+    kept_apart = mesh.data_shards if config.optim.shard != 'none' else 1
+    own = size / (mesh.tensor_parallel * kept_apart)
     return Faults(
         checkpoint_bytes=size,
         hold_up=own / HOST_LINK,

@@ -29,8 +29,22 @@ def num_launches(config: Config) -> int:
     of_layer += 10 if mesh.model > 1 and mesh.sequence_parallel else 0
     of_layer += 20 if model.num_kv_heads < mesh.model else 0
     of_layer += 35 if train.overlap == 'batch_split' else 0
+    of_layer += _of_sharding(config)
+    if mesh.is_grid:
+        of_layer += 40 if train.recompute == 'full' else 25
     of_chunks = OF_CHUNK * num_logit_chunks(config)
     return OF_STEP + train.microbatches * (model.num_layers * of_layer + of_chunks)
+
+
+def _of_sharding(config: Config) -> int:
+    """Return the kernels of a layer that gather weights and sum gradients over `data`."""
+    mesh, train = config.mesh, config.train
+    if config.optim.shard != 'weights':
+        return 3 if config.optim.shard == 'gradients' else 0
+    kernels = 18 if mesh.tensor_parallel == 1 else 0
+    kernels = 15 if train.recompute == 'full' else kernels
+    kernels += 20 if train.overlap == 'batch_split' else 0
+    return kernels + (20 if config.model.hidden_size % mesh.data_shards else 0)
 
 
 def launch_seconds(work: Sequence[tuple[float, float]], count: int) -> float:

@@ -1,6 +1,6 @@
 """The bytes that a step's operations other than matrix products read and write on a GPU.
 
-t is the number of GPUs of the `model` axis.
+t is the number of GPUs of a tensor-parallel group.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megajax.config import Config
 from megajax.counts.parameters import megatron_counts
-from megajax.plan.memory import BYTES
+from megajax.plan.sizes import BYTES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,22 +20,10 @@ class Traffic:
     times: int  # runs in a step
 
 
-def traffic(config: Config, *, flash: bool, adds_shards: bool = False) -> list[Traffic]:
-    """Return the operations of a step that are bound by memory.
-
-    Each fused operation reads its operands once and writes its result once. Gradients of
-    microbatches are added up in full or, with `adds_shards` as in FSDP, only the part that a data
-    shard keeps.
-    """
-    return [
-        *_of_layers(config, flash=flash),
-        *_of_loss(config),
-        *_of_weights(config, adds_shards=adds_shards),
-    ]
-
-
-def _of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
-    model, t = config.model, config.mesh.model
+def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
+    """Yield the operations of the layers; each fused one reads and writes an array once."""
+    # Between two products of a branch a grid shards the rows of the batch.
+    model, t = config.model, config.mesh.tensor_parallel
     tokens = config.microbatch_rows * config.train.seq_len
     size = BYTES[config.train.dtype]
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
@@ -63,20 +51,28 @@ def _of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
         )
 
 
-def _of_loss(config: Config) -> Iterator[Traffic]:
+def traffic_of_loss(config: Config) -> Iterator[Traffic]:
+    """Yield the operations of the loss."""
     tokens = config.microbatch_rows * config.train.seq_len
-    logits = 4 * tokens * config.model.padded_vocab_size / config.mesh.model
+    logits = 4 * tokens * config.model.padded_vocab_size / config.mesh.tensor_parallel
     # The maximum and the sum read the logits; the gradient is read and written.
     yield Traffic(name='loss', bytes=4 * logits, times=config.train.microbatches)
 
 
-def _of_weights(config: Config, *, adds_shards: bool) -> Iterator[Traffic]:
-    count = megatron_counts(config.model, config.mesh.model).all
-    own = count / (config.mesh.data if config.optim.shard else 1)
+def traffic_of_weights(config: Config, *, adds_shards: bool = False) -> Iterator[Traffic]:
+    """Yield the operations on weights, gradients and moments.
+
+    Gradients of microbatches are added up in full or, from ZeRO-2 on and with `adds_shards`, only
+    the part that a data shard keeps.
+    """
+    mesh, optim = config.mesh, config.optim
+    count = megatron_counts(config.model, mesh.model).all / mesh.model_rows
+    own = count / (mesh.data_shards if optim.shard != 'none' else 1)
     microbatches = config.train.microbatches
     if BYTES[config.train.dtype] == 2:
         yield Traffic(name='cast of weights', bytes=6 * count, times=1)
     if microbatches > 1:
+        adds_shards = adds_shards or optim.shard in ('gradients', 'weights')
         yield Traffic(
             name='gradient accumulation',
             bytes=12 * (own if adds_shards else count),
@@ -84,4 +80,5 @@ def _of_weights(config: Config, *, adds_shards: bool) -> Iterator[Traffic]:
         )
     yield Traffic(name='gradient norm', bytes=4 * own, times=1)
     # The parameter and both moments are read and written, the gradient is read.
-    yield Traffic(name='AdamW', bytes=7 * 4 * own, times=1)
+    moments = 4 * BYTES[optim.moments_dtype]
+    yield Traffic(name='AdamW', bytes=(3 * 4 + moments) * own, times=1)

@@ -1,6 +1,7 @@
 """The time of a collective on a cluster: rings of GPUs over links inside and between hosts."""
 
 import dataclasses
+from math import prod
 from typing import Self
 
 from megajax.config import Config, ConfigError
@@ -36,17 +37,22 @@ class Cluster:
         return self.num_devices // self.devices_per_host
 
     def members_per_host(self, config: Config, axis: str) -> int:
-        """Return how many GPUs of a group over a mesh axis share a host; `model` is innermost."""
-        model = config.mesh.model
-        if axis == 'model':
-            return min(model, self.devices_per_host)
-        return min(config.mesh.data, max(1, self.devices_per_host // model))
+        """Return how many GPUs of a group over mesh axes share a host; `row+model` is over both."""
+        return self._group(config, axis)[1]
+
+    def _group(self, config: Config, axis: str) -> tuple[int, int]:
+        """Return the GPUs of a group, and those on a host; `mesh.sizes` is outermost first."""
+        sizes, axes = config.mesh.sizes, axis.split('+')
+        names = [*sizes]
+        inner = names[1 + max(names.index(name) for name in axes if name in sizes) :]
+        size = prod(sizes.get(name, 1) for name in axes)
+        apart = prod(sizes[name] for name in inner)  # distance of two neighbors
+        return size, min(size, max(1, self.devices_per_host // apart))
 
     def ring(self, config: Config, axis: str) -> 'Ring':
-        """Return the ring of the GPUs of one group over a mesh axis."""
+        """Return the ring of the GPUs of one group over mesh axes."""
         inside, across = self.hardware.inside_host, self.hardware.across_hosts
-        size = config.mesh.model if axis == 'model' else config.mesh.data
-        members = self.members_per_host(config, axis)
+        size, members = self._group(config, axis)
         hosts = -(-size // members)
         bandwidth = self.hardware.ring_bandwidth(members=members, hosts=hosts)
         return Ring(

@@ -2,14 +2,16 @@
 
 They are read from `megajax inspect --target h100` with jax 0.10.2. For each site and kind the
 tables have the share of the bytes that are on the wire while matrix products run, and which
-products these are; the same share of the products runs beside them. Nothing else overlaps, the
-gradients over `data` included. The smaller of transfers and products is hidden (`time.py`).
+products these are; the same share of the products runs beside them. Nothing else overlaps: not the
+tables of ZeRO-2 and ZeRO-3, nor what a step sends once over `data`. The smaller of transfers and
+products is hidden (`transfers.py`).
 
 XLA's scheduler decides by the sizes of a model. In 494 compiled steps that fit, the share of the
 bytes over `model` that overlaps is 5 points off on average, and within 10 points in 79 %
 (`benchmarks/plan_overlap.py`). The share of the seconds that products hide is within 9 points for
-GPT-2 345M, and up to 29 points off for the 8.3B model and Llama 3 8B. In a step that does not fit,
-nothing overlaps.
+GPT-2 345M, and up to 29 points off for the 8.3B model and Llama 3 8B. Of the bytes over `data` from
+ZeRO-2 on, the share is within 9 points without tensor parallelism, and 10 points off on average in
+30 compiled steps (`benchmarks/plan_memory.py`). In a step that does not fit, nothing overlaps.
 """
 
 from typing import NamedTuple
@@ -17,6 +19,7 @@ from typing import NamedTuple
 from megajax.config import Config
 from megajax.counts.flops import uses_flash
 from megajax.counts.megatron import GATHER, REDUCE, SCATTER, Expected
+from megajax.counts.parameters import own_counts
 from megajax.counts.products import Phase
 
 
@@ -63,8 +66,60 @@ _RECOMPUTE_OF_HALVES = _FORWARD_OF_HALVES | {
 }
 
 
+# ZeRO-2 and ZeRO-3: the shares of the layers' weights and gradients over `data` that overlap. Those
+# of tensor parallelism take their place, the more so without recomputation (`benchmarks/results`).
+_OVER_DATA = {
+    'alone': {'forward': 0.81, 'recompute': 0.88, 'backward': 0.73, 'gradients': 1.0},
+    'tensor': {'forward': 0.35, 'recompute': 0.75, 'gradients': 0.7},
+    'tensor, no recomputation': {'forward': 0.2, 'backward': 0.2, 'gradients': 0.15},
+    'grid': {'forward': 0.1, 'recompute': 0.6, 'backward': 0.2, 'gradients': 0.35},
+    'halves': {'forward': 0.88, 'recompute': 0.88, 'backward': 0.88, 'gradients': 0.92},
+}
+
+
+def is_over_data(collective: Expected) -> bool:
+    """Whether a collective is one of data parallelism."""
+    return bool({'data', 'replica'} & {*collective.site.axis.split('+')})
+
+
+def _shares_over_data(config: Config) -> dict[str, float]:
+    if config.mesh.tensor_parallel == 1:
+        return _OVER_DATA['alone']
+    if config.train.overlap == 'batch_split':
+        return _OVER_DATA['halves']
+    if config.mesh.is_grid:
+        return _OVER_DATA['grid']
+    is_full = config.train.recompute == 'full'
+    return _OVER_DATA['tensor' if is_full else 'tensor, no recomputation']
+
+
+def _beside_layers(collective: Expected, config: Config) -> Beside:
+    """Return what hides the weights or gradients of layers, of which tables are a part."""
+    if collective.site.phase == 'step':
+        return NOTHING
+    shares, recomputed = _shares_over_data(config), config.train.recompute == 'full'
+    counts = own_counts(config)
+    layers = counts.layers / (counts.layers + counts.tables)
+    if collective.site.name == 'gradients':
+        products = 'qkv input', 'qkv weight', 'out weight'
+        return Beside(shares['gradients'] * layers, products, 'backward')
+    if collective.site.phase == 'forward':
+        return Beside(shares['forward'] * layers, ('attention', 'up'), 'forward')
+    # The backward pass gathers the layers alone; full recomputation shares its gathers with it.
+    if recomputed:
+        return Beside(shares['recompute'], ('attention', 'out', 'up'), 'recompute')
+    return Beside(shares['backward'], ('down weight', 'up weight'), 'backward')
+
+
 def beside(collective: Expected, config: Config) -> Beside:
-    """Return the products that a collective of a step of `config` overlaps with."""
+    """Return the products that a collective of a step of `config` overlaps with.
+
+    Of a grid's collectives less than a tenth overlaps in the programs, none here.
+    """
+    if is_over_data(collective):
+        return _beside_layers(collective, config)
+    if config.mesh.is_grid:
+        return NOTHING
     key = collective.site.name, collective.kind
     if config.train.overlap == 'batch_split':
         tables = {

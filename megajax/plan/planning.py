@@ -9,20 +9,16 @@ from megajax.config.rules import incompatibilities
 from megajax.counts.flops import narayanan_flops
 from megajax.hardware.records import Hardware, hardware
 from megajax.plan.faults import GPU_HOURS_TO_FAILURE, Faults, faults
+from megajax.plan.layouts import changed
 from megajax.plan.memory import largest_microbatch, memory
 from megajax.plan.network import Cluster
 from megajax.plan.programs import BY_NAME, ProgramName
 from megajax.plan.result import Candidate, CostLine, FaultsLine, MemoryLine, Plan, TransferLine
-from megajax.plan.search import (
-    Choice,
-    Ranking,
-    changed,
-    describe,
-    search,
-    usable_memory,
-    why_slower,
-)
-from megajax.plan.time import PlannedTransfer, StepTime, step_time
+from megajax.plan.search import Choice, Ranking, search, usable_memory
+from megajax.plan.time import StepTime, step_time
+from megajax.plan.transfers import PlannedTransfer
+from megajax.plan.verdicts import on_grids, on_sharding, on_tensor_parallelism
+from megajax.plan.words import describe, mesh_name, too_large, why_slower
 
 TOKENS = 1e9  # tokens that the cost is given for by default
 
@@ -51,7 +47,7 @@ def plan(
     """
     if target_batch:
         config = changed(config, train__batch_size=target_batch)
-    own = config.mesh.data * config.mesh.model
+    own = config.mesh.num_devices
     cluster = Cluster.of(hardware(gpu), gpus or own, gpus_per_host)
     is_own = cluster.num_devices == own
     if is_own and (problems := incompatibilities(config)):  # the new batch may not divide
@@ -91,7 +87,7 @@ def _report(
         gpus=cluster.num_devices,
         gpus_per_host=cluster.devices_per_host,
         layout=_layout(chosen, ranking, available).model_copy(
-            update={} if fits else {'reason': _too_large(needed.total, available)}
+            update={} if fits else {'reason': too_large(needed.total, available)}
         ),
         memory=[
             MemoryLine(name=name, bytes=size)
@@ -111,16 +107,13 @@ def _report(
         paper_tflops_per_gpu=_paper_tflops(config, time),
         mfu=time.mfu,
         hfu=time.hfu,
-        communication_share={axis: time.share(axis) for axis in ('data', 'model')},
-        verdict=_verdict(ranking, available),
-        layouts=[
-            _layout(choice, ranking, available) for choice in (*ranking.fitting, *ranking.too_large)
-        ],
+        communication_share={axis: time.share(axis) for axis in (*config.mesh.sizes, *time.axes)},
+        verdict=on_tensor_parallelism(ranking, available),
+        sharding=on_sharding(ranking, available),
+        grids=on_grids(ranking),
+        layouts=[_layout(choice, ranking, available) for choice in ranking.all],
         best_config=dump(ranking.best.config),
-        impossible={
-            f'data={data} x model={model}': reason
-            for (data, model), reason in ranking.impossible.items()
-        },
+        impossible={mesh_name(mesh): reason for mesh, reason in ranking.impossible.items()},
         **known,
     )
 
@@ -171,30 +164,36 @@ def _transfer(transfer: PlannedTransfer) -> TransferLine:
 
 def _layout(choice: Choice, ranking: Ranking, available: int) -> Candidate:
     config, time = choice.config, choice.time
-    if choice.bytes > available:
-        reason = _too_large(choice.bytes, available)
-    else:
-        reason = '' if choice.config == ranking.best.config else why_slower(choice, ranking.best)
     return Candidate(
         name=describe(config),
         data=config.mesh.data,
+        replicas=config.mesh.replicas,
+        model_rows=config.mesh.model_rows,
         model=config.mesh.model,
         sequence_parallel=config.mesh.sequence_parallel,
         recompute=config.train.recompute,
         microbatches=config.train.microbatches,
         microbatch_rows=config.microbatch_rows,
-        shard_optimizer=config.optim.shard,
+        shard=config.optim.shard,
         overlap=config.train.overlap == 'batch_split',
         bytes=choice.bytes,
         fits=choice.bytes <= available,
         seconds=time.total if time else None,
         mfu=time.mfu if time else None,
-        reason=reason,
+        reason=_reason(choice, ranking, available),
     )
 
 
-def _too_large(needed: int, available: int) -> str:
-    return f'needs {needed / 1e9:.1f} GB of {available / 1e9:.1f} GB'
+def _reason(choice: Choice, ranking: Ranking, available: int) -> str:
+    """Say why a layout lost; the fastest did not."""
+    if choice.bytes > available:
+        return too_large(choice.bytes, available)
+    if choice.time is None:
+        excess = (choice.at_least or 0.0) / ranking.best.timed.total - 1
+        return f'at least {excess:+.1%}, and slower than another of its mesh'
+    if choice.config == ranking.best.config:
+        return ''
+    return why_slower(choice.time, ranking.best.timed)
 
 
 def _paper_tflops(config: Config, time: StepTime) -> float | None:
@@ -219,36 +218,4 @@ def _is_gpt(model: ModelConfig) -> bool:
         and is_square
         and model.ffn_size == 4 * model.hidden_size
         and model.activation != 'swiglu'
-    )
-
-
-def _verdict(ranking: Ranking, available: int) -> str:
-    """Say whether tensor parallelism is worth it, and by how much."""
-    best = ranking.best
-    without = next((choice for choice in ranking.fitting if choice.config.mesh.model == 1), None)
-    with_it = next((choice for choice in ranking.fitting if choice.config.mesh.model > 1), None)
-    if without and with_it:
-        ratio = with_it.timed.total / without.timed.total
-        waits = f'a GPU waits {with_it.timed.share("model"):.1%} of it for its collectives'
-        name = f'model={with_it.config.mesh.model}'
-        if best is without:
-            return f'no: the fastest step with it, {name}, takes {ratio - 1:.1%} longer; {waits}'
-        return (
-            f'yes: a step with {name} is {1 / ratio - 1:.1%} faster than the fastest step '
-            f'without it; {waits}'
-        )
-    if without:
-        return 'no: no layout with it fits or divides'
-    least = min(
-        (choice.bytes for choice in ranking.too_large if choice.config.mesh.model == 1),
-        default=None,
-    )
-    reason = next(
-        (why for (_, model), why in ranking.impossible.items() if model == 1), 'nothing divides'
-    )
-    without_it = f'the smallest layout {_too_large(least, available)}' if least else reason
-    share = best.timed.share('model')
-    return (
-        f'yes: without it {without_it}; with model={best.config.mesh.model} a GPU waits '
-        f'{share:.1%} of the step for its collectives'
     )

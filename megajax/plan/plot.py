@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from megajax.config import Config, ConfigError
 from megajax.counts.products import products
 from megajax.files.outputs import check_outputs
-from megajax.plan.memory import BYTES
 from megajax.plan.network import Cluster
 from megajax.plan.search import Choice, search
+from megajax.plan.sizes import BYTES
 from megajax.plan.time import peak_flops, product_seconds
+from megajax.plan.words import group_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,9 +148,9 @@ def scaling(config: Config, cluster: Cluster) -> 'Figure':
     gpus, shares = list(choices), [100 * choice.timed.mfu for choice in choices.values()]
     axes.plot(gpus, shares, marker='o', color='black')
     for count, share in zip(gpus, shares, strict=True):
-        data, model = choices[count].mesh
+        mesh = choices[count].mesh
         axes.annotate(
-            f'{data}x{model}',
+            f'{mesh.data}x{group_name(mesh)}',
             (count, share),
             textcoords='offset points',
             xytext=(0, 8),

@@ -6,13 +6,22 @@ from typing import Literal
 
 from megajax.config import Config
 from megajax.counts.flops import fits_flash, uses_flash
-from megajax.counts.megatron import GATHER, HLO_DTYPES, REDUCE, SCATTER, Expected, Site, expected
+from megajax.counts.megatron import (
+    GATHER,
+    HLO_DTYPES,
+    REDUCE,
+    SCATTER,
+    Expected,
+    Site,
+    expected,
+    over_data,
+)
 from megajax.counts.parameters import num_parameters
 from megajax.counts.products import Phase
 from megajax.hlo.program import Array
-from megajax.plan.communication import communication
+from megajax.plan import communication
 from megajax.plan.launches import num_launches
-from megajax.plan.overlap import NOTHING, Beside, beside
+from megajax.plan.overlap import NOTHING, Beside, beside, is_over_data
 
 ProgramName = Literal['megajax', 'megatron']
 # cuDNN's flash attention, or FlashAttention-2; `hardware/records.py` has their rates.
@@ -23,7 +32,8 @@ Attention = Literal['flash', 'flash_2']
 class Software:
     """The software that runs the step."""
 
-    collectives: Callable[[Config], list[Expected]]
+    over_tensor: Callable[[Config], list[Expected]]  # collectives of a tensor-parallel group
+    over_data: Callable[[Config], list[Expected]]
     beside: Callable[[Expected, Config], Beside]
     uses_flash: Callable[[Config], bool]
     attention: Attention = 'flash'  # the flash attention that it uses, if it does
@@ -33,7 +43,7 @@ class Software:
     recomputes_last: bool = False
     # The number of kernels of a step; 0 if they have not been counted.
     num_launches: Callable[[Config], int] = lambda _: 0
-    pads_shards: bool = True  # pads ZeRO-1's shards, so that any number of GPUs along `data` works
+    has_grids: bool = False  # has 2-D tensor parallelism
 
 
 def fully_sharded(config: Config) -> list[Expected]:
@@ -69,7 +79,7 @@ def _beside_its_layer(collective: Expected, config: Config) -> Beside:
     With --tp-comm-overlap, --overlap-grad-reduce and --overlap-param-gather.
     """
     site = collective.site
-    if site.axis == 'data':
+    if is_over_data(collective):
         return _beside_everything(collective, config)
     # Only the collectives of sequence parallelism overlap with the product that they belong to.
     if collective.kind == REDUCE:
@@ -98,15 +108,34 @@ def _names(products: tuple[str, ...], phase: Phase) -> Iterator[str]:
         yield from (f'{name} input', f'{name} weight') if phase == 'backward' else (name,)
 
 
+def _megatron_over_tensor(config: Config) -> list[Expected]:
+    return [collective for collective in expected(config) if not is_over_data(collective)]
+
+
+def _megatron_over_data(config: Config) -> list[Expected]:
+    """Return Megatron's collectives of data parallelism, of matrices without megajax's padding."""
+    size, sent = config.model.hidden_size, []
+    padded = size + -size % config.mesh.data_shards
+    for collective in over_data(config):
+        (count,) = collective.array.shape
+        if padded > size and collective.kind != REDUCE:
+            array = Array(collective.array.dtype, (count // padded * size,))
+            collective = dataclasses.replace(collective, array=array)
+        sent.append(collective)
+    return sent
+
+
 MEGAJAX = Software(
-    collectives=communication,
+    over_tensor=communication.over_tensor,
+    over_data=communication.over_data_shards,
     beside=beside,
     uses_flash=uses_flash,
     num_launches=num_launches,
-    pads_shards=False,
+    has_grids=True,
 )
 MEGATRON = Software(
-    collectives=expected,
+    over_tensor=_megatron_over_tensor,
+    over_data=_megatron_over_data,
     beside=_beside_its_layer,
     uses_flash=lambda config: fits_flash(config.train.dtype, config.model.head_dim),
     recomputes_last=True,
@@ -114,7 +143,8 @@ MEGATRON = Software(
 MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(MEGATRON, beside=lambda *_: NOTHING)
 # As the papers of 2019 to 2022 ran it: attention in parts, gradients in fp16, nothing overlaps.
 MEGATRON_2021 = Software(
-    collectives=expected,
+    over_tensor=_megatron_over_tensor,
+    over_data=_megatron_over_data,
     beside=lambda *_: NOTHING,
     uses_flash=lambda _: False,
     gradient_bytes=2,
@@ -122,7 +152,8 @@ MEGATRON_2021 = Software(
 )
 FSDP = dataclasses.replace(
     MEGATRON,
-    collectives=fully_sharded,
+    over_tensor=lambda _: [],
+    over_data=fully_sharded,
     beside=_beside_everything,
     attention='flash_2',
     adds_shards=True,

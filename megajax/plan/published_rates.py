@@ -29,7 +29,7 @@ class PublishedRate:
     @property
     def num_gpus(self) -> int:
         """The number of GPUs of the run."""
-        return self.config.mesh.data * self.config.mesh.model
+        return self.config.mesh.num_devices
 
 
 def of_2021(
@@ -64,7 +64,7 @@ def of_model_flops(
         gpu=gpu,
         config=config,
         program=program,
-        published=flops / seconds / config.mesh.data / config.mesh.model / 1e12,
+        published=flops / seconds / config.mesh.num_devices / 1e12,
         flops=flops,
         held_out=values['held_out'] == 'yes',
     )
@@ -126,7 +126,7 @@ def config_of(
 
 def sharded(config: Config) -> Config:
     """Return the config with the optimizer's state sharded over `data`, padded if necessary."""
-    return config.model_copy(update={'optim': OptimConfig(shard=True)})
+    return config.model_copy(update={'optim': OptimConfig(shard='optimizer')})
 
 
 def with_largest_microbatch(config: Config, gpu: Hardware) -> Config:

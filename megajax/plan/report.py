@@ -12,7 +12,6 @@ from megajax.plan.search import USABLE
 from megajax.render.console import as_html, as_text
 
 _DEFAULT_FRACTION = 0.75  # share of the GPU's memory that jax takes by default
-_AXES = ('model', 'data')
 _SHOWN = 5e-4  # share of the step above which short kernels have a line
 
 
@@ -52,6 +51,8 @@ def tables(plan: Plan) -> RenderableType:
         *_impossible(plan),
         Text(),
         Text(f'tensor parallelism  {plan.verdict}', style='bold'),
+        Text(f'sharding over data  {plan.sharding}'),
+        *([Text(f'2-D grids           {plan.grids}')] if plan.grids else []),
     )
 
 
@@ -106,19 +107,17 @@ def time_table(plan: Plan) -> Table:
     table.add_column('')
     rows = [('matrix products', plan.products, ''), ('bound by memory', plan.memory_bound, '')]
     rows += [('short kernels', plan.launches, '')] if plan.launches > _SHOWN * plan.seconds else []
-    for axis in _AXES:
+    for axis in dict.fromkeys(transfer.axis for transfer in plan.transfers):
         transfers = [transfer for transfer in plan.transfers if transfer.axis == axis]
-        if transfers:
-            exposed = sum(transfer.exposed for transfer in transfers)
-            on_wire = sum(transfer.seconds for transfer in transfers)
-            hidden = sum(transfer.hidden for transfer in transfers)
-            crosses_hosts = any(transfer.crosses_hosts for transfer in transfers)
-            link = 'between hosts' if crosses_hosts else 'inside a host'
-            wire_bytes = sum(transfer.wire_bytes for transfer in transfers)
-            sent = f'{si(wire_bytes)} in {1e3 * on_wire:,.1f} ms'
-            share = f'{1e3 * hidden:,.1f} ({hidden / on_wire:.0%}) of it beside products'
-            note = f'{link}, {sent}, {share}'
-            rows.append((f'collectives over {axis}', exposed, note))
+        exposed = sum(transfer.exposed for transfer in transfers)
+        on_wire = sum(transfer.seconds for transfer in transfers)
+        hidden = sum(transfer.hidden for transfer in transfers)
+        crosses_hosts = any(transfer.crosses_hosts for transfer in transfers)
+        link = 'between hosts' if crosses_hosts else 'inside a host'
+        wire_bytes = sum(transfer.wire_bytes for transfer in transfers)
+        sent = f'{si(wire_bytes)} in {1e3 * on_wire:,.1f} ms'
+        share = f'{1e3 * hidden:,.1f} ({hidden / on_wire:.0%}) of it beside products'
+        rows.append((f'collectives over {axis}', exposed, f'{link}, {sent}, {share}'))
     for name, seconds, note in [*rows, ('total', plan.seconds, '')]:
         table.add_row(name, f'{1e3 * seconds:,.1f}', f'{seconds / plan.seconds:.1%}', note)
     return table
@@ -173,7 +172,7 @@ def layouts_table(plan: Plan) -> Table:
     """Return a table of the fastest layout of each mesh, and why it lost.
 
     Layouts with and without sequence parallelism have separate rows. If no layout fits, the row has
-    the smallest.
+    the smallest. Of 2-D grids there is the fastest alone.
     """
     table = Table(
         box=None,
@@ -223,7 +222,10 @@ def _impossible(plan: Plan) -> list[Text]:
 
 
 def _best_of_each(layouts: list[Candidate]) -> list[Candidate]:
-    seen: dict[tuple[int, bool], Candidate] = {}
+    seen: dict[tuple[int, bool] | str, Candidate] = {}
     for layout in layouts:
-        seen.setdefault((layout.model, layout.sequence_parallel), layout)
+        if layout.model_rows == 1:
+            seen.setdefault((layout.model, layout.sequence_parallel), layout)
+        elif layout.fits:
+            seen.setdefault('grid', layout)
     return list(seen.values())

@@ -73,16 +73,23 @@ class Candidate(_Result):
 
     name: str
     data: int
+    replicas: int = Field(description='groups of data shards, each with a complete state (HSDP)')
+    model_rows: int
     model: int
     sequence_parallel: bool
     recompute: str
     microbatches: int
     microbatch_rows: int
-    shard_optimizer: bool
+    shard: str = Field(
+        description='what ZeRO shards over the data shards of a group: none, optimizer, gradients '
+        'or weights'
+    )
     overlap: bool = Field(description='batch-split overlap: the halves of a microbatch take turns')
     bytes: int
     fits: bool
-    seconds: float | None
+    seconds: float | None = Field(
+        description='None if it does not fit, or cannot be the fastest of its mesh'
+    )
     mfu: float | None
     reason: str = Field(description='empty for the fastest')
 
@@ -90,7 +97,7 @@ class Candidate(_Result):
 class Plan(_Result):
     """Memory and time of a config on GPUs that need not be present, and of all other layouts."""
 
-    schema_version: Literal[1] = 1
+    schema_version: Literal[2] = 2
     config: str = Field(description='the resolved config that the plan is for, YAML')
     program: str = Field(
         description='the software whose step is timed: megajax, or megatron for Megatron-Core; '
@@ -143,9 +150,13 @@ class Plan(_Result):
         description='per axis, the share of the step in which a GPU waits for collectives'
     )
     verdict: str = Field(description='whether tensor parallelism is worth it here')
+    sharding: str = Field(description='what the fastest layout shards over data shards, and why')
+    grids: str | None = Field(
+        description='whether a 2-D tensor-parallel grid is worth it; None if none can be'
+    )
     layouts: list[Candidate] = Field(
-        description='all layouts: those that fit, fastest first, then those that do not, '
-        'smallest first'
+        description='all layouts: those that fit, fastest first, then those that fit and cannot be '
+        'the fastest of their mesh, then those that do not fit, smallest first'
     )
     best_config: str = Field(description='the config of the fastest layout, YAML')
     impossible: dict[str, str] = Field(

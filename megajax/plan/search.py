@@ -4,41 +4,43 @@ It says which layouts fit, how fast each is, and why the others lost.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator
 
-from megajax.config import Config, ConfigError, Problem
-from megajax.config.rules import divisors, incompatibilities
-from megajax.counts.flops import uses_flash
+from megajax.config import Config, ConfigError
+from megajax.config.rules import incompatibilities
+from megajax.plan.layouts import Mesh, changed, is_frugal, layouts, meshes
 from megajax.plan.memory import UNDERCOUNT, memory
 from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, Software
-from megajax.plan.time import StepTime, peak_flops, step_time
+from megajax.plan.time import StepTime, Timer, peak_flops
+from megajax.plan.words import RUNGS, describe, no_layout
 
 # The share of a GPU's memory that a program can use with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92; CUDA
 # and NCCL need the rest.
 USABLE = 0.92
-# How many of the meshes that cannot be are given with their reasons: those of small tensor-parallel
-# groups first.
-REASONS = 8
+MOST_GPUS = 65536  # to look for a number of GPUs that a model fits on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """One layout: its config, the bytes that it needs on a GPU, and its time if it fits."""
+    """One layout: its config, the bytes that it needs on a GPU, and its time if it fits.
+
+    A layout that cannot be the fastest of its mesh is not timed; it takes `at_least` so long.
+    """
 
     config: Config
     bytes: int
-    time: StepTime | None
+    time: StepTime | None = None
+    at_least: float | None = None
 
     @property
-    def mesh(self) -> tuple[int, int]:
-        """GPUs along `data` and `model`."""
-        return self.config.mesh.data, self.config.mesh.model
+    def mesh(self) -> Mesh:
+        """The GPUs along each axis."""
+        return Mesh.of(self.config)
 
     @property
     def timed(self) -> StepTime:
-        """The time of a layout that fits."""
+        """The time of a layout that fits and was timed."""
         assert self.time is not None
         return self.time
 
@@ -47,56 +49,83 @@ class Choice:
 class Ranking:
     """All layouts on a number of GPUs."""
 
-    fitting: tuple[Choice, ...]  # the layouts that fit, fastest first
+    fitting: tuple[Choice, ...]  # the layouts that fit and were timed, fastest first
+    slower: tuple[Choice, ...]  # those that fit and are slower than another of their mesh
     too_large: tuple[Choice, ...]  # the layouts that do not fit, smallest first
-    impossible: dict[tuple[int, int], str]  # the reason for each mesh without a layout
+    impossible: dict[Mesh, str]  # the reason for each mesh without a layout
 
     @property
     def best(self) -> Choice:
         """The fastest layout that fits."""
         return self.fitting[0]
 
+    @property
+    def all(self) -> tuple[Choice, ...]:
+        """All layouts, in this order."""
+        return *self.fitting, *self.slower, *self.too_large
 
-def search(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> Ranking:
+
+def search(
+    config: Config, cluster: Cluster, program: Software = MEGAJAX, *, prune: bool = True
+) -> Ranking:
     """Rank every layout for the batch of `config` on all GPUs of the cluster.
 
-    A layout is one choice of data, model, sequence parallelism, overlap, recompute, microbatches
-    and ZeRO-1. Raises ConfigError if none fits; the error says what would.
+    A layout is one choice of data, replicas, model, rows, sequence parallelism, overlap, recompute,
+    microbatches and what ZeRO shards. Without `prune` even those are timed that cannot be the
+    fastest of their mesh. Raises ConfigError if none fits; the error says what would.
     """
     peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
-    fitting, too_large, impossible = list[Choice](), list[Choice](), dict[tuple[int, int], str]()
-    for model in divisors(cluster.num_devices):
-        data = cluster.num_devices // model
-        num_possible = 0
-        for candidate in _layouts(config, data, model, cluster.devices_per_host):
-            if problems := _problems(candidate, program):
-                impossible.setdefault((data, model), str(problems[0]))
-                if not num_possible:  # the first layout has the fewest requirements
-                    break
-                continue
-            num_possible += 1
-            needed = memory(candidate, capacity_bytes=usable_memory(cluster)).total
-            fits = needed <= usable_memory(cluster)
-            choice = Choice(
-                config=candidate,
-                bytes=needed,
-                time=step_time(candidate, cluster, program) if fits else None,
+    timer, available = Timer(cluster, program), usable_memory(cluster)
+    fitting, slower, too_large = list[Choice](), list[Choice](), list[Choice]()
+    impossible = dict[Mesh, str]()
+    for mesh in meshes(cluster.num_devices, has_grids=program.has_grids):
+        possible, reason = _possible(config, mesh, cluster)
+        if not possible:
+            impossible[mesh] = reason
+        too_large += [choice for choice in possible if choice.bytes > available]
+        for is_parallel in (False, True):
+            fits = (
+                choice
+                for choice in possible
+                if choice.bytes <= available and choice.config.mesh.sequence_parallel == is_parallel
             )
-            (fitting if fits else too_large).append(choice)
-        if num_possible:
-            impossible.pop((data, model), None)
-        elif (data, model) not in impossible:
-            impossible[data, model] = _indivisible(config, data)
-    fitting.sort(key=_order)
-    too_large.sort(key=lambda choice: choice.bytes)
+            for choice in _timed(fits, timer, prune=prune):
+                (slower if choice.time is None else fitting).append(choice)
     if not fitting:
-        raise ConfigError(*_why_none(config, cluster, too_large, impossible))
-    return Ranking(fitting=tuple(fitting), too_large=tuple(too_large), impossible=impossible)
+        raise ConfigError(*_why_none(config, cluster, program, too_large, impossible))
+    return Ranking(
+        fitting=tuple(sorted(fitting, key=_order)),
+        slower=tuple(sorted(slower, key=lambda choice: choice.at_least or 0.0)),
+        too_large=tuple(sorted(too_large, key=lambda choice: choice.bytes)),
+        impossible=impossible,
+    )
 
 
-def _problems(config: Config, program: Software) -> list[Problem]:
-    """Return the reasons why a program cannot run the config."""
-    return incompatibilities(changed(config, optim__shard=False) if program.pads_shards else config)
+def _possible(config: Config, mesh: Mesh, cluster: Cluster) -> tuple[list[Choice], str]:
+    """Return the layouts of a mesh that can be, untimed; without any, the reason."""
+    choices, reason = list[Choice](), ''
+    for candidate in layouts(config, mesh, cluster.devices_per_host):
+        if problems := incompatibilities(candidate):
+            reason = reason or str(problems[0])
+            if not choices:  # the first layout has the fewest requirements
+                break
+            continue
+        needed = memory(candidate, capacity_bytes=usable_memory(cluster)).total
+        choices.append(Choice(config=candidate, bytes=needed))
+    return choices, reason or _indivisible(config, mesh.data)
+
+
+def _timed(choices: Iterable[Choice], timer: Timer, *, prune: bool) -> Iterator[Choice]:
+    """Time layouts of one mesh until no other can be faster than the fastest of them."""
+    best = float('inf')
+    bounds = [(timer.at_least(choice.config), choice) for choice in choices]
+    for at_least, choice in sorted(bounds, key=lambda pair: pair[0]):
+        if prune and at_least > best:
+            yield dataclasses.replace(choice, at_least=at_least)
+            continue
+        time = timer.step(choice.config)
+        best = min(best, time.total)
+        yield dataclasses.replace(choice, time=time)
 
 
 def usable_memory(cluster: Cluster) -> int:
@@ -104,60 +133,17 @@ def usable_memory(cluster: Cluster) -> int:
     return int(USABLE * cluster.hardware.memory / (1 + UNDERCOUNT))
 
 
-def changed(config: Config, **keys: object) -> Config:
-    """Return the config with other values, `section__key=value`, unchecked.
-
-    `incompatibilities` says whether they work together.
-    """
-    sections: dict[str, dict[str, object]] = {}
-    for path, value in keys.items():
-        section, key = path.split('__')
-        sections.setdefault(section, {})[key] = value
-    return config.model_copy(
-        update={
-            name: getattr(config, name).model_copy(update=values)
-            for name, values in sections.items()
-        }
-    )
-
-
-def _layouts(config: Config, data: int, model: int, per_host: int) -> Iterator[Config]:
-    """Yield the layouts of one mesh; each has all requirements that the first has."""
-    if config.train.batch_size % data:
-        return
-    sequence_parallel = (False, True) if model > 1 else (False,)
-    # With flash attention, selective recomputation has nothing to do.
-    recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
-    shards = (False, True) if data > 1 else (False,)
-    overlaps = ('none', 'batch_split') if model > 1 else ('none',)
-    counts = divisors(config.train.batch_size // data)
-    for microbatches, sp, overlap, recompute, shard in product(
-        counts, sequence_parallel, overlaps, recomputes, shards
-    ):
-        yield changed(
-            config,
-            mesh__data=data,
-            mesh__model=model,
-            mesh__sequence_parallel=sp,
-            mesh__allow_model_across_hosts=config.mesh.allow_model_across_hosts or model > per_host,
-            train__microbatches=microbatches,
-            train__recompute=recompute,
-            train__overlap=overlap,
-            optim__shard=shard,
-        )
-
-
-def _order(choice: Choice) -> tuple[float, int, bool, bool, int, int]:
+def _order(choice: Choice) -> tuple[float, int, int, bool, int, int, int, int]:
     """Return a sort key: fastest first; of equals, the simpler."""
     config = choice.config
-    recompute = ('none', 'selective', 'full').index(config.train.recompute)
-    overlap = config.train.overlap == 'batch_split'
     return (
         choice.timed.total,
-        config.mesh.model,
-        overlap,
-        config.optim.shard,
-        recompute,
+        config.mesh.tensor_parallel,
+        config.mesh.model_rows,
+        config.train.overlap == 'batch_split',
+        [*RUNGS].index(config.optim.shard),
+        config.mesh.replicas,
+        ('none', 'selective', 'full').index(config.train.recompute),
         config.train.microbatches,
     )
 
@@ -171,67 +157,46 @@ def _indivisible(config: Config, data: int) -> str:
 def _why_none(
     config: Config,
     cluster: Cluster,
+    program: Software,
     too_large: list[Choice],
-    impossible: dict[tuple[int, int], str],
+    impossible: dict[Mesh, str],
 ) -> Iterator[str]:
     if not too_large:
-        yield f'no mesh of {cluster.num_devices} GPUs can train this config'
-        reasons = [
-            f'data={data} x model={model}: {reason}' for (data, model), reason in impossible.items()
-        ]
-        yield from reasons[:REASONS]
-        if len(reasons) > REASONS:
-            yield f'and {len(reasons) - REASONS} more meshes'
+        yield from no_layout(cluster.num_devices, impossible)
         return
-    least, have = too_large[0], usable_memory(cluster)
+    least, have = min(too_large, key=lambda choice: choice.bytes), usable_memory(cluster)
     yield (
         f'nothing fits on {cluster.num_devices} x {cluster.hardware.name}: the smallest layout '
         f'needs {least.bytes / 1e9:.1f} GB of {have / 1e9:.1f} GB, with {describe(least.config)}'
     )
-    if fix := _enough(config, cluster, have):
-        yield fix
+    count = 2 * cluster.num_devices
+    while count <= MOST_GPUS:
+        if enough := _that_fits(config, count, cluster, program):
+            yield f'it fits on {count} GPUs with {describe(enough)}'
+            break
+        count *= 2
+    rounded = changed(config, optim__moments_dtype='bfloat16')
+    if enough := _that_fits(rounded, cluster.num_devices, cluster, program):
+        yield (
+            "with optim.moments_dtype=bfloat16, which rounds AdamW's moments between steps, "
+            f'{describe(enough)} fits'
+        )
     yield (
         f'or use GPUs with at least {least.bytes / 1e9:.0f} GB, a shorter train.seq_len, '
         'or a smaller model'
     )
 
 
-def _enough(config: Config, cluster: Cluster, have: int) -> str | None:
-    """Say on how many GPUs, by doubling their number, some layout fits the same batch."""
-    count = 2 * cluster.num_devices
-    while count <= 65536:
-        for model in divisors(count):
-            for candidate in _layouts(config, count // model, model, cluster.devices_per_host):
-                if (
-                    not incompatibilities(candidate)
-                    and memory(candidate, capacity_bytes=have).total <= have
-                ):
-                    return f'it fits on {count} GPUs with {describe(candidate)}'
-        count *= 2
+def _that_fits(
+    config: Config, num_devices: int, cluster: Cluster, program: Software
+) -> Config | None:
+    """Return some layout of the same batch that fits on a number of GPUs, None if there is none."""
+    have = usable_memory(cluster)
+    for mesh in meshes(num_devices, has_grids=program.has_grids):
+        for candidate in filter(is_frugal, layouts(config, mesh, cluster.devices_per_host)):
+            if (
+                not incompatibilities(candidate)
+                and memory(candidate, capacity_bytes=have).total <= have
+            ):
+                return candidate
     return None
-
-
-def describe(config: Config) -> str:
-    """Return a layout in words."""
-    words = [f'data={config.mesh.data} x model={config.mesh.model}']
-    words += ['sequence parallel'] if config.mesh.sequence_parallel else []
-    words += [f'recompute={config.train.recompute}'] if config.train.recompute != 'none' else []
-    count = config.train.microbatches
-    words += [f'{count} microbatch{"es" if count > 1 else ""} of {config.microbatch_rows}']
-    words += ['ZeRO-1'] if config.optim.shard else []
-    words += ['overlap'] if config.train.overlap == 'batch_split' else []
-    return ', '.join(words)
-
-
-def why_slower(choice: Choice, best: Choice) -> str:
-    """Say by how much a layout is slower than the best, and where most of that time goes."""
-    ours, theirs = choice.timed, best.timed
-    parts = {
-        'matrix products': ours.products - theirs.products,
-        'bound by memory': ours.memory_bound - theirs.memory_bound,
-        'short kernels': ours.launches - theirs.launches,
-        'collectives over model': ours.waits('model') - theirs.waits('model'),
-        'collectives over data': ours.waits('data') - theirs.waits('data'),
-    }
-    name, most = max(parts.items(), key=lambda item: item[1])
-    return f'{ours.total / theirs.total - 1:+.1%}: {name} {most / theirs.total:+.1%}'

@@ -8,38 +8,22 @@ bandwidth, collectives by `network.py`. Compiled programs tell what a collective
 
 import dataclasses
 from collections import defaultdict
+from functools import cached_property
 
 from megajax.config import Config, ConfigError
 from megajax.counts.flops import Flops, step_flops
 from megajax.counts.products import Phase, Product, products
 from megajax.plan.launches import launch_seconds
-from megajax.plan.memory import BYTES
-from megajax.plan.memory_traffic import Traffic, traffic
+from megajax.plan.memory_traffic import (
+    Traffic,
+    traffic_of_layers,
+    traffic_of_loss,
+    traffic_of_weights,
+)
 from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, Attention, Software
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannedTransfer:
-    """The collectives of one site, phase, axis and kind, in one step.
-
-    Of the `seconds` on the wire, `hidden` lie beside matrix products.
-    """
-
-    site: str
-    phase: Phase
-    axis: str
-    kind: str
-    times: int
-    wire_bytes: float
-    crosses_hosts: bool
-    seconds: float
-    hidden: float
-
-    @property
-    def exposed(self) -> float:
-        """Seconds that no matrix product hides, in which a GPU waits."""
-        return self.seconds - self.hidden
+from megajax.plan.sizes import BYTES
+from megajax.plan.transfers import PlannedTransfer, Waiting, transfers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,6 +43,11 @@ class StepTime:
     def total(self) -> float:
         """The seconds of the step."""
         return self.products + self.memory_bound + self.launches + self.waits()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes of the transfers; `row+model` is over both."""
+        return tuple(dict.fromkeys(transfer.axis for transfer in self.transfers))
 
     def waits(self, axis: str | None = None) -> float:
         """Return the seconds in which a GPU waits for collectives, of one axis or of all."""
@@ -98,30 +87,98 @@ def step_time(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> 
 
     Raises ConfigError if the GPU does not compute in the config's dtype.
     """
-    peak = peak_flops(config, cluster)
-    attention = program.attention if program.uses_flash(config) else None
-    flash = (
-        attention is not None and cluster.hardware.efficiency.of_attention(attention) is not None
-    )
-    work = products(config, flash=flash, recomputes_last=program.recomputes_last)
-    moved = traffic(config, flash=flash, adds_shards=program.adds_shards)
-    of_products = [product_seconds(product, config, cluster, program.attention) for product in work]
-    of_traffic = [traffic_seconds(operation, cluster) for operation in moved]
-    times = [product.times for product in work] + [operation.times for operation in moved]
-    parts = [*zip(times, of_products + of_traffic, strict=True)]
-    seconds = defaultdict[tuple[str, Phase], float](float)
-    for product, product_time in zip(work, of_products, strict=True):
-        seconds[product.name, product.phase] += product_time
-    return StepTime(
-        products=sum(seconds.values()),
-        memory_bound=sum(of_traffic),
-        launches=launch_seconds(parts, program.num_launches(config)),
-        transfers=tuple(_transfers(config, cluster, program, seconds)),
-        flops=step_flops(config, flash=flash),
-        tokens=config.train.batch_size * config.train.seq_len,
-        devices=config.mesh.data * config.mesh.model,
-        peak_flops=peak,
-    )
+    return Timer(cluster, program).step(config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _InGroup:
+    """The part of a step that a tensor-parallel group does whatever ZeRO shards."""
+
+    parts: list[tuple[int, float]]  # runs and seconds of each product and operation
+    products: float
+    memory_bound: float
+    waiting: Waiting  # after the group's collectives
+    transfers: tuple[PlannedTransfer, ...]
+    flops: Flops
+    num_launches: int
+
+    @cached_property
+    def total(self) -> float:
+        """The seconds without those of launches."""
+        return self.products + self.memory_bound + sum(sent.exposed for sent in self.transfers)
+
+
+class Timer:
+    """The times of the steps of one model and batch on a cluster, in any layout.
+
+    What layouts have in common is computed once.
+    """
+
+    def __init__(self, cluster: Cluster, program: Software = MEGAJAX):
+        self.cluster, self.program = cluster, program
+        self._in_groups: dict[tuple[object, ...], _InGroup] = {}
+
+    def step(self, config: Config) -> StepTime:
+        """Return the time of a step of `config`."""
+        cluster, program = self.cluster, self.program
+        group = self._in_group(config)
+        moved = traffic_of_weights(config, adds_shards=program.adds_shards)
+        of_weights = [(moves.times, traffic_seconds(moves, cluster)) for moves in moved]
+        over_data = transfers(
+            program.over_data(config), config, cluster, program, group.waiting.copy()
+        )
+        return StepTime(
+            products=group.products,
+            memory_bound=group.memory_bound + sum(seconds for _, seconds in of_weights),
+            launches=launch_seconds([*group.parts, *of_weights], group.num_launches),
+            transfers=(*group.transfers, *over_data),
+            flops=group.flops,
+            tokens=config.train.batch_size * config.train.seq_len,
+            devices=config.mesh.num_devices,
+            peak_flops=peak_flops(config, cluster),
+        )
+
+    def at_least(self, config: Config) -> float:
+        """Return seconds that a step of `config` takes at least, whatever ZeRO shards."""
+        return self._in_group(config).total
+
+    def _in_group(self, config: Config) -> _InGroup:
+        mesh, train = config.mesh, config.train
+        key = (
+            *(mesh.data, mesh.model_rows, mesh.model, mesh.sequence_parallel),
+            *(train.microbatches, train.recompute, train.overlap),
+        )
+        if key not in self._in_groups:
+            self._in_groups[key] = self._time_group(config)
+        return self._in_groups[key]
+
+    def _time_group(self, config: Config) -> _InGroup:
+        cluster, program = self.cluster, self.program
+        peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
+        attention = program.attention if program.uses_flash(config) else None
+        rate = attention and cluster.hardware.efficiency.of_attention(attention)
+        flash = rate is not None
+        work = products(config, flash=flash, recomputes_last=program.recomputes_last)
+        of_products = [
+            product_seconds(product, config, cluster, program.attention) for product in work
+        ]
+        moved = [*traffic_of_layers(config, flash=flash), *traffic_of_loss(config)]
+        of_traffic = [traffic_seconds(operation, cluster) for operation in moved]
+        times = [product.times for product in work] + [operation.times for operation in moved]
+        seconds = defaultdict[tuple[str, Phase], float](float)
+        for product, product_time in zip(work, of_products, strict=True):
+            seconds[product.name, product.phase] += product_time
+        waiting = Waiting.of(seconds)
+        sent = transfers(program.over_tensor(config), config, cluster, program, waiting)
+        return _InGroup(
+            parts=[*zip(times, of_products + of_traffic, strict=True)],
+            products=sum(seconds.values()),
+            memory_bound=sum(of_traffic),
+            waiting=waiting,
+            transfers=tuple(sent),
+            flops=step_flops(config, flash=flash),
+            num_launches=program.num_launches(config),
+        )
 
 
 def peak_flops(config: Config, cluster: Cluster) -> float:
@@ -168,46 +225,3 @@ def traffic_seconds(operation: Traffic, cluster: Cluster) -> float:
         * operation.bytes
         / (cluster.hardware.memory_bandwidth * cluster.hardware.efficiency.memory)
     )
-
-
-def _transfers(
-    config: Config, cluster: Cluster, program: Software, seconds: dict[tuple[str, Phase], float]
-) -> list[PlannedTransfer]:
-    """Return the transfers of a step.
-
-    Collectives that overlap with the same products share the seconds of these, in the order given.
-    Of each transfer the smaller of its time and of the products beside it is hidden. If only a
-    share of the transfers overlaps, that share of the products runs beside them.
-    """
-    left = dict(seconds)
-    transfers = []
-    for collective in program.collectives(config):
-        site = collective.site
-        wire = collective.wire_bytes * (
-            program.gradient_bytes / 4 if site.name == 'gradients' else 1
-        )
-        ring = cluster.ring(config, site.axis)
-        needed = collective.times * ring.seconds(collective.kind, wire)
-        share, names, phase = program.beside(collective, config)
-        hidden = 0.0
-        for name in names:
-            key = name, phase or site.phase
-            covered = min(
-                share * needed - hidden, share * seconds.get(key, 0.0), left.get(key, 0.0)
-            )
-            left[key] = left.get(key, 0.0) - covered
-            hidden += covered
-        transfers.append(
-            PlannedTransfer(
-                site=site.name,
-                phase=site.phase,
-                axis=site.axis,
-                kind=collective.kind,
-                times=collective.times,
-                wire_bytes=collective.times * wire,
-                crosses_hosts=ring.hosts > 1,
-                seconds=needed,
-                hidden=hidden,
-            )
-        )
-    return transfers

@@ -1,5 +1,6 @@
 """The command and the call, as a user types them."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from megajax.config import ConfigError
 from megajax.hardware.records import hardware
 from megajax.hardware.targets import has_compiler
 from megajax.plan import Plan
+from megajax.plan.layouts import changed
 from megajax.plan.memory import UNDERCOUNT
 from megajax.plan.search import USABLE
 from megajax.plan.verify import verified
@@ -87,6 +89,51 @@ def test_the_papers_rate_counts_recomputation_where_there_is_some(recompute):
     assert megajax.plan(megajax.load('llama3_8b'), gpu='h100').paper_tflops_per_gpu is None
 
 
+def test_what_is_sharded_is_named_and_written():
+    config = megajax.load('llama3_8b', ['mesh.data=1', 'mesh.model=1'])
+    plan = megajax.plan(config, gpu='h100', gpus=16)
+    best = plan.fastest()
+    assert plan.layout.shard == best.optim.shard == 'gradients'
+    assert plan.sharding.startswith('ZeRO-2; ')
+    assert f'sharding over data  {plan.sharding}'[:60] in str(plan)
+    kinds = {(layout.shard, layout.replicas) for layout in plan.layouts if layout.fits}
+    assert {shard for shard, _ in kinds} == {'none', 'optimizer', 'gradients', 'weights'}
+    assert {replicas for _, replicas in kinds} > {1, 2}
+
+
+def test_a_grid_is_named_with_what_it_sends():
+    plan = megajax.plan(megajax.load('llama3_8b'), gpu='h100', gpus=8)
+    assert plan.grids is not None
+    assert re.fullmatch(
+        r'no: the fastest one, 2x2, takes [\d.]+% longer; '
+        r'its layers send 1.42 times the bytes of model=4',
+        plan.grids,
+    )
+    assert 'model=2x2, sequence parallel' in str(plan)
+    config = changed(
+        megajax.load('gpt3_175b'), mesh__data=8, train__batch_size=32, train__microbatches=1
+    )
+    plan = megajax.plan(config, gpu='h100', gpus=512)
+    assert plan.layout.model_rows == plan.fastest().mesh.model_rows > 1
+    assert plan.grids is not None
+    assert plan.grids.startswith('yes: ')
+    assert {line.axis for line in plan.transfers} >= {'row', 'model', 'row+model', 'data'}
+    assert 'collectives over row' in str(plan)
+
+
+def test_why_a_layout_lost_is_said_of_each():
+    plan = megajax.plan(megajax.load('llama3_8b'), gpu='h100', gpus=16)
+    for layout in plan.layouts:
+        if layout == plan.best:
+            assert layout.reason == ''
+        elif layout.seconds is not None:
+            assert re.match(r'\+\d', layout.reason)
+        elif layout.fits:
+            assert layout.reason.startswith('at least ')
+        else:
+            assert layout.reason.startswith('needs ')
+
+
 def test_the_largest_microbatch_fits_and_one_row_more_does_not():
     keys = 'mesh.data=8', 'mesh.model=8', 'train.microbatches=1'
     rows = megajax.plan(
@@ -109,7 +156,15 @@ def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
     )
     assert done.returncode == 1
     assert 'does not fit in 76.2 GB' in done.stdout
-    assert 'yes: without it the smallest layout needs ' in done.stdout
+    assert 'data=8 x model=1, 8 microbatches of 1, ZeRO-3 ' in done.stdout
+    assert re.search(
+        r'sharding over data  ZeRO-2; .*no ZeRO needs [\d.]+ GB of 76.2 GB', done.stdout
+    )
+
+
+def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
+    plan = megajax.plan(megajax.load('llama3_70b'), gpu='a100_40gb', gpus=64)
+    assert plan.verdict.startswith('yes: without it the smallest layout needs ')
 
 
 @pytest.mark.parametrize(
@@ -197,7 +252,7 @@ def test_the_compilers_figure_stands_beside():
 
 
 def test_layouts_that_do_not_fit_are_dim():
-    plan = megajax.plan(megajax.load('llama3_8b', ['train.recompute=none']), gpu='h100', gpus=8)
+    plan = megajax.plan(megajax.load('llama3_70b'), gpu='a100_40gb', gpus=64)
     rows = [line for line in plan._repr_html_().splitlines() if 'data=' in line and ' GB ' in line]
     too_large = ['needs ' in line for line in rows]
     assert too_large == ['<span' in line for line in rows]

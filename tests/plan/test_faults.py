@@ -8,7 +8,7 @@ import pytest
 
 from megajax.config import load
 from megajax.hardware.records import hardware
-from megajax.plan.faults import STATE, Faults, faults
+from megajax.plan.faults import Faults, faults
 from megajax.plan.network import Cluster
 from megajax.plan.time import step_time
 
@@ -40,12 +40,23 @@ def test_whatever_is_worse_costs_goodput(worse):
 
 
 def test_a_checkpoint_is_the_state_and_a_host_more_writes_it_sooner():
-    config = load('llama3_8b', ['optim.shard=true'])
     for gpus, data in ((8, 1), (64, 8)):
         config = load('llama3_8b', ['optim.shard=true', f'mesh.data={data}'])
         cluster = Cluster.of(hardware('h100'), gpus)
         found = faults(config, step_time(config, cluster), cluster)
-        assert found.checkpoint_bytes == pytest.approx(STATE * 8.03e9, rel=0.01)
+        assert found.checkpoint_bytes == pytest.approx(12 * 8.03e9, rel=0.01)
         assert found.write == found.checkpoint_bytes / (gpus / 8 * 1e9)
         assert found.hold_up == pytest.approx(found.checkpoint_bytes / gpus / 20e9)
         assert found.between_failures == pytest.approx(3600 * 50_677 / gpus, rel=1e-3)
+
+
+def test_a_checkpoint_of_moments_in_16_bits_is_a_third_smaller_and_replicas_hold_more():
+    cluster = Cluster.of(hardware('h100'), 64)
+
+    def found(*overrides: str) -> Faults:
+        config = load('llama3_8b', ['optim.shard=weights', 'mesh.data=8', *overrides])
+        return faults(config, step_time(config, cluster), cluster)
+
+    plain, rounded = found(), found('optim.moments_dtype=bfloat16')
+    assert rounded.checkpoint_bytes == plain.checkpoint_bytes * 8 / 12
+    assert found('mesh.replicas=4').hold_up == 4 * plain.hold_up

@@ -74,18 +74,69 @@ def test_state_is_twelve_bytes_a_parameter(name: str) -> None:
     assert memory(loaded).state == 12 * num_parameters(loaded.model, padded=True)
 
 
+def rung(shard: str, *overrides: str, **choices: Any) -> StepMemory:
+    choices = {'data': 64, 'model': 1, 'recompute': 'full'} | choices
+    return memory(config('llama3_8b', f'optim.shard={shard}', *overrides, **choices))
+
+
 def test_zero_shares_the_state_and_adds_the_weights_of_a_step() -> None:
     """6 + 12/d bytes a parameter, as Megatron's distributed optimizer: its gradients are in
     fp32.
     """
-    plain, sharded = (
-        memory(config('llama3_8b', f'optim.shard={on}', data=64, model=1, recompute='full'))
-        for on in ('false', 'true')
-    )
+    plain, sharded = (rung(shard, microbatches=2) for shard in ('none', 'optimizer'))
     parameters = plain.state / 12
     assert sharded.state == pytest.approx(12 / 64 * parameters, rel=0.01)
     assert sharded.weights == pytest.approx(2 * parameters, rel=0.001)
     assert sharded.total < plain.total
+
+
+def test_each_rung_of_zero_needs_less_than_the_one_before() -> None:
+    none, optimizer, gradients, weights = (
+        rung(shard, data=8) for shard in ('none', 'optimizer', 'gradients', 'weights')
+    )
+    assert optimizer.state == gradients.state == weights.state < none.state / 7.9
+    assert none.total > optimizer.total > gradients.total > weights.total
+    # Shards of the layers' gradients beside the gradient of the head, in full.
+    layers, head = 4 * 6.979e9, 4 * 4096 * 129024
+    assert optimizer.gradients == pytest.approx(layers + head, rel=0.001)
+    assert gradients.gradients == pytest.approx(layers / 8 + head, rel=0.001)
+    # In one microbatch the tables are gathered only where they are used.
+    assert optimizer.weights == gradients.weights == pytest.approx(2 * 6.979e9, rel=0.001)
+    assert weights.weights == pytest.approx(2 * 6.979e9 / 32, rel=0.001)  # of a layer
+
+
+def test_each_replica_has_the_complete_state() -> None:
+    one, four = (rung('weights', f'mesh.replicas={count}') for count in (1, 4))
+    assert four.state == pytest.approx(4 * one.state, rel=0.01)
+    assert four.gradients > one.gradients
+    assert four.state == rung('weights', data=16).state
+
+
+def test_shards_of_a_dim_that_does_not_divide_are_padded() -> None:
+    matrices = 2 * 4096 * 129024 + 6.979e9
+    padded = rung('weights', data=48).parameters
+    assert padded == pytest.approx(4 * matrices * 4128 / 4096 / 48, rel=0.002)
+    assert padded > 4 * matrices / 48 * 1.007
+
+
+def test_moments_in_16_bits_take_half() -> None:
+    plain, rounded = rung('none'), rung('none', 'optim.moments_dtype=bfloat16')
+    assert rounded.optimizer == plain.optimizer / 2
+    assert plain.total - rounded.total == plain.optimizer / 2
+
+
+def test_a_grid_keeps_less_than_one_dimension() -> None:
+    """Weights are 1/t either way, but the inputs of column-parallel products are D/x wide."""
+    sp = 'mesh.sequence_parallel=true'
+    flat = config('gpt3_175b', sp, model=16, rows=8)
+    grid = config('gpt3_175b', sp, 'mesh.model_rows=4', model=4, rows=8)
+    assert memory(grid).parameters == pytest.approx(memory(flat).parameters, rel=0.003)
+    tokens, hidden = 8 * 2048, 12288
+    saved = 2 * 2 * tokens * hidden * (1 - 1 / 4)  # two of them, in 16 bits
+    # Attention's output is kept as it is, and gathered over the rows of the grid.
+    attention = 2 * tokens * hidden / 4
+    mlp = 2 * tokens * 4 * hidden * (1 / 4 - 1 / 16)  # the input of `down`
+    assert kept_by_layer(flat) - kept_by_layer(grid) == saved - attention - mlp
 
 
 def test_175_billion_parameters_do_not_fit_eight_gpus() -> None:
@@ -115,14 +166,21 @@ def test_recomputation_needs_less() -> None:
 
 
 @pytest.mark.parametrize(
-    'overrides', [[], ['train.overlap=batch_split'], ['mesh.sequence_parallel=true']], ids=str
+    ('overrides', 'step'),
+    [
+        ([], 1),
+        (['train.overlap=batch_split'], 2),
+        (['mesh.sequence_parallel=true'], 1),
+        (['mesh.sequence_parallel=true', 'mesh.model_rows=2'], 2),
+        (['mesh.sequence_parallel=true', 'mesh.model_rows=2', 'train.overlap=batch_split'], 4),
+    ],
+    ids=str,
 )
-def test_the_largest_microbatch_fits_and_one_more_does_not(overrides: list[str]) -> None:
+def test_the_largest_microbatch_fits_and_one_more_does_not(overrides: list[str], step: int) -> None:
     def needed(rows: int) -> StepMemory:
         return memory(config('megatron_8.3b', *overrides, rows=rows), capacity_bytes=GPU)
 
-    step = 2 if 'train.overlap=batch_split' in overrides else 1
-    rows = largest_microbatch(config('megatron_8.3b', *overrides, rows=2), GPU)
+    rows = largest_microbatch(config('megatron_8.3b', *overrides, rows=4), GPU)
     assert rows >= step
     assert rows % step == 0
     assert needed(rows).total <= GPU < needed(rows + step).total

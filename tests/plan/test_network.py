@@ -9,7 +9,7 @@ from megajax.plan.network import Cluster
 H100 = hardware('h100')
 
 
-def on(data: int, model: int) -> Config:
+def on(data: int, model: int, *, rows: int = 1, replicas: int = 1) -> Config:
     sizes = {
         'num_layers': 1,
         'hidden_size': 128,
@@ -18,7 +18,16 @@ def on(data: int, model: int) -> Config:
         'max_seq_len': 64,
     }
     return Config(
-        model=sizes, mesh={'data': data, 'model': model}, train={'batch_size': data, 'seq_len': 64}
+        model=sizes,
+        mesh={
+            'data': data,
+            'replicas': replicas,
+            'model_rows': rows,
+            'model': model,
+            'sequence_parallel': rows > 1,
+        },
+        optim={'shard': 'none' if replicas == 1 else 'weights'},
+        train={'batch_size': data * rows, 'seq_len': 64},
     )
 
 
@@ -59,6 +68,31 @@ def test_a_group_has_the_network_cards_of_its_gpus(data, model, axis, hosts, car
     assert ring.bandwidth == (
         min(across, H100.inside_host.bandwidth) if cards else H100.inside_host.bandwidth
     )
+
+
+@pytest.mark.parametrize(
+    ('keys', 'axis', 'size', 'hosts', 'members'),
+    [
+        ({'data': 64, 'model': 1, 'replicas': 8}, 'data', 8, 1, 8),
+        ({'data': 64, 'model': 1, 'replicas': 8}, 'replica', 8, 8, 1),
+        ({'data': 64, 'model': 1, 'replicas': 16}, 'replica', 16, 8, 2),
+        ({'data': 64, 'model': 1, 'replicas': 4}, 'data', 16, 2, 8),
+        ({'data': 16, 'model': 4, 'replicas': 8}, 'data', 2, 1, 2),
+        ({'data': 16, 'model': 4, 'replicas': 8}, 'replica+data', 16, 8, 2),
+        ({'data': 16, 'model': 2, 'rows': 2}, 'row', 2, 1, 2),
+        ({'data': 4, 'model': 8, 'rows': 2}, 'row', 2, 2, 1),
+        ({'data': 2, 'model': 8, 'rows': 4}, 'row+model', 32, 4, 8),
+        ({'data': 2, 'model': 4, 'rows': 8}, 'row', 8, 4, 2),
+        ({'data': 2, 'model': 4, 'rows': 8}, 'data', 2, 2, 1),
+    ],
+    ids=str,
+)
+def test_replicas_are_apart_and_rows_of_a_grid_are_near(keys, axis, size, hosts, members):
+    cluster = Cluster.of(H100, 64)
+    config = on(**keys)
+    ring = cluster.ring(config, axis)
+    assert (ring.size, ring.hosts) == (size, hosts)
+    assert cluster.members_per_host(config, axis) == members
 
 
 def test_hosts_of_unequal_size_are_refused():

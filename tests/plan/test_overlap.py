@@ -31,6 +31,9 @@ OVERLAPS = {'default': 'none', 'overlap': 'batch_split'}  # by the name in the s
 FITS = 50e9  # bytes of temporaries beside which an H100 holds the state of these models
 RESULTS = Path(__file__).parents[2] / 'benchmarks/results/2026-11-22_overlap.csv'
 LINES = [*csv.DictReader(RESULTS.open(newline=''))]
+MEMORY = [
+    *csv.DictReader((RESULTS.parent / '2026-11-23_plan_memory.csv').open(newline='')),
+]
 
 
 def hidden(config: Config) -> float:
@@ -116,6 +119,80 @@ def test_only_products_of_the_same_phase_hide_and_never_more_than_all():
             assert 0 <= part <= 1
             assert bool(part) == bool(names)
             assert not part or one.site.axis == 'model'
+
+
+def over_data(config: Config) -> float:
+    """The share of the bytes over `data` that the plan sees beside products."""
+    found = [
+        (one.times * one.wire_bytes, beside(one, config).share)
+        for one in communication(config)
+        if one.site.axis == 'data'
+    ]
+    return sum(size * part for size, part in found) / sum(size for size, _ in found)
+
+
+def compiled_over_data(preset: str, shard: str) -> dict[str, tuple[Config, float]]:
+    """The steps of a rung that fit, by mesh, microbatches and overrides, and their share."""
+    found = {}
+    for line in MEMORY:
+        is_rung = f'optim.shard={shard}' in line['overrides'].split()
+        if line['preset'] == preset and is_rung and int(line['compiled_bytes']) < 80e9:
+            config = load_script('plan_memory').load(line)
+            name = ' '.join([line['mesh'], line['microbatches'], line['overrides']])
+            shares = dict(pair.split('=') for pair in line['overlapped'].split())
+            found[name] = config, float(shares.get('data', 0))
+    return found
+
+
+def test_what_overlaps_over_data_is_that_of_llama_3_8b() -> None:
+    weights = compiled_over_data('llama3_8b', 'weights')
+    gradients = compiled_over_data('llama3_8b', 'gradients')
+    for steps, name, near in (
+        (weights, '8x1 1 optim.shard=weights', 0.02),
+        (weights, '8x1 4 optim.shard=weights', 0.02),
+        (weights, '4x2 1 optim.shard=weights', 0.1),
+        (weights, '4x2 1 optim.shard=weights train.overlap=batch_split', 0.05),
+        (gradients, '8x1 1 optim.shard=gradients', 0.03),
+        (gradients, '8x1 4 optim.shard=gradients', 0.03),
+    ):
+        config, compiled = steps[name]
+        assert over_data(config) == pytest.approx(compiled, abs=near), name
+    config, compiled = compiled_over_data('llama3_8b', 'optimizer')['8x1 1 optim.shard=optimizer']
+    assert over_data(config) == 0
+    assert compiled < 0.03
+
+
+def test_what_overlaps_over_data_is_near_in_all_stored_steps() -> None:
+    errors = []
+    for preset in sorted({line['preset'] for line in MEMORY}):
+        for rung in ('gradients', 'weights'):
+            for name, (config, compiled) in compiled_over_data(preset, rung).items():
+                errors.append(abs(over_data(config) - compiled))
+                assert config.mesh.model > 1 or errors[-1] < 0.09, (preset, name)
+    assert len(errors) == 30
+    assert fmean(errors) < 0.11
+
+
+def test_the_more_zero_shards_the_more_overlaps() -> None:
+    by_rung = [
+        compiled_over_data('llama3_8b', rung)[f'8x1 1 optim.shard={rung}']
+        for rung in ('optimizer', 'gradients', 'weights')
+    ]
+    for shares in ([over_data(config) for config, _ in by_rung], [found for _, found in by_rung]):
+        assert shares == sorted(shares)
+        assert shares[0] < 0.1 < 0.5 < shares[1] < 0.8 < shares[2]
+
+
+def test_over_data_only_what_layers_send_in_a_pass_is_hidden() -> None:
+    steps = [*compiled_over_data('llama3_70b', 'weights').values()]
+    assert len(steps) >= 3
+    for config, _ in steps:
+        for one in communication(config):
+            part, names, _ = beside(one, config)
+            if one.site.phase == 'step' or one.site.axis == 'replica+data':
+                assert (part, names) == (0, ())
+            elif one.site.axis == 'data':
+                assert 0 < part < 1
 
 
 def test_the_shares_of_all_stored_steps_that_fit_are_near():

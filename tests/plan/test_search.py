@@ -2,15 +2,22 @@
 make it possible.
 """
 
+import random
 import time
+from collections import Counter
 
 import pytest
+from support import make_config
 
 from megajax.config import Config, ConfigError, load
-from megajax.hardware.records import hardware
+from megajax.config.rules import replicas_within_hosts
+from megajax.hardware.records import Hardware, hardware
+from megajax.plan.layouts import Mesh, changed, layouts, meshes
 from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, MEGATRON
-from megajax.plan.search import Ranking, changed, search, usable_memory, why_slower
+from megajax.plan.search import Ranking, search, usable_memory
+from megajax.plan.verdicts import grid_ratio
+from megajax.plan.words import why_slower
 
 
 def ranking(config: Config, gpu: str, gpus: int) -> Ranking:
@@ -21,10 +28,16 @@ def small(*overrides: str) -> Config:
     return load('gpt2_124m', overrides)
 
 
+def slow_network(gpu: str, bandwidth: float) -> Hardware:
+    record = hardware(gpu)
+    link = record.across_hosts.model_copy(update={'bandwidth': bandwidth})
+    return record.model_copy(update={'across_hosts': link})
+
+
 def test_no_tensor_parallelism_where_the_model_fits_and_the_batch_allows():
     for name, gpus in (('gpt2_124m', 8), ('gpt2_345m', 8), ('megatron_1.2b', 32)):
         config = changed(load(name), model__dropout=0.0, train__dtype='bfloat16')
-        assert ranking(config, 'h100', gpus).best.mesh == (gpus, 1)
+        assert ranking(config, 'h100', gpus).best.mesh == (gpus, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -33,8 +46,8 @@ def test_no_tensor_parallelism_where_the_model_fits_and_the_batch_allows():
 )
 def test_tensor_parallelism_stays_inside_a_host(name, gpu, gpus):
     found = ranking(load(name), gpu, gpus)
-    inside = [choice for choice in found.fitting if choice.config.mesh.model <= 8]
-    across = [choice for choice in found.fitting if choice.config.mesh.model > 8]
+    inside = [choice for choice in found.fitting if choice.config.mesh.tensor_parallel <= 8]
+    across = [choice for choice in found.fitting if choice.config.mesh.tensor_parallel > 8]
     assert found.best is inside[0]
     assert all(
         choice.config.mesh.allow_model_across_hosts for choice in across
@@ -53,41 +66,93 @@ def test_sequence_parallelism_wherever_there_is_tensor_parallelism():
 
 def test_every_layout_is_there_once_and_in_order():
     found = ranking(small('train.batch_size=32'), 'h100', 4)
-    layouts = [choice.config for choice in (*found.fitting, *found.too_large)]
-    # data x model of 4x1, 2x2, 1x4; two or four ways with ZeRO-1 and sequence parallelism; two
-    # recomputations; 4, 5 and 6 microbatches, of which the halves of all but one row can take
-    # turns.
-    assert len(layouts) == len(set(layouts)) == 2 * (2 * 4 + 4 * (5 + 4) + 2 * (6 + 5))
+    configs = [choice.config for choice in found.all]
+    # data x model of 4x1, 2x2, 1x4 and 1x2x2. Four rungs of ZeRO where there are data shards, two
+    # ways with sequence parallelism, which a grid has; two recomputations; 4, 5 and 6 microbatches,
+    # of which the halves of all but one row can take turns, and in a grid those of more than two.
+    one_d = 4 * 4 + 2 * 4 * (5 + 4) + 2 * (6 + 5)
+    grid = 5 + 4  # microbatches of one row cannot be
+    assert len(configs) == len(set(configs)) == 2 * (one_d + grid)
     seconds = [choice.timed.total for choice in found.fitting]
     assert seconds == sorted(seconds)
-    assert all(
-        choice.bytes <= usable_memory(Cluster.of(hardware('h100'), 4)) for choice in found.fitting
+    available = usable_memory(Cluster.of(hardware('h100'), 4))
+    assert all(choice.bytes <= available for choice in (*found.fitting, *found.slower))
+    assert all(choice.bytes > available for choice in found.too_large)
+
+
+def test_a_layout_that_is_not_timed_is_slower_than_one_of_its_mesh():
+    found = ranking(changed(load('llama3_8b'), train__batch_size=256), 'h100', 16)
+    assert len(found.slower) > 100
+    for choice in found.slower:
+        mesh = choice.mesh, choice.config.mesh.sequence_parallel
+        best = next(
+            other
+            for other in found.fitting
+            if (other.mesh, other.config.mesh.sequence_parallel) == mesh
+        )
+        assert choice.time is None
+        assert choice.at_least > best.timed.total
+
+
+def random_case(seed: int) -> tuple[Config, Cluster]:
+    """A small model, batch and cluster, of which some layouts do not fit."""
+    chance = random.Random(seed)
+    name = chance.choice(['gpt', 'llama', 'bert'])
+    config = make_config(name, 1, 1)
+    per_host = chance.choice([2, 4, 8])
+    gpus = per_host * chance.choice([1, 2, 3, 4])
+    record = slow_network('h100', chance.choice([1e8, 1e9, 5e10]))
+    config = changed(
+        config,
+        model__num_layers=chance.choice([2, 4, 24]),
+        model__dropout=0.0,
+        train__batch_size=gpus * chance.choice([1, 2, 4]),
+        train__dtype=chance.choice(['bfloat16', 'float32']),
     )
+    whole = Cluster.of(record, gpus, per_host)
+    sizes = sorted(choice.bytes for choice in search(config, whole, prune=False).all)
+    memory = int(chance.choice(sizes[: len(sizes) // 2 + 1]) / 0.89)
+    return config, Cluster.of(record.model_copy(update={'memory': memory}), gpus, per_host)
+
+
+@pytest.mark.parametrize(
+    'seed', [*range(10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 50))]
+)
+def test_the_best_of_a_pruned_search_is_the_best_of_all(seed):
+    config, cluster = random_case(seed)
+    pruned, exhaustive = (search(config, cluster, prune=prune) for prune in (True, False))
+    assert pruned.best == exhaustive.best
+    assert not exhaustive.slower
+    assert len(pruned.all) == len(exhaustive.all)
+    for mesh in {choice.mesh for choice in exhaustive.fitting}:
+        best, same = (
+            next(choice for choice in found.fitting if choice.mesh == mesh)
+            for found in (exhaustive, pruned)
+        )
+        assert best == same
 
 
 def test_a_mesh_of_which_some_layout_can_be_is_not_impossible():
-    found = ranking(
-        changed(small(), train__batch_size=40), 'h100', 40
-    )  # ZeRO-1 cannot be on any of them
-    possible = {choice.mesh for choice in (*found.fitting, *found.too_large)}
-    assert possible == {(40, 1), (20, 2), (10, 4)}
-    assert found.impossible.keys() == {(8, 5), (5, 8), (4, 10), (2, 20), (1, 40)}
+    found = ranking(changed(small(), train__batch_size=40), 'h100', 40)
+    possible = {choice.mesh for choice in found.all}
+    assert possible == {(40, 1, 1), (20, 1, 2), (10, 1, 4), (10, 2, 2), (5, 2, 4)}
+    flat = {mesh for mesh in found.impossible if mesh.rows == 1}
+    assert flat == {(8, 1, 5), (5, 1, 8), (4, 1, 10), (2, 1, 20), (1, 1, 40)}
+    assert possible | found.impossible.keys() == {*meshes(40, has_grids=True)}
 
 
 def test_the_reason_says_by_how_much():
     found = ranking(small(), 'h100', 8)
-    loser = next(choice for choice in found.fitting if choice.config.mesh.model == 4)
+    loser = next(choice for choice in found.fitting if choice.mesh == (2, 1, 4))
     excess = loser.timed.total / found.best.timed.total - 1
-    assert why_slower(loser, found.best).startswith(f'{excess:+.1%}: collectives over model ')
+    why = why_slower(loser.timed, found.best.timed)
+    assert why.startswith(f'{excess:+.1%}: collectives over model ')
 
 
 def test_a_mesh_that_cannot_be_says_why():
     found = ranking(small(), 'h100', 8)
     assert found.impossible == {
-        (
-            1,
-            8,
-        ): (
+        (1, 1, 8): (
             'model.num_heads: 12 is not a multiple of mesh.model=8; use 8 or 16, '
             'or mesh.model 6 or 12'
         )
@@ -103,6 +168,20 @@ def test_where_nothing_fits_the_fewest_gpus_that_would_are_named():
     assert ranking(load('llama3_70b'), 'h100', gpus).fitting
     with pytest.raises(ConfigError):
         ranking(load('llama3_70b'), 'h100', gpus // 2)
+
+
+def test_moments_in_16_bits_are_named_where_they_would_do_and_never_chosen():
+    some_rows = changed(load('llama3_8b'), train__batch_size=16)
+    with pytest.raises(ConfigError) as caught:
+        ranking(some_rows, 'h200', 1)
+    assert 'with optim.moments_dtype=bfloat16, which rounds ' in str(caught.value)
+    rounded = ranking(changed(some_rows, optim__moments_dtype='bfloat16'), 'h200', 1)
+    assert rounded.best.config.optim.moments_dtype == 'bfloat16'
+    with pytest.raises(ConfigError) as caught:
+        ranking(load('gpt3_175b'), 'h100', 8)
+    assert 'moments_dtype' not in str(caught.value)
+    found = ranking(load('llama3_8b'), 'h100', 8)
+    assert {choice.config.optim.moments_dtype for choice in found.all} == {'float32'}
 
 
 def test_where_nothing_divides_every_mesh_has_its_reason():
@@ -123,22 +202,116 @@ def test_of_many_meshes_that_cannot_be_a_few_have_their_reasons():
     assert str(caught.value).splitlines()[-1] == 'and 232 more meshes'
 
 
-@pytest.mark.parametrize('gpus', [512, 720720])
-def test_many_gpus_are_searched_in_seconds(gpus):
+@pytest.mark.parametrize(('name', 'gpus'), [('llama3_70b', 512), ('llama3_8b', 720720)])
+def test_many_gpus_are_searched_in_seconds(name, gpus):
     start = time.process_time()
-    ranking(changed(load('llama3_8b'), train__batch_size=2 * gpus), 'h100', gpus)
+    ranking(changed(load(name), train__batch_size=2 * gpus), 'h100', gpus)
     assert time.process_time() - start < 5
 
 
-def test_megatrons_optimizer_pads_where_ours_does_not():
-    config = changed(small('model.dropout=0'), train__batch_size=80)
-    cluster = Cluster.of(hardware('h100'), 40)
-    shards = {
-        program: {
-            choice.config.optim.shard
-            for choice in search(config, cluster, program).fitting
-            if choice.mesh == (40, 1)
-        }
+def test_a_program_without_grids_has_none():
+    config = changed(load('gpt3_175b'), train__batch_size=16)
+    cluster = Cluster.of(hardware('h200'), 512)
+    rows = {
+        program: {choice.mesh.rows for choice in search(config, cluster, program).all}
         for program in (MEGAJAX, MEGATRON)
     }
-    assert shards == {MEGAJAX: {False}, MEGATRON: {False, True}}
+    assert rows == {MEGAJAX: {1, 2, 4, 8, 16}, MEGATRON: {1}}
+
+
+def test_zero_2_beats_zero_1_in_one_microbatch():
+    """It sends as many bytes, hides most of its gradients, and keeps only shards of them."""
+    config = load('llama3_8b', ['train.batch_size=8', 'train.microbatches=1', 'mesh.data=8'])
+    found = search(config, Cluster.of(hardware('b200'), 8), prune=False)
+    one, two = (
+        next(
+            choice
+            for choice in found.fitting
+            if choice.mesh == (8, 1, 1)
+            and choice.config.optim.shard == rung
+            and choice.config.train.recompute == 'full'
+        )
+        for rung in ('optimizer', 'gradients')
+    )
+    assert two.timed.total < one.timed.total
+    assert one.bytes - two.bytes > 20e9
+    sent = [sum(x.wire_bytes for x in choice.timed.transfers) for choice in (one, two)]
+    assert sent[0] == sent[1]
+
+
+def test_where_the_network_is_slow_replicas_beat_zero_3_over_hosts():
+    config = changed(load('llama3_8b'), train__batch_size=512)
+    fast = Cluster.of(hardware('h100'), 32)
+    slow = Cluster.of(slow_network('h100', 2e9), 32)
+    found = search(config, slow, prune=False)
+    in_hosts, over_hosts = (
+        next(
+            choice.timed.total
+            for choice in found.fitting
+            if (choice.mesh, choice.config.optim.shard) == ((32, 1, 1), 'weights')
+            and choice.config.mesh.replicas == replicas
+        )
+        for replicas in (4, 1)
+    )
+    assert in_hosts < 0.9 * over_hosts
+    best = found.best.config
+    assert best.mesh.replicas == 4
+    assert best.mesh.data_shards * best.mesh.tensor_parallel == 8  # a host
+    assert search(config, fast).best.config.mesh.replicas == 1
+
+
+def test_a_group_of_replicas_lies_inside_a_host_if_any_can():
+    config = changed(load('gpt2_345m'), train__batch_size=64)
+    for mesh in (Mesh(64, 1, 1), Mesh(32, 1, 2), Mesh(8, 1, 8)):
+        groups = Counter(
+            mesh.data // candidate.mesh.replicas * mesh.model
+            for candidate in layouts(config, mesh, 8)
+            if candidate.mesh.replicas > 1
+        )
+        if mesh.model == 8:  # a group has one device on each host
+            assert set(groups) == {16, 32}
+        else:
+            assert set(groups) == {2 * mesh.model * 2**i for i in range(3)} & {2, 4, 8}
+
+
+def test_replicas_within_hosts_are_those_whose_groups_divide_a_host():
+    assert replicas_within_hosts(64, 1, 8) == [8, 16, 32, 64]
+    assert replicas_within_hosts(8, 8, 8) == [8]
+    assert replicas_within_hosts(6, 2, 8) == [3, 6]
+    assert replicas_within_hosts(6, 1, 8) == [3, 6]
+    assert replicas_within_hosts(4, 16, 8) == []
+
+
+def test_a_grid_wins_where_many_gpus_share_a_small_batch():
+    config = load('gpt3_175b')
+    few, many = (
+        ranking(changed(config, train__batch_size=rows), 'h100', 512).best for rows in (32, 128)
+    )
+    assert few.mesh.rows > 1
+    assert many.mesh.rows == 1
+
+
+@pytest.mark.parametrize(
+    ('name', 'grid', 'ratio'),
+    [
+        ('llama3_8b', (2, 2), 1.42),
+        ('megatron_8.3b', (2, 2), 1.33),
+        ('gpt3_175b', (2, 2), 1.33),
+        ('gpt3_175b', (2, 4), 0.86),
+        ('gpt3_175b', (4, 16), 0.38),
+    ],
+)
+def test_a_small_grid_sends_more_than_one_dimension_and_a_large_one_less(name, grid, ratio):
+    rows, model = grid
+    config = changed(
+        load(name),
+        mesh__data=1,
+        mesh__model_rows=rows,
+        mesh__model=model,
+        mesh__sequence_parallel=True,
+        train__recompute='none',
+        train__microbatches=1,
+        train__batch_size=16,
+        model__dropout=0.0,
+    )
+    assert grid_ratio(config) == pytest.approx(ratio, abs=0.005)

@@ -18,7 +18,7 @@ from megajax.plan.launches import LAUNCH, launch_seconds
 from megajax.plan.network import Cluster
 from megajax.plan.overlap import beside
 from megajax.plan.programs import FSDP, MEGATRON, MEGATRON_2021
-from megajax.plan.time import product_seconds, step_time
+from megajax.plan.time import Timer, product_seconds, step_time
 
 H100 = hardware('h100')
 LLAMA = (
@@ -169,6 +169,48 @@ def test_fsdp_sends_all_weights_three_times_a_microbatch():
     time = step_time(config, Cluster.of(H100, 16), FSDP)
     weights = 2 * num_parameters(config.model, padded=True)
     assert sum(one.wire_bytes for one in time.transfers) == pytest.approx(2 * 3 * 15 / 16 * weights)
+
+
+def test_microbatches_cost_zero_3_its_gathers_and_zero_1_nothing():
+    """ZeRO-3 sends everything in each microbatch, ZeRO-2 the sums, ZeRO-1 nothing more."""
+    sizes = 'mesh.data=8', 'mesh.model=1', 'train.recompute=full'
+    sent = {}
+    for shard in ('optimizer', 'gradients', 'weights'):
+        for count in (1, 4):
+            config = llama(*sizes, f'train.microbatches={count}', f'optim.shard={shard}')
+            time = step_time(config, Cluster.of(H100, 8))
+            sent[shard, count] = sum(one.wire_bytes for one in time.transfers)
+    assert sent['optimizer', 4] == sent['optimizer', 1]
+    assert sent['gradients', 4] / sent['gradients', 1] == pytest.approx(3, rel=0.01)
+    assert sent['weights', 4] / sent['weights', 1] == pytest.approx(4, rel=0.01)
+
+
+def test_a_grid_divides_products_among_its_devices():
+    one_d, grid = (
+        llama('mesh.data=4', *keys, 'mesh.sequence_parallel=true')
+        for keys in (('mesh.model=8',), ('mesh.model=4', 'mesh.model_rows=2'))
+    )
+    counted = [sum(one.times * one.flops for one in products(x, flash=True)) for x in (one_d, grid)]
+    assert counted[0] == counted[1]
+    cluster = Cluster.of(H100, 32)
+    flat, square = (step_time(config, cluster) for config in (one_d, grid))
+    assert square.memory_bound == pytest.approx(flat.memory_bound, rel=0.01)
+    assert {one.axis for one in square.transfers} == {'row', 'model', 'row+model', 'data'}
+    assert all(one.hidden == 0 for one in square.transfers if one.axis != 'data')
+
+
+def test_what_a_timer_shares_between_layouts_changes_none():
+    cluster = Cluster.of(H100, 16)
+    timer = Timer(cluster)
+    configs = [
+        llama(f'optim.shard={shard}', f'train.recompute={recompute}', *keys)
+        for shard in ('none', 'gradients', 'weights')
+        for recompute in ('none', 'full')
+        for keys in ((), ('train.overlap=batch_split',), ('mesh.sequence_parallel=true',))
+    ]
+    for config in configs:
+        assert timer.step(config) == step_time(config, cluster)
+        assert timer.at_least(config) <= timer.step(config).total
 
 
 def test_a_dtype_that_the_gpu_lacks_is_refused():

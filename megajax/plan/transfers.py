@@ -1,0 +1,103 @@
+"""The seconds of a step's collectives on a cluster, and those that matrix products hide."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Self
+
+from megajax.config import Config
+from megajax.counts.megatron import Expected
+from megajax.counts.products import Phase
+from megajax.plan.network import Cluster
+from megajax.plan.programs import Software
+
+ProductKey = tuple[str, Phase]  # the name and the phase of products
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedTransfer:
+    """The collectives of one site, phase, axis and kind, in one step.
+
+    Of the `seconds` on the wire, `hidden` lie beside matrix products.
+    """
+
+    site: str
+    phase: Phase
+    axis: str  # of the mesh; `row+model` is over both
+    kind: str
+    times: int
+    wire_bytes: float
+    crosses_hosts: bool
+    seconds: float
+    hidden: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that no matrix product hides, in which a GPU waits."""
+        return self.seconds - self.hidden
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """Seconds of products in a step, in all and without those that hide a transfer already."""
+
+    seconds: Mapping[ProductKey, float]
+    left: dict[ProductKey, float]
+
+    @classmethod
+    def of(cls, seconds: Mapping[ProductKey, float]) -> Self:
+        """Return the seconds of products that hide nothing yet."""
+        return cls(seconds=seconds, left=dict(seconds))
+
+    def copy(self) -> Self:
+        """Return a copy to hide other transfers beside."""
+        return dataclasses.replace(self, left=dict(self.left))
+
+    def hide(self, key: ProductKey, share: float, needed: float) -> float:
+        """Hide at most `needed` seconds of transfers beside a share of products; return how many.
+
+        A second of a product hides one transfer.
+        """
+        covered = min(needed, share * self.seconds.get(key, 0.0), self.left.get(key, 0.0))
+        self.left[key] = self.left.get(key, 0.0) - covered
+        return covered
+
+
+def transfers(
+    collectives: Iterable[Expected],
+    config: Config,
+    cluster: Cluster,
+    program: Software,
+    products: Waiting,
+) -> list[PlannedTransfer]:
+    """Return the transfers of collectives, which take from the seconds of `products`.
+
+    Collectives that overlap with the same products share the seconds of these, in the order given.
+    Of each transfer the smaller of its time and of the products beside it is hidden. If only a
+    share of the transfers overlaps, that share of the products runs beside them.
+    """
+    sent = []
+    for collective in collectives:
+        site = collective.site
+        wire = collective.wire_bytes * (
+            program.gradient_bytes / 4 if site.name == 'gradients' else 1
+        )
+        ring = cluster.ring(config, site.axis)
+        needed = collective.times * ring.seconds(collective.kind, wire)
+        share, names, phase = program.beside(collective, config)
+        hidden = 0.0
+        for name in names:
+            hidden += products.hide((name, phase or site.phase), share, share * needed - hidden)
+        sent.append(
+            PlannedTransfer(
+                site=site.name,
+                phase=site.phase,
+                axis=site.axis,
+                kind=collective.kind,
+                times=collective.times,
+                wire_bytes=collective.times * wire,
+                crosses_hosts=ring.hosts > 1,
+                seconds=needed,
+                hidden=hidden,
+            )
+        )
+    return sent
