@@ -53,6 +53,7 @@ def write(folder: Path, size: float, dtype: str) -> int:
 
     from megajax.interop.directories import EXPORT_DTYPES
     from megajax.interop.huggingface.weights import huggingface_pieces
+    from megajax.interop.pieces import shapes_of
     from megajax.interop.tensors import Tensor, write_tensors
 
     config = config_of(
@@ -65,7 +66,7 @@ def write(folder: Path, size: float, dtype: str) -> int:
             ),
         ),
     )
-    pieces = huggingface_pieces(config.model, shapes_of(config))
+    pieces = huggingface_pieces(config.model, shapes_of(config.model))
     plan = [
         Tensor(piece.name, piece.shape, EXPORT_DTYPES[dtype])
         for group in pieces.values()
@@ -105,17 +106,6 @@ def config_of(folder: Path, layers: int) -> Any:
     }
     (folder / 'layers.json').write_text(json.dumps(layers))
     return Config(model=model)
-
-
-def shapes_of(config: Any) -> Any:
-    import jax
-
-    from megajax.checkpoint.open import abstract_params
-    from megajax.interop.pieces import shapes_of
-    from megajax.parallel.mesh import make_mesh
-
-    with jax.set_mesh(make_mesh(1, 1)):
-        return shapes_of(abstract_params(config))
 
 
 def files(folder: Path) -> list[Path]:

@@ -30,6 +30,7 @@ class Command(NamedTuple):
 
 
 STEP = 'inspect megatron_8.3b mesh.data=8 train.batch_size=64 --target h100'
+BYTES = 'memory|state|temporaries|gradients|parameters'
 COMMANDS = [
     Command('train'),
     Command('train tiny_bert train.steps=200', quoted='validation'),
@@ -37,8 +38,8 @@ COMMANDS = [
         'train tiny train.dtype=float16 train.steps=30 train.eval_every=100', quoted='scale|seconds'
     ),
     Command('inspect megatron_8.3b train.dtype=bfloat16 --target h100', turns=3),
-    Command(STEP, quoted=r'memory|state|temporaries|gradients|parameters'),
-    Command(f'{STEP} optim.shard=true', quoted=r'memory|state|temporaries|gradients|parameters'),
+    Command(STEP, quoted=BYTES),
+    Command(f'{STEP} optim.shard=optimizer', quoted=BYTES),
     Command(
         'inspect llama3_8b mesh.data=2 mesh.model=4 mesh.sequence_parallel=true --target h100 '
         '--run',
@@ -54,9 +55,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument('out', type=Path)
+    parser.add_argument('--only', default='', help='commands that contain this')
     arguments = parser.parse_args()
     found = [heading()]
-    for command in COMMANDS:
+    for command in (command for command in COMMANDS if arguments.only in command.line):
         found.append(shown(command))
         print(found[-1], flush=True)
         arguments.out.write_text('\n'.join(found))

@@ -10,7 +10,9 @@ import numpy as np
 from support import make_config
 
 from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.unpadded import unpadded
 from megajax.config import Config
+from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete
 from megajax.train.step import TrainState, init_state
 
@@ -23,13 +25,51 @@ def tiny(data: int = 2, model: int = 2, /, **sections: dict[str, Any]) -> Config
     )
 
 
+# Meshes, rungs, replicas and grids that lay the tiny model's arrays out differently; three data
+# shards pad its hidden size of 32.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    'one device': {},
+    'data=3 x model=2, weights': {
+        'mesh': {'data': 3, 'model': 2},
+        'optim': {'shard': 'weights'},
+    },
+    'data=4 replicas=2 x model=2, gradients': {
+        'mesh': {'data': 4, 'replicas': 2, 'model': 2},
+        'optim': {'shard': 'gradients'},
+    },
+    'data=6 replicas=2 x model=1, weights': {
+        'mesh': {'data': 6, 'replicas': 2},
+        'optim': {'shard': 'weights'},
+    },
+    'data=2 x model_rows=2 model=2, optimizer': {
+        'mesh': {'data': 2, 'model_rows': 2, 'model': 2, 'sequence_parallel': True},
+        'optim': {'shard': 'optimizer'},
+    },
+}
+
+
+def laid_out(layout: str, **sections: dict[str, Any]) -> Config:
+    """The tiny model in one of LAYOUTS."""
+    own = LAYOUTS[layout]
+    merged = {'train': {'batch_size': 24}} | own
+    for name, section in sections.items():
+        merged[name] = merged.get(name, {}) | section
+    return tiny(1, 1, **merged)
+
+
 def make_state(config: Config, seed: int) -> TrainState:
-    """A state of random numbers in its places, made in numpy, so without compiling."""
+    """A state of random numbers in its places, the same on every mesh; zeros are what pads a shard.
+    It is made in numpy, so without compiling.
+    """
     random = np.random.default_rng(seed)
     abstract = concrete(jax.eval_shape(lambda: init_state(config)))
-    return jax.tree.map(
-        lambda x: jax.device_put(random.normal(0, 9, x.shape).astype(x.dtype), x.sharding), abstract
-    )
+
+    def draw(x: jax.ShapeDtypeStruct, own: jax.ShapeDtypeStruct) -> jax.Array:
+        value = np.zeros(x.shape, x.dtype)
+        value[tuple(map(slice, own.shape))] = random.normal(0, 9, own.shape).astype(x.dtype)
+        return jax.device_put(value, x.sharding)
+
+    return jax.tree.map(draw, abstract, unpadded(abstract, Layout.of(config)))
 
 
 def leaves(state: TrainState) -> list[np.ndarray]:
