@@ -10,8 +10,10 @@ import optax
 from support import gather, make_batch, make_config, on_mesh, pack, random_params
 
 from megajax.config import Config
+from megajax.train.evaluation import make_eval_step
 from megajax.train.feed import place_batch
-from megajax.train.step import init_state, make_eval_step, make_loss_and_gradients, make_train_step
+from megajax.train.gradients import make_loss_and_gradients
+from megajax.train.step import init_state, make_train_step
 
 STEPS = 5
 

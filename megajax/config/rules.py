@@ -27,6 +27,8 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         _batches,
         _replicas,
         _grid,
+        _stages,
+        _context,
         _loss_scale,
         _optimizer,
         _profile,
@@ -121,7 +123,7 @@ def _widths(config: 'Config') -> Iterator[Problem]:
             f'use at most {model.max_seq_len}, or raise model.max_seq_len'
         )
         yield Problem(path='train.seq_len', message=message, others=('model.max_seq_len',))
-    if config.mesh.sequence_parallel:
+    if config.mesh.sequence_parallel and config.mesh.context == 1:
         yield from _divides(
             'train.seq_len', seq_len, 'mesh.model', shards, under='mesh.sequence_parallel'
         )
@@ -245,6 +247,74 @@ def _grid(config: 'Config') -> Iterator[Problem]:
             path='model.hidden_size',
             message=message,
             others=('mesh.model_rows', 'mesh.data', 'optim.shard'),
+        )
+
+
+def _stages(config: 'Config') -> Iterator[Problem]:
+    """Yield what the stages of a pipeline need."""
+    mesh, train, layers = config.mesh, config.train, config.model.num_layers
+    stages, chunks, count = mesh.stages, mesh.virtual_stages, train.microbatches
+    if stages == 1:
+        if chunks > 1:
+            message = f'{chunks} are parts of a stage, and mesh.stages=1 has no pipeline; use 1'
+            yield Problem(path='mesh.virtual_stages', message=message, others=('mesh.stages',))
+        return
+    if layers % (stages * chunks):
+        fits = [n for n in divisors(layers) if layers % (n * chunks) == 0]
+        ways = [f'mesh.stages {_nearest(fits, stages)}'] if max(fits, default=1) > 1 else []
+        if chunks > 1 and layers % stages == 0:
+            ways.append(f'mesh.virtual_stages {_nearest(divisors(layers // stages), chunks)}')
+        ways.append(f'model.num_layers {_multiples(layers, stages * chunks)}')
+        by = f'mesh.stages={stages}' + (f' x mesh.virtual_stages={chunks}' if chunks > 1 else '')
+        total = f' = {stages * chunks}' if chunks > 1 else ''
+        yield Problem(
+            path='model.num_layers',
+            message=f'{layers} is not a multiple of {by}{total}; use {", or ".join(ways)}',
+            others=('mesh.stages', 'mesh.virtual_stages'),
+        )
+    if count < stages:
+        message = (
+            f'{count} leaves some of mesh.stages={stages} idle in every tick; '
+            f'use at least {stages}, or mesh.stages at most {count}'
+        )
+        yield Problem(path='train.microbatches', message=message, others=('mesh.stages',))
+    elif chunks > 1 and count % stages:
+        message = (
+            f'{count} is not a multiple of mesh.stages={stages}, and with mesh.virtual_stages='
+            f'{chunks} groups of as many microbatches go through all chunks; '
+            f'use {_multiples(count, stages)}, or mesh.virtual_stages=1'
+        )
+        yield Problem(
+            path='train.microbatches',
+            message=message,
+            others=('mesh.stages', 'mesh.virtual_stages'),
+        )
+    if config.optim.shard in ('gradients', 'weights'):
+        sent = 8 * count if config.optim.shard == 'weights' else 2 + 4 * count
+        message = (
+            f'{config.optim.shard} would send about {sent} bytes a parameter and step over data, '
+            f'some in each of train.microbatches={count} microbatches, where optimizer sends 6; '
+            f'and mesh.stages={stages} has divided the state already; use optimizer or none'
+        )
+        yield Problem(path='optim.shard', message=message, others=('mesh.stages',))
+
+
+def _context(config: 'Config') -> Iterator[Problem]:
+    """Yield what the context shards of a sequence need."""
+    mesh, length = config.mesh, config.train.seq_len
+    if mesh.context == 1:
+        return
+    tensor = mesh.model if mesh.sequence_parallel else 1
+    divisor = mesh.context * math.lcm(2, tensor)
+    if length % divisor:
+        why = f'two chunks for each of mesh.context={mesh.context} shards'
+        if tensor > 1:
+            why += f', and equal parts for mesh.model={tensor} under mesh.sequence_parallel'
+        yield Problem(
+            path='train.seq_len',
+            message=f'{length} is not a multiple of {divisor}: {why}; '
+            f'use {_multiples(length, divisor)}',
+            others=('mesh.context', 'mesh.model', 'mesh.sequence_parallel'),
         )
 
 

@@ -136,10 +136,17 @@ class MeshConfig(Section):
     `model_rows` x `model` devices.
     """
 
+    stages: PositiveInt = 1  # of the pipeline; each has a part of the layers
+    # Chunks of layers a stage (Narayanan et al., 2021): they shorten the pipeline's bubble.
+    virtual_stages: PositiveInt = 1
+
     data: PositiveInt = 1  # shards of the batch in all
     # Groups of data shards, each with a complete copy of the state (HSDP): ZeRO shards it over the
     # data / replicas shards of a group, and one all-reduce a step crosses the groups.
     replicas: PositiveInt = 1
+    context: PositiveInt = 1  # shards of each sequence; attention exchanges keys and values
+    # Of keys and values between context shards: all of them at once, or one shard at a time.
+    context_exchange: Literal['gather', 'ring'] = 'gather'
     model_rows: PositiveInt = 1  # rows of a 2-D tensor-parallel grid, which shard hidden_size
     model: PositiveInt = 1
     sequence_parallel: bool = False
@@ -163,7 +170,7 @@ class MeshConfig(Section):
     @property
     def num_devices(self) -> int:
         """Number of devices of the mesh."""
-        return self.data * self.tensor_parallel
+        return self.stages * self.data * self.context * self.tensor_parallel
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -173,7 +180,9 @@ class MeshConfig(Section):
         """
         sizes = {
             'replica': self.replicas,
+            'stage': self.stages,
             'data': self.data_shards,
+            'context': self.context,
             'row': self.model_rows,
             'model': self.model,
         }
@@ -193,6 +202,9 @@ class TrainConfig(Section):
     steps: PositiveInt = 1000
     batch_size: PositiveInt = 8
     microbatches: PositiveInt = 1  # forward and backward passes per step; gradients accumulate
+    # The order of passes where mesh.stages is above 1: a backward pass follows as soon as it can
+    # (1f1b), or all forward passes come first (gpipe), which keeps every microbatch in memory.
+    schedule: Literal['1f1b', 'gpipe'] = '1f1b'
     seq_len: PositiveInt = 1024
     # Of the computation; parameters are float32.
     dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'

@@ -11,6 +11,7 @@ from jax import P
 
 from megajax.config import ModelConfig
 from megajax.hardware.targets import is_nvidia
+from megajax.model.context import attend_across
 from megajax.model.dropout import dropout
 from megajax.model.flash import can_flash, flash_attention
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -101,12 +102,14 @@ def attention_core(
     layout: Layout,
     *,
     recompute: bool = False,
+    exchange: str | None = None,
     segment_BS: jax.Array | None = None,
     key_B: jax.Array | None = None,
 ) -> Core[None]:
     """The core of training and evaluation: every token of a sequence at once, nothing to keep.
 
-    Attention stays inside a segment where `segment_BS` is given. With `recompute` no [S, S] scores
+    With `exchange` it sees also the tokens of other context shards (`context.py`). Attention stays
+    inside a segment where `segment_BS` is given. With `recompute` no [S, S] scores
     are saved for the backward pass (selective recomputation of Korthikanti et al., 2022).
     """
     segment_RS, key_R = _reshard(segment_BS, layout('RS')), _reshard(key_B, layout('R'))
@@ -122,6 +125,7 @@ def attention_core(
             rate=config.dropout,
             key_R=key_R,
             recompute=recompute,
+            exchange=exchange,
         ), None
 
     return core
@@ -138,12 +142,19 @@ def attend(
     rate: float = 0.0,
     key_R: jax.Array | None = None,
     recompute: bool = False,
+    exchange: str | None = None,
 ) -> jax.Array:
     """Attention o_RSNH with softmax in fp32, by the fastest implementation for these inputs."""
     device = jax.typeof(q_RSNH).sharding.mesh.abstract_device
     platform = 'gpu' if is_nvidia(device) else device.platform.replace('gpu', 'another gpu')
     without_dropout = rate == 0 or key_R is None
-    if without_dropout and can_flash(platform, str(q_RSNH.dtype), q_RSNH.shape[-1]):
+    flash = without_dropout and can_flash(platform, str(q_RSNH.dtype), q_RSNH.shape[-1])
+    if exchange is not None:
+        assert causal
+        assert segment_RS is None
+        assert without_dropout
+        return attend_across(q_RSNH, k_RSKH, v_RSKH, exchange, 'cudnn' if flash else 'xla')
+    if flash:
         return flash_attention(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal)
     core = partial(_attend_xla, layout=layout, causal=causal, rate=rate)
     attend_xla = jax.checkpoint(core, prevent_cse=False) if recompute else core

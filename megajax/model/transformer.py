@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 
@@ -24,6 +25,9 @@ from megajax.model.parameters import Parameters, map_parameters
 from megajax.parallel.layout import Layout
 
 Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
+# Arrays beside the tokens, or None: position_BS, segment_BS, and key_B, which turns dropout on.
+Rows = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
+NO_ROWS: Rows = None, None, None
 # (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
 
@@ -37,16 +41,18 @@ class Computation(NamedTuple):
     num_parts: int = 1
     shard: str = 'none'  # what is sharded over `data` (`optim.shard`)
     reduce_dtype: str = 'float32'  # of gradients summed over `data` in the backward pass
+    exchange: str | None = None  # of keys and values between context shards, if there are several
 
     @classmethod
     def of(cls, config: Config) -> Self:
         """The computation of a run's config, with the rows of a microbatch in one part."""
-        optim = config.optim
+        mesh, optim = config.mesh, config.optim
         return cls(
             config.train.dtype,
             config.train.recompute,
             shard=optim.shard,
             reduce_dtype=optim.reduce_dtype,
+            exchange=mesh.context_exchange if mesh.context > 1 else None,
         )
 
     def pair(self, weights: Any, params: Any, layout: Layout) -> Any:
@@ -108,7 +114,11 @@ class Transformer(nnx.Module):
         def make_block(key: jax.Array) -> Block:
             return Block(config, parameters['layers'], key=key)
 
-        self.layers = jax.vmap(make_block)(jax.random.split(layers_key, config.num_layers))
+        order = np.array(layout.layer_order(config.num_layers))
+        keys = jax.random.split(layers_key, config.num_layers)[order]
+        stages = layout.mesh_axes('L') or None
+        keys = jax.reshard(keys, layout('L'))
+        self.layers = jax.vmap(make_block, spmd_axis_name=stages)(keys)
         self.norm = make_norm(config, parameters['norm'])
 
     def embed(
@@ -133,19 +143,27 @@ class Transformer(nnx.Module):
             keys = fold_in(key_B, config.num_layers)
             return dropout(x_BTD, config.dropout, keys, self.layout('TD'))
 
-    def run_layers(self, x: Carry, layer_fn: LayerFn, *, weights: Block | None = None) -> Carry:
+    def run_layers(
+        self,
+        x: Carry,
+        layer_fn: LayerFn,
+        *,
+        weights: Block | None = None,
+        first: jax.Array | int = 0,
+    ) -> Carry:
         """Apply `layer_fn` to every block in turn, in a loop that is compiled once.
 
         Return the last carry. Where `self.layers` holds gradient slots (`gradient_slot.py`) or
-        matrices at rest (`at_rest.py`), `weights` are the layers' weights to compute with.
+        matrices at rest (`at_rest.py`), `weights` are the layers' weights to compute with. `first`
+        is the index in the model of the first of `self.layers`.
         """
 
         def layer(x: Carry, layer: tuple[Block, Block | None, jax.Array]) -> tuple[Carry, None]:
             return layer_fn(layer[0], layer[1], x, layer[2]), None
 
         with jax.named_scope('layers'):
-            indices = jnp.arange(self.config.num_layers)
-            return lax.scan(layer, x, (self.layers, weights, indices))[0]
+            count = len(jax.tree.leaves(self.layers)[0])
+            return lax.scan(layer, x, (self.layers, weights, first + jnp.arange(count)))[0]
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the final norm."""
@@ -164,8 +182,23 @@ class Transformer(nnx.Module):
         weights: Block | None = None,
     ) -> jax.Array:
         """x_BTD after the final norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
-        num_parts = computation.num_parts
+        x_BTD = self.embed(
+            token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
+        )
         rows = position_BS, segment_BS, key_B
+        return self.finish(self.blocks(x_BTD, computation, rows, weights=weights))
+
+    def blocks(
+        self,
+        x_BTD: jax.Array,
+        computation: Computation,
+        rows: Rows = NO_ROWS,
+        *,
+        weights: Block | None = None,
+        first: jax.Array | int = 0,
+    ) -> jax.Array:
+        """The residual stream after `self.layers`; `first` and `weights` are as in `run_layers`."""
+        num_parts = computation.num_parts
         parts = [
             jax.tree.map(lambda x, i=i: _part(x, i, num_parts), rows) for i in range(num_parts)
         ]
@@ -182,6 +215,7 @@ class Transformer(nnx.Module):
                     self.config,
                     self.layout,
                     recompute=computation.recompute == 'selective',
+                    exchange=computation.exchange,
                     segment_BS=segment,
                     key_B=fold_in(keys, 0),
                 )
@@ -190,12 +224,9 @@ class Transformer(nnx.Module):
 
         if computation.recompute == 'full':
             run_block = jax.checkpoint(run_block, prevent_cse=False)
-        x_BTD = self.embed(
-            token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
-        )
         xs_BTD = tuple(_part(x_BTD, i, num_parts) for i in range(num_parts))
-        xs_BTD = self.run_layers(xs_BTD, run_block, weights=weights)
-        return self.finish(xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD))
+        xs_BTD = self.run_layers(xs_BTD, run_block, weights=weights, first=first)
+        return xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD)
 
 
 class LanguageModel(Transformer):

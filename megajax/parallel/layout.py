@@ -11,6 +11,7 @@ The name of an array ends in its dims, as in x_BTD. A letter means one thing in 
     F feed-forward                  U gate and up                   V vocabulary, padded
     E output of an unsharded square layer                           O BERT's two segments
     L layers                        M microbatches
+    Z stages of the pipeline        W chunks of layers of a stage
 
 A lowercase letter is the same dim unsharded in every computation: in `sD` every device has every
 position. `-` is a part of the dim before it, where that dim is split in several: `BT-D`.
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Axes = tuple[str, ...]
 BATCH_AXES = 'replica', 'data'  # the mesh axes that shard the rows of a batch
+STAGE, CONTEXT = 'stage', 'context'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,13 +41,14 @@ class Layout:
     `axes` has the mesh axes of each letter; a letter without an entry is unsharded. `at_rest` has
     the axes of a matrix and its moments between steps where they differ (ZeRO). `sizes` has the
     number of devices along each mesh axis, `uneven` the sizes of dims that their shards at rest do
-    not divide: at rest they are padded.
+    not divide: at rest they are padded. `chunks` is the number of chunks of layers of each stage.
     """
 
     axes: tuple[tuple[str, Axes], ...] = ()
     at_rest: tuple[tuple[str, Axes], ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
     uneven: tuple[tuple[str, int], ...] = ()
+    chunks: int = 1
 
     @classmethod
     def of(cls, config: Config) -> 'Layout':
@@ -55,6 +58,8 @@ class Layout:
         ones over their input dims. With fewer key/value heads than devices along `model`, QKV is
         sharded within each head. A grid (`mesh.model_rows`) also shards the other dim of every
         weight, D, over `row`, and with it the residual stream; the vocabulary is over both axes.
+        Layers are over `stage`. ZeRO also shards over `context`, whose devices have the same
+        weights, and what is outside the layers over `stage`.
         """
         mesh, model = config.mesh, ('model',)
         batch = BATCH_AXES if mesh.replicas > 1 else BATCH_AXES[1:]
@@ -64,15 +69,21 @@ class Layout:
             axes['T'] = model
         if mesh.is_grid:
             axes |= {'D': ('row',), 'R': (*batch, 'row'), 'V': ('row', 'model')}
+        if mesh.stages > 1:
+            axes['L'] = (STAGE,)
+        if mesh.context > 1:
+            axes['S'] = (CONTEXT,)
         at_rest: dict[str, Axes] = {}
         if config.optim.shard != 'none':
-            at_rest = {'D': (*axes.get('D', ()), 'data'), 'd': ('data',)}
-        size = config.model.hidden_size
+            shards = (*axes.get('L', ()), 'data', *axes.get('S', ()))
+            at_rest = {'D': (*axes.get('D', ()), *shards), 'd': shards}
+        size, count = config.model.hidden_size, mesh.stages * mesh.data_shards * mesh.context
         return cls(
             axes=tuple(axes.items()),
             at_rest=tuple(at_rest.items()),
             sizes=tuple(mesh.sizes.items()),
-            uneven=tuple((letter, size) for letter in at_rest if size % mesh.data_shards),
+            uneven=tuple((letter, size) for letter in at_rest if size % count),
+            chunks=mesh.virtual_stages,
         )
 
     def __call__(self, dims: str, *, at_rest: bool = False) -> 'P':
@@ -82,19 +93,19 @@ class Layout:
         """
         from jax import P
 
-        axes = self._axes_at_rest if at_rest else self._axes
+        axes = self._at_rest(dims) if at_rest else self._axes
         entries = [axes.get(letter, ()) for letter in dims]
         used = [axis for entry in entries for axis in entry]
         if len(used) != len(set(used)):
             raise ValueError(f'{dims}: {", ".join(used)}: a mesh axis shards one dim of an array')
-        return P(*(entry if len(entry) > 1 else next(iter(entry), None) for entry in entries))
+        return P(*map(_entry, entries))
 
     @cached_property
     def per_shard(self) -> 'Layout':
-        """The layout inside a function that is mapped over the data shards: that of its rows."""
-        batch = self.mesh_axes('B')
+        """The layout inside a function that is mapped over stages and data shards."""
+        mapped = {*self.mesh_axes('B'), STAGE, CONTEXT}
         axes = (
-            (letter, tuple(axis for axis in axes if axis not in batch))
+            (letter, tuple(axis for axis in axes if axis not in mapped))
             for letter, axes in self.axes
         )
         return dataclasses.replace(
@@ -106,12 +117,9 @@ class Layout:
         """The number of shards of each letter's dim in the computation."""
         return MappingProxyType({letter: self._size(axes) for letter, axes in self.axes})
 
-    @cached_property
-    def shards_at_rest(self) -> Mapping[str, int]:
-        """The number of shards of each letter's dim in a matrix between steps."""
-        return MappingProxyType(
-            {letter: self._size(axes) for letter, axes in self._axes_at_rest.items()}
-        )
+    def shards_at_rest(self, dims: str) -> Mapping[str, int]:
+        """Return the number of shards of each letter of a matrix with these dims between steps."""
+        return {letter: self._size(axes) for letter, axes in self._at_rest(dims).items()}
 
     def num_shards(self, letter: str) -> int:
         """Return the number of shards of a letter's dim; 1 if it is not sharded."""
@@ -122,23 +130,47 @@ class Layout:
         """The number of devices of the mesh."""
         return prod(size for _, size in self.sizes)
 
-    def sizes_of(self, axes: Axes) -> tuple[int, ...]:
-        """Return the number of devices along each of some mesh axes."""
-        sizes = dict(self.sizes)
-        return tuple(sizes[axis] for axis in axes)
+    @cached_property
+    def mapped(self) -> tuple[Axes, ...]:
+        """The mesh axes of each dim that a step maps over its data shards.
 
-    def stacked(self, dims: str, axes: Axes, *, at_rest: bool = False) -> 'P':
-        """Return the PartitionSpec of one array with these dims for each device along `axes`.
+        These are a dim of replicas, if there are several, and one of the data shards of a replica;
+        each context shard of a data shard counts as one.
+        """
+        *replicas, data = self.mesh_axes('B')
+        return *((axis,) for axis in replicas), (data, *self.mesh_axes('S'))
 
-        Each mesh axis is a dim of its own, before the others.
+    def sizes_of(self, entries: Sequence[Axes]) -> tuple[int, ...]:
+        """Return the number of devices along each of some groups of mesh axes."""
+        return tuple(map(self._size, entries))
+
+    def stacked(self, dims: str, entries: Sequence[Axes], *, at_rest: bool = False) -> 'P':
+        """Return the PartitionSpec of one array with these dims for each device along `entries`.
+
+        Each group of mesh axes is a dim of its own, before the others.
         """
         from jax import P
 
-        return P(*axes, *self(dims, at_rest=at_rest))
+        return P(*map(_entry, entries), *self(dims, at_rest=at_rest))
+
+    def layer_order(self, num_layers: int) -> Sequence[int]:
+        """Return the layer at each place of a stacked parameter between steps.
+
+        A stage has neighboring places: those of its first chunk, of its second one and so on. Chunk
+        after chunk, the layers pass through all stages in turn.
+        """
+        stages = self.num_shards('L')
+        size = num_layers // (stages * self.chunks)
+        return [
+            (chunk * stages + stage) * size + layer
+            for stage in range(stages)
+            for chunk in range(self.chunks)
+            for layer in range(size)
+        ]
 
     def padding(self, dims: str) -> tuple[int, ...]:
         """Return the number of elements that are added at rest to each dim of a matrix."""
-        shards = self.shards_at_rest
+        shards = self.shards_at_rest(dims)
         sizes = (self._uneven.get(letter, 0) for letter in dims)
         return tuple(
             -size % shards[letter] if size else 0 for letter, size in zip(dims, sizes, strict=True)
@@ -164,15 +196,30 @@ class Layout:
     def _uneven(self) -> dict[str, int]:
         return dict(self.uneven)
 
-    @cached_property
-    def _axes_at_rest(self) -> dict[str, Axes]:
-        return self._axes | dict(self.at_rest)
+    def _at_rest(self, dims: str) -> dict[str, Axes]:
+        """The mesh axes of each letter between steps; other dims leave L the axis that it has."""
+        taken = self.mesh_axes('L') if 'L' in dims else ()
+        rest = {
+            letter: tuple(axis for axis in axes if axis not in taken)
+            for letter, axes in self.at_rest
+        }
+        return self._axes | rest
 
     def _size(self, axes: Axes) -> int:
-        return prod(self.sizes_of(axes))
+        return prod(self._sizes[axis] for axis in axes)
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(self.sizes)
 
 
 def batch_layout(mesh_axes: Sequence[str]) -> Layout:
-    """Return the layout of arrays outside a model, on a mesh with these axes: rows are sharded."""
+    """Return the layout of a batch [B, S], outside a model, on a mesh with these axes."""
     batch = tuple(axis for axis in mesh_axes if axis in BATCH_AXES)
-    return Layout(axes=(('B', batch),))
+    sequence = tuple(axis for axis in mesh_axes if axis == CONTEXT)
+    return Layout(axes=(('B', batch), ('S', sequence)))
+
+
+def _entry(axes: Axes) -> 'Axes | str | None':
+    """The entry of a PartitionSpec for a dim that these mesh axes shard."""
+    return axes if len(axes) > 1 else next(iter(axes), None)

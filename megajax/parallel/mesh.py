@@ -21,7 +21,7 @@ from megajax.processes.environment import visible_gpus
 # Mesh axes, outermost first; the axis that communicates most, and waits for it, is innermost.
 AXES = ('replica', 'stage', 'data', 'context', 'row', 'model')
 ALWAYS = ('data', 'model')  # in every mesh, even with one device
-KEYS = {'row': 'model_rows'}  # keys of `mesh` that are not called as their axis
+KEYS = {'stage': 'stages', 'row': 'model_rows'}  # keys of `mesh` that are not called as their axis
 HOST_BYTES = 256  # maximum length of a host's name in bytes
 
 
@@ -77,19 +77,22 @@ def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:
 
 
 def one_dimensional(config: Config) -> Config:
-    """Return the config without ZeRO, replicas and a grid's rows, on as many devices.
+    """Return the config with the mesh axes `data` and `model` alone and without ZeRO.
 
-    A model that is not trained has no use for them. The rows become columns or, where these would
-    not divide the model, data shards.
+    A model that is not trained has no use for others. The rows of a grid become columns or, where
+    these would not divide the model, data shards, as stages and context shards do. Where as many
+    data shards do not divide the batch, there are as many as before.
     """
     mesh = config.mesh
-    in_columns = {'data': mesh.data, 'model': mesh.tensor_parallel}
-    in_data = {'data': mesh.data * mesh.model_rows, 'model': mesh.model}
-    plain = {'replicas': 1, 'model_rows': 1}
+    others = mesh.stages * mesh.context
+    in_columns = {'data': mesh.data * others, 'model': mesh.tensor_parallel}
+    in_data = {'data': mesh.data * others * mesh.model_rows, 'model': mesh.model}
+    fewer = {'data': mesh.data, 'model': mesh.model}
+    plain = {'replicas': 1, 'model_rows': 1, 'stages': 1, 'virtual_stages': 1, 'context': 1}
     optim = config.optim.model_copy(update={'shard': 'none'})
     candidates = (
         config.model_copy(update={'mesh': mesh.model_copy(update=plain | sizes), 'optim': optim})
-        for sizes in (in_columns, in_data)
+        for sizes in (in_columns, in_data, fewer)
     )
     return next(candidate for candidate in candidates if not incompatibilities(candidate))
 

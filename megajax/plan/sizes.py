@@ -169,12 +169,12 @@ class AtRest(NamedTuple):
 def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
     """Count the parameters of a GPU."""
     sizes = dim_sizes(model)
-    (added,) = layout.padding('D')
-    padded = {**sizes, 'D': sizes['D'] + added}
 
     def count(x: Parameter) -> int:
         if x.is_matrix:
-            return num_elements(x, padded, layout.shards_at_rest)
+            added = sum(layout.padding(x.dims))  # of D, the one dim that ZeRO shards
+            padded = {**sizes, 'D': sizes['D'] + added}
+            return num_elements(x, padded, layout.shards_at_rest(x.dims))
         return num_elements(x, sizes, layout.shards)
 
     counts = {name: (x, count(x)) for name, x in parameters(model)}

@@ -13,8 +13,8 @@ from megajax.run.clock import Clock
 from megajax.run.log.report import Report
 from megajax.run.stop import StopWatch
 from megajax.run.watchdog import Watchdog
+from megajax.train.evaluation import make_eval_step
 from megajax.train.feed import PlacedBatches
-from megajax.train.step import make_eval_step
 
 
 class Evaluation:

@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding
 from megajax.config import Config, ConfigError, RunError
 from megajax.data import Batch as HostBatch
 from megajax.data import Batches
-from megajax.parallel.layout import batch_layout
+from megajax.parallel.layout import CONTEXT, batch_layout
+from megajax.parallel.zigzag import position_at
 from megajax.processes.agree import from_all
 
 logger = logging.getLogger(__name__)
@@ -81,18 +82,22 @@ class PlacedBatches:
 def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = None) -> Batch:
     """Place host arrays [B, S] on the current mesh, the rows of each data shard on its devices.
 
-    With `batch_size`, the arrays hold only this process's rows of a batch of that size.
+    Context shards have the tokens in the order of `zigzag.py`. With `batch_size`, the arrays hold
+    only this process's rows of a batch of that size.
     """
-    sharding = _rows_sharding()
+    sharding = _sharding()
+    shards = sharding.mesh.shape.get(CONTEXT, 1)
 
     def place(x: np.ndarray) -> jax.Array:
         shape = batch_size or len(x), *x.shape[1:]
         offset = local_rows(batch_size).start if batch_size else 0
+        order = position_at(np.arange(x.shape[1]), x.shape[1], shards) if shards > 1 else None
 
         def rows(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
             start, stop, _ = index[0].indices(shape[0])
-            return x[start - offset : stop - offset]
+            mine = x[start - offset : stop - offset]
+            return mine if order is None else mine[:, order[index[1]]]
 
         return jax.make_array_from_callback(shape, sharding, rows)
 
@@ -104,23 +109,24 @@ def local_rows(batch_size: int) -> slice:
 
     Rows in between that belong to other processes are included.
     """
-    sharding = _rows_sharding()
+    mesh = jax.sharding.get_mesh()
+    sharding = NamedSharding(mesh, batch_layout(mesh.axis_names)('B'))
     rows = [
         index[0].indices(batch_size)
-        for index in sharding.addressable_devices_indices_map((batch_size, 1)).values()
+        for index in sharding.addressable_devices_indices_map((batch_size,)).values()
         if index
     ]
     return slice(min(start for start, _, _ in rows), max(stop for _, stop, _ in rows))
 
 
-def _rows_sharding() -> NamedSharding:
+def _sharding() -> NamedSharding:
     mesh = jax.sharding.get_mesh()
     return NamedSharding(mesh, batch_layout(mesh.axis_names)('BS'))
 
 
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes, dtypes and placements of a batch on the current mesh."""
-    sharding = _rows_sharding()
+    sharding = _sharding()
     shape = config.train.batch_size, config.train.seq_len
     dtypes = {'tokens': jnp.int32, 'labels': jnp.int32, 'loss_mask': jnp.float32}
     if config.data.document_mask:

@@ -17,7 +17,8 @@ OPTIONS = {
     'xla_gpu_reduce_scatter_combine_threshold_bytes': str(MEBIBYTE),
 }
 # By default all collectives of a program share one slot of the schedule, so those of tensor
-# parallelism would take that of the weights and gradients of ZeRO-2 and ZeRO-3.
+# parallelism would take that of the weights and gradients of ZeRO-2 and ZeRO-3, of what a stage
+# sends to the next, and of the keys and values that go round a ring.
 SLOTS = {'xla_gpu_experimental_parallel_collective_overlap_limit': '4'}
 
 
@@ -27,8 +28,9 @@ def num_parts(config: Config) -> int:
 
 
 def overlap_options(config: Config) -> dict[str, str]:
-    """Return the options for XLA's GPU compiler that `train.overlap` needs."""
-    if config.train.overlap != 'batch_split':
-        return {}
-    sends_in_layers = config.optim.shard in ('gradients', 'weights') and config.mesh.data > 1
-    return OPTIONS | SLOTS if sends_in_layers else OPTIONS
+    """Return the options for XLA's GPU compiler that the config's overlap needs."""
+    mesh, is_split = config.mesh, config.train.overlap == 'batch_split'
+    sends_in_layers = config.optim.shard in ('gradients', 'weights') and mesh.data > 1
+    rings = mesh.context > 1 and mesh.context_exchange == 'ring'
+    needs_slots = mesh.stages > 1 or rings or (is_split and sends_in_layers)
+    return (OPTIONS if is_split else {}) | (SLOTS if needs_slots else {})

@@ -29,7 +29,7 @@ from megajax.model.at_rest import reduced_in_backward
 from megajax.model.gradient_slot import separate
 from megajax.model.parameters import map_parameters
 from megajax.model.shard_copies import copied_dims
-from megajax.parallel.layout import Layout
+from megajax.parallel.layout import Axes, Layout
 
 
 def shard_over_data(params: Any, layout: Layout) -> Any:
@@ -88,14 +88,13 @@ def mapped_axes(primals: Any, config: Config) -> Any:
 def zero_gradients(primals: Any, config: Config, layout: Layout) -> Any:
     """Return zeros to accumulate the gradients of a step's microbatches in.
 
-    They are [data shard, ...], with one dim for each mesh axis of data shards. Gradients that the
-    backward pass sums over `data` are placed as the matrices at rest, for each replica.
+    They are [data shard, ...], with the dims of `Layout.mapped`. Gradients that the backward pass
+    sums over `data` are placed as the matrices at rest, for each replica.
     """
-    axes = layout.mesh_axes('B')
 
     def zeros(declared: Parameter, x: jax.Array) -> jax.Array:
         is_summed = reduced_in_backward(declared, config.optim.shard)
-        stack = axes[:-1] if is_summed else axes
+        stack = layout.mapped[:-1] if is_summed else layout.mapped
         spec = layout.stacked(copied_dims(declared, layout), stack, at_rest=is_summed)
         return jnp.zeros((*layout.sizes_of(stack), *x.shape), x.dtype, out_sharding=spec)
 
@@ -106,14 +105,15 @@ def sum_over_data(gradients: Any, config: Config, layout: Layout) -> Any:
     """Return the sum of gradients like `zero_gradients`, with the placement of their parameters.
 
     Over `data` this is an all-reduce, or a reduce-scatter where the parameter is sharded over it;
-    over `replica` it is an all-reduce of what is left.
+    over `replica` it is an all-reduce of what is left. The gradients of what is outside the layers
+    have one data shard more for each stage of a pipeline.
     """
     dtype = config.optim.reduce_dtype
 
     def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
         dims = copied_dims(declared, layout)
         if not declared.is_matrix:
-            return _sum_of_vector(gradient, dims, layout)
+            return _sum_of_vector(gradient, dims, shards_of(declared, layout), layout)
         if not reduced_in_backward(declared, config.optim.shard):
             gradient = _sum_within_replicas(gradient, dims, layout, dtype)
         return _sum_over_replicas(gradient, dims, layout, dtype)
@@ -121,21 +121,30 @@ def sum_over_data(gradients: Any, config: Config, layout: Layout) -> Any:
     return map_parameters(add, gradients)
 
 
-def _sum_of_vector(gradient: jax.Array, dims: str, layout: Layout) -> jax.Array:
+def shards_of(declared: Parameter, layout: Layout) -> tuple[Axes, ...]:
+    """Return the mesh axes of each dim of shards that a parameter's gradients are summed over."""
+    *replicas, data = layout.mapped
+    stages = () if declared.is_stacked else layout.mesh_axes('L')
+    return *replicas, (*stages, *data)
+
+
+def _sum_of_vector(
+    gradient: jax.Array, dims: str, shards: tuple[Axes, ...], layout: Layout
+) -> jax.Array:
     # One dim for all data shards: XLA for CPUs would sum over each mesh axis in turn.
-    shape = -1, *gradient.shape[len(layout.mesh_axes('B')) :]
-    shards = gradient.reshape(shape, out_sharding=layout(f'B{dims}'))
-    return lax.reduce_sum(shards, (0,), out_sharding=layout(dims))
+    shape = -1, *gradient.shape[len(shards) :]
+    merged = tuple(axis for axes in shards for axis in axes)
+    gradient = gradient.reshape(shape, out_sharding=layout.stacked(dims, [merged]))
+    return lax.reduce_sum(gradient, (0,), out_sharding=layout(dims))
 
 
 def _sum_within_replicas(
     gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
     """Sum [..., data shard, *dims] over the data shards of each replica."""
-    *replicas, _ = layout.mesh_axes('B')
     reduce = partial(at_rest.reduce, dims=dims, layout=layout, dtype=dtype)
-    for axis in replicas:
-        reduce = jax.vmap(reduce, spmd_axis_name=axis)
+    for axes in layout.mapped[:-1]:
+        reduce = jax.vmap(reduce, spmd_axis_name=axes)
     return reduce(gradient)
 
 
@@ -143,7 +152,7 @@ def _sum_over_replicas(
     gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
     """Sum [replica, *dims] at rest over the replicas; without replicas there is no such dim."""
-    if len(layout.mesh_axes('B')) == 1:
+    if len(layout.mapped) == 1:
         return gradient
     spec = layout(dims, at_rest=True)
     return lax.reduce_sum(gradient.astype(dtype), (0,), out_sharding=spec).astype(jnp.float32)

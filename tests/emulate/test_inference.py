@@ -14,8 +14,9 @@ from megajax.generate.engine import Engine
 from megajax.generate.sampling import Sampling
 from megajax.generate.weights import make_weights
 from megajax.hardware.targets import has_compiler
+from megajax.train.evaluation import make_eval_step
 from megajax.train.feed import place_batch
-from megajax.train.step import init_state, make_eval_step
+from megajax.train.step import init_state
 
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"

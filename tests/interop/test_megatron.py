@@ -23,7 +23,8 @@ from megajax.model.loss import Loss
 from megajax.model.transformer import Computation
 from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch, place_batch
-from megajax.train.step import init_state, make_loss_and_gradients, make_train_step
+from megajax.train.gradients import make_loss_and_gradients
+from megajax.train.step import init_state, make_train_step
 
 ORACLES = Path(__file__).parents[1] / 'data' / 'oracles'
 LIMIT = 2e-5  # relative, see support.relative_error

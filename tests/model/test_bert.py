@@ -24,8 +24,10 @@ from support import (
 from megajax.config import Config, ConfigError
 from megajax.generate import Generator
 from megajax.model.transformer import Bert, Computation
+from megajax.train.evaluation import make_eval_step
 from megajax.train.feed import place_batch
-from megajax.train.step import init_state, make_eval_step, make_loss_and_gradients
+from megajax.train.gradients import make_loss_and_gradients
+from megajax.train.step import init_state
 
 LENGTH, REAL = 16, 11  # the rest is padding
 

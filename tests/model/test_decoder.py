@@ -33,7 +33,7 @@ from megajax.model.parameters import Parameters
 from megajax.model.transformer import IN_FP32, Computation, LanguageModel, make_model
 from megajax.parallel.layout import Layout
 from megajax.train.feed import place_batch
-from megajax.train.step import make_loss_and_gradients
+from megajax.train.gradients import make_loss_and_gradients
 
 LENGTH = 16
 TOKENS = (

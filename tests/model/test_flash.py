@@ -20,7 +20,7 @@ from support import (
 from megajax.model import attention, flash
 from megajax.parallel.layout import Layout
 from megajax.train.feed import place_batch
-from megajax.train.step import make_loss_and_gradients
+from megajax.train.gradients import make_loss_and_gradients
 
 
 def loss_and_gradients(name, data, model, microbatches, documents):

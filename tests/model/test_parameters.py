@@ -32,8 +32,9 @@ from megajax.model.shard_copies import along_last
 from megajax.model.transformer import make_model
 from megajax.parallel.layout import Layout
 from megajax.train.feed import abstract_batch, place_batch
+from megajax.train.gradients import make_loss_and_gradients
 from megajax.train.optimizer import decays
-from megajax.train.step import init_state, make_loss_and_gradients
+from megajax.train.step import init_state
 
 NAMES = ['gpt', 'llama', 'bert']
 

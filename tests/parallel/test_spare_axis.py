@@ -18,7 +18,8 @@ from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import make_mesh
 from megajax.plan.memory import memory
 from megajax.train.feed import place_batch
-from megajax.train.step import init_state, make_loss_and_gradients
+from megajax.train.gradients import make_loss_and_gradients
+from megajax.train.step import init_state
 
 CONFIG = make_config('llama', 2, 2, sequence_parallel=True)
 MEGATRON = Layout.of

@@ -25,7 +25,8 @@ from megajax.model.loss import Loss
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch, place_batch
-from megajax.train.step import init_state, make_loss_and_gradients
+from megajax.train.gradients import make_loss_and_gradients
+from megajax.train.step import init_state
 from megajax.train.zero import shard_over_data
 
 LIMIT = 1e-5  # relative, see support.relative_error

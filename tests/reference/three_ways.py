@@ -21,7 +21,7 @@ from megajax.hlo.collectives import Collective, collectives
 from megajax.hlo.program import Program
 from megajax.interop.megatron import to_megatron
 from megajax.train.feed import place_batch
-from megajax.train.step import make_loss_and_gradients
+from megajax.train.gradients import make_loss_and_gradients
 
 
 class Way(NamedTuple):

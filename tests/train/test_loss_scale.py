@@ -25,6 +25,7 @@ from support import (
 from megajax.config import Config, NumericError
 from megajax.train.feed import place_batch
 from megajax.train.first_step import take_first_step
+from megajax.train.gradients import make_loss_and_gradients
 from megajax.train.guard import SKIPS_IN_A_ROW, init_guard, judge, respond
 from megajax.train.loss_scale import (
     GROWTH_STEPS,
@@ -36,7 +37,7 @@ from megajax.train.loss_scale import (
     init_loss_scale,
     overflows,
 )
-from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
+from megajax.train.step import TrainState, init_state, make_train_step
 
 
 class MegatronsRule:

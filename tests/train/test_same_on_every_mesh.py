@@ -20,7 +20,8 @@ from megajax.model.dropout import dropout, sequence_keys
 from megajax.parallel.layout import Layout, batch_layout
 from megajax.parallel.mesh import concrete
 from megajax.train.feed import place_batch
-from megajax.train.step import TrainState, init_state, make_loss_and_gradients, make_train_step
+from megajax.train.gradients import make_loss_and_gradients
+from megajax.train.step import TrainState, init_state, make_train_step
 
 STEPS = 5
 DOCUMENTS = [10, 15, 7]  # lengths in a row

@@ -23,9 +23,11 @@ from support import (
 
 from megajax.config import Config, OptimConfig
 from megajax.counts.parameters import Parameter, Role
+from megajax.train.evaluation import make_eval_step
 from megajax.train.feed import place_batch
+from megajax.train.gradients import make_loss_and_gradients
 from megajax.train.optimizer import decays, make_optimizer, make_schedule
-from megajax.train.step import init_state, make_eval_step, make_loss_and_gradients, make_train_step
+from megajax.train.step import init_state, make_train_step
 
 LIMIT = 1e-5  # relative, see support.relative_error
 

@@ -1,0 +1,135 @@
+"""Attention of a block of queries on a block of keys, and its gradients, on one device.
+
+Blocks of different keys are merged by their log-sum-exp (Dao et al., 2022): `lse_RNS` is that of
+each query's scores. The backward pass takes the merged output and log-sum-exp and returns what
+these keys contribute. Both are cuDNN's kernels, or matrix products and softmax in fp32.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+Three = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class Kernel(NamedTuple):
+    """The two passes; `causal` means that key and query at the same place are the same token."""
+
+    forward: Callable[..., tuple[jax.Array, jax.Array]]  # (q, k, v, causal) -> o_RSNH, lse_RNS
+    backward: Callable[..., Three]  # (q, k, v, o, lse, do, causal) -> dq, dk, dv
+
+
+def _cudnn_forward(
+    q_RSNH: jax.Array, k_RYKH: jax.Array, v_RYKH: jax.Array, causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    scale = q_RSNH.shape[-1] ** -0.5
+    # jax.nn.dot_product_attention would round the log-sum-exp to the dtype of q.
+    return cudnn.dot_product_attention(
+        q_RSNH, k_RYKH, v_RYKH, scale=scale, mask_type=mask, return_residual=True
+    )
+
+
+def _cudnn_backward(
+    q_RSNH: jax.Array,
+    k_RYKH: jax.Array,
+    v_RYKH: jax.Array,
+    o_RSNH: jax.Array,
+    lse_RNS: jax.Array,
+    do_RSNH: jax.Array,
+    causal: bool,
+) -> Three:
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    absent = (jnp.zeros(0, q_RSNH.dtype),) * 7  # bias, lengths, offsets and page tables
+    return tuple(
+        cudnn._dot_product_attention_bwd_p_wrapper.bind(
+            q_RSNH,
+            k_RYKH,
+            v_RYKH,
+            *absent,
+            lse_RNS,
+            o_RSNH,
+            do_RSNH,
+            scale=q_RSNH.shape[-1] ** -0.5,
+            seed=42,
+            dropout_rate=0.0,
+            variadic_args=(False, False),
+            mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+            layout=cudnn.AttentionLayout.BTNH.value,
+            sliding_window_length=None,
+        )
+    )
+
+
+def _xla_forward(
+    q_RSNH: jax.Array, k_RYKH: jax.Array, v_RYKH: jax.Array, causal: bool
+) -> tuple[jax.Array, jax.Array]:
+    score_RKGSY = _scores(q_RSNH, k_RYKH, causal)
+    lse_RKGS = jax.nn.logsumexp(score_RKGSY, axis=-1)
+    weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None]).astype(v_RYKH.dtype)
+    o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY, v_RYKH)
+    rows, length, heads, _ = q_RSNH.shape
+    return o_RSKGH.reshape(q_RSNH.shape), lse_RKGS.reshape(rows, heads, length)
+
+
+def _xla_backward(
+    q_RSNH: jax.Array,
+    k_RYKH: jax.Array,
+    v_RYKH: jax.Array,
+    o_RSNH: jax.Array,
+    lse_RNS: jax.Array,
+    do_RSNH: jax.Array,
+    causal: bool,
+) -> Three:
+    groups, dtype = k_RYKH.shape[2], q_RSNH.dtype
+    q_RSKGH, do_RSKGH = _grouped(_scaled(q_RSNH), groups), _grouped(do_RSNH, groups)
+    score_RKGSY = _scores(q_RSNH, k_RYKH, causal)
+    lse_RKGS = lse_RNS.reshape(score_RKGSY.shape[:-1])
+    weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None])
+    # The gradient of a softmax is weight * (dweight - sum of weight * dweight over the keys), and
+    # that sum over all keys, not only these, is do * o.
+    all_RSN = (do_RSNH.astype(jnp.float32) * o_RSNH.astype(jnp.float32)).sum(-1)
+    all_RKGS = jnp.moveaxis(all_RSN, 1, -1).reshape(lse_RKGS.shape)
+    dweight_RKGSY = _product('rskgh,rykh->rkgsy', do_RSKGH, v_RYKH)
+    dscore_RKGSY = (weight_RKGSY * (dweight_RKGSY - all_RKGS[..., None])).astype(dtype)
+    dv_RYKH = _product('rkgsy,rskgh->rykh', weight_RKGSY.astype(dtype), do_RSKGH)
+    dk_RYKH = _product('rkgsy,rskgh->rykh', dscore_RKGSY, q_RSKGH)
+    dq_RSKGH = _product('rkgsy,rykh->rskgh', dscore_RKGSY, k_RYKH) * q_RSNH.shape[-1] ** -0.5
+    dq_RSNH = dq_RSKGH.reshape(q_RSNH.shape)
+    return dq_RSNH.astype(dtype), dk_RYKH.astype(dtype), dv_RYKH.astype(dtype)
+
+
+def _scores(q_RSNH: jax.Array, k_RYKH: jax.Array, causal: bool) -> jax.Array:
+    q_RSKGH = _grouped(_scaled(q_RSNH), k_RYKH.shape[2])
+    score_RKGSY = _product('rskgh,rykh->rkgsy', q_RSKGH, k_RYKH)
+    if not causal:
+        return score_RKGSY
+    place = jnp.arange(q_RSNH.shape[1])
+    earlier = jnp.expand_dims(place[:, None] >= place[None, :], (0, 1, 2))
+    return jnp.where(earlier, score_RKGSY, LOWEST)
+
+
+def _scaled(q_RSNH: jax.Array) -> jax.Array:
+    # In fp32, because 128**-0.5 has no close number in 16 bits.
+    return (q_RSNH.astype(jnp.float32) * q_RSNH.shape[-1] ** -0.5).astype(q_RSNH.dtype)
+
+
+def _grouped(x_RSNH: jax.Array, groups: int) -> jax.Array:
+    rows, length, heads, head_dim = x_RSNH.shape
+    return x_RSNH.reshape(rows, length, groups, heads // groups, head_dim)
+
+
+def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
+
+
+KERNELS = {
+    'cudnn': Kernel(_cudnn_forward, _cudnn_backward),
+    'xla': Kernel(_xla_forward, _xla_backward),
+}

@@ -1,0 +1,58 @@
+"""Functions of what each device has, inside a computation that is mapped over data shards.
+
+A kernel supports neither Explicit axes nor the dims that a training step maps, and collectives of
+a `shard_map` need to know the device. A mapped dim is sharded over its mesh axes, so each device
+has one element of it, and a `shard_map` over all axes reaches that directly.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import P
+
+Specs = Sequence[P]
+
+
+def per_device(
+    function: Callable[..., tuple[jax.Array, ...]],
+    out: Callable[[Specs], Specs],
+    unmapped: Callable[..., tuple[jax.Array, ...]] | None = None,
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return `function`, applied to each device's part of its arguments, however they are mapped.
+
+    `out` returns the placements of the results, given those of the arguments; both are without the
+    mapped dims. Where nothing is mapped, `unmapped` takes the place of a function that communicates
+    along a mapped dim.
+    """
+
+    @functools.cache
+    def with_mapped(count: int) -> Callable[..., tuple[jax.Array, ...]]:
+        """The function of arrays with this number of mapped dims before the others."""
+
+        @jax.custom_batching.custom_vmap
+        def on_devices(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
+            mapped = specs[0][:count]
+
+            def on_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+                apply = unmapped if unmapped and count == 0 else function
+                results = apply(*(x.reshape(x.shape[count:]) for x in arrays))
+                return tuple(y.reshape(*(1,) * count, *y.shape) for y in results)
+
+            results = out([P(*spec[count:]) for spec in specs])
+            out_specs = tuple(P(*mapped, *spec) for spec in results)
+            return jax.shard_map(on_device, in_specs=specs, out_specs=out_specs, check_vma=False)(
+                *arrays
+            )
+
+        @on_devices.def_vmap
+        def rule(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[Any, Any]:
+            assert all(batched)
+            results = with_mapped(count + 1)(*arrays)
+            return results, (True,) * len(results)
+
+        return on_devices
+
+    return with_mapped(0)

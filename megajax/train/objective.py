@@ -1,0 +1,162 @@
+"""The loss of a model on the rows of one shard, and its parts: embedding, layers and head."""
+
+import dataclasses
+from functools import cached_property
+from typing import Self
+
+import jax
+from flax import nnx
+
+from megajax.config import Config
+from megajax.counts.parameters import Parameter
+from megajax.model.block import Block
+from megajax.model.loss import Loss
+from megajax.model.parameters import map_parameters
+from megajax.model.transformer import Bert, Computation, LanguageModel, make_model, model_graph
+from megajax.parallel.layout import Layout
+from megajax.train.feed import Batch
+from megajax.train.microbatches import beside_tokens
+from megajax.train.overlap import num_parts
+
+Sums = tuple[jax.Array, jax.Array]  # the objective and the negative log-likelihood in nats
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The loss of a shard's rows as a function of parameters.
+
+    All methods take `params`, the tree to differentiate with respect to, and `weights`, the tree
+    to compute with or None (`zero.weights_and_primals`). `layout` is that of a shard.
+    """
+
+    config: Config
+    layout: Layout
+    computation: Computation
+
+    @classmethod
+    def of(cls, config: Config, layout: Layout) -> Self:
+        """The objective of a run's training steps."""
+        computation = Computation.of(config)._replace(num_parts=num_parts(config))
+        return cls(config, layout.per_shard, computation)
+
+    @classmethod
+    def of_evaluation(cls, config: Config, layout: Layout) -> Self:
+        """The objective of a run's evaluation."""
+        return cls(config, layout.per_shard, Computation.of(config))
+
+    def __call__(
+        self, params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array
+    ) -> Sums:
+        """Compute the sums of a shard; `key` is that of dropout."""
+        tokens, of_rows = self.parts(params, weights, shard, key)
+        objective, nll = tokens
+        return objective if of_rows is None else objective + of_rows, nll
+
+    def parts(
+        self,
+        params: nnx.State,
+        weights: nnx.State | None,
+        shard: Batch,
+        key: jax.Array | None = None,
+    ) -> tuple[Sums, jax.Array | None]:
+        """Compute the sums of tokens, and the loss of sentence-order prediction, if any."""
+        model, layers = self.model(params, weights)
+        rows = beside_tokens(shard, key)
+        x_BTD = model.hidden(shard['tokens'], self.computation, **rows, weights=layers)
+        return self._of_tokens(model, x_BTD, shard), self._of_rows(model, x_BTD, shard)
+
+    def embed(
+        self, params: nnx.State, weights: nnx.State | None, shard: Batch, key: jax.Array | None
+    ) -> jax.Array:
+        """Return the residual stream x_BTD before the first layer."""
+        model, _ = self.model(params, weights)
+        rows = beside_tokens(shard, key)
+        rows.pop('segment_BS')
+        return model.embed(shard['tokens'], self.computation.dtype, **rows)
+
+    def layers(
+        self,
+        params: nnx.State,
+        weights: nnx.State | None,
+        x_BTD: jax.Array,
+        shard: Batch,
+        first: jax.Array,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Return the residual stream after the layers in `params`.
+
+        `first` is the index in the model of the first of them.
+        """
+        model, layers = self.model(params, weights)
+        rows = beside_tokens(shard, key)
+        beside = rows['position_BS'], rows['segment_BS'], rows['key_B']
+        return model.blocks(x_BTD, self.computation, beside, weights=layers, first=first)
+
+    def head(
+        self, params: nnx.State, weights: nnx.State | None, x_BTD: jax.Array, shard: Batch
+    ) -> Sums:
+        """Compute the sums of tokens from the residual stream after the last layer.
+
+        `shard` has the labels and weights of these tokens.
+        """
+        model, _ = self.model(params, weights)
+        return self._of_tokens(model, model.finish(x_BTD), shard)
+
+    def row_head(
+        self, params: nnx.State, weights: nnx.State | None, x_BTD: jax.Array, shard: Batch
+    ) -> jax.Array | None:
+        """Compute the loss of sentence-order prediction from the same residual stream."""
+        model, _ = self.model(params, weights)
+        return self._of_rows(model, model.finish(x_BTD), shard)
+
+    def _of_tokens(self, model: LanguageModel, x_BTD: jax.Array, shard: Batch) -> Sums:
+        head_BTD = model.before_head(x_BTD)
+        with jax.named_scope('loss'):
+            return self._loss(
+                head_BTD, model.head_Vd, shard['labels'], shard['weights'], model.head_bias_V
+            )
+
+    def _of_rows(self, model: LanguageModel, x_BTD: jax.Array, shard: Batch) -> jax.Array | None:
+        if not isinstance(model, Bert):
+            return None
+        with jax.named_scope('head'):
+            return model.order_head.loss(x_BTD, shard['swapped'], shard['row_weights'])
+
+    @property
+    def without_recomputation(self) -> Self:
+        """The same objective, whose backward pass recomputes nothing."""
+        computation = self.computation._replace(recompute='none')
+        return dataclasses.replace(self, computation=computation)
+
+    @cached_property
+    def abstract_layers(self) -> nnx.State:
+        """The layers without arrays, for a model that does not use them."""
+        key = jax.random.key(0)
+        model = self.config.model
+        return jax.eval_shape(lambda: nnx.state(make_model(model, self.layout, key=key)))['layers']
+
+    @cached_property
+    def _loss(self) -> Loss:
+        return Loss.of(self.config, self.layout)
+
+    @cached_property
+    def _graph(self) -> nnx.GraphDef[LanguageModel]:
+        return model_graph(self.config.model, self.layout)
+
+    def model(
+        self, params: nnx.State, weights: nnx.State | None
+    ) -> tuple[LanguageModel, Block | None]:
+        """Return the model, and the weights of its layers where they differ from its parameters.
+
+        Each layer reads its weights inside the loop over layers, which would otherwise hold all of
+        them in fp32.
+        """
+        if weights is None:
+            return nnx.merge(self._graph, params), None
+        computation, layout = self.computation, self.layout
+
+        def outside_layers(declared: Parameter, x: jax.Array, weight: jax.Array) -> jax.Array:
+            return x if declared.is_stacked else computation.value(weight, x, declared, layout)
+
+        params = map_parameters(outside_layers, params, weights)
+        return nnx.merge(self._graph, params), nnx.merge(self._graph, weights).layers
