@@ -105,10 +105,11 @@ def _gradients(
     kernel: Kernel,
     ring: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return dq, dk and dv of a device's tokens, summed in fp32."""
+    """Return dq, dk and dv of a device's tokens."""
     rows, rank, shards = len(q), lax.axis_index(CONTEXT), lax.axis_size(CONTEXT)
-    dq, dk, dv = (x.astype(jnp.float32) for x in kernel.backward(q, k, v, o, lse, do, True))
+    dq, dk, dv = kernel.backward(q, k, v, o, lse, do, True)
     keys, sums, done = _Keys(k, v, ring), _Sums(dk, dv, ring), [dq]
+    dq = dq.astype(jnp.float32)
     for step in range(1, shards):
         k_2, v_2 = keys.of(step, done)
         is_earlier = step <= rank
@@ -131,8 +132,7 @@ def _gradients(
         zero = jnp.zeros_like(dk_2[:rows])
         dk_2, dv_2 = (_to_chunks(x[:rows], zero, x[rows:], is_earlier) for x in (dk_2, dv_2))
         sums.add(step, dk_2, dv_2)
-    dk, dv = sums.collect()
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+    return dq.astype(q.dtype), *sums.collect()
 
 
 class _Keys:
@@ -158,20 +158,27 @@ class _Keys:
 
 
 class _Sums:
-    """The gradients of all shards' keys and values, in fp32, until each shard has its own."""
+    """The gradients of all shards' keys and values, until each shard has its own.
+
+    They are summed in fp32. What goes round the ring starts and ends as one shard's, in the dtype
+    of keys and values.
+    """
 
     def __init__(self, dk: jax.Array, dv: jax.Array, ring: bool):
-        self._ring = ring
+        self._ring, self._dtype = ring, dk.dtype
         self._sums: tuple[jax.Array, ...] = dk, dv
         if not ring:
-            shards = lax.axis_size(CONTEXT)
-            self._sums = tuple(jnp.zeros((shards, *x.shape), x.dtype) for x in (dk, dv))
-            self.add(0, dk, dv)
+            shape = lax.axis_size(CONTEXT), *dk.shape
+            self._sums = (jnp.zeros(shape), jnp.zeros(shape))
+            self.add(0, *(x.astype(jnp.float32) for x in (dk, dv)))
 
     def add(self, step: int, dk: jax.Array, dv: jax.Array) -> None:
         """Add gradients of the keys and values that `_Keys.of` returned for this step."""
         if self._ring:
-            self._sums = tuple(map(jnp.add, _pass_on(self._sums), (dk, dv)))
+            self._sums = tuple(
+                total.astype(jnp.float32) + x
+                for total, x in zip(_pass_on(self._sums), (dk, dv), strict=True)
+            )
             return
         shard = (lax.axis_index(CONTEXT) - step) % lax.axis_size(CONTEXT)
         self._sums = tuple(
@@ -180,12 +187,13 @@ class _Sums:
         )
 
     def collect(self) -> Pair:
-        """Return the sums of this shard's own keys and values."""
+        """Return the sums of this shard's own keys and values, in their dtype."""
         if self._ring:
-            dk, dv = _pass_on(self._sums)
+            dk, dv = _pass_on(tuple(x.astype(self._dtype) for x in self._sums))
             return dk, dv
         dk, dv = (
-            lax.psum_scatter(x, CONTEXT, scatter_dimension=0, tiled=True)[0] for x in self._sums
+            lax.psum_scatter(x, CONTEXT, scatter_dimension=0, tiled=True)[0].astype(self._dtype)
+            for x in self._sums
         )
         return dk, dv
 
