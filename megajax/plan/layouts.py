@@ -5,7 +5,8 @@ from itertools import product
 from typing import NamedTuple, Self
 
 from megajax.config import Config
-from megajax.config.rules import divisors, replicas_within_hosts
+from megajax.config.divisors import divisors
+from megajax.config.mesh_rules import replicas_within_hosts
 from megajax.counts.flops import uses_flash
 
 

@@ -43,7 +43,7 @@ class Tick(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What one tick hands to the next; all arrays are [stage, ...]."""
+    """The arrays [stage, ...] that one tick hands to the next."""
 
     x: jax.Array  # input of the next forward pass
     dx: jax.Array  # gradient of the input of the last backward pass

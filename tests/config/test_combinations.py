@@ -8,8 +8,11 @@ from megajax.config import ConfigError, load
 from megajax.config.combinations import COMBINATIONS, Combination
 
 VALUES = {
+    'mesh.context': 'mesh.context=2',
     'mesh.model_rows': 'mesh.model_rows=2',
     'mesh.replicas': 'mesh.replicas=2',
+    'mesh.stages': 'mesh.stages=2',
+    'model.dropout': 'model.dropout=0.1',
     'train.sample_prompts': 'train.sample_prompts=["a"]',
     'model.rope_scaling': 'model.rope_scaling={"type": "linear", "factor": 2}',
 }
@@ -23,7 +26,7 @@ def refusal(*overrides: str) -> str:
 
 @pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
 def test_each_row_is_refused_with_its_reason_and_what_to_do_instead(row: Combination) -> None:
-    said = refusal(row.one, VALUES.get(row.other, row.other))
+    said = refusal(*(VALUES.get(setting, setting) for setting in (row.one, row.other)))
     assert f'{row.reason}; {row.instead}' in said
 
 

@@ -135,7 +135,7 @@ def renamed(folder: Path, names: dict[str, str]) -> Path:
         rf"|'(?:{any_name})' in (?:parameters|self)\b|\('query_norm', 'key_norm'\)"
     )
     as_text = re.compile(rf"'(?:{any_name})'")
-    files = [*(folder / 'megajax/model').glob('*.py'), folder / 'megajax/train/step.py']
+    files = [*(folder / 'megajax/model').glob('*.py'), folder / 'megajax/train/objective.py']
     files.append(folder / 'megajax/counts/products.py')
     for file in files:
         if file.name not in ('product.py', 'gradient_slot.py'):  # whose weights are not modules'

@@ -10,7 +10,7 @@ import pytest
 from support import make_config
 
 from megajax.config import Config, ConfigError, load
-from megajax.config.rules import replicas_within_hosts
+from megajax.config.mesh_rules import replicas_within_hosts
 from megajax.hardware.records import Hardware, hardware
 from megajax.plan.layouts import Mesh, changed, layouts, meshes
 from megajax.plan.network import Cluster
