@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
-from support import gather, make_batch, make_config, on_mesh, pack, random_params
+from support import (
+    gather,
+    in_layer_order,
+    make_batch,
+    make_config,
+    on_mesh,
+    pack,
+    random_params,
+)
 
 from megajax.config import Config
 from megajax.train.evaluation import make_eval_step
@@ -16,6 +24,10 @@ from megajax.train.gradients import make_loss_and_gradients
 from megajax.train.step import init_state, make_train_step
 
 STEPS = 5
+MESH = (
+    *('data', 'replicas', 'stages', 'virtual_stages', 'context', 'context_exchange'),
+    *('model_rows', 'model', 'sequence_parallel'),
+)
 
 
 class Setting(NamedTuple):
@@ -27,6 +39,11 @@ class Setting(NamedTuple):
     shard: str = 'none'
     replicas: int = 1
     model_rows: int = 1
+    stages: int = 1
+    virtual_stages: int = 1
+    schedule: str = '1f1b'
+    context: int = 1
+    context_exchange: str = 'gather'
     sequence_parallel: bool = False
     dtype: str = 'float32'
     microbatches: int = 1
@@ -34,22 +51,27 @@ class Setting(NamedTuple):
     reduce_dtype: str = 'float32'
     moments_dtype: str = 'float32'
     overlap: str = 'none'
+    num_layers: int = 2
     hidden_size: int = 64
     num_kv_heads: int | None = None  # those of the model
+    plain: bool = False  # without dropout and document masks
 
     @property
     def config(self) -> Config:
         """The config of the step."""
-        sizes = {'hidden_size': self.hidden_size, 'head_dim': 8, 'ffn_size': 128}
+        sizes = {'head_dim': 8, 'ffn_size': 128} | self._section('num_layers', 'hidden_size')
         heads = {} if self.num_kv_heads is None else {'num_kv_heads': self.num_kv_heads}
+        if self.plain:
+            sizes['dropout'] = 0.0
         train = {'batch_size': math.lcm(24, self.data * self.microbatches), 'seq_len': 16}
         # An eps above rounding error: Adam would turn the sign of such an error into a step.
         optim = {'lr': 3e-3, 'eps': 1e-3}
         return make_config(
             self.name,
             model=sizes | heads,
-            mesh=self._section('data', 'replicas', 'model_rows', 'model', 'sequence_parallel'),
-            train=train | self._section('dtype', 'microbatches', 'recompute', 'overlap'),
+            mesh=self._section(*MESH),
+            train=train
+            | self._section('dtype', 'microbatches', 'schedule', 'recompute', 'overlap'),
             optim=optim | self._section('shard', 'reduce_dtype', 'moments_dtype'),
         )
 
@@ -62,6 +84,11 @@ class Setting(NamedTuple):
         return self._replace(shard='none', replicas=1, reduce_dtype='float32')
 
     @property
+    def in_one_part(self) -> 'Setting':
+        """The same step without stages and context shards."""
+        return self._replace(stages=1, virtual_stages=1, schedule='1f1b', context=1)
+
+    @property
     def in_one_row(self) -> 'Setting':
         """The same step on as many devices, with one-dimensional tensor parallelism."""
         return self._replace(model_rows=1, model=self.model_rows * self.model)
@@ -69,7 +96,8 @@ class Setting(NamedTuple):
     @property
     def on_one_device(self) -> 'Setting':
         """The same step on one device."""
-        return self.unsharded._replace(data=1, model=1, model_rows=1, sequence_parallel=False)
+        one = self.unsharded.in_one_part
+        return one._replace(data=1, model=1, model_rows=1, sequence_parallel=False)
 
     def __str__(self) -> str:
         defaults = Setting('', 0, 0)._asdict()
@@ -82,9 +110,10 @@ class Setting(NamedTuple):
 
 
 def batch_of(setting: Setting, seed: int = 0) -> dict[str, jax.Array]:
-    """A batch on the current mesh; those of `llama` have document masks."""
+    """A batch on the current mesh; those of `llama` have document masks, unless it is plain."""
     batch = make_batch(setting.config, seed=seed)
-    return place_batch(pack(batch, [5, 11]) if setting.name == 'llama' else batch)
+    is_packed = setting.name == 'llama' and not setting.plain
+    return place_batch(pack(batch, [5, 11]) if is_packed else batch)
 
 
 @functools.cache
@@ -96,7 +125,7 @@ def loss_and_gradients(setting: Setting) -> tuple[float, dict[str, np.ndarray]]:
         params, batch = random_params(config, std=0.05), batch_of(setting)
         (loss, _), gradients = function(params, batch, jax.random.key(0))
         assert {gradient.dtype for gradient in jax.tree.leaves(gradients)} == {np.dtype('float32')}
-        return float(loss), gather(gradients)
+        return float(loss), in_layer_order(gather(gradients), config)
 
 
 class Training(NamedTuple):
@@ -120,7 +149,8 @@ def train(setting: Setting) -> Training:
         moments = optax.tree_utils.tree_get(state.opt_state, 'mu')
         sums = make_eval_step(config)(state.params, batch_of(setting, STEPS))
         evaluated = {name: float(value) for name, value in sums.items()}
-        return Training(losses, gather(moments), gather(state.params), evaluated)
+        first_moments, params = (in_layer_order(gather(x), config) for x in (moments, state.params))
+        return Training(losses, first_moments, params, evaluated)
 
 
 @functools.cache

@@ -142,10 +142,11 @@ def random_params(config: Config, std: float) -> nnx.State:
     """
     random = np.random.default_rng(1)
     abstract = concrete(jax.eval_shape(lambda: init_state(config)).params)
-    sizes = dim_sizes(config.model)
+    sizes, order = dim_sizes(config.model), Layout.of(config).layer_order(config.model.num_layers)
 
     def draw(declared: Parameter, x: jax.ShapeDtypeStruct) -> jax.Array:
         value = random.normal(0, std, shape_of(declared.dims, sizes)).astype(x.dtype)
+        value = value[order] if declared.is_stacked else value
         padding = [(0, size - own) for size, own in zip(x.shape, value.shape, strict=True)]
         return jax.device_put(np.pad(value, padding), x.sharding)
 
@@ -180,6 +181,12 @@ def gather(params: nnx.State) -> dict[str, np.ndarray]:
 
     dims = by_name(map_parameters(lambda declared, _: declared.dims, params))
     return {name: unpadded(dims[name], x) for name, x in arrays.items()}
+
+
+def in_layer_order(arrays: Mapping[str, np.ndarray], config: Config) -> dict[str, np.ndarray]:
+    """Parameters by name with the layers in the order of the model, not of its stages."""
+    places = np.argsort(Layout.of(config).layer_order(config.model.num_layers))
+    return {name: x[places] if name.startswith('layers.') else x for name, x in arrays.items()}
 
 
 def relative_error(actual: Any, expected: Any) -> float:

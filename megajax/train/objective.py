@@ -2,7 +2,7 @@
 
 import dataclasses
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import jax
 from flax import nnx
@@ -129,11 +129,12 @@ class Objective:
         return dataclasses.replace(self, computation=computation)
 
     @cached_property
-    def abstract_layers(self) -> nnx.State:
+    def abstract_layers(self) -> Any:
         """The layers without arrays, for a model that does not use them."""
         key = jax.random.key(0)
         model = self.config.model
-        return jax.eval_shape(lambda: nnx.state(make_model(model, self.layout, key=key)))['layers']
+        params = jax.eval_shape(lambda: nnx.state(make_model(model, self.layout, key=key)))
+        return params.raw_mapping['layers']
 
     @cached_property
     def _loss(self) -> Loss:

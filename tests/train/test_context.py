@@ -1,0 +1,96 @@
+"""Context shards change neither loss nor gradients, whatever the exchange.
+
+Errors are relative to the largest element, see `support.relative_error`.
+"""
+
+from typing import Any
+
+import pytest
+from steps import Setting, evaluate, loss_and_gradients, train
+from support import assert_close, relative_error, slow
+
+SP = {'sequence_parallel': True}
+RING = {'context_exchange': 'ring'}
+
+
+def sharded(name: str, context: int, data: int = 1, model: int = 1, **fields: Any) -> Setting:
+    """A setting on data x context x model; llama has two key/value heads."""
+    heads = {'num_kv_heads': 2} if name == 'llama' else {}
+    return Setting(name, data, model, context=context, plain=True, **heads, **fields)
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        sharded('llama', 2, model=2, data=2, **SP, **RING),
+        slow(sharded('llama', 2)),
+        slow(sharded('llama', 2, **RING)),
+        slow(sharded('llama', 4, model=2)),
+        slow(sharded('llama', 4, model=2, **SP, **RING, recompute='full')),
+        slow(sharded('llama', 2, model=4, **SP)),  # more devices than key/value heads
+        slow(sharded('gpt', 4, model=2, **SP)),
+        slow(sharded('gpt', 2, data=2, microbatches=2, recompute='selective', **RING)),
+        slow(sharded('gpt', 8)),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_of_whole_sequences(setting: Setting) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.in_one_part, setting)
+    )
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gradients, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        slow(sharded('llama', 2, data=2, model=2, shard='optimizer', **SP)),
+        slow(sharded('llama', 2, data=2, model=2, shard='weights', **SP, **RING)),
+        slow(sharded('gpt', 2, data=2, shard='gradients', microbatches=2)),
+        slow(sharded('llama', 2, data=3, shard='weights')),  # padded shards
+        slow(sharded('gpt', 2, data=4, shard='weights', replicas=2, dtype='bfloat16')),
+    ],
+    ids=str,
+)
+def test_rungs_of_zero_shard_over_data_and_context_and_change_nothing(setting: Setting) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.unsharded, setting)
+    )
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gradients, expected, 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'setting',
+    [
+        sharded('llama', 2, model=2, stages=2, microbatches=4, **SP),
+        sharded(
+            'llama', 2, model=2, stages=2, virtual_stages=2, num_layers=4, microbatches=4
+        )._replace(**RING),
+        sharded('gpt', 2, data=2, stages=2, microbatches=2, shard='optimizer', recompute='full'),
+    ],
+    ids=str,
+)
+def test_context_and_stages_compose(setting: Setting) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.in_one_part, setting)
+    )
+    assert relative_error(loss, expected_loss) <= 1e-6
+    assert_close(gradients, expected, 1e-5)
+
+
+@pytest.mark.slow
+def test_steps_and_an_evaluation_end_as_those_of_whole_sequences() -> None:
+    setting = sharded('gpt', 2, data=2, model=2, shard='optimizer', **SP)
+    expected, actual = train(setting.in_one_part), train(setting)
+    assert relative_error(actual.losses, expected.losses) <= 1e-5
+    assert_close(actual.params, expected.params, 1e-5)
+    assert actual.evaluated == pytest.approx(expected.evaluated, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_an_evaluation_sums_what_it_sums_of_whole_sequences() -> None:
+    setting = sharded('llama', 4, **RING)
+    assert evaluate(setting) == pytest.approx(evaluate(setting.in_one_part), rel=1e-6)

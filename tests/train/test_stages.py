@@ -1,0 +1,118 @@
+"""Stages of a pipeline change neither loss nor gradients, whatever the schedule.
+
+Errors are relative to the largest element, see `support.relative_error`. The models have dropout
+(`gpt`, `bert`) and document masks (`llama`).
+"""
+
+from typing import Any
+
+import pytest
+from steps import Setting, evaluate, loss_and_gradients, train
+from support import assert_close, relative_error, slow
+
+LIMIT = 1e-6
+
+
+def staged(
+    name: str, stages: int, chunks: int = 1, data: int = 1, model: int = 1, **fields: Any
+) -> Setting:
+    """A setting on stages x data x model, with as few layers as these stages have."""
+    fields = {'microbatches': max(4, stages), 'num_layers': stages * chunks, **fields}
+    return Setting(name, data, model, stages=stages, virtual_stages=chunks, **fields)
+
+
+SP = {'sequence_parallel': True}
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        staged('llama', 2, 2, model=2, data=2, **SP),
+        slow(staged('gpt', 2)),
+        slow(staged('gpt', 2, model=2, num_layers=4, recompute='full')),
+        slow(staged('gpt', 2, 2, data=2, recompute='selective')),
+        slow(staged('gpt', 4, model=2, **SP)),
+        slow(staged('gpt', 4, 2, recompute='full')),
+        slow(staged('gpt', 4, 2, model=2, **SP)),
+        slow(staged('gpt', 2, 2, model=2, data=2, recompute='full', **SP)),
+        slow(staged('gpt', 2, 2, model=2, data=2, recompute='selective', **SP)),
+        slow(staged('gpt', 4, data=2, schedule='gpipe')),
+        slow(staged('gpt', 2, 2, model=2, schedule='gpipe', recompute='full', **SP)),
+        slow(staged('gpt', 2, model=2, data=2, schedule='gpipe', recompute='selective')),
+        slow(staged('gpt', 2, 3, microbatches=6, overlap='batch_split')),
+        slow(staged('llama', 4, data=2, microbatches=6, recompute='full')),
+        slow(staged('llama', 4, 2, model=2, schedule='gpipe', **SP)),
+        slow(staged('llama', 8, microbatches=8)),
+        slow(staged('bert', 2, 2, model=2, data=2, **SP)),
+        slow(staged('bert', 4, model=2, recompute='full')),
+        slow(staged('bert', 2, data=2, schedule='gpipe', recompute='selective')),
+    ],
+    ids=str,
+)
+def test_loss_and_gradients_are_those_without_stages(setting: Setting) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.in_one_part, setting)
+    )
+    assert relative_error(loss, expected_loss) <= LIMIT
+    assert_close(gradients, expected, LIMIT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'setting',
+    [
+        staged('gpt', 2, 2, data=2, shard='optimizer'),
+        staged('llama', 2, data=3, shard='optimizer', **SP, microbatches=2),  # padded shards
+        staged('llama', 2, data=4, shard='optimizer', replicas=2, microbatches=2),
+        staged('gpt', 4, data=2, shard='optimizer', dtype='bfloat16'),
+    ],
+    ids=str,
+)
+def test_zero_changes_nothing_on_stages(setting: Setting) -> None:
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.unsharded, setting)
+    )
+    assert relative_error(loss, expected_loss) <= LIMIT
+    assert_close(gradients, expected, LIMIT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+def test_in_16_bits_losses_and_gradients_differ_by_rounding_alone(dtype: str) -> None:
+    setting = staged('llama', 2, 2, model=2, dtype=dtype, **SP)
+    (expected_loss, expected), (loss, gradients) = map(
+        loss_and_gradients, (setting.in_one_part, setting)
+    )
+    assert relative_error(loss, expected_loss) <= 1e-4
+    assert_close(gradients, expected, 1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'setting',
+    [staged('gpt', 2, 2, model=2, data=2, shard='optimizer', **SP), staged('bert', 4, data=2)],
+    ids=str,
+)
+def test_five_steps_and_an_evaluation_end_as_those_without_stages(setting: Setting) -> None:
+    expected, actual = train(setting.in_one_part), train(setting)
+    assert relative_error(actual.losses, expected.losses) <= 1e-5
+    assert_close(actual.first_moments, expected.first_moments, 1e-5)
+    assert_close(actual.params, expected.params, 1e-5)
+    assert actual.evaluated == pytest.approx(expected.evaluated, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['gpt', 'bert'])
+def test_an_evaluation_sums_what_it_sums_without_stages(name: str) -> None:
+    setting = staged(name, 4, 2, num_layers=8)
+    assert evaluate(setting) == pytest.approx(evaluate(setting.in_one_part), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_two_runs_on_the_same_mesh_are_equal_to_the_bit() -> None:
+    setting = staged('gpt', 2, 2, model=2, data=2, **SP)
+    first = train(setting)
+    train.cache_clear()
+    second = train(setting)
+    assert first.losses == second.losses
+    assert_close(second.params, first.params, 0)
