@@ -5,6 +5,7 @@ each query's scores. The backward pass takes the merged output and log-sum-exp a
 these keys contribute. Both are cuDNN's kernels, or matrix products and softmax in fp32.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -47,6 +48,8 @@ def _cudnn_backward(
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     absent = (jnp.zeros(0, q_RSNH.dtype),) * 7  # bias, lengths, offsets and page tables
+    parameters = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
+    newer = {name: None for name in ('score_mod',) if name in parameters}  # since jax 0.11
     return tuple(
         cudnn._dot_product_attention_bwd_p_wrapper.bind(
             q_RSNH,
@@ -63,6 +66,7 @@ def _cudnn_backward(
             mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
             layout=cudnn.AttentionLayout.BTNH.value,
             sliding_window_length=None,
+            **newer,
         )
     )
 
