@@ -105,7 +105,7 @@ def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: 
     """
     if not cross_hosts:
         _check_tensor_groups(hosts, sizes)
-    replicas, data = sizes.get('replica', 1), _data(sizes)
+    replicas, stages, data = sizes.get('replica', 1), sizes.get('stage', 1), _data(sizes)
     if replicas == 1 or len(set(hosts)) == 1:
         return
     if 'row' in sizes:
@@ -114,18 +114,19 @@ def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: 
             'a grid whose gradients are also summed between hosts is not supported yet; '
             'set mesh.replicas=1, or mesh.model_rows=1'
         )
-    if crossing := _crossing(hosts, replicas):
+    devices = len(hosts) // stages  # of each stage, in groups of neighbors
+    if crossing := _crossing(hosts, replicas * stages):
         inside = [
             count
             for count in range(1, data + 1)
-            if data % count == 0 and not _crossing(hosts, count)
+            if data % count == 0 and not _crossing(hosts, count * stages)
         ]
         if inside:
             raise ConfigError(
-                f'mesh.replicas={replicas} makes groups of {len(hosts) // replicas} devices, which '
+                f'mesh.replicas={replicas} makes groups of {devices // replicas} devices, which '
                 f'reach across hosts ({", ".join(crossing)}), and each layer would wait for their '
                 f'network: set mesh.replicas={inside[0]}, whose groups of '
-                f'{len(hosts) // inside[0]} devices stay in one host'
+                f'{devices // inside[0]} devices stay in one host'
             )
 
 
@@ -142,11 +143,12 @@ def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int]) -> None
             f'({", ".join(crossing)}), and each layer would wait for their network: '
             f'set their product to {largest} or a divisor of it, {allow}'
         )
+    shards, is_divided = divmod(_data(sizes) * model, largest)
+    example = '' if is_divided else f'for example mesh.data={shards} mesh.model={largest}, '
     raise ConfigError(
         f'mesh.model={model} reaches across hosts ({", ".join(crossing)}), '
         'and each layer would wait for their network: '
-        f'set mesh.model to {largest} or a divisor of it, '
-        f'for example mesh.data={len(hosts) // largest} mesh.model={largest}, {allow}'
+        f'set mesh.model to {largest} or a divisor of it, {example}{allow}'
     )
 
 
@@ -274,7 +276,8 @@ def _choices(sizes: Mapping[str, int], count: int) -> str:
     others = math.prod(sizes.values()) // (_data(sizes) * sizes['model'])
     less = []
     if others > count:
-        others, less = 1, ['mesh.model_rows=1']
+        beside = [axis for axis in sizes if axis not in ('replica', *ALWAYS)]
+        others, less = 1, [f'mesh.{KEYS.get(axis, axis)}=1' for axis in beside]
     free = count // others
     fits = [(free // m, m) for m in range(1, free + 1) if free % m == 0]
     if any(data % replicas == 0 for data, _ in fits):
