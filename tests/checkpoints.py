@@ -59,10 +59,6 @@ STAGED: dict[str, dict[str, Any]] = {
     'stages=4 virtual_stages=2 x data=1 x model=2': {
         'mesh': {'stages': 4, 'virtual_stages': 2, 'model': 2},
     },
-    'stages=2 virtual_stages=4 x data=2 x model=1, optimizer': {
-        'mesh': {'stages': 2, 'virtual_stages': 4, 'data': 2},
-        'optim': {'shard': 'optimizer'},
-    },
     'stages=2 virtual_stages=2 x data=1 x context=2 x model=2, optimizer': {
         'mesh': {'stages': 2, 'virtual_stages': 2, 'context': 2, 'model': 2},
         'optim': {'shard': 'optimizer'},

@@ -80,20 +80,24 @@ def one_dimensional(config: Config) -> Config:
     """Return the config with the mesh axes `data` and `model` alone and without ZeRO.
 
     A model that is not trained has no use for others. The rows of a grid become columns or, where
-    these would not divide the model, data shards, as stages and context shards do. Where as many
-    data shards do not divide the batch, there are as many as before.
+    these would not divide the model, data shards, as stages and context shards do. As many devices
+    are used; where they do not divide the batch, a microbatch has a row for each data shard.
     """
-    mesh = config.mesh
-    others = mesh.stages * mesh.context
-    in_columns = {'data': mesh.data * others, 'model': mesh.tensor_parallel}
-    in_data = {'data': mesh.data * others * mesh.model_rows, 'model': mesh.model}
-    fewer = {'data': mesh.data, 'model': mesh.model}
+    mesh, train = config.mesh, config.train
+    data = mesh.data * mesh.stages * mesh.context
     plain = {'replicas': 1, 'model_rows': 1, 'stages': 1, 'virtual_stages': 1, 'context': 1}
     optim = config.optim.model_copy(update={'shard': 'none'})
-    candidates = (
-        config.model_copy(update={'mesh': mesh.model_copy(update=plain | sizes), 'optim': optim})
-        for sizes in (in_columns, in_data, fewer)
-    )
+
+    def on(data: int, model: int) -> Config:
+        rows = data * train.microbatches
+        rows = rows if train.batch_size % rows else train.batch_size
+        sections = {
+            'mesh': mesh.model_copy(update=plain | {'data': data, 'model': model}),
+            'train': train.model_copy(update={'batch_size': rows, 'overlap': 'auto'}),
+        }
+        return config.model_copy(update={'optim': optim, **sections})
+
+    candidates = on(data, mesh.tensor_parallel), on(data * mesh.model_rows, mesh.model)
     return next(candidate for candidate in candidates if not incompatibilities(candidate))
 
 
