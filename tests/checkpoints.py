@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from support import make_config
 
 from megajax.checkpoint.checkpoints import Checkpoints
@@ -48,6 +49,36 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+# The same for a model of several layers, whose stages do not have them in the model's order.
+STAGED: dict[str, dict[str, Any]] = {
+    'data=1 x model=1': {},
+    'stages=4 x data=1 x model=2, optimizer': {
+        'mesh': {'stages': 4, 'model': 2},
+        'optim': {'shard': 'optimizer'},
+    },
+    'stages=4 virtual_stages=2 x data=1 x model=2': {
+        'mesh': {'stages': 4, 'virtual_stages': 2, 'model': 2},
+    },
+    'stages=2 virtual_stages=2 x data=1 x context=2 x model=2, optimizer': {
+        'mesh': {'stages': 2, 'virtual_stages': 2, 'context': 2, 'model': 2},
+        'optim': {'shard': 'optimizer'},
+    },
+}
+
+
+def staged(layout: str, **optim: Any) -> Config:
+    """The tiny model with eight layers in one of STAGED."""
+    sections = STAGED[layout]
+    return tiny(
+        1,
+        1,
+        model={'num_layers': 8},
+        train={'batch_size': 16, 'microbatches': 4},
+        mesh=sections.get('mesh', {}),
+        optim=sections.get('optim', {}) | optim,
+    )
+
+
 def laid_out(layout: str, **sections: dict[str, Any]) -> Config:
     """The tiny model in one of LAYOUTS."""
     own = LAYOUTS[layout]
@@ -62,14 +93,20 @@ def make_state(config: Config, seed: int) -> TrainState:
     It is made in numpy, so without compiling.
     """
     random = np.random.default_rng(seed)
-    abstract = concrete(jax.eval_shape(lambda: init_state(config)))
+    abstract, layout = concrete(jax.eval_shape(lambda: init_state(config))), Layout.of(config)
+    order = layout.layer_order(config.model.num_layers)
 
-    def draw(x: jax.ShapeDtypeStruct, own: jax.ShapeDtypeStruct) -> jax.Array:
+    def is_stacked(x: Any) -> Any:
+        is_variable = isinstance(x, nnx.Variable)
+        return x.replace(x.declared.is_stacked) if is_variable else False
+
+    def draw(x: jax.ShapeDtypeStruct, own: jax.ShapeDtypeStruct, stacked: bool) -> jax.Array:
         value = np.zeros(x.shape, x.dtype)
         value[tuple(map(slice, own.shape))] = random.normal(0, 9, own.shape).astype(x.dtype)
-        return jax.device_put(value, x.sharding)
+        return jax.device_put(value[order] if stacked else value, x.sharding)
 
-    return jax.tree.map(draw, abstract, unpadded(abstract, Layout.of(config)))
+    stacked = jax.tree.map(is_stacked, abstract, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    return jax.tree.map(draw, abstract, unpadded(abstract, layout), stacked)
 
 
 def leaves(state: TrainState) -> list[np.ndarray]:

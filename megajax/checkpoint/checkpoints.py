@@ -38,6 +38,7 @@ from megajax.checkpoint.unpadded import Shape, strip_padding, unpadded
 from megajax.config import CheckpointError, Config, ConfigError
 from megajax.config.errors import reason
 from megajax.data.text.tokenizer import Tokenizer
+from megajax.parallel.layer_order import tree_on_host, tree_on_stages
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete
 from megajax.processes.agree import from_all, from_first
@@ -127,7 +128,7 @@ class Checkpoints:
         args = ocp.args.StandardRestore(_parts(abstract), strict=False)  # pads and casts
         try:
             parts = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-            return abstract._replace(**parts)
+            return tree_on_stages(abstract._replace(**parts), Layout.of(self.config))
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
         except Exception as error:
@@ -171,9 +172,10 @@ class Checkpoints:
         self._folders.renew(step)
         error = None
         try:
+            ordered = tree_on_host(parts, Layout.of(self.config))
             self._manager.save(
                 step,
-                args=ocp.args.Composite(state=ocp.args.StandardSave(parts)),
+                args=ocp.args.Composite(state=ocp.args.StandardSave(ordered)),
                 force=True,
             )
         except Exception as failure:

@@ -18,6 +18,7 @@ from megajax.checkpoint.unpadded import unpadded
 from megajax.config import CheckpointError, Config, reload
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.model.transformer import make_model
+from megajax.parallel.layer_order import tree_on_stages
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete, mesh_for, one_dimensional
 from megajax.train.zero import shard_over_data
@@ -38,7 +39,8 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
     """Open the model of a run or of one checkpoint (RUN/checkpoints/STEP, or RUN/STEP).
 
     For a run this is its newest checkpoint that verifies. The model lies on a mesh of as many
-    devices as the run's, but without ZeRO, replicas and rows of a grid (`one_dimensional`).
+    devices as the run's, but without ZeRO, replicas, stages, context shards and rows of a grid
+    (`one_dimensional`).
     `overrides` are like those of `load` and may set the mesh, which is made here; use the model
     under `jax.set_mesh(opened.mesh)`:
 
@@ -84,7 +86,8 @@ def restore_params(folder: Path, config: Config) -> nnx.State:
     args = ocp.args.PyTreeRestore(item=item, restore_args=padded, partial_restore=True)
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=restore_gb(config.model))
     try:
-        return handler.restore(folder / 'state', args=args)['params']
+        restored = handler.restore(folder / 'state', args=args)['params']
+        return tree_on_stages(restored, Layout.of(config))
     except Exception as error:
         raise CheckpointError(
             f'{folder} cannot be restored: {str(error).splitlines()[0]}'

@@ -45,18 +45,18 @@ class Record(BaseModel):
     def mesh(self) -> str:
         """The mesh on which the checkpoint was written, and the rung of ZeRO.
 
-        Replicas and rows are left out if there is one, and the rung if it is none.
+        What there is one of is left out, but for data and model, and the rung if it is none.
         """
         mesh, shard = self.config.get('mesh', {}), self.config.get('optim', {}).get('shard')
-        replicas, rows = (
-            f'{key}={mesh[key]}' if mesh.get(key, 1) > 1 else ''
-            for key in ('replicas', 'model_rows')
+        groups = (
+            [f'{key}={mesh[key]}' for key in keys if mesh.get(key, 1) > 1]
+            for keys in (('stages', 'virtual_stages'), ('replicas',), ('context',), ('model_rows',))
         )
-        data, model = (f'{key}={mesh.get(key, "?")}' for key in ('data', 'model'))
+        stages, replicas, context, rows = map(list, groups)
+        data, model = ([f'{key}={mesh.get(key, "?")}'] for key in ('data', 'model'))
+        parts = stages, data + replicas, context, rows + model
         rung = {True: ', optimizer', False: '', None: '', 'none': ''}.get(shard, f', {shard}')
-        return f'{" ".join(filter(None, (data, replicas)))} x ' + (
-            f'{" ".join(filter(None, (rows, model)))}{rung}'
-        )
+        return ' x '.join(' '.join(part) for part in parts if part) + rung
 
 
 def make_record(

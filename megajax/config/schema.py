@@ -158,6 +158,11 @@ class MeshConfig(Section):
         return self.model_rows > 1
 
     @property
+    def is_one_dimensional(self) -> bool:
+        """Whether the mesh shards rows over `data` and a model over `model`, and nothing else."""
+        return self.stages == self.context == self.model_rows == 1
+
+    @property
     def tensor_parallel(self) -> int:
         """Number of devices of a tensor-parallel group."""
         return self.model_rows * self.model

@@ -17,6 +17,7 @@ from megajax.counts.parameters import Parameter
 from megajax.model.block import Block
 from megajax.model.parameters import cast_matrices, map_parameters
 from megajax.model.transformer import LanguageModel, model_graph
+from megajax.parallel.layer_order import in_model_order, map_stacked
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import mesh_of, one_dimensional
 
@@ -31,27 +32,32 @@ class LayerWeights(NamedTuple):
 def inference_config(config: Config) -> Config:
     """Return the config without sequence parallelism, which would shard sequences of one token.
 
-    Raises ConfigError for a model that does not predict the next token, and for a grid, which
-    would shard a row's one token as well.
+    Raises ConfigError for a model that does not predict the next token, and for a mesh with axes
+    that would shard a row's one token or the layers that it passes one after the other.
     """
     if config.model.is_bert:
         raise ConfigError(
             f'model.objective={config.model.objective}: the model predicts masked tokens, '
             'not the next token of a text'
         )
-    if config.mesh.is_grid:
-        mesh = one_dimensional(config).mesh
+    if not config.mesh.is_one_dimensional:
+        mesh, others = one_dimensional(config).mesh, ('stages', 'context', 'model_rows')
+        used = {key: getattr(config.mesh, key) for key in others if getattr(config.mesh, key) > 1}
         raise ConfigError(
-            f'mesh.model_rows={config.mesh.model_rows}: generation and scoring have no 2-D tensor '
-            f'parallelism; use mesh.model_rows=1 mesh.data={mesh.data} mesh.model={mesh.model}'
+            f'{", ".join(f"mesh.{key}={size}" for key, size in used.items())}: generation and '
+            'scoring shard rows over mesh.data and a model over mesh.model alone; '
+            f'use {" ".join(f"mesh.{key}=1" for key in used)} '
+            f'mesh.data={mesh.data} mesh.model={mesh.model}'
         )
     return config.model_copy(
         update={'mesh': config.mesh.model_copy(update={'sequence_parallel': False})}
     )
 
 
-def leave_grid(config: Config, params: nnx.State) -> tuple[Config, Mesh, nnx.State]:
-    """Return config, mesh and parameters of a model without a grid, on the same devices.
+def make_one_dimensional(config: Config, params: nnx.State) -> tuple[Config, Mesh, nnx.State]:
+    """Return config, mesh and parameters of a model without stages, context shards and a grid.
+
+    The devices are the same.
 
     `params` are placed as they are between steps on the current mesh, that of `config`. The result
     has the matrices in the dtype of the computation.
@@ -70,7 +76,12 @@ def leave_grid(config: Config, params: nnx.State) -> tuple[Config, Mesh, nnx.Sta
 @functools.cache
 def _gather(config: Config) -> Any:
     layout = Layout.of(config)
-    return jax.jit(lambda params: cast_matrices(params, config.train.dtype, layout))
+
+    def gather(params: nnx.State) -> nnx.State:
+        gathered = cast_matrices(params, config.train.dtype, layout)
+        return map_stacked(lambda x: in_model_order(x, layout), gathered, layout)
+
+    return jax.jit(gather)
 
 
 def make_weights(config: Config, params: nnx.State) -> LayerWeights:

@@ -30,6 +30,8 @@ from megajax.interop.pieces import (
     shapes_of,
     tensors_of,
 )
+from megajax.parallel.layer_order import tree_on_stages
+from megajax.parallel.layout import Layout
 
 # megajax's parameter: (megatron-core's name, where {} stands for the layer's index; its dims)
 NAMES: dict[str, tuple[str, str]] = {
@@ -77,7 +79,8 @@ def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
     abstract = abstract_params(config)
     pieces = megatron_pieces(config.model, shapes_of(config.model))
     check(abstract, pieces, weights, of='Megatron weights', keys=KEYS)
-    return place(abstract, pieces, weights, of='Megatron weights')
+    params = place(abstract, pieces, weights, of='Megatron weights')
+    return tree_on_stages(params, Layout.of(config))
 
 
 def to_megatron(config: Config, params: nnx.State) -> dict[str, np.ndarray]:
@@ -87,8 +90,11 @@ def to_megatron(config: Config, params: nnx.State) -> dict[str, np.ndarray]:
     """
     weights: dict[str, np.ndarray] = {}
     pieces = megatron_pieces(config.model, shapes_of(config.model))
+    places = np.argsort(Layout.of(config).layer_order(config.model.num_layers))
     for path, param in nnx.to_flat_state(params):
         x = jax.device_get(param[...])
+        if param.declared.is_stacked:
+            x = x[places]
         weights |= {piece.name: cut(x, piece) for piece in pieces[name_of(path)]}
     return weights
 

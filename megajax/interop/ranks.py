@@ -218,6 +218,8 @@ def _merge(config: Config, files: Sequence[RankFile]) -> Any:
     from megajax.checkpoint.open import abstract_params
     from megajax.interop.megatron import KEYS, megatron_pieces
     from megajax.interop.pieces import check, place, shapes_of
+    from megajax.parallel.layer_order import tree_on_stages
+    from megajax.parallel.layout import Layout
 
     abstract = abstract_params(config)
     embedding = next(
@@ -244,7 +246,8 @@ def _merge(config: Config, files: Sequence[RankFile]) -> Any:
         f'{rank}/{name}': x for rank, file in enumerate(files) for name, x in file.tensors.items()
     }
     _check_copies(merged, files)
-    return place(abstract, merged, tensors, of=f'{files[0].path.parent.parent}: rank')
+    params = place(abstract, merged, tensors, of=f'{files[0].path.parent.parent}: rank')
+    return tree_on_stages(params, Layout.of(config))
 
 
 def _check_copies(merged: 'Pieces', files: Sequence[RankFile]) -> None:

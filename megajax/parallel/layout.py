@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megajax.config import Config
 
@@ -159,14 +159,14 @@ class Layout:
         A stage has neighboring places: those of its first chunk, of its second one and so on. Chunk
         after chunk, the layers pass through all stages in turn.
         """
+        return [self.layer_at(place, num_layers) for place in range(num_layers)]
+
+    def layer_at(self, place: Any, num_layers: int) -> Any:
+        """Return the layer at a place, or the layers at places, of a stacked parameter."""
         stages = self.num_shards('L')
         size = num_layers // (stages * self.chunks)
-        return [
-            (chunk * stages + stage) * size + layer
-            for stage in range(stages)
-            for chunk in range(self.chunks)
-            for layer in range(size)
-        ]
+        stage, chunk = place // (size * self.chunks), place // size % self.chunks
+        return (chunk * stages + stage) * size + place % size
 
     def padding(self, dims: str) -> tuple[int, ...]:
         """Return the number of elements that are added at rest to each dim of a matrix."""

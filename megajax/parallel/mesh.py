@@ -80,20 +80,24 @@ def one_dimensional(config: Config) -> Config:
     """Return the config with the mesh axes `data` and `model` alone and without ZeRO.
 
     A model that is not trained has no use for others. The rows of a grid become columns or, where
-    these would not divide the model, data shards, as stages and context shards do. Where as many
-    data shards do not divide the batch, there are as many as before.
+    these would not divide the model, data shards, as stages and context shards do. As many devices
+    are used; where they do not divide the batch, a microbatch has a row for each data shard.
     """
-    mesh = config.mesh
-    others = mesh.stages * mesh.context
-    in_columns = {'data': mesh.data * others, 'model': mesh.tensor_parallel}
-    in_data = {'data': mesh.data * others * mesh.model_rows, 'model': mesh.model}
-    fewer = {'data': mesh.data, 'model': mesh.model}
+    mesh, train = config.mesh, config.train
+    data = mesh.data * mesh.stages * mesh.context
     plain = {'replicas': 1, 'model_rows': 1, 'stages': 1, 'virtual_stages': 1, 'context': 1}
     optim = config.optim.model_copy(update={'shard': 'none'})
-    candidates = (
-        config.model_copy(update={'mesh': mesh.model_copy(update=plain | sizes), 'optim': optim})
-        for sizes in (in_columns, in_data, fewer)
-    )
+
+    def on(data: int, model: int) -> Config:
+        rows = data * train.microbatches
+        rows = rows if train.batch_size % rows else train.batch_size
+        sections = {
+            'mesh': mesh.model_copy(update=plain | {'data': data, 'model': model}),
+            'train': train.model_copy(update={'batch_size': rows, 'overlap': 'auto'}),
+        }
+        return config.model_copy(update={'optim': optim, **sections})
+
+    candidates = on(data, mesh.tensor_parallel), on(data * mesh.model_rows, mesh.model)
     return next(candidate for candidate in candidates if not incompatibilities(candidate))
 
 
@@ -105,7 +109,7 @@ def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: 
     """
     if not cross_hosts:
         _check_tensor_groups(hosts, sizes)
-    replicas, data = sizes.get('replica', 1), _data(sizes)
+    replicas, stages, data = sizes.get('replica', 1), sizes.get('stage', 1), _data(sizes)
     if replicas == 1 or len(set(hosts)) == 1:
         return
     if 'row' in sizes:
@@ -114,18 +118,19 @@ def check_hosts(hosts: Sequence[str], sizes: Mapping[str, int], *, cross_hosts: 
             'a grid whose gradients are also summed between hosts is not supported yet; '
             'set mesh.replicas=1, or mesh.model_rows=1'
         )
-    if crossing := _crossing(hosts, replicas):
+    devices = len(hosts) // stages  # of each stage, in groups of neighbors
+    if crossing := _crossing(hosts, replicas * stages):
         inside = [
             count
             for count in range(1, data + 1)
-            if data % count == 0 and not _crossing(hosts, count)
+            if data % count == 0 and not _crossing(hosts, count * stages)
         ]
         if inside:
             raise ConfigError(
-                f'mesh.replicas={replicas} makes groups of {len(hosts) // replicas} devices, which '
+                f'mesh.replicas={replicas} makes groups of {devices // replicas} devices, which '
                 f'reach across hosts ({", ".join(crossing)}), and each layer would wait for their '
                 f'network: set mesh.replicas={inside[0]}, whose groups of '
-                f'{len(hosts) // inside[0]} devices stay in one host'
+                f'{devices // inside[0]} devices stay in one host'
             )
 
 
@@ -142,11 +147,12 @@ def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int]) -> None
             f'({", ".join(crossing)}), and each layer would wait for their network: '
             f'set their product to {largest} or a divisor of it, {allow}'
         )
+    shards, is_divided = divmod(_data(sizes) * model, largest)
+    example = '' if is_divided else f'for example mesh.data={shards} mesh.model={largest}, '
     raise ConfigError(
         f'mesh.model={model} reaches across hosts ({", ".join(crossing)}), '
         'and each layer would wait for their network: '
-        f'set mesh.model to {largest} or a divisor of it, '
-        f'for example mesh.data={len(hosts) // largest} mesh.model={largest}, {allow}'
+        f'set mesh.model to {largest} or a divisor of it, {example}{allow}'
     )
 
 
@@ -274,7 +280,8 @@ def _choices(sizes: Mapping[str, int], count: int) -> str:
     others = math.prod(sizes.values()) // (_data(sizes) * sizes['model'])
     less = []
     if others > count:
-        others, less = 1, ['mesh.model_rows=1']
+        beside = [axis for axis in sizes if axis not in ('replica', *ALWAYS)]
+        others, less = 1, [f'mesh.{KEYS.get(axis, axis)}=1' for axis in beside]
     free = count // others
     fits = [(free // m, m) for m in range(1, free + 1) if free % m == 0]
     if any(data % replicas == 0 for data, _ in fits):

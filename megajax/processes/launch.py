@@ -85,8 +85,8 @@ def make_plan(
         )
     if processes * devices != needed:
         raise ConfigError(
-            f'{product} are {processes * devices}, and '
-            f'mesh.data x mesh.model_rows x mesh.model needs {needed}: '
+            f'{product} are {processes * devices}, and the mesh of the config (mesh.stages x '
+            f'mesh.data x mesh.context x mesh.model_rows x mesh.model) needs {needed}: '
             'change the mesh, or choose --processes and --devices-per-process to match it'
         )
     run = {COORDINATOR: f'127.0.0.1:{_free_port()}', PROCESSES: str(processes)}

@@ -88,6 +88,7 @@ def run(config: Config, *, name: str) -> Run:
         mesh = mesh_for(config)
         report = Report()
         report.mesh(mesh)
+        report.parallelism(config)
         folder = _run_folder(config, name)
         watchdog = Watchdog(
             folder, _limits(config), index=jax.process_index(), count=jax.process_count()

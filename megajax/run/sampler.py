@@ -11,7 +11,7 @@ from flax import nnx
 from megajax.config import Config
 from megajax.data import Tokenizer
 from megajax.generate import Generator, Request, encode_prompts
-from megajax.generate.weights import leave_grid
+from megajax.generate.weights import make_one_dimensional
 from megajax.parallel.mesh import one_dimensional
 from megajax.run.log.metrics import JsonLines
 from megajax.run.log.report import Report
@@ -60,8 +60,8 @@ class Sampler:
         if not self._report.console.is_terminal:  # on a terminal the bar keeps running
             self._report.say('sampling ...')
         config, mesh = self._config, jax.sharding.get_mesh()
-        if config.mesh.is_grid:
-            config, mesh, params = leave_grid(config, params)
+        if not config.mesh.is_one_dimensional:
+            config, mesh, params = make_one_dimensional(config, params)
         texts = [''] * len(self.prompts)
         with jax.set_mesh(mesh):
             generator = Generator(config, params, self._tokenizer)

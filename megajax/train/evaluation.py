@@ -46,7 +46,8 @@ def make_eval_step(config: Config) -> Wrapped:
             shards = jax.tree.map(lambda x: x[0], microbatches)
             nll, order_nll = over_shards(of_shard, layout)(shards)
         sums = {'nll': nll.sum(), 'tokens': batch['loss_mask'].sum()}
-        if order_nll is not None:
+        if config.model.is_bert:
+            assert order_nll is not None
             sums |= {'order_nll': order_nll.sum(), 'rows': real_rows(batch).sum()}
         return sums | {'bytes': batch['label_bytes'].sum()} if 'label_bytes' in batch else sums
 

@@ -11,44 +11,56 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import lax
 
+from megajax.parallel.layout import Layout
+
+ONE_DEVICE = Layout()  # the order of the layers is that of the model
 ODD = 0x9E3779B9  # 2**32 over the golden ratio: multiples of it are far from one another
 
 
-def with_moments_in_bf16(adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Store the moments of `optax.scale_by_adam` in bf16."""
+def with_moments_in_bf16(
+    adam: optax.GradientTransformation, layout: Layout = ONE_DEVICE
+) -> optax.GradientTransformation:
+    """Store the moments of `optax.scale_by_adam` in bf16; `layout` is that of the parameters."""
 
     def init(params: Any) -> Any:
-        return _map_moments(lambda x, _: x.astype(jnp.bfloat16), adam.init(params))
+        return _map_moments(lambda x, *_: x.astype(jnp.bfloat16), adam.init(params))
 
     def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        in_fp32 = _map_moments(lambda x, _: x.astype(jnp.float32), state)
+        in_fp32 = _map_moments(lambda x, *_: x.astype(jnp.float32), state)
         updates, state = adam.update(gradients, in_fp32, params)
         step = state.count.astype(jnp.uint32)
-        return updates, _map_moments(
-            lambda x, index: round_to_bf16(x, _mix(step * jnp.uint32(ODD) + index)), state
-        )
+
+        def round_moment(x: jax.Array, index: jax.Array, is_stacked: bool) -> jax.Array:
+            seed = _mix(step * jnp.uint32(ODD) + index)
+            return round_to_bf16(x, seed, layout if is_stacked else ONE_DEVICE)
+
+        return updates, _map_moments(round_moment, state)
 
     return optax.GradientTransformation(init, update)
 
 
-def round_to_bf16(x: jax.Array, seed: jax.Array) -> jax.Array:
+def round_to_bf16(x: jax.Array, seed: jax.Array, layout: Layout = ONE_DEVICE) -> jax.Array:
     """Round x, in fp32, up with the probability of what rounding down would lose.
 
     The random bits are a hash of the seed and an element's place in the array, so they are the same
-    on every mesh. Zeros, infinities and NaN stay what they are.
+    on every mesh. In an array of all layers that lie in another order, by `layout`, it is the place
+    that they have in the order of the model. Zeros, infinities and NaN stay what they are.
     """
-    bits = lax.bitcast_convert_type(x, jnp.uint32) + (_random_bits(x, seed) >> 16)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + (_random_bits(x, seed, layout) >> 16)
     rounded = lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def _random_bits(x: jax.Array, seed: jax.Array) -> jax.Array:
+def _random_bits(x: jax.Array, seed: jax.Array, layout: Layout) -> jax.Array:
     """Return 32 bits for each element of x, which depend on no other dim's size."""
     sharding, place = jax.typeof(x).sharding, seed
     for dim in range(x.ndim):
         index = lax.broadcasted_iota(jnp.uint32, x.shape, dim, out_sharding=sharding)
+        if dim == 0 and layout.chunks > 1:
+            index = layout.layer_at(index, len(x))
         place = place * jnp.uint32(ODD) + index
     return _mix(place)
 
@@ -60,9 +72,21 @@ def _mix(bits: jax.Array) -> jax.Array:
     return bits ^ (bits >> 16)
 
 
-def _map_moments(function: Callable[[jax.Array, Any], jax.Array], state: Any) -> Any:
-    """Apply `function(x, index)` to each array of both moments; no two have the same index."""
-    leaves, tree = jax.tree.flatten((state.mu, state.nu))
-    indices = (jnp.uint32(index) for index in range(len(leaves)))
-    mu, nu = jax.tree.unflatten(tree, map(function, leaves, indices))
+def _map_moments(function: Callable[[jax.Array, Any, bool], jax.Array], state: Any) -> Any:
+    """Apply `function(x, index, is_stacked)` to each array of both moments.
+
+    No two have the same index. One with the parameters of all layers is stacked.
+    """
+    leaves, tree = jax.tree.flatten((state.mu, state.nu), is_leaf=_is_variable)
+
+    def apply(leaf: Any, index: int) -> Any:
+        if not _is_variable(leaf):
+            return function(leaf, jnp.uint32(index), False)
+        return leaf.replace(function(leaf.get_value(), jnp.uint32(index), leaf.declared.is_stacked))
+
+    mu, nu = jax.tree.unflatten(tree, map(apply, leaves, range(len(leaves))))
     return state._replace(mu=mu, nu=nu)
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)

@@ -9,6 +9,7 @@ import optax
 
 from megajax.config import Config, OptimConfig
 from megajax.model.parameters import map_parameters
+from megajax.parallel.layout import Layout
 from megajax.train.moments import with_moments_in_bf16
 
 # The fraction of the steps, at their end, in which the rate decays: the last fifth, as in MiniCPM
@@ -21,7 +22,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
     optim = config.optim
     adam = optax.scale_by_adam(b1=optim.beta1, b2=optim.beta2, eps=optim.eps)
     if optim.moments_dtype == 'bfloat16':
-        adam = with_moments_in_bf16(adam)
+        adam = with_moments_in_bf16(adam, Layout.of(config))
     adamw = optax.chain(
         adam,
         optax.add_decayed_weights(optim.weight_decay, decays),

@@ -107,7 +107,8 @@ def test_on_gpus_each_process_gets_its_own(monkeypatch):
             8,
             None,
             4,
-            '8 processes x 1 devices are 8, and mesh.data x mesh.model_rows x mesh.model needs 4',
+            '8 processes x 1 devices are 8, and the mesh of the config (mesh.stages x mesh.data x '
+            'mesh.context x mesh.model_rows x mesh.model) needs 4',
         ),
     ],
 )
@@ -137,7 +138,8 @@ def test_gpus_that_jax_cannot_use_are_refused(monkeypatch):
         (
             ['--processes', '3', '--', 'train', 'tiny'],
             'error: 3 processes x 1 devices are 3, '
-            'and mesh.data x mesh.model_rows x mesh.model needs 4',
+            'and the mesh of the config (mesh.stages x mesh.data x mesh.context x '
+            'mesh.model_rows x mesh.model) needs 4',
         ),
         (['--processes', '2', '--', 'inspect', 'tiny'], 'error: launch starts train, not inspect'),
     ],

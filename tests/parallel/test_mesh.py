@@ -61,6 +61,16 @@ def test_further_axes_come_in_their_order_and_one_of_a_single_device_is_left_out
             'mesh.data=3 x mesh.model_rows=16 x mesh.model=1 (mesh.replicas=3) needs 48 devices',
             'choose data x model among 8x1, 4x2, 2x4, 1x8 with mesh.model_rows=1, mesh.replicas=1',
         ),
+        (
+            {'data': 2, 'model': 2, 'stage': 4, 'context': 2},
+            'mesh.stages=4 x mesh.data=2 x mesh.context=2 x mesh.model=2 needs 32 devices',
+            'choose data x model among 1x1',
+        ),
+        (
+            {'data': 1, 'model': 2, 'stage': 8, 'context': 2},
+            'mesh.stages=8 x mesh.data=1 x mesh.context=2 x mesh.model=2 needs 32 devices',
+            'choose data x model among 8x1, 4x2, 2x4, 1x8 with mesh.stages=1, mesh.context=1',
+        ),
     ],
 )
 def test_too_few_devices_are_told_by_the_keys_of_the_config(sizes, words, fits):
@@ -96,6 +106,14 @@ def hosts(*counts: int) -> list[str]:
             'devices stay in one host',
         ),
         (
+            hosts(4, 4, 4, 4),
+            {'stage': 2, 'data': 1, 'model': 8},
+            False,
+            'mesh.model=8 reaches across hosts (host0, host1), and each layer would wait for '
+            'their network: set mesh.model to 4 or a divisor of it, for example mesh.data=2 '
+            'mesh.model=4, or mesh.allow_model_across_hosts=true',
+        ),
+        (
             hosts(8, 8),
             {'data': 2, 'row': 2, 'model': 8},
             False,
@@ -128,6 +146,9 @@ def test_groups_that_need_not_cross_hosts_are_refused_with_those_that_stay(
         (hosts(8, 8), {'replica': 2, 'data': 4, 'model': 2}, False),
         (hosts(8, 8), {'replica': 4, 'data': 2, 'model': 2}, False),
         (hosts(8, 8), {'replica': 2, 'data': 1, 'model': 8}, False),
+        (hosts(8, 8), {'stage': 2, 'data': 2, 'context': 2, 'model': 2}, False),
+        # A group of replicas has data shards in each stage, and each of these stays in a host.
+        (hosts(4, 4, 4, 4), {'replica': 2, 'stage': 2, 'data': 2, 'model': 2}, False),
         # No number of replicas keeps a group inside a host.
         (hosts(4, 4, 4, 4), {'replica': 2, 'data': 1, 'model': 8}, True),
         (hosts(8), {'replica': 2, 'data': 1, 'row': 2, 'model': 2}, False),
@@ -160,6 +181,7 @@ def grid(rows, model):
         (on(grid(4, 2)), 8, 2),  # four heads are not for eight columns
         (on(grid(2, 2), num_kv_heads=2, head_dim=7), 4, 2),
         (on({'data': 4, 'replicas': 2, 'model': 2}, 'weights'), 4, 2),
+        (on({'context': 2, 'model': 2}, 'optimizer'), 2, 2),
     ],
 )
 def test_a_config_in_one_dimension_has_as_many_devices_and_is_right(config, data, model):

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 
 import pytest
 from jax import P
+from support import make_config
 
+from megajax.counts.flops import step_flops
 from megajax.parallel.placements import Placement
 from megajax.run.log.report import Report
 
@@ -140,3 +142,21 @@ def test_a_parameter_has_its_shape_its_axes_and_its_bytes_in_this_order(
     assert head.split() == ['parameter', 'shape', 'placement', 'bytes', 'per', 'device']
     assert row.split() == ['embedding.table', '4096x256', 'model,-', '2,097,152']
     assert total.split() == ['1,048,576', 'parameters', '2,097,152']
+
+
+def test_a_pipeline_is_told_with_its_bubble_and_a_context_with_its_exchange(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mesh = {'stages': 2, 'virtual_stages': 2, 'context': 2}
+    sizes = {'num_layers': 8, 'dropout': 0.0}
+    config = make_config('gpt', model=sizes, mesh=mesh, train={'microbatches': 4, 'batch_size': 4})
+    Report().parallelism(config)
+    Report().parallelism(make_config('gpt'))
+    assert capsys.readouterr().out.splitlines() == [
+        'pipeline   2 stages of 2 x 2 layers, 1f1b, 4 microbatches: bubble 12.5% of the time at '
+        'work',
+        'context    2 shards of 16 tokens, which exchange keys and values all at once '
+        '(mesh.context_exchange=gather)',
+    ]
+    plain = make_config('gpt', model=sizes, train={'microbatches': 4, 'batch_size': 4})
+    assert step_flops(config).model == step_flops(plain).model

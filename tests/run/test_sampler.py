@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from checkpoints import laid_out
+from checkpoints import laid_out, tiny
 from support import make_config, on_mesh, random_params, slow
 
 from megajax.config import Config, ConfigError
 from megajax.data.text.tokenizer import byte_tokenizer
+from megajax.parallel.layer_order import tree_on_stages
+from megajax.parallel.layout import Layout
 from megajax.run import sampler as module
 from megajax.run.log.report import Report
 from megajax.run.sampler import Sampler
@@ -68,6 +70,24 @@ def test_the_samples_of_every_layout_are_those_of_one_device(
         (tmp_path / name / 'samples.jsonl').read_text() for name in ('one device', layout)
     )
     assert found == expected
+
+
+def test_a_pipeline_whose_batch_is_small_continues_prompts_as_one_device_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, 'TOKENS', 12)
+    mesh = {'stages': 2, 'virtual_stages': 2, 'context': 2}
+    train = {'sample_prompts': PROMPTS, 'microbatches': 2, 'batch_size': 2}
+    texts = []
+    for name, sizes in (('one', {}), ('pipeline', mesh)):
+        config = tiny(1, 1, model={'num_layers': 4}, mesh=sizes, train=train)
+        with on_mesh(config):
+            params = tree_on_stages(random_params(config, std=0.3), Layout.of(config))
+            sampler = Sampler(config, byte_tokenizer(), tmp_path / name, 0, report=Report())
+            sampler.sample(1, params, lambda: None)
+            sampler.close()
+        texts.append((tmp_path / name / 'samples.jsonl').read_text())
+    assert texts[0] == texts[1]
 
 
 def test_prompts_that_cannot_be_continued_are_refused_before_the_first_step(tmp_path: Path) -> None:

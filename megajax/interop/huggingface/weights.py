@@ -21,6 +21,8 @@ from megajax.interop.pieces import (
     shapes_of,
     tensors_of,
 )
+from megajax.parallel.layer_order import tree_on_stages
+from megajax.parallel.layout import Layout
 
 
 def huggingface_pieces(
@@ -63,7 +65,8 @@ def from_huggingface(
     pieces = huggingface_pieces(config.model, shapes_of(config.model), family=family)
     tensors = _named_as_saved(config.model, _family(config.model, family), tensors, source)
     check(abstract, pieces, tensors, of=source, keys='config.json decides which tensors exist')
-    return place(abstract, pieces, tensors, of=source)
+    params = place(abstract, pieces, tensors, of=source)
+    return tree_on_stages(params, Layout.of(config))
 
 
 def _named_as_saved(

@@ -19,6 +19,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from megajax.config import Config
+from megajax.counts.schedule import schedule_of
 from megajax.hardware.targets import is_nvidia
 from megajax.parallel.mesh import is_simulated
 from megajax.parallel.placements import Placement
@@ -61,6 +63,26 @@ class Report:
             self.say(
                 f'note       megajax was never tried on {device.device_kind}: training has run on '
                 "CPUs and was compiled for NVIDIA GPUs; attention uses XLA's kernels"
+            )
+
+    def parallelism(self, config: Config) -> None:
+        """Print what the stages of a pipeline and the shards of a sequence do, if there are any."""
+        mesh, train = config.mesh, config.train
+        if mesh.stages > 1:
+            schedule = schedule_of(config)
+            layers = config.model.num_layers // (mesh.stages * mesh.virtual_stages)
+            chunks = f'{mesh.virtual_stages} x ' if mesh.virtual_stages > 1 else ''
+            self.say(
+                f'pipeline   {mesh.stages} stages of {chunks}{layers} layers, {train.schedule}, '
+                f'{train.microbatches} microbatches: '
+                f'bubble {schedule.bubble:.1%} of the time at work'
+            )
+        if mesh.context > 1:
+            shard = train.seq_len // mesh.context
+            how = 'all at once' if mesh.context_exchange == 'gather' else 'shard by shard'
+            self.say(
+                f'context    {mesh.context} shards of {shard:,} tokens, which exchange keys and '
+                f'values {how} (mesh.context_exchange={mesh.context_exchange})'
             )
 
     def loss_scale(self, first: float, held: float) -> None:
