@@ -24,7 +24,7 @@ SOURCES = {
     'gather': f'{_FILE} AttnFuncWithCPAndKVAllGather',
     'ring': f'{_FILE} AttnFuncWithCPAndKVP2P',
 }
-OWN_SOURCE = 'the gradients of keys and values are summed in fp32'
+IN_FP32 = 'gradients of keys and values are summed in fp32'
 
 
 def over_context(config: Config, layers: int) -> Iterator[Expected]:
@@ -42,7 +42,7 @@ def over_context(config: Config, layers: int) -> Iterator[Expected]:
 def own_over_context(config: Config, layers: int) -> Iterator[Expected]:
     """Yield what `model/context.py` sends."""
     yield from _exchanges(
-        config, layers, dtype='f32', hops=config.mesh.context, source=OWN_SOURCE
+        config, layers, dtype='f32', hops=config.mesh.context, source=IN_FP32
     )
 
 
