@@ -93,9 +93,7 @@ class EmulatedStep:
         batch = {name: self._in_shard_order(x) for name, x in make_batch(self.config).items()}
         values = [
             _padded(x, shape)
-            for x, shape in zip(
-                jax.tree.leaves((state, batch)), self._argument_shapes, strict=True
-            )
+            for x, shape in zip(jax.tree.leaves((state, batch)), self._argument_shapes, strict=True)
         ]
         devices = jax.devices('cpu')[: self.config.mesh.num_devices]
         pieces = run_on_cpu(program, values, devices, exact=exact)

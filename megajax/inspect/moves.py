@@ -21,9 +21,7 @@ from megajax.train.pipeline import TO_NEXT, TO_PREVIOUS
 REGION = 'shard_map'
 
 
-def undeclared_permutes(
-    mesh: Mapping[str, int], placed: Sequence[Collective]
-) -> Iterator[Finding]:
+def undeclared_permutes(mesh: Mapping[str, int], placed: Sequence[Collective]) -> Iterator[Finding]:
     """Yield an error for each permute along stages or context shards with other pairs than its own.
 
     Stages send to the next one or to the previous one, by the scope; context shards to the next.
@@ -43,9 +41,7 @@ def undeclared_permutes(
             yield Finding(level='error', rule='permute with undeclared pairs', message=message)
 
 
-def _declared(
-    mesh: Mapping[str, int], permute: Collective
-) -> tuple[list[tuple[int, int]], str]:
+def _declared(mesh: Mapping[str, int], permute: Collective) -> tuple[list[tuple[int, int]], str]:
     """The pairs of positions that a permute must have, and a clause that says so."""
     words = _words(permute)
     if permute.axes in ((STAGE,), (CONTEXT,)):
@@ -114,7 +110,9 @@ def _tables(config: Config) -> dict[tuple[int, ...], str]:
         elif x.is_stacked:
             others.add(on_device(x.dims)[-2:])
     tokens = config.train.seq_len // config.mesh.context
-    return {dims: name for dims, name in tables.items() if dims not in others and tokens not in dims}
+    return {
+        dims: name for dims, name in tables.items() if dims not in others and tokens not in dims
+    }
 
 
 def _words(collective: Collective) -> list[str]:
