@@ -32,8 +32,8 @@ def split_layers(params: nnx.State, layout: Layout) -> tuple[Tree, dict[str, Tre
         shape = stages, chunks, -1, *x.shape[1:]
         return x.reshape(shape, out_sharding=layout(f'L--{dims[1:]}'))
 
-    outside = {name: x for name, x in params.items() if name != 'layers'}
-    return map_parameters(split, params['layers']), outside
+    outside = dict(params.raw_mapping)  # whose values are not States, nor are those of parameters
+    return map_parameters(split, outside.pop('layers')), outside
 
 
 def with_layers(outside: dict[str, Tree], layers: Tree) -> nnx.State:
