@@ -10,6 +10,7 @@ from megajax.hlo.transfers import ring_bytes
 
 HLO_DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16'}
 GATHER, REDUCE, SCATTER = 'all-gather', 'all-reduce', 'reduce-scatter'
+EXCHANGE, PERMUTE = 'all-to-all', 'collective-permute'
 
 
 class Site(NamedTuple):
@@ -42,11 +43,19 @@ class Expected:
 
 
 def activation(config: Config) -> Array:
-    """Return the residual stream of a microbatch on a data shard, in the compute dtype."""
+    """Return the residual stream of a microbatch on a data shard, in the compute dtype.
+
+    A context shard has a part of its tokens.
+    """
+    tokens = config.train.seq_len // config.mesh.context
     return Array(
-        HLO_DTYPES[config.train.dtype],
-        (config.microbatch_rows, config.train.seq_len, config.model.hidden_size),
+        HLO_DTYPES[config.train.dtype], (config.microbatch_rows, tokens, config.model.hidden_size)
     )
+
+
+def axes_text(config: Config, *axes: str) -> str:
+    """Return the name of those of some mesh axes that have several devices, in mesh order."""
+    return '+'.join(axis for axis, size in config.mesh.sizes.items() if axis in axes and size > 1)
 
 
 def passes(config: Config) -> tuple[Phase, ...]:

@@ -3,13 +3,17 @@
 Megatron-Core has the same rungs (`data_parallel_sharding_strategy` of its FSDP): `optim` is ZeRO-1,
 `optim_grads` ZeRO-2, `optim_grads_params` ZeRO-3. Its HSDP adds one all-reduce between the groups.
 Weights are gathered in the compute dtype, gradients of matrices are summed in
-`optim.reduce_dtype`, and those of vectors and lookup tables, which are replicated, in fp32.
+`optim.reduce_dtype`, and those of vectors and lookup tables, which are replicated, in fp32. Context
+shards have the same weights and other tokens, so all of this is over `data` and `context` together,
+as in Megatron (`parallel_state.get_data_parallel_group(with_context_parallel=True)`).
 """
 
+import dataclasses
 from collections.abc import Iterator
+from math import prod
 
 from megajax.config import Config
-from megajax.counts.collective import GATHER, HLO_DTYPES, REDUCE, SCATTER, Expected, Site
+from megajax.counts.collective import GATHER, HLO_DTYPES, REDUCE, SCATTER, Expected, Site, axes_text
 from megajax.counts.parameters import Counts, megatron_counts, own_counts
 from megajax.counts.products import Phase
 from megajax.hlo.program import Array
@@ -26,13 +30,20 @@ SOURCES = {
 }
 
 
-def over_data(config: Config, counts: Counts | None = None) -> Iterator[Expected]:
-    """Yield the collectives over `data` and `replica`.
+SHARDS = 'data', 'context'  # the mesh axes whose devices have the same weights in a replica
+
+
+def over_data(
+    config: Config, counts: Counts | None = None, axes: tuple[str, ...] = SHARDS
+) -> Iterator[Expected]:
+    """Yield the collectives over `data`, `context` and `replica`.
 
     `counts` are the parameters of a device without data parallelism, by default as Megatron shards
-    them.
+    them. The devices along `axes`, in each replica, have the same ones.
     """
-    if config.mesh.data == 1:
+    sizes = config.mesh.sizes
+    group = _Group(config, axes, prod(sizes.get(axis, 1) for axis in axes))
+    if group.size * config.mesh.replicas == 1:
         return
     counts = counts or (
         own_counts(config)
@@ -40,101 +51,104 @@ def over_data(config: Config, counts: Counts | None = None) -> Iterator[Expected
         else megatron_counts(config.model, config.mesh.model)
     )
     if config.optim.shard == 'none':
-        yield _sum_replicated(config, counts.all)
+        yield group.sum_replicated(counts.all)
         return
-    yield from _gathers(config, counts)
-    yield from _scatters(config, counts)
+    yield from group.gathers(counts)
+    yield from group.scatters(counts)
     if config.mesh.replicas > 1:
-        yield _sum_over_replicas(config, counts.matrices)
-    yield _sum_replicated(config, counts.all - counts.matrices)
+        yield group.sum_over_replicas(counts.matrices)
+    yield group.sum_replicated(counts.all - counts.matrices)
 
 
-def _gathers(config: Config, counts: Counts) -> Iterator[Expected]:
-    """Yield the all-gathers of weights.
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Devices of a replica with the same parameters, which ZeRO shards among them."""
 
-    ZeRO-3 gathers a layer's weights before its forward pass, and again before its backward pass or
-    its recomputation, which share them. It gathers the tables once in each microbatch.
-    """
-    if config.optim.shard != 'weights':
-        yield from _gather(config, 'step', counts.matrices, 1)
-        return
-    often = counts.layers + counts.tables
-    yield from _gather(config, 'forward', often, config.train.microbatches)
-    yield from _gather(config, 'forward', counts.matrices - often, 1)
-    yield from _gather(config, 'backward', counts.layers, config.train.microbatches)
+    config: Config
+    axes: tuple[str, ...]
+    size: int
 
+    def gathers(self, counts: Counts) -> Iterator[Expected]:
+        """Yield the all-gathers of weights.
 
-def _gather(config: Config, phase: Phase, count: int, times: int) -> Iterator[Expected]:
-    if count and config.mesh.data_shards > 1:
-        yield Expected(
-            site=Site('parameters', phase, 'data'),
-            kind=GATHER,
-            array=Array(HLO_DTYPES[config.train.dtype], (with_padding(config, count),)),
-            times=times,
-            size=config.mesh.data_shards,
-            source=SOURCES['gather once' if phase == 'step' else 'gather'],
+        ZeRO-3 gathers a layer's weights before its forward pass, and again before its backward pass
+        or its recomputation, which share them. It gathers the tables once in each microbatch.
+        """
+        if self.config.optim.shard != 'weights':
+            yield from self._gather('step', counts.matrices, 1)
+            return
+        often, runs = counts.layers + counts.tables, self.config.train.microbatches
+        yield from self._gather('forward', often, runs)
+        yield from self._gather('forward', counts.matrices - often, 1)
+        yield from self._gather('backward', counts.layers, runs)
+
+    def _gather(self, phase: Phase, count: int, times: int) -> Iterator[Expected]:
+        if count and self.size > 1:
+            yield Expected(
+                site=Site('parameters', phase, axes_text(self.config, *self.axes)),
+                kind=GATHER,
+                array=Array(HLO_DTYPES[self.config.train.dtype], (self._padded(count),)),
+                times=times,
+                size=self.size,
+                source=SOURCES['gather once' if phase == 'step' else 'gather'],
+            )
+
+    def scatters(self, counts: Counts) -> Iterator[Expected]:
+        """Yield the reduce-scatters of the gradients of matrices."""
+        if self.config.optim.shard == 'optimizer':
+            yield from self._scatter('step', counts.matrices, 1)
+            return
+        often, runs = counts.layers + counts.tables, self.config.train.microbatches
+        yield from self._scatter('backward', often, runs)
+        yield from self._scatter('backward', counts.matrices - often, 1)
+
+    def _scatter(self, phase: Phase, count: int, times: int) -> Iterator[Expected]:
+        if count and self.size > 1:
+            yield Expected(
+                site=Site('gradients', phase, axes_text(self.config, *self.axes)),
+                kind=SCATTER,
+                array=Array(self._reduce_dtype, (self._padded(count),)),
+                times=times,
+                size=self.size,
+                source=SOURCES['sum once' if phase == 'step' else 'sum'],
+            )
+
+    def sum_over_replicas(self, count: int) -> Expected:
+        """Return the all-reduce of a shard's gradients of matrices, between the groups of HSDP."""
+        return Expected(
+            site=Site('gradients', 'step', 'replica'),
+            kind=REDUCE,
+            array=Array(self._reduce_dtype, (self._padded(count) // self.size,)),
+            times=1,
+            size=self.config.mesh.replicas,
+            source=SOURCES['sum over replicas'],
         )
 
-
-def _scatters(config: Config, counts: Counts) -> Iterator[Expected]:
-    """Yield the reduce-scatters of the gradients of matrices."""
-    if config.optim.shard == 'optimizer':
-        yield from _scatter(config, 'step', counts.matrices, 1)
-        return
-    often = counts.layers + counts.tables
-    yield from _scatter(config, 'backward', often, config.train.microbatches)
-    yield from _scatter(config, 'backward', counts.matrices - often, 1)
-
-
-def _scatter(config: Config, phase: Phase, count: int, times: int) -> Iterator[Expected]:
-    if count and config.mesh.data_shards > 1:
-        yield Expected(
-            site=Site('gradients', phase, 'data'),
-            kind=SCATTER,
-            array=Array(_reduce_dtype(config), (with_padding(config, count),)),
-            times=times,
-            size=config.mesh.data_shards,
-            source=SOURCES['sum once' if phase == 'step' else 'sum'],
+    def sum_replicated(self, count: int) -> Expected:
+        """Return the reduction of replicated parameters' gradients, over all shards together."""
+        return Expected(
+            site=Site('gradients', 'step', axes_text(self.config, 'replica', *self.axes)),
+            kind=REDUCE,
+            array=Array('f32', (count,)),
+            times=1,
+            size=self.size * self.config.mesh.replicas,
+            source=SOURCES['sum once'],
         )
 
+    def _padded(self, count: int) -> int:
+        return with_padding(self.config, count, self.size)
 
-def _sum_over_replicas(config: Config, count: int) -> Expected:
-    """Return the all-reduce of a data shard's gradients of matrices, between the groups of HSDP."""
-    shard = with_padding(config, count) // config.mesh.data_shards
-    return Expected(
-        site=Site('gradients', 'step', 'replica'),
-        kind=REDUCE,
-        array=Array(_reduce_dtype(config), (shard,)),
-        times=1,
-        size=config.mesh.replicas,
-        source=SOURCES['sum over replicas'],
-    )
+    @property
+    def _reduce_dtype(self) -> str:
+        return HLO_DTYPES[self.config.optim.reduce_dtype]
 
 
-def _sum_replicated(config: Config, count: int) -> Expected:
-    """Return the reduction of replicated parameters' gradients, over all data shards together."""
-    sizes = config.mesh.sizes
-    axes = [axis for axis in ('replica', 'data') if sizes.get(axis, 1) > 1]
-    return Expected(
-        site=Site('gradients', 'step', '+'.join(axes)),
-        kind=REDUCE,
-        array=Array('f32', (count,)),
-        times=1,
-        size=config.mesh.data,
-        source=SOURCES['sum once'],
-    )
+def with_padding(config: Config, count: int, shards: int | None = None) -> int:
+    """Return the elements of matrices with the padding that makes D divisible by the shards.
 
-
-def _reduce_dtype(config: Config) -> str:
-    return HLO_DTYPES[config.optim.reduce_dtype]
-
-
-def with_padding(config: Config, count: int) -> int:
-    """Return the elements of matrices with the padding that makes D divisible by the data shards.
-
-    Each matrix has D once. Megatron pads its buckets instead (`_ParamAndGradBuffer`), by less than
-    one element for each shard.
+    By default these are the data and context shards. Each matrix has D once. Megatron pads its
+    buckets instead (`_ParamAndGradBuffer`), by less than one element for each shard.
     """
     size = config.model.hidden_size
-    padding = -size % config.mesh.data_shards
+    padding = -size % (shards or config.mesh.data_shards * config.mesh.context)
     return count // size * (size + padding) if padding else count

@@ -2,14 +2,15 @@
 
 The counts include matrix products only, on all devices and for the entire global batch; a
 multiply-add is two. Causal attention is counted as in the papers, every query with every key,
-although a kernel may skip the masked half.
+although a kernel may skip the masked half. What the stages of a pipeline compute while they are
+idle does not count.
 """
 
 import dataclasses
 
 from megajax.config.schema import Config, ModelConfig
 from megajax.counts.products import products
-from megajax.parallel.layout import Layout
+from megajax.parallel.layout import CONTEXT, STAGE, Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
     By default `flash` is as on a GPU.
     """
     flash = uses_flash(config) if flash is None else flash
-    layout = Layout.of(config)
+    layout = _of_each_product(Layout.of(config))
     forward = {'layers': 0, 'attention': 0, 'head': 0}
     for product in products(config, flash=flash, layout=Layout()):
         if product.phase == 'forward':
@@ -54,6 +55,17 @@ def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
     on_a_device = products(config, flash=flash, layout=layout)
     executed = layout.num_devices * sum(x.times * x.flops for x in on_a_device)
     return Flops(**forward, recomputed=executed - 3 * sum(forward.values()))
+
+
+def _of_each_product(layout: Layout) -> Layout:
+    """Return the layout of devices that do each product once.
+
+    It has neither stages, whose idle ticks and padded heads are no work, nor context shards, which
+    leave out a part of the scores that a causal mask hides.
+    """
+    axes = tuple((letter, axes) for letter, axes in layout.axes if letter not in 'LS')
+    sizes = tuple((axis, size) for axis, size in layout.sizes if axis not in (STAGE, CONTEXT))
+    return dataclasses.replace(layout, axes=axes, sizes=sizes, chunks=1)
 
 
 def uses_flash(config: Config) -> bool:

@@ -1,10 +1,12 @@
 """The collectives that Megatron-LM places manually, for the training step of a config.
 
 They follow Megatron-Core's code, with megajax's padding of the vocabulary. Those of tensor
-parallelism are here, those of data parallelism in `data_parallel.py`. A grid has those of another
-paper (`grid.py`).
+parallelism are here, those of data parallelism in `data_parallel.py`, of a pipeline in `stages.py`
+and of long sequences in `context.py`. A grid has those of another paper (`grid.py`).
 """
 
+import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 
 from megajax.config import Config
@@ -18,10 +20,20 @@ from megajax.counts.collective import (
     activation,
     passes,
 )
+from megajax.counts.context import over_context, own_over_context
 from megajax.counts.data_parallel import over_data
 from megajax.counts.grid import over_grid
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
 from megajax.counts.products import Phase
+from megajax.counts.stages import (
+    EVERY_TICK,
+    Runs,
+    between_lockstep_stages,
+    between_stages,
+    gradients_of_lockstep_stages,
+    gradients_of_stages,
+    head_input,
+)
 from megajax.hlo.program import Array
 
 __all__ = [
@@ -35,6 +47,7 @@ __all__ = [
     'few_kv_heads',
     'over_data',
     'passes',
+    'stated',
 ]
 
 
@@ -42,13 +55,44 @@ def expected(config: Config) -> list[Expected]:
     """Return every collective of a step of `config`, except those of scalars.
 
     Where tensor parallelism is 2-D, which Megatron does not have, they are those of Pope et al.
-    (`grid.py`).
+    (`grid.py`). On the stages of a pipeline they are those of the rank that sends most at a site.
     """
-    if config.mesh.is_grid:
+    mesh, runs = config.mesh, Runs.of_megatron(config)
+    if mesh.is_grid:
         return [*over_grid(config), *over_data(config)]
+    return [
+        *over_model(config, runs),
+        *(over_context(config, runs.layers) if mesh.context > 1 else ()),
+        *(between_stages(config) if mesh.stages > 1 else ()),
+        *(gradients_of_stages(config) if mesh.stages > 1 else over_data(config)),
+    ]
+
+
+def stated(config: Config) -> list[Expected]:
+    """Return what stages in lock step and context shards send, at most, where it is not Megatron's.
+
+    The difference is the price of one program for all stages (`stages.py`), and of sums in fp32
+    (`context.py`).
+    """
+    mesh, runs = config.mesh, Runs.of_stages(config)
+    context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
+    if mesh.stages == 1:
+        return [*context]
+    of_model = (dataclasses.replace(x, source=EVERY_TICK) for x in over_model(config, runs))
+    return [
+        *of_model,
+        *context,
+        *between_lockstep_stages(config),
+        *gradients_of_lockstep_stages(config),
+    ]
+
+
+def over_model(config: Config, runs: Runs) -> list[Expected]:
+    """Return the collectives of a tensor-parallel group that runs its parts this often."""
+    if config.mesh.model == 1:
+        return []
     sites = _embedding, _layers, few_kv_heads, _head, _loss, _vectors
-    over_model = (collective for site in sites for collective in site(config))
-    return [*(over_model if config.mesh.model > 1 else ()), *over_data(config)]
+    return [collective for site in sites for collective in site(config, runs)]
 
 
 # Files and functions of Megatron-Core, below megatron/core.
@@ -64,29 +108,30 @@ SOURCES = {
 
 
 def _over_model(
-    config: Config, name: str, phase: Phase, kinds: tuple[str, ...], array: Array, times: int = 1
+    config: Config, name: str, phase: Phase, kinds: tuple[str, ...], array: Array, times: int
 ) -> Iterator[Expected]:
     for kind in kinds:
         yield Expected(
             site=Site(name, phase, 'model'),
             kind=kind,
             array=array,
-            times=times * config.train.microbatches,
+            times=times,
             size=config.mesh.model,
             source=SOURCES[name],
         )
 
 
-def _embedding(config: Config) -> Iterator[Expected]:
+def _embedding(config: Config, runs: Runs) -> Iterator[Expected]:
+    stream, times = activation(config), runs.embedding
     if config.mesh.sequence_parallel:
-        yield from _over_model(config, 'embedding', 'forward', (SCATTER,), activation(config))
-        yield from _over_model(config, 'embedding', 'backward', (GATHER,), activation(config))
+        yield from _over_model(config, 'embedding', 'forward', (SCATTER,), stream, times)
+        yield from _over_model(config, 'embedding', 'backward', (GATHER,), stream, times)
     else:
-        yield from _over_model(config, 'embedding', 'forward', (REDUCE,), activation(config))
+        yield from _over_model(config, 'embedding', 'forward', (REDUCE,), stream, times)
 
 
-def _layers(config: Config) -> Iterator[Expected]:
-    sequence_parallel, layers = config.mesh.sequence_parallel, config.model.num_layers
+def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
+    sequence_parallel = config.mesh.sequence_parallel
     forward = (GATHER, SCATTER) if sequence_parallel else (REDUCE,)
     # With sequence parallelism Megatron keeps a layer's input sharded and gathers it again for the
     # weight gradient.
@@ -99,43 +144,43 @@ def _layers(config: Config) -> Iterator[Expected]:
                 phase,
                 backward if phase == 'backward' else forward,
                 activation(config),
-                layers,
+                runs.layers,
             )
 
 
-def few_kv_heads(config: Config) -> Iterator[Expected]:
+def few_kv_heads(config: Config, runs: Runs | None = None) -> Iterator[Expected]:
     """Yield the gathers of each layer's full QKV, with fewer key/value heads than devices."""
-    model = config.model
+    model, runs = config.model, runs or Runs.of_megatron(config)
     if model.num_kv_heads >= config.mesh.model:
         return
     columns = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    qkv = Array(
-        HLO_DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len, columns)
-    )
+    qkv = activation(config)
+    qkv = qkv._replace(shape=(*qkv.shape[:2], columns))
     for phase in passes(config):
         kind = SCATTER if phase == 'backward' else GATHER
-        yield from _over_model(config, 'attention', phase, (kind,), qkv, model.num_layers)
+        yield from _over_model(config, 'attention', phase, (kind,), qkv, runs.layers)
 
 
-def _head(config: Config) -> Iterator[Expected]:
-    if config.mesh.sequence_parallel:
-        pooler = 1 if config.model.is_bert else 0  # gathers all tokens, for the first one
-        yield from _over_model(config, 'head', 'forward', (GATHER,), activation(config), 1 + pooler)
-        yield from _over_model(config, 'head', 'backward', (SCATTER, GATHER), activation(config))
-    else:
-        yield from _over_model(config, 'head', 'backward', (REDUCE,), activation(config))
+def _head(config: Config, runs: Runs) -> Iterator[Expected]:
+    stream, times = head_input(config, runs.head_parts), runs.head
+    if not config.mesh.sequence_parallel:
+        yield from _over_model(config, 'head', 'backward', (REDUCE,), stream, times)
+        return
+    gathered = [stream, *([activation(config)] if config.model.is_bert else [])]
+    for array, count in Counter(gathered).items():  # the pooler's first token is one of them all
+        yield from _over_model(config, 'head', 'forward', (GATHER,), array, count * times)
+    yield from _over_model(config, 'head', 'backward', (SCATTER, GATHER), stream, times)
 
 
-def _loss(config: Config) -> Iterator[Expected]:
+def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
     # Maximum, denominator, the label's logit. Megatron's label smoothing is wrong on more than one
     # device; the mean logit corrects it.
     count = 4 if config.loss.label_smoothing else 3
-    yield from _over_model(
-        config, 'loss', 'forward', (REDUCE,) * count, Array('f32', activation(config).shape[:2])
-    )
+    tokens = Array('f32', head_input(config, runs.head_parts).shape[:2])
+    yield from _over_model(config, 'loss', 'forward', (REDUCE,) * count, tokens, runs.head)
 
 
-def _vectors(config: Config) -> Iterator[Expected]:
+def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield the reduction of partial gradients of replicated vectors.
 
     Each device sees a part of the sequence, or of the heads, that the vector is applied along.
@@ -144,8 +189,8 @@ def _vectors(config: Config) -> Iterator[Expected]:
     tokens = [x for _, x in parameters(config.model) if x.partial == 'T']
     partial = heads + (tokens if config.mesh.sequence_parallel else [])
     if partial:
-        sizes = dim_sizes(config.model)
-        array = Array('f32', (sum(num_elements(x, sizes) for x in partial),))
+        sizes, shards = dim_sizes(config.model), {'L': config.mesh.stages}
+        array = Array('f32', (sum(num_elements(x, sizes, shards) for x in partial),))
         yield Expected(
             site=Site('gradients', 'step', 'model'),
             kind=REDUCE,

@@ -213,11 +213,19 @@ class Counts(NamedTuple):
 
 
 @functools.cache
-def count(model: ModelConfig, shards: tuple[tuple[str, int], ...] = ()) -> Counts:
-    """Count the elements of the arrays on a device; `shards` has the shards of each letter."""
+def count(
+    model: ModelConfig,
+    shards: tuple[tuple[str, int], ...] = (),
+    modules: tuple[str, ...] | None = None,
+) -> Counts:
+    """Count the elements of the arrays on a device; `shards` has the shards of each letter.
+
+    With `modules`, count only the parameters of these, such as `layers` and `embedding`.
+    """
     sizes = [
         (parameter, num_elements(parameter, dim_sizes(model), dict(shards)))
-        for _, parameter in parameters(model)
+        for name, parameter in parameters(model)
+        if modules is None or name.split('.')[0] in modules
     ]
     in_microbatches = [(x.is_stacked, size) for x, size in sizes if x.is_in_microbatches]
     return Counts(
@@ -228,15 +236,21 @@ def count(model: ModelConfig, shards: tuple[tuple[str, int], ...] = ()) -> Count
     )
 
 
-def own_counts(config: Config) -> Counts:
+def own_counts(config: Config, modules: tuple[str, ...] | None = None) -> Counts:
     """Count the parameters of a device in the computation of a step."""
-    return count(config.model, tuple(Layout.of(config).shards.items()))
+    return count(config.model, tuple(Layout.of(config).shards.items()), modules)
 
 
-def megatron_counts(model: ModelConfig, ranks: int) -> Counts:
-    """Count the parameters of a Megatron rank, which holds at least one entire key/value head."""
+def megatron_counts(
+    model: ModelConfig, ranks: int, stages: int = 1, modules: tuple[str, ...] | None = None
+) -> Counts:
+    """Count the parameters of a Megatron rank, which holds at least one entire key/value head.
+
+    A stage of a pipeline has its part of the layers.
+    """
     full_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
-    return count(full_heads, tuple((letter, ranks) for letter in SHARDED_BY_MEGATRON))
+    shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | {'L': stages}
+    return count(full_heads, tuple(shards.items()), modules)
 
 
 def num_parameters(model: ModelConfig, *, padded: bool = False) -> int:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from megajax.config.schema import Config
 from megajax.counts.parameters import Parameter, declare, dim_sizes, parameters
+from megajax.counts.schedule import num_passes
 from megajax.parallel.layout import Layout
 
 Phase = Literal['forward', 'backward', 'recompute', 'step']
@@ -52,11 +53,17 @@ def products(
 
     The backward pass of a product is two products of the same FLOPs: the gradients of its input and
     of its weight. Full recomputation omits the last product of a layer, which the backward pass
-    does not need, unless `recomputes_last`.
+    does not need, unless `recomputes_last` or a stage recomputes several layers at once. The stages
+    of a pipeline compute in the ticks in which they are idle, too.
     """
     layout = layout or Layout.of(config)
-    rows = config.train.batch_size // (layout.num_shards('B') * config.train.microbatches)
-    counted = _Counted(config, layout.shards, rows)
+    microbatches = config.train.microbatches
+    rows = config.train.batch_size // (layout.num_shards('B') * microbatches)
+    stages, chunks = layout.num_shards('L'), layout.chunks
+    layers = config.model.num_layers // (stages * chunks)
+    runs = layers * num_passes(stages, chunks, microbatches)
+    counted = _Counted(config, layout.shards, rows, runs)
+    recomputes_last |= stages > 1 and layers > 1
     return [
         *counted.layers(recomputes_last=recomputes_last),
         *counted.attention(flash=flash),
@@ -69,10 +76,16 @@ class _Counted:
     config: Config
     shards: Mapping[str, int]
     rows: int  # rows of a microbatch on a data shard
+    runs: int  # of one layer in a pass, over all layers of a device and the step
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence on a context shard."""
+        return self.config.train.seq_len // self.shards.get('S', 1)
 
     @property
     def tokens(self) -> int:
-        return self.rows * self.config.train.seq_len
+        return self.rows * self.length
 
     def layers(self, *, recomputes_last: bool) -> Iterator[Product]:
         """Yield the products with the weights of the layers."""
@@ -82,7 +95,7 @@ class _Counted:
             for name, parameter in parameters(self.config.model)
             if parameter.is_stacked and parameter.is_matrix
         ]
-        times = self.config.model.num_layers * train.microbatches
+        times = self.runs
         for place, (name, parameter) in enumerate(weights, start=1):
             yield from self._with_weight(name, 'layers', parameter, self.tokens, times)
             if train.recompute == 'full' and (place < len(weights) or recomputes_last):
@@ -105,31 +118,41 @@ class _Counted:
         counts: dict[Phase, int] = {'forward': 2, 'backward': 7 if flash else 4, 'recompute': 0}
         if train.recompute == 'full' or (train.recompute == 'selective' and not flash):
             counts['recompute'] = 2 if train.recompute == 'full' else 1
-        sizes, runs = (train.seq_len, train.seq_len, model.head_dim), train.microbatches
+        if (shards := self.shards.get('S', 1)) > 1:
+            # The log-sum-exp is kept, and no scores but those that were just recomputed.
+            is_full = train.recompute == 'full'
+            counts['backward'] = 4 if is_full and not flash else 5
+            counts['recompute'] = 2 if is_full else 0
+        # The block of a shard's own tokens, then twice the rows of half of the queries and half of
+        # the keys of each other shard.
+        blocks = [(heads, self.length, 1), (2 * heads, self.length // 2, shards - 1)]
         for phase, count in counts.items():
-            yield Product(
-                name='attention',
-                where='attention',
-                phase=phase,
-                sizes=sizes,
-                batch=heads,
-                times=count * model.num_layers * runs,
-                flash=flash,
-            )
+            for batch, length, runs in blocks[: min(shards, 2)]:
+                yield Product(
+                    name='attention',
+                    where='attention',
+                    phase=phase,
+                    sizes=(length, length, model.head_dim),
+                    batch=batch,
+                    times=count * self.runs * runs,
+                    flash=flash,
+                )
 
     def heads(self) -> Iterator[Product]:
         """Yield the products of the heads.
 
         They are the logits of every token, BERT's dense layer of every token, and two products of
         each row's first token. Sequence parallelism shards the dense layer; every device computes
-        the two products of a row.
+        the two products of a row. Stages share the tokens, in equal parts on each shard of a
+        sequence.
         """
         declared = declare(self.config.model)
         runs, embedding = self.config.train.microbatches, declared['embedding']
         table = declared.get('head') or embedding['table']  # type: ignore[index]
         head = Parameter(table.dims[::-1], table.role)  # type: ignore[union-attr]
-        yield from self._with_weight('head', 'head', head, self.tokens, runs)
-        tokens = self.tokens // self.shards.get('T', 1)
+        shards = self.shards.get('T', 1)
+        tokens = -(-self.tokens // (shards * self.shards.get('L', 1)))
+        yield from self._with_weight('head', 'head', head, shards * tokens, runs)
         for name, parameter in parameters(self.config.model):
             if parameter.is_matrix and not parameter.is_stacked and 'V' not in parameter.dims:
                 rows = tokens if parameter.partial else self.rows

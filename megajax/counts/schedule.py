@@ -58,7 +58,7 @@ class Schedule:
     @property
     def passes(self) -> int:
         """Ticks with a forward pass on some stage, and as many with a backward pass."""
-        return sum(phase.ticks for phase in self.phases if phase.forward)
+        return num_passes(self.stages, self.chunks, self.microbatches)
 
     @property
     def bubble(self) -> float:
@@ -67,6 +67,13 @@ class Schedule:
         All chunks are taken to need the same time, and idle ticks as much as others.
         """
         return self.passes / (self.chunks * self.microbatches) - 1
+
+
+def num_passes(stages: int, chunks: int, microbatches: int) -> int:
+    """Return the ticks of a step with a forward pass on some stage, without making the tables."""
+    if chunks > 1:  # the groups of microbatches that go through all chunks are filled up
+        microbatches = -(-microbatches // stages) * stages
+    return chunks * microbatches + stages - 1
 
 
 def schedule_of(config: Config) -> Schedule:

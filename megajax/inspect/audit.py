@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from megajax.config import Config, dump
 from megajax.counts.collective import Expected, Site
-from megajax.counts.megatron import expected
+from megajax.counts.megatron import expected, stated
+from megajax.counts.stages import ticks
 from megajax.hardware.records import hardware
 from megajax.hardware.targets import GPUS
 from megajax.hlo.collectives import Collective, collectives
@@ -21,6 +22,7 @@ from megajax.inspect.result import (
     Inspection,
     Memory,
     Overlap,
+    Pipeline,
     Row,
     Transfer,
     Verdict,
@@ -48,6 +50,7 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         jax_version=compiled.jax_version,
         compile_seconds=compiled.seconds,
         rows=rows,
+        pipeline=_pipeline(config),
         collectives=_instructions(config, program, every),
         ratios=_ratios(rows, compiled.mesh),
         schedule=schedule,
@@ -68,12 +71,23 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
 
 
 def _rows(config: Config, placed: Sequence[Collective], wanted: Sequence[Expected]) -> list[Row]:
-    at = defaultdict[Site, tuple[list[Collective], list[Expected]]](lambda: ([], []))
+    at = defaultdict[Site, list[Collective]](list)
     for collective in placed:
-        at[site_of(collective, config)][0].append(collective)
-    for other in wanted:
-        at[other.site][1].append(other)
-    return [_row(site, *at[site]) for site in sorted(at, key=_place)]
+        at[site_of(collective, config)].append(collective)
+    allowed = stated(config)
+    sites = {*at, *(other.site for other in wanted)}
+    return [
+        _row(site, at[site], *([x for x in each if x.site == site] for each in (wanted, allowed)))
+        for site in sorted(sites, key=_place)
+    ]
+
+
+def _pipeline(config: Config) -> Pipeline | None:
+    mesh = config.mesh
+    if mesh.stages == 1:
+        return None
+    used, count = config.train.microbatches * mesh.virtual_stages, ticks(config)
+    return Pipeline(ticks=count, idle_ticks=count - used, bubble=count / used - 1)
 
 
 def _place(site: Site) -> tuple[int, int, str]:
@@ -113,9 +127,15 @@ def _instructions(
     ]
 
 
-def _row(site: Site, placed: list[Collective], wanted: list[Expected]) -> Row:
+def _row(
+    site: Site, placed: list[Collective], wanted: list[Expected], allowed: list[Expected]
+) -> Row:
     ours = sum(collective.wire_bytes * collective.times for collective in placed)
-    theirs = sum(transfer.wire_bytes * transfer.times for transfer in wanted)
+    theirs, most = (
+        sum(transfer.wire_bytes * transfer.times for transfer in transfers)
+        for transfers in (wanted, allowed)
+    )
+    allowed, most = (allowed, most) if most > theirs else ([], 0.0)
     # Single numbers are not counted against Megatron: each costs a latency, and XLA joins them.
     scalars = all(collective.is_scalar for collective in placed)
     verdict: Verdict = (
@@ -123,6 +143,8 @@ def _row(site: Site, placed: list[Collective], wanted: list[Expected]) -> Row:
         if (scalars and not wanted) or abs(ours - theirs) <= 1e-6 * theirs
         else 'less'
         if ours < theirs
+        else 'stated'
+        if ours <= (1 + 1e-6) * most
         else 'MORE'
     )
     return Row(
@@ -139,15 +161,23 @@ def _row(site: Site, placed: list[Collective], wanted: list[Expected]) -> Row:
             )
             for collective in placed
         ),
-        megatron=_transfers(
-            (transfer.kind, transfer.array, transfer.times, transfer.wire_bytes, False)
-            for transfer in wanted
-        ),
-        sources=list(dict.fromkeys(transfer.source for transfer in wanted if transfer.source)),
+        megatron=_expected_transfers(wanted),
+        sources=_sources(wanted),
+        stated=_expected_transfers(allowed),
+        stated_sources=_sources(allowed),
         wire_bytes=ours,
         megatron_wire_bytes=theirs,
+        stated_wire_bytes=most,
         verdict=verdict,
     )
+
+
+def _expected_transfers(transfers: Iterable[Expected]) -> list[Transfer]:
+    return _transfers((x.kind, x.array, x.times, x.wire_bytes, False) for x in transfers)
+
+
+def _sources(transfers: Iterable[Expected]) -> list[str]:
+    return list(dict.fromkeys(transfer.source for transfer in transfers if transfer.source))
 
 
 def _transfers(parts: Iterable[tuple[str, object, int, float, bool]]) -> list[Transfer]:

@@ -9,6 +9,7 @@ from math import prod
 
 from megajax.config import Config
 from megajax.counts.collective import Expected, Site
+from megajax.counts.megatron import stated
 from megajax.counts.parameters import SHARDED_BY_MEGATRON, parameters
 from megajax.hlo.collectives import Collective
 from megajax.hlo.permutes import fault
@@ -101,13 +102,7 @@ def _reduced_twice(
             arrays[site, collective.whole.dims] += collective.times
             sources[site] = collective.source
     for (site, dims), times in arrays.items():
-        allowed = sum(
-            transfer.times
-            for transfer in wanted
-            if transfer.site == site
-            and transfer.kind in ('all-reduce', 'reduce-scatter')
-            and transfer.array.dims == dims
-        )
+        allowed = max(_sums(site, dims, expected) for expected in (wanted, stated(config)))
         if allowed and times > allowed:
             message = (
                 f'the input gradient of {site.name} is reduced {times} times a step, {allowed} in '
@@ -115,6 +110,17 @@ def _reduced_twice(
                 'as in QKV or gate and up'
             )
             yield _error('input gradient reduced again', message)
+
+
+def _sums(site: Site, dims: tuple[int, ...], expected: Sequence[Expected]) -> int:
+    """Count the expected sums of an array with these dims at a site."""
+    return sum(
+        transfer.times
+        for transfer in expected
+        if transfer.site == site
+        and transfer.kind in ('all-reduce', 'reduce-scatter')
+        and transfer.array.dims == dims
+    )
 
 
 def _gathered_weights(
@@ -158,6 +164,7 @@ def _wide(config: Config, placed: Sequence[Collective]) -> Iterator[Finding]:
             and collective.operand.dtype == 'f32'
             and len(dims) > 2
             and dims[-1] >= config.model.hidden_size
+            and site_of(collective, config).name != 'gradients'
         ):
             array = f'{collective.kind} of {collective.whole} over {collective.axis}'
             fix = f'cast to {config.train.dtype} before it'

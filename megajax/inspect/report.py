@@ -1,6 +1,7 @@
 """The tables of an inspection, for a terminal and as HTML."""
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Literal
 
 from rich.console import Group, RenderableType
@@ -14,6 +15,7 @@ from megajax.render.console import as_html, as_text
 _STYLES = {
     'equal': 'green',
     'less': 'green',
+    'stated': 'green',
     'MORE': 'bold red',
     'error': 'bold red',
     'note': 'dim',
@@ -48,6 +50,7 @@ def tables(inspection: Inspection) -> RenderableType:
         Text(),
         collectives_table(inspection.rows, inspection.reference),
         _totals(inspection),
+        *_stated(inspection),
         _products(inspection),
     ]
     if inspection.schedule:
@@ -179,6 +182,20 @@ def _totals(inspection: Inspection) -> Text:
     return Text(
         f'bytes on the wire  {", ".join(parts)}' if parts else 'one device: nothing on the wire'
     )
+
+
+def _stated(inspection: Inspection) -> Iterator[Text]:
+    """Lines on the ticks of a pipeline, and on rows with more than Megatron for a stated reason."""
+    pipeline = inspection.pipeline
+    if pipeline is not None:
+        yield Text(
+            f'pipeline  a stage has a microbatch in {pipeline.ticks - pipeline.idle_ticks} of '
+            f'{pipeline.ticks} ticks each way: a bubble of {pipeline.bubble:.1%}'
+        )
+    for row in (row for row in inspection.rows if row.verdict == 'stated'):
+        more = si(row.wire_bytes - row.megatron_wire_bytes)
+        reasons = '; '.join(row.stated_sources)
+        yield Text(f'stated  {row.site} {row.phase} over {row.axis}: {more} more, {reasons}')
 
 
 def _shares(inspection: Inspection) -> Text:

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megajax.counts.products import Phase
 
-Verdict = Literal['equal', 'less', 'MORE']
+Verdict = Literal['equal', 'less', 'stated', 'MORE']
 
 
 class _Result(BaseModel):
@@ -64,9 +64,26 @@ class Row(_Result):
     sources: list[str] = Field(
         default=[], description='files and functions of Megatron-Core, or a paper, that place these'
     )
+    stated: list[Transfer] = Field(
+        default=[],
+        description=(
+            'what stages in lock step, and sums in fp32 of context shards, send where that is more '
+            'than Megatron'
+        ),
+    )
+    stated_sources: list[str] = Field(default=[], description='the reasons for these')
     wire_bytes: float = Field(description="bytes of XLA's transfers, per step and device")
     megatron_wire_bytes: float
+    stated_wire_bytes: float = 0
     verdict: Verdict
+
+
+class Pipeline(_Result):
+    """The schedule of a pipeline's stages in lock step."""
+
+    ticks: int = Field(description='ticks in which the stages run a forward pass')
+    idle_ticks: int = Field(description='those in which a stage has no microbatch')
+    bubble: float = Field(description='idle ticks over the others')
 
 
 class Overlap(_Result):
@@ -212,6 +229,7 @@ class Inspection(_Result):
     compile_seconds: float
     rows: list[Row]
     collectives: list[CollectiveInstruction]
+    pipeline: Pipeline | None = Field(default=None, description='None without stages')
     ratios: dict[str, float | None] = Field(
         description=(
             'per axis, bytes on the wire over those of Megatron; None where Megatron sends none'

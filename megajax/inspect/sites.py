@@ -8,16 +8,20 @@ import re
 from math import prod
 
 from megajax.config import Config
-from megajax.counts.collective import Site
+from megajax.counts.collective import Site, activation
+from megajax.counts.context import keys
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
 from megajax.counts.products import Phase
 from megajax.hlo.collectives import Collective
 from megajax.parallel.layout import Layout
+from megajax.train.passes import RECOMPUTE
+from megajax.train.pipeline import TO_NEXT, TO_PREVIOUS
 
 # In order of precedence: the first scope that is in the path names the site.
 _SCOPES = ('optimizer', 'embedding', 'attention', 'mlp', 'head', 'loss', 'norm')
 ORDER = (
     'parameters',
+    'stage',
     'embedding',
     'attention',
     'mlp',
@@ -37,6 +41,10 @@ def site_of(collective: Collective, config: Config) -> Site:
         return Site('metrics', 'step', axis)
     words = re.findall(r'[\w.]+', op_name)
     scope = next((scope for scope in _SCOPES if scope in words), None)
+    if (site := _over_stages(collective, words, config)) is not None:
+        return site
+    if _has_keys(collective, config):
+        return Site('attention', phase_of(op_name), axis)
     if (site := _over_data(collective, words, config)) is not None:
         return site
     if config.mesh.is_grid and (site := _over_row(collective, scope, config)) is not None:
@@ -46,12 +54,37 @@ def site_of(collective: Collective, config: Config) -> Site:
     if scope == 'optimizer':
         return Site('optimizer', 'step', axis)
     if scope in ('head', 'loss'):  # a reduction of one number per token belongs to the loss
-        tokens = config.microbatch_rows * config.train.seq_len
+        tokens = prod(activation(config).shape[:2])
         scope = 'loss' if prod(collective.whole.shape) <= tokens else 'head'
         return Site(scope, 'forward' if scope == 'loss' else phase_of(op_name), axis)
     if scope is None:
         return Site(f'other: {op_name or collective.instruction}', 'step', axis)
     return Site(scope, phase_of(op_name), axis)
+
+
+def _over_stages(collective: Collective, words: list[str], config: Config) -> Site | None:
+    """The site of what stages send to one another; gradients and weights have other sites."""
+    if collective.axes != ('stage',):
+        return None
+    axis, kind = collective.axis, collective.kind
+    if kind == 'collective-permute':
+        phases: dict[str, Phase] = {TO_NEXT: 'forward', TO_PREVIOUS: 'backward'}
+        return next((Site('stage', phases[word], axis) for word in words if word in phases), None)
+    if kind == 'all-to-all':
+        return Site('head', 'forward', axis)
+    # A step gathers weights once.
+    if kind == 'all-gather' and collective.times >= config.train.microbatches:
+        return Site('head', 'backward', axis)
+    return None
+
+
+def _has_keys(collective: Collective, config: Config) -> bool:
+    """Whether context shards send keys, values or their gradients."""
+    if collective.axes != ('context',):
+        return False
+    if collective.kind == 'collective-permute':
+        return True
+    return collective.kind != 'all-reduce' and collective.whole.dims == keys(config).dims
 
 
 def _over_data(collective: Collective, words: list[str], config: Config) -> Site | None:
@@ -62,12 +95,13 @@ def _over_data(collective: Collective, words: list[str], config: Config) -> Site
     of matrices in the backward pass, and ZeRO-3 gathers weights in both passes.
     """
     axis, rung = collective.axis, config.optim.shard
-    if collective.kind == 'all-gather' and collective.axes == ('data',):
+    over_shards = {*collective.axes} <= {'stage', 'data', 'context'}
+    if collective.kind == 'all-gather' and over_shards and axis:
         is_forward = phase_of(collective.op_name) == 'forward'
         passes: tuple[Phase, Phase] = ('forward', 'backward')
         return Site('parameters', passes[not is_forward] if rung == 'weights' else 'step', axis)
     is_sum = collective.kind in ('all-reduce', 'reduce-scatter')
-    if is_sum and {'data', 'replica'} & {*collective.axes}:
+    if is_sum and {'replica', 'stage', 'data', 'context'} & {*collective.axes}:
         is_early = rung in ('gradients', 'weights') and collective.kind == 'reduce-scatter'
         return Site('gradients', 'backward' if is_early else 'step', axis)
     return Site('gradients', 'step', axis) if 'data_parallel' in words else None
@@ -97,7 +131,9 @@ def phase_of(op_name: str) -> Phase:
     """The phase of a path, by jax's transformations in it."""
     if 'rematted_computation' in op_name:
         return 'recompute'
-    return 'backward' if 'transpose(' in op_name else 'forward'
+    if 'transpose(' in op_name:
+        return 'backward'
+    return 'recompute' if RECOMPUTE in re.findall(r'\w+', op_name) else 'forward'
 
 
 def _is_partial_gradient(collective: Collective, words: list[str], config: Config) -> bool:
@@ -108,7 +144,7 @@ def _is_partial_gradient(collective: Collective, words: list[str], config: Confi
     the head, both names are in their paths.
     """
     dims = collective.operand.dims
-    tokens = config.microbatch_rows * config.train.seq_len
+    tokens = prod(activation(config).shape[:2])
     if 'loss' in words and len(dims) > 1 and prod(dims) == tokens:
         return False
     is_sum = collective.kind == 'all-reduce' and collective.operand.dtype == 'f32'
@@ -122,9 +158,10 @@ def _partial_sizes(config: Config) -> frozenset[int]:
     Each stacked parameter has two: in all layers, and in one layer.
     """
     model, shards = config.model, Layout.of(config).shards
+    layers = model.num_layers // config.mesh.stages
     sizes, partial_sizes = dim_sizes(model), set[int]()
     for _, parameter in parameters(model):
         if parameter.partial:
             size = num_elements(parameter, sizes, shards)
-            partial_sizes |= {size, size // model.num_layers} if parameter.is_stacked else {size}
+            partial_sizes |= {size, size // layers} if parameter.is_stacked else {size}
     return frozenset(partial_sizes)

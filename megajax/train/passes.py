@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+RECOMPUTE = 'recompute'  # the scope of what a backward pass runs again
 Tree = Any
 # A function of the parameters to differentiate, of a tree that is given to both passes, and of x.
 Run = Callable[[Tree, Tree, jax.Array], jax.Array]
@@ -33,7 +34,9 @@ def keeping_inputs(run: Run) -> Passes:
         return run(params, given, x), x
 
     def backward(params: Tree, given: Tree, x: Tree, dy: jax.Array) -> tuple[Tree, jax.Array]:
-        return jax.vjp(lambda params, x: run(params, given, x), params, x)[1](dy)
+        with jax.named_scope(RECOMPUTE):
+            _, pullback = jax.vjp(lambda params, x: run(params, given, x), params, x)
+        return pullback(dy)
 
     return Passes(forward, backward)
 

@@ -30,6 +30,9 @@ from megajax.train.stage_arrays import joined, slots, zeros_of_layers, zeros_out
 from megajax.train.stage_model import GIVEN, StageModel
 
 Tree = Any
+Ring = list[tuple[int, int]]
+# Scopes of what stages send, by which `inspect` tells the directions of two stages apart.
+TO_NEXT, TO_PREVIOUS = 'to_next_stage', 'to_previous_stage'
 
 
 class Tick(NamedTuple):
@@ -121,12 +124,12 @@ def _tick(
     ring = _ring(model.schedule)
     # What goes backward is on its way beside the forward pass, and what goes forward beside the
     # backward pass.
-    dy = send(carry.dx, [(after, stage) for stage, after in ring]) if phase.backward else None
+    dy = _send_back(carry.dx, ring) if phase.backward else None
     if phase.forward:
         x = model.input(carry.x, tick.embedded, tick.forward_Z3)
         y, kept = _forward(model, passes, x, tick.forward_Z3)
         kept = store(carry.kept, kept, tick.forward_Z3[:, 2])
-        carry = carry._replace(x=send(y, ring), kept=kept)
+        carry = carry._replace(x=_send_on(y, ring), kept=kept)
         if phase.head:
             is_always_due = phase.ticks == model.schedule.microbatches
             carry = _head(carry, y, tick.head, model, is_always_due=is_always_due)
@@ -145,7 +148,7 @@ def _evaluation_tick(
     y = model.over(model.run_layers, OF_STAGE, GIVEN, BOTH)(layers, given, x)
     if phase.head:
         sums = jax.tree.map(jnp.add, sums, model.sums(y, tick.head))
-    return (send(y, _ring(model.schedule)), sums), None
+    return (_send_on(y, _ring(model.schedule)), sums), None
 
 
 def _forward(
@@ -195,7 +198,19 @@ def _backward(carry: Carry, dy: jax.Array, tick: Tick, model: StageModel, passes
     )
 
 
-def _ring(schedule: Schedule) -> list[tuple[int, int]]:
+def _send_on(y: jax.Array, ring: Ring) -> jax.Array:
+    """Send outputs to the stages after."""
+    with jax.named_scope(TO_NEXT):
+        return send(y, ring)
+
+
+def _send_back(dx: jax.Array, ring: Ring) -> jax.Array:
+    """Send gradients of inputs to the stages before."""
+    with jax.named_scope(TO_PREVIOUS):
+        return send(dx, [(after, stage) for stage, after in ring])
+
+
+def _ring(schedule: Schedule) -> Ring:
     """The pairs of a stage and the one after it; the last chunk but one goes on at the first."""
     return [(stage, (stage + 1) % schedule.stages) for stage in range(schedule.stages)]
 
