@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from megajax.config import Config
 from megajax.counts.collective import activation
-from megajax.counts.collective import PERMUTE
 from megajax.counts.context import own_over_context
 from megajax.counts.grid import over_grid
 from megajax.counts.megatron import (

@@ -14,6 +14,7 @@ from megajax.config import Config, ConfigError
 from megajax.counts.flops import Flops, step_flops
 from megajax.counts.products import Phase, Product, products
 from megajax.plan.launches import launch_seconds
+from megajax.plan.layouts import changed
 from megajax.plan.memory_traffic import (
     Traffic,
     traffic_of_layers,
@@ -94,7 +95,7 @@ def step_time(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> 
 class _InGroup:
     """The part of a step that a tensor-parallel group does whatever ZeRO shards."""
 
-    parts: list[tuple[int, float]]  # runs and seconds of each product and operation
+    parts: list[tuple[float, float]]  # runs and seconds of each product and operation
     products: float
     memory_bound: float
     waiting: Waiting  # after the group's collectives
@@ -122,7 +123,11 @@ class Timer:
         """Return the time of a step of `config`."""
         cluster, program = self.cluster, self.program
         group = self._in_group(config)
-        moved = traffic_of_weights(config, adds_shards=program.adds_shards)
+        moved = traffic_of_weights(
+            config,
+            adds_shards=program.adds_shards,
+            accumulated_bytes=program.accumulated_bytes,
+        )
         of_weights = [(moves.times, traffic_seconds(moves, cluster)) for moves in moved]
         over_data = transfers(
             program.over_data(config), config, cluster, program, group.waiting.copy()
@@ -146,7 +151,8 @@ class Timer:
         mesh, train = config.mesh, config.train
         key = (
             *(mesh.data, mesh.model_rows, mesh.model, mesh.sequence_parallel),
-            *(train.microbatches, train.recompute, train.overlap),
+            *(mesh.stages, mesh.virtual_stages, mesh.context, mesh.context_exchange),
+            *(train.microbatches, train.recompute, train.overlap, train.schedule),
         )
         if key not in self._in_groups:
             self._in_groups[key] = self._time_group(config)
@@ -159,17 +165,22 @@ class Timer:
         rate = attention and cluster.hardware.efficiency.of_attention(attention)
         flash = rate is not None
         work = products(config, flash=flash, recomputes_last=program.recomputes_last)
+        at_head = config
+        if config.mesh.stages > 1 and not program.shares_head:
+            at_head = changed(config, mesh__stages=1, mesh__virtual_stages=1)
+            alone = [x for x in products(at_head, flash=flash) if x.where == 'head']
+            work = [*(product for product in work if product.where != 'head'), *alone]
         of_products = [
             product_seconds(product, config, cluster, program.attention) for product in work
         ]
-        moved = [*traffic_of_layers(config, flash=flash), *traffic_of_loss(config)]
+        moved = [*traffic_of_layers(config, flash=flash), *traffic_of_loss(at_head)]
         of_traffic = [traffic_seconds(operation, cluster) for operation in moved]
         times = [product.times for product in work] + [operation.times for operation in moved]
         seconds = defaultdict[tuple[str, Phase], float](float)
         for product, product_time in zip(work, of_products, strict=True):
             seconds[product.name, product.phase] += product_time
         waiting = Waiting.of(seconds)
-        sent = transfers(program.over_tensor(config), config, cluster, program, waiting)
+        sent = transfers(program.in_passes(config), config, cluster, program, waiting)
         return _InGroup(
             parts=[*zip(times, of_products + of_traffic, strict=True)],
             products=sum(seconds.values()),
@@ -205,7 +216,9 @@ def product_seconds(
     """
     hardware, peak = cluster.hardware, peak_flops(config, cluster)
     if product.flash:
-        done = product.flops / 2 if config.model.causal else product.flops
+        # Of the blocks of other context shards no score is masked.
+        own = product.sizes[0] == config.train.seq_len // config.mesh.context
+        done = product.flops / 2 if config.model.causal and own else product.flops
         return (
             product.times
             * done
