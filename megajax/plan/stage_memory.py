@@ -4,7 +4,7 @@ They were read from the buffers of programs that XLA compiled for H100s, as thos
 In each tick a stage runs one chunk of its layers forward and one backward (`train/pipeline.py`).
 """
 
-from megajax.counts.schedule import schedule_of
+from megajax.config import Config
 from megajax.plan.held import Held
 from megajax.plan.sizes import FLOAT32, Sizes
 
@@ -50,10 +50,17 @@ def moments_of_stage(sizes: Sizes) -> dict[str, Held]:
 
 def kept_in_slots(sizes: Sizes) -> int:
     """Return the bytes of the chunks in flight, of gradients that wait, and of both inputs."""
-    schedule = schedule_of(sizes.config)
     is_full = sizes.config.train.recompute == 'full'
     each = sizes.residual if is_full else sizes.chunk_layers * sizes.kept_by_layer
-    return schedule.num_slots * each + (schedule.num_turns + 2) * sizes.residual
+    turns = sizes.config.train.microbatches if sizes.config.train.schedule == 'gpipe' else 1
+    return num_slots(sizes.config) * each + (turns + 2) * sizes.residual
+
+
+def num_slots(config: Config) -> int:
+    """Return the slots of a stage, as `counts/schedule.py` finds them, without its tables."""
+    stages, chunks = config.mesh.stages, config.mesh.virtual_stages
+    most = chunks * config.train.microbatches
+    return most if config.train.schedule == 'gpipe' else min((chunks + 1) * stages - 1, most)
 
 
 def _copied(sizes: Sizes) -> int:

@@ -13,6 +13,7 @@ from functools import cached_property
 from megajax.config import Config, ConfigError
 from megajax.counts.flops import Flops, step_flops
 from megajax.counts.products import Phase, Product, products
+from megajax.counts.stages import ticks
 from megajax.plan.launches import launch_seconds
 from megajax.plan.layouts import changed
 from megajax.plan.memory_traffic import (
@@ -32,6 +33,7 @@ class StepTime:
     """The seconds of one training step, and the rates that follow from them."""
 
     products: float
+    idle: float  # seconds of these in the idle ticks of a pipeline
     memory_bound: float
     launches: float  # seconds that launching short kernels takes beyond their work
     transfers: tuple[PlannedTransfer, ...]
@@ -97,6 +99,7 @@ class _InGroup:
 
     parts: list[tuple[float, float]]  # runs and seconds of each product and operation
     products: float
+    idle: float
     memory_bound: float
     waiting: Waiting  # after the group's collectives
     transfers: tuple[PlannedTransfer, ...]
@@ -118,6 +121,7 @@ class Timer:
     def __init__(self, cluster: Cluster, program: Software = MEGAJAX):
         self.cluster, self.program = cluster, program
         self._in_groups: dict[tuple[object, ...], _InGroup] = {}
+        self._forward: tuple[float, float] | None = None
 
     def step(self, config: Config) -> StepTime:
         """Return the time of a step of `config`."""
@@ -134,6 +138,7 @@ class Timer:
         )
         return StepTime(
             products=group.products,
+            idle=group.idle,
             memory_bound=group.memory_bound + sum(seconds for _, seconds in of_weights),
             launches=launch_seconds([*group.parts, *of_weights], group.num_launches),
             transfers=(*group.transfers, *over_data),
@@ -142,6 +147,25 @@ class Timer:
             devices=config.mesh.num_devices,
             peak_flops=peak_flops(config, cluster),
         )
+
+    def floor(self, config: Config) -> float:
+        """Return seconds that the products of a step take at least, without listing them."""
+        mesh, train, rates = config.mesh, config.train, self.cluster.hardware.efficiency
+        layers, head = self._flops_forward(config)
+        if train.recompute == 'full':
+            layers *= 3.5 / 3  # all products of a layer but the last one
+        if mesh.stages > 1:
+            layers *= ticks(config) / (mesh.virtual_stages * train.microbatches)
+        fastest = max(rates.matmul, rates.flash or 0.0, rates.flash_2 or 0.0)
+        return 3 * (layers + head) / mesh.num_devices / (peak_flops(config, self.cluster) * fastest)
+
+    def _flops_forward(self, config: Config) -> tuple[float, float]:
+        """Return the FLOPs of layers and head in a forward pass, half of the scores masked."""
+        if self._forward is None:
+            flops = step_flops(changed(config, train__recompute='none', train__overlap='none'))
+            attention = flops.attention / 2 if config.model.causal else flops.attention
+            self._forward = flops.layers + attention, flops.head
+        return self._forward
 
     def at_least(self, config: Config) -> float:
         """Return seconds that a step of `config` takes at least, whatever ZeRO shards."""
@@ -179,17 +203,26 @@ class Timer:
         seconds = defaultdict[tuple[str, Phase], float](float)
         for product, product_time in zip(work, of_products, strict=True):
             seconds[product.name, product.phase] += product_time
+        in_layers = sum(
+            time for x, time in zip(work, of_products, strict=True) if x.where != 'head'
+        )
         waiting = Waiting.of(seconds)
         sent = transfers(program.in_passes(config), config, cluster, program, waiting)
         return _InGroup(
             parts=[*zip(times, of_products + of_traffic, strict=True)],
             products=sum(seconds.values()),
+            idle=_idle_share(config) * in_layers,
             memory_bound=sum(of_traffic),
             waiting=waiting,
             transfers=tuple(sent),
             flops=step_flops(config, flash=flash),
             num_launches=program.num_launches(config),
         )
+
+
+def _idle_share(config: Config) -> float:
+    """Return the share of the ticks in which a stage of a pipeline has no microbatch."""
+    return 1 - config.mesh.virtual_stages * config.train.microbatches / ticks(config)
 
 
 def peak_flops(config: Config, cluster: Cluster) -> float:
