@@ -89,7 +89,8 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
     """Yield the layouts of a mesh with stages or context shards.
 
     They have sequence parallelism where there is tensor parallelism, and of the rungs of ZeRO those
-    that stages allow. GPipe is not among them: it takes as long as 1F1B and keeps more.
+    that stages allow. GPipe is not among them: it takes at least as long as 1F1B and keeps at least
+    as much. Nor is a ring of stages, whose hops compete with those between stages.
     """
     on_mesh = changed(
         config,
@@ -105,7 +106,7 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
     )
     counts = divisors(config.train.batch_size // mesh.data)
     chunks = divisors(config.model.num_layers // mesh.stages) if mesh.stages > 1 else (1,)
-    exchanges = ('gather', 'ring') if mesh.context > 1 else (config.mesh.context_exchange,)
+    exchanges = ('gather', 'ring') if mesh.context > 1 and mesh.stages == 1 else ('gather',)
     recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
     shards: tuple[str, ...] = ('none',)
     if mesh.data * mesh.context > 1:

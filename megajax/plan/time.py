@@ -103,7 +103,7 @@ class _InGroup:
     memory_bound: float
     waiting: Waiting  # after the group's collectives
     transfers: tuple[PlannedTransfer, ...]
-    flops: Flops
+    flash: bool
     num_launches: int
 
     @cached_property
@@ -142,7 +142,7 @@ class Timer:
             memory_bound=group.memory_bound + sum(seconds for _, seconds in of_weights),
             launches=launch_seconds([*group.parts, *of_weights], group.num_launches),
             transfers=(*group.transfers, *over_data),
-            flops=group.flops,
+            flops=step_flops(config, flash=group.flash),
             tokens=config.train.batch_size * config.train.seq_len,
             devices=config.mesh.num_devices,
             peak_flops=peak_flops(config, cluster),
@@ -215,7 +215,7 @@ class Timer:
             memory_bound=sum(of_traffic),
             waiting=waiting,
             transfers=tuple(sent),
-            flops=step_flops(config, flash=flash),
+            flash=flash,
             num_launches=program.num_launches(config),
         )
 

@@ -25,10 +25,10 @@ def mesh_name(mesh: Mesh) -> str:
 
 
 def describe(config: Config) -> str:
-    """Return a layout in words."""
-    words = [mesh_name(Mesh.of(config))]
-    chunks = config.mesh.virtual_stages
-    words += [f'{chunks} virtual stages'] if chunks > 1 else []
+    """Return a layout in words; `stages=8x3` are 8 stages of 3 virtual ones."""
+    mesh, chunks = config.mesh, config.mesh.virtual_stages
+    virtual = f'stages={mesh.stages}x{chunks}' if chunks > 1 else f'stages={mesh.stages}'
+    words = [mesh_name(Mesh.of(config)).replace(f'stages={mesh.stages}', virtual)]
     words += ['gpipe'] if config.mesh.stages > 1 and config.train.schedule == 'gpipe' else []
     words += ['ring'] if config.mesh.context > 1 and config.mesh.context_exchange == 'ring' else []
     words += ['sequence parallel'] if config.mesh.sequence_parallel else []
