@@ -83,6 +83,10 @@ RooflinePicture = Annotated[
     Path | None,
     typer.Option(help='Plot the matrix products under the roofline: .png, .svg or .pdf.'),
 ]
+SchedulePicture = Annotated[
+    Path | None,
+    typer.Option(help='Plot the schedule of the pipeline: .png, .svg or .pdf.'),
+]
 ScalingPicture = Annotated[Path | None, typer.Option(help='Plot MFU over the number of GPUs.')]
 TableName = Annotated[
     str | None,
@@ -108,6 +112,7 @@ def for_config(
     write: LayoutFile = None,
     roofline: RooflinePicture = None,
     scaling: ScalingPicture = None,
+    schedule: SchedulePicture = None,
     table: TableName = None,
 ) -> None:
     """Show memory, time and every layout of a config on GPUs, which need not be present.
@@ -124,7 +129,7 @@ def for_config(
         )
     config = load(source, overrides or ())
     check_outputs(json, write)
-    pictures = _checked_pictures(roofline=roofline, scaling=scaling)
+    pictures = _checked_pictures(roofline=roofline, scaling=scaling, schedule=schedule)
     from megajax.plan.faults import GPU_HOURS_TO_FAILURE
     from megajax.plan.planning import plan
     from megajax.plan.verify import check_verify, verified
@@ -220,10 +225,13 @@ def _checked_pictures(**paths: Path | None) -> dict[str, Path]:
 
 def _draw(pictures: dict[str, Path], result: 'Plan', gpu: str) -> None:
     from megajax.hardware.records import hardware
-    from megajax.plan import plot
+    from megajax.plan import plot, schedule_plot
     from megajax.plan.network import Cluster
 
     config = result.planned()
     cluster = Cluster.of(hardware(gpu), result.gpus, result.gpus_per_host)
     for name, path in pictures.items():
-        getattr(plot, name)(config, cluster).savefig(path)
+        if name == 'schedule':
+            schedule_plot.schedule(config).savefig(path)
+        else:
+            getattr(plot, name)(config, cluster).savefig(path)

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config
+from megajax.counts.collective import activation
+from megajax.counts.context import own_over_context
 from megajax.counts.grid import over_grid
 from megajax.counts.megatron import (
     GATHER,
@@ -15,12 +17,13 @@ from megajax.counts.megatron import (
     REDUCE,
     Expected,
     Site,
-    expected,
     few_kv_heads,
     over_data,
+    over_model,
     passes,
 )
 from megajax.counts.parameters import own_counts
+from megajax.counts.stages import Runs, between_lockstep_stages, gradients_of_lockstep_stages
 from megajax.hlo.program import Array
 
 ALL_TO_ALL = 'all-to-all'
@@ -29,32 +32,69 @@ ALL_TO_ALL = 'all-to-all'
 def communication(config: Config) -> list[Expected]:
     """Return every collective of a step of `config` that XLA places, except those of scalars.
 
-    Those of tensor parallelism come before those of data parallelism.
+    Those of tensor parallelism come before those of context shards, of stages and of data
+    parallelism.
     """
-    return [*over_tensor(config), *over_data_shards(config)]
+    return [*in_passes(config), *over_data_shards(config)]
+
+
+def in_passes(config: Config) -> list[Expected]:
+    """Return the collectives of the passes of microbatches, whatever ZeRO shards."""
+    mesh = config.mesh
+    return [
+        *over_tensor(config),
+        *(_over_context(config) if mesh.context > 1 else ()),
+        *(between_lockstep_stages(config) if mesh.stages > 1 else ()),
+    ]
 
 
 def over_tensor(config: Config) -> list[Expected]:
     """Return the collectives of a tensor-parallel group."""
     if config.mesh.is_grid:
         return [*over_grid(config)]
-    gathered = [*few_kv_heads(config)]
+    runs = Runs.of_stages(config)
+    gathered = [*few_kv_heads(config, runs)]
     kept = list[Expected]()
-    for collective in expected(config):
+    for collective in over_model(config, runs):
         # Megatron gathers the full QKV; here the queries are exchanged instead.
         if collective in gathered:
             gathered.remove(collective)
-        elif (
-            collective.site.axis == 'model'
-            and not _is_kept_from_forward(collective, kept)
-            and not _is_last_of_layer(collective)
+        elif not (
+            _is_kept_from_forward(collective, kept)
+            or (config.mesh.stages == 1 and _is_last_of_layer(collective))
         ):
             kept.append(collective)
-    return [*_first_tokens(config, kept), *_exchanged_heads(config)]
+    return [*_first_tokens(config, kept), *_exchanged_heads(config, runs.layers)]
+
+
+def _over_context(config: Config) -> Iterator[Expected]:
+    """Yield the exchanges of keys and values, and of their gradients.
+
+    The gradients in fp32 come from a kernel in 16 bits and return to 16 bits: XLA sends the first
+    and the last hop of a ring in these. A backward pass of a layer shares what it gathers with the
+    layer's recomputation, of a ring the first hop.
+    """
+    mesh, dtype = config.mesh, HLO_DTYPES[config.train.dtype]
+    is_ring = mesh.context_exchange == 'ring'
+    for sent in own_over_context(config, Runs.of_stages(config).layers):
+        hop = sent.times // (mesh.context - 1) if sent.array.dtype == dtype else sent.times
+        if sent.site.phase == 'recompute' and mesh.stages == 1:
+            if is_ring and mesh.context > 2:
+                yield dataclasses.replace(sent, times=sent.times - hop)
+        elif is_ring and sent.array.dtype != dtype:
+            at_ends = 2 * sent.times // mesh.context
+            ends = sent.array._replace(dtype=dtype)
+            yield dataclasses.replace(sent, array=ends, times=at_ends)
+            if sent.times > at_ends:
+                yield dataclasses.replace(sent, times=sent.times - at_ends)
+        else:
+            yield sent
 
 
 def over_data_shards(config: Config) -> list[Expected]:
     """Return the collectives of data parallelism."""
+    if config.mesh.stages > 1:
+        return [*gradients_of_lockstep_stages(config)]
     return [*over_data(config, own_counts(config))]
 
 
@@ -82,7 +122,8 @@ def _is_kept_from_forward(collective: Expected, before: list[Expected]) -> bool:
 def _is_last_of_layer(collective: Expected) -> bool:
     """Whether it is a layer's last reduction, in recomputation.
 
-    XLA omits it, because the backward pass does not need a layer's output.
+    XLA omits it, because the backward pass does not need a layer's output, unless a stage of a
+    pipeline recomputes all of its layers in one pass.
     """
     site = collective.site
     return site.name == 'mlp' and site.phase == 'recompute' and collective.kind != GATHER
@@ -104,23 +145,25 @@ def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:
             yield collective
             continue
         runs = config.train.microbatches
-        yield dataclasses.replace(collective, times=runs)
-        first = Array('f32', (config.microbatch_rows, config.model.hidden_size))
+        if config.mesh.stages == 1:
+            yield dataclasses.replace(collective, times=runs)
+        elif collective.array != activation(config):
+            yield collective  # of the stages' parts of the tokens
+            continue
+        dtype = 'f32' if config.mesh.stages == 1 else HLO_DTYPES[config.train.dtype]
+        first = Array(dtype, (config.microbatch_rows, config.model.hidden_size))
         yield dataclasses.replace(collective, kind=REDUCE, array=first, times=runs)
 
 
-def _exchanged_heads(config: Config) -> Iterator[Expected]:
+def _exchanged_heads(config: Config, layers: int) -> Iterator[Expected]:
     """Yield the collectives for fewer key/value heads than devices (`model/attention.py`)."""
     model, shards = config.model, config.mesh.model
-    layers = model.num_layers * config.train.microbatches
     if model.num_kv_heads >= shards:
         return
 
     def heads(count: int) -> Array:
-        return Array(
-            HLO_DTYPES[config.train.dtype],
-            (config.microbatch_rows, config.train.seq_len, count, model.head_dim),
-        )
+        rows, tokens, _ = activation(config).shape
+        return Array(HLO_DTYPES[config.train.dtype], (rows, tokens, count, model.head_dim))
 
     for phase in passes(config):
         site = Site('attention', phase, 'model')

@@ -14,7 +14,9 @@ t is the number of devices of the `model` axis.
 import dataclasses
 
 from megajax.config import Config
+from megajax.plan.held import Held
 from megajax.plan.sizes import FLOAT32, Sizes
+from megajax.plan.stage_memory import moments_of_stage
 
 # The share of the temporary bytes that is lost between the arrays of XLA's heap: from nothing to
 # 4 % in programs for H100s.
@@ -22,22 +24,6 @@ FRAGMENTS = 0.02
 # The share of the count that a program for H100s needed beyond it at most, as
 # tests/plan/test_compiled.py finds in the results.
 UNDERCOUNT = 0.026
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Held:
-    """Bytes that a step holds at one moment, beside state and batch."""
-
-    weights: int = 0  # ZeRO: weights that are gathered; else each product casts its own (buffers)
-    gradients: int = 0  # gradients in fp32; with several microbatches also their sum
-    activations: int = 0  # arrays that the forward pass keeps for the backward pass
-    logits: int = 0  # logits of one chunk of tokens, and their gradient
-    buffers: int = 0  # arrays of the current layer, and copies in another dtype or layout
-
-    @property
-    def total(self) -> int:
-        """The sum of all fields."""
-        return self.weights + self.gradients + self.activations + self.logits + self.buffers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +108,8 @@ def num_logit_chunks(config: Config) -> int:
 
 
 def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
-    moments = _moments(sizes, early=early)
+    is_staged = sizes.config.mesh.stages > 1
+    moments = moments_of_stage(sizes) if is_staged else _moments(sizes, early=early)
     moment = max(moments, key=lambda name: moments[name].total)
     return StepMemory(
         parameters=FLOAT32 * sizes.at_rest.all,
@@ -172,7 +159,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             weights=in_passes,
             gradients=gradients if early else gradients - in_layers,
             activations=sizes.kept,
-            buffers=sizes.model.num_layers * sizes.copied + copies,
+            buffers=sizes.layers * sizes.copied + copies,
         ),
         'backward': Held(
             weights=in_passes + _weights_of_layer(sizes),

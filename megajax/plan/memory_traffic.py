@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from megajax.config import Config
 from megajax.counts.parameters import megatron_counts
+from megajax.counts.stages import Runs, ticks
 from megajax.plan.sizes import BYTES
 
 
@@ -17,20 +18,20 @@ class Traffic:
 
     name: str
     bytes: float  # bytes that one run reads and writes
-    times: int  # runs in a step
+    times: float  # runs in a step
 
 
 def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
     """Yield the operations of the layers; each fused one reads and writes an array once."""
     # Between two products of a branch a grid shards the rows of the batch.
     model, t = config.model, config.mesh.tensor_parallel
-    tokens = config.microbatch_rows * config.train.seq_len
+    tokens = config.microbatch_rows * config.train.seq_len // config.mesh.context
     size = BYTES[config.train.dtype]
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
     heads = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * size / t
     ffn = tokens * model.ffn_size * size / t
     gated = model.activation == 'swiglu'
-    times = model.num_layers * config.train.microbatches
+    times = Runs.of_stages(config).layers
     forwards = 2 if config.train.recompute == 'full' else 1
     # Norms read and write one array; adding to the residual reads two and writes one. The backward
     # pass reads one array more.
@@ -43,7 +44,7 @@ def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
         times=times,
     )
     if not flash:
-        scores = config.microbatch_rows * model.num_heads / t * config.train.seq_len**2 * size
+        scores = tokens * model.num_heads / t * config.train.seq_len * size
         again = 1 if config.train.recompute == 'none' else 2
         dropout = 2 if model.dropout else 0
         yield Traffic(
@@ -53,21 +54,24 @@ def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
 
 def traffic_of_loss(config: Config) -> Iterator[Traffic]:
     """Yield the operations of the loss."""
-    tokens = config.microbatch_rows * config.train.seq_len
-    logits = 4 * tokens * config.model.padded_vocab_size / config.mesh.tensor_parallel
+    mesh = config.mesh
+    tokens = config.microbatch_rows * config.train.seq_len / mesh.context / mesh.stages
+    logits = 4 * tokens * config.model.padded_vocab_size / mesh.tensor_parallel
     # The maximum and the sum read the logits; the gradient is read and written.
     yield Traffic(name='loss', bytes=4 * logits, times=config.train.microbatches)
 
 
-def traffic_of_weights(config: Config, *, adds_shards: bool = False) -> Iterator[Traffic]:
+def traffic_of_weights(
+    config: Config, *, adds_shards: bool = False, accumulated_bytes: int = 12
+) -> Iterator[Traffic]:
     """Yield the operations on weights, gradients and moments.
 
     Gradients of microbatches are added up in full or, from ZeRO-2 on and with `adds_shards`, only
-    the part that a data shard keeps.
+    the part that a data shard keeps, at `accumulated_bytes` an element.
     """
     mesh, optim = config.mesh, config.optim
-    count = megatron_counts(config.model, mesh.model).all / mesh.model_rows
-    own = count / (mesh.data_shards if optim.shard != 'none' else 1)
+    count = megatron_counts(config.model, mesh.model, mesh.stages).all / mesh.model_rows
+    own = count / (mesh.data_shards * mesh.context if optim.shard != 'none' else 1)
     microbatches = config.train.microbatches
     if BYTES[config.train.dtype] == 2:
         yield Traffic(name='cast of weights', bytes=6 * count, times=1)
@@ -75,8 +79,8 @@ def traffic_of_weights(config: Config, *, adds_shards: bool = False) -> Iterator
         adds_shards = adds_shards or optim.shard in ('gradients', 'weights')
         yield Traffic(
             name='gradient accumulation',
-            bytes=12 * (own if adds_shards else count),
-            times=microbatches,
+            bytes=accumulated_bytes * (own if adds_shards else count),
+            times=ticks(config) / mesh.virtual_stages,
         )
     yield Traffic(name='gradient norm', bytes=4 * own, times=1)
     # The parameter and both moments are read and written, the gradient is read.

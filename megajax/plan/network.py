@@ -79,8 +79,12 @@ class Ring:
 
         An all-reduce of P bytes takes 2(t-1)/t P/bandwidth + 2(t-1) latency. All-gathers and
         reduce-scatters take half of that in both terms (Thakur et al., 2005, section 4). As many
-        steps as there are other hosts have the latency between hosts, as NCCL counts.
+        steps as there are other hosts have the latency between hosts, as NCCL counts. A permute is
+        one step.
         """
+        if kind == 'collective-permute':
+            latency = self.latency_across if self.hosts > 1 else self.latency_inside
+            return wire_bytes / self.bandwidth + latency
         rounds = 2 if kind == 'all-reduce' else 1
         latency = (self.size - self.hosts) * self.latency_inside + (
             self.hosts - 1

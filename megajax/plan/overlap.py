@@ -17,10 +17,12 @@ ZeRO-2 on, the share is within 9 points without tensor parallelism, and 10 point
 from typing import NamedTuple
 
 from megajax.config import Config
+from megajax.counts.collective import PERMUTE
 from megajax.counts.flops import uses_flash
 from megajax.counts.megatron import GATHER, REDUCE, SCATTER, Expected
 from megajax.counts.parameters import own_counts
 from megajax.counts.products import Phase
+from megajax.counts.stages import ticks
 
 
 class Beside(NamedTuple):
@@ -35,6 +37,7 @@ class Beside(NamedTuple):
 
 
 NOTHING = Beside(0.0, ())
+RING_SHARE = 0.5  # of the hops of a ring
 _ATTENTION, _MLP = ('qkv weight', 'out weight'), ('up weight', 'down weight')
 _BACKWARD = {
     ('head', REDUCE): Beside(1.0, ('head weight',)),
@@ -78,8 +81,27 @@ _OVER_DATA = {
 
 
 def is_over_data(collective: Expected) -> bool:
-    """Whether a collective is one of data parallelism."""
-    return bool({'data', 'replica'} & {*collective.site.axis.split('+')})
+    """Whether a collective is one of data parallelism, over context shards and stages too."""
+    axes = {*collective.site.axis.split('+')}
+    is_of_weights = collective.site.name in ('parameters', 'gradients')
+    return bool({'data', 'replica'} & axes) or (is_of_weights and not {'row', 'model'} & axes)
+
+
+def beside_ticks(collective: Expected, config: Config) -> Beside:
+    """Return what hides the sends of a pipeline in 1F1B: the other pass of the same tick.
+
+    In the ticks of one pass alone, at both ends, and in GPipe, nothing does.
+    """
+    mesh = config.mesh
+    if collective.kind != PERMUTE or config.train.schedule == 'gpipe':
+        return NOTHING
+    passes = ticks(config)
+    alone = mesh.virtual_stages * mesh.stages - 1
+    names = 'down', 'up', 'out', 'qkv'
+    if collective.site.phase == 'forward':
+        products = *(f'{name} {of}' for name in names for of in ('input', 'weight')), 'attention'
+        return Beside(1 - alone / passes, products, 'backward')
+    return Beside(1 - alone / passes, (*names, 'attention'), 'forward')
 
 
 def _shares_over_data(config: Config) -> dict[str, float]:
@@ -111,6 +133,13 @@ def _beside_layers(collective: Expected, config: Config) -> Beside:
     return Beside(shares['backward'], ('down weight', 'up weight'), 'backward')
 
 
+def _beside_blocks(collective: Expected, config: Config) -> Beside:
+    """Return what hides a hop of a ring: a block of attention; nothing hides a gather."""
+    if config.mesh.context_exchange == 'gather':
+        return NOTHING
+    return Beside(RING_SHARE, ('attention',))
+
+
 def beside(collective: Expected, config: Config) -> Beside:
     """Return the products that a collective of a step of `config` overlaps with.
 
@@ -121,6 +150,10 @@ def beside(collective: Expected, config: Config) -> Beside:
     if config.mesh.is_grid:
         return NOTHING
     key = collective.site.name, collective.kind
+    if collective.site.axis == 'stage':
+        return beside_ticks(collective, config)
+    if collective.site.axis == 'context':
+        return _beside_blocks(collective, config)
     if config.train.overlap == 'batch_split':
         tables = {
             'forward': _FORWARD_OF_HALVES,

@@ -18,6 +18,7 @@ from megajax.plan.search import Choice, Ranking, search, usable_memory
 from megajax.plan.time import StepTime, step_time
 from megajax.plan.transfers import PlannedTransfer
 from megajax.plan.verdicts import on_grids, on_sharding, on_tensor_parallelism
+from megajax.plan.verdicts_on_depth import bubble, on_contexts, on_pipelines
 from megajax.plan.words import describe, mesh_name, too_large, why_slower
 
 TOKENS = 1e9  # tokens that the cost is given for by default
@@ -98,6 +99,7 @@ def _report(
         memory_available=available,
         largest_microbatch=largest_microbatch(config, available),
         products=time.products,
+        idle=time.idle,
         memory_bound=time.memory_bound,
         launches=time.launches,
         transfers=[_transfer(transfer) for transfer in time.transfers],
@@ -111,6 +113,8 @@ def _report(
         verdict=on_tensor_parallelism(ranking, available),
         sharding=on_sharding(ranking, available),
         grids=on_grids(ranking),
+        pipelines=on_pipelines(ranking, available),
+        contexts=on_contexts(ranking, available),
         layouts=[_layout(choice, ranking, available) for choice in ranking.all],
         best_config=dump(ranking.best.config),
         impossible={mesh_name(mesh): reason for mesh, reason in ranking.impossible.items()},
@@ -168,6 +172,11 @@ def _layout(choice: Choice, ranking: Ranking, available: int) -> Candidate:
         name=describe(config),
         data=config.mesh.data,
         replicas=config.mesh.replicas,
+        stages=config.mesh.stages,
+        virtual_stages=config.mesh.virtual_stages,
+        context=config.mesh.context,
+        context_exchange=config.mesh.context_exchange,
+        bubble=bubble(config),
         model_rows=config.mesh.model_rows,
         model=config.mesh.model,
         sequence_parallel=config.mesh.sequence_parallel,

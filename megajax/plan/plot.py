@@ -29,7 +29,7 @@ def check_picture(path: Path) -> None:
     if path.suffix not in _FORMATS:
         raise ConfigError(f'{path}: a picture ends in {", ".join(_FORMATS)}')
     check_outputs(path)
-    _figure()
+    new_figure()
 
 
 def roofline(config: Config, cluster: Cluster) -> 'Figure':
@@ -38,7 +38,7 @@ def roofline(config: Config, cluster: Cluster) -> 'Figure':
     The lines above them are the GPU's peak, the rates of large products alone and in training, and
     the bandwidth of its memory.
     """
-    figure = _figure()
+    figure = new_figure()
     from matplotlib.ticker import LogLocator
 
     axes = figure.subplots()
@@ -142,7 +142,7 @@ def scaling(config: Config, cluster: Cluster) -> 'Figure':
 
     The batch is that of the config on any number of GPUs.
     """
-    figure = _figure()
+    figure = new_figure()
     axes = figure.subplots()
     choices = fastest(config, cluster, powers(max(512, cluster.num_devices)))
     gpus, shares = list(choices), [100 * choice.timed.mfu for choice in choices.values()]
@@ -187,7 +187,8 @@ def powers(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
-def _figure() -> 'Figure':
+def new_figure() -> 'Figure':
+    """Return an empty figure; raise ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from megajax.config import Config
+from megajax.counts.context import over_context
 from megajax.counts.flops import fits_flash, uses_flash
 from megajax.counts.megatron import (
     GATHER,
@@ -15,13 +16,15 @@ from megajax.counts.megatron import (
     Site,
     expected,
     over_data,
+    over_model,
 )
 from megajax.counts.parameters import num_parameters
 from megajax.counts.products import Phase
+from megajax.counts.stages import Runs, between_stages, gradients_of_stages, ticks
 from megajax.hlo.program import Array
 from megajax.plan import communication
 from megajax.plan.launches import num_launches
-from megajax.plan.overlap import NOTHING, Beside, beside, is_over_data
+from megajax.plan.overlap import NOTHING, Beside, beside, beside_ticks, is_over_data
 
 ProgramName = Literal['megajax', 'megatron']
 # cuDNN's flash attention, or FlashAttention-2; `hardware/records.py` has their rates.
@@ -32,18 +35,22 @@ Attention = Literal['flash', 'flash_2']
 class Software:
     """The software that runs the step."""
 
-    over_tensor: Callable[[Config], list[Expected]]  # collectives of a tensor-parallel group
+    # Collectives of the passes: those of tensor parallelism, context shards and stages.
+    in_passes: Callable[[Config], list[Expected]]
     over_data: Callable[[Config], list[Expected]]
     beside: Callable[[Expected, Config], Beside]
     uses_flash: Callable[[Config], bool]
     attention: Attention = 'flash'  # the flash attention that it uses, if it does
     gradient_bytes: int = 4  # bytes of each gradient element that is reduced over `data`
+    accumulated_bytes: int = 12  # bytes moved for each gradient element that is added up
     adds_shards: bool = False  # adds up shards of the microbatches' gradients, not full gradients
     # Whether it also recomputes the last product of a layer, which the backward pass does not need.
     recomputes_last: bool = False
     # The number of kernels of a step; 0 if they have not been counted.
     num_launches: Callable[[Config], int] = lambda _: 0
     has_grids: bool = False  # has 2-D tensor parallelism
+    # Whether each stage of a pipeline has a part of the tokens of the head, or the last one all.
+    shares_head: bool = False
 
 
 def fully_sharded(config: Config) -> list[Expected]:
@@ -81,6 +88,8 @@ def _beside_its_layer(collective: Expected, config: Config) -> Beside:
     site = collective.site
     if is_over_data(collective):
         return _beside_everything(collective, config)
+    if site.axis == 'stage':  # --overlap-p2p-communication needs several chunks a stage
+        return beside_ticks(collective, config) if config.mesh.virtual_stages > 1 else NOTHING
     # Only the collectives of sequence parallelism overlap with the product that they belong to.
     if collective.kind == REDUCE:
         return NOTHING
@@ -88,6 +97,15 @@ def _beside_its_layer(collective: Expected, config: Config) -> Beside:
         site.name, ()
     )
     return Beside(1.0, tuple(_names(parts, site.phase)))
+
+
+def _beside_weight_gradients(collective: Expected, _: Config) -> Beside:
+    """Return the overlap of Megatron-LM in 2022."""
+    site = collective.site
+    parts = {'attention': 'qkv', 'mlp': 'up', 'head': 'head'}
+    if site.phase != 'backward' or site.axis != 'model' or site.name not in parts:
+        return NOTHING
+    return Beside(1.0, (f'{parts[site.name]} weight',))
 
 
 def _beside_everything(collective: Expected, config: Config) -> Beside:
@@ -108,15 +126,41 @@ def _names(products: tuple[str, ...], phase: Phase) -> Iterator[str]:
         yield from (f'{name} input', f'{name} weight') if phase == 'backward' else (name,)
 
 
-def _megatron_over_tensor(config: Config) -> list[Expected]:
-    return [collective for collective in expected(config) if not is_over_data(collective)]
+def _megatron_in_passes(config: Config) -> list[Expected]:
+    """Return Megatron's collectives of the passes, those that a stage waits for in its bubble too.
+
+    Without sequence parallelism each device of a tensor-parallel group sends its part of a stage's
+    output, and they gather it on the other side (Narayanan et al., 2021, section 4.1).
+    """
+    mesh = config.mesh
+    if mesh.is_grid:
+        return [collective for collective in expected(config) if not is_over_data(collective)]
+    count, all_ticks = config.train.microbatches, ticks(config)
+    runs = Runs.of_stages(config)._replace(head=count, head_parts=1, embedding=count)
+    sent = over_model(config, runs)
+    if mesh.context > 1:
+        sent += over_context(config, runs.layers)
+    if mesh.stages == 1:
+        return sent
+    for send in between_stages(config):
+        send = dataclasses.replace(send, times=all_ticks)
+        if mesh.model == 1 or mesh.sequence_parallel:
+            sent.append(send)
+            continue
+        rows, tokens, size = send.array.shape
+        part = send.array._replace(shape=(rows, tokens // mesh.model, size))
+        inside = Site('stage', send.site.phase, 'model')
+        gathered = dataclasses.replace(send, site=inside, kind=GATHER, size=mesh.model)
+        sent += [dataclasses.replace(send, array=part), gathered]
+    return sent
 
 
 def _megatron_over_data(config: Config) -> list[Expected]:
     """Return Megatron's collectives of data parallelism, of matrices without megajax's padding."""
     size, sent = config.model.hidden_size, []
-    padded = size + -size % config.mesh.data_shards
-    for collective in over_data(config):
+    padded = size + -size % (config.mesh.data_shards * config.mesh.context)
+    is_staged = config.mesh.stages > 1
+    for collective in gradients_of_stages(config) if is_staged else over_data(config):
         (count,) = collective.array.shape
         if padded > size and collective.kind != REDUCE:
             array = Array(collective.array.dtype, (count // padded * size,))
@@ -126,15 +170,16 @@ def _megatron_over_data(config: Config) -> list[Expected]:
 
 
 MEGAJAX = Software(
-    over_tensor=communication.over_tensor,
+    in_passes=communication.in_passes,
     over_data=communication.over_data_shards,
     beside=beside,
     uses_flash=uses_flash,
     num_launches=num_launches,
     has_grids=True,
+    shares_head=True,
 )
 MEGATRON = Software(
-    over_tensor=_megatron_over_tensor,
+    in_passes=_megatron_in_passes,
     over_data=_megatron_over_data,
     beside=_beside_its_layer,
     uses_flash=lambda config: fits_flash(config.train.dtype, config.model.head_dim),
@@ -143,16 +188,21 @@ MEGATRON = Software(
 MEGATRON_WITHOUT_OVERLAP = dataclasses.replace(MEGATRON, beside=lambda *_: NOTHING)
 # As the papers of 2019 to 2022 ran it: attention in parts, gradients in fp16, nothing overlaps.
 MEGATRON_2021 = Software(
-    over_tensor=_megatron_over_tensor,
+    in_passes=_megatron_in_passes,
     over_data=_megatron_over_data,
     beside=lambda *_: NOTHING,
     uses_flash=lambda _: False,
     gradient_bytes=2,
     recomputes_last=True,
 )
+# As Korthikanti et al. (2022) ran it: what the backward pass sends of an input's gradient overlaps
+# with the product of the weight's gradient (section 6.2), which adds to the sum of the gradients.
+MEGATRON_2022 = dataclasses.replace(
+    MEGATRON_2021, beside=_beside_weight_gradients, accumulated_bytes=8
+)
 FSDP = dataclasses.replace(
     MEGATRON,
-    over_tensor=lambda _: [],
+    in_passes=lambda _: [],
     over_data=fully_sharded,
     beside=_beside_everything,
     attention='flash_2',

@@ -1,13 +1,19 @@
 """Published rates of training, with the configs and programs that they belong to."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import product
 
 from megajax.config import Config, MeshConfig, ModelConfig, OptimConfig, TrainConfig
+from megajax.config.rules import divisors, incompatibilities
 from megajax.counts.flops import narayanan_flops, step_flops
-from megajax.hardware.records import Hardware
+from megajax.hardware.records import Hardware, hardware
+from megajax.plan.layouts import changed
+from megajax.plan.megatron_memory import megatron_memory
 from megajax.plan.memory import largest_microbatch
+from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGATRON_2021, Software
+from megajax.plan.time import Timer
 
 Values = Mapping[str, str]  # the values of a line, by column
 
@@ -142,3 +148,29 @@ def with_largest_microbatch(config: Config, gpu: Hardware) -> Config:
     return config.model_copy(
         update={'train': config.train.model_copy(update={'microbatches': microbatches})}
     )
+
+
+def with_best_schedule(row: PublishedRate, stages: int) -> PublishedRate:
+    """Return the row on stages, with the microbatch and the virtual stages that the plan chooses.
+
+    It is for sources that do not give these. A microbatch has one, two or four rows.
+    """
+    cluster = Cluster.of(hardware(row.gpu), stages * row.num_gpus)
+    timer = Timer(cluster, row.program)
+    each = row.config.train.batch_size // row.config.mesh.data
+
+    def possible() -> Iterator[Config]:
+        for rows, chunks in product((1, 2, 4), divisors(row.config.model.num_layers // stages)):
+            config = changed(
+                row.config,
+                mesh__stages=stages,
+                mesh__virtual_stages=chunks,
+                train__microbatches=max(1, each // rows),
+            )
+            needed = megatron_memory(config, flash=row.program.uses_flash(config))
+            fits = needed <= cluster.hardware.memory
+            if each % rows == 0 and fits and not incompatibilities(config):
+                yield config
+
+    fastest = min(possible(), key=lambda config: timer.step(config).total)
+    return dataclasses.replace(row, config=fastest)

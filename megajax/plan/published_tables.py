@@ -7,11 +7,12 @@ from functools import partial
 from importlib import resources
 
 from megajax.hardware.records import hardware
+from megajax.plan.layouts import changed
 from megajax.plan.programs import (
     FSDP,
     FSDP_IN_JAX,
     MEGATRON,
-    MEGATRON_2021,
+    MEGATRON_2022,
     MEGATRON_WITHOUT_OVERLAP,
 )
 from megajax.plan.published_rates import (
@@ -23,6 +24,7 @@ from megajax.plan.published_rates import (
     of_2021,
     of_model_flops,
     sharded,
+    with_best_schedule,
     with_largest_microbatch,
 )
 
@@ -33,7 +35,7 @@ ROWS_2019 = 8  # sequences per model-parallel group
 def rows(table: str) -> list[PublishedRate]:
     """Return the rows of a table whose layouts are supported.
 
-    These are without pipeline or context parallelism, and not in fp8.
+    These are without context parallelism, and not in fp8.
     """
     file, read = TABLES[table]
     return list(read(csv.DictReader(_lines(file)[1:])))
@@ -105,10 +107,16 @@ def _narayanan(lines: Iterator[Values]) -> Iterator[PublishedRate]:
         )
 
 
-def _korthikanti(lines: Iterator[Values]) -> Iterator[PublishedRate]:
+def _narayanan_pipeline(lines: Iterator[Values]) -> Iterator[PublishedRate]:
     for values in lines:
-        if values['pipeline_parallel'] != '1':
-            continue
+        batch, data = int(values['batch']), int(values['data_parallel'])
+        row = of_2021(values, 'a100', float(values['tflops']), batch, data, 2048)
+        yield with_best_schedule(row, int(values['pipeline_parallel']))
+
+
+def _korthikanti(lines: Iterator[Values]) -> Iterator[PublishedRate]:
+    """Yield two rows for each model; a stage of the larger ones has three chunks of layers."""
+    for values in lines:
         model = model_of(values, vocab_size=51200, seq_len=2048, dropout=0.1)
         tensor, batch, rows = (
             int(values[name]) for name in ('tensor_parallel', 'batch', 'microbatch')
@@ -123,18 +131,18 @@ def _korthikanti(lines: Iterator[Values]) -> Iterator[PublishedRate]:
                 'sequence_parallel': recompute == 'selective',
             }
             config = config_of(model, 1, tensor, batch=batch, rows=rows, **keys)
+            if (stages := int(values['pipeline_parallel'])) > 1:
+                config = changed(config, mesh__stages=stages, mesh__virtual_stages=3)
             name, seconds = f'{values["params_b"]}B {recompute}', float(values[column])
-            yield of_model_flops(values, name, 'a100', config, MEGATRON_2021, seconds)
+            yield of_model_flops(values, name, 'a100', config, MEGATRON_2022, seconds)
 
 
 def _megatron_core(lines: Iterator[Values]) -> Iterator[PublishedRate]:
     """Yield rows with microbatches of one row, which fit for every config.
 
-    The source does not give the microbatch.
+    The source does not give the microbatch, nor the virtual stages where there is a pipeline.
     """
     for values in lines:
-        if values['pipeline_parallel'] != '1':
-            continue
         model = model_of(values, vocab_size=131072, seq_len=4096, tie_embeddings=False)
         data, tensor = int(values['data_parallel']), int(values['tensor_parallel'])
         config = sharded(
@@ -148,7 +156,9 @@ def _megatron_core(lines: Iterator[Values]) -> Iterator[PublishedRate]:
             )
         )
         row = of_model_flops(values, f'{values["params_b"]}B', 'h100', config, MEGATRON, 1.0)
-        yield dataclasses.replace(row, published=float(values['tflops']))
+        row = dataclasses.replace(row, published=float(values['tflops']))
+        stages = int(values['pipeline_parallel'])
+        yield with_best_schedule(row, stages) if stages > 1 else row
 
 
 def _llm_foundry(lines: Iterator[Values], *, gpu: str, peak: float) -> Iterator[PublishedRate]:
@@ -225,6 +235,7 @@ TABLES: dict[str, tuple[str, Callable[..., Iterator[PublishedRate]]]] = {
     'heads': ('megatron_2019_heads', _megatron_2019),
     'strong': ('megatron_2019_strong', _megatron_2019),
     'megatron': ('megatron_2020', _megatron_2020),
+    'narayanan-pipeline': ('narayanan_2021_pipeline', _narayanan_pipeline),
     'narayanan': ('narayanan_2021_table1', _narayanan),
     'korthikanti': ('korthikanti_2022', _korthikanti),
     'foundry-a100': ('llm_foundry', partial(_llm_foundry, gpu='a100_80gb', peak=312.0)),

@@ -53,6 +53,8 @@ def tables(plan: Plan) -> RenderableType:
         Text(f'tensor parallelism  {plan.verdict}', style='bold'),
         Text(f'sharding over data  {plan.sharding}'),
         *([Text(f'2-D grids           {plan.grids}')] if plan.grids else []),
+        *([Text(f'pipelines           {plan.pipelines}')] if plan.pipelines else []),
+        *([Text(f'context shards      {plan.contexts}')] if plan.contexts else []),
     )
 
 
@@ -105,7 +107,9 @@ def time_table(plan: Plan) -> Table:
     for name in ('ms', 'share'):
         table.add_column(name, justify='right')
     table.add_column('')
-    rows = [('matrix products', plan.products, ''), ('bound by memory', plan.memory_bound, '')]
+    rows = [('matrix products', plan.products - plan.idle, '')]
+    rows += [('bubble', plan.idle, 'products of idle ticks')] if plan.idle else []
+    rows += [('bound by memory', plan.memory_bound, '')]
     rows += [('short kernels', plan.launches, '')] if plan.launches > _SHOWN * plan.seconds else []
     for axis in dict.fromkeys(transfer.axis for transfer in plan.transfers):
         transfers = [transfer for transfer in plan.transfers if transfer.axis == axis]
@@ -172,7 +176,8 @@ def layouts_table(plan: Plan) -> Table:
     """Return a table of the fastest layout of each mesh, and why it lost.
 
     Layouts with and without sequence parallelism have separate rows. If no layout fits, the row has
-    the smallest. Of 2-D grids there is the fastest alone.
+    the smallest. Of 2-D grids there is the fastest alone, and of pipelines and context shards the
+    fastest of each number of them.
     """
     table = Table(
         box=None,
@@ -224,7 +229,10 @@ def _impossible(plan: Plan) -> list[Text]:
 def _best_of_each(layouts: list[Candidate]) -> list[Candidate]:
     seen: dict[tuple[int, bool] | str, Candidate] = {}
     for layout in layouts:
-        if layout.model_rows == 1:
+        if layout.stages * layout.context > 1:
+            if layout.fits:
+                seen.setdefault((-layout.stages, layout.context > 1), layout)
+        elif layout.model_rows == 1:
             seen.setdefault((layout.model, layout.sequence_parallel), layout)
         elif layout.fits:
             seen.setdefault('grid', layout)

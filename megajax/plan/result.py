@@ -74,6 +74,13 @@ class Candidate(_Result):
     name: str
     data: int
     replicas: int = Field(description='groups of data shards, each with a complete state (HSDP)')
+    stages: int = 1
+    virtual_stages: int = Field(default=1, description='chunks of layers of a stage')
+    context: int = Field(default=1, description='shards of a sequence')
+    context_exchange: str = Field(default='gather', description='of keys and values')
+    bubble: float = Field(
+        default=0.0, description='idle ticks of a pipeline over the others; the head has none'
+    )
     model_rows: int
     model: int
     sequence_parallel: bool
@@ -129,6 +136,9 @@ class Plan(_Result):
         default=None, description='the same for the fastest layout'
     )
     products: float
+    idle: float = Field(
+        default=0.0, description='seconds of products in the idle ticks of a pipeline'
+    )
     memory_bound: float
     launches: float = Field(
         description='seconds that launching short kernels takes beyond their work'
@@ -153,6 +163,12 @@ class Plan(_Result):
     sharding: str = Field(description='what the fastest layout shards over data shards, and why')
     grids: str | None = Field(
         description='whether a 2-D tensor-parallel grid is worth it; None if none can be'
+    )
+    pipelines: str | None = Field(
+        default=None, description='whether a pipeline is worth it; None if none can be'
+    )
+    contexts: str | None = Field(
+        default=None, description='whether context shards are worth it; None if none can be'
     )
     layouts: list[Candidate] = Field(
         description='all layouts: those that fit, fastest first, then those that fit and cannot be '

@@ -4,11 +4,12 @@ It says which layouts fit, how fast each is, and why the others lost.
 """
 
 import dataclasses
+import heapq
 from collections.abc import Iterable, Iterator
 
 from megajax.config import Config, ConfigError
 from megajax.config.rules import incompatibilities
-from megajax.plan.layouts import Mesh, changed, is_frugal, layouts, meshes
+from megajax.plan.layouts import Mesh, changed, deep_meshes, is_frugal, layouts, meshes
 from megajax.plan.memory import UNDERCOUNT, memory
 from megajax.plan.network import Cluster
 from megajax.plan.programs import MEGAJAX, Software
@@ -70,15 +71,15 @@ def search(
 ) -> Ranking:
     """Rank every layout for the batch of `config` on all GPUs of the cluster.
 
-    A layout is one choice of data, replicas, model, rows, sequence parallelism, overlap, recompute,
-    microbatches and what ZeRO shards. Without `prune` even those are timed that cannot be the
+    A layout is one choice of stages, virtual stages, data, replicas, context, its exchange, model,
+    rows, sequence parallelism, overlap, recompute, microbatches and what ZeRO shards. Without `prune` even those are timed that cannot be the
     fastest of their mesh. Raises ConfigError if none fits; the error says what would.
     """
     peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
     timer, available = Timer(cluster, program), usable_memory(cluster)
     fitting, slower, too_large = list[Choice](), list[Choice](), list[Choice]()
     impossible = dict[Mesh, str]()
-    for mesh in meshes(cluster.num_devices, has_grids=program.has_grids):
+    for mesh in _meshes(config, cluster, program):
         possible, reason = _possible(config, mesh, cluster)
         if not possible:
             impossible[mesh] = reason
@@ -101,6 +102,11 @@ def search(
     )
 
 
+def _meshes(config: Config, cluster: Cluster, program: Software) -> Iterator[Mesh]:
+    yield from meshes(cluster.num_devices, has_grids=program.has_grids)
+    yield from deep_meshes(config, cluster.num_devices, cluster.devices_per_host)
+
+
 def _possible(config: Config, mesh: Mesh, cluster: Cluster) -> tuple[list[Choice], str]:
     """Return the layouts of a mesh that can be, untimed; without any, the reason."""
     choices, reason = list[Choice](), ''
@@ -118,14 +124,22 @@ def _possible(config: Config, mesh: Mesh, cluster: Cluster) -> tuple[list[Choice
 def _timed(choices: Iterable[Choice], timer: Timer, *, prune: bool) -> Iterator[Choice]:
     """Time layouts of one mesh until no other can be faster than the fastest of them."""
     best = float('inf')
-    bounds = [(timer.at_least(choice.config), choice) for choice in choices]
-    for at_least, choice in sorted(bounds, key=lambda pair: pair[0]):
+    # By the least time that is known of each, which is refined before the layout is timed.
+    waiting = [
+        (timer.floor(choice.config), order, False, choice) for order, choice in enumerate(choices)
+    ]
+    heapq.heapify(waiting)
+    while waiting:
+        at_least, order, is_refined, choice = heapq.heappop(waiting)
         if prune and at_least > best:
             yield dataclasses.replace(choice, at_least=at_least)
-            continue
-        time = timer.step(choice.config)
-        best = min(best, time.total)
-        yield dataclasses.replace(choice, time=time)
+        elif prune and not is_refined:
+            at_least = max(at_least, timer.at_least(choice.config))
+            heapq.heappush(waiting, (at_least, order, True, choice))
+        else:
+            time = timer.step(choice.config)
+            best = min(best, time.total)
+            yield dataclasses.replace(choice, time=time)
 
 
 def usable_memory(cluster: Cluster) -> int:
@@ -133,11 +147,14 @@ def usable_memory(cluster: Cluster) -> int:
     return int(USABLE * cluster.hardware.memory / (1 + UNDERCOUNT))
 
 
-def _order(choice: Choice) -> tuple[float, int, int, bool, int, int, int, int]:
+def _order(choice: Choice) -> tuple[float | int, ...]:
     """Return a sort key: fastest first; of equals, the simpler."""
     config = choice.config
     return (
         choice.timed.total,
+        config.mesh.stages * config.mesh.context,
+        config.mesh.virtual_stages,
+        config.mesh.context_exchange == 'ring',
         config.mesh.tensor_parallel,
         config.mesh.model_rows,
         config.train.overlap == 'batch_split',
@@ -192,7 +209,8 @@ def _that_fits(
 ) -> Config | None:
     """Return some layout of the same batch that fits on a number of GPUs, None if there is none."""
     have = usable_memory(cluster)
-    for mesh in meshes(num_devices, has_grids=program.has_grids):
+    larger = dataclasses.replace(cluster, num_devices=num_devices)
+    for mesh in _meshes(config, larger, program):
         for candidate in filter(is_frugal, layouts(config, mesh, cluster.devices_per_host)):
             if (
                 not incompatibilities(candidate)

@@ -28,7 +28,10 @@ class Sizes:
         self.flash = uses_flash(config)
         self.is_masked = model.is_bert or config.data.document_mask
         self.itemsize = BYTES[train.dtype]
-        self.tokens = config.microbatch_rows * train.seq_len
+        self.layers = model.num_layers // shards('L')  # of a stage
+        self.chunk_layers = self.layers // layout.chunks
+        self.length = train.seq_len // shards('S')  # tokens of a sequence
+        self.tokens = config.microbatch_rows * self.length
         self.is_scattered = shards('T') > 1
         self.sums_early = config.optim.shard in ('gradients', 'weights')
 
@@ -51,10 +54,10 @@ class Sizes:
         self.hidden = of_tokens * model.ffn_size // shards('F')
         self.up = (2 if model.activation == 'swiglu' else 1) * self.hidden // shards('D')
         # The number of scores, not their bytes.
-        self.scores = self.tokens // shards('D') * train.seq_len * model.num_heads // shards('N')
+        self.scores = self.tokens // shards('D') * self.length * model.num_heads // shards('N')
         # JAX gives cuDNN the documents as a bias of the scores, one for all heads, and cuDNN
         # returns its gradient.
-        self.mask = between * train.seq_len if self.is_masked else 0
+        self.mask = between * self.length if self.is_masked else 0
 
     @cached_property
     def kept_by_layer(self) -> int:
@@ -76,7 +79,7 @@ class Sizes:
     @cached_property
     def kept(self) -> int:
         """The bytes that all layers keep: with full recomputation only their inputs."""
-        return self.model.num_layers * (
+        return self.layers * (
             self.residual if self.config.train.recompute == 'full' else self.kept_by_layer
         )
 
@@ -86,7 +89,7 @@ class Sizes:
 
         For BERT also of segments and token types, and of each row's sentence order.
         """
-        rows, length = self.config.microbatch_rows, self.config.train.seq_len
+        rows, length = self.config.microbatch_rows, self.length
         of_row = (5 if self.is_masked else 3) * length + (1 if self.model.is_bert else 0)
         return 4 * of_row * rows * self.config.train.microbatches
 
@@ -110,10 +113,15 @@ class Sizes:
     def logits(self) -> tuple[int, int, int]:
         """The number of chunks of the loss (`model/loss.py`), and the bytes of logits of one chunk.
 
-        The logits are in fp32; the third value is the bytes of their gradient.
+        The logits are in fp32; the third value is the bytes of their gradient. Each stage of a
+        pipeline has a part of the tokens of all rows.
         """
-        length = self.config.train.seq_len // self.layout.num_shards('T')
-        logits = FLOAT32 * self.tokens * self.model.padded_vocab_size
+        scattered, tokens = self.layout.num_shards('T'), self.tokens
+        length = self.length // scattered
+        if self.config.mesh.stages > 1:
+            length = -(-tokens // scattered // self.config.mesh.stages)
+            tokens = length * scattered
+        logits = FLOAT32 * tokens * self.model.padded_vocab_size
         logits //= self.layout.num_shards('V')
         chunks, _ = chunk_sizes(logits, length)
         return chunks, logits // chunks, self.itemsize * logits // FLOAT32 // chunks
@@ -186,5 +194,5 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
         inputs=sum(size for x, size in matrices if x.is_stacked and x.dims[1] != 'D'),
         table=counts['embedding.table'][1],
         early=sum(num_elements(x, sizes, layout.shards) for x, _ in matrices if x.partial),
-        layer=layer // model.num_layers,
+        layer=layer * layout.num_shards('L') // model.num_layers,
     )

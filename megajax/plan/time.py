@@ -13,7 +13,9 @@ from functools import cached_property
 from megajax.config import Config, ConfigError
 from megajax.counts.flops import Flops, step_flops
 from megajax.counts.products import Phase, Product, products
+from megajax.counts.stages import ticks
 from megajax.plan.launches import launch_seconds
+from megajax.plan.layouts import changed
 from megajax.plan.memory_traffic import (
     Traffic,
     traffic_of_layers,
@@ -31,6 +33,7 @@ class StepTime:
     """The seconds of one training step, and the rates that follow from them."""
 
     products: float
+    idle: float  # seconds of these in the idle ticks of a pipeline
     memory_bound: float
     launches: float  # seconds that launching short kernels takes beyond their work
     transfers: tuple[PlannedTransfer, ...]
@@ -94,12 +97,13 @@ def step_time(config: Config, cluster: Cluster, program: Software = MEGAJAX) -> 
 class _InGroup:
     """The part of a step that a tensor-parallel group does whatever ZeRO shards."""
 
-    parts: list[tuple[int, float]]  # runs and seconds of each product and operation
+    parts: list[tuple[float, float]]  # runs and seconds of each product and operation
     products: float
+    idle: float
     memory_bound: float
     waiting: Waiting  # after the group's collectives
     transfers: tuple[PlannedTransfer, ...]
-    flops: Flops
+    flash: bool
     num_launches: int
 
     @cached_property
@@ -117,26 +121,51 @@ class Timer:
     def __init__(self, cluster: Cluster, program: Software = MEGAJAX):
         self.cluster, self.program = cluster, program
         self._in_groups: dict[tuple[object, ...], _InGroup] = {}
+        self._forward: tuple[float, float] | None = None
 
     def step(self, config: Config) -> StepTime:
         """Return the time of a step of `config`."""
         cluster, program = self.cluster, self.program
         group = self._in_group(config)
-        moved = traffic_of_weights(config, adds_shards=program.adds_shards)
+        moved = traffic_of_weights(
+            config,
+            adds_shards=program.adds_shards,
+            accumulated_bytes=program.accumulated_bytes,
+        )
         of_weights = [(moves.times, traffic_seconds(moves, cluster)) for moves in moved]
         over_data = transfers(
             program.over_data(config), config, cluster, program, group.waiting.copy()
         )
         return StepTime(
             products=group.products,
+            idle=group.idle,
             memory_bound=group.memory_bound + sum(seconds for _, seconds in of_weights),
             launches=launch_seconds([*group.parts, *of_weights], group.num_launches),
             transfers=(*group.transfers, *over_data),
-            flops=group.flops,
+            flops=step_flops(config, flash=group.flash),
             tokens=config.train.batch_size * config.train.seq_len,
             devices=config.mesh.num_devices,
             peak_flops=peak_flops(config, cluster),
         )
+
+    def floor(self, config: Config) -> float:
+        """Return seconds that the products of a step take at least, without listing them."""
+        mesh, train, rates = config.mesh, config.train, self.cluster.hardware.efficiency
+        layers, head = self._flops_forward(config)
+        if train.recompute == 'full':
+            layers *= 3.5 / 3  # all products of a layer but the last one
+        if mesh.stages > 1:
+            layers *= ticks(config) / (mesh.virtual_stages * train.microbatches)
+        fastest = max(rates.matmul, rates.flash or 0.0, rates.flash_2 or 0.0)
+        return 3 * (layers + head) / mesh.num_devices / (peak_flops(config, self.cluster) * fastest)
+
+    def _flops_forward(self, config: Config) -> tuple[float, float]:
+        """Return the FLOPs of layers and head in a forward pass, half of the scores masked."""
+        if self._forward is None:
+            flops = step_flops(changed(config, train__recompute='none', train__overlap='none'))
+            attention = flops.attention / 2 if config.model.causal else flops.attention
+            self._forward = flops.layers + attention, flops.head
+        return self._forward
 
     def at_least(self, config: Config) -> float:
         """Return seconds that a step of `config` takes at least, whatever ZeRO shards."""
@@ -146,7 +175,8 @@ class Timer:
         mesh, train = config.mesh, config.train
         key = (
             *(mesh.data, mesh.model_rows, mesh.model, mesh.sequence_parallel),
-            *(train.microbatches, train.recompute, train.overlap),
+            *(mesh.stages, mesh.virtual_stages, mesh.context, mesh.context_exchange),
+            *(train.microbatches, train.recompute, train.overlap, train.schedule),
         )
         if key not in self._in_groups:
             self._in_groups[key] = self._time_group(config)
@@ -159,26 +189,40 @@ class Timer:
         rate = attention and cluster.hardware.efficiency.of_attention(attention)
         flash = rate is not None
         work = products(config, flash=flash, recomputes_last=program.recomputes_last)
+        at_head = config
+        if config.mesh.stages > 1 and not program.shares_head:
+            at_head = changed(config, mesh__stages=1, mesh__virtual_stages=1)
+            alone = [x for x in products(at_head, flash=flash) if x.where == 'head']
+            work = [*(product for product in work if product.where != 'head'), *alone]
         of_products = [
             product_seconds(product, config, cluster, program.attention) for product in work
         ]
-        moved = [*traffic_of_layers(config, flash=flash), *traffic_of_loss(config)]
+        moved = [*traffic_of_layers(config, flash=flash), *traffic_of_loss(at_head)]
         of_traffic = [traffic_seconds(operation, cluster) for operation in moved]
         times = [product.times for product in work] + [operation.times for operation in moved]
         seconds = defaultdict[tuple[str, Phase], float](float)
         for product, product_time in zip(work, of_products, strict=True):
             seconds[product.name, product.phase] += product_time
+        in_layers = sum(
+            time for x, time in zip(work, of_products, strict=True) if x.where != 'head'
+        )
         waiting = Waiting.of(seconds)
-        sent = transfers(program.over_tensor(config), config, cluster, program, waiting)
+        sent = transfers(program.in_passes(config), config, cluster, program, waiting)
         return _InGroup(
             parts=[*zip(times, of_products + of_traffic, strict=True)],
             products=sum(seconds.values()),
+            idle=_idle_share(config) * in_layers,
             memory_bound=sum(of_traffic),
             waiting=waiting,
             transfers=tuple(sent),
-            flops=step_flops(config, flash=flash),
+            flash=flash,
             num_launches=program.num_launches(config),
         )
+
+
+def _idle_share(config: Config) -> float:
+    """Return the share of the ticks in which a stage of a pipeline has no microbatch."""
+    return 1 - config.mesh.virtual_stages * config.train.microbatches / ticks(config)
 
 
 def peak_flops(config: Config, cluster: Cluster) -> float:
@@ -205,7 +249,9 @@ def product_seconds(
     """
     hardware, peak = cluster.hardware, peak_flops(config, cluster)
     if product.flash:
-        done = product.flops / 2 if config.model.causal else product.flops
+        # Of the blocks of other context shards no score is masked.
+        own = product.sizes[0] == config.train.seq_len // config.mesh.context
+        done = product.flops / 2 if config.model.causal and own else product.flops
         return (
             product.times
             * done

@@ -92,6 +92,7 @@ def _apart_from_sharding(config: Config) -> tuple[object, ...]:
     mesh, train = config.mesh, config.train
     return (
         *Mesh.of(config),
+        *(mesh.virtual_stages, mesh.context_exchange),
         mesh.sequence_parallel,
         *(train.microbatches, train.recompute, train.overlap),
     )

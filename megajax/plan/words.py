@@ -19,12 +19,18 @@ def group_name(mesh: Mesh) -> str:
 
 def mesh_name(mesh: Mesh) -> str:
     """Return a mesh in words."""
-    return f'data={mesh.data} x model={group_name(mesh)}'
+    stages = f'stages={mesh.stages} x ' if mesh.stages > 1 else ''
+    context = f'context={mesh.context} x ' if mesh.context > 1 else ''
+    return f'{stages}data={mesh.data} x {context}model={group_name(mesh)}'
 
 
 def describe(config: Config) -> str:
-    """Return a layout in words."""
-    words = [mesh_name(Mesh.of(config))]
+    """Return a layout in words; `stages=8x3` are 8 stages of 3 virtual ones."""
+    mesh, chunks = config.mesh, config.mesh.virtual_stages
+    virtual = f'stages={mesh.stages}x{chunks}' if chunks > 1 else f'stages={mesh.stages}'
+    words = [mesh_name(Mesh.of(config)).replace(f'stages={mesh.stages}', virtual)]
+    words += ['gpipe'] if config.mesh.stages > 1 and config.train.schedule == 'gpipe' else []
+    words += ['ring'] if config.mesh.context > 1 and config.mesh.context_exchange == 'ring' else []
     words += ['sequence parallel'] if config.mesh.sequence_parallel else []
     words += [f'recompute={config.train.recompute}'] if config.train.recompute != 'none' else []
     count = config.train.microbatches
@@ -43,7 +49,8 @@ def too_large(needed: int, available: int) -> str:
 def why_slower(ours: StepTime, best: StepTime) -> str:
     """Say by how much a step is slower than the best, and where most of that time goes."""
     parts = {
-        'matrix products': ours.products - best.products,
+        'matrix products': ours.products - ours.idle - (best.products - best.idle),
+        'bubble': ours.idle - best.idle,
         'bound by memory': ours.memory_bound - best.memory_bound,
         'short kernels': ours.launches - best.launches,
     }
@@ -57,7 +64,9 @@ def no_layout(num_devices: int, impossible: Mapping[Mesh, str]) -> Iterator[str]
     """Say why no mesh of some GPUs can train a config."""
     yield f'no mesh of {num_devices} GPUs can train this config'
     reasons = [
-        f'{mesh_name(mesh)}: {reason}' for mesh, reason in impossible.items() if mesh.rows == 1
+        f'{mesh_name(mesh)}: {reason}'
+        for mesh, reason in impossible.items()
+        if mesh.rows == 1 and mesh.is_flat
     ]
     yield from reasons[:REASONS]
     if len(reasons) > REASONS:
