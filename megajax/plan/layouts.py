@@ -9,7 +9,6 @@ from megajax.config.divisors import divisors
 from megajax.config.mesh_rules import replicas_within_hosts
 from megajax.counts.flops import uses_flash
 
-
 SHORTEST = 1024  # tokens of a sequence on a context shard, at least
 
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 from megajax.config import Config, MeshConfig, ModelConfig, OptimConfig, TrainConfig
-from megajax.config.rules import divisors, incompatibilities
+from megajax.config.divisors import divisors
+from megajax.config.rules import incompatibilities
 from megajax.counts.flops import narayanan_flops, step_flops
 from megajax.hardware.records import Hardware, hardware
 from megajax.plan.layouts import changed
