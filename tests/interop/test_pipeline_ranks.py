@@ -2,6 +2,7 @@
 megatron-core itself takes them.
 """
 
+import contextlib
 import re
 import warnings
 from pathlib import Path
@@ -184,13 +185,19 @@ def test_stages_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> 
 @pytest.mark.parametrize(('stages', 'virtual'), [(2, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize('name', ['gpt2', 'llama'])
 def test_megatron_core_loads_each_chunk_strictly_and_has_our_logits(
-    tmp_path: Path, name: str, stages: int, virtual: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stages: int, virtual: int
 ) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         pytest.importorskip(
             'megatron.core.models.gpt.gpt_model', reason='megatron-core is not installed'
         )
+    import torch
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    # Attention's buffer, and dropout of 0, would ask for a GPU.
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 'cpu')
+    monkeypatch.setattr(CudaRNGStatesTracker, 'fork', lambda *_: contextlib.nullcontext())
     weights, arguments = deep(name)
     write_ranks(tmp_path / 'in', weights, 1, arguments)
     import_megatron(tmp_path / 'in', tmp_path / 'run', ['train.dtype=float32'])
@@ -211,14 +218,12 @@ def _logits_of_megatron(
     from megatron.core import parallel_state
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
     store = torch.distributed.FileStore(str(folder / 'store'), 1)
     torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)
     try:
         parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(0, force_reset_rng=True)
         is_llama, hidden = arguments['swiglu'], None
         bias = arguments['add_bias_linear']
         config = TransformerConfig(
