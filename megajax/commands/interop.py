@@ -87,12 +87,19 @@ def import_megatron_lm(
         int | None,
         typer.Option(min=1, help='The expected number of ranks; not checked if left out.'),
     ] = None,
+    pipeline_parallel: Annotated[
+        int | None,
+        typer.Option(min=1, help='The expected number of stages; not checked if left out.'),
+    ] = None,
 ) -> None:
-    """Create a run at step 0 from Megatron-LM's mp_rank_XX/model_optim_rng.pt; merges the ranks."""
+    """Create a run at step 0 from Megatron-LM's mp_rank_TT/model_optim_rng.pt; merges the ranks.
+
+    Pipeline stages (mp_rank_TT_PPP) are merged too, with their virtual stages.
+    """
     _say_warnings()
     from megajax.interop.ranks import import_megatron
 
-    import_megatron(folder, out, overrides or (), ranks=tensor_parallel)
+    import_megatron(folder, out, overrides or (), ranks=tensor_parallel, stages=pipeline_parallel)
     print(f'run        {out}\ncheckpoint {out}/checkpoints/0')
 
 
@@ -101,16 +108,31 @@ def export_megatron_lm(
     source: Source,
     out: NewFolder,
     tensor_parallel: Annotated[int, typer.Option(min=1, help='The number of ranks to write.')],
+    pipeline_parallel: Annotated[
+        int, typer.Option(min=1, help='The number of pipeline stages of each rank.')
+    ] = 1,
+    virtual_stages: Annotated[
+        int, typer.Option(min=1, help='The number of chunks of layers of each stage.')
+    ] = 1,
 ) -> None:
-    """Write mp_rank_XX/model_optim_rng.pt for each of Megatron-LM's ranks.
+    """Write mp_rank_TT/model_optim_rng.pt for each of Megatron-LM's ranks.
+
+    For several pipeline stages the folders are mp_rank_TT_PPP.
 
     The directory appears when it is complete.
     """
     _on_the_host()
     from megajax.interop.ranks import export_megatron
 
-    export_megatron(source, out, ranks=tensor_parallel)
-    print(f'{out}: {tensor_parallel} ranks in float32')
+    export_megatron(
+        source,
+        out,
+        ranks=tensor_parallel,
+        stages=pipeline_parallel,
+        virtual_stages=virtual_stages,
+    )
+    of_stages = f' x {pipeline_parallel} pipeline stages' if pipeline_parallel > 1 else ''
+    print(f'{out}: {tensor_parallel} ranks{of_stages} in float32')
 
 
 def _on_the_host() -> None:

@@ -8,7 +8,6 @@ from megajax.config import ConfigError
 Keys = dict[str, Any]
 # Arguments that must be absent or have one of these values: otherwise Megatron's decoder differs.
 ONLY: Mapping[str, tuple[Any, ...]] = {
-    'pipeline_model_parallel_size': (1,),
     'num_experts': (),
     'multi_latent_attention': (False,),
     'heterogeneous_layers_config_path': (),

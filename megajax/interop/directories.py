@@ -97,11 +97,7 @@ def export_huggingface(
         tokens = _write_tokenizer(checkpoint, partial, model.max_seq_len)
         keys |= {'torch_dtype': dtype, 'use_cache': True, **tokens}
         (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
-        names = (tensor.name for tensor in plan)
-        arrays = (
-            _cast(name, x, dtype)
-            for name, (_, x) in zip(names, parts(checkpoint, [pieces]), strict=True)
-        )
+        arrays = (_cast(name, x, dtype) for _, name, x in parts(checkpoint, [pieces]))
         write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
     return family, dtype
 

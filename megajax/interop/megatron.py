@@ -8,8 +8,9 @@ names. Heads and gates have the same order in both formats: `linear_qkv` by key/
 A dim in SHARDED_BY_MEGATRON is split over the ranks of a tensor-parallel group, in equal parts.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from megajax.checkpoint.open import abstract_params
 from megajax.config import Config, ConfigError, ModelConfig
 from megajax.counts.parameters import SHARDED_BY_MEGATRON
 from megajax.interop.pieces import (
+    Piece,
     Pieces,
     Shape,
     check,
@@ -33,9 +35,10 @@ from megajax.interop.pieces import (
 from megajax.parallel.layer_order import tree_on_stages
 from megajax.parallel.layout import Layout
 
+TABLE, HEAD = 'embedding.table', 'output_layer.weight'
 # megajax's parameter: (megatron-core's name, where {} stands for the layer's index; its dims)
 NAMES: dict[str, tuple[str, str]] = {
-    'embedding.table': ('embedding.word_embeddings.weight', 'VD'),
+    TABLE: ('embedding.word_embeddings.weight', 'VD'),
     'position.table': ('embedding.position_embeddings.weight', 'SD'),
     'layers.attention_norm.weight': ('decoder.layers.{}.input_layernorm.weight', 'D'),
     'layers.attention_norm.bias': ('decoder.layers.{}.input_layernorm.bias', 'D'),
@@ -61,12 +64,29 @@ NAMES: dict[str, tuple[str, str]] = {
     'layers.mlp.down.bias': ('decoder.layers.{}.mlp.linear_fc2.bias', 'D'),
     'norm.weight': ('decoder.final_layernorm.weight', 'D'),
     'norm.bias': ('decoder.final_layernorm.bias', 'D'),
-    'head': ('output_layer.weight', 'VD'),
+    'head': (HEAD, 'VD'),
 }
 KEYS = (
     'model.num_layers, norm, position, qk_norm, bias, qkv_bias and tie_embeddings '
     'decide which tensors exist'
 )
+
+
+class Chunk(NamedTuple):
+    """A part of a model that one stage of a pipeline holds: some of the layers, and the ends."""
+
+    layers: range  # their names there begin at 0
+    is_first: bool  # with the embedding
+    is_last: bool  # with the final norm and the head
+
+
+def chunks_of(sizes: Sequence[int]) -> list[Chunk]:
+    """Return the chunks of a model, in the order of its layers, with these numbers of layers."""
+    ends, last = list(accumulate(sizes)), len(sizes) - 1
+    return [
+        Chunk(range(end - size, end), index == 0, index == last)
+        for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
+    ]
 
 
 def from_megatron(config: Config, weights: Mapping[str, Any]) -> nnx.State:
@@ -106,12 +126,15 @@ def megatron_pieces(
     rank: int = 0,
     ranks: int = 1,
     vocab_rows: int | None = None,
+    chunk: Chunk | None = None,
 ) -> Pieces:
     """The pieces of each parameter on one rank of a tensor-parallel group.
 
     `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included.
-    Raises ConfigError for BERT, and if the ranks do not divide the model.
+    Of a pipeline only the pieces in `chunk` are returned. Raises ConfigError for BERT, and if the
+    ranks do not divide the model.
     """
+    chunk = chunk or Chunk(range(model.num_layers), is_first=True, is_last=True)
     if model.is_bert:
         raise ConfigError(
             f'model.objective={model.objective}: '
@@ -134,5 +157,25 @@ def megatron_pieces(
             dim: slice(min(rank * part, end), min((rank + 1) * part, end))
             for dim, (part, end) in parts.items()
         }
-        pieces[path] = make_pieces(name, there, here, shape, ranges, {'V': rows})
+        made = make_pieces(name, there, here, shape, ranges, {'V': rows})
+        pieces[path] = list(_in_chunk(path, name, made, chunk, model))
     return pieces
+
+
+def _in_chunk(
+    path: str, name: str, pieces: Sequence[Piece], chunk: Chunk, model: ModelConfig
+) -> Iterator[Piece]:
+    """Yield a parameter's pieces in a chunk, by their names there.
+
+    A last chunk that is not the first has a copy of a tied embedding as the weight of its head.
+    """
+    if path.startswith('layers.'):
+        for index, layer in enumerate(chunk.layers):
+            yield pieces[layer]._replace(name=name.format(index))
+    elif path.startswith(('embedding.', 'position.')):
+        if chunk.is_first:
+            yield from pieces
+        elif chunk.is_last and model.tie_embeddings and path == TABLE:
+            yield from (piece._replace(name=HEAD) for piece in pieces)
+    elif chunk.is_last:
+        yield from pieces

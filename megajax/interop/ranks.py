@@ -1,6 +1,7 @@
-"""Import and export of Megatron-LM checkpoints with one file for each tensor-parallel rank.
+"""Import and export of Megatron-LM checkpoints with one file for each rank.
 
-The files are `mp_rank_XX/model_optim_rng.pt`.
+The files are `mp_rank_TT/model_optim_rng.pt` (`rank_files.py`), in a pipeline one for each stage of
+each tensor-parallel rank.
 """
 
 import re
@@ -12,55 +13,47 @@ import numpy as np
 
 from megajax.checkpoint.digests import find_sound
 from megajax.checkpoint.record import RECORD, read_record
-from megajax.config import Config, ConfigError, dump, load, reload
+from megajax.config import Config, ConfigError, ModelConfig, dump, load, reload
 from megajax.interop.arguments import read_arguments
 from megajax.interop.folder import check_new, new_folder, settings
-from megajax.interop.torch_files import Namespace, Stored, load_torch, torch_files
+from megajax.interop.rank_files import (
+    FILE,
+    RELEASE,
+    TRACKER,
+    VERSION,
+    RankFile,
+    chunk_names,
+    find_ranks,
+    rank_name,
+    read_rank,
+)
+from megajax.interop.torch_files import Stored, torch_files
 
 if TYPE_CHECKING:
     from megajax.interop.pieces import Pieces
 
-FILE, TRACKER, RELEASE = 'model_optim_rng.pt', 'latest_checkpointed_iteration.txt', 'release'
-VERSION = 3.0  # version of the layout; since 2.0 QKV is grouped by head
 MEGATRON_VOCAB_MULTIPLE = 128  # rows on each rank, Megatron's make_vocab_size_divisible_by
-IGNORED = re.compile(r'.*_extra_state(\..*)?|.*rotary_pos_emb\.inv_freq')
-# Translation of names in Transformer Engine's layers and in Megatron-LM before megatron-core to
-# those of the local layer specification.
-ALIASES = (
-    (r'linear_qkv\.layer_norm_(weight|bias)$', r'input_layernorm.\1'),
-    (r'self_attention\.input_layernorm', 'input_layernorm'),
-    (r'mlp\.linear_fc1\.layer_norm_(weight|bias)$', r'pre_mlp_layernorm.\1'),
-    (r'^language_model\.(encoder|transformer)\.', 'decoder.'),
-    (r'^language_model\.', ''),
-    (r'^decoder\.(layers\.\d+)\.attention\.', r'decoder.\1.self_attention.'),
-    (r'\.query_key_value\.', '.linear_qkv.'),
-    (r'\.self_attention\.dense\.', '.self_attention.linear_proj.'),
-    (r'\.post_attention_layernorm\.', '.pre_mlp_layernorm.'),
-    (r'\.dense_h_to_4h\.', '.linear_fc1.'),
-    (r'\.dense_4h_to_h\.', '.linear_fc2.'),
-)
-
-
-class RankFile(NamedTuple):
-    """The contents of one rank's file."""
-
-    path: Path
-    arguments: Mapping[str, Any]  # empty if it has none
-    tensors: Mapping[str, np.ndarray]  # by megatron-core's names
+LAYER = re.compile(r'decoder\.layers\.(\d+)\.')
+COPY = 'output_layer.weight'  # of a tied embedding, on the last stage of a pipeline
 
 
 def import_megatron(
-    folder: Path, out: Path, overrides: Sequence[str] = (), *, ranks: int | None = None
+    folder: Path,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    stages: int | None = None,
 ) -> Config:
-    """Make `out` a run at step 0 with a checkpoint's weights, merged over tensor-parallel ranks.
+    """Make `out` a run at step 0 with a checkpoint's weights, merged over ranks and stages.
 
     Returns the config of the run. The checkpoint's arguments, or a config.yaml beside the ranks,
     describe the model. Raises ConfigError for unsupported settings, for files that ask for more
     than tensors, and for incomplete weights.
     """
     check_new(out)
-    files = [_read_file(path) for path in find_ranks(folder, ranks)]
-    config = _config(folder, files[0], out, overrides)
+    files = [[read_rank(path) for path in group] for group in find_ranks(folder, ranks, stages)]
+    config = _config(folder, files[0][0], out, overrides)
     from megajax.interop.runs import start_run
 
     start_run(
@@ -73,18 +66,22 @@ def import_megatron(
     return config
 
 
-def export_megatron(source: Path, out: Path, *, ranks: int) -> None:
+def export_megatron(
+    source: Path, out: Path, *, ranks: int, stages: int = 1, virtual_stages: int = 1
+) -> None:
     """Write a checkpoint as Megatron-LM's release checkpoint for tensor-parallel `ranks`, in fp32.
 
-    `source` is a run, whose newest checkpoint is written, or one checkpoint. Host memory holds one
-    parameter and one of its tensors at a time. Raises ConfigError if the ranks do not divide the
-    model.
+    `source` is a run, whose newest checkpoint is written, or one checkpoint. For a pipeline there
+    is a file for each of the `stages` of a rank, with `virtual_stages` chunks of layers. Host
+    memory holds one parameter and one of its tensors at a time. Raises ConfigError if ranks or
+    stages do not divide the model.
     """
     checkpoint = find_sound(source)
     record = read_record(checkpoint)
     config = reload(record.config, place=str(checkpoint / RECORD))
+    _check_stages(config.model, stages, virtual_stages)
     from megajax.checkpoint.compare import parameter_shapes
-    from megajax.interop.megatron import megatron_pieces
+    from megajax.interop.megatron import chunks_of, megatron_pieces
     from megajax.interop.runs import parts
 
     shapes = parameter_shapes(checkpoint)
@@ -93,107 +90,55 @@ def export_megatron(source: Path, out: Path, *, ranks: int) -> None:
         * MEGATRON_VOCAB_MULTIPLE
         * ranks
     )
+    count = stages * virtual_stages
+    chunks = chunks_of([config.model.num_layers // count] * count)
     pieces = [
-        megatron_pieces(config.model, shapes, rank=rank, ranks=ranks, vocab_rows=rows)
+        megatron_pieces(config.model, shapes, rank=rank, ranks=ranks, vocab_rows=rows, chunk=chunk)
         for rank in range(ranks)
+        for chunk in chunks
     ]
-    float32 = np.dtype(np.float32)
-    contents = [
-        {
-            'checkpoint_version': VERSION,
-            'iteration': record.step,
-            'model': {
-                piece.name: Stored(piece.shape, float32)
-                for group in of_rank.values()
-                for piece in group
-            },
-        }
-        for of_rank in pieces
-    ]
+    contents, places = [], {}
+    for file in range(ranks * stages):
+        rank, stage = divmod(file, stages)
+        models, index = {}, 0
+        for number, name in enumerate(chunk_names(virtual_stages)):
+            holder = rank * count + number * stages + stage
+            models[name] = _stored(pieces[holder])
+            for tensor in models[name]:
+                places[holder, tensor] = file, index
+                index += 1
+        contents.append({'checkpoint_version': VERSION, 'iteration': record.step, **models})
+    names = [rank_name(rank, stage, stages) for rank in range(ranks) for stage in range(stages)]
     with new_folder(out) as partial:
-        paths = [partial / RELEASE / f'mp_rank_{rank:02}' / FILE for rank in range(ranks)]
+        paths = [partial / RELEASE / name / FILE for name in names]
         for path in paths:
             path.parent.mkdir(parents=True)
         with torch_files(paths, contents) as files:
-            for rank, x in parts(checkpoint, pieces):
-                files[rank].append(x)
+            for holder, name, x in parts(checkpoint, pieces):
+                file, index = places[holder, name]
+                files[file].write(index, x)
         (partial / 'config.yaml').write_text(dump(config))
         (partial / TRACKER).write_text(RELEASE)
 
 
-def find_ranks(folder: Path, ranks: int | None = None) -> list[Path]:
-    """Return the files of all ranks of a checkpoint, in order.
+def _stored(pieces: 'Pieces') -> dict[str, Stored]:
+    float32 = np.dtype(np.float32)
+    return {
+        piece.name: Stored(piece.shape, float32) for group in pieces.values() for piece in group
+    }
 
-    `folder` is a checkpoint's folder, or one that holds several, of which the newest is used.
-    Raises ConfigError if there are no ranks, not `ranks` of them, or pipeline stages among them.
-    """
-    tracker = folder / TRACKER
-    if tracker.is_file():
-        newest = tracker.read_text().strip()
-        folder = folder / (
-            newest
-            if newest == RELEASE
-            else f'iter_{int(newest):07}'
-            if newest.isdecimal()
-            else newest
-        )
-    names = sorted(path.name for path in folder.glob('mp_rank_*') if path.is_dir())
-    if not names:
+
+def _check_stages(model: ModelConfig, stages: int, virtual_stages: int) -> None:
+    if virtual_stages > 1 and stages == 1:
         raise ConfigError(
-            f'{folder}: there is no mp_rank_00: '
-            f'give the folder of a checkpoint, or one that holds {TRACKER}'
+            f'{virtual_stages} virtual stages are parts of a stage, and there is no pipeline: '
+            'give --pipeline-parallel, or leave --virtual-stages out'
         )
-    if staged := [name for name in names if not re.fullmatch(r'mp_rank_\d\d', name)]:
+    if model.num_layers % (stages * virtual_stages):
         raise ConfigError(
-            f'{folder}: {staged[0]} is a pipeline or expert stage, '
-            'but only tensor-parallel ranks can be merged'
+            f'{stages} pipeline stages x {virtual_stages} virtual stages must divide '
+            f'model.num_layers={model.num_layers}'
         )
-    if names != [f'mp_rank_{rank:02}' for rank in range(len(names))]:
-        raise ConfigError(f'{folder}: holds {", ".join(names)}, but not every rank from 00 on')
-    if ranks is not None and ranks != len(names):
-        raise ConfigError(f'{folder}: holds {len(names)} ranks, not {ranks}')
-    paths = [folder / name / FILE for name in names]
-    if missing := [path for path in paths if not path.is_file()]:
-        raise ConfigError(f'{missing[0]}: is missing')
-    return paths
-
-
-def _read_file(path: Path) -> RankFile:
-    contents = load_torch(path)
-    if not isinstance(contents, Mapping) or not isinstance(contents.get('model'), Mapping):
-        raise ConfigError(f"{path}: holds no 'model'")
-    version = contents.get('checkpoint_version', VERSION)
-    if not isinstance(version, (int, float)) or version < 2:
-        raise ConfigError(
-            f'{path}: checkpoint_version {version} orders QKV differently; '
-            'only 2.0 and later are supported'
-        )
-    arguments = contents.get('args')
-    known = (
-        vars(arguments)
-        if isinstance(arguments, Namespace)
-        else arguments
-        if isinstance(arguments, Mapping)
-        else {}
-    )
-    return RankFile(path, known, dict(_tensors(contents['model'], path)))
-
-
-def _tensors(
-    model: Mapping[str, Any], path: Path, prefix: str = ''
-) -> Iterator[tuple[str, np.ndarray]]:
-    for key, value in model.items():
-        name = f'{prefix}{key}'
-        if IGNORED.fullmatch(name) or name == 'word_embeddings_for_head':
-            continue
-        if isinstance(value, Mapping):
-            yield from _tensors(value, path, f'{name}.')
-        elif isinstance(value, np.ndarray):
-            for pattern, replacement in ALIASES:
-                name = re.sub(pattern, replacement, name)
-            yield name, value
-        else:
-            raise ConfigError(f'{path}: {name} is not a tensor')
 
 
 def _config(folder: Path, first: RankFile, out: Path, overrides: Sequence[str]) -> Config:
@@ -213,61 +158,123 @@ def _config(folder: Path, first: RankFile, out: Path, overrides: Sequence[str]) 
     )
 
 
-def _merge(config: Config, files: Sequence[RankFile]) -> Any:
-    """Return the parameters assembled from all ranks' tensors, whose names get the rank."""
+class _Holder(NamedTuple):
+    """A chunk of layers on one rank: where it is, its tensors, and their pieces."""
+
+    path: Path
+    tensors: Mapping[str, np.ndarray]
+    pieces: 'Pieces'
+
+
+def _merge(config: Config, files: Sequence[Sequence[RankFile]]) -> Any:
+    """Return the parameters assembled from the tensors of all ranks, whose names get the rank."""
     from megajax.checkpoint.open import abstract_params
-    from megajax.interop.megatron import KEYS, megatron_pieces
-    from megajax.interop.pieces import check, place, shapes_of
+    from megajax.interop.megatron import KEYS
+    from megajax.interop.pieces import check, place
     from megajax.parallel.layer_order import tree_on_stages
     from megajax.parallel.layout import Layout
 
     abstract = abstract_params(config)
-    embedding = next(
-        (x for name, x in files[0].tensors.items() if name == 'embedding.word_embeddings.weight'),
-        None,
-    )
-    rows = config.model.vocab_size if embedding is None else len(embedding) * len(files)
-    if rows < config.model.vocab_size:
-        raise ConfigError(
-            f'{files[0].path}: {len(files)} ranks hold {rows} rows of the embedding, '
-            f'but model.vocab_size is {config.model.vocab_size}'
-        )
+    holders: dict[str, _Holder] = {}
+    for name, holder in _holders(config.model, files):
+        of = str(holder.path) + (f', {chunk}' if (chunk := name.partition('/')[2]) else '')
+        check(abstract, holder.pieces, holder.tensors, of=of, keys=KEYS)
+        holders[name] = holder
     merged: dict[str, list[Any]] = {}
-    for rank, file in enumerate(files):
-        pieces = megatron_pieces(
-            config.model, shapes_of(config.model), rank=rank, ranks=len(files), vocab_rows=rows
-        )
-        check(abstract, pieces, file.tensors, of=str(file.path), keys=KEYS)
-        for path, group in pieces.items():
-            merged.setdefault(path, []).extend(
-                piece._replace(name=f'{rank}/{piece.name}') for piece in group
-            )
+    for name, holder in holders.items():
+        for path, group in holder.pieces.items():
+            renamed = (piece._replace(name=f'{name}:{piece.name}') for piece in group)
+            merged.setdefault(path, []).extend(renamed)
+    _check_copies(merged, holders)
     tensors = {
-        f'{rank}/{name}': x for rank, file in enumerate(files) for name, x in file.tensors.items()
+        f'{name}:{tensor}': x
+        for name, holder in holders.items()
+        for tensor, x in holder.tensors.items()
     }
-    _check_copies(merged, files)
-    params = place(abstract, merged, tensors, of=f'{files[0].path.parent.parent}: rank')
+    params = place(abstract, merged, tensors, of=str(files[0][0].path.parent.parent))
     return tree_on_stages(params, Layout.of(config))
 
 
-def _check_copies(merged: 'Pieces', files: Sequence[RankFile]) -> None:
+def _holders(
+    model: ModelConfig, files: Sequence[Sequence[RankFile]]
+) -> Iterator[tuple[str, _Holder]]:
+    """Yield the chunks of all ranks in the order of the layers, by names of rank and chunk.
+
+    How many layers a chunk has is seen from its tensors, so stages may have different numbers.
+    """
+    from megajax.interop.megatron import chunks_of, megatron_pieces
+    from megajax.interop.pieces import shapes_of
+
+    stages, names = len(files[0]), chunk_names(len(files[0][0].chunks))
+    for file in (file for group in files for file in group):
+        if len(file.chunks) != len(names):
+            raise ConfigError(
+                f'{file.path}: holds {len(file.chunks)} chunks of layers, but '
+                f'{files[0][0].path} holds {len(names)}'
+            )
+    shapes, rows = shapes_of(model), _vocab_rows(model, files)
+    for rank, group in enumerate(files):
+        # Layers go through all stages before they come to the next chunk of the first.
+        order = [(file, index) for index in range(len(names)) for file in group]
+        sizes = [_num_layers(file.chunks[index]) for file, index in order]
+        if stages * len(names) > 1 and sum(sizes) != model.num_layers:
+            raise ConfigError(
+                f'{group[0].path.parent.parent}: the stages of rank {rank:02} hold '
+                f'{" + ".join(map(str, sizes))} = {sum(sizes)} layers, '
+                f'but model.num_layers is {model.num_layers}'
+            )
+        if len(sizes) == 1:
+            sizes = [model.num_layers]
+        for (file, index), chunk in zip(order, chunks_of(sizes), strict=True):
+            pieces = dict(
+                megatron_pieces(
+                    model, shapes, rank=rank, ranks=len(files), vocab_rows=rows, chunk=chunk
+                )
+            )
+            tensors = file.chunks[index]
+            if not chunk.is_first and model.tie_embeddings and COPY not in tensors:
+                pieces['embedding.table'] = []  # Megatron-LM's own layers keep the copy elsewhere
+            name = file.path.parent.name + (f'/{names[index]}' if len(names) > 1 else '')
+            yield name, _Holder(file.path, tensors, pieces)
+
+
+def _num_layers(tensors: Mapping[str, np.ndarray]) -> int:
+    matches = (LAYER.match(name) for name in tensors)
+    return max((1 + int(match[1]) for match in matches if match), default=0)
+
+
+def _vocab_rows(model: ModelConfig, files: Sequence[Sequence[RankFile]]) -> int:
+    first = files[0][0]
+    embedding = first.chunks[0].get('embedding.word_embeddings.weight')
+    rows = model.vocab_size if embedding is None else len(embedding) * len(files)
+    if rows < model.vocab_size:
+        raise ConfigError(
+            f'{first.path}: {len(files)} ranks hold {rows} rows of the embedding, '
+            f'but model.vocab_size is {model.vocab_size}'
+        )
+    return rows
+
+
+def _check_copies(merged: 'Pieces', holders: Mapping[str, _Holder]) -> None:
     """Raise ConfigError if ranks that should hold copies of a tensor hold different values."""
     from megajax.interop.pieces import check_finite
 
     for group in merged.values():
-        firsts: dict[Any, int] = {}
+        firsts: dict[Any, tuple[_Holder, str]] = {}
         for piece in group:
-            rank, name = int(piece.name.partition('/')[0]), piece.name.partition('/')[2]
+            place, _, name = piece.name.partition(':')
+            holder = holders[place]
             where = tuple((part.start, part.stop) for part in piece.at)
-            first = firsts.setdefault(where, rank)
+            first, its_name = firsts.setdefault(where, (holder, name))
             if any(start == stop for start, stop in where):  # nothing but padding of the vocabulary
                 continue
-            if first != rank and not np.array_equal(
-                files[first].tensors[name], files[rank].tensors[name]
+            if first is not holder and not np.array_equal(
+                first.tensors[its_name], holder.tensors[name]
             ):
                 # NaN would differ even from itself.
-                check_finite(name, files[rank].tensors[name], of=str(files[rank].path))
+                check_finite(name, holder.tensors[name], of=str(holder.path))
+                other = '' if its_name == name else f'{its_name} '
                 raise ConfigError(
-                    f'{files[rank].path}: {name} differs from that in {files[first].path}, '
-                    'but every rank should hold the same'
+                    f'{holder.path}: {name} differs from {other or "that "}in {first.path}, '
+                    'but both should hold the same'
                 )

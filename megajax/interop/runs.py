@@ -53,8 +53,8 @@ def start_run(
             checkpoints.save({'params': params}, 0)
 
 
-def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield every piece of a checkpoint's parameters, in fp32, with the index of its rank.
+def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, str, np.ndarray]]:
+    """Yield the index of a rank, and the name and the array of a piece, in fp32, for every piece.
 
     Each parameter is read once, and each rank's arrays come in the order of its pieces.
     """
@@ -62,4 +62,4 @@ def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, np.n
         x = read_parameter(checkpoint, path)
         for rank, pieces in enumerate(ranks):
             for piece in pieces[path]:
-                yield rank, cut(x, piece)
+                yield rank, piece.name, cut(x, piece)

@@ -223,27 +223,31 @@ class Stored(NamedTuple):
 class TorchFile:
     """A `torch.save` file that is being written.
 
-    The pickle comes first, then each tensor's data in the order of the names.
+    The pickle comes first, then each tensor's data.
     """
 
     def __init__(self, file: BinaryIO, contents: Mapping[str, Any]):
         self._archive = zipfile.ZipFile(file, 'w', zipfile.ZIP_STORED)
         self._tensors: list[Stored] = []
-        self._next = 0
+        self._written: set[int] = set()
         self._write('data.pkl', b'\x80\x02' + b''.join(self._pickle(contents)) + b'.')
         self._write('version', b'3\n')
         self._write('byteorder', b'little')
 
     def append(self, x: np.ndarray) -> None:
-        """Write the data of the next tensor."""
-        stored = self._tensors[self._next]
-        assert (x.shape, x.dtype) == stored
-        self._write(f'data/{self._next}', np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
-        self._next += 1
+        """Write the data of the next tensor, in the order of the names."""
+        self.write(len(self._written), x)
+
+    def write(self, index: int, x: np.ndarray) -> None:
+        """Write the data of a tensor, given its place in the order of the names."""
+        assert index not in self._written
+        assert (x.shape, x.dtype) == self._tensors[index]
+        self._write(f'data/{index}', np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
+        self._written.add(index)
 
     def close(self) -> None:
-        """Write the archive's directory; every tensor must have been appended."""
-        assert self._next == len(self._tensors)
+        """Write the archive's directory; every tensor must have been written."""
+        assert len(self._written) == len(self._tensors)
         self._archive.close()
 
     def _write(self, name: str, data: bytes | memoryview) -> None:
