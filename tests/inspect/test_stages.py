@@ -77,7 +77,7 @@ SMALL = config(stages=2, context=2, train={'microbatches': 2})
         slow(config(stages=2, data=2, **SP, train=HALF, shard='optimizer')),
         slow(config(stages=2, data=2, replicas=2, model=2, shard='optimizer')),
         slow(config('bert', stages=4, **SP, train=FULL)),
-        slow(config('bert', stages=2, model=2, train={'batch_size': 16})),
+        slow(config('bert', stages=2, model=2, train={'batch_size': 24})),
         slow(config(context=2, data=2, model=2)),
         slow(config(context=4, **SP, train=HALF, shard='optimizer')),
         slow(config(context=4, model=2, context_exchange='ring', train=FULL)),

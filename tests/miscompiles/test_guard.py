@@ -32,6 +32,7 @@ from megajax.miscompiles import (
     mesh_target,
     probe,
     refuse_bitten,
+    refuse_pipelined_sends,
     target_of,
 )
 from megajax.miscompiles.empty_permute import EMPTY_PERMUTE, PASS
@@ -50,6 +51,9 @@ from . import texts
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
 )
+
+OTHER_FLAG = '--xla_cpu_enable_fast_math=false'
+OPT_LEVEL = '--xla_gpu_experimental_pipeline_parallelism_opt_level=PIPELINE_PARALLELISM_OPT_LEVEL'
 
 
 @pytest.fixture(autouse=True)
@@ -265,3 +269,38 @@ def test_the_report_says_of_each_fault_what_is_done_about_it(answers: Answers) -
     answers[EMPTY_PERMUTE.name] = UNCURED
     [uncured, *_] = __main__.report('h100')
     assert 'are refused (mesh.sequence_parallel, model.bias, mesh.data)' in uncured
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'is_refused'),
+    [
+        ({'stages': 2, 'data': 2}, True),
+        ({'stages': 2}, False),  # one ring
+        ({'data': 2, 'model': 2}, False),
+        ({'context': 2, 'model': 2, 'context_exchange': 'ring'}, True),
+        ({'context': 2, 'model': 2, 'context_exchange': 'gather'}, False),
+    ],
+)
+@pytest.mark.parametrize(
+    ('flags', 'pipelines'),
+    [
+        ('--xla_gpu_enable_pipelined_p2p=true', True),
+        ('--xla_gpu_enable_pipelined_p2p', True),
+        (f'{OTHER_FLAG} {OPT_LEVEL}_ENABLE', True),
+        ('--xla_gpu_enable_pipelined_p2p=false', False),
+        (f'{OPT_LEVEL}_DISABLE', False),
+        (OTHER_FLAG, False),
+    ],
+)
+def test_flags_that_pipeline_sends_are_refused_where_a_permute_has_several_cycles(
+    mesh: dict, is_refused: bool, flags: str, pipelines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('XLA_FLAGS', flags)
+    train = {'microbatches': 2, 'batch_size': 8}
+    config = make_config('llama', mesh={'data': 1, 'model': 1} | mesh, train=train)
+    refuse_pipelined_sends(config, 'cpu')
+    if not (is_refused and pipelines):
+        refuse_pipelined_sends(config, 'h100')
+        return
+    with pytest.raises(ConfigError, match=r'xla#45222.* 2 of 2 devices; leave it out'):
+        refuse_pipelined_sends(config, 'h100')

@@ -322,3 +322,56 @@ def under(prefix: str, weights: Weights) -> Weights:
         for name, weight in weights.items()
         if name.startswith(f'{prefix}.')
     }
+
+
+def gpipe_loss(
+    layers: Weights,
+    outside: Weights,
+    token_BS: jax.Array,
+    label_BS: jax.Array,
+    mask_BS: jax.Array,
+    *,
+    config: ModelConfig,
+    sp: bool,
+    microbatches: int,
+) -> jax.Array:
+    """GPT-2 on the stages of a pipeline (Huang et al., 2019), each with its part of stacked layers.
+
+    In each tick a stage sends what it has made to the next; the gradients of these come back in as
+    many ticks. All stages have what is outside the layers, which one all-reduce a step adds.
+    """
+    layers, outside = reduce_gradients(layers, sp), reduce_gradients(outside, sp)
+    outside = {name: lax.pcast(x, 'stage', to='varying') for name, x in outside.items()}
+    stage, stages = lax.axis_index('stage'), lax.axis_size('stage')
+    ring = [(i, (i + 1) % stages) for i in range(stages)]
+    table_VD = outside['embedding.word_embeddings.weight']
+    rows = token_BS, label_BS, mask_BS
+    token_MBS, *targets = (x.reshape(microbatches, -1, x.shape[-1]) for x in rows)
+
+    def layer(x_BRD: jax.Array, weights: Weights) -> tuple[jax.Array, None]:
+        return transformer_layer(x_BRD, weights, config, sp), None
+
+    def tick(x_BRD: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+        token_BS = token_MBS[jnp.minimum(index, microbatches - 1)]
+        first_BRD = vocab_parallel_embedding(table_VD, token_BS, sp)
+        first_BRD = position_embedding(
+            outside['embedding.position_embeddings.weight'], first_BRD, sp
+        )
+        y_BRD, _ = lax.scan(layer, jnp.where(stage == 0, first_BRD, x_BRD), layers)
+        return lax.ppermute(y_BRD, 'stage', ring), y_BRD
+
+    def add_head(loss: jax.Array, last: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        x_BRD, label_BS, mask_BS = last
+        x_BRD = layer_norm(x_BRD, outside, 'decoder.final_layernorm', config.norm_eps)
+        mean = language_model_loss(x_BRD, table_VD, label_BS, mask_BS, sp)
+        return loss + mean * lax.psum(mask_BS.sum(), 'data'), None
+
+    batch, length = token_MBS.shape[1:]
+    shape = batch, length // (lax.axis_size('model') if sp else 1), config.hidden_size
+    zeros = lax.pcast(jnp.zeros(shape), ('stage', 'data', *(('model',) * sp)), to='varying')
+    _, y_TBRD = lax.scan(tick, zeros, jnp.arange(microbatches + stages - 1))
+    start = lax.pcast(jnp.zeros(()), 'stage', to='varying')
+    total, _ = lax.scan(add_head, start, (y_TBRD[stages - 1 :], *targets))
+    return lax.psum(jnp.where(stage == stages - 1, total, 0), 'stage') / lax.psum(
+        mask_BS.sum(), 'data'
+    )

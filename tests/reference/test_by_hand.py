@@ -190,6 +190,81 @@ def test_zero_sends_the_bytes_of_megatron_by_hand(rung: int, microbatches: int) 
     assert ours.keys() == {'all-gather', 'reduce-scatter', 'all-reduce'}
 
 
+def gpipe(sp: bool, microbatches: int, **model: Any) -> Config:
+    """Two rows of a data shard in each microbatch."""
+    rows = {'batch_size': 4 * microbatches, 'microbatches': microbatches}
+    train = rows | {'schedule': 'gpipe', 'recompute': 'full'}
+    return gpt(
+        2,
+        sp,
+        mesh={'stages': 2, 'data': 2, 'model': 2, 'sequence_parallel': sp},
+        train=train,
+        model=model,
+    )
+
+
+def run_stages(config: Config) -> tuple[list[jax.stages.Lowered], list[tuple[Any, ...]]]:
+    """The gradients of a pipeline, ours and by hand, and their arguments."""
+    sp, microbatches = config.mesh.sequence_parallel, config.train.microbatches
+    weights = random_weights(vocab_size=config.model.vocab_size)
+    outside = {name: x for name, x in weights.items() if not name.startswith('decoder.layers.')}
+    stacked = stack(weights, config.model.num_layers)
+    by_stage = {name: P('stage', *by_hand.spec(name)) for name in stacked}
+    by_hand_loss = jax.shard_map(
+        functools.partial(
+            by_hand.gpipe_loss, config=config.model, sp=sp, microbatches=microbatches
+        ),
+        in_specs=(by_stage, specs(outside), P('data'), P('data'), P('data')),
+        out_specs=P(),
+    )
+    batch = place_batch(make_batch(config))
+    placed = {name: jax.device_put(x, by_stage[name]) for name, x in stacked.items()}
+    rows = batch['tokens'], batch['labels'], batch['loss_mask']
+    arguments = [
+        (from_megatron(config, weights), batch, jax.random.key(0)),
+        (placed, place(outside), *rows),
+    ]
+    gradients = jax.value_and_grad(by_hand_loss, argnums=(0, 1))
+    functions = make_loss_and_gradients(config), gradients
+    lowered = [jax.jit(f).lower(*x) for f, x in zip(functions, arguments, strict=True)]
+    return lowered, arguments
+
+
+def stack(weights: Arrays, num_layers: int) -> Arrays:
+    """The weights of layers by their names in a layer, [layer, ...]."""
+    layers = [by_hand.under(f'decoder.layers.{index}', weights) for index in range(num_layers)]
+    return {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
+
+
+@pytest.mark.parametrize(('sp', 'microbatches'), [slow(False, 2), slow(True, 3)])
+def test_a_pipeline_is_gpipe_by_hand_in_gradients_and_to_the_byte(
+    sp: bool, microbatches: int
+) -> None:
+    config = gpipe(sp, microbatches, vocab_size=1024)  # a vocabulary that megajax does not pad
+    with on_mesh(config):
+        lowered, arguments = run_stages(config)
+        compiled = [each.compile() for each in lowered]
+        ours, theirs = (each(*x) for each, x in zip(compiled, arguments, strict=True))
+        sent, expected = (between_stages(each) for each in compiled)
+        gradients = to_megatron(config, ours[1])
+        layers, outside = theirs[1]
+        assert_close(stack(gradients, config.model.num_layers), layers, LIMIT)
+        assert_close({name: gradients[name] for name in outside}, outside, LIMIT)
+    assert relative_error(ours[0][0], theirs[0]) < LIMIT
+    assert sent == expected
+    part = 4 * 2 * 32 * 64 // (2 if sp else 1)  # bytes of two rows on a device
+    assert sent == {'stage': 2 * (microbatches + 1) * part}
+
+
+def between_stages(compiled: jax.stages.Compiled) -> dict[str, float]:
+    """Bytes of the permutes of a program, by axis."""
+    sent = collections.Counter[str]()
+    for collective in collectives(Program(compiled.as_text()), jax.sharding.get_mesh().shape):
+        if collective.kind == 'collective-permute':
+            sent[collective.axis] += collective.times * collective.wire_bytes
+    return dict(sent)
+
+
 def assert_same(
     config: Config,
     ours: Callable[[LanguageModel, jax.Array, Batch], jax.Array],
