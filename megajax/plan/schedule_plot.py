@@ -142,5 +142,5 @@ def _draw_slots(axes: 'Axes', plan: Schedule, lengths: list[tuple[float, float]]
     counts = in_flight(plan)
     for stage, style in ((0, 'solid'), (plan.stages - 1, 'dashed')):
         axes.stairs(counts[:, stage], edges, color='black', ls=style, label=f'stage {stage}')
-    axes.set(ylim=(0, None), xlabel='time, in forward passes of a chunk', ylabel='chunks in flight')
+    axes.set(ylim=(0, None), xlabel='time, in forward passes of a chunk', ylabel='in flight')
     axes.legend(loc='lower left', bbox_to_anchor=(1.0, 0.0), fontsize=7)
