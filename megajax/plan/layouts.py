@@ -9,7 +9,7 @@ from megajax.config.rules import divisors, replicas_within_hosts
 from megajax.counts.flops import uses_flash
 
 
-SHORTEST = 1024  # tokens of a sequence on a context shard, at least
+SHORTEST = 4096  # tokens of a sequence on a context shard, at least
 
 
 class Mesh(NamedTuple):
