@@ -8,7 +8,6 @@ from megajax.config import Config
 from megajax.config.rules import divisors, replicas_within_hosts
 from megajax.counts.flops import uses_flash
 
-
 SHORTEST = 4096  # tokens of a sequence on a context shard, at least
 
 
@@ -115,9 +114,7 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
     for count, virtual, exchange in product(counts, chunks, exchanges):
         if count < mesh.stages or (virtual > 1 and count % mesh.stages):
             continue
-        exchanged = changed(
-            on_mesh, mesh__virtual_stages=virtual, mesh__context_exchange=exchange
-        )
+        exchanged = changed(on_mesh, mesh__virtual_stages=virtual, mesh__context_exchange=exchange)
         for recompute, shard in product(recomputes, shards):
             yield changed(
                 exchanged,

@@ -122,7 +122,7 @@ def _caption(predictions: Sequence[Prediction]) -> str:
 
 
 def _mesh(config: Config) -> str:
-    """Return model x data; with a pipeline also stages x virtual stages, and a microbatch's rows."""
+    """Return model x data; with a pipeline also stages x virtual ones, and a microbatch's rows."""
     mesh = config.mesh
     group = f'{mesh.model} x {mesh.data}'
     if mesh.stages == 1:
