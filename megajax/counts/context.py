@@ -16,6 +16,7 @@ from megajax.counts.collective import (
     Site,
     passes,
 )
+from megajax.counts.products import Phase
 from megajax.hlo.program import Array
 
 # Classes of TransformerEngine.
@@ -24,7 +25,7 @@ SOURCES = {
     'gather': f'{_FILE} AttnFuncWithCPAndKVAllGather',
     'ring': f'{_FILE} AttnFuncWithCPAndKVP2P',
 }
-OWN_SOURCE = 'the gradients of keys and values are summed in fp32'
+IN_FP32 = 'gradients of keys and values are summed in fp32'
 
 
 def over_context(config: Config, layers: int) -> Iterator[Expected]:
@@ -41,9 +42,7 @@ def over_context(config: Config, layers: int) -> Iterator[Expected]:
 
 def own_over_context(config: Config, layers: int) -> Iterator[Expected]:
     """Yield what `model/context.py` sends."""
-    yield from _exchanges(
-        config, layers, dtype='f32', hops=config.mesh.context, source=OWN_SOURCE
-    )
+    yield from _exchanges(config, layers, dtype='f32', hops=config.mesh.context, source=IN_FP32)
 
 
 def _exchanges(
@@ -58,11 +57,11 @@ def _exchanges(
     sent = keys(config)
     sums = sent._replace(dtype=dtype)
 
-    def send(phase: str, kind: str, array: Array, times: int) -> Expected:
+    def send(phase: Phase, kind: str, array: Array, times: int) -> Expected:
         if kind == PERMUTE:
             array = array._replace(shape=array.shape[1:])
         return Expected(
-            site=Site('attention', phase, 'context'),  # type: ignore[arg-type]
+            site=Site('attention', phase, 'context'),
             kind=kind,
             array=array,
             times=2 * times * layers,  # keys and values

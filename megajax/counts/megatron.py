@@ -78,10 +78,9 @@ def stated(config: Config) -> list[Expected]:
     context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
     if mesh.stages == 1:
         return [*context]
-    of_model = (dataclasses.replace(x, source=EVERY_TICK) for x in over_model(config, runs))
+    repeated = (*over_model(config, runs), *context)
     return [
-        *of_model,
-        *context,
+        *(dataclasses.replace(x, source=EVERY_TICK) for x in repeated),
         *between_lockstep_stages(config),
         *gradients_of_lockstep_stages(config),
     ]

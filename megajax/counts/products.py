@@ -118,25 +118,41 @@ class _Counted:
         counts: dict[Phase, int] = {'forward': 2, 'backward': 7 if flash else 4, 'recompute': 0}
         if train.recompute == 'full' or (train.recompute == 'selective' and not flash):
             counts['recompute'] = 2 if train.recompute == 'full' else 1
-        if (shards := self.shards.get('S', 1)) > 1:
-            # The log-sum-exp is kept, and no scores but those that were just recomputed.
-            is_full = train.recompute == 'full'
-            counts['backward'] = 4 if is_full and not flash else 5
-            counts['recompute'] = 2 if is_full else 0
-        # The block of a shard's own tokens, then twice the rows of half of the queries and half of
-        # the keys of each other shard.
-        blocks = [(heads, self.length, 1), (2 * heads, self.length // 2, shards - 1)]
+        if 'S' in self.shards:
+            yield from self._attention_across(heads, counts['recompute'] // 2 * 2, flash=flash)
+            return
         for phase, count in counts.items():
-            for batch, length, runs in blocks[: min(shards, 2)]:
-                yield Product(
-                    name='attention',
-                    where='attention',
-                    phase=phase,
-                    sizes=(length, length, model.head_dim),
-                    batch=batch,
-                    times=count * self.runs * runs,
-                    flash=flash,
-                )
+            yield self._attention(phase, heads, self.length, count, flash=flash)
+
+    def _attention_across(self, heads: int, recomputed: int, *, flash: bool) -> Iterator[Product]:
+        """Yield the products of attention across context shards, which keeps no scores.
+
+        The first block is that of a shard's own tokens. For each other shard there is one with half
+        of the queries and half of the keys, for twice the rows.
+        """
+        others, half = self.shards['S'] - 1, self.length // 2
+        # XLA computes the scores of the first block once for recomputation and backward pass, where
+        # both are in one loop.
+        is_shared = recomputed and not flash and 'L' not in self.shards
+        counts: dict[Phase, int] = {'forward': 2, 'backward': 5, 'recompute': recomputed}
+        for phase, count in counts.items():
+            own = count - 1 if is_shared and phase == 'backward' else count
+            yield self._attention(phase, heads, self.length, own, flash=flash)
+            yield self._attention(phase, 2 * heads, half, others * count, flash=flash)
+
+    def _attention(
+        self, phase: Phase, heads: int, length: int, count: int, *, flash: bool
+    ) -> Product:
+        """Return `count` products of `length` queries and keys in each layer."""
+        return Product(
+            name='attention',
+            where='attention',
+            phase=phase,
+            sizes=(length, length, self.config.model.head_dim),
+            batch=heads,
+            times=count * self.runs,
+            flash=flash,
+        )
 
     def heads(self) -> Iterator[Product]:
         """Yield the products of the heads.

@@ -23,6 +23,7 @@ from megajax.counts.collective import (
 )
 from megajax.counts.data_parallel import SHARDS, over_data
 from megajax.counts.parameters import Counts, megatron_counts, own_counts, parameters
+from megajax.counts.products import Phase
 from megajax.counts.schedule import num_passes
 from megajax.hlo.program import Array
 
@@ -80,9 +81,10 @@ def between_lockstep_stages(config: Config) -> Iterator[Expected]:
     """
     yield from _sends(config, ticks(config), EVERY_TICK)
     tokens = _head_tokens(config, config.mesh.stages)
-    for phase, kind in (('forward', EXCHANGE), ('backward', GATHER)):
+    kinds: dict[Phase, str] = {'forward': EXCHANGE, 'backward': GATHER}
+    for phase, kind in kinds.items():
         yield Expected(
-            site=Site('head', phase, 'stage'),  # type: ignore[arg-type]
+            site=Site('head', phase, 'stage'),
             kind=kind,
             array=tokens._replace(shape=(config.mesh.stages * tokens.shape[1], tokens.shape[2])),
             times=config.train.microbatches,
@@ -92,9 +94,10 @@ def between_lockstep_stages(config: Config) -> Iterator[Expected]:
 
 
 def _sends(config: Config, times: int, source: str) -> Iterator[Expected]:
-    for phase in ('forward', 'backward'):
+    phases: tuple[Phase, ...] = 'forward', 'backward'
+    for phase in phases:
         yield Expected(
-            site=Site('stage', phase, 'stage'),  # type: ignore[arg-type]
+            site=Site('stage', phase, 'stage'),
             kind=PERMUTE,
             array=residual_of_device(config),
             times=times,

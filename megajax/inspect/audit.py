@@ -15,6 +15,7 @@ from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
 from megajax.inspect.kept_weights import kept_weights
 from megajax.inspect.lint import known_miscompiles, lint, replicated_over_model
+from megajax.inspect.moves import gathered_at_edges, kept_gradients, undeclared_permutes
 from megajax.inspect.overlap import rates_of, transfer_seconds
 from megajax.inspect.products import count_products, products_run_twice
 from megajax.inspect.result import (
@@ -65,7 +66,14 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
             compiled,
             placed,
             wanted,
-            [*known_miscompiles(program, target), *twice, *kept_weights(config, program, placed)],
+            [
+                *known_miscompiles(program, target),
+                *twice,
+                *kept_weights(config, program, placed),
+                *undeclared_permutes(compiled.mesh, placed),
+                *gathered_at_edges(placed),
+                *kept_gradients(config, program),
+            ],
         ),
     )
 
@@ -128,7 +136,10 @@ def _instructions(
 
 
 def _row(
-    site: Site, placed: list[Collective], wanted: list[Expected], allowed: list[Expected]
+    site: Site,
+    placed: Sequence[Collective],
+    wanted: Sequence[Expected],
+    allowed: Sequence[Expected] = (),
 ) -> Row:
     ours = sum(collective.wire_bytes * collective.times for collective in placed)
     theirs, most = (

@@ -3,7 +3,8 @@
 Every parameter gets noise first: biases are initialized to zero, where a fault would not show. The
 learning rate, Adam's epsilon and gradient clipping are set so that Adam's first moment is a
 multiple of the gradient, in fp32, and the update is a smooth function of it. Where a step pads a
-matrix, its padding must be and stay zero.
+matrix, its padding must be and stay zero. Stages and context shards get layers and tokens in the
+order that a run gives them.
 """
 
 import dataclasses
@@ -19,8 +20,10 @@ from megajax.emulate.compare import Difference, difference, largest
 from megajax.emulate.execute import GpuProgram, compile_for_gpu, quick, run_on_cpu, stored_program
 from megajax.hardware.targets import gpu_devices
 from megajax.inspect.limits import limits
+from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.parallel.placements import parameter_name
+from megajax.train import feed
 from megajax.train.feed import abstract_batch, place_batch
 from megajax.train.step import TrainState, init_state, make_train_step
 
@@ -84,13 +87,13 @@ class EmulatedStep:
         program = self.program if text is None else dataclasses.replace(self.program, text=text)
         expected = reference(_on_one_device(self.config, exact=exact))
         before = first_state(_on_one_device(self.config, exact=False))
+        state = jax.tree_util.tree_map_with_path(
+            lambda path, x: self._in_places(parameter_name(path), x), before
+        )
+        batch = {name: self._in_shard_order(x) for name, x in make_batch(self.config).items()}
         values = [
             _padded(x, shape)
-            for x, shape in zip(
-                jax.tree.leaves((before, make_batch(self.config))),
-                self._argument_shapes,
-                strict=True,
-            )
+            for x, shape in zip(jax.tree.leaves((state, batch)), self._argument_shapes, strict=True)
         ]
         devices = jax.devices('cpu')[: self.config.mesh.num_devices]
         pieces = run_on_cpu(program, values, devices, exact=exact)
@@ -104,12 +107,23 @@ class EmulatedStep:
             difference(
                 name,
                 x,
-                _padded(expected[name], shapes[name].shape),
+                _padded(self._in_places(name, expected[name]), shapes[name].shape),
                 **(gradient_options if name.startswith(GRADIENT) else {}),
             )
             for name, x in _compared(*tree).items()
         ]
         return sorted(differences, key=lambda result: -result.error)
+
+    def _in_places(self, name: str, x: np.ndarray) -> np.ndarray:
+        """Return what belongs to a parameter with the layers in the order of their stages."""
+        if self.config.mesh.virtual_stages == 1 or 'layers.' not in name:
+            return x
+        return x[np.array(Layout.of(self.config).layer_order(len(x)))]
+
+    def _in_shard_order(self, x: np.ndarray) -> np.ndarray:
+        """Return an array [B, S] with the tokens in the order of their context shards."""
+        order = feed.shard_order(x.shape[1], self.config.mesh.context)
+        return x if order is None else x[:, order]
 
 
 def _padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -129,7 +143,7 @@ def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 def _on_one_device(config: Config, *, exact: bool) -> Config:
     """The config of the reference, which all variants of a model share."""
-    train = {'microbatches': 1, 'recompute': 'none', 'overlap': 'none'}
+    train = {'microbatches': 1, 'recompute': 'none', 'overlap': 'none', 'schedule': '1f1b'}
     if exact:
         train['dtype'] = 'float32'
     optim = {'shard': 'none', 'reduce_dtype': 'float32'}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from megajax.config import Config
-from megajax.counts.collective import Expected, Site
+from megajax.counts.collective import Expected, Site, activation
 from megajax.counts.megatron import stated
 from megajax.counts.parameters import SHARDED_BY_MEGATRON, parameters
 from megajax.hlo.collectives import Collective
@@ -18,6 +18,7 @@ from megajax.inspect.compile import CompiledStep
 from megajax.inspect.result import Finding
 from megajax.inspect.sites import site_of
 from megajax.miscompiles import confirmed, detect_in
+from megajax.parallel.layout import CONTEXT, STAGE
 from megajax.parallel.placements import Placement
 
 REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard than to replicate
@@ -132,12 +133,14 @@ def _gathered_weights(
             stacked = declared[parameter.name].is_stacked
             shapes = [parameter.shape, parameter.shape[1:]] if stacked else [parameter.shape]
             weights |= {dims: parameter.name for shape in shapes for dims in _spellings(shape)}
-    tokens = config.microbatch_rows * config.train.seq_len
+    tokens = prod(activation(config).shape[:2])
     for collective in placed:
         dims = collective.whole.dims
         name = weights.get(tuple(sorted(dims)))
-        is_zero = site_of(collective, config).name == 'parameters'  # with a row of its own
-        if collective.kind == 'all-gather' and name and not is_zero and prod(dims[:-1]) != tokens:
+        # Those of ZeRO, of keys and values and of the head's tokens have rows of their own.
+        is_zero = site_of(collective, config).name == 'parameters'
+        has_row = is_zero or collective.axes in ((STAGE,), (CONTEXT,))
+        if collective.kind == 'all-gather' and name and not has_row and prod(dims[:-1]) != tokens:
             message = (
                 f'{name} is gathered over {collective.axis} at {_place(collective)}: '
                 'multiply by its shards in place'

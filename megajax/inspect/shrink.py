@@ -41,14 +41,19 @@ def _is_small(config: Config) -> bool:
 def _changes(config: Config) -> dict[str, int]:
     mesh = _mesh(config)
     data, rows = mesh['mesh.replicas'] * mesh['mesh.data'], mesh['mesh.model_rows']
-    microbatches = min(config.train.microbatches, 2)
+    stages, chunks = mesh['mesh.stages'], mesh['mesh.virtual_stages']
+    # Twice as many microbatches as stages, so that some ticks have both passes on all of them.
+    microbatches = stages * min(config.train.microbatches // config.mesh.stages, 2)
     kv_heads, heads = _heads(config, mesh['mesh.model'])
-    seq_len = min(config.train.seq_len, MAX_SEQ_LEN)
+    # Two chunks for each context shard, which sequence parallelism divides.
+    divisor = mesh['mesh.context'] * math.lcm(2, mesh['mesh.model'])
+    seq_len = min(config.train.seq_len, math.ceil(MAX_SEQ_LEN / divisor) * divisor)
+    layers = config.model.num_layers // (config.mesh.stages * config.mesh.virtual_stages)
     # A size that the data shards divide stays one, and a size that they do not does too.
     divisor = rows * (1 if _is_uneven(config) else mesh['mesh.data'])
     batch_rows = min(config.microbatch_rows, 2 * rows)
     return mesh | {
-        'model.num_layers': min(config.model.num_layers, 2),
+        'model.num_layers': stages * chunks * min(layers, 2),
         'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, divisor) * 2),
         'model.num_heads': heads,
         'model.num_kv_heads': kv_heads,
@@ -67,14 +72,22 @@ def _mesh(config: Config) -> dict[str, int]:
     """The axes of the mesh; `mesh.data` is the number of data shards of a group of replicas."""
     mesh = config.mesh
     rows, model, replicas, shards = mesh.model_rows, mesh.model, mesh.replicas, mesh.data_shards
+    stages, chunks, context = mesh.stages, min(mesh.virtual_stages, 2), mesh.context
+    if stages * context > 1 and mesh.num_devices > MOST_DEVICES:
+        model, replicas, shards = min(model, 2), min(replicas, 2), min(shards, 2)
+        context = min(context, 2 if stages > 1 else 4)
+        stages = min(stages, max(2, MOST_DEVICES // (replicas * shards * context * model)))
     if mesh.is_grid and mesh.tensor_parallel > MOST_DEVICES:
         rows, model = 2, min(model, 4)
-    fits = max(2, MOST_DEVICES // (rows * model))
+    fits = max(2, MOST_DEVICES // (stages * context * rows * model))
     if replicas * shards > fits:
         replicas = min(replicas, 2)
         shards = min(shards, max(2, fits // replicas))
         shards = 3 if _is_uneven(config) else shards
     return {
+        'mesh.stages': stages,
+        'mesh.virtual_stages': chunks,
+        'mesh.context': context,
         'mesh.replicas': replicas,
         'mesh.data': shards,
         'mesh.model_rows': rows,
@@ -94,8 +107,8 @@ def _heads(config: Config, shards: int) -> tuple[int, int]:
     """
     model = config.model
     kv_heads = (
-        model.num_kv_heads
-        if model.num_kv_heads < shards
+        max(1, model.num_kv_heads * shards // config.mesh.model)
+        if model.num_kv_heads < config.mesh.model
         else max(shards, min(model.num_kv_heads, 2))
     )
     per_device = max(kv_heads, shards)

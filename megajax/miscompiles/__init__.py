@@ -5,7 +5,14 @@ each entry.
 """
 
 from megajax.miscompiles.entry import Miscompile, Repro, Sighting
-from megajax.miscompiles.guard import check_compiled, cures, mesh_target, refuse_bitten, target_of
+from megajax.miscompiles.guard import (
+    check_compiled,
+    cures,
+    mesh_target,
+    refuse_bitten,
+    refuse_pipelined_sends,
+    target_of,
+)
 from megajax.miscompiles.probe import Answer, ask, confirmed
 from megajax.miscompiles.register import REGISTER, detect, detect_in
 
@@ -23,5 +30,6 @@ __all__ = [
     'detect_in',
     'mesh_target',
     'refuse_bitten',
+    'refuse_pipelined_sends',
     'target_of',
 ]

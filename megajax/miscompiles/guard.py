@@ -14,6 +14,8 @@ from megajax.miscompiles.probe import ask, confirmed
 from megajax.miscompiles.register import REGISTER, detect
 
 DEFAULT_TARGET = 'h100'  # stands for a GPU without a record
+_PIPELINED = ('xla_gpu_enable_pipelined_p2p', 'xla_gpu_experimental_pipeline_parallelism_opt_level')
+_OFF = 'false', '0', 'disable'
 _LISTS = ('xla_disable_hlo_passes',)  # options with comma-separated values
 
 
@@ -83,6 +85,40 @@ def _problem(config: Config, entry: Miscompile, target: str) -> Problem:
 def _value(config: Config, key: str) -> str:
     section, name = key.split('.')
     return str(getattr(getattr(config, section), name)).lower()
+
+
+def refuse_pipelined_sends(config: Config, target: str) -> None:
+    """Raise ConfigError where XLA_FLAGS pipeline sends that go round several rings at a time.
+
+    XLA splits such a permute and loses data (`split_cycles.py`), or turns it into sends that
+    `inspect` cannot count. A mesh of several axes has a ring of its stages, or of its context
+    shards, for each device along the others.
+    """
+    mesh = config.mesh
+    rings = {'mesh.stages': mesh.stages}
+    if mesh.context_exchange == 'ring':
+        rings['mesh.context'] = mesh.context
+    several = [key for key, size in rings.items() if 1 < size < mesh.num_devices]
+    flags = _pipelined_flags()
+    if target == 'cpu' or not several or not flags:
+        return
+    size = rings[several[0]]
+    message = (
+        f'XLA_FLAGS has {" ".join(flags)}, which loses data where a permute has several cycles '
+        f'(openxla/xla#45222), here {mesh.num_devices // size} of {size} devices; leave it out'
+    )
+    raise ConfigError(Problem(path=several[0], message=message, others=tuple(several[1:])))
+
+
+def _pipelined_flags() -> list[str]:
+    """The flags of XLA_FLAGS that pipeline sends."""
+    flags = os.environ.get('XLA_FLAGS', '').split()
+    parts = [(flag, *flag.removeprefix('--').partition('=')) for flag in flags]
+    return [
+        flag
+        for flag, name, _, value in parts
+        if name in _PIPELINED and not value.lower().endswith(_OFF)
+    ]
 
 
 def check_compiled(text: str, target: str) -> list[Sighting]:

@@ -91,7 +91,7 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
     def place(x: np.ndarray) -> jax.Array:
         shape = batch_size or len(x), *x.shape[1:]
         offset = local_rows(batch_size).start if batch_size else 0
-        order = position_at(np.arange(x.shape[1]), x.shape[1], shards) if shards > 1 else None
+        order = shard_order(x.shape[1], shards)
 
         def rows(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None
@@ -102,6 +102,11 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
         return jax.make_array_from_callback(shape, sharding, rows)
 
     return {name: place(x) for name, x in batch.items()}
+
+
+def shard_order(length: int, shards: int) -> np.ndarray | None:
+    """Return the position of the token at each place of a sequence; None where all are in order."""
+    return position_at(np.arange(length), length, shards) if shards > 1 else None
 
 
 def local_rows(batch_size: int) -> slice:

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 from support import make_config, on_mesh
 
@@ -17,6 +18,8 @@ from megajax.inspect.reduce import smallest
 from megajax.inspect.result import Compared
 from megajax.inspect.shrink import shrink
 from megajax.model import product
+from megajax.parallel.layout import Layout
+from megajax.train import feed, pipeline
 from megajax.train.feed import abstract_batch
 
 needs_compiler = pytest.mark.skipif(
@@ -155,6 +158,115 @@ def test_a_gradient_that_the_compiler_loses_is_found(without_barriers):
     differences = {one.name: one.error for one in emulated.differences()}
     assert differences['gradient of layers.mlp.up.weight'] > 0.1
     assert differences['loss'] < 1e-6  # the first loss does not show it
+
+
+STAGES = {
+    'interleaved': step(
+        'llama',
+        2,
+        2,
+        sequence_parallel=True,
+        mesh={'stages': 2, 'virtual_stages': 2},
+        model={'num_layers': 4},
+        train={'microbatches': 4},
+    ),
+    'gpipe-zero': step(
+        'gpt',
+        2,
+        1,
+        mesh={'stages': 2},
+        train={'microbatches': 4, 'schedule': 'gpipe', 'recompute': 'full'},
+        optim={'shard': 'optimizer'},
+    ),
+    'bert': step('bert', 2, 2, mesh={'stages': 2}, train={'microbatches': 2}),
+    'gather': step('llama', 2, 2, mesh={'context': 2}, optim={'shard': 'optimizer'}),
+    'ring': step('gpt', 1, 2, mesh={'context': 4, 'context_exchange': 'ring'}),
+    'all': step('llama', 1, 2, mesh={'stages': 2, 'context': 2}, train={'microbatches': 2}),
+}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize('config', STAGES.values(), ids=STAGES)
+def test_every_gradient_of_stages_and_context_shards_is_that_of_one_device(config):
+    results = compared(config)
+    assert not wrong(results)
+    assert max(one.error for one in results) > 0
+
+
+def next_stages_layers(patch):
+    """Each stage has the layers of the next one, and the last those of the first."""
+    order = Layout.layer_order
+
+    def next_order(self: Layout, num_layers: int) -> list[int]:
+        places = order(self, num_layers)
+        count = num_layers // self.num_shards('L')
+        return [*places[count:], *places[:count]]
+
+    patch(Layout, 'layer_order', next_order)
+
+
+def other_chunks_first(patch):
+    """Each stage runs the layers of its second chunk first."""
+    load = pipeline.load
+    patch(pipeline, 'load', lambda tree, index_Z: load(tree, jnp.where(index_Z == 0, 1, 0)))
+
+
+def tokens_in_order(patch):
+    """The positions are those of the zigzag, and the tokens are not."""
+    patch(feed, 'shard_order', lambda length, shards: None)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('worsen', 'config'),
+    [
+        (next_stages_layers, STAGES['interleaved']),
+        (other_chunks_first, STAGES['interleaved']),
+        (tokens_in_order, STAGES['gather']),
+    ],
+)
+def test_a_program_that_sends_the_same_bytes_and_computes_something_else_is_found(
+    worsen, config, monkeypatch
+):
+    worsen(monkeypatch.setattr)
+    differences = wrong(compared(config))
+    assert differences['loss'] > 1e-4
+    assert any(name.startswith('gradient of layers') for name in differences)
+
+
+@pytest.mark.parametrize(
+    ('mesh', 'shrunk_mesh'),
+    [
+        ({'stages': 4, 'data': 2, 'model': 8}, (4, 1, 2, 1, 2)),
+        ({'stages': 8, 'virtual_stages': 2, 'data': 16, 'model': 8}, (4, 2, 2, 1, 2)),
+        ({'stages': 35, 'data': 4, 'model': 2}, (4, 1, 2, 1, 2)),
+        ({'context': 8, 'model': 8}, (1, 1, 1, 4, 2)),
+        ({'stages': 4, 'context': 4, 'data': 2, 'model': 8}, (2, 1, 2, 2, 2)),
+    ],
+)
+def test_a_smaller_config_keeps_stages_chunks_and_context_shards(mesh, shrunk_mesh):
+    stages, chunks = mesh.get('stages', 1), mesh.get('virtual_stages', 1)
+    config = step(
+        'llama',
+        1,
+        1,
+        mesh=mesh | {'sequence_parallel': True},
+        model={'num_layers': 2 * stages * chunks, 'num_kv_heads': 8, 'max_seq_len': 1024},
+        train={
+            'microbatches': stages,
+            'batch_size': stages * mesh.get('data', 1),
+            'seq_len': 1024,
+        },
+    )
+    shrunk, _ = shrink(config)
+    found = shrunk.mesh
+    axes = found.stages, found.virtual_stages, found.data, found.context, found.model
+    assert axes == shrunk_mesh
+    assert found.num_devices <= 16
+    assert shrunk.model.num_layers == 2 * found.stages * found.virtual_stages
+    assert shrunk.train.microbatches == found.stages
 
 
 def test_a_small_config_is_executed_as_it_is_and_a_large_one_keeps_its_mesh_layout_and_options():
