@@ -76,6 +76,8 @@ def could_have(row: PublishedRate, choice: Choice) -> bool:
         choice.config.optim.shard in ('none', theirs)
         and mesh.replicas == mesh.context == 1
         and mesh.sequence_parallel <= scatters
+        # Megatron-LM had no pipeline in 2019 and 2020, when it ran on V100s.
+        and (mesh.stages == 1 or row.gpu != 'v100')
     )
 
 
