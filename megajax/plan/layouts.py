@@ -9,6 +9,8 @@ from megajax.config.rules import divisors, replicas_within_hosts
 from megajax.counts.flops import uses_flash
 
 SHORTEST = 4096  # tokens of a sequence on a context shard, at least
+# Of a microbatch on stages: more make the bubble longer and no product faster.
+MOST_TOKENS = 32768
 
 
 class Mesh(NamedTuple):
@@ -103,7 +105,9 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
         train__schedule='1f1b',
         train__overlap='none',
     )
-    counts = divisors(config.train.batch_size // mesh.data)
+    rows = config.train.batch_size // mesh.data
+    most = max(1, MOST_TOKENS * mesh.context // config.train.seq_len)
+    counts = [n for n in divisors(rows) if mesh.stages == 1 or rows // n <= most]
     chunks = divisors(config.model.num_layers // mesh.stages) if mesh.stages > 1 else (1,)
     exchanges = ('gather', 'ring') if mesh.context > 1 and mesh.stages == 1 else ('gather',)
     recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
