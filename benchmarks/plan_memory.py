@@ -20,7 +20,8 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import megajax
-from megajax.counts.flops import step_flops
+from megajax.counts.flops import uses_flash
+from megajax.counts.products import products
 from megajax.hardware.records import hardware
 from megajax.hardware.targets import num_hosts
 from megajax.plan.communication import wire_bytes
@@ -148,6 +149,48 @@ megatron_8.3b  1x8 sp full      8 2 mesh.model_rows=2
 gpt3_175b      1x32 sp full     16 1 mesh.model_rows=4
 gpt3_175b      4x16 sp full     8 1 mesh.model_rows=4 optim.shard=gradients
 gpt3_175b      2x16 sp none     8 1 mesh.model_rows=4 train.seq_len=1024 optim.shard=weights
+llama3_8b      2x8 sp full      1 16 mesh.stages=4 train.seq_len=4096
+llama3_8b      2x8 sp none      1 16 mesh.stages=4 train.seq_len=4096
+llama3_8b      1x8 sp full      1 1 mesh.context=4 train.seq_len=8192
+llama3_8b      1x8 sp none      1 1 mesh.context=4 train.seq_len=8192
+llama3_8b      2x8 sp none      1 16 mesh.stages=4 mesh.virtual_stages=2 train.seq_len=4096
+llama3_8b      2x8 sp full      1 16 mesh.stages=4 mesh.virtual_stages=2 train.seq_len=4096
+llama3_8b      2x8 sp full      1 16 mesh.stages=4 train.seq_len=4096 train.schedule=gpipe
+llama3_8b      2x8 sp none      1 8 mesh.stages=4 train.seq_len=4096 train.schedule=gpipe
+llama3_8b      2x8 sp full      1 16 mesh.stages=4 train.seq_len=4096 optim.shard=optimizer
+llama3_70b     4x8 sp full      1 16 mesh.stages=4 train.seq_len=4096
+llama3_8b      1x2 sp full      1 1 mesh.context=4 mesh.context_exchange=ring train.seq_len=8192
+gpt3_175b      2x8 sp full      1 16 mesh.stages=8
+llama3_8b      2x8 tp none      1 16 mesh.stages=4 train.seq_len=4096
+megatron_8.3b  2x4 sp selective 1 8 mesh.stages=4 model.dropout=0.1
+llama3_8b      2x2 sp full      1 4 mesh.stages=2 mesh.context=2 train.seq_len=8192
+llama3_8b      2x8 sp full      2 8 mesh.stages=4 train.seq_len=4096
+megatron_1.2b  2x1 tp none      1 8 mesh.stages=4
+llama3_8b      2x4 sp full      1 2 mesh.context=2 train.seq_len=8192 optim.shard=weights
+gpt2_345m      2x2 sp none      4 4 mesh.stages=2
+bert_336m      2x2 sp none      4 4 mesh.stages=2
+llama3_8b      1x2 sp none      1 4 mesh.stages=2 mesh.context=2 mesh.context_exchange=ring \
+    train.seq_len=8192
+llama3_8b      2x1 tp full      1 1 mesh.context=4 train.seq_len=8192 optim.shard=optimizer
+llama3_8b      2x8 sp none      1 16 mesh.stages=4 train.seq_len=4096 optim.shard=optimizer
+llama3_8b      2x8 sp none      1 16 mesh.stages=2 train.seq_len=4096
+llama3_8b      2x8 sp none      1 16 mesh.stages=8 train.seq_len=4096
+llama3_8b      1x8 sp none      1 8 mesh.stages=4 train.seq_len=4096
+llama3_8b      2x8 sp none      1 16 mesh.stages=4 mesh.virtual_stages=4 train.seq_len=4096
+llama3_70b     4x8 sp none      1 16 mesh.stages=4 train.seq_len=4096
+llama3_70b     4x8 sp full      1 16 mesh.stages=4 mesh.virtual_stages=4 train.seq_len=4096 \
+    optim.shard=optimizer
+gpt3_175b      2x8 sp none      1 16 mesh.stages=8 optim.shard=optimizer
+gpt3_175b      2x8 tp full      2 16 mesh.stages=8 mesh.virtual_stages=2
+megatron_8.3b  2x4 sp none      4 8 mesh.stages=4
+megatron_8.3b  2x4 tp full      4 8 mesh.stages=2 train.dtype=float32
+gpt2_345m      1x2 sp selective 4 4 mesh.stages=2 model.dropout=0.1
+llama3_8b      2x1 tp full      1 2 mesh.context=8 train.seq_len=8192 optim.shard=weights
+llama3_8b      1x8 sp none      1 4 mesh.context=4 train.seq_len=8192 mesh.context_exchange=ring
+gpt2_345m      2x1 tp none      2 1 mesh.context=4
+llama3_8b      2x8 sp full      1 16 mesh.stages=2 train.seq_len=4096
+llama3_8b      2x2 sp full      1 4 mesh.stages=2 train.seq_len=4096
+llama3_8b      2x2 sp full      1 8 mesh.stages=4 mesh.context=2 train.seq_len=8192
 """
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
 PREDICTED = [
@@ -235,7 +278,8 @@ def load(line: Line) -> megajax.Config:
 
 
 def predict(config: megajax.Config) -> Line:
-    flops = step_flops(config).hardware / config.mesh.num_devices
+    work = products(config, flash=uses_flash(config))
+    flops = sum(product.times * product.flops for product in work)
     total = memory(config, capacity_bytes=hardware('h100').memory).total
     sent = by_axis(wire_bytes(config))
     figures = total, f'{flops / 1e9:.3f}', num_launches(config), sent

@@ -9,7 +9,9 @@ from megajax.config.divisors import divisors
 from megajax.config.mesh_rules import replicas_within_hosts
 from megajax.counts.flops import uses_flash
 
-SHORTEST = 1024  # tokens of a sequence on a context shard, at least
+SHORTEST = 4096  # tokens of a sequence on a context shard, at least
+# Of a microbatch on stages: more make the bubble longer and no product faster.
+MOST_TOKENS = 32768
 
 
 class Mesh(NamedTuple):
@@ -104,7 +106,9 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
         train__schedule='1f1b',
         train__overlap='none',
     )
-    counts = divisors(config.train.batch_size // mesh.data)
+    rows = config.train.batch_size // mesh.data
+    most = max(1, MOST_TOKENS * mesh.context // config.train.seq_len)
+    counts = [n for n in divisors(rows) if mesh.stages == 1 or rows // n <= most]
     chunks = divisors(config.model.num_layers // mesh.stages) if mesh.stages > 1 else (1,)
     exchanges = ('gather', 'ring') if mesh.context > 1 and mesh.stages == 1 else ('gather',)
     recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
@@ -115,9 +119,7 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
     for count, virtual, exchange in product(counts, chunks, exchanges):
         if count < mesh.stages or (virtual > 1 and count % mesh.stages):
             continue
-        exchanged = changed(
-            on_mesh, mesh__virtual_stages=virtual, mesh__context_exchange=exchange
-        )
+        exchanged = changed(on_mesh, mesh__virtual_stages=virtual, mesh__context_exchange=exchange)
         for recompute, shard in product(recomputes, shards):
             yield changed(
                 exchanged,

@@ -16,8 +16,9 @@ OF_WEIGHTS_AND_GRADIENTS, OF_OPTIMIZER = 6, 12  # bytes of a parameter
 def in_flight(config: Config) -> int:
     """Return the chunks of layers in flight on Megatron's first stage.
 
-    Plain 1F1B has as many as there are stages, fewer than stages in lock step (`counts/schedule.py`);
-    the interleaved schedule has one more than its forward passes of warm-up, as these have.
+    Plain 1F1B has as many as there are stages, fewer than in lock step
+    (`counts/schedule.py`); the interleaved schedule has one more than its forward passes of
+    warm-up, as in lock step.
     """
     stages, chunks, count = (
         config.mesh.stages,

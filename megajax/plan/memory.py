@@ -109,7 +109,7 @@ def num_logit_chunks(config: Config) -> int:
 
 def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
     is_staged = sizes.config.mesh.stages > 1
-    moments = moments_of_stage(sizes) if is_staged else _moments(sizes, early=early)
+    moments = moments_of_stage(sizes, early=early) if is_staged else _moments(sizes, early=early)
     moment = max(moments, key=lambda name: moments[name].total)
     return StepMemory(
         parameters=FLOAT32 * sizes.at_rest.all,

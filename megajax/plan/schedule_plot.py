@@ -98,7 +98,9 @@ def _draw_passes(
     patches = [Rectangle((box.start, box.stage - 0.45), box.width, 0.9) for box in drawn]
     colors = [_color(box, plan.chunks) for box in drawn]
     edges = 'white' if has_numbers else 'none'
-    axes.add_collection(PatchCollection(patches, facecolors=colors, edgecolors=edges, linewidths=0.5))
+    axes.add_collection(
+        PatchCollection(patches, facecolors=colors, edgecolors=edges, linewidths=0.5)
+    )
     if has_numbers:
         for box in drawn:
             if box.microbatch != IDLE:
@@ -120,7 +122,7 @@ def _draw_passes(
     axes.legend(handles=handles, loc='lower left', bbox_to_anchor=(1.0, 0.0), fontsize=7)
 
 
-def _color(box: Box, chunks: int) -> object:
+def _color(box: Box, chunks: int) -> 'tuple[float, float, float, float] | str':
     from matplotlib import colormaps
 
     if box.microbatch == IDLE:
@@ -142,5 +144,5 @@ def _draw_slots(axes: 'Axes', plan: Schedule, lengths: list[tuple[float, float]]
     counts = in_flight(plan)
     for stage, style in ((0, 'solid'), (plan.stages - 1, 'dashed')):
         axes.stairs(counts[:, stage], edges, color='black', ls=style, label=f'stage {stage}')
-    axes.set(ylim=(0, None), xlabel='time, in forward passes of a chunk', ylabel='chunks in flight')
+    axes.set(ylim=(0, None), xlabel='time, in forward passes of a chunk', ylabel='in flight')
     axes.legend(loc='lower left', bbox_to_anchor=(1.0, 0.0), fontsize=7)

@@ -72,8 +72,9 @@ def search(
     """Rank every layout for the batch of `config` on all GPUs of the cluster.
 
     A layout is one choice of stages, virtual stages, data, replicas, context, its exchange, model,
-    rows, sequence parallelism, overlap, recompute, microbatches and what ZeRO shards. Without `prune` even those are timed that cannot be the
-    fastest of their mesh. Raises ConfigError if none fits; the error says what would.
+    rows, sequence parallelism, overlap, recompute, microbatches and what ZeRO shards. Without
+    `prune` even those are timed that cannot be the fastest of their mesh. Raises ConfigError if
+    none fits; the error says what would.
     """
     peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
     timer, available = Timer(cluster, program), usable_memory(cluster)

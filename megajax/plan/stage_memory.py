@@ -9,7 +9,7 @@ from megajax.plan.held import Held
 from megajax.plan.sizes import FLOAT32, Sizes
 
 
-def moments_of_stage(sizes: Sizes) -> dict[str, Held]:
+def moments_of_stage(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     """Return what a stage holds at the moments that may need the most.
 
     - head: in its part of the head, whose gradient is one more array of the table's size.
@@ -18,18 +18,22 @@ def moments_of_stage(sizes: Sizes) -> dict[str, Held]:
 
     All of them hold the sums of the gradients and the slots of the chunks in flight. With two
     chunks in all the last phase is one tick, which XLA takes out of its loop: the gradients of that
-    tick, and what it recomputes, have memory of their own from the start.
+    tick, and half of what it recomputes, have memory of their own from the start, if that fits
+    (`early`) and no ring of context shards has its barriers there. If the loss has several chunks,
+    the head in both layouts outlives it.
     """
     mesh, recompute = sizes.config.mesh, sizes.config.train.recompute
     of_chunk = FLOAT32 * (sizes.parameters - sizes.tables) // mesh.virtual_stages
     live = sizes.chunk_layers * sizes.kept_by_layer
     again = 0
-    if mesh.stages * mesh.virtual_stages == 2:
-        again = of_chunk + (live if recompute == 'full' else 0)
+    is_ring = mesh.context > 1 and mesh.context_exchange == 'ring'
+    if early and mesh.stages * mesh.virtual_stages == 2 and not is_ring:
+        again = of_chunk + (live // 2 if recompute == 'full' else 0)
     sums, table = FLOAT32 * sizes.parameters, FLOAT32 * sizes.table
     slots = kept_in_slots(sizes)
     chunks, logits, dlogits = sizes.logits
     added, transposed = (table, table) if chunks > 1 else (0, 0)
+    cast = sizes.itemsize * sizes.table
     held = sizes.gathered + _weights_of_chunk(sizes)
     return {
         'head': Held(
@@ -37,13 +41,16 @@ def moments_of_stage(sizes: Sizes) -> dict[str, Held]:
             gradients=sums + table,
             activations=slots,
             logits=max(logits, added) + dlogits,
-            buffers=transposed + sizes.itemsize * sizes.table + 2 * sizes.residual,
+            buffers=transposed + cast + 2 * sizes.residual,
         ),
         'backward': Held(
             weights=held,
             gradients=sums + of_chunk,
             activations=slots + live,
-            buffers=sizes.buffers_of_layer + sizes.chunk_layers * _copied(sizes) + again,
+            buffers=sizes.buffers_of_layer
+            + sizes.chunk_layers * _copied(sizes)
+            + again
+            + (transposed + cast if chunks > 1 else 0),
         ),
     }
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
+from megajax.config import Config
 from megajax.plan.predictions import Prediction, predict
 from megajax.plan.published_tables import TABLES, source
 
@@ -120,9 +121,17 @@ def _caption(predictions: Sequence[Prediction]) -> str:
     return '; '.join(parts)
 
 
+def _mesh(config: Config) -> str:
+    """Return model x data; with a pipeline also stages x virtual ones, and a microbatch's rows."""
+    mesh = config.mesh
+    group = f'{mesh.model} x {mesh.data}'
+    if mesh.stages == 1:
+        return group
+    return f'{group} x {mesh.stages}x{mesh.virtual_stages}, rows {config.microbatch_rows}'
+
+
 def _cells(prediction: Prediction) -> list[str]:
     row, time = prediction.row, prediction.time
-    mesh = row.config.mesh
     shares = (
         time.products / time.total,
         time.memory_bound / time.total,
@@ -132,7 +141,7 @@ def _cells(prediction: Prediction) -> list[str]:
     return [
         row.name,
         f'{row.num_gpus} {row.gpu}',
-        f'{mesh.model} x {mesh.data}',
+        _mesh(row.config),
         f'{row.published:.1f}',
         f'{prediction.tflops:.1f}',
         f'{prediction.error:+.1%}',

@@ -48,9 +48,7 @@ def on_contexts(ranking: Ranking, available: int) -> str | None:
     return f'{verdict}; a GPU waits {waits:.1%} of it for keys and values'
 
 
-def _split(
-    ranking: Ranking, has: Callable[[Choice], bool]
-) -> tuple[Choice | None, Choice | None]:
+def _split(ranking: Ranking, has: Callable[[Choice], bool]) -> tuple[Choice | None, Choice | None]:
     """Return the fastest layout that has something, and the fastest without it."""
     return (
         next((choice for choice in ranking.fitting if has(choice)), None),
@@ -69,7 +67,9 @@ def _smallest(ranking: Ranking, has: Callable[[Choice], bool]) -> Choice | None:
 def _compared(name: str, one: Choice, other: Choice, ranking: Ranking) -> str:
     ratio = one.timed.total / other.timed.total
     if one is ranking.best:
-        return f'yes: {1 / ratio - 1:.1%} faster than the fastest without ({describe(other.config)})'
+        return (
+            f'yes: {1 / ratio - 1:.1%} faster than the fastest without ({describe(other.config)})'
+        )
     return f'no: the fastest, {name}={getattr(one.mesh, name)}, takes {ratio - 1:.1%} longer'
 
 

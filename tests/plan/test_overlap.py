@@ -126,7 +126,7 @@ def over_data(config: Config) -> float:
     found = [
         (one.times * one.wire_bytes, beside(one, config).share)
         for one in communication(config)
-        if one.site.axis == 'data'
+        if 'data' in one.site.axis.split('+')
     ]
     return sum(size * part for size, part in found) / sum(size for size, _ in found)
 
@@ -168,8 +168,9 @@ def test_what_overlaps_over_data_is_near_in_all_stored_steps() -> None:
         for rung in ('gradients', 'weights'):
             for name, (config, compiled) in compiled_over_data(preset, rung).items():
                 errors.append(abs(over_data(config) - compiled))
-                assert config.mesh.model > 1 or errors[-1] < 0.09, (preset, name)
-    assert len(errors) == 30
+                is_alone = config.mesh.model == config.mesh.context == 1
+                assert not is_alone or errors[-1] < 0.09, (preset, name)
+    assert len(errors) == 32
     assert fmean(errors) < 0.11
 
 
