@@ -154,19 +154,26 @@ def fill(ballast: Path) -> None:
 
 
 # A fault for any run: it writes a hash of each state that is saved or restored, without the padding
-# of its shards: the same on every mesh and number of processes.
+# of its shards and with the layers in their order: the same on every mesh and number of processes.
 HASH_STATES = """
 import hashlib, jax, numpy as np
+from flax import nnx
 from jax.experimental import multihost_utils
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.unpadded import unpadded
 from megajax.parallel.layout import Layout
 
 def hash_state(state, name, config):
-    digest = hashlib.sha256()
-    own = unpadded(state, Layout.of(config))
-    for x, like in zip(jax.tree.leaves(state), jax.tree.leaves(own), strict=True):
+    digest, layout = hashlib.sha256(), Layout.of(config)
+    own = unpadded(state, layout)
+    places = np.argsort(layout.layer_order(config.model.num_layers))
+    def leaves(tree):
+        return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for x, like in zip(leaves(state), leaves(own), strict=True):
+        is_stacked = isinstance(x, nnx.Variable) and x.declared.is_stacked
+        x, like = (y.get_value() if isinstance(y, nnx.Variable) else y for y in (x, like))
         whole = np.asarray(multihost_utils.process_allgather(x, tiled=True))
+        whole = whole[places] if is_stacked else whole
         digest.update(whole[tuple(map(slice, like.shape))].tobytes())
     if jax.process_index() == 0:
         with open('hashes', 'a') as file:

@@ -84,6 +84,7 @@ HANGS = {
     'checkpoint': HOLD_THE_GIL,
     'data': ROWS.format(fault='time.sleep(1000)'),
 }  # by the phase that hangs
+A_STAGE_EACH = 'mesh.stages=2', 'mesh.data=1', 'train.microbatches=2'
 
 
 @pytest.fixture
@@ -137,11 +138,14 @@ def test_a_signal_is_honoured_in_every_phase_by_all_processes(folder: Path, phas
     assert seconds < 60  # the rest of a compilation, on a busy machine
 
 
-@pytest.mark.parametrize('phase', HANGS)
-def test_where_one_process_hangs_all_tell_where_they_are_and_end(folder: Path, phase: str) -> None:
-    process = start(
-        folder, f'run.watchdog_seconds={WATCHDOG}', processes=2, fault=ON_1 + HANGS[phase]
-    )
+@pytest.mark.parametrize(
+    ('phase', 'mesh'), [('checkpoint', ()), ('data', ()), ('data', A_STAGE_EACH)]
+)
+def test_where_one_process_hangs_all_tell_where_they_are_and_end(
+    folder: Path, phase: str, mesh: tuple[str, ...]
+) -> None:
+    limit = f'run.watchdog_seconds={WATCHDOG}'
+    process = start(folder, limit, *mesh, processes=2, fault=ON_1 + HANGS[phase])
     read_until(process, r'step 30/80')
     pids = children(process)
     began = time.monotonic()

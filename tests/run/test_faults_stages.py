@@ -1,0 +1,124 @@
+"""The stages of a pipeline, and shards of sequences, on several processes are one run: killed in
+the middle of a schedule it goes on to the bit, and with the same state on other stages. Real
+processes over gloo, two and four.
+"""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from runs import HASH_STATES, children, finish, gone, hashes, losses, read_until, start, train
+from support import write_run
+
+from megajax.checkpoint.compare import parameter_differences
+from megajax.checkpoint.digests import find_steps
+
+pytestmark = pytest.mark.faults
+
+# Without the biases of keys, whose gradients are nothing but rounding, which Adam makes as large as
+# any.
+CONFIG = """
+model: {num_layers: 4, hidden_size: 32, num_heads: 4, vocab_size: 300, max_seq_len: 32, \
+bias: false, dropout: 0}
+train: {steps: 40, batch_size: 8, microbatches: 4, seq_len: 32, dtype: float32, eval_every: 100, \
+log_every: 1}
+checkpoint: {every: 10}
+optim: {lr: 1e-3, schedule: constant}
+"""
+# Processes have different stages of a pipeline; where there is no pipeline, data shards.
+LAYOUTS = {
+    'two stages of two chunks': (
+        2, 'mesh.stages=2', 'mesh.virtual_stages=2', 'mesh.model=2', 'mesh.sequence_parallel=true',
+    ),
+    'four stages': (4, 'mesh.stages=4', 'optim.shard=optimizer'),
+    'two stages and two shards of a sequence': (
+        4, 'mesh.stages=2', 'mesh.context=2', 'mesh.context_exchange=ring', 'train.schedule=gpipe',
+    ),
+    'no stages': (2, 'mesh.data=2'),
+}  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The undisturbed runs, made when a test first asks for one."""
+    folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG)
+
+    class Runs(dict[str, Path]):
+        def __missing__(self, layout: str) -> Path:
+            name = layout.replace(' ', '_')
+            processes, *settings = LAYOUTS[layout]
+            train(folder, *settings, processes=processes, name=name)
+            self[layout] = folder / name
+            return self[layout]
+
+    return Runs()
+
+
+def begin(folder: Path, layout: str) -> subprocess.Popen[str]:
+    processes, *settings = LAYOUTS[layout]
+    return start(folder, *settings, processes=processes, fault=HASH_STATES)
+
+
+def kill(process: subprocess.Popen[str], *, at: int) -> str:
+    """Kill the last process of a run, a stage, in the steps after `at`; return what is said."""
+    said = read_until(process, f'step {at}/40')
+    pids = children(process)
+    os.kill(pids[-1], signal.SIGKILL)
+    code, rest = finish(process)
+    assert code == 75, rest
+    assert all(gone(pid) for pid in pids)
+    return said + rest
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    code, said = finish(process)
+    assert code == 0, said
+    return said
+
+
+@pytest.mark.parametrize('layout', ['two stages of two chunks', 'four stages'])
+def test_a_pipeline_that_loses_a_stage_goes_on_to_the_bit(
+    tmp_path: Path, straight: dict[str, Path], layout: str
+) -> None:
+    folder = write_run(tmp_path, CONFIG)
+    kill(begin(folder, layout), at=12)
+    newest = find_steps(folder / 'run/checkpoints')[-1]
+    end(begin(folder, layout))
+    found = hashes(folder)
+    assert found[f'restored {newest}'] == found[f'saved {newest}']
+    assert losses(folder / 'run') == losses(straight[layout])
+    differences = dict(
+        parameter_differences(folder / 'run/checkpoints/40', straight[layout] / 'checkpoints/40')
+    )
+    assert differences == dict.fromkeys(differences, 0.0)
+
+
+def test_a_run_that_is_killed_with_other_stages_each_time_ends_as_the_undisturbed_one(
+    tmp_path: Path, straight: dict[str, Path]
+) -> None:
+    folder = write_run(tmp_path, CONFIG)
+    said = ''
+    for layout, at in zip(LAYOUTS, (12, 22, 32), strict=False):
+        said += kill(begin(folder, layout), at=at)
+    said += end(begin(folder, 'no stages'))
+    for words in (
+        'bubble 12.5% of the time at work',
+        'resume     mesh.stages: 2 -> 4',
+        'resume     mesh.virtual_stages: 2 -> 1',
+        'resume     mesh.context: 1 -> 2',
+        'resume     train.schedule: 1f1b -> gpipe',
+    ):
+        assert words in said
+    found = hashes(folder)
+    restored = [name for name in found if name.startswith('restored')]
+    assert len(restored) == 3
+    for name in restored:
+        assert found[name] == found[name.replace('restored', 'saved')]
+    assert losses(folder / 'run') == pytest.approx(losses(straight['no stages']), rel=1e-5)
+    for name, difference in parameter_differences(
+        folder / 'run/checkpoints/40', straight['no stages'] / 'checkpoints/40'
+    ):
+        assert isinstance(difference, float)
+        assert difference < 1e-4, name
