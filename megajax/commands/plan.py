@@ -151,8 +151,7 @@ def for_config(
     if verify:
         result = verified(result, gpu)
     _write(result, json=json, layout=write)
-    if pictures:
-        _draw(pictures, result, gpu)
+    _draw(pictures, result, gpu)
     _show(result, console)
     raise typer.Exit(0 if result.layout.fits else 1)
 
@@ -224,6 +223,8 @@ def _checked_pictures(**paths: Path | None) -> dict[str, Path]:
 
 
 def _draw(pictures: dict[str, Path], result: 'Plan', gpu: str) -> None:
+    if not pictures:
+        return
     from megajax.hardware.records import hardware
     from megajax.plan import plot, schedule_plot
     from megajax.plan.network import Cluster

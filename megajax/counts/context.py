@@ -1,4 +1,4 @@
-"""What the context shards of a sequence send, which attend to one another's tokens.
+"""The collectives of context shards, which attend to one another's tokens.
 
 Megatron leaves this to TransformerEngine, whose backward pass sums the gradients of keys and values
 in the compute dtype. Here they are summed in fp32, and those of a ring make one hop more, home.

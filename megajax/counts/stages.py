@@ -1,4 +1,4 @@
-"""What the stages of a pipeline send: Megatron's schedule, and these stages in lock step.
+"""The sends of a pipeline's stages: in Megatron's schedule, and in lock step.
 
 Megatron's ranks differ: the first has the embedding, the last has the head, and a rank sends only
 what it has computed. Each row has the rank that sends most. Here all stages run one program

@@ -104,7 +104,8 @@ def test_a_grid_scores_and_generates_nothing_and_is_refused_with_the_mesh_that_d
     config = laid_out('data=2 x model_rows=2 model=2, optimizer')
     with pytest.raises(
         ConfigError,
-        match=r'mesh\.model_rows=2: generation and scoring have no 2-D tensor parallelism; '
+        match=r'mesh\.model_rows=2: generation and scoring shard rows over mesh.data '
+        'and a model over mesh.model alone; '
         r'use mesh\.model_rows=1 mesh\.data=2 mesh\.model=4$',
     ):
         Scorer(config, nnx.State({}))

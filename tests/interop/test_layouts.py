@@ -30,7 +30,7 @@ def exported(folder: Path, layout: str) -> dict[str, np.ndarray]:
     export_megatron(folder / 'run', folder / 'megatron', ranks=2)
     export_huggingface(folder / 'run', folder / 'hf')
     ranks = enumerate(find_ranks(folder / 'megatron'))
-    tensors = {f'{rank} {name}': x for rank, path in ranks for name, x in model_of(path).items()}
+    tensors = {f'{rank} {name}': x for rank, (path,) in ranks for name, x in model_of(path).items()}
     return tensors | dict(read_tensors(folder / 'hf'))
 
 

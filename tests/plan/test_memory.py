@@ -70,7 +70,7 @@ def test_without_flash_attention_a_layer_keeps_its_scores(
 
 @pytest.mark.parametrize('name', presets())
 def test_state_is_twelve_bytes_a_parameter(name: str) -> None:
-    loaded = config(name, model=1)
+    loaded = config(name, 'mesh.context=1', model=1)
     assert memory(loaded).state == 12 * num_parameters(loaded.model, padded=True)
 
 
