@@ -1,7 +1,6 @@
 """Steps that several tests compare, each compiled once: a setting, and its numbers."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +27,7 @@ MESH = (
     *('data', 'replicas', 'stages', 'virtual_stages', 'context', 'context_exchange'),
     *('model_rows', 'model', 'sequence_parallel'),
 )
+TRAIN = ('batch_size', 'dtype', 'microbatches', 'schedule', 'recompute', 'overlap')
 
 
 class Setting(NamedTuple):
@@ -54,6 +54,7 @@ class Setting(NamedTuple):
     num_layers: int = 2
     hidden_size: int = 64
     num_kv_heads: int | None = None  # those of the model
+    batch_size: int = 24
     plain: bool = False  # without dropout and document masks
 
     @property
@@ -63,15 +64,13 @@ class Setting(NamedTuple):
         heads = {} if self.num_kv_heads is None else {'num_kv_heads': self.num_kv_heads}
         if self.plain:
             sizes['dropout'] = 0.0
-        train = {'batch_size': math.lcm(24, self.data * self.microbatches), 'seq_len': 16}
         # An eps above rounding error: Adam would turn the sign of such an error into a step.
         optim = {'lr': 3e-3, 'eps': 1e-3}
         return make_config(
             self.name,
             model=sizes | heads,
             mesh=self._section(*MESH),
-            train=train
-            | self._section('dtype', 'microbatches', 'schedule', 'recompute', 'overlap'),
+            train={'seq_len': 16} | self._section(*TRAIN),
             optim=optim | self._section('shard', 'reduce_dtype', 'moments_dtype'),
         )
 

@@ -29,8 +29,10 @@ def of_grid(config: 'Config') -> Iterator[Problem]:
         )
         yield Problem(path='mesh.model_rows', message=message, others=('mesh.sequence_parallel',))
     yield from divides('model.hidden_size', model.hidden_size, 'mesh.model_rows', rows)
+    if config.optim.shard == 'none' or model.hidden_size % rows or mesh.data % mesh.replicas:
+        return
     part, shards = model.hidden_size // rows, mesh.data_shards
-    if config.optim.shard != 'none' and model.hidden_size % rows == 0 and part % shards:
+    if part % shards:
         near = nearest([n * mesh.replicas for n in divisors(part)], mesh.data)
         message = (
             f'{model.hidden_size} over mesh.model_rows={rows} is {part}, not a multiple of the '

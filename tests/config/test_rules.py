@@ -188,6 +188,12 @@ def problems(*overrides: str) -> list[Problem]:
             'mesh.data=8',
         ),
         (
+            f'{GRID} optim.shard=weights mesh.data=1 mesh.replicas=2',
+            'mesh.data',
+            '1 is not a multiple of mesh.replicas=2; use 2, or mesh.replicas 1',
+            'mesh.replicas=1',
+        ),
+        (
             f'{GRID} mesh.model_rows=6',
             'model.vocab_size',
             '50257 is padded to 51200, which mesh.model_rows=6 does not divide; '

@@ -4,6 +4,7 @@ The compositions are those that the rules of a config allow, so that a combinati
 test thought of either is refused or has the right gradients.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ def compositions(draw: Any, name: str) -> Setting:
         shard=shard,
         replicas=draw(st.sampled_from([1, 2])) if shard != 'none' else 1,
         microbatches=microbatches,
+        batch_size=math.lcm(24, sizes['data'] * microbatches),
         recompute=draw(st.sampled_from(['none', 'selective', 'full'])),
         overlap=draw(st.sampled_from(['none', 'none', 'batch_split'])),
         num_layers=sizes['stages'] * chunks * (1 if sizes['stages'] > 1 else 2),
