@@ -148,7 +148,7 @@ def flip_a_bit(path: Path) -> None:
 
 def fill(ballast: Path) -> None:
     """Write until there is no room."""
-    with suppress(OSError), ballast.open('wb', buffering=0) as file:
+    with suppress(OSError), ballast.open('ab', buffering=0) as file:
         while file.write(bytes(4096)):
             pass
 
