@@ -68,6 +68,11 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def exhaustive(*values: Any) -> Any:
+    """A case for `.ci/full`, where another one shows the same mechanism in `make test-slow`."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.exhaustive])
+
+
 def more(*values: Any) -> Any:
     """A case for `make test-faults`, where another one shows the same mechanism in `make test`."""
     return pytest.param(*values, marks=pytest.mark.faults)

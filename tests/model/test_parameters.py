@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support import ROOT, assert_close, by_name, gather, make_batch, make_config, on_mesh, slow
+from support import ROOT, assert_close, by_name, gather, make_batch, make_config, on_mesh
 
 from megajax.config import Config, ConfigError, ModelConfig, load, presets
 from megajax.counts import parameters as counts
@@ -165,7 +165,8 @@ def everything_of_renamed(name: str, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize('name', ['gpt', slow('llama'), slow('bert')])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
 def test_nothing_but_the_name_changes_with_the_name_of_a_parameter(
     name: str, tmp_path: Path
 ) -> None:

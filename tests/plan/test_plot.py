@@ -5,9 +5,9 @@ import pytest
 import megajax
 from megajax.hardware.records import hardware
 from megajax.plan.network import Cluster
-from megajax.plan.plot import fastest, powers, roofline, scaling
+from megajax.plan.plot import fastest, roofline, scaling
 
-CONFIG = megajax.load('gpt2_345m', ['train.batch_size=64', 'train.microbatches=1'])
+CONFIG = megajax.load('gpt2_345m', ['mesh.data=8', 'train.batch_size=8', 'train.microbatches=1'])
 CLUSTER = Cluster.of(hardware('h100'), 8)
 
 
@@ -40,6 +40,6 @@ def test_what_products_reach_alone_and_in_training_is_drawn_by_name():
 
 
 def test_a_larger_model_starts_where_it_fits():
-    found = fastest(megajax.load('llama3_8b'), CLUSTER, powers(64))
+    found = fastest(megajax.load('llama3_8b'), CLUSTER, [1, 64])
     assert 1 not in found
     assert 64 in found

@@ -185,7 +185,7 @@ def test_rolled_back_a_run_goes_on_with_the_batches_after_the_bad_one(
 
 
 def test_killed_at_random_moments_a_run_ends_in_the_state_of_an_undisturbed_one() -> None:
-    command = [sys.executable, str(Path(__file__).with_name('monkey.py')), '--kills', '60']
+    command = [sys.executable, str(Path(__file__).with_name('monkey.py')), '--kills', '24']
     environ = os.environ | {
         'PYTHONPATH': os.pathsep.join(
             filter(None, (str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH')))

@@ -72,6 +72,7 @@ def test_the_samples_of_every_layout_are_those_of_one_device(
     assert found == expected
 
 
+@pytest.mark.slow
 def test_a_pipeline_whose_batch_is_small_continues_prompts_as_one_device_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,7 +81,8 @@ def test_five_steps_and_an_evaluation_end_as_those_of_one_device(setting: Settin
     assert actual.evaluated == pytest.approx(expected.evaluated, rel=LIMIT)
 
 
-@pytest.mark.parametrize('setting', [grid('llama', 2, 2), slow(grid('gpt', 2, 2))], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize('setting', [grid('llama', 2, 2), grid('gpt', 2, 2)], ids=str)
 def test_in_bf16_a_grid_is_as_near_as_rounding(setting: Setting) -> None:
     setting = setting._replace(dtype='bfloat16')
     (expected_loss, expected), (loss, gradients) = map(

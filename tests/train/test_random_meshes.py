@@ -4,7 +4,6 @@ The compositions are those that the rules of a config allow, so that a combinati
 test thought of either is refused or has the right gradients.
 """
 
-import math
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from steps import Setting, loss_and_gradients
 from support import assert_close, relative_error
 
 DEVICES = 8
+BATCH_SIZE = 96  # a multiple of all data shards x microbatches
 SEED = 20261123
 EXAMPLES = 25
 
@@ -38,7 +38,7 @@ def compositions(draw: Any, name: str) -> Setting:
         shard=shard,
         replicas=draw(st.sampled_from([1, 2])) if shard != 'none' else 1,
         microbatches=microbatches,
-        batch_size=math.lcm(24, sizes['data'] * microbatches),
+        batch_size=BATCH_SIZE,
         recompute=draw(st.sampled_from(['none', 'selective', 'full'])),
         overlap=draw(st.sampled_from(['none', 'none', 'batch_split'])),
         num_layers=sizes['stages'] * chunks * (1 if sizes['stages'] > 1 else 2),
@@ -66,8 +66,11 @@ def test_whatever_is_allowed_has_the_gradients_of_one_device(name: str) -> None:
     def check(setting: Setting) -> None:
         note(f'seed {SEED}: {setting}')
         assume(setting.on_one_device != setting)
+        in_one_pass = setting.on_one_device._replace(
+            microbatches=1, recompute='none', overlap='none'
+        )
         (expected_loss, expected), (loss, gradients) = map(
-            loss_and_gradients, (setting.on_one_device, setting)
+            loss_and_gradients, (in_one_pass, setting)
         )
         assert relative_error(loss, expected_loss) <= 1e-6
         assert_close(gradients, expected, 1e-5)

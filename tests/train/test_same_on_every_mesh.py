@@ -57,7 +57,7 @@ BERT_PLACES = [(2, 2, False), (2, 2, True), (1, 4, True)]
 every_model_and_mesh = pytest.mark.parametrize(
     ('name', 'place'),
     [at(place, name) for name in ('gpt', 'llama') for place in PLACES]
-    + [at(place, 'bert') for place in BERT_PLACES],
+    + [at(place, 'bert', quick=False) for place in BERT_PLACES],
 )
 
 
