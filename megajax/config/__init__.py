@@ -25,6 +25,7 @@ from megajax.config.schema import (
     RopeScaling,
     RunConfig,
     TrainConfig,
+    VisionConfig,
 )
 
 __all__ = [
@@ -51,4 +52,5 @@ __all__ = [
     'overridden',
     'presets',
     'reload',
+    'VisionConfig',
 ]
