@@ -93,15 +93,14 @@ class PatchEmbedding(nnx.Module):
     """One product for each patch: a convolution whose stride is its kernel."""
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
-        self.layout = parameters.layout
+        self.layout, self.frames = parameters.layout, parameters.sizes['Q']
         self.weight = parameters.make('weight', key)
         self.bias = parameters.make('bias')
 
     def __call__(self, pixel_IPX: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return x_IPD of the bytes of each patch, taken as -1 to 1; all frames show the image."""
         x_IPX = (pixel_IPX.astype(jnp.float32) / 127.5 - 1).astype(dtype)
-        frames, *_ = self.weight.shape
-        x_IPQX = jnp.broadcast_to(x_IPX[:, :, None], (*x_IPX.shape[:2], frames, x_IPX.shape[2]))
+        x_IPQX = jnp.broadcast_to(x_IPX[:, :, None], (*x_IPX.shape[:2], self.frames, x_IPX.shape[2]))
         x_IPD = product('IPQX,QXD->IPD', x_IPQX, self.weight, self.layout, dtype)
         return add_bias(x_IPD, jnp.expand_dims(self.bias[...], (0, 1)))
 
