@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megajax.config import CheckpointError, Config
-from megajax.config.schema import keys_of
 from megajax.config.renamed import current
+from megajax.config.schema import keys_of
 
 RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
 VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after it was saved

@@ -47,10 +47,10 @@ __all__ = [
     'RunError',
     'StopRequested',
     'TrainConfig',
+    'VisionConfig',
     'dump',
     'load',
     'overridden',
     'presets',
     'reload',
-    'VisionConfig',
 ]

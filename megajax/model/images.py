@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from megajax.config import VisionConfig
 from megajax.model.vision import Encoder
 from megajax.parallel.layout import Layout
+from megajax.parallel.stages import over_shards
 
 
 class Images(NamedTuple):
@@ -17,6 +18,21 @@ class Images(NamedTuple):
     pixels_BIPX: jax.Array  # uint8, patches of each image
     grid_BI2: jax.Array  # rows and columns of patches; 0 0 in an empty slot
     index_BS: jax.Array  # the vector of the row's own images that stands at a token; -1 at text
+
+
+def merge_images(
+    encoder: Encoder,
+    x_BTD: jax.Array,
+    images: Images,
+    layout: Layout,
+    recompute: str = 'none',
+) -> tuple[jax.Array, jax.Array]:
+    """Encode images and put their vectors in the places of their tokens.
+
+    Return x_BTD and what DeepStack adds to the first layers, [B, T, taps, D].
+    """
+    vectors = encode(encoder, images, layout, x_BTD.dtype, recompute)
+    return place(x_BTD, vectors, images, encoder.config, layout)
 
 
 def encode(
@@ -70,7 +86,29 @@ def place(
         return jnp.where(is_image, found[:, :, 0], x_BTD), found[:, :, 1:]
 
 
-def add_deep(x_BTD: jax.Array, deep_BTAD: jax.Array, index: jax.Array) -> jax.Array:
+def merge_images_of_shards(
+    encoder: Encoder, x_BTD: jax.Array, images: Images, layout: Layout
+) -> tuple[jax.Array, jax.Array]:
+    """Do the same for the rows of all data shards, outside a function that is mapped over them."""
+    shards = layout.sizes_of(layout.mapped)
+
+    def divide(x: jax.Array) -> jax.Array:
+        spec = layout.stacked('-' * x.ndim, layout.mapped)
+        return x.reshape(*shards, -1, *x.shape[1:], out_sharding=spec)
+
+    def join(x: jax.Array) -> jax.Array:
+        rest = x.shape[len(shards) + 1 :]
+        return x.reshape(-1, *rest, out_sharding=layout('B' + '-' * len(rest)))
+
+    def of_shard(x_BTD: jax.Array, images: Images) -> tuple[jax.Array, jax.Array]:
+        return merge_images(encoder, x_BTD, images, layout.per_shard)
+
+    images = Images(*(jax.reshard(x, layout('B')) for x in images))
+    merged = over_shards(of_shard, layout)(divide(x_BTD), Images(*map(divide, images)))
+    return join(merged[0]), join(merged[1])
+
+
+def add_deep(x_BTD: jax.Array, deep_BTAD: jax.Array, index: jax.Array | int) -> jax.Array:
     """Add what DeepStack has for the layer with this index; later layers get nothing."""
     taps = deep_BTAD.shape[2]
     if not taps:

@@ -43,16 +43,29 @@ def copy_to_shards(params: Any, layout: Layout) -> Any:
 
     def copy(declared: Parameter, x: jax.Array) -> jax.Array:
         dims = copied_dims(declared, layout)
-        if dims == declared.dims:
+        if declared.is_of_encoder or dims == declared.dims:
             return x
-        if declared.is_of_encoder:
-            shape = layout.num_shards(declared.partial), *x.shape
-            return lax.broadcast_in_dim(
-                x, shape, tuple(range(1, x.ndim + 1)), out_sharding=layout(dims)
-            )
         shape = (*x.shape[:-1], layout.num_shards(declared.partial), x.shape[-1])
         kept = (*range(x.ndim - 1), x.ndim)
         return lax.broadcast_in_dim(x, shape, kept, out_sharding=layout(dims))
+
+    return copy_encoder(map_parameters(copy, params), layout)
+
+
+def copy_encoder(params: Any, layout: Layout) -> Any:
+    """Give each shard of the images its own copy of the vision encoder's parameters.
+
+    The copies are a new dim before the first.
+    """
+
+    def copy(declared: Parameter, x: jax.Array) -> jax.Array:
+        if not declared.is_of_encoder:
+            return x
+        dims = copied_dims(declared, layout)
+        shape = layout.num_shards(declared.partial), *x.shape
+        return lax.broadcast_in_dim(
+            x, shape, tuple(range(1, x.ndim + 1)), out_sharding=layout(dims)
+        )
 
     return map_parameters(copy, params)
 

@@ -19,7 +19,7 @@ from megajax.model.block import Block
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, VocabParallelEmbedding
 from megajax.model.gradient_slot import pair, value
-from megajax.model.images import Images, add_deep, encode, place
+from megajax.model.images import Images, add_deep, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters, map_parameters
@@ -189,11 +189,9 @@ class Transformer(nnx.Module):
         weights: Block | None = None,
     ) -> jax.Array:
         """x_BTD after the final norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
-        x_BTD, deep_BTAD = (
-            self.embed(
-                token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
-            ),
-            None,
+        deep_BTAD = None
+        x_BTD = self.embed(
+            token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
         )
         if images is not None:
             x_BTD, deep_BTAD = self.with_images(x_BTD, images, computation)
@@ -205,9 +203,7 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """Put the vectors of images in their places; return also what DeepStack adds later."""
         assert self.vision is not None
-        dtype = jnp.dtype(computation.dtype)
-        vectors = encode(self.vision, images, self.layout, dtype, computation.recompute)
-        return place(x_BTD, vectors, images, self.vision.config, self.layout)
+        return merge_images(self.vision, x_BTD, images, self.layout, computation.recompute)
 
     def blocks(
         self,

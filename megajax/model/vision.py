@@ -100,7 +100,9 @@ class PatchEmbedding(nnx.Module):
     def __call__(self, pixel_IPX: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return x_IPD of the bytes of each patch, taken as -1 to 1; all frames show the image."""
         x_IPX = (pixel_IPX.astype(jnp.float32) / 127.5 - 1).astype(dtype)
-        x_IPQX = jnp.broadcast_to(x_IPX[:, :, None], (*x_IPX.shape[:2], self.frames, x_IPX.shape[2]))
+        x_IPQX = jnp.broadcast_to(
+            x_IPX[:, :, None], (*x_IPX.shape[:2], self.frames, x_IPX.shape[2])
+        )
         x_IPD = product('IPQX,QXD->IPD', x_IPQX, self.weight, self.layout, dtype)
         return add_bias(x_IPD, jnp.expand_dims(self.bias[...], (0, 1)))
 
