@@ -86,7 +86,7 @@ class VisionConfig(Section):
     frames: PositiveInt = 1  # that a patch weighs; an image is shown to all of them (Qwen3-VL: 2)
     merge_size: PositiveInt = 2  # patches along each side of a unit, which becomes one vector
     positions: PositiveInt = 48  # side of the learned table, which is interpolated to an image
-    # Layers of the encoder whose outputs are also added to the first layers of the model (DeepStack).
+    # Layers of the encoder whose outputs the first layers of the model add as well (DeepStack).
     deepstack: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = ()
     images: PositiveInt = 1  # at most, in a row of the batch
     max_patches: PositiveInt = 1024  # of an image

@@ -63,7 +63,7 @@ def encode(
             encoder, sharded(images.pixels_BIPX), sharded(images.grid_BI2)
         )
     with jax.named_scope('vision_gather'):
-        # The dim of images comes first: behind it XLA would all-reduce the gradient, twice the bytes.
+        # The dim of images comes first: elsewhere XLA would all-reduce its gradient.
         vectors = vectors.reshape(-1, *vectors.shape[3:], out_sharding=layout('I--'))
         return jax.reshard(vectors, layout('---'))
 

@@ -81,7 +81,7 @@ class Parameters:
 
 
 def _of_one(dims: str) -> str:
-    """Return the dims of a parameter without that of the layers, or mergers, that it is stacked over."""
+    """Return the dims of a parameter without that of the layers, or mergers, that have one each."""
     return dims[1:] if dims[0] in 'LA' else dims
 
 

@@ -145,7 +145,7 @@ def _sum_of_vector(
 def _sum_over_images(
     gradient: jax.Array, declared: Parameter, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
-    """Sum [*data shards, image shard, *dims] to the placement of the encoder's parameter at rest."""
+    """Sum [*data shards, image shard, *dims] to the placement of the parameter at rest."""
     summed = tuple(range(len(layout.mapped) + 1))
     if not declared.is_matrix:
         return lax.reduce_sum(gradient, summed, out_sharding=layout(declared.dims))
