@@ -27,6 +27,8 @@ class PatchSize:
     max_patches: int
     # Qwen3-VL enlarges a picture to 256 patches; its `size.shortest_edge` is that area in pixels
     min_patches: int = 0
+    # vectors of every picture, where its relevance decides what they stand for; 0: one for each unit
+    budget: int = 0
 
     @property
     def unit(self) -> int:
@@ -35,16 +37,21 @@ class PatchSize:
 
     @property
     def max_units(self) -> int:
-        """The image vectors of a picture at most: the stride of the slots in `image_index`."""
+        """The largest number of units of a picture."""
         return self.max_patches // self.merge_size**2
+
+    @property
+    def max_vectors(self) -> int:
+        """The largest number of image vectors: the stride of the slots in `image_index`."""
+        return self.budget or self.max_units
 
     @property
     def _least_area(self) -> int:
         return self.min_patches * self.patch_size**2
 
-    def units(self, grid: Grid) -> int:
+    def vectors(self, grid: Grid) -> int:
         """Return the number of image vectors of a picture."""
-        return grid[0] * grid[1] // self.merge_size**2
+        return self.budget or grid[0] * grid[1] // self.merge_size**2
 
     def fit(self, height: int, width: int, *, name: str = 'picture', place: str = '') -> Grid:
         """Return the grid for a picture of `height` x `width` pixels.
@@ -101,26 +108,28 @@ def place_images(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the image vector at each token of a document, and the positions for M-RoPE.
 
-    The `image_token`s of the document stand for the units of `grids`, in order. Returns int32
-    `image_index` [S], -1 for text, else slot * max_units + unit, and int32 `positions` [S, 3] of
-    time, row and column: text counts in all three alike; an image at n has (n, n + row,
+    The `image_token`s of the document stand for the vectors of `grids`, in order. Returns int32
+    `image_index` [S], -1 for text, else slot * max_vectors + vector, and int32 `positions` [S, 3]
+    of time, row and column: text counts in all three alike; an image at n has (n, n + row,
     n + column) of its units, and the text after it goes on at n + max(rows, columns) (Qwen2-VL,
-    https://arxiv.org/abs/2409.12191).
+    https://arxiv.org/abs/2409.12191). With a `budget`, which units the vectors stand for is not
+    known yet, and they all have (n, n, n).
     """
     place_N = np.flatnonzero(tokens_S == image_token)
-    assert len(place_N) == sum(map(patches.units, grids)), (len(place_N), grids)
+    assert len(place_N) == sum(map(patches.vectors, grids)), (len(place_N), grids)
     image_index_S = np.full(len(tokens_S), -1, np.int32)
     position_S3 = np.repeat(np.arange(len(tokens_S), dtype=np.int32)[:, None], 3, axis=1)
     used = 0
     for slot, grid in enumerate(grids, first_slot):
         rows, columns = (side // patches.merge_size for side in grid)
-        count = rows * columns
+        count = patches.vectors(grid)
         start = int(place_N[used])
         stop, used = start + count, used + count
         assert place_N[used - 1] == stop - 1, 'the tokens of an image are consecutive'
-        image_index_S[start:stop] = slot * patches.max_units + np.arange(count)
+        image_index_S[start:stop] = slot * patches.max_vectors + np.arange(count)
         position_S3[start:stop] = position_S3[start]
-        position_S3[start:stop, 1] += np.repeat(np.arange(rows, dtype=np.int32), columns)
-        position_S3[start:stop, 2] += np.tile(np.arange(columns, dtype=np.int32), rows)
+        if not patches.budget:
+            position_S3[start:stop, 1] += np.repeat(np.arange(rows, dtype=np.int32), columns)
+            position_S3[start:stop, 2] += np.tile(np.arange(columns, dtype=np.int32), rows)
         position_S3[stop:] -= count - max(rows, columns)
     return image_index_S, position_S3

@@ -40,7 +40,7 @@ class PictureBatches(Batches):
         eod = self._tokenizer.eod
         before = [
             *(self._tokenizer.start or [eod]),
-            *[self.shape.image_token] * patches.units(grid),
+            *[self.shape.image_token] * patches.vectors(grid),
             *question,
         ]
         tokens = np.array([*before, *answer, eod], np.int32)
