@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from typing import Literal
 
 import numpy as np
@@ -63,6 +64,11 @@ def words() -> dict[Part, tuple[str, ...]]:
         held_out.setdefault(word.lower(), word)
     train = [word for word in found if word.lower() not in held_out]
     return {'train': tuple(train), 'held_out': tuple(held_out.values())}
+
+
+def fingerprint() -> str:
+    """Return a hash of the words, which another interpreter's library may not have."""
+    return sha256(repr(sorted(words().items())).encode()).hexdigest()
 
 
 def word_picture(part: Part, seed: int, index: int, *, font: Font = 'bitmap') -> Picture:

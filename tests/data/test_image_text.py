@@ -12,7 +12,7 @@ from PIL import Image
 from megajax.config import ConfigError
 from megajax.data.image_rows import RowShape
 from megajax.data.image_text.chat import PlainChat
-from megajax.data.image_text.documents import FileDocument, read_documents
+from megajax.data.image_text.documents import FileDocument, encode_prompt, read_documents
 from megajax.data.image_text.lines import VISION
 from megajax.data.image_text.load import ImageTextData, load_image_text
 from megajax.data.patches import PatchSize
@@ -344,3 +344,19 @@ def test_too_few_rows_for_a_batch_are_refused(folder: Path) -> None:
     path = write(folder, {'text': 'one'}, {'text': 'two'})
     with pytest.raises(ConfigError, match=r'fills 1 rows .* use train.batch_size=1'):
         load_rows(path, batch_size=2)
+
+
+def test_a_prompt_is_the_beginning_of_the_document_that_was_trained_on(folder: Path) -> None:
+    images = ['a.png', 'b.png']
+    line = {'text': 'see <image> and <image>', 'images': images}
+    (document,) = documents(write(folder, line))
+    trained = document.read(SHAPE)
+    prompt = encode_prompt(line['text'], [folder / name for name in images], SHAPE, TOKENIZER)
+    np.testing.assert_array_equal(prompt.tokens, trained.tokens[:-1])
+    assert prompt.grids == trained.grids
+    for ours, theirs in zip(prompt.patches, trained.patches, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(ConfigError, match='prompt: has 2 places for pictures, and 1 in'):
+        encode_prompt(line['text'], [folder / 'a.png'], SHAPE, TOKENIZER)
+    with pytest.raises(ConfigError, match=r'none.png: is not a file'):
+        encode_prompt('<image>', [folder / 'none.png'], SHAPE, TOKENIZER)

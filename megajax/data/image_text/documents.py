@@ -9,7 +9,7 @@ import numpy as np
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.image_rows import ImageDocument, RowShape
 from megajax.data.image_text.chat import Chat
-from megajax.data.image_text.lines import Piece, Vocabulary, pieces_of, read_lines
+from megajax.data.image_text.lines import Piece, Vocabulary, pieces_of, pieces_of_text, read_lines
 from megajax.data.images import inside, read_image, read_size
 from megajax.data.patches import Grid
 from megajax.data.text.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def read_documents(
     Pictures are named from the file's folder. Raises ConfigError with file and line if a line
     breaks a rule, a picture is missing or no picture, or a document does not fit a row.
     """
-    vocabulary = Vocabulary(special=tokenizer.special_tokens(), image_token=shape.image_token)
+    vocabulary = _vocabulary(shape, tokenizer)
     for place, line in read_lines(path):
         pieces = pieces_of(line, vocabulary, chat, place)
         paths = [
@@ -63,6 +63,31 @@ def read_documents(
         tokens, answered = _encode(pieces, grids, shape, tokenizer)
         _check_fit(tokens, grids, shape, place)
         yield FileDocument(place=place, tokens=tokens, answered=answered, paths=paths, grids=grids)
+
+
+def encode_prompt(
+    prompt: str, images: Sequence[str | Path], shape: RowShape, tokenizer: Tokenizer
+) -> ImageDocument:
+    """Return the beginning of a document: a text in which each <image> is the next of `images`.
+
+    Raises ConfigError if their numbers differ, or if one is no picture.
+    """
+    line = {'text': prompt, 'images': [str(path) for path in images]}
+    pieces = pieces_of_text(line, _vocabulary(shape, tokenizer), 'prompt')
+    grids = [shape.patches.fit(*read_size(path), name=str(path)) for path in images]
+    tokens, answered = _encode(pieces, grids, shape, tokenizer)
+    prompt_document = FileDocument(
+        place='prompt',
+        tokens=tokens[:-1],
+        answered=answered[:-1],
+        paths=list(map(Path, images)),
+        grids=grids,
+    )
+    return prompt_document.read(shape)
+
+
+def _vocabulary(shape: RowShape, tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary(special=tokenizer.special_tokens(), image_token=shape.image_token)
 
 
 def _encode(

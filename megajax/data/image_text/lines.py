@@ -68,21 +68,18 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def pieces_of(line: dict[str, Any], vocabulary: Vocabulary, chat: Chat, place: str) -> list[Piece]:
     """Return the pieces of a line; raises ConfigError with its place if it breaks a rule."""
-    images = line.get('images', [])
-    if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
-        _refuse(place, f'"images" is {_short(images)}, not a list of file names')
     if ('text' in line) == ('messages' in line):
         keys = ', '.join(map(str, line)) or 'none'
         _refuse(place, f'needs either "text" or "messages" (its keys: {_short(keys)})')
     if 'text' in line:
-        return _pieces_of_text(line['text'], images, vocabulary, place)
-    messages, names = _messages(line['messages'], images, place)
+        return pieces_of_text(line, vocabulary, place)
+    messages, names = _messages(line['messages'], _images(line, place), place)
     return _pieces_of_chat(messages, names, vocabulary, chat, place)
 
 
-def _pieces_of_text(
-    text: object, images: Sequence[str], vocabulary: Vocabulary, place: str
-) -> list[Piece]:
+def pieces_of_text(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> list[Piece]:
+    """Return the pieces of a line with a "text", as `pieces_of` does."""
+    text, images = line['text'], _images(line, place)
     if not isinstance(text, str):
         _refuse(place, f'"text" is {_short(text)}, not a text')
     texts = _check(text, place).split(MARKER)
@@ -93,6 +90,13 @@ def _pieces_of_text(
         around = [Piece(token=vocabulary.special[token]) for token in _around(vocabulary)]
         pieces += [*around[:1], Piece(image=name), *around[1:], Piece(text=after, answered=True)]
     return pieces
+
+
+def _images(line: dict[str, Any], place: str) -> list[str]:
+    images = line.get('images', [])
+    if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
+        _refuse(place, f'"images" is {_short(images)}, not a list of file names')
+    return images
 
 
 def _around(vocabulary: Vocabulary) -> Sequence[str]:
