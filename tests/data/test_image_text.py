@@ -206,6 +206,38 @@ def test_mistakes_are_refused_with_file_and_line(folder: Path, line: object, mes
     assert ';' in str(found.value)
 
 
+PARTS = st.sampled_from(['a', ' ', '\n', 'é', '<|im_end|>', '<|im_start|>', '<|image_pad|>', '<'])
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(st.tuples(st.booleans(), st.lists(PARTS, max_size=4)), max_size=5))
+def test_no_message_can_write_a_special_token(
+    folder: Path, turns: list[tuple[bool, list[str]]]
+) -> None:
+    messages = [
+        {'role': 'assistant' if is_answer else 'user', 'content': ''.join(parts)}
+        for is_answer, parts in [*turns, (True, [])]
+    ]
+    shape = make_shape(600, image_token=QWEN.special_tokens()['<|image_pad|>'])
+    (document,) = documents(write(folder, {'messages': messages}), QWEN, shape)
+    text, answered = shown(document, QWEN)
+    end = '<|im_end|>\n'
+    turn = '<|im_start|>{role}\n{content}'
+    rendered = ''.join(turn.format(**message) + end for message in messages)
+    answers = [m['content'] + end for m in messages if m['role'] == 'assistant']
+    assert text == f'<|endoftext|>{rendered}<|endoftext|>'
+    assert answered == ''.join(answers) + '<|endoftext|>'
+    special = QWEN.special_tokens()
+    for name, count in {
+        '<|im_start|>': len(messages),
+        '<|im_end|>': len(messages),
+        '<|image_pad|>': 0,
+    }.items():
+        assert (document.tokens == special[name]).sum() == count
+
+
 def test_a_picture_that_breaks_off_is_refused_when_its_row_is_read_ahead(folder: Path) -> None:
     data = (folder / 'a.png').read_bytes()
     (folder / 'cut.png').write_bytes(data[: len(data) // 2])

@@ -111,7 +111,7 @@ def _messages(
         _refuse(place, f'"messages" is {_short(messages)}, not a list of messages')
     rest = list(reversed(images))
     names: list[str] = []
-    found: list[Message] = []
+    normalized: list[Message] = []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get('role'), str):
             _refuse(place, f'a message is {_short(message)}, not an object with a "role"')
@@ -126,12 +126,12 @@ def _messages(
                 names.append(name)
         has_images = any(part['type'] == 'image' for part in parts)
         content = parts if has_images else ''.join(part['text'] for part in parts)
-        found.append({**message, 'content': content})
+        normalized.append({**message, 'content': content})
     if rest:
         _unequal(len(names), images, place)
-    if all(message['role'] != 'assistant' for message in found):
+    if all(message['role'] != 'assistant' for message in normalized):
         _refuse(place, 'no message is of the role "assistant", so nothing can be learned')
-    return found, names
+    return normalized, names
 
 
 def _parts(content: object, place: str) -> list[dict[str, Any]]:
@@ -250,12 +250,12 @@ def _unequal(places: int, images: Sequence[str], place: str) -> NoReturn:
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        decoded = json.loads(line)
     except (ValueError, RecursionError) as error:
         _refuse(place, f'is not JSON in UTF-8 ({error})')
-    if not isinstance(found, dict):
-        _refuse(place, f'is {_short(found)}, not a JSON object')
-    return found
+    if not isinstance(decoded, dict):
+        _refuse(place, f'is {_short(decoded)}, not a JSON object')
+    return decoded
 
 
 def _check(text: str, place: str) -> str:

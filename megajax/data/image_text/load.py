@@ -136,11 +136,11 @@ def _files(corpus: str) -> list[tuple[Path, str]]:
     if root.is_file() and root.name.endswith(JSON_LINES):
         return [(root, root.name)]
     paths = [path for path in sorted(root.rglob('*')) if path.name.endswith(JSON_LINES)]
-    found = [(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
-    if not found:
+    files = [(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
+    if not files:
         kinds = ', '.join(JSON_LINES)
         raise _problem(f'{corpus!r} is no file or folder with JSON lines ({kinds}); give one')
-    return found
+    return files
 
 
 def _split(names: Sequence[str], split: str) -> tuple[list[str], list[str]]:
