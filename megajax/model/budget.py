@@ -21,6 +21,7 @@ SIDES = (8, 10, 12, 14, 16, 18, 20)
 NUM_WATER_LEVELS = 65
 HIGHEST_WATER = 4  # the most that relevance is multiplied with
 NUM_EXCHANGES = 4
+ENOUGH = 0.97  # of the total
 
 
 class Places(NamedTuple):
@@ -53,10 +54,11 @@ def budget(relevance: jax.Array, total: int, sides: Sequence[int] = SIDES) -> ja
     """Return the level of each region, as an index of `sides`, from its relevance in [0, 1].
 
     Between the fewest and the most tokens a region has the share `clip(water * relevance, 0, 1)`,
-    rounded down to a level, with the highest water that `total` allows. Then regions rise by a
-    level in the order of relevance while they fit, again and again. What is left is used by raising
-    one region and lowering a less relevant one, which costs less than either. A region never has
-    fewer tokens than a less relevant one, and ties go to the first.
+    rounded down to a level. Then regions rise by a level in the order of relevance while they fit,
+    again and again. What is left is used by raising one region and lowering a less relevant one,
+    which costs less than either. The water is the highest with which `ENOUGH` of `total` is used,
+    or that uses most. A region never has fewer tokens than a less relevant one, and ties go to the
+    first.
 
     `total` is at least the fewest tokens of all regions.
     """
@@ -68,13 +70,19 @@ def budget(relevance: jax.Array, total: int, sides: Sequence[int] = SIDES) -> ja
     wanted = fewest + (most - fewest) * share
     steps = jnp.array([side**2 for side in sides[1:]]).reshape(1, 1, -1)
     by_water = (jnp.expand_dims(wanted, 2) >= steps).sum(2)
-    fits = num_tokens(by_water, sides).sum(1) <= total  # monotone, and true of the lowest water
-    level = lax.dynamic_index_in_dim(by_water, fits.sum() - 1, 0, keepdims=False)
 
     is_at = _order(relevance)
-    level = jnp.where(is_at, jnp.expand_dims(level, 0), 0).sum(1)
-    level = lax.fori_loop(0, 2 * len(sides), lambda _, x: _rise(x, total, sides), level)
-    level = lax.fori_loop(0, NUM_EXCHANGES, lambda _, x: _exchange(x, total, sides), level)
+    by_water = jnp.where(jnp.expand_dims(is_at, 0), jnp.expand_dims(by_water, 1), 0).sum(2)
+
+    def use_up(level: jax.Array) -> jax.Array:
+        level = lax.fori_loop(0, 2 * len(sides), lambda _, x: _rise(x, total, sides), level)
+        return lax.fori_loop(0, NUM_EXCHANGES, lambda _, x: _exchange(x, total, sides), level)
+
+    by_water = jax.vmap(use_up)(by_water)
+    used = num_tokens(by_water, sides).sum(1)  # all that the lowest water uses fits
+    used = jnp.where(used <= total, jnp.minimum(used, ENOUGH * total), 0)
+    highest = NUM_WATER_LEVELS - 1 - jnp.argmax(used[::-1])
+    level = lax.dynamic_index_in_dim(by_water, highest, 0, keepdims=False)
     return jnp.where(is_at, jnp.expand_dims(level, 1), 0).sum(0)
 
 
