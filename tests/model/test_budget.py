@@ -24,7 +24,7 @@ from megajax.model.budget import (
 from megajax.parallel.mesh import make_mesh
 
 TOKENS = np.square(SIDES)
-REGIONS = 4, 8, 16
+REGIONS = 2, 4, 16
 COLLECTIVES = 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute'
 relevances = st.one_of(
     st.floats(0, 1, width=32),
