@@ -1,6 +1,7 @@
 """Steps that several tests compare, each compiled once: a setting, and its numbers."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ MESH = (
     *('data', 'replicas', 'stages', 'virtual_stages', 'context', 'context_exchange'),
     *('model_rows', 'model', 'sequence_parallel'),
 )
-TRAIN = ('batch_size', 'dtype', 'microbatches', 'schedule', 'recompute', 'overlap')
+TRAIN = ('dtype', 'microbatches', 'schedule', 'recompute', 'overlap')
 
 
 class Setting(NamedTuple):
@@ -54,7 +55,7 @@ class Setting(NamedTuple):
     num_layers: int = 2
     hidden_size: int = 64
     num_kv_heads: int | None = None  # those of the model
-    batch_size: int = 24
+    rows: int | None = None  # of the batch; as many as data shards and microbatches divide
     plain: bool = False  # without dropout and document masks
 
     @property
@@ -70,9 +71,14 @@ class Setting(NamedTuple):
             self.name,
             model=sizes | heads,
             mesh=self._section(*MESH),
-            train={'seq_len': 16} | self._section(*TRAIN),
+            train={'batch_size': self.batch_size, 'seq_len': 16} | self._section(*TRAIN),
             optim=optim | self._section('shard', 'reduce_dtype', 'moments_dtype'),
         )
+
+    @property
+    def batch_size(self) -> int:
+        """The rows of the batch."""
+        return self.rows or math.lcm(24, self.data * self.microbatches)
 
     def _section(self, *keys: str) -> dict[str, Any]:
         return {key: getattr(self, key) for key in keys}
@@ -95,7 +101,7 @@ class Setting(NamedTuple):
     @property
     def on_one_device(self) -> 'Setting':
         """The same step on one device."""
-        one = self.unsharded.in_one_part
+        one = self.unsharded.in_one_part._replace(rows=self.batch_size)
         return one._replace(data=1, model=1, model_rows=1, sequence_parallel=False)
 
     def __str__(self) -> str:

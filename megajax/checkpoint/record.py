@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megajax.config import CheckpointError, Config
 from megajax.config.renamed import current
+from megajax.config.schema import keys_of
 
 RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
 VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after it was saved
@@ -170,9 +171,8 @@ def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _known(name: str, section: dict[str, Any]) -> dict[str, Any]:
-    fields = Config.model_fields[name].annotation.model_fields  # type: ignore[union-attr]
     today = dict(current(f'{name}.{key}', value) for key, value in section.items())
-    return {key: today[f'{name}.{key}'] for key in fields if f'{name}.{key}' in today}
+    return {key: today[f'{name}.{key}'] for key in keys_of(name) if f'{name}.{key}' in today}
 
 
 def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> dict[str, tuple[str, str]]:

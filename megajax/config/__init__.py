@@ -25,6 +25,7 @@ from megajax.config.schema import (
     RopeScaling,
     RunConfig,
     TrainConfig,
+    VisionConfig,
 )
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     'RunError',
     'StopRequested',
     'TrainConfig',
+    'VisionConfig',
     'dump',
     'load',
     'overridden',

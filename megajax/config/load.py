@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -21,12 +21,9 @@ from ruamel.yaml.nodes import MappingNode, Node
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.renamed import RENAMED, current
 from megajax.config.rules import incompatibilities
-from megajax.config.schema import Config, Section
+from megajax.config.schema import SECTIONS, Config, keys_of
 
-SECTIONS = {
-    name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()
-}
-KEYS = {f'{name}.{key}': key for name, section in SECTIONS.items() for key in section.model_fields}
+KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
 PLAIN_WORDS = {
     'bool_type': 'true or false',
     'string_type': 'text (quote what looks like something else)',
@@ -252,9 +249,11 @@ def _validate(
     for name, section in SECTIONS.items():
         values = {
             key: settings[f'{name}.{key}'].value
-            for key in section.model_fields
+            for key in keys_of(name)
             if f'{name}.{key}' in settings
         }
+        if not values and Config.model_fields[name].default is None:
+            continue
         try:
             sections[name] = section.model_validate(values)
         except ValidationError as error:
@@ -289,7 +288,7 @@ def _explain(detail: ErrorDetails) -> str:
 def _unknown(path: str) -> str:
     """Return the message for a path that is neither a section nor a key, with the nearest one."""
     section, _, key = path.partition('.')
-    siblings = SECTIONS[section].model_fields if section in SECTIONS else ()
+    siblings = keys_of(section) if section in SECTIONS else ()
     in_section = [f'{section}.{near}' for near in get_close_matches(key, siblings, n=1)]
     same_key = [full for full, name in KEYS.items() if name == (key or section)]
     near = in_section or same_key or get_close_matches(path, [*SECTIONS, *KEYS], n=1, cutoff=0.75)
@@ -301,7 +300,7 @@ def _unknown(path: str) -> str:
 
 
 def _members(section: str) -> str:
-    return ', '.join(SECTIONS[section].model_fields if section in SECTIONS else SECTIONS)
+    return ', '.join(keys_of(section) if section in SECTIONS else SECTIONS)
 
 
 def _reason(error: YAMLError | UnicodeDecodeError) -> str:

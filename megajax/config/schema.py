@@ -4,7 +4,8 @@ Sizes count elements, `seq_len` counts tokens, `batch_size` counts the sequences
 """
 
 import math
-from typing import Annotated, Any, Literal, Self
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -16,6 +17,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -72,6 +75,59 @@ class RopeScaling(Section):
     original_max_seq_len: PositiveInt = 8192
 
 
+class VisionConfig(Section):
+    """The vision encoder, and where its vectors enter the model."""
+
+    num_layers: PositiveInt
+    hidden_size: PositiveInt
+    num_heads: PositiveInt
+    ffn_size: PositiveInt = Field(default_factory=lambda data: 4 * data['hidden_size'])
+    patch_size: PositiveInt = 16  # pixels along each side of a patch
+    frames: PositiveInt = 1  # that a patch weighs; an image is shown to all of them (Qwen3-VL: 2)
+    merge_size: PositiveInt = 2  # patches along each side of a unit, which becomes one vector
+    positions: PositiveInt = 48  # side of the learned table, which is interpolated to an image
+    # Layers of the encoder whose outputs the first layers of the model add as well (DeepStack).
+    deepstack: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = ()
+    images: PositiveInt = 1  # at most, in a row of the batch
+    max_patches: PositiveInt = 1024  # of an image
+    image_token: NonNegativeInt = 0  # the token that stands where image vectors are
+
+    @property
+    def pixels(self) -> int:
+        """Numbers of a patch: three channels of each of its pixels."""
+        return 3 * self.patch_size**2
+
+    @property
+    def unit(self) -> int:
+        """Number of patches that become one vector."""
+        return self.merge_size**2
+
+    @property
+    def vectors(self) -> int:
+        """Number of vectors of an image, at most."""
+        return self.max_patches // self.unit
+
+    @property
+    def merged_size(self) -> int:
+        """Width of the merged patches of a unit."""
+        return self.unit * self.hidden_size
+
+    @cached_property
+    def blocks(self) -> 'ModelConfig':
+        """The layers of the encoder, as those of a model that looks both ways."""
+        return ModelConfig(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            ffn_size=self.ffn_size,
+            vocab_size=1,
+            max_seq_len=self.max_patches,
+            attention='bidirectional',
+            position='rope_2d',
+            norm_eps=1e-6,
+        )
+
+
 class ModelConfig(Section):
     """The model; GPT-2, Megatron's GPT and BERT, Llama and Qwen3 differ in these keys alone."""
 
@@ -95,7 +151,15 @@ class ModelConfig(Section):
     )
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
     activation: Literal['gelu', 'gelu_tanh', 'swiglu'] = 'gelu_tanh'
-    position: Literal['learned', 'rope'] = 'learned'
+    # mrope: rotary angles of time, row and column, each for its part of the head dim (Qwen3-VL).
+    # rope_2d: of row and column; only the vision encoder has it.
+    position: Literal['learned', 'rope', 'mrope', 'rope_2d'] = 'learned'
+    # Of mrope: pairs of the head dim that turn with the time, the row and the column.
+    mrope_section: Annotated[tuple[PositiveInt, PositiveInt, PositiveInt], Field(strict=False)] = (
+        24,
+        20,
+        20,
+    )
     rope_theta: PositiveFloat = 10000.0
     rope_scaling: RopeScaling | None = None  # for example {type: llama3, factor: 8}
     qk_norm: bool = False  # normalise queries and keys over head_dim, as Qwen3 does
@@ -107,6 +171,8 @@ class ModelConfig(Section):
     norm_eps: PositiveFloat = 1e-5
     # Projections into the residual stream are additionally scaled by 1/sqrt(2 num_layers).
     init_std: PositiveFloat = 0.02
+    # The section `vision` of the config, which stands beside this one.
+    vision: VisionConfig | None = Field(default=None, exclude=True)
 
     @property
     def causal(self) -> bool:
@@ -329,6 +395,7 @@ class Config(Section):
     """
 
     model: ModelConfig
+    vision: VisionConfig | None = None  # None: a model of text alone
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
@@ -342,8 +409,29 @@ class Config(Section):
         """Number of sequences of a microbatch on a data shard."""
         return self.train.batch_size // (self.mesh.data * self.train.microbatches)
 
+    @model_serializer(mode='wrap')
+    def _without_absent_sections(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: section for name, section in dump(self).items() if section is not None}
+
+    @model_validator(mode='after')
+    def _join_vision(self) -> Self:
+        object.__setattr__(self, 'model', self.model.model_copy(update={'vision': self.vision}))
+        return self
+
     @model_validator(mode='after')
     def _check_combinations(self) -> Self:
         if problems := incompatibilities(self):
             raise ValueError('\n'.join(str(problem) for problem in problems))
         return self
+
+
+SECTIONS: dict[str, type[Section]] = {
+    name: next(kind for kind in get_args(field.annotation) or (field.annotation,) if kind)
+    for name, field in Config.model_fields.items()
+}
+
+
+def keys_of(section: str) -> list[str]:
+    """Return the keys of a section that a config file may set."""
+    fields = SECTIONS[section].model_fields
+    return [key for key, field in fields.items() if not field.exclude]

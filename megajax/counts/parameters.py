@@ -13,10 +13,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from megajax.config.schema import Config, ModelConfig
+from megajax.config.schema import Config, ModelConfig, VisionConfig
 from megajax.parallel.layout import Layout
 
 SHARDED_BY_MEGATRON = 'VFNK'  # dims of weights and biases that Megatron shards over its ranks
+IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
 UNSHARDED: Mapping[str, int] = {}
 NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders
 
@@ -68,6 +69,11 @@ class Parameter:
         """
         return self.is_matrix and not self.partial
 
+    @property
+    def is_of_encoder(self) -> bool:
+        """Whether it is the vision encoder's: whole on each device in the computation."""
+        return self.partial == IMAGES
+
 
 Declared = Mapping[str, 'Parameter | Declared']
 
@@ -87,7 +93,57 @@ def declare(model: ModelConfig) -> Declared:
         declared['head'] = Parameter('Vd', Role.MATRIX, std)
     if model.is_bert:
         declared |= _bert(model)
+    if model.vision is not None:
+        declared['vision'] = of_encoder(declare_vision(model.vision))
     return declared
+
+
+@functools.cache
+def declare_vision(vision: VisionConfig) -> Declared:
+    """Declare the parameters of the vision encoder, by letters of its own dims."""
+    blocks = vision.blocks
+    std = blocks.init_std
+
+    def merger(norm: str) -> Declared:
+        return {
+            'norm': _norm(blocks, norm, partial=''),
+            'up': _linear('Ww', std, bias='W'),
+            'down': _linear('WE', std, bias='E'),
+        }
+
+    declared: dict[str, Parameter | Declared] = {
+        'patch': _linear('QXD', std, bias='D'),
+        'position': {'table': Parameter('SD', Role.TABLE, std)},
+        'layers': stacked(_block(blocks)),
+        'merger': merger('D'),
+    }
+    if vision.deepstack:
+        declared['deep_mergers'] = _prefixed(merger('W'), 'A')
+    return declared
+
+
+def of_encoder(declared: Declared) -> Declared:
+    """Return the encoder's parameters as a part of the whole model, with circled letters.
+
+    Images are sharded, so that every shard computes a partial gradient of each of them.
+    """
+    return {
+        name: in_model(x) if isinstance(x, Parameter) else of_encoder(x)
+        for name, x in declared.items()
+    }
+
+
+def in_model(parameter: Parameter) -> Parameter:
+    """Return the declaration of the encoder's parameter as one of the whole model."""
+    return dataclasses.replace(parameter, dims=circled(parameter.dims), partial=IMAGES)
+
+
+def circled(dims: str) -> str:
+    """Return the letters of the vision encoder's dims: `Ⓓ` is its D."""
+    return ''.join(
+        chr(ord(letter) + (ord('Ⓐ') - ord('A') if letter.isupper() else ord('ⓐ') - ord('a')))
+        for letter in dims
+    )
 
 
 def _block(model: ModelConfig) -> Declared:
@@ -146,8 +202,14 @@ def _norm(model: ModelConfig, dims: str, *, partial: str) -> Declared:
 
 def stacked(declared: Declared) -> Declared:
     """Return the same parameters with a leading dim L, one entry for each layer."""
+    return _prefixed(declared, 'L')
+
+
+def _prefixed(declared: Declared, dim: str) -> Declared:
     return {
-        name: dataclasses.replace(x, dims=f'L{x.dims}') if isinstance(x, Parameter) else stacked(x)
+        name: dataclasses.replace(x, dims=dim + x.dims)
+        if isinstance(x, Parameter)
+        else _prefixed(x, dim)
         for name, x in declared.items()
     }
 
@@ -183,7 +245,27 @@ def dim_sizes(model: ModelConfig) -> Mapping[str, int]:
         'S': model.max_seq_len,
         'U': 2,
         'V': model.padded_vocab_size,
+        **({} if model.vision is None else _circled_sizes(vision_sizes(model))),
     }
+
+
+def vision_sizes(model: ModelConfig) -> Mapping[str, int]:
+    """Return the size of each letter of the vision encoder's dims."""
+    vision = model.vision
+    assert vision is not None
+    return {
+        **dim_sizes(vision.blocks),
+        'A': len(vision.deepstack),
+        'E': model.hidden_size,
+        'Q': vision.frames,
+        'S': vision.positions**2,
+        'W': vision.merged_size,
+        'X': vision.pixels,
+    }
+
+
+def _circled_sizes(sizes: Mapping[str, int]) -> Mapping[str, int]:
+    return {circled(letter): size for letter, size in sizes.items()}
 
 
 def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from megajax.generate.cache import KeysValues, decode, prefill, write
 from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
 from megajax.generate.weights import LayerWeights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
+from megajax.model.images import Images, add_deep, merge_images_of_shards
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 
@@ -25,13 +26,15 @@ NO_TOKEN = -1
 class Rows(NamedTuple):
     """The state of generation, which each token changes.
 
-    A row's position is its slot minus `first_B`.
+    A row's position is its slot minus `origin_B`, which is `first_B` unless it has images, whose
+    positions are fewer than their tokens.
     """
 
     caches: tuple[KeysValues, ...]  # one cache per layer
     token_B: jax.Array  # the last token generated, which is not in the cache yet
     slot: jax.Array  # the slot that `token_B` will be written to
     first_B: jax.Array  # the slot of the row's first token
+    origin_B: jax.Array
     left_B: jax.Array  # number of tokens still wanted; 0 for a row that has ended
     number_B: jax.Array  # the row's number, from which its random keys follow
 
@@ -70,13 +73,16 @@ class Engine:
         number_B: jax.Array,
         seed: jax.Array,
         eod: jax.Array,
+        images: Images | None = None,
+        image_position_BS: jax.Array | None = None,
         *,
         num_slots: int,
         sampling: Sampling,
     ) -> tuple[Rows, jax.Array]:
         """Read prompts and generate their first tokens [B, 1].
 
-        A prompt is the last `length_B` tokens of its row.
+        A prompt is the last `length_B` tokens of its row. With images their tokens have positions
+        of their own, [B, S] or [B, S, 3].
         """
         layout = self._layout
         token_BS = jax.reshard(token_BS, layout('BS'))
@@ -86,21 +92,31 @@ class Engine:
         first_B = token_BS.shape[1] - length_B
         position_BS = jnp.arange(token_BS.shape[1])[None] - first_B[:, None]
         segment_BS = (position_BS >= 0).astype(jnp.int32)  # padding is a separate document
-        position_BS = jnp.maximum(position_BS, 0)
+        position_BS, origin_B = jnp.maximum(position_BS, 0), first_B
+        if image_position_BS is not None:
+            position_BS = jax.reshard(image_position_BS, layout('BS'))
+            last_B = position_BS.max(range(1, position_BS.ndim))
+            origin_B = token_BS.shape[1] - 1 - last_B
         decoder = nnx.merge(self._decoder, weights.rest)
         x_BSD = decoder.embed(
             token_BS, self.config.train.dtype, position_BS=position_BS
         )  # all-reduce
+        if images is not None:
+            assert decoder.vision is not None
+            x_BSD, deep_BSAD = merge_images_of_shards(decoder.vision, x_BSD, images, layout)
         core, caches = prefill(layout, segment_BS, num_slots), []
-        for layer in weights.layers:
+        for index, layer in enumerate(weights.layers):
             block = nnx.merge(self._block, layer)
             x_BSD, cache = block(x_BSD, core, position_BS=position_BS)
+            if images is not None:
+                x_BSD = add_deep(x_BSD, deep_BSAD, index)
             caches.append(cache)
         rows = Rows(
             tuple(caches),
             token_BS[:, -1],
             jnp.int32(token_BS.shape[1] - 1),
             first_B,
+            origin_B,
             left_B,
             number_B,
         )
@@ -149,7 +165,7 @@ class Engine:
     ) -> tuple[Rows, jax.Array]:
         """Generate one more token [B] in each row."""
         decoder = nnx.merge(self._decoder, weights.rest)
-        position_B1 = (rows.slot - rows.first_B)[:, None]
+        position_B1 = (rows.slot - rows.origin_B)[:, None]
         dtype, owns = self.config.train.dtype, []
         x_B1D = decoder.embed(rows.token_B[:, None], dtype, position_BS=position_B1)  # all-reduce
         for layer, cache in zip(weights.layers, rows.caches, strict=True):

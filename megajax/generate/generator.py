@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -12,6 +13,7 @@ from megajax.generate.continuation import Continuation
 from megajax.generate.engine import NO_TOKEN, engine
 from megajax.generate.sampling import Sampling
 from megajax.generate.weights import inference_config, make_weights
+from megajax.model.images import Images
 
 TOKENS_AT_ONCE = 16  # tokens generated per dispatch, between two searches for stops
 BATCH_SIZE = 16  # rows at a time
@@ -19,6 +21,15 @@ SLOTS = 64  # divisor of the cache's number of slots, so that other lengths seld
 SHORTEST = 16  # tokens; prompts are padded to this length or a larger power of two
 
 Prompt = Sequence[int]
+
+
+class PromptImages(NamedTuple):
+    """The images of a prompt: arrays of `Images` without rows, and positions [S] or [S, 3]."""
+
+    pixels_IPX: np.ndarray
+    grid_I2: np.ndarray
+    index_S: np.ndarray
+    position_S: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,11 +78,14 @@ class Generator:
         return [row.text for row in rows if row]
 
     def stream(
-        self, prompts: Sequence[Prompt], request: Request
+        self,
+        prompts: Sequence[Prompt],
+        request: Request,
+        images: Sequence[PromptImages] | None = None,
     ) -> Iterator[list[Continuation | None]]:
         """Yield all continuations each time they grow, with None for those that have not begun.
 
-        A prompt has at least one token.
+        A prompt has at least one token; `images` are those of each prompt.
         """
         all_rows: list[Continuation | None] = [None] * len(prompts)
         for start in range(0, len(prompts), BATCH_SIZE):
@@ -79,7 +93,12 @@ class Generator:
             rows = [self._continuation(prompt, request) for prompt in batch]
             all_rows[start : start + len(batch)] = rows
             for _ in self._grow(
-                batch, rows, start, size=min(len(prompts), BATCH_SIZE), request=request
+                batch,
+                rows,
+                start,
+                size=min(len(prompts), BATCH_SIZE),
+                request=request,
+                images=images and images[start : start + len(batch)],
             ):
                 yield all_rows
 
@@ -96,6 +115,7 @@ class Generator:
         *,
         size: int,
         request: Request,
+        images: Sequence[PromptImages] | None = None,
     ) -> Iterator[None]:
         """Grow rows, the first of which has this `number`, to their ends.
 
@@ -123,6 +143,7 @@ class Generator:
             number_B,
             seed,
             eod,
+            *(() if images is None else _stack(images, size, length)),
             num_slots=num_slots,
             sampling=request.sampling,
         )
@@ -142,6 +163,23 @@ class Generator:
                 num_tokens=TOKENS_AT_ONCE,
                 sampling=request.sampling,
             )
+
+
+def _stack(images: Sequence[PromptImages], size: int, length: int) -> tuple[Images, np.ndarray]:
+    """Return the images of `size` rows, and the positions of their last tokens."""
+
+    def rows(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: int = 0) -> np.ndarray:
+        filled = np.full((size, *shape), fill, arrays[0].dtype)
+        for row, x in enumerate(arrays):
+            filled[row, -len(x) :] = x
+        return filled
+
+    pixels, grids, indices, positions = zip(*images, strict=True)
+    return Images(
+        rows(pixels, pixels[0].shape),
+        rows(grids, grids[0].shape),
+        rows(indices, (length,), -1),
+    ), rows(positions, (length, *positions[0].shape[1:]))
 
 
 def generate(

@@ -16,6 +16,7 @@ from megajax.config import Config, ConfigError
 from megajax.counts.parameters import Parameter
 from megajax.model.block import Block
 from megajax.model.parameters import cast_matrices, map_parameters
+from megajax.model.shard_copies import copy_encoder
 from megajax.model.transformer import LanguageModel, model_graph
 from megajax.parallel.layer_order import in_model_order, map_stacked
 from megajax.parallel.layout import Layout
@@ -95,7 +96,8 @@ def _maker(config: Config) -> Any:
     graph = model_graph(config.model, layout)
 
     def make(params: nnx.State) -> LayerWeights:
-        model = nnx.merge(graph, cast_matrices(params, config.train.dtype, layout))
+        cast = cast_matrices(params, config.train.dtype, layout)
+        model = nnx.merge(graph, copy_encoder(cast, layout))
         stacked = nnx.state(model.layers)
         del model.layers
         layers = (

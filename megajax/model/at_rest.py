@@ -28,7 +28,7 @@ def reduced_in_backward(declared: Parameter, shard: str) -> bool:
 
 def scatter(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
     """Return a matrix with its placement between steps, padded to a multiple of its shards."""
-    return jax.reshard(_pad(x, dims, layout), layout(dims, at_rest=True))
+    return jax.reshard(pad(x, dims, layout), layout(dims, at_rest=True))
 
 
 def gather(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
@@ -42,7 +42,7 @@ def gather(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
 
 def reduce(gradient: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -> jax.Array:
     """Sum the gradients [data shard, *dims] of a matrix, in `dtype`, to its shards at rest."""
-    padded = _pad(gradient.astype(dtype), '-' + dims, layout)
+    padded = pad(gradient.astype(dtype), '-' + dims, layout)
     total = lax.reduce_sum(padded, (0,), out_sharding=layout(dims, at_rest=True))
     return total.astype(jnp.float32)  # reduce-scatter over data
 
@@ -61,7 +61,8 @@ def slotted(
     return Slotted(weight=weight, slot=slot)
 
 
-def _pad(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
+def pad(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
+    """Return an array with the padding of a matrix with these dims at rest."""
     added = layout.padding(dims)
     return jnp.pad(x, [(0, count) for count in added]) if any(added) else x
 

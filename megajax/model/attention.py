@@ -65,9 +65,8 @@ class Attention(nnx.Module):
         q_RSNH, k_RSKH, v_RSKH = self._split(self.qkv(x_BSD))
         if self.query_norm is not None and self.key_norm is not None:
             q_RSNH, k_RSKH = self.query_norm(q_RSNH), self.key_norm(k_RSKH)
-        if config.position == 'rope':
-            theta, scaling = config.rope_theta, config.rope_scaling
-            q_RSNH, k_RSKH = rotate(q_RSNH, k_RSKH, position_RS, theta=theta, scaling=scaling)
+        if config.position != 'learned':
+            q_RSNH, k_RSKH = rotate(q_RSNH, k_RSKH, position_RS, config)
         return q_RSNH, k_RSKH, v_RSKH
 
     def _split(self, qkv_RSKCH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

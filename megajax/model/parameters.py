@@ -10,7 +10,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from megajax.config import ModelConfig
-from megajax.counts.parameters import Declared, Parameter, declare, dim_sizes, shape_of
+from megajax.counts.parameters import (
+    Declared,
+    Parameter,
+    declare,
+    declare_vision,
+    dim_sizes,
+    in_model,
+    shape_of,
+    vision_sizes,
+)
 from megajax.model.at_rest import gather
 from megajax.parallel.layout import Layout
 
@@ -22,11 +31,18 @@ class Parameters:
     declared: Declared
     sizes: Mapping[str, int]
     layout: Layout
+    is_of_encoder: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, layout: Layout) -> 'Parameters':
         """The parameters of a complete model."""
         return cls(declare(model), dim_sizes(model), layout)
+
+    @classmethod
+    def of_encoder(cls, model: ModelConfig) -> 'Parameters':
+        """The parameters of a model's vision encoder, by its own letters; no axis shards them."""
+        assert model.vision is not None
+        return cls(declare_vision(model.vision), vision_sizes(model), Layout(), is_of_encoder=True)
 
     def __contains__(self, name: str) -> bool:
         return name in self.declared
@@ -41,27 +57,32 @@ class Parameters:
         """The dims of a parameter within one layer."""
         declared = self.declared[name]
         assert isinstance(declared, Parameter)
-        return declared.dims.removeprefix('L')
+        return _of_one(declared.dims)
 
     def make(self, name: str, key: jax.Array | None = None) -> nnx.Param[jax.Array]:
         """Make a parameter in fp32, sharded on the current mesh; no value depends on the mesh.
 
-        Inside `jax.vmap` over the layers it is the parameter of one layer.
+        Inside `jax.vmap` over the layers, or DeepStack's mergers, it is the parameter of one.
         """
         declared = self.declared[name]
         assert isinstance(declared, Parameter)
-        dims = self.dims(name)
+        dims = _of_one(declared.dims)
         shape, spec = shape_of(dims, self.sizes), self.layout(dims)
         if declared.std:
             assert key is not None
             value = declared.std * jax.random.normal(key, shape, jnp.float32, out_sharding=spec)
         else:
             value = jnp.full(shape, declared.value, jnp.float32, out_sharding=spec)
-        return nnx.Param(value, declared=declared)
+        return nnx.Param(value, declared=in_model(declared) if self.is_of_encoder else declared)
 
     def maybe(self, name: str) -> nnx.Param[jax.Array] | None:
         """Make a parameter that needs no random key; return None where it is not declared."""
         return self.make(name) if name in self else None
+
+
+def _of_one(dims: str) -> str:
+    """Return the dims of a parameter without that of the layers, or mergers, that have one each."""
+    return dims[1:] if dims[0] in 'LA' else dims
 
 
 def map_parameters(function: Callable[..., Any], params: Any, *others: Any) -> Any:

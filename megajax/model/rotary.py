@@ -1,34 +1,62 @@
 """Rotary position embedding (Su et al., 2021).
 
 A pair that is rotated has one element from each half of the head dim, as in GPT-NeoX, Llama and
-Megatron.
+Megatron. A position has one number, or several for an image's tokens, and each pair turns with one
+of them.
 """
 
 import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from megajax.config import RopeScaling
+from megajax.config import ModelConfig, RopeScaling
 
 
 def rotate(
     q_RSNH: jax.Array,
     k_RSKH: jax.Array,
     position_RS: jax.Array | None,
-    *,
-    theta: float,
-    scaling: RopeScaling | None = None,
+    config: ModelConfig,
 ) -> tuple[jax.Array, jax.Array]:
     """Rotate queries and keys by their positions, with angles and products in fp32.
 
-    Positions are 0, 1, ... unless given.
+    Positions are 0, 1, ... unless given; with several numbers they are [R, S, numbers].
     """
-    frequency = frequencies(q_RSNH.shape[-1], theta, scaling)
     position = jnp.arange(q_RSNH.shape[1])[None] if position_RS is None else position_RS
-    angle = position[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
+    numbers = position[..., None] if position.ndim == 2 else position
+    frequency = position_frequencies(config)
+    if position.ndim == 2:  # all numbers are the same
+        frequency = frequency.sum(0, keepdims=True)
+    angle = sum(
+        numbers[:, :, i, None, None].astype(jnp.float32) * frequency[None, None, i, None]
+        for i in range(len(frequency))
+    )
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return _rotate(q_RSNH, cos, sin), _rotate(k_RSKH, cos, sin)
+
+
+def position_frequencies(config: ModelConfig) -> jax.Array:
+    """The angle by which each pair turns with each number of a position, fp32 [numbers, H / 2].
+
+    A pair turns with one of them: of `mrope` (Qwen3-VL, 2025) row and column take every third pair
+    until they have their section, and the time the others; of `rope_2d` the row takes the first
+    half and the column the second, with the same frequencies.
+    """
+    half = config.head_dim // 2
+    if config.position == 'rope_2d':
+        of_each = frequencies(half, config.rope_theta, None)
+        zeros = jnp.zeros_like(of_each)
+        return jnp.stack([jnp.concatenate([of_each, zeros]), jnp.concatenate([zeros, of_each])])
+    frequency = frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    if config.position == 'rope':
+        return frequency[None]
+    pair = np.arange(half)
+    number = np.zeros(half, np.int32)
+    for i in (1, 2):
+        number[(pair % 3 == i) & (pair < 3 * config.mrope_section[i])] = i
+    return jnp.where(number == np.arange(3)[:, None], frequency[None], 0)
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> jax.Array:

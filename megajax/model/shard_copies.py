@@ -37,25 +37,47 @@ def along_last(vector: jax.Array, x: jax.Array, dims: str, layout: Layout) -> ja
 def copy_to_shards(params: Any, layout: Layout) -> Any:
     """Give each shard its own copy of the parameters that are applied along a sharded dim.
 
-    The copies are a new dim before the last; other parameters are unchanged.
+    The copies are a new dim before the last, of the vision encoder before the first; other
+    parameters are unchanged.
     """
 
     def copy(declared: Parameter, x: jax.Array) -> jax.Array:
         dims = copied_dims(declared, layout)
-        if dims == declared.dims:
+        if declared.is_of_encoder or dims == declared.dims:
             return x
         shape = (*x.shape[:-1], layout.num_shards(declared.partial), x.shape[-1])
         kept = (*range(x.ndim - 1), x.ndim)
         return lax.broadcast_in_dim(x, shape, kept, out_sharding=layout(dims))
 
+    return copy_encoder(map_parameters(copy, params), layout)
+
+
+def copy_encoder(params: Any, layout: Layout) -> Any:
+    """Give each shard of the images its own copy of the vision encoder's parameters.
+
+    The copies are a new dim before the first.
+    """
+
+    def copy(declared: Parameter, x: jax.Array) -> jax.Array:
+        if not declared.is_of_encoder:
+            return x
+        dims = copied_dims(declared, layout)
+        shape = layout.num_shards(declared.partial), *x.shape
+        return lax.broadcast_in_dim(
+            x, shape, tuple(range(1, x.ndim + 1)), out_sharding=layout(dims)
+        )
+
     return map_parameters(copy, params)
 
 
 def add_copies(gradients: Any, layout: Layout) -> Any:
-    """Turn the gradients of `copy_to_shards(params)` into the gradients of `params`."""
+    """Turn the gradients of `copy_to_shards(params)` into the gradients of `params`.
+
+    Those of the vision encoder are added already, with the sum over the data shards.
+    """
 
     def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
-        if copied_dims(declared, layout) == declared.dims:
+        if declared.is_of_encoder or copied_dims(declared, layout) == declared.dims:
             return gradient
         return gradient.sum(-2)  # all-reduce over model, once per step
 
@@ -64,6 +86,8 @@ def add_copies(gradients: Any, layout: Layout) -> Any:
 
 def copied_dims(declared: Parameter, layout: Layout) -> str:
     """The dims of a parameter with its copies: `LTD` for an `LD` applied along a sharded T."""
+    if declared.is_of_encoder:  # also of a single shard, so that its module has one form
+        return declared.partial + declared.dims
     if not declared.partial or layout.num_shards(declared.partial) == 1:
         return declared.dims
     return f'{declared.dims[:-1]}{declared.partial}{declared.dims[-1]}'

@@ -19,15 +19,18 @@ from megajax.model.block import Block
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, VocabParallelEmbedding
 from megajax.model.gradient_slot import pair, value
+from megajax.model.images import Images, add_deep, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters, map_parameters
+from megajax.model.vision import Encoder
 from megajax.parallel.layout import Layout
 
 Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
-# Arrays beside the tokens, or None: position_BS, segment_BS, and key_B, which turns dropout on.
-Rows = tuple[jax.Array | None, jax.Array | None, jax.Array | None]
-NO_ROWS: Rows = None, None, None
+# Arrays beside the tokens, or None: position_BS, segment_BS, key_B, which turns dropout on, and
+# deep_BTAD, which the first layers add.
+Rows = tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]
+NO_ROWS: Rows = None, None, None, None
 # (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
 
@@ -88,6 +91,7 @@ class Computation(NamedTuple):
 
 
 IN_FP32 = Computation()
+VISION = 7  # differs from every index that the key of a model is split by
 
 
 class Transformer(nnx.Module):
@@ -119,6 +123,8 @@ class Transformer(nnx.Module):
         stages = layout.mesh_axes('L') or None
         keys = jax.reshard(keys, layout('L'))
         self.layers = jax.vmap(make_block, spmd_axis_name=stages)(keys)
+        vision_key = jax.random.fold_in(key, VISION)
+        self.vision = None if config.vision is None else Encoder(config, key=vision_key)
         self.norm = make_norm(config, parameters['norm'])
 
     def embed(
@@ -179,14 +185,25 @@ class Transformer(nnx.Module):
         segment_BS: jax.Array | None = None,
         type_BS: jax.Array | None = None,
         key_B: jax.Array | None = None,
+        images: Images | None = None,
         weights: Block | None = None,
     ) -> jax.Array:
         """x_BTD after the final norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
+        deep_BTAD = None
         x_BTD = self.embed(
             token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
         )
-        rows = position_BS, segment_BS, key_B
+        if images is not None:
+            x_BTD, deep_BTAD = self.with_images(x_BTD, images, computation)
+        rows = position_BS, segment_BS, key_B, deep_BTAD
         return self.finish(self.blocks(x_BTD, computation, rows, weights=weights))
+
+    def with_images(
+        self, x_BTD: jax.Array, images: Images, computation: Computation
+    ) -> tuple[jax.Array, jax.Array]:
+        """Put the vectors of images in their places; return also what DeepStack adds later."""
+        assert self.vision is not None
+        return merge_images(self.vision, x_BTD, images, self.layout, computation.recompute)
 
     def blocks(
         self,
@@ -209,7 +226,7 @@ class Transformer(nnx.Module):
             if weights is not None:
                 block = computation.pair(weights, block, self.layout)
             outputs = []
-            for x_BTD, (position, segment, key) in zip(xs_BTD, parts, strict=True):
+            for x_BTD, (position, segment, key, deep) in zip(xs_BTD, parts, strict=True):
                 keys = fold_in(key, index)
                 core = attention_core(
                     self.config,
@@ -219,7 +236,8 @@ class Transformer(nnx.Module):
                     segment_BS=segment,
                     key_B=fold_in(keys, 0),
                 )
-                outputs.append(block(x_BTD, core, position_BS=position, key_B=keys)[0])
+                x_BTD, _ = block(x_BTD, core, position_BS=position, key_B=keys)
+                outputs.append(x_BTD if deep is None else add_deep(x_BTD, deep, index))
             return tuple(outputs)
 
         if computation.recompute == 'full':

@@ -11,7 +11,12 @@ The name of an array ends in its dims, as in x_BTD. A letter means one thing in 
     F feed-forward                  U gate and up                   V vocabulary, padded
     E output of an unsharded square layer                           O BERT's two segments
     L layers                        M microbatches
+    I image slots of the rows       P patches of an image           X numbers of a patch
     Z stages of the pipeline        W chunks of layers of a stage
+
+The vision encoder has the same letters for its own dims, circled in the declarations of its
+parameters: Ⓓ is its D. Besides it has Q frames of a patch, W the width of merged patches, E the D
+of the model, A mergers of DeepStack, and Ⓘ copies of a parameter, one for each shard of the images.
 
 A lowercase letter is the same dim unsharded in every computation: in `sD` every device has every
 position. `-` is a part of the dim before it, where that dim is split in several: `BT-D`.
@@ -77,12 +82,21 @@ class Layout:
         if config.optim.shard != 'none':
             shards = (*axes.get('L', ()), 'data', *axes.get('S', ()))
             at_rest = {'D': (*axes.get('D', ()), *shards), 'd': shards}
-        size, count = config.model.hidden_size, mesh.stages * mesh.data_shards * mesh.context
+        widths = dict.fromkeys('Dd', config.model.hidden_size)
+        if config.vision is not None:
+            axes |= {'I': model, 'Ⓘ': model}
+            every = (*shards, *model) if at_rest else model
+            at_rest |= {'Ⓓ': every, 'Ⓦ': every}
+            widths |= {'Ⓓ': config.vision.hidden_size, 'Ⓦ': config.vision.merged_size}
+        counts = {
+            letter: prod(mesh.sizes.get(axis, 1) for axis in every if axis != 'row')
+            for letter, every in at_rest.items()
+        }
         return cls(
             axes=tuple(axes.items()),
             at_rest=tuple(at_rest.items()),
             sizes=tuple(mesh.sizes.items()),
-            uneven=tuple((letter, size) for letter in at_rest if size % count),
+            uneven=tuple((x, widths[x]) for x, count in counts.items() if widths[x] % count),
             chunks=mesh.virtual_stages,
         )
 

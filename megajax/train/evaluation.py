@@ -7,6 +7,7 @@ from flax import nnx
 from jax.stages import Wrapped
 
 from megajax.config import Config
+from megajax.model.shard_copies import copy_encoder
 from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards
 from megajax.train.compiler_options import evaluation_options
@@ -30,7 +31,7 @@ def make_eval_step(config: Config) -> Wrapped:
     objective = Objective.of_evaluation(config, layout)
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:
-        params = gather_once(params, config, layout)
+        params = copy_encoder(gather_once(params, config, layout), layout)
         weights = params if config.optim.shard == 'weights' else None
 
         def of_shard(shard: Batch) -> tuple[jax.Array, jax.Array | None]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
 
 from megajax.config import Config, ConfigError, RunError
 from megajax.data import Batch as HostBatch
@@ -131,19 +132,28 @@ def _sharding() -> NamedSharding:
 
 def abstract_batch(config: Config) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes, dtypes and placements of a batch on the current mesh."""
-    sharding = _sharding()
-    shape = config.train.batch_size, config.train.seq_len
-    dtypes = {'tokens': jnp.int32, 'labels': jnp.int32, 'loss_mask': jnp.float32}
-    if config.data.document_mask:
-        dtypes |= {'segment_ids': jnp.int32, 'positions': jnp.int32}
-    if config.model.is_bert:
-        dtypes |= {'segment_ids': jnp.int32, 'token_types': jnp.int32}
-    batch = {
-        name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        for name, dtype in dtypes.items()
+    rows, length = config.train.batch_size, config.train.seq_len
+    shapes: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
+        'tokens': ((length,), jnp.int32),
+        'labels': ((length,), jnp.int32),
+        'loss_mask': ((length,), jnp.float32),
     }
-    return (
-        batch
-        if not config.model.is_bert
-        else batch | {'swapped': jax.ShapeDtypeStruct((shape[0], 1), jnp.int32, sharding=sharding)}
-    )
+    if config.data.document_mask:
+        shapes |= dict.fromkeys(('segment_ids', 'positions'), ((length,), jnp.int32))
+    if config.model.is_bert:
+        shapes |= dict.fromkeys(('segment_ids', 'token_types'), ((length,), jnp.int32))
+        shapes['swapped'] = (1,), jnp.int32
+    if config.vision is not None:
+        vision = config.vision
+        shapes |= {
+            'pixels': ((vision.images, vision.max_patches, vision.pixels), jnp.uint8),
+            'image_grid': ((vision.images, 2), jnp.int32),
+            'image_index': ((length,), jnp.int32),
+        }
+    if config.model.position == 'mrope':
+        shapes['positions'] = (length, 3), jnp.int32
+    sharding = _sharding()
+    return {
+        name: jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding)
+        for name, (shape, dtype) in shapes.items()
+    }

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from megajax.config import Config
 from megajax.model.dropout import sequence_keys
+from megajax.model.images import Images
 from megajax.parallel.layout import Layout
 from megajax.parallel.zigzag import position_at
 from megajax.train.feed import Batch
@@ -50,6 +51,13 @@ def beside_tokens(shard: Batch, key: jax.Array | None = None) -> dict[str, jax.A
         'type_BS': shard.get('token_types'),
         'key_B': None if key is None or 'rows' not in shard else sequence_keys(key, shard['rows']),
     }
+
+
+def images_of(shard: Batch) -> Images | None:
+    """Return the images of a shard's rows, if the batch has any."""
+    if 'pixels' not in shard:
+        return None
+    return Images(shard['pixels'], shard['image_grid'], shard['image_index'])
 
 
 def split(x: jax.Array, num_microbatches: int, layout: Layout) -> jax.Array:

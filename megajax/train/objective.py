@@ -10,12 +10,13 @@ from flax import nnx
 from megajax.config import Config
 from megajax.counts.parameters import Parameter
 from megajax.model.block import Block
+from megajax.model.gradient_slot import pair
 from megajax.model.loss import Loss
 from megajax.model.parameters import map_parameters
 from megajax.model.transformer import Bert, Computation, LanguageModel, make_model, model_graph
 from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch
-from megajax.train.microbatches import beside_tokens
+from megajax.train.microbatches import beside_tokens, images_of
 from megajax.train.overlap import num_parts
 
 Sums = tuple[jax.Array, jax.Array]  # the objective and the negative log-likelihood in nats
@@ -62,7 +63,9 @@ class Objective:
         """Compute the sums of tokens, and the loss of sentence-order prediction, if any."""
         model, layers = self.model(params, weights)
         rows = beside_tokens(shard, key)
-        x_BTD = model.hidden(shard['tokens'], self.computation, **rows, weights=layers)
+        x_BTD = model.hidden(
+            shard['tokens'], self.computation, **rows, images=images_of(shard), weights=layers
+        )
         return self._of_tokens(model, x_BTD, shard), self._of_rows(model, x_BTD, shard)
 
     def embed(
@@ -89,7 +92,7 @@ class Objective:
         """
         model, layers = self.model(params, weights)
         rows = beside_tokens(shard, key)
-        beside = rows['position_BS'], rows['segment_BS'], rows['key_B']
+        beside = rows['position_BS'], rows['segment_BS'], rows['key_B'], None
         return model.blocks(x_BTD, self.computation, beside, weights=layers, first=first)
 
     def head(
@@ -157,6 +160,8 @@ class Objective:
         computation, layout = self.computation, self.layout
 
         def outside_layers(declared: Parameter, x: jax.Array, weight: jax.Array) -> jax.Array:
+            if declared.is_of_encoder:
+                return pair(weight, x)
             return x if declared.is_stacked else computation.value(weight, x, declared, layout)
 
         params = map_parameters(outside_layers, params, weights)

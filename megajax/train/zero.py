@@ -47,11 +47,13 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
     The others of ZeRO-3 are returned as they are; a step gathers them where it uses them.
     """
     shard, dtype = config.optim.shard, config.train.dtype
-    if shard == 'none':
+    if not layout.at_rest:
         return params
 
     def gathered(declared: Parameter, x: jax.Array) -> jax.Array:
-        if not declared.is_matrix or (shard == 'weights' and declared.is_in_microbatches):
+        is_whole = shard == 'none' and not declared.is_of_encoder
+        is_gathered_later = shard == 'weights' and declared.is_in_microbatches
+        if not declared.is_matrix or is_whole or is_gathered_later:
             return x
         return at_rest.gather(x.astype(dtype), declared.dims, layout)
 
@@ -112,6 +114,8 @@ def sum_over_data(gradients: Any, config: Config, layout: Layout) -> Any:
 
     def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
         dims = copied_dims(declared, layout)
+        if declared.is_of_encoder:
+            return _sum_over_images(gradient, declared, layout, dtype)
         if not declared.is_matrix:
             return _sum_of_vector(gradient, dims, shards_of(declared, layout), layout)
         if not reduced_in_backward(declared, config.optim.shard):
@@ -136,6 +140,18 @@ def _sum_of_vector(
     merged = tuple(axis for axes in shards for axis in axes)
     gradient = gradient.reshape(shape, out_sharding=layout.stacked(dims, [merged]))
     return lax.reduce_sum(gradient, (0,), out_sharding=layout(dims))
+
+
+def _sum_over_images(
+    gradient: jax.Array, declared: Parameter, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
+    """Sum [*data shards, image shard, *dims] to the placement of the parameter at rest."""
+    summed = tuple(range(len(layout.mapped) + 1))
+    if not declared.is_matrix:
+        return lax.reduce_sum(gradient, summed, out_sharding=layout(declared.dims))
+    padded = at_rest.pad(gradient.astype(dtype), '-' * len(summed) + declared.dims, layout)
+    total = lax.reduce_sum(padded, summed, out_sharding=layout(declared.dims, at_rest=True))
+    return total.astype(jnp.float32)
 
 
 def _sum_within_replicas(

@@ -13,7 +13,7 @@ from steps import Setting, loss_and_gradients
 from support import assert_close, relative_error
 
 DEVICES = 8
-BATCH_SIZE = 96  # a multiple of all data shards x microbatches
+ROWS = 96  # of a batch: a multiple of all data shards x microbatches
 SEED = 20261123
 EXAMPLES = 25
 
@@ -38,7 +38,7 @@ def compositions(draw: Any, name: str) -> Setting:
         shard=shard,
         replicas=draw(st.sampled_from([1, 2])) if shard != 'none' else 1,
         microbatches=microbatches,
-        batch_size=BATCH_SIZE,
+        rows=ROWS,
         recompute=draw(st.sampled_from(['none', 'selective', 'full'])),
         overlap=draw(st.sampled_from(['none', 'none', 'batch_split'])),
         num_layers=sizes['stages'] * chunks * (1 if sizes['stages'] > 1 else 2),

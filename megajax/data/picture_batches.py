@@ -1,0 +1,59 @@
+"""Batches of drawn pictures with a question, to be answered letter by letter."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from megajax.data.batches import Batch, Batches
+from megajax.data.image_rows import ImageDocument, RowShape
+from megajax.data.pictures import Picture
+from megajax.data.text.tokenizer import Tokenizer
+
+ENDLESS = range(1 << 60)
+
+
+class PictureBatches(Batches):
+    """Rows of one picture each: the picture, its question, its answer and the end of the document.
+
+    `draw(i)` is picture i; the batch of a step holds pictures step B up to (step + 1) B, without
+    end or up to `count`. The loss counts the answer and its end. The arrays are those of
+    `RowShape`.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[int], Picture],
+        shape: RowShape,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        count: int | None = None,
+    ):
+        self.batch_size, self.draw, self.shape = batch_size, draw, shape
+        self._tokenizer, self._order = tokenizer, ENDLESS if count is None else range(count)
+
+    def document(self, picture: Picture) -> ImageDocument:
+        """Return the tokens and patches of a picture with question and answer."""
+        patches, (height, width) = self.shape.patches, picture.image_HWC.shape[:2]
+        grid = patches.fit(height, width)
+        question, answer = self._tokenizer.encode_batch([picture.question, picture.answer])
+        eod = self._tokenizer.eod
+        before = [
+            *(self._tokenizer.start or [eod]),
+            *[self.shape.image_token] * patches.vectors(grid),
+            *question,
+        ]
+        tokens = np.array([*before, *answer, eod], np.int32)
+        return ImageDocument(
+            tokens=tokens,
+            answered=np.arange(len(tokens)) >= len(before),
+            grids=[grid],
+            patches=[patches.cut(picture.image_HWC, grid)],
+        )
+
+    def _rows(self, places: range, count: int) -> Batch:
+        batch = self.shape.empty(count)
+        for row, index in enumerate(places):
+            document = self.document(self.draw(index))
+            self.shape.fill({name: x[row] for name, x in batch.items()}, [document])
+        return batch

@@ -1,0 +1,167 @@
+"""The vision encoder: whole weights on every device, and images sharded over `data` and `model`.
+
+A device encodes its own images, so no layer communicates. Names have the letters of the encoder's
+own dims, which no mesh axis shards; E is the D of the model, W the width of a unit's merged
+patches, V its vectors, Q frames and A DeepStack's taps.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+
+from megajax.config import ModelConfig, VisionConfig
+from megajax.model.activation import activate
+from megajax.model.attention import attention_core
+from megajax.model.block import Block
+from megajax.model.linear import add_bias
+from megajax.model.norm import make_norm
+from megajax.model.parameters import Parameters
+from megajax.model.product import product
+
+
+class Encoder(nnx.Module):
+    """Qwen3-VL's encoder (2025): a vision transformer with 2-D rotary positions and mergers."""
+
+    def __init__(self, model: ModelConfig, *, key: jax.Array):
+        assert model.vision is not None
+        self.config, blocks = model.vision, model.vision.blocks
+        parameters = Parameters.of_encoder(model)
+        patch_key, position_key, layers_key, merger_key, deep_key = jax.random.split(key, 5)
+        self.patch = PatchEmbedding(parameters['patch'], key=patch_key)
+        self.position = PatchPosition(parameters['position'], self.config, key=position_key)
+        self.layers = jax.vmap(lambda key: Block(blocks, parameters['layers'], key=key))(
+            jax.random.split(layers_key, blocks.num_layers)
+        )
+        self.merger = Merger(self.config, parameters['merger'], 'D', key=merger_key)
+        taps = len(self.config.deepstack)
+        self.deep_mergers = (
+            jax.vmap(lambda key: Merger(self.config, parameters['deep_mergers'], 'W', key=key))(
+                jax.random.split(deep_key, taps)
+            )
+            if taps
+            else None
+        )
+
+    def __call__(
+        self, pixel_IPX: jax.Array, grid_I2: jax.Array, dtype: DTypeLike, *, recompute: str = 'none'
+    ) -> jax.Array:
+        """Return the vectors [I, V, 1 + taps, E] of images; those of empty places mean nothing.
+
+        `grid_I2` has the rows and columns of patches of each image.
+        """
+        place_IP2, segment_IP = places(grid_I2, self.config)
+        with jax.named_scope('patch'):
+            x_IPD = self.patch(pixel_IPX, dtype)
+            x_IPD = (x_IPD.astype(jnp.float32) + self.position(place_IP2, grid_I2)).astype(dtype)
+        x_IPD, tap_AIPD = self._run_layers(x_IPD, place_IP2, segment_IP, recompute)
+        with jax.named_scope('merger'):
+            vectors = [self.merger(x_IPD)[None]]
+            if self.deep_mergers is not None:
+                vectors.append(jax.vmap(lambda merger, x: merger(x))(self.deep_mergers, tap_AIPD))
+            return jnp.moveaxis(jnp.concatenate(vectors), 0, 2)
+
+    def _run_layers(
+        self, x_IPD: jax.Array, place_IP2: jax.Array, segment_IP: jax.Array, recompute: str
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the output of the last layer, and of those that DeepStack taps."""
+        blocks, layout = self.config.blocks, self.patch.layout
+        taps = jnp.array(self.config.deepstack, jnp.int32)
+        core = attention_core(
+            blocks, layout, recompute=recompute == 'selective', segment_BS=segment_IP
+        )
+
+        def layer(
+            carry: tuple[jax.Array, jax.Array], layer: tuple[Block, jax.Array]
+        ) -> tuple[tuple[jax.Array, jax.Array], None]:
+            (x_IPD, tap_AIPD), (block, index) = carry, layer
+            x_IPD, _ = block(x_IPD, core, position_BS=place_IP2)
+            is_tap = jnp.expand_dims(taps == index, (1, 2, 3))
+            return (x_IPD, jnp.where(is_tap, x_IPD[None], tap_AIPD)), None
+
+        if recompute == 'full':
+            layer = jax.checkpoint(layer, prevent_cse=False)
+        # Zeros of the image's own, so that they are mapped as it is.
+        tap_AIPD = jnp.broadcast_to(0 * x_IPD[None], (len(taps), *x_IPD.shape))
+        with jax.named_scope('layers'):
+            index = jnp.arange(blocks.num_layers)
+            return lax.scan(layer, (x_IPD, tap_AIPD), (self.layers, index))[0]
+
+
+class PatchEmbedding(nnx.Module):
+    """One product for each patch: a convolution whose stride is its kernel."""
+
+    def __init__(self, parameters: Parameters, *, key: jax.Array):
+        self.layout, self.frames = parameters.layout, parameters.sizes['Q']
+        self.weight = parameters.make('weight', key)
+        self.bias = parameters.make('bias')
+
+    def __call__(self, pixel_IPX: jax.Array, dtype: DTypeLike) -> jax.Array:
+        """Return x_IPD of the bytes of each patch, taken as -1 to 1; all frames show the image."""
+        x_IPX = (pixel_IPX.astype(jnp.float32) / 127.5 - 1).astype(dtype)
+        x_IPQX = jnp.broadcast_to(
+            x_IPX[:, :, None], (*x_IPX.shape[:2], self.frames, x_IPX.shape[2])
+        )
+        x_IPD = product('IPQX,QXD->IPD', x_IPQX, self.weight, self.layout, dtype)
+        return add_bias(x_IPD, jnp.expand_dims(self.bias[...], (0, 1)))
+
+
+class PatchPosition(nnx.Module):
+    """A learned vector for each place of a square grid, interpolated to the grid of an image."""
+
+    def __init__(self, parameters: Parameters, config: VisionConfig, *, key: jax.Array):
+        self.side, self.layout = config.positions, parameters.layout
+        self.table = parameters.make('table', key)
+
+    def __call__(self, place_IP2: jax.Array, grid_I2: jax.Array) -> jax.Array:
+        """Return the vectors [I, P, D] in fp32, bilinear between the four nearest ones."""
+        last = jnp.maximum(grid_I2 - 1, 1)
+        at_IP2 = place_IP2 * ((self.side - 1) / last.astype(jnp.float32))[:, None]
+        side = jnp.expand_dims(jnp.arange(self.side), (0, 1, 2))
+        near_IP2S = jnp.maximum(1 - jnp.abs(at_IP2[..., None] - side), 0)
+        share_IPSS = near_IP2S[:, :, 0, :, None] * near_IP2S[:, :, 1, None, :]
+        shape = *share_IPSS.shape[:2], self.side**2
+        share_IPS = share_IPSS.reshape(shape, out_sharding=self.layout('IPS'))
+        return jnp.einsum('ips,sd->ipd', share_IPS, self.table[...])
+
+
+class Merger(nnx.Module):
+    """Two layers that make one vector of a unit of patches; `norm` is the dim that is normed."""
+
+    def __init__(self, config: VisionConfig, parameters: Parameters, norm: str, *, key: jax.Array):
+        self.unit, self.norm_dim, self.layout = config.unit, norm, parameters.layout
+        up_key, down_key = jax.random.split(key)
+        self.norm = make_norm(config.blocks, parameters['norm'], f'P{norm}')
+        self.up, self.up_bias = (
+            parameters['up'].make('weight', up_key),
+            parameters['up'].make('bias'),
+        )
+        self.down = parameters['down'].make('weight', down_key)
+        self.down_bias = parameters['down'].make('bias')
+
+    def __call__(self, x_IPD: jax.Array) -> jax.Array:
+        """Return the vectors [I, V, E] of the units of an image."""
+        images, patches, size = x_IPD.shape
+        x_IPD = self.norm(x_IPD) if self.norm_dim == 'D' else x_IPD
+        shape = images, patches // self.unit, self.unit * size
+        x_IVW = x_IPD.reshape(shape, out_sharding=self.layout('IVW'))
+        x_IVW = self.norm(x_IVW) if self.norm_dim == 'W' else x_IVW
+        h_IVW = product('IVW,Ww->IVw', x_IVW, self.up, self.layout, x_IVW.dtype)
+        h_IVW = activate(add_bias(h_IVW, jnp.expand_dims(self.up_bias[...], (0, 1))), 'gelu')
+        y_IVE = product('IVW,WE->IVE', h_IVW, self.down, self.layout, h_IVW.dtype)
+        return add_bias(y_IVE, jnp.expand_dims(self.down_bias[...], (0, 1)))
+
+
+def places(grid_I2: jax.Array, config: VisionConfig) -> tuple[jax.Array, jax.Array]:
+    """Return row and column [I, P, 2] of each patch, and 1 where an image has a patch, else 0.
+
+    The patches of a unit are neighbors; units are in raster order.
+    """
+    patch, merge = jnp.arange(config.max_patches)[None], config.merge_size
+    rows, columns = grid_I2[:, :1], grid_I2[:, 1:]
+    unit, within = patch // config.unit, patch % config.unit
+    units_in_row = jnp.maximum(columns // merge, 1)
+    row = unit // units_in_row * merge + within // merge
+    column = unit % units_in_row * merge + within % merge
+    return jnp.stack([row, column], -1), (patch < rows * columns).astype(jnp.int32)
