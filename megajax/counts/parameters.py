@@ -112,7 +112,7 @@ def declare_vision(vision: VisionConfig) -> Declared:
         }
 
     declared: dict[str, Parameter | Declared] = {
-        'patch': _linear('QXD', std, bias='D'),
+        'patch': _linear('YQXD', std, bias='D'),
         'position': {'table': Parameter('SD', Role.TABLE, std)},
         'layers': stacked(_block(blocks)),
         'merger': merger('D'),
@@ -260,7 +260,8 @@ def vision_sizes(model: ModelConfig) -> Mapping[str, int]:
         'Q': vision.frames,
         'S': vision.positions**2,
         'W': vision.merged_size,
-        'X': vision.pixels,
+        'X': vision.patch_size**2,
+        'Y': 3,
     }
 
 
