@@ -114,7 +114,7 @@ def declare_vision(vision: VisionConfig) -> Declared:
         }
 
     declared: dict[str, Parameter | Declared] = {
-        'patch': _linear('QXD', patch_std, bias='D'),
+        'patch': _linear('YQXD', patch_std, bias='D'),
         'position': {'table': Parameter('SD', Role.TABLE, blocks.init_std)},
         'layers': stacked(_block(blocks)),
         'merger': merger('D'),
@@ -262,7 +262,8 @@ def vision_sizes(model: ModelConfig) -> Mapping[str, int]:
         'Q': vision.frames,
         'S': vision.positions**2,
         'W': vision.merged_size,
-        'X': vision.pixels,
+        'X': vision.patch_size**2,
+        'Y': 3,
     }
 
 

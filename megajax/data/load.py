@@ -9,9 +9,9 @@ import numpy as np
 from megajax.config import Config, ConfigError, Problem
 from megajax.data.batches import Batches, Order
 from megajax.data.build.manifest import Manifest, manifest_path
+from megajax.data.drawn import PICTURES, draw_pictures
 from megajax.data.masked import NUM_SPECIAL, SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
-from megajax.data.drawn import PICTURES, draw_pictures
 from megajax.data.samples import Joined, Samples, Windows
 from megajax.data.text.corpus import Document, read_documents, split_documents
 from megajax.data.text.parts import Part, split_sequences

@@ -32,11 +32,15 @@ def settings(
 ) -> dict[str, dict[str, Any]]:
     """The config of a run with an imported model, before overrides.
 
-    It holds the model and the keys of other sections that depend on it.
+    It holds the model, with its section `vision` if it has one, and the keys of other sections that
+    depend on it.
     """
+    model = dict(model)
+    vision = {'vision': model.pop('vision')} if 'vision' in model else {}
     seq_len = min(SEQ_LEN, model.get('max_seq_len') or SEQ_LEN)
     return {
-        'model': dict(model),
+        'model': model,
+        **vision,
         'train': {'seq_len': seq_len},
         'data': {'tokenizer': tokenizer_of(out) if tokenizer else 'none'},
     }

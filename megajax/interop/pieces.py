@@ -28,6 +28,7 @@ TILE = 16
 THREADS = min(8, os.cpu_count() or 1)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 READABLE_DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+STACKED = 'LⓁⒶ'  # dims of layers, of those of the vision encoder and of DeepStack's mergers
 ALIGNMENT = 64  # bytes; a CPU device uses a block with this alignment without a copy
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -58,8 +59,11 @@ Entry = TypeVar('Entry')  # an entry in a table of another format's tensors
 
 
 def dims_here(model: ModelConfig) -> dict[str, str]:
-    """The dims of each parameter of a model, all in capitals."""
-    return {name: parameter.dims.upper() for name, parameter in parameters(model)}
+    """The dims of each parameter of a model, in capitals but for the second of two equal ones."""
+    return {
+        name: ''.join(x if x.upper() in parameter.dims else x.upper() for x in parameter.dims)
+        for name, parameter in parameters(model)
+    }
 
 
 def tensors_of(table: Mapping[str, Entry], name: str, of: str) -> Entry:
@@ -80,19 +84,20 @@ def make_pieces(
     ranges: Mapping[str, slice] = NOTHING,
     sizes: Mapping[str, int] = NOTHING,
 ) -> list[Piece]:
-    """Return the pieces of a parameter: one for each layer, or one if it belongs to no layer.
+    """Return the pieces of a parameter: one for each layer, or one if it is not stacked.
 
     The pieces have the dims `there`, for example '(KCH)D' for [K*C*H, D], and the parameter has
-    `shape` and the dims `here`, for example 'LDKCH'. The layer's index replaces {} in `name`.
+    `shape` and the dims `here`, for example 'LDKCH'. The index of the layer, or
+    of another stacked module, replaces {} in `name`.
     `ranges` gives the part of a dim that a piece holds, if not all of it, and `sizes` the length of
     a dim in the other format, if it is padded.
     """
-    if 'L' not in here:
+    stacked = next((letter for letter in STACKED if letter in here), None)
+    if stacked is None:
         return [_make_piece(name, there, here, shape, ranges, sizes)]
-    layers = range(shape[here.index('L')])
     return [
-        _make_piece(name.format(n), there, here, shape, {**ranges, 'L': slice(n, n + 1)}, sizes)
-        for n in layers
+        _make_piece(name.format(n), there, here, shape, {**ranges, stacked: slice(n, n + 1)}, sizes)
+        for n in range(shape[here.index(stacked)])
     ]
 
 

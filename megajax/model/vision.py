@@ -93,17 +93,19 @@ class PatchEmbedding(nnx.Module):
     """One product for each patch: a convolution whose stride is its kernel."""
 
     def __init__(self, parameters: Parameters, *, key: jax.Array):
-        self.layout, self.frames = parameters.layout, parameters.sizes['Q']
+        self.layout = parameters.layout
+        self.shape = tuple(parameters.sizes[letter] for letter in 'YQX')
         self.weight = parameters.make('weight', key)
         self.bias = parameters.make('bias')
 
     def __call__(self, pixel_IPX: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return x_IPD of the bytes of each patch, taken as -1 to 1; all frames show the image."""
         x_IPX = (pixel_IPX.astype(jnp.float32) / 127.5 - 1).astype(dtype)
-        x_IPQX = jnp.broadcast_to(
-            x_IPX[:, :, None], (*x_IPX.shape[:2], self.frames, x_IPX.shape[2])
-        )
-        x_IPD = product('IPQX,QXD->IPD', x_IPQX, self.weight, self.layout, dtype)
+        channels, _, size = self.shape
+        shape = *x_IPX.shape[:2], channels, size
+        x_IPYX = x_IPX.reshape(shape, out_sharding=self.layout('IPYX'))
+        x_IPYQX = jnp.broadcast_to(x_IPYX[:, :, :, None], (*x_IPX.shape[:2], *self.shape))
+        x_IPD = product('IPYQX,YQXD->IPD', x_IPYQX, self.weight, self.layout, dtype)
         return add_bias(x_IPD, jnp.expand_dims(self.bias[...], (0, 1)))
 
 
@@ -133,12 +135,8 @@ class Merger(nnx.Module):
         self.unit, self.norm_dim, self.layout = config.unit, norm, parameters.layout
         up_key, down_key = jax.random.split(key)
         self.norm = make_norm(config.blocks, parameters['norm'], f'P{norm}')
-        self.up, self.up_bias = (
-            parameters['up'].make('weight', up_key),
-            parameters['up'].make('bias'),
-        )
-        self.down = parameters['down'].make('weight', down_key)
-        self.down_bias = parameters['down'].make('bias')
+        self.up = Linear('IVW,Ww->IVw', parameters['up'], key=up_key)
+        self.down = Linear('IVW,WE->IVE', parameters['down'], key=down_key)
 
     def __call__(self, x_IPD: jax.Array) -> jax.Array:
         """Return the vectors [I, V, E] of the units of an image."""
@@ -147,10 +145,21 @@ class Merger(nnx.Module):
         shape = images, patches // self.unit, self.unit * size
         x_IVW = x_IPD.reshape(shape, out_sharding=self.layout('IVW'))
         x_IVW = self.norm(x_IVW) if self.norm_dim == 'W' else x_IVW
-        h_IVW = product('IVW,Ww->IVw', x_IVW, self.up, self.layout, x_IVW.dtype)
-        h_IVW = activate(add_bias(h_IVW, jnp.expand_dims(self.up_bias[...], (0, 1))), 'gelu')
-        y_IVE = product('IVW,WE->IVE', h_IVW, self.down, self.layout, h_IVW.dtype)
-        return add_bias(y_IVE, jnp.expand_dims(self.down_bias[...], (0, 1)))
+        return self.down(activate(self.up(x_IVW), 'gelu'))
+
+
+class Linear(nnx.Module):
+    """A product with an unsharded weight, and a bias; `equation` has the dims of both."""
+
+    def __init__(self, equation: str, parameters: Parameters, *, key: jax.Array):
+        self.equation, self.layout = equation, parameters.layout
+        self.weight = parameters.make('weight', key)
+        self.bias = parameters.make('bias')
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the result in the dtype of x."""
+        y = product(self.equation, x, self.weight, self.layout, x.dtype)
+        return add_bias(y, jnp.expand_dims(self.bias[...], (0, 1)))
 
 
 def places(grid_I2: jax.Array, config: VisionConfig) -> tuple[jax.Array, jax.Array]:

@@ -15,8 +15,9 @@ The name of an array ends in its dims, as in x_BTD. A letter means one thing in 
     Z stages of the pipeline        W chunks of layers of a stage
 
 The vision encoder has the same letters for its own dims, circled in the declarations of its
-parameters: Ⓓ is its D. Besides it has Q frames of a patch, W the width of merged patches, E the D
-of the model, A mergers of DeepStack, and Ⓘ copies of a parameter, one for each shard of the images.
+parameters: Ⓓ is its D. Besides it has Y channels and Q frames of a patch, W the width of merged
+patches, E the D of the model, A mergers of DeepStack, and Ⓘ copies of a parameter, one for each
+shard of the images.
 
 A lowercase letter is the same dim unsharded in every computation: in `sD` every device has every
 position. `-` is a part of the dim before it, where that dim is split in several: `BT-D`.

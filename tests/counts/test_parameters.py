@@ -22,6 +22,10 @@ TABLE_1 = (
         ('llama3_8b', 8_030_261_248),
         ('llama3_70b', 70_553_706_496),
         ('qwen3_8b', 8_190_735_360),
+        ('qwen3_vl_2b', 2_127_532_032),
+        ('qwen3_vl_4b', 4_437_815_808),
+        ('qwen3_vl_8b', 8_767_123_696),
+        ('qwen3_vl_32b', 33_357_390_064),
     ],
 )
 def test_released_checkpoints_have_exactly_this_size(preset: str, parameters: int) -> None:

@@ -22,6 +22,7 @@ class There(NamedTuple):
     name: str  # {} stands for the layer's index
     dims: str
     columns: slice = slice(None)  # of C, the columns of a head group, or of U, gate and up
+    is_square: bool = False  # whether the last dim is two dims of one size there
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,4 +38,5 @@ class Family:
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Buffers that older versions of transformers saved and that nobody reads.
     buffers: re.Pattern[str] | None = None
+    sees: bool = False  # whether its models have an encoder of images
     prefix: str = ''  # of the names of all tensors but the head's, if some directories omit it

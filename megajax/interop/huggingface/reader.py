@@ -49,6 +49,7 @@ class Reader:
 
     def __init__(self, keys: Mapping[str, Any], file: str):
         self.keys, self.file, self.problems, self._asked = keys, file, list[str](), set(INERT)
+        self._sections = dict[str, Reader]()
 
     def get(self, key: str, default: Any = ...) -> Any:
         """Return the value, or transformers' default if the key may be left out."""
@@ -57,6 +58,16 @@ class Reader:
         if value is ...:
             self.problems.append(f'{self.file}: {key}: required, and missing')
         return None if value is ... else value
+
+    def section(self, key: str) -> 'Reader':
+        """Return the reader of an object in this one; its problems are also this one's."""
+        value = self.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            self.refuse(key, value, 'only an object is supported')
+        section = Reader(value if isinstance(value, Mapping) else {}, f'{self.file}: {key}')
+        section.problems = self.problems
+        self._sections[key] = section
+        return section
 
     def only(self, key: str, *allowed: Any, default: Any) -> None:
         """Refuse any value but the allowed ones."""
@@ -71,4 +82,5 @@ class Reader:
     @property
     def left(self) -> list[str]:
         """The keys that nobody asked for."""
-        return sorted(self.keys.keys() - self._asked)
+        inner = (f'{key}.{x}' for key, section in self._sections.items() for x in section.left)
+        return sorted([*(self.keys.keys() - self._asked), *inner])

@@ -1,6 +1,6 @@
 """Reading and writing the settings of the rotary embedding. Imports no jax."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megajax.config import ModelConfig
@@ -12,11 +12,11 @@ ROPE = frozenset(
 )
 
 
-def read_rope(read: Reader) -> Keys:
+def read_rope(read: Reader, own: Iterable[str] = ()) -> Keys:
     """Read theta and scaling of the rotary embedding.
 
     transformers 5 has them in `rope_parameters`, earlier versions in `rope_theta` and
-    `rope_scaling`.
+    `rope_scaling`. Besides, these may have a family's `own` names, which it reads itself.
     """
     read.only('partial_rotary_factor', 1, default=1)
     old = read.get('rope_theta', 10000.0), read.get('rope_scaling', None) or {}
@@ -25,7 +25,7 @@ def read_rope(read: Reader) -> Keys:
     if not isinstance(scaling, Mapping):
         read.refuse(key, scaling, 'only an object is supported')
         return {}
-    for name in scaling.keys() - ROPE:
+    for name in scaling.keys() - ROPE - {*own}:
         per_layer = isinstance(scaling[name], Mapping)
         why = 'only one rope for all layers is supported' if per_layer else 'is not supported'
         read.refuse(f'{key}.{name}', scaling[name], why)

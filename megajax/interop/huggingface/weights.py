@@ -1,5 +1,6 @@
 """Conversion of the weights of Hugging Face families, by their tables of tensors."""
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -30,24 +31,33 @@ def huggingface_pieces(
 ) -> Pieces:
     """The pieces of each parameter in a family's tensors, which omit the vocabulary's padding.
 
-    `family` defaults to GPT-2, Llama or MegatronBert, by the model.
+    `family` defaults to GPT-2, Llama, MegatronBert or Qwen3-VL, by the model.
     """
     chosen = _family(model, family)
     dims, vocab = dims_here(model), slice(0, model.vocab_size)
 
-    def pieces(path: str, shape: Shape) -> list[Piece]:
-        pieces_of_path = []
+    def pieces_of(path: str, shape: Shape) -> list[Piece]:
+        pieces_of_path = list[Piece]()
         for there in tensors_of(chosen.tensors, path, chosen.name):
             ranges = {'C': there.columns, 'U': there.columns, 'V': vocab}
-            pieces_of_path += make_pieces(there.name, there.dims, dims[path], shape, ranges)
+            pieces = make_pieces(there.name, there.dims, dims[path], shape, ranges)
+            pieces_of_path += map(_with_square, pieces) if there.is_square else pieces
         return pieces_of_path
 
-    return {path: pieces(path, shape) for path, shape in shapes.items()}
+    return {path: pieces_of(path, shape) for path, shape in shapes.items()}
+
+
+def _with_square(piece: Piece) -> Piece:
+    """Return a piece whose last dim is two dims of one size in the other format."""
+    *outer, last = piece.shape
+    return piece._replace(shape=(*outer, math.isqrt(last), math.isqrt(last)))
 
 
 def _family(model: ModelConfig, name: str | None) -> Family:
     if name is None and model.is_bert:
         name = 'megatron-bert'
+    if name is None and model.vision is not None:
+        name = 'qwen3_vl'
     return FAMILIES[name or ('gpt2' if model.position == 'learned' else 'llama')]
 
 
@@ -59,7 +69,7 @@ def from_huggingface(
     They are placed on the current mesh as they are between steps. The vocabulary is padded with
     zeros. Memory-mapped `tensors` are read once, and each process reads only what its devices get.
     Raises ConfigError, which names `source`, for tensors that do not fit the model. `family`
-    defaults to GPT-2, Llama or MegatronBert, by the model.
+    defaults to GPT-2, Llama, MegatronBert or Qwen3-VL, by the model.
     """
     abstract = abstract_params(config)
     pieces = huggingface_pieces(config.model, shapes_of(config.model), family=family)

@@ -13,12 +13,27 @@ from pkgutil import iter_modules
 from typing import Any
 
 from megajax.config import ConfigError, ModelConfig
+from megajax.config.schema import VisionConfig
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.reader import Keys, Reader
 
-POST_NORM = ('bert', 'roberta')
+POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
+UNSUPPORTED = {  # what a user may well have, and why it is refused
+    **dict.fromkeys(('bert', 'roberta'), f'its {POST_NORM} supported, such as "megatron-bert"'),
+    **dict.fromkeys(
+        ('qwen3_vl_moe', 'qwen3_moe', 'mixtral'),
+        'mixtures of experts are not supported, but dense models are, such as "qwen3_vl"',
+    ),
+    **dict.fromkeys(
+        ('qwen2_vl', 'qwen2_5_vl'),
+        'windows in the encoder and rotary angles in chunks are not supported, but "qwen3_vl" is',
+    ),
+    'mllama': 'an encoder of tiles and two towers is not supported, but that of "qwen3_vl" is',
+}
 # Keys of `model` that only some families have a key for.
 IN_TRAINING = frozenset({'dropout', 'init_std'})
+# Keys of `vision` that are a run's, not a model's.
+OF_A_RUN = frozenset({'images', 'max_patches'})
 
 
 def _families() -> Iterator[Family]:
@@ -34,15 +49,12 @@ ARCHITECTURES = {name: family.architecture for name, family in FAMILIES.items()}
 def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str]]:
     """Read a config.json: its family, the keys of `model`, and the keys that were not used.
 
+    A family that sees has the keys of the section `vision` in `model`, under that name.
     Raises ConfigError with every key and value that is not supported.
     """
     family = keys.get('model_type')
-    if family in POST_NORM:
-        raise ConfigError(
-            f'{file}: model_type: {json.dumps(family)}: '
-            'its norms come after the residual connections, '
-            'but only models with norms before them are supported, such as "megatron-bert"'
-        )
+    if family in UNSUPPORTED:
+        raise ConfigError(f'{file}: model_type: {json.dumps(family)}: {UNSUPPORTED[family]}')
     if family not in ARCHITECTURES:
         raise ConfigError(
             f'{file}: model_type: {json.dumps(family)}: '
@@ -83,6 +95,10 @@ def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Ke
         raise ConfigError(f'family {family}: choose among {", ".join(ARCHITECTURES)}')
     problems = []
     for candidate in [family] if family else ARCHITECTURES:
+        if FAMILIES[candidate].sees != (model.vision is not None):
+            without = 'models without ' if FAMILIES[candidate].sees else ''
+            problems.append(f'{candidate} does not support {without}vision')
+            continue
         keys = FAMILIES[candidate].write_config(model)
         keys |= {'architectures': [ARCHITECTURES[candidate]], 'model_type': candidate}
         different = _differences(model, keys)
@@ -103,8 +119,15 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
     names = ModelConfig.model_fields.keys() - IN_TRAINING
     if model.position == 'learned':
         names -= {'rope_theta'}
+    if model.position != 'mrope':
+        names -= {'mrope_section'}
+    pairs: list[tuple[str, Any, Any, set[str]]] = [('model', model, back, names - {'vision'})]
+    if model.vision and back.vision:
+        names = VisionConfig.model_fields.keys() - OF_A_RUN
+        pairs.append(('vision', model.vision, back.vision, names))
     return [
-        f'model.{name}={getattr(model, name)}'
-        for name in ModelConfig.model_fields
-        if name in names and getattr(model, name) != getattr(back, name)
+        f'{section}.{name}={getattr(ours, name)}'
+        for section, ours, theirs, names in pairs
+        for name in type(ours).model_fields
+        if name in names and getattr(ours, name) != getattr(theirs, name)
     ]

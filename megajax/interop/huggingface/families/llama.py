@@ -59,12 +59,14 @@ def read_config(
     *,
     grouped: bool = True,
     head_dim: int | None = None,
+    rope: Callable[[Reader], Keys] = read_rope,
 ) -> Keys:
     """Read the config.json of a family like Llama.
 
     `own` reads the keys that only some of these families have: those of windows and biases. It
     returns `qk_norm`, `bias` and `qkv_bias`, which default to false. A family that is `grouped`
     always has num_key_value_heads. `head_dim` is its default, if not hidden_size over the heads.
+    `rope` reads the keys of the rotary embedding.
     """
     read.only('hidden_act', 'silu', 'swish', default='silu')
     read.only('attention_dropout', 0, default=0)
@@ -86,7 +88,7 @@ def read_config(
         'norm': 'rmsnorm',
         'activation': 'swiglu',
         'position': 'rope',
-        **read_rope(read),
+        **rope(read),
         **{'qk_norm': False, 'bias': False, 'qkv_bias': False, **decided},
         'tie_embeddings': read.get('tie_word_embeddings', False),
         'norm_eps': read.get('rms_norm_eps', 1e-6),

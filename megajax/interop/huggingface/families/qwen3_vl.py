@@ -1,0 +1,160 @@
+"""Qwen3-VL without experts: Qwen3 with an encoder of images. Imports no jax."""
+
+from megajax.config import ModelConfig
+from megajax.interop.huggingface.families import llama
+from megajax.interop.huggingface.family import HEAD, Family, There
+from megajax.interop.huggingface.reader import Keys, Reader
+from megajax.interop.huggingface.rope import read_rope, write_scaling
+
+MROPE = 'mrope_section', 'mrope_interleaved'
+GELU = 'gelu_pytorch_tanh'
+IMAGE_TOKEN = 151655  # the id of Qwen3's tokenizer, which a config.json may leave out
+OTHER_TOKENS = 'vision_start_token_id', 'vision_end_token_id', 'video_token_id'
+
+BLOCK = 'model.visual.blocks.{}'
+MERGERS = {'merger': 'model.visual.merger', 'deep_mergers': 'model.visual.deepstack_merger_list.{}'}
+LAYERS = {
+    'attention_norm': ('norm1', 'Ⓓ', 'Ⓓ'),
+    # The rows are all queries, all keys and all values: C before the heads.
+    'attention.qkv': ('attn.qkv', '(ⒸⓀⒽ)Ⓓ', '(ⒸⓀⒽ)'),
+    'attention.out': ('attn.proj', 'Ⓓ(ⓃⒽ)', 'Ⓓ'),
+    'mlp_norm': ('norm2', 'Ⓓ', 'Ⓓ'),
+    'mlp.up': ('mlp.linear_fc1', 'ⒻⒹ', 'Ⓕ'),
+    'mlp.down': ('mlp.linear_fc2', 'ⒹⒻ', 'Ⓓ'),
+}
+
+
+def _both(here: str, there: str, weight: str, bias: str) -> dict[str, list[There]]:
+    """The weight and the bias of a module, with the dims of their tensors."""
+    return {
+        f'{here}.weight': [There(f'{there}.weight', weight)],
+        f'{here}.bias': [There(f'{there}.bias', bias)],
+    }
+
+
+def _merger(here: str, there: str, normed: str) -> dict[str, list[There]]:
+    return {
+        **_both(f'vision.{here}.norm', f'{there}.norm', normed, normed),
+        **_both(f'vision.{here}.up', f'{there}.linear_fc1', 'ⓦⓌ', 'Ⓦ'),
+        **_both(f'vision.{here}.down', f'{there}.linear_fc2', 'ⒺⓌ', 'Ⓔ'),
+    }
+
+
+def _of_text(rows: list[There]) -> list[There]:
+    return [
+        row._replace(name=row.name.replace('model.', 'model.language_model.', 1)) for row in rows
+    ]
+
+
+TENSORS = {
+    **{path: _of_text(rows) for path, rows in llama.TENSORS.items()},
+    'vision.patch.weight': [There('model.visual.patch_embed.proj.weight', 'ⒹⓎⓆⓍ', is_square=True)],
+    'vision.patch.bias': [There('model.visual.patch_embed.proj.bias', 'Ⓓ')],
+    'vision.position.table': [There('model.visual.pos_embed.weight', 'ⓈⒹ')],
+    **{
+        path: rows
+        for here, (there, weight, bias) in LAYERS.items()
+        for path, rows in _both(f'vision.layers.{here}', f'{BLOCK}.{there}', weight, bias).items()
+    },
+    **_merger('merger', MERGERS['merger'], 'Ⓓ'),
+    **_merger('deep_mergers', MERGERS['deep_mergers'], 'Ⓦ'),
+}
+
+
+def _read_config(read: Reader) -> Keys:
+    text, vision = read.section('text_config'), read.section('vision_config')
+    for key in OTHER_TOKENS:
+        read.get(key, None)
+    model = llama.read_config(text, own=_own, head_dim=128, rope=_read_mrope)
+    # The model ties its embeddings as a whole; in releases both objects say the same.
+    model['tie_embeddings'] = read.get('tie_word_embeddings', model['tie_embeddings'])
+    return {
+        **model,
+        'position': 'mrope',
+        'vision': _read_vision(vision, model['hidden_size'])
+        | {'image_token': read.get('image_token_id', IMAGE_TOKEN)},
+    }
+
+
+def _own(text: Reader) -> Keys:
+    text.only('attention_bias', False, default=False)
+    text.only('num_experts', None, 0, default=None)
+    return {'qk_norm': True}
+
+
+def _read_mrope(text: Reader) -> Keys:
+    """Read theta, scaling and the sections of the rotary embedding."""
+    keys = read_rope(text, own=MROPE)
+    new = text.keys.get('rope_parameters')
+    key = 'rope_scaling' if new is None else 'rope_parameters'
+    given = text.keys.get(key) or {}
+    if 'mrope_section' in given:
+        keys['mrope_section'] = given['mrope_section']
+    if given.get('mrope_interleaved', True) is not True:
+        interleaved = given['mrope_interleaved']
+        text.refuse(f'{key}.mrope_interleaved', interleaved, 'only true is supported')
+    return keys
+
+
+def _read_vision(vision: Reader, hidden_size: int | None) -> Keys:
+    vision.only('hidden_act', GELU, default=GELU)
+    vision.only('in_channels', 3, default=3)
+    positions = vision.get('num_position_embeddings', 2304)
+    side = round((positions or 0) ** 0.5)
+    if side**2 != positions:
+        vision.refuse('num_position_embeddings', positions, 'only a square is supported')
+    width = vision.get('out_hidden_size', 3584)
+    if hidden_size is not None and width != hidden_size:
+        vision.refuse('out_hidden_size', width, f'only hidden_size={hidden_size} is supported')
+    return {
+        'num_layers': vision.get('depth', 27),
+        'hidden_size': vision.get('hidden_size', 1152),
+        'num_heads': vision.get('num_heads', 16),
+        'ffn_size': vision.get('intermediate_size', 4304),
+        'patch_size': vision.get('patch_size', 16),
+        'frames': vision.get('temporal_patch_size', 2),
+        'merge_size': vision.get('spatial_merge_size', 2),
+        'positions': side,
+        'deepstack': vision.get('deepstack_visual_indexes', [8, 16, 24]),
+    }
+
+
+def _write_config(model: ModelConfig) -> Keys:
+    vision = model.vision
+    assert vision is not None
+    scaling = write_scaling(model) or {'rope_type': 'default'}
+    sections = {'mrope_section': list(model.mrope_section), 'mrope_interleaved': True}
+    text = llama.write_config(model) | {'rope_scaling': scaling | sections}
+    return {
+        'text_config': {'model_type': 'qwen3_vl_text', 'attention_bias': model.bias, **text},
+        'vision_config': {
+            'model_type': 'qwen3_vl',
+            'hidden_act': GELU,
+            'in_channels': 3,
+            'depth': vision.num_layers,
+            'hidden_size': vision.hidden_size,
+            'num_heads': vision.num_heads,
+            'intermediate_size': vision.ffn_size,
+            'patch_size': vision.patch_size,
+            'temporal_patch_size': vision.frames,
+            'spatial_merge_size': vision.merge_size,
+            'num_position_embeddings': vision.positions**2,
+            'deepstack_visual_indexes': list(vision.deepstack),
+            'out_hidden_size': model.hidden_size,
+        },
+        'image_token_id': vision.image_token,
+        'tie_word_embeddings': model.tie_embeddings,
+    }
+
+
+FAMILIES = (
+    Family(
+        name='qwen3_vl',
+        architecture='Qwen3VLForConditionalGeneration',
+        read_config=_read_config,
+        write_config=_write_config,
+        tensors=TENSORS,
+        copies={HEAD: 'embed_tokens.weight'},
+        sees=True,
+    ),
+)

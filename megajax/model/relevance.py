@@ -1,0 +1,190 @@
+"""The relevance of an image's regions to a question: ARR-COC's scorers, balance and noise.
+
+Three scorers look at the texture of each region (`model/texture.py`). Each starts as one way of
+knowing, of Vervaeke: propositional is how much information a region has, perspectival how salient
+it is, participatory how it couples with the question. A network of one shape adds to each what is
+learned, so the three stand in one array whose slots are sharded over `model`: one scorer for each
+device, or `shards` slots with equal parts of its hidden units. Their scores are gathered, and the
+rest is replicated. Arrays are of the rows of a data shard, in fp32: budgets are discrete choices.
+
+The gradient reaches scorers, coupling and balance through `Relevance.gate`, since budgets have
+none. The networks' inputs have none either, or it would be reduced over `model`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import P, lax
+
+from megajax.model.dropout import fold_in
+from megajax.model.texture import CHANNELS, SALIENCY
+
+SCORES = 'propositional', 'perspectival', 'participatory'
+NUM_FEATURES = 2 * len(CHANNELS) + len(SCORES)
+NUM_SUMMARIES = 3 * len(SCORES)  # mean, greatest and standard deviation of each score
+SHARPNESS = 3.0  # scores are in [0, 1] at first, where a softmax hardly distinguishes them
+_EPSILON = 1e-8
+_NOISE = 0x67756D62  # differs from the layers, whose indices dropout's keys are derived by
+
+
+class Coupling(NamedTuple):
+    """The network that brings the texture of a region beside the question."""
+
+    texture: jax.Array  # [13, hidden]
+    out: jax.Array  # [hidden, D]
+
+
+class Scorers(NamedTuple):
+    """The networks of all scorers: `num_slots` arrays of each kind, sharded over `model`."""
+
+    features: jax.Array  # [slots, NUM_FEATURES, hidden / shards]
+    query: jax.Array  # [slots, D, hidden / shards]
+    bias: jax.Array  # [slots, hidden / shards]
+    out: jax.Array  # [slots, hidden / shards], small at first
+
+
+class Balance(NamedTuple):
+    """The network that weighs the three scores against each other."""
+
+    summary: jax.Array  # [NUM_SUMMARIES, hidden]
+    query: jax.Array  # [D, hidden]
+    out: jax.Array  # [hidden, 3]
+
+
+class RelevanceParameters(NamedTuple):
+    """All parameters of relevance."""
+
+    coupling: Coupling
+    scorers: Scorers
+    balance: Balance
+
+
+class Relevance(NamedTuple):
+    """The relevance of the regions in a row."""
+
+    relevance: jax.Array  # [B, regions], in [0, 1], with noise in training: for `budget`
+    gate: jax.Array  # [B, regions], 1 on average, without noise: what detail is multiplied with
+    scores: jax.Array  # [3, B, regions]
+    weights: jax.Array  # [B, 3], which add up to 1
+
+
+def num_slots(shards: int, model: int) -> int:
+    """Return the slots of scorers on `model` devices: the least multiple that holds all shards."""
+    return -(-len(SCORES) * shards // model) * model
+
+
+def question(loss_mask_BS: jax.Array, image_index_BS: jax.Array) -> jax.Array:
+    """Return the tokens of the question [B, S]: the text before the answer.
+
+    A loss mask counts the prediction of the next token, so the first token that it counts ends the
+    question. Without a loss all text is the question; padding is for the caller to leave out.
+    """
+    counts_BS = (loss_mask_BS > 0).astype(jnp.int32)
+    return (jnp.cumsum(counts_BS, 1) == counts_BS) & (image_index_BS < 0)
+
+
+def query(x_BSD: jax.Array, is_question_BS: jax.Array) -> jax.Array:
+    """Return the mean [B, D] of the question's embeddings in fp32, without a gradient.
+
+    The embeddings are unsharded. A row without a question has 0.
+    """
+    weight = jnp.expand_dims(is_question_BS, 2)
+    total = jnp.where(weight, lax.stop_gradient(x_BSD).astype(jnp.float32), 0).sum(1)
+    return total / jnp.maximum(weight.sum(1), 1)
+
+
+def assess(
+    texture: jax.Array,
+    query_BD: jax.Array,
+    parameters: RelevanceParameters,
+    *,
+    shards: int,
+    key_B: jax.Array | None = None,
+) -> Relevance:
+    """Assess the relevance of regions to a question from their texture [B, regions, 13].
+
+    With `key_B`, a key for each row (`model/dropout.py`), relevance has Gumbel noise, the same on
+    every mesh: without it regions that once had no detail would never be tried.
+    """
+    with jax.named_scope('relevance'):
+        query_BD = lax.stop_gradient(query_BD)
+        start = definitions(texture, query_BD, parameters.coupling)
+        scores = start + _learned(texture, start, query_BD, parameters.scorers, shards)
+        weights = _weigh(scores, query_BD, parameters.balance)
+        weight = jnp.expand_dims(weights.swapaxes(0, 1), 2)  # [3, B, 1]
+        logits = SHARPNESS * (weight * scores).sum(0)
+        gate = jax.nn.softmax(logits, 1) * logits.shape[1]
+        noisy = lax.stop_gradient(logits + _gumbel(logits, key_B))
+        return Relevance(_from_zero_to_one(noisy), gate, scores, weights)
+
+
+def definitions(texture: jax.Array, query_BD: jax.Array, coupling: Coupling) -> jax.Array:
+    """Return the scores [3, B, regions] before anything is learned, each in [0, 1].
+
+    They are the entropy of a softmax over channels, the length of the gradient, and the cosine
+    between the question and a small network of the texture. Extremes are those of one image.
+    """
+    log_p = jax.nn.log_softmax(texture, 2)
+    propositional = _from_zero_to_one(-(jnp.exp(log_p) * log_p).sum(2))
+    hidden = jax.nn.relu(_einsum('brc,ch->brh', texture, coupling.texture))
+    vector, asked = _einsum('brh,hd->brd', hidden, coupling.out), jnp.expand_dims(query_BD, 1)
+    square = (vector * vector).sum(2) * (asked * asked).sum(2)
+    cosine = (vector * asked).sum(2) * lax.rsqrt(square + _EPSILON)
+    return jnp.stack([propositional, texture[:, :, SALIENCY], (cosine + 1) / 2])
+
+
+def _learned(
+    texture: jax.Array, start: jax.Array, query_BD: jax.Array, scorers: Scorers, shards: int
+) -> jax.Array:
+    """Return what the networks add to each score, [3, B, regions].
+
+    Their features are the channels, how these differ from the image's mean, in its standard
+    deviations, and all three definitions.
+    """
+    difference = texture - texture.mean(1, keepdims=True)
+    deviation = jnp.sqrt((difference * difference).mean(1, keepdims=True) + _EPSILON)
+    known = [start[i] for i in range(len(SCORES))]
+    features = jnp.concatenate([texture, difference / deviation, jnp.stack(known, 2)], 2)
+    features = lax.stop_gradient(features)
+    hidden = _einsum('brc,scf->sbrf', features, scorers.features)
+    asked = _einsum('bd,sdf->sbf', query_BD, scorers.query)
+    asked = asked + jnp.expand_dims(scorers.bias, 1)
+    hidden = jnp.tanh(hidden + jnp.expand_dims(asked, 2))
+    partial = _einsum('sbrf,sf->sbr', hidden, scorers.out)
+    # all-gather over model forward, nothing backward
+    partial = jax.reshard(partial, P(None, None, None))
+    used = partial[: len(SCORES) * shards]
+    shape = len(SCORES), shards, *used.shape[1:]
+    return used.reshape(shape, out_sharding=P(None, None, None, None)).sum(1)
+
+
+def _weigh(scores: jax.Array, query_BD: jax.Array, balance: Balance) -> jax.Array:
+    """Return the weight [B, 3] of each score in the relevance of a row."""
+    mean = scores.mean(2)
+    difference = scores - jnp.expand_dims(mean, 2)
+    deviation = jnp.sqrt((difference * difference).mean(2) + _EPSILON)
+    rows = [x[i] for x in (mean, scores.max(2), deviation) for i in range(len(SCORES))]
+    summary = jnp.stack(rows, 1)
+    hidden = _einsum('bi,ih->bh', summary, balance.summary)
+    hidden = jax.nn.relu(hidden + _einsum('bd,dh->bh', query_BD, balance.query))
+    return jax.nn.softmax(_einsum('bh,hi->bi', hidden, balance.out), 1)
+
+
+def _gumbel(like: jax.Array, key_B: jax.Array | None) -> jax.Array | float:
+    """Draw noise like [B, regions] from the keys of rows; without keys there is none."""
+    keys = fold_in(key_B, _NOISE)
+    if keys is None:
+        return 0.0
+    return jax.vmap(lambda key: jax.random.gumbel(key, like.shape[1:]))(keys)
+
+
+def _from_zero_to_one(x: jax.Array) -> jax.Array:
+    """Bring the extremes of each row to 0 and 1; all are 0 where they are equal."""
+    low, high = x.min(1, keepdims=True), x.max(1, keepdims=True)
+    return (x - low) / (high - low + _EPSILON)
+
+
+def _einsum(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiply in fp32, also on a GPU whose default is a shorter mantissa."""
+    return jnp.einsum(equation, x, w, precision='highest')
