@@ -166,13 +166,19 @@ def test_the_encoder_communicates_nothing_and_its_vectors_are_gathered_once() ->
         params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
         compiled = jax.jit(make_loss_and_gradients(config)).lower(params, batch, jax.random.key(0))
         program = Program(program_text(compiled.compile()))
-    vectors = 16 // 2 * VISION['images'] * 4, 3, config.model.hidden_size
+    count, each = 16 // 2 * VISION['images'] * 4, (3, config.model.hidden_size)
     found = [
-        (one.kind, one.operand.shape)
+        (one.kind, one.axis, one.times, one.operand.shape)
         for one in collectives(program, {'data': 2, 'model': 4})
-        if len(one.operand.shape) == 3 and one.operand.shape[1:] == vectors[1:]
+        if len(one.operand.shape) == 4 and one.operand.shape[-2:] == each
     ]
     assert sorted(found) == [
-        ('all-gather', (vectors[0] // 4, *vectors[1:])),
-        ('reduce-scatter', vectors),
+        ('all-gather', 'model', 1, (1, count // 4, *each)),
+        ('reduce-scatter', 'model', 1, (1, count, *each)),
+    ]
+    # The loop over its layers would repeat what is inside.
+    assert not [
+        one.op_name
+        for one in collectives(program, {'data': 2, 'model': 4})
+        if 'vision' in one.op_name and one.times > 1
     ]
