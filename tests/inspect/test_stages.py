@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from inspect_collectives import reduced
 from jax import P, lax
-from support import AS_SHIPPED, make_config, slow
+from support import AS_SHIPPED, exhaustive, make_config, slow
 
 from megajax.config import Config
 from megajax.hlo.collectives import collectives
@@ -71,18 +71,18 @@ SMALL = config(stages=2, context=2, train={'microbatches': 2})
     [
         SMALL,
         slow(config(stages=2, context=2, **SP, shard='optimizer')),
-        slow(config('gpt', stages=2, data=2, model=2)),
+        exhaustive(config('gpt', stages=2, data=2, model=2)),
         slow(config(stages=2, virtual_stages=2, data=2, **SP, train=FULL)),
-        slow(config('gpt', stages=4, data=2, train={'schedule': 'gpipe'} | FULL)),
-        slow(config(stages=2, data=2, **SP, train=HALF, shard='optimizer')),
+        exhaustive(config('gpt', stages=4, data=2, train={'schedule': 'gpipe'} | FULL)),
+        exhaustive(config(stages=2, data=2, **SP, train=HALF, shard='optimizer')),
         slow(config(stages=2, data=2, replicas=2, model=2, shard='optimizer')),
-        slow(config('bert', stages=4, **SP, train=FULL)),
+        exhaustive(config('bert', stages=4, **SP, train=FULL)),
         slow(config('bert', stages=2, model=2, train={'batch_size': 24})),
-        slow(config(context=2, data=2, model=2)),
+        exhaustive(config(context=2, data=2, model=2)),
         slow(config(context=4, **SP, train=HALF, shard='optimizer')),
         slow(config(context=4, model=2, context_exchange='ring', train=FULL)),
         slow(config('gpt', context=2, data=2, context_exchange='ring', shard='weights')),
-        slow(config(stages=2, context=2, data=2, context_exchange='ring', train=FULL)),
+        exhaustive(config(stages=2, context=2, data=2, context_exchange='ring', train=FULL)),
     ],
 )
 def test_a_step_sends_no_more_than_is_stated_and_computes_what_the_config_says(config):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import CONFIG, fill, finish, losses, read_until, start, steps
+from runs import CONFIG, fill, finish, losses, read_until, start
 from support import write_run
 
 from megajax.checkpoint.digests import find_steps, problems
@@ -109,4 +109,4 @@ def test_a_disk_that_fails_costs_checkpoints_and_only_the_last_ends_the_run_with
     assert set(kept) & set(sound)
     code, said = finish(start(folder, *LONG[1:], f'train.steps={sound[-1] + 5}', 'run.resume=must'))
     assert (code, f'checkpoints, step {sound[-1]}\n' in said) == (0, True), said
-    assert steps(run)[-1] == sound[-1] + 5
+    assert sound[-1] + 5 in find_steps(disk)

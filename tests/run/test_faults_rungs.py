@@ -76,8 +76,10 @@ def end(process: subprocess.Popen[str]) -> None:
     'layout',
     [
         'weights, padded',
-        'gradients, grid',
-        pytest.param('weights, replicas', marks=pytest.mark.exhaustive),
+        *(
+            pytest.param(layout, marks=pytest.mark.exhaustive)
+            for layout in ('gradients, grid', 'weights, replicas')
+        ),
     ],
 )
 def test_a_killed_run_goes_on_to_the_bit(

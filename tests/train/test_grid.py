@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from steps import Setting, evaluate, loss_and_gradients, train
-from support import assert_close, relative_error, slow
+from support import assert_close, exhaustive, relative_error, slow
 
 LIMIT = 1e-5
 
@@ -25,11 +25,11 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
     [
         grid('gpt', 2, 2, recompute='full'),
         grid('llama', 4, 2),
-        slow(grid('llama', 2, 4)),
+        exhaustive(grid('llama', 2, 4)),
         slow(grid('gpt', 2, 4, recompute='selective')),
-        slow(grid('gpt', 4, 2)),
+        exhaustive(grid('gpt', 4, 2)),
         slow(grid('llama', 2, 2, data=2, microbatches=2)),
-        slow(grid('gpt', 2, 1, data=2)),
+        exhaustive(grid('gpt', 2, 1, data=2)),
         slow(grid('llama', 8, 1)),
     ],
     ids=str,
@@ -68,7 +68,7 @@ def test_rungs_of_zero_change_nothing_in_a_grid(setting: Setting) -> None:
     [
         grid('llama', 2, 2, data=2, shard='weights', recompute='full'),
         slow(grid('gpt', 2, 2, data=2, shard='weights', recompute='full', overlap='batch_split')),
-        slow(grid('gpt', 4, 2)),
+        exhaustive(grid('gpt', 4, 2)),
         slow(grid('llama', 2, 4)),
     ],
     ids=str,

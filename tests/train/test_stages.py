@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from steps import Setting, evaluate, loss_and_gradients, train
-from support import assert_close, relative_error, slow
+from support import assert_close, exhaustive, relative_error, slow
 
 LIMIT = 1e-6
 
@@ -28,23 +28,23 @@ SP = {'sequence_parallel': True}
     'setting',
     [
         staged('llama', 2, 2, model=2, data=2, **SP),
-        slow(staged('gpt', 2)),
-        slow(staged('gpt', 2, model=2, num_layers=4, recompute='full')),
+        exhaustive(staged('gpt', 2)),
+        exhaustive(staged('gpt', 2, model=2, num_layers=4, recompute='full')),
         slow(staged('gpt', 2, 2, data=2, recompute='selective')),
-        slow(staged('gpt', 4, model=2, **SP)),
+        exhaustive(staged('gpt', 4, model=2, **SP)),
         slow(staged('gpt', 4, 2, recompute='full')),
-        slow(staged('gpt', 4, 2, model=2, **SP)),
-        slow(staged('gpt', 2, 2, model=2, data=2, recompute='full', **SP)),
-        slow(staged('gpt', 2, 2, model=2, data=2, recompute='selective', **SP)),
-        slow(staged('gpt', 4, data=2, schedule='gpipe')),
+        exhaustive(staged('gpt', 4, 2, model=2, **SP)),
+        exhaustive(staged('gpt', 2, 2, model=2, data=2, recompute='full', **SP)),
+        exhaustive(staged('gpt', 2, 2, model=2, data=2, recompute='selective', **SP)),
+        exhaustive(staged('gpt', 4, data=2, schedule='gpipe')),
         slow(staged('gpt', 2, 2, model=2, schedule='gpipe', recompute='full', **SP)),
-        slow(staged('gpt', 2, model=2, data=2, schedule='gpipe', recompute='selective')),
+        exhaustive(staged('gpt', 2, model=2, data=2, schedule='gpipe', recompute='selective')),
         slow(staged('gpt', 2, 3, microbatches=6, overlap='batch_split')),
         slow(staged('llama', 4, data=2, microbatches=6, recompute='full')),
-        slow(staged('llama', 4, 2, model=2, schedule='gpipe', **SP)),
+        exhaustive(staged('llama', 4, 2, model=2, schedule='gpipe', **SP)),
         slow(staged('llama', 8, microbatches=8)),
         slow(staged('bert', 2, 2, model=2, data=2, **SP)),
-        slow(staged('bert', 4, model=2, recompute='full')),
+        exhaustive(staged('bert', 4, model=2, recompute='full')),
         slow(staged('bert', 2, data=2, schedule='gpipe', recompute='selective')),
     ],
     ids=str,
@@ -61,9 +61,9 @@ def test_loss_and_gradients_are_those_without_stages(setting: Setting) -> None:
 @pytest.mark.parametrize(
     'setting',
     [
-        staged('gpt', 2, 2, data=2, shard='optimizer'),
+        exhaustive(staged('gpt', 2, 2, data=2, shard='optimizer')),
         staged('llama', 2, data=3, shard='optimizer', **SP, microbatches=2),  # padded shards
-        staged('llama', 2, data=4, shard='optimizer', replicas=2, microbatches=2),
+        exhaustive(staged('llama', 2, data=4, shard='optimizer', replicas=2, microbatches=2)),
         staged('gpt', 4, data=2, shard='optimizer', dtype='bfloat16'),
     ],
     ids=str,
@@ -90,7 +90,10 @@ def test_in_16_bits_losses_and_gradients_differ_by_rounding_alone(dtype: str) ->
 @pytest.mark.slow
 @pytest.mark.parametrize(
     'setting',
-    [staged('gpt', 2, 2, model=2, data=2, shard='optimizer', **SP), staged('bert', 4, data=2)],
+    [
+        staged('gpt', 2, 2, model=2, data=2, shard='optimizer', **SP),
+        exhaustive(staged('bert', 4, data=2)),
+    ],
     ids=str,
 )
 def test_five_steps_and_an_evaluation_end_as_those_without_stages(setting: Setting) -> None:

@@ -19,6 +19,7 @@ from steps import Setting, batch_of, evaluate, loss_and_gradients, train
 from support import (
     AS_SHIPPED,
     assert_close,
+    exhaustive,
     gather,
     make_config,
     on_mesh,
@@ -139,8 +140,8 @@ def test_gradients_summed_in_bf16_are_near_those_in_fp32_and_not_the_same(settin
         Setting('llama', 3, 2, 'weights', **SP, recompute='full'),
         slow(Setting('gpt', 8, 1, 'gradients', replicas=4)),
         *(slow(Setting('bert', 4, 2, shard, replicas=2, **SP)) for shard in RUNGS),
-        *(slow(Setting('gpt', 3, 2, shard, **SP)) for shard in RUNGS),
-        *(slow(Setting('llama', 2, 4, shard, **SP)) for shard in RUNGS),
+        *(exhaustive(Setting('gpt', 3, 2, shard, **SP)) for shard in RUNGS),
+        *(exhaustive(Setting('llama', 2, 4, shard, **SP)) for shard in RUNGS),
     ],
     ids=str,
 )
