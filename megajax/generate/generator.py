@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -168,7 +168,7 @@ class Generator:
 def _stack(images: Sequence[PromptImages], size: int, length: int) -> tuple[Images, np.ndarray]:
     """Return the images of `size` rows, and the positions of their last tokens."""
 
-    def rows(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: int = 0) -> np.ndarray:
+    def rows(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: int = 0) -> Any:
         filled = np.full((size, *shape), fill, arrays[0].dtype)
         for row, x in enumerate(arrays):
             filled[row, -len(x) :] = x
