@@ -1,6 +1,7 @@
 """What several tests need: small configs and batches, and parameters as numpy arrays."""
 
 import importlib.util
+import math
 import resource
 import signal
 import sys
@@ -104,6 +105,31 @@ def on_mesh(config: Config) -> AbstractContextManager[Any]:
     return jax.set_mesh(mesh_for(config))
 
 
+def _images(config: Config, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Images of random sizes in the rows of a batch, but for the last, which has none."""
+    vision, (rows, length) = config.vision, (config.train.batch_size, config.train.seq_len)
+    assert vision is not None
+    side = math.isqrt(vision.vectors)
+    grid = vision.merge_size * random.integers(1, side + 1, size=(rows, vision.images, 2))
+    grid[-1] = 0
+    index = np.full((rows, length), -1)
+    for row in range(rows):
+        start = 1
+        for slot in range(vision.images):
+            count = grid[row, slot].prod() // vision.unit
+            index[row, start : start + count] = slot * vision.vectors + np.arange(count)
+            start += count + 1
+    shape = rows, vision.images, vision.max_patches, vision.pixels
+    return {
+        'pixels': random.integers(256, size=shape).astype(np.uint8),
+        'image_grid': grid.astype(np.int32),
+        'image_index': index.astype(np.int32),
+        'positions': np.sort(random.integers(length, size=(rows, length, 3)), axis=1).astype(
+            np.int32
+        ),
+    }
+
+
 def make_batch(config: Config, *, seed: int = 0) -> dict[str, np.ndarray]:
     """A batch of random tokens; later rows have more tokens that count, so that no two data shards
     have as many.
@@ -117,6 +143,9 @@ def make_batch(config: Config, *, seed: int = 0) -> dict[str, np.ndarray]:
         'labels': token[:, 1:],
         'loss_mask': counts.astype(np.float32),
     }
+    if config.vision is not None:
+        batch |= _images(config, random)
+        batch['loss_mask'] *= batch['image_index'] < 0
     if config.model.causal:
         return batch
     place, rest = np.arange(length)[None], {'swapped': random.integers(2, size=(rows, 1))}

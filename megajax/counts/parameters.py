@@ -102,18 +102,20 @@ def declare(model: ModelConfig) -> Declared:
 def declare_vision(vision: VisionConfig) -> Declared:
     """Declare the parameters of the vision encoder, by letters of its own dims."""
     blocks = vision.blocks
-    std = blocks.init_std
+    # As large as their input: images are neither louder nor fainter than what is learned of text.
+    patch_std = (vision.frames * vision.pixels) ** -0.5
+    merger_std = vision.merged_size**-0.5
 
     def merger(norm: str) -> Declared:
         return {
             'norm': _norm(blocks, norm, partial=''),
-            'up': _linear('Ww', std, bias='W'),
-            'down': _linear('WE', std, bias='E'),
+            'up': _linear('Ww', merger_std, bias='W'),
+            'down': _linear('WE', merger_std, bias='E'),
         }
 
     declared: dict[str, Parameter | Declared] = {
-        'patch': _linear('YQXD', std, bias='D'),
-        'position': {'table': Parameter('SD', Role.TABLE, std)},
+        'patch': _linear('YQXD', patch_std, bias='D'),
+        'position': {'table': Parameter('SD', Role.TABLE, blocks.init_std)},
         'layers': stacked(_block(blocks)),
         'merger': merger('D'),
     }

@@ -26,6 +26,8 @@ class Batches:
     the order may be endless.
     """
 
+    read_threads = 1  # threads that make batches ahead of their steps
+
     def __init__(
         self,
         samples: Samples,
@@ -77,15 +79,17 @@ class Batches:
         return range(first + start, min(first + stop, len(self._order)))
 
     def read_ahead(self, first: int, last: int, rows: slice) -> Iterator[Batch]:
-        """Yield these rows of the batches of steps `first` up to `last`, read ahead in a thread."""
+        """Yield these rows of the batches of steps `first` up to `last`, read ahead in threads."""
         import grain
 
         steps = grain.MapDataset.range(first, last).map(
             lambda step: self.rows(int(step), rows.start, rows.stop)
         )
-        return iter(
-            steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=READ_AHEAD))
+        options = grain.ReadOptions(
+            num_threads=self.read_threads,
+            prefetch_buffer_size=max(READ_AHEAD, self.read_threads),
         )
+        return iter(steps.to_iter_dataset(options))
 
 
 def _separate(batch: Batch, begins: Sequence[tuple[int, int]]) -> Batch:

@@ -15,8 +15,9 @@ from megajax.config.errors import ConfigError, Problem, reason
 
 # pixels of a picture; it is read into memory as a whole, with at most 4 bytes for each
 MAX_PIXELS = 1 << 26
-# Decoders of pillow that run no other program (EPS starts Ghostscript) and know the size in advance
-FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'AVIF', 'JPEG2000', 'PPM', 'TGA', 'ICO')
+# Decoders of pillow that run no other program (as EPS does), know the size of a picture before they
+# decode it (as ICO does not) and recognize their files (as TGA does not)
+FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'AVIF', 'JPEG2000', 'PPM')
 MAX_NAME_CHARACTERS = 100
 
 _ORIENTATION = 0x0112  # EXIF tag
@@ -105,7 +106,8 @@ def _orientation(image: Image.Image) -> int:
     if image.format == 'TIFF':
         return 1
     try:
-        orientation = image.getexif().get(_ORIENTATION, 1)
+        # PngImageFile's own method decodes the picture first
+        orientation = Image.Image.getexif(image).get(_ORIENTATION, 1)
     except Exception:  # a viewer shows a picture with unreadable EXIF as it is stored
         return 1
     return orientation if orientation in _UPRIGHT else 1

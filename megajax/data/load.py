@@ -9,6 +9,7 @@ import numpy as np
 from megajax.config import Config, ConfigError, Problem
 from megajax.data.batches import Batches, Order
 from megajax.data.build.manifest import Manifest, manifest_path
+from megajax.data.drawn import PICTURES, draw_pictures
 from megajax.data.masked import NUM_SPECIAL, SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
 from megajax.data.samples import Joined, Samples, Windows
@@ -38,6 +39,15 @@ def load_data(config: Config) -> Data:
 
     Raises ConfigError if it cannot be used, does not fit the model or does not fill a batch.
     """
+    if config.data.corpus in PICTURES:
+        drawn = draw_pictures(config)
+        return Data(
+            tokenizer=drawn.tokenizer,
+            train=drawn.train,
+            validation=drawn.validation,
+            summary=drawn.summary,
+            fingerprints={config.data.corpus: drawn.fingerprint},
+        )
     prefixes = _prefixes(config)
     if not prefixes:
         return _load_text(config)

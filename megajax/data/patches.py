@@ -27,7 +27,7 @@ class PatchSize:
     max_patches: int
     # Qwen3-VL enlarges a picture to 256 patches; its `size.shortest_edge` is that area in pixels
     min_patches: int = 0
-    # vectors of every picture, where its relevance decides what they stand for; 0: one for each unit
+    # vectors of every picture, where relevance decides what they stand for; 0: one for each unit
     budget: int = 0
 
     @property

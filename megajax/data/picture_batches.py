@@ -32,6 +32,11 @@ class PictureBatches(Batches):
         self.batch_size, self.draw, self.shape = batch_size, draw, shape
         self._tokenizer, self._order = tokenizer, ENDLESS if count is None else range(count)
 
+    @property
+    def num_pictures(self) -> int:
+        """Number of pictures, of batches that end."""
+        return len(self._order)
+
     def document(self, picture: Picture) -> ImageDocument:
         """Return the tokens and patches of a picture with question and answer."""
         patches, (height, width) = self.shape.patches, picture.image_HWC.shape[:2]

@@ -1,4 +1,4 @@
-"""What was read in pictures, beside what stands there: as marked text, and as one PNG."""
+"""Readings of pictures compared with their answers: as marked text, and as one PNG."""
 
 from collections.abc import Sequence
 from difflib import SequenceMatcher

@@ -52,16 +52,16 @@ def words() -> dict[Part, tuple[str, ...]]:
 
     They are the identifiers of 3 to 9 letters in the running interpreter's standard library.
     """
-    found = sorted(
+    identifiers = sorted(
         {word for document in read_documents('stdlib') for word in WORD.findall(document.text)}
     )
     random = stdlib_random.Random(0)
     held_out: dict[str, str] = {}
-    for word in random.sample(found, len(found)):
+    for word in random.sample(identifiers, len(identifiers)):
         if len(held_out) == NUM_HELD_OUT:
             break
         held_out.setdefault(word.lower(), word)
-    train = [word for word in found if word.lower() not in held_out]
+    train = [word for word in identifiers if word.lower() not in held_out]
     return {'train': tuple(train), 'held_out': tuple(held_out.values())}
 
 

@@ -98,7 +98,7 @@ def merge_images_of_shards(
 
     def join(x: jax.Array) -> jax.Array:
         rest = x.shape[len(shards) + 1 :]
-        return x.reshape(-1, *rest, out_sharding=layout('B' + '-' * len(rest)))
+        return x.reshape(len(x_BTD), *rest, out_sharding=layout('B' + '-' * len(rest)))
 
     def of_shard(x_BTD: jax.Array, images: Images) -> tuple[jax.Array, jax.Array]:
         return merge_images(encoder, x_BTD, images, layout.per_shard)

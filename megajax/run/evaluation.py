@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from pathlib import Path
 
 from flax import nnx
 from jax.stages import Compiled
@@ -9,8 +10,10 @@ from jax.stages import Compiled
 from megajax.config import Config
 from megajax.data import Batch as HostBatch
 from megajax.data import Data
+from megajax.data.picture_batches import PictureBatches
 from megajax.run.clock import Clock
 from megajax.run.log.report import Report
+from megajax.run.reader import Reader
 from megajax.run.stop import StopWatch
 from megajax.run.watchdog import Watchdog
 from megajax.train.evaluation import make_eval_step
@@ -29,10 +32,14 @@ class Evaluation:
         clock: Clock,
         stop: StopWatch,
         watchdog: Watchdog,
+        folder: Path,
     ):
         self.config, self.data, self.report = config, data, report
         self.clock, self.stop, self.watchdog = clock, stop, watchdog
         self._eval_step: Compiled | None = None
+        self._reader = None
+        if isinstance(data.validation, PictureBatches) and data.tokenizer is not None:
+            self._reader = Reader(config, data.validation, data.tokenizer, folder)
 
     def evaluate(self, step: int, params: nnx.State) -> dict[str, float]:
         """Return and report the losses of the parameters after `step`; empty without data.
@@ -61,6 +68,9 @@ class Evaluation:
             batches.check()
         losses, text = self._losses(sums)
         self.report.say(f'step {step}  validation {text}')
+        if step and self._reader is not None:
+            self.watchdog.beat('reading', 'compile')
+            losses |= self._reader.read(step, params, self.report, self.stop.check)
         return losses | {'evaluation_ms': 1e3 * (self.clock.begin('other') - start)}
 
     def _losses(self, sums: Counter[str]) -> tuple[dict[str, float], str]:

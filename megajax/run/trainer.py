@@ -76,7 +76,13 @@ class Trainer:
         self._failure: Exception | None = None  # the error of dispatching that step
         self._last_end = 0.0  # clock time in seconds at the end of the last step
         self._evaluation = Evaluation(
-            config, data, report=report, clock=self.clock, stop=stop, watchdog=watchdog
+            config,
+            data,
+            report=report,
+            clock=self.clock,
+            stop=stop,
+            watchdog=watchdog,
+            folder=checkpoints.folder.parent,
         )
         self._rollbacks = Rollbacks(config, data, report=report, checkpoints=checkpoints)
 

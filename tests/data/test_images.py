@@ -47,7 +47,7 @@ def refusal(path: Path) -> str:
     return text
 
 
-@pytest.mark.parametrize('name', ['a.png', 'a.webp', 'a.bmp', 'a.tif', 'a.jpg', 'a.gif', 'a.tga'])
+@pytest.mark.parametrize('name', ['a.png', 'a.webp', 'a.bmp', 'a.tif', 'a.jpg', 'a.gif', 'a.ppm'])
 def test_formats_give_the_same_picture(tmp_path: Path, name: str) -> None:
     options: dict[str, object] = {'lossless': True} if name == 'a.webp' else {}
     assert_halves(read_image(save(tmp_path, halves(), name, **options)), tolerance=15)
@@ -144,6 +144,15 @@ def test_truncated_pictures_are_refused(tmp_path: Path, name: str) -> None:
         refusal(path)
 
 
+@pytest.mark.parametrize('name', ['a.png', 'a.jpg', 'a.gif', 'a.bmp'])
+def test_a_size_is_read_from_the_beginning_of_a_file(tmp_path: Path, name: str) -> None:
+    random = np.random.default_rng(0)
+    noise = Image.fromarray(random.integers(0, 256, (200, 300, 3), np.uint8))
+    path = save(tmp_path, noise, name)
+    path.write_bytes(path.read_bytes()[:1000])
+    assert read_size(path) == (200, 300)
+
+
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -188,6 +197,8 @@ def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
         'a.eps': b'%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n',
         'a.svg': b'<svg xmlns="http://www.w3.org/2000/svg"/>',
     }
+    for name in ('a.ico', 'a.tga'):
+        texts[name] = save(tmp_path, halves(), name).read_bytes()
     for name, data in texts.items():
         (tmp_path / name).write_bytes(data)
         assert 'is not a picture' in refusal(tmp_path / name)

@@ -57,6 +57,15 @@ def test_every_picture_fits_its_slot(
     assert 0 < rows * columns <= most
 
 
+@given(st.integers(16, 4000), st.integers(16, 4000))
+def test_within_the_limits_a_side_changes_by_half_a_unit_at_most(height: int, width: int) -> None:
+    patches = PatchSize(patch_size=16, merge_size=2, max_patches=1 << 20)
+    if max(height, width) <= 200 * min(height, width):
+        rows, columns = patches.fit(height, width)
+        assert abs(16 * rows - height) <= 16
+        assert abs(16 * columns - width) <= 16
+
+
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_a_picture_of_whole_units_keeps_its_size(rows: int, columns: int) -> None:
     patches = PatchSize(patch_size=6, merge_size=2, max_patches=4 * 144)

@@ -72,6 +72,11 @@ class Tokenizer:
         token_id: int | None = self._backend.token_to_id(name)
         return token_id
 
+    def special_tokens(self) -> dict[str, int]:
+        """Return the ids of the special tokens by name."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in added.items() if token.special}
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; special tokens appear by name, invalid UTF-8 as U+FFFD."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)

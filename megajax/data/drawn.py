@@ -1,0 +1,89 @@
+"""Corpora that are drawn while they are read: pictures of words, with no file and no download."""
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from megajax.config import Config, ConfigError, Problem
+from megajax.data.image_rows import RowShape
+from megajax.data.patches import PatchSize
+from megajax.data.picture_batches import PictureBatches
+from megajax.data.pictures import NUM_HELD_OUT, Picture, lines_picture, word_picture, words
+from megajax.data.text.tokenizer import Tokenizer, make_tokenizer
+
+# What `data.corpus` may name: a word in a picture; four words, one of which is asked for.
+PICTURES: dict[str, Callable[..., Picture]] = {'words': word_picture, 'lines': lines_picture}
+IMAGE_TOKEN = '<image>'
+
+
+class Drawn(NamedTuple):
+    """The pictures of a run, and the tokenizer of their questions and answers."""
+
+    tokenizer: Tokenizer
+    train: PictureBatches  # without end
+    validation: PictureBatches  # one of each held-out word
+    summary: str
+    fingerprint: str  # of the words
+
+
+def draw_pictures(config: Config) -> Drawn:
+    """Return the pictures that `data.corpus` names.
+
+    Raises ConfigError for a model without a vision encoder, and where a row is too short.
+    """
+    draw, seed, shape = PICTURES[config.data.corpus], config.train.seed, row_shape(config)
+    tokenizer = make_tokenizer('bytes', config.model.vocab_size, special=(IMAGE_TOKEN,))
+    make = partial(
+        PictureBatches, shape=shape, tokenizer=tokenizer, batch_size=config.train.batch_size
+    )
+    train = make(partial(draw, 'train', seed))
+    validation = make(partial(draw, 'held_out', seed), count=NUM_HELD_OUT)
+    _check(config, tokenizer, validation)
+    known = words()['train']
+    return Drawn(
+        tokenizer,
+        train,
+        validation,
+        f'pictures of {len(known):,} words to train on, of {NUM_HELD_OUT} others to validate',
+        hashlib.sha256('\n'.join(known).encode()).hexdigest(),
+    )
+
+
+def _check(config: Config, tokenizer: Tokenizer, batches: PictureBatches) -> None:
+    """Raise ConfigError if the image token is another, or a picture with its answer too long."""
+    image_token = tokenizer.token_id(IMAGE_TOKEN)
+    if config.vision is not None and config.vision.image_token != image_token:
+        message = f'{config.vision.image_token} is not the token of pictures; use {image_token}'
+        raise ConfigError(Problem(path='vision.image_token', message=message))
+    longest = max(len(batches.document(batches.draw(i)).tokens) for i in range(NUM_HELD_OUT))
+    if longest > config.train.seq_len + 1:
+        message = (
+            f'{config.train.seq_len} is too short for pictures of {config.data.corpus}, '
+            f'which have up to {longest} tokens with question and answer; use {longest} or more'
+        )
+        raise ConfigError(Problem(path='train.seq_len', message=message, others=('data.corpus',)))
+
+
+def row_shape(config: Config) -> RowShape:
+    """Return the shape of the rows that a config's encoder reads.
+
+    Raises ConfigError without an encoder.
+    """
+    vision = config.vision
+    if vision is None:
+        message = f'{config.data.corpus} are pictures; add the section vision, or name a text'
+        raise ConfigError(Problem(path='data.corpus', message=message))
+    patches = PatchSize(
+        patch_size=vision.patch_size,
+        merge_size=vision.merge_size,
+        max_patches=vision.max_patches,
+    )
+    return RowShape(
+        seq_len=config.train.seq_len,
+        images=vision.images,
+        patches=patches,
+        image_token=vision.image_token,
+        mrope=config.model.position == 'mrope',
+        document_mask=config.data.document_mask,
+    )

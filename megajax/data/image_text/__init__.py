@@ -1,0 +1,1 @@
+"""Documents with pictures, from JSON lines to batches."""

@@ -1,0 +1,136 @@
+"""Documents with pictures: their tokens at once, their pictures when a row is made."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megajax.config.errors import ConfigError, Problem
+from megajax.data.image_rows import ImageDocument, RowShape
+from megajax.data.image_text.chat import Chat
+from megajax.data.image_text.lines import Piece, Vocabulary, pieces_of, pieces_of_text, read_lines
+from megajax.data.images import inside, read_image, read_size
+from megajax.data.patches import Grid
+from megajax.data.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FileDocument:
+    """A document whose pictures are in files, which `read` decodes."""
+
+    place: str  # file and line
+    tokens: np.ndarray  # int32
+    answered: np.ndarray  # bool, of each token
+    paths: Sequence[Path]
+    grids: Sequence[Grid]
+
+    def read(self, shape: RowShape) -> ImageDocument:
+        """Decode the pictures; raises ConfigError with the place if one is broken."""
+        patches = []
+        for path, grid in zip(self.paths, self.grids, strict=True):
+            image_HWC = read_image(path, place=self.place)
+            height, width = image_HWC.shape[:2]
+            if shape.patches.fit(height, width, name=str(path), place=self.place) != grid:
+                message = 'has changed its size since the run began; start it again'
+                raise ConfigError(Problem(path=str(path), message=message, place=self.place))
+            patches.append(shape.patches.cut(image_HWC, grid))
+        return ImageDocument(
+            tokens=self.tokens, answered=self.answered, grids=self.grids, patches=patches
+        )
+
+
+def read_documents(
+    path: Path, shape: RowShape, tokenizer: Tokenizer, chat: Chat
+) -> Iterator[FileDocument]:
+    """Yield the documents of a JSON-lines file, with the sizes of its pictures.
+
+    Pictures are named from the file's folder. Raises ConfigError with file and line if a line
+    breaks a rule, a picture is missing or no picture, or a document does not fit a row.
+    """
+    vocabulary = _vocabulary(shape, tokenizer)
+    for place, line in read_lines(path):
+        pieces = pieces_of(line, vocabulary, chat, place)
+        paths = [
+            inside(path.parent, piece.image, place=place)
+            for piece in pieces
+            if piece.image is not None
+        ]
+        grids = [
+            shape.patches.fit(*read_size(file, place=place), name=str(file), place=place)
+            for file in paths
+        ]
+        tokens, answered = _encode(pieces, grids, shape, tokenizer)
+        _check_fit(tokens, grids, shape, place)
+        yield FileDocument(place=place, tokens=tokens, answered=answered, paths=paths, grids=grids)
+
+
+def encode_prompt(
+    prompt: str, images: Sequence[str | Path], shape: RowShape, tokenizer: Tokenizer
+) -> ImageDocument:
+    """Return the beginning of a document: a text in which each <image> is the next of `images`.
+
+    Raises ConfigError if their numbers differ, or if one is no picture.
+    """
+    line = {'text': prompt, 'images': [str(path) for path in images]}
+    pieces = pieces_of_text(line, _vocabulary(shape, tokenizer), 'prompt')
+    grids = [shape.patches.fit(*read_size(path), name=str(path)) for path in images]
+    tokens, answered = _encode(pieces, grids, shape, tokenizer)
+    prompt_document = FileDocument(
+        place='prompt',
+        tokens=tokens[:-1],
+        answered=answered[:-1],
+        paths=list(map(Path, images)),
+        grids=grids,
+    )
+    return prompt_document.read(shape)
+
+
+def _vocabulary(shape: RowShape, tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary(special=tokenizer.special_tokens(), image_token=shape.image_token)
+
+
+def _encode(
+    pieces: Sequence[Piece], grids: Sequence[Grid], shape: RowShape, tokenizer: Tokenizer
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a document, from its start to its end, and whether each counts.
+
+    The end counts if what stands before it does.
+    """
+    encoded = iter(tokenizer.encode_batch([piece.text for piece in pieces if piece.text]))
+    sizes = iter(shape.patches.vectors(grid) for grid in grids)
+    ids: list[int] = []
+    answered: list[bool] = []
+    for piece in pieces:
+        if piece.image is not None:
+            added: Sequence[int] = [shape.image_token] * next(sizes)
+        elif piece.token is not None:
+            added = [piece.token]
+        else:
+            added = next(encoded).tolist() if piece.text else []
+        ids += added
+        answered += [piece.answered] * len(added)
+    begin = tokenizer.start or [tokenizer.eod]
+    if ids[: len(begin)] != begin:
+        ids, answered = [*begin, *ids], [*[False] * len(begin), *answered]
+    if ids[-1] != tokenizer.eod or len(ids) == len(begin):
+        ids, answered = [*ids, tokenizer.eod], [*answered, pieces[-1].answered]
+    return np.array(ids, np.int32), np.array(answered, bool)
+
+
+def _check_fit(tokens: np.ndarray, grids: Sequence[Grid], shape: RowShape, place: str) -> None:
+    if len(grids) > shape.images:
+        message = (
+            f'has {len(grids)} pictures, and a row holds {shape.images}; '
+            f'use vision.images={len(grids)}, or split the line'
+        )
+        raise ConfigError(Problem(path=place, message=message, others=('vision.images',)))
+    if len(tokens) > shape.seq_len + 1:
+        of_images = sum(map(shape.patches.vectors, grids))
+        message = (
+            f'has {len(tokens)} tokens, {of_images} of them for pictures, and a row holds '
+            f'{shape.seq_len + 1}; use train.seq_len={len(tokens) - 1}'
+            f'{", a smaller vision.max_patches" if grids else ""}, or split the line'
+        )
+        others = ('train.seq_len', 'vision.max_patches')
+        raise ConfigError(Problem(path=place, message=message, others=others))

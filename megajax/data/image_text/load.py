@@ -1,0 +1,164 @@
+"""The path from JSON lines with pictures to batches."""
+
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from megajax.config.errors import ConfigError, Problem
+from megajax.data.batches import Batch, Batches, Order
+from megajax.data.image_rows import RowShape
+from megajax.data.image_text.chat import Chat, PlainChat, TemplateChat
+from megajax.data.image_text.documents import FileDocument, read_documents
+from megajax.data.image_text.lines import Vocabulary
+from megajax.data.text.corpus import JSON_LINES, Document, split_documents
+from megajax.data.text.tokenizer import Tokenizer
+
+Row = Sequence[FileDocument]
+
+
+class ImageTextBatches(Batches):
+    """Rows of documents with pictures, which are decoded when their batch is read.
+
+    The arrays are those of `RowShape`; `order` numbers the rows.
+    """
+
+    read_threads = 4
+
+    def __init__(self, rows: Sequence[Row], shape: RowShape, order: Order, *, batch_size: int):
+        self.batch_size, self.shape = batch_size, shape
+        self._packed, self._order = rows, order
+
+    def _rows(self, places: range, count: int) -> Batch:
+        batch = self.shape.empty(count)
+        for row, index in enumerate(places):
+            documents = [document.read(self.shape) for document in self._packed[self._order[index]]]
+            self.shape.fill({name: x[row] for name, x in batch.items()}, documents)
+        return batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTextData:
+    """Batches of documents with pictures."""
+
+    train: ImageTextBatches  # endless and shuffled
+    validation: ImageTextBatches  # once and in order
+    summary: str
+    fingerprint: str  # of tokens, and of the names and sizes of pictures
+
+
+def load_image_text(
+    corpus: str,
+    shape: RowShape,
+    tokenizer: Tokenizer,
+    *,
+    batch_size: int,
+    seed: int,
+    split: str,
+    template: str | Path | None = None,
+) -> ImageTextData:
+    """Open a JSON-lines file with pictures, or all of a folder.
+
+    Documents are split by the hash of file and line, as text is, and packed into rows whole and in
+    that order; training draws rows, reshuffled in each epoch. `template` is a chat template of
+    Hugging Face. Raises ConfigError if a line cannot be used, or if the rows do not fill a batch.
+    """
+    from megajax.data import stateless_order
+
+    documents: dict[str, FileDocument] = {}
+    chat = _chat(tokenizer, shape.image_token, template)
+    with chat if isinstance(chat, TemplateChat) else nullcontext():
+        for path, name in _files(corpus):
+            for document in read_documents(path, shape, tokenizer, chat):
+                number = document.place.rpartition(':')[2]
+                documents[f'{name}:{int(number):012}'] = document
+    if not documents:
+        raise _problem(f'{corpus!r} holds no lines; give a .jsonl file that does')
+    train, validation = (
+        pack([documents[name] for name in names], shape) for names in _split(list(documents), split)
+    )
+    if len(train) < batch_size:
+        raise _problem(
+            f'{corpus!r} fills {len(train)} rows of train.seq_len={shape.seq_len} to train on; '
+            f'use train.batch_size={max(len(train), 1)}, or more documents',
+            'train.batch_size',
+            'train.seq_len',
+            'data.split',
+        )
+    pictures = sum(len(document.paths) for document in documents.values())
+    return ImageTextData(
+        train=ImageTextBatches(
+            train,
+            shape,
+            stateless_order.shuffled([0, len(train)], [1.0], seed),
+            batch_size=batch_size,
+        ),
+        validation=ImageTextBatches(
+            validation,
+            shape,
+            stateless_order.in_order([0, len(validation)], [1.0]),
+            batch_size=batch_size,
+        ),
+        summary=f'{len(documents):,} documents with {pictures:,} pictures; {len(train):,} rows '
+        f'to train on, {len(validation):,} to validate',
+        fingerprint=_fingerprint(documents),
+    )
+
+
+def pack(documents: Iterable[FileDocument], shape: RowShape) -> list[list[FileDocument]]:
+    """Return rows of whole documents, in order; a document that no longer fits begins a row."""
+    rows: list[list[FileDocument]] = []
+    tokens = images = 0
+    for document in documents:
+        tokens += len(document.tokens)
+        images += len(document.grids)
+        if not rows or tokens > shape.seq_len + 1 or images > shape.images:
+            rows.append([])
+            tokens, images = len(document.tokens), len(document.grids)
+        rows[-1].append(document)
+    return rows
+
+
+def _chat(tokenizer: Tokenizer, image_token: int, template: str | Path | None) -> Chat:
+    special = tokenizer.special_tokens()
+    eod = next((name for name, i in special.items() if i == tokenizer.eod), '')
+    if template is None:
+        image = Vocabulary(special=special, image_token=image_token).image
+        return PlainChat(special, image=image, eod=eod)
+    bos = next((name for name, i in special.items() if [i] == tokenizer.start[:1]), '')
+    return TemplateChat(template, bos=bos, eos=eod)
+
+
+def _files(corpus: str) -> list[tuple[Path, str]]:
+    """Return the JSON-lines files of a corpus, each with its name inside it."""
+    root = Path(corpus).expanduser()
+    if root.is_file() and root.name.endswith(JSON_LINES):
+        return [(root, root.name)]
+    paths = [path for path in sorted(root.rglob('*')) if path.name.endswith(JSON_LINES)]
+    files = [(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
+    if not files:
+        kinds = ', '.join(JSON_LINES)
+        raise _problem(f'{corpus!r} is no file or folder with JSON lines ({kinds}); give one')
+    return files
+
+
+def _split(names: Sequence[str], split: str) -> tuple[list[str], list[str]]:
+    if len(names) == 1:  # nothing to cut: a document stays whole
+        return list(names), []
+    train, validation, _ = split_documents([Document(name=name, text='') for name in names], split)
+    return [document.name for document in train], [document.name for document in validation]
+
+
+def _fingerprint(documents: dict[str, FileDocument]) -> str:
+    digest = sha256()
+    for name in sorted(documents):
+        document = documents[name]
+        names = [path.name for path in document.paths]
+        digest.update(f'{name} {len(document.tokens)} {names} {document.grids}'.encode())
+        digest.update(document.tokens.tobytes())
+    return digest.hexdigest()
+
+
+def _problem(message: str, *others: str) -> ConfigError:
+    return ConfigError(Problem(path='data.corpus', message=message, others=others))

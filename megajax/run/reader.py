@@ -1,0 +1,85 @@
+"""What a model reads in held-out pictures, at every evaluation of a run on drawn pictures."""
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from megajax.config import Config
+from megajax.data import Tokenizer
+from megajax.data.picture_batches import PictureBatches
+from megajax.data.picture_sheet import marked, write_sheet
+from megajax.data.pictures import Picture
+from megajax.generate import Generator, PromptImages, Request, Sampling
+from megajax.run.log.report import Report
+
+SHOWN = 8  # pictures whose readings are printed and drawn
+GREEDY = Sampling(temperature=0.0)
+
+logger = logging.getLogger(__name__)
+
+
+class Reader:
+    """The reader of a run's held-out pictures.
+
+    It prints some readings with their wrong letters marked, and draws them in `readings-STEP.png`.
+    """
+
+    def __init__(self, config: Config, batches: PictureBatches, tokenizer: Tokenizer, folder: Path):
+        self._config, self._batches, self._folder = config, batches, folder
+        self._tokenizer = tokenizer
+        self._pictures = [batches.draw(i) for i in range(batches.num_pictures)]
+        self._prompts = [self._prompt(picture) for picture in self._pictures]
+
+    def read(
+        self, step: int, params: nnx.State, report: Report, check: Callable[[], None]
+    ) -> dict[str, float]:
+        """Return the share of pictures that the parameters after `step` read exactly.
+
+        All processes must call this; `check` is called every few letters.
+        """
+        readings = self._readings(params, check)
+        right = [
+            picture.answer == reading
+            for picture, reading in zip(self._pictures, readings, strict=True)
+        ]
+        share = sum(right) / len(right)
+        report.say(
+            f'step {step}  {100 * share:.1f}% of {len(right)} held-out pictures read exactly'
+        )
+        for picture, reading in zip(self._pictures[:SHOWN], readings, strict=False):
+            report.say(f'  {picture.answer:12} {marked(picture.answer, reading)}')
+        if jax.process_index() == 0:
+            self._draw(step, readings[:SHOWN])
+        return {'validation_read': share}
+
+    def _prompt(self, picture: Picture) -> tuple[list[int], PromptImages]:
+        """Return the tokens before the answer, and their pictures."""
+        document, shape = self._batches.document(picture), self._batches.shape
+        rows = shape.empty(1)
+        row = {name: x[0] for name, x in rows.items()}
+        shape.fill(row, [document])
+        length = int(np.argmax(document.answered))
+        positions = row.get('positions', np.arange(shape.seq_len, dtype=np.int32))
+        return document.tokens[:length].tolist(), PromptImages(
+            row['pixels'], row['image_grid'], row['image_index'][:length], positions[:length]
+        )
+
+    def _readings(self, params: nnx.State, check: Callable[[], None]) -> Sequence[str]:
+        prompts, images = zip(*self._prompts, strict=True)
+        request = Request(max_tokens=self._config.train.seq_len, sampling=GREEDY)
+        generator, readings = Generator(self._config, params, self._tokenizer), ['']
+        for rows in generator.stream(prompts, request, images):
+            check()
+            readings = [row.text if row else '' for row in rows]
+        return readings
+
+    def _draw(self, step: int, readings: Sequence[str]) -> None:
+        path = self._folder / f'readings-{step}.png'
+        try:
+            write_sheet(path, self._pictures[: len(readings)], readings)
+        except OSError as error:
+            logger.warning('%s cannot be written (%s); the run continues', path, error.strerror)

@@ -1,0 +1,178 @@
+"""A model that reads images has the same loss and gradients on every mesh.
+
+Errors are relative to the largest element, see `support.relative_error`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import (
+    assert_close,
+    gather,
+    make_batch,
+    make_config,
+    on_mesh,
+    random_params,
+    relative_error,
+    slow,
+)
+
+from megajax.config import Config
+from megajax.hlo.collectives import collectives
+from megajax.hlo.program import Program
+from megajax.hlo.text import program_text
+from megajax.model.shard_copies import copy_to_shards
+from megajax.parallel.layout import Layout
+from megajax.train.feed import place_batch
+from megajax.train.gradients import make_loss_and_gradients
+from megajax.train.microbatches import split, with_weights
+from megajax.train.objective import Objective
+
+LIMIT = 5e-6
+VISION = {
+    'num_layers': 2,
+    'hidden_size': 32,
+    'num_heads': 4,
+    'ffn_size': 64,
+    'patch_size': 4,
+    'merge_size': 2,
+    'positions': 6,
+    'deepstack': (0,),
+    'images': 2,
+    'max_patches': 16,
+}
+MODEL = {
+    'num_layers': 3,
+    'head_dim': 8,
+    'position': 'mrope',
+    'mrope_section': (2, 1, 1),
+    'dropout': 0.0,
+}
+SP = {'sequence_parallel': True}
+
+
+def vlm(
+    data: int = 1, model: int = 1, *, sequence_parallel: bool = False, **sections: Any
+) -> Config:
+    """A small model with an encoder on a mesh of data x model."""
+    train = {'batch_size': 16, 'seq_len': 24} | sections.pop('train', {})
+    return make_config(
+        'llama',
+        data,
+        model,
+        sequence_parallel=sequence_parallel,
+        model=MODEL | sections.pop('model', {}),
+        vision=VISION | sections.pop('vision', {}),
+        train=train,
+        **sections,
+    )
+
+
+@functools.cache
+def loss_and_gradients(config: Config) -> tuple[float, dict[str, np.ndarray]]:
+    with on_mesh(config):
+        params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
+        (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(
+            params, batch, jax.random.key(0)
+        )
+        return float(loss), gather(gradients)
+
+
+TWICE = {'train': {'microbatches': 2}}
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        vlm(2, 2, **SP),
+        vlm(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'}),
+        slow(vlm(2, 1, **TWICE)),
+        slow(vlm(1, 2)),
+        slow(vlm(2, 4)),
+        slow(vlm(4, 2, **SP, train={'microbatches': 2, 'recompute': 'full'})),
+        slow(vlm(1, 8, **SP)),
+        slow(vlm(1, 8, **TWICE)),
+        slow(vlm(8, 1)),
+        slow(vlm(1, 4, **SP, **TWICE)),
+        slow(vlm(2, 2, **SP, optim={'shard': 'optimizer'})),
+        slow(vlm(4, 2, optim={'shard': 'gradients'}, **TWICE)),
+        slow(vlm(3, 2, **SP, optim={'shard': 'weights'}, train={'batch_size': 24})),
+        slow(vlm(2, 2, **SP, train={'overlap': 'batch_split', 'recompute': 'selective'})),
+    ],
+    ids=lambda config: f'{config.mesh.data}x{config.mesh.model}',
+)
+def test_loss_and_gradients_are_those_of_one_device(config: Config) -> None:
+    alone = vlm(train={'batch_size': config.train.batch_size})
+    (expected_loss, expected), (loss, gradients) = map(loss_and_gradients, (alone, config))
+    assert relative_error(loss, expected_loss) <= LIMIT
+    assert_close(gradients, expected, LIMIT)
+
+
+def test_only_the_images_of_a_row_matter_to_it() -> None:
+    config = vlm()
+    batch = make_batch(config)
+    layout = Layout.of(config)
+    with on_mesh(config):
+        objective = Objective.of(config, layout)
+        params = random_params(config, std=0.05)
+        shard = jax.tree.map(
+            lambda x: split(x, 1, layout)[0, 0],
+            with_weights(place_batch(batch), config, layout),
+        )
+
+        def of_row(pixels: jax.Array, row: int) -> jax.Array:
+            weights = shard['weights'] * (jnp.arange(len(batch['tokens'])) == row)[:, None]
+            given = {**shard, 'pixels': pixels, 'weights': weights}
+            return objective(copy_to_shards(params, layout), None, given, jax.random.key(0))[0]
+
+        pixels = shard['pixels'].astype(jnp.float32)
+        for row in (0, 5):
+            gradient = np.asarray(jax.jit(jax.grad(of_row), static_argnums=1)(pixels, row))
+            others = np.delete(gradient, row, axis=0)
+            np.testing.assert_array_equal(others, 0)
+            patches = batch['image_grid'][row].prod(-1)
+            for slot, count in enumerate(patches):
+                assert (abs(gradient[row, slot, :count]).max(-1) > 0).all()
+                np.testing.assert_array_equal(gradient[row, slot, count:], 0)
+
+
+def test_without_images_it_is_the_text_model_to_the_bit() -> None:
+    config = vlm()
+    text = make_config('llama', model=MODEL, train={'batch_size': 16, 'seq_len': 24})
+    batch = make_batch(config)
+    batch |= {
+        'image_grid': 0 * batch['image_grid'],
+        'image_index': np.full_like(batch['image_index'], -1),
+    }
+    images = 'pixels', 'image_grid', 'image_index'
+    of_text = {name: x for name, x in batch.items() if name not in images}
+
+    def loss(config: Config, batch: dict[str, np.ndarray]) -> float:
+        with on_mesh(config):
+            params = random_params(config, std=0.05)
+            function = jax.jit(make_loss_and_gradients(config))
+            return float(function(params, place_batch(batch), jax.random.key(0))[0][0])
+
+    assert loss(config, batch) == loss(text, of_text)
+
+
+def test_the_encoder_communicates_nothing_and_its_vectors_are_gathered_once() -> None:
+    config = vlm(2, 4, **SP, vision={'deepstack': (0, 1)})
+    with on_mesh(config):
+        params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
+        compiled = jax.jit(make_loss_and_gradients(config)).lower(params, batch, jax.random.key(0))
+        program = Program(program_text(compiled.compile()))
+    vectors = 16 // 2 * VISION['images'] * 4, 3, config.model.hidden_size
+    found = [
+        (one.kind, one.operand.shape)
+        for one in collectives(program, {'data': 2, 'model': 4})
+        if len(one.operand.shape) == 3 and one.operand.shape[1:] == vectors[1:]
+    ]
+    assert sorted(found) == [
+        ('all-gather', (vectors[0] // 4, *vectors[1:])),
+        ('reduce-scatter', vectors),
+    ]
