@@ -16,6 +16,7 @@ import transformers
 
 FOLDER = Path(__file__).parent / 'qwen3_vl'
 PATCH, MERGE, IMAGE, START, END, LENGTH = 4, 2, 60, 62, 63, 24
+NEW = 12  # tokens after each row
 GRIDS = [[4, 6], [2, 4]], [[2, 2], [6, 4]]  # patches of the two images in each of two rows
 TEXT: dict[str, Any] = {
     'vocab_size': 64,
@@ -79,20 +80,36 @@ def random_rows() -> tuple[np.ndarray, np.ndarray]:
     return tokens, random.integers(0, 256, (count, 3 * PATCH**2), dtype=np.uint8)
 
 
-def logits_of(model: Any, tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
-    """[B, S, V] in fp32. A patch is (channel, frame, y, x), with the image in both frames."""
+def inputs_of(tokens: np.ndarray, patches: np.ndarray, grids: Any) -> dict[str, torch.Tensor]:
+    """What a model takes. A patch is (channel, frame, y, x), with the image in both frames."""
     pixels = (patches.reshape(-1, 3, 1, PATCH**2) / np.float32(127.5) - 1).repeat(2, 2)
-    grids = [[1, *grid] for grids in GRIDS for grid in grids]
-    is_image = torch.from_numpy((tokens == IMAGE).astype(np.int32))
+    return {
+        'input_ids': torch.from_numpy(tokens),
+        'attention_mask': torch.ones(tokens.shape, dtype=torch.long),
+        'pixel_values': torch.from_numpy(pixels.reshape(len(patches), -1).astype(np.float32)),
+        'image_grid_thw': torch.tensor([[1, *grid] for grid in grids]),
+        'mm_token_type_ids': torch.from_numpy((tokens == IMAGE).astype(np.int32)),
+    }
+
+
+def logits_of(model: Any, tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
+    """[B, S, V] in fp32."""
     with torch.no_grad():
-        made = model(
-            input_ids=torch.from_numpy(tokens),
-            attention_mask=torch.ones(tokens.shape, dtype=torch.long),
-            pixel_values=torch.from_numpy(pixels.reshape(len(patches), -1).astype(np.float32)),
-            image_grid_thw=torch.tensor(grids),
-            mm_token_type_ids=is_image,
-        )
+        made = model(**inputs_of(tokens, patches, [*GRIDS[0], *GRIDS[1]]))
     return made.logits.float().numpy()
+
+
+def continuations_of(model: Any, tokens: np.ndarray, patches: np.ndarray) -> np.ndarray:
+    """The likeliest tokens [B, NEW] after each row, of which the second lacks its last token."""
+    rows, used = [], 0
+    for row, grids in enumerate(GRIDS):
+        count = sum(height * width for height, width in grids)
+        prompt = tokens[row : row + 1, : LENGTH - row]
+        inputs = inputs_of(prompt, patches[used : used + count], grids)
+        used += count
+        made = model.generate(**inputs, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+        rows.append(made[0, prompt.shape[1] :].numpy())
+    return np.stack(rows)
 
 
 if __name__ == '__main__':
@@ -103,6 +120,7 @@ if __name__ == '__main__':
         model = random_model(tied=tied)
         if not tied:
             model.save_pretrained(FOLDER)
+            arrays['new'] = continuations_of(model, tokens, patches).astype(np.int16)
         arrays[name] = logits_of(model, tokens, patches)
     (FOLDER / 'generation_config.json').unlink(missing_ok=True)
     np.savez_compressed(FOLDER / 'logits.npz', **arrays)

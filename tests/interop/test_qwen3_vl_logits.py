@@ -1,4 +1,4 @@
-"""A Qwen3-VL of transformers gives transformers' logits for rows with images, on every mesh.
+"""A Qwen3-VL of transformers gives transformers' logits and text for rows with images.
 
 `qwen3_vl` holds a tiny random model and what transformers made of it (`make_qwen3_vl.py`).
 """
@@ -17,6 +17,8 @@ from support import on_mesh, slow
 
 from megajax.config import Config
 from megajax.data.patches import PatchSize, place_images
+from megajax.generate.generator import Generator, PromptImages, Request
+from megajax.generate.sampling import Sampling
 from megajax.interop.folder import settings
 from megajax.interop.huggingface.families import read_family
 from megajax.interop.huggingface.weights import from_huggingface
@@ -107,3 +109,21 @@ def test_logits_are_those_of_transformers(tied, data, model, sequence_parallel) 
     error = np.abs(logits(config, tensors) - expected).max()
     assert error < LIMIT
     assert np.abs(expected).max() > 1
+
+
+@pytest.mark.parametrize(('data', 'model'), [(1, 1), (2, 2)])
+def test_the_likeliest_text_after_a_picture_is_that_of_transformers(data: int, model: int) -> None:
+    config = config_of(False, data, model, False)
+    tokens, positions, images = rows(config)
+    prompts, beside = [], []
+    for row in range(len(tokens)):
+        length = tokens.shape[1] - row  # the second lacks its last token
+        prompts.append(tokens[row, :length].tolist())
+        pixels, grid, index = (x[row] for x in images)
+        beside.append(PromptImages(pixels, grid, index[:length], positions[row, :length]))
+    expected = stored()['new']
+    greedy = Request(max_tokens=expected.shape[1], sampling=Sampling(temperature=0), to_eod=False)
+    with on_mesh(config):
+        params = from_huggingface(config, read_tensors(FOLDER), source='', family='qwen3_vl')
+        *_, made = Generator(config, params).stream(prompts, greedy, beside)
+    assert [row.ids for row in made] == expected.tolist()
