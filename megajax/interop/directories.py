@@ -12,9 +12,10 @@ import numpy as np
 
 from megajax.checkpoint.digests import find_sound
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
-from megajax.config import Config, ConfigError, reload
+from megajax.config import Config, ConfigError, ModelConfig, reload
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.huggingface.families import read_config_json, write_family
+from megajax.interop.huggingface.preprocessor import FILE, check_preprocessor, write_preprocessor
 from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
 
 Dtype = Literal['float32', 'bfloat16', 'float16']
@@ -26,6 +27,12 @@ EXPORT_DTYPES = {
 # The start tokens of Llama 2 and Mistral, and of Llama 3; other families begin a document with the
 # end-of-document token of the one before.
 BEGIN_OF_DOCUMENT = '<s>', '<|begin_of_text|>'
+# Keys of config.json that name tokens beside a picture, by what a tokenizer calls them.
+BESIDE_PICTURES = {
+    '<|vision_start|>': 'vision_start_token_id',
+    '<|vision_end|>': 'vision_end_token_id',
+    '<|video_pad|>': 'video_token_id',
+}
 FAMILY, DTYPE = 'imported as', 'imported in'  # keys in the record of an imported checkpoint
 
 logger = logging.getLogger(__name__)
@@ -39,6 +46,8 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
     """
     check_new(out)
     family, model, left = read_config_json(folder)
+    if 'vision' in model:
+        check_preprocessor(folder, model['vision'])
     tokenizer = folder / 'tokenizer.json' if (folder / 'tokenizer.json').is_file() else None
     config = reload(settings(model, out, tokenizer), overrides, place=str(folder / 'config.json'))
     tensors = read_tensors(folder)
@@ -94,9 +103,12 @@ def export_huggingface(
         for piece in group
     ]
     with new_folder(out) as partial:
-        tokens = _write_tokenizer(checkpoint, partial, model.max_seq_len)
+        tokens = _write_tokenizer(checkpoint, partial, model)
         keys |= {'torch_dtype': dtype, 'use_cache': True, **tokens}
         (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
+        if model.vision is not None:
+            preprocessor = json.dumps(write_preprocessor(model.vision), indent=2)
+            (partial / FILE).write_text(preprocessor + '\n')
         arrays = (_cast(name, x, dtype) for _, name, x in parts(checkpoint, [pieces]))
         write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
     return family, dtype
@@ -113,7 +125,7 @@ def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
     return cast
 
 
-def _write_tokenizer(checkpoint: Path, folder: Path, length: int) -> dict[str, Any]:
+def _write_tokenizer(checkpoint: Path, folder: Path, model: ModelConfig) -> dict[str, Any]:
     """Copy the tokenizer, if there is one, and write the configuration that AutoTokenizer needs.
 
     Returns the keys of config.json that depend on the tokenizer.
@@ -127,9 +139,13 @@ def _write_tokenizer(checkpoint: Path, folder: Path, length: int) -> dict[str, A
     end = {'content': tokenizer.decode([tokenizer.eod]), 'id': tokenizer.eod}
     added = json.loads((checkpoint / TOKENIZER).read_bytes())['added_tokens']
     begin = next((token for token in added if token['content'] in BEGIN_OF_DOCUMENT), end)
-    about = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': length}
+    about = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': model.max_seq_len}
     about |= {'bos_token': begin['content'], 'eos_token': end['content']}
     (folder / 'tokenizer_config.json').write_text(
         json.dumps(about | {'clean_up_tokenization_spaces': False}, indent=2) + '\n'
     )
-    return {'bos_token_id': begin['id'], 'eos_token_id': end['id']}
+    ids = {token['content']: token['id'] for token in added}
+    beside = {
+        key: ids[name] for name, key in BESIDE_PICTURES.items() if model.vision and name in ids
+    }
+    return {'bos_token_id': begin['id'], 'eos_token_id': end['id'], **beside}

@@ -25,7 +25,7 @@ ENOUGH = 0.97  # of the total
 
 
 class Places(NamedTuple):
-    """What stands at each place of an image's tokens, [total]: -1 in all where nothing does."""
+    """The cells that stand at the places of an image's tokens, [total]; -1 at an empty place."""
 
     region: jax.Array  # of the image, in raster order
     cell: jax.Array  # of the region's square, in raster order

@@ -1,6 +1,7 @@
 """Qwen3-VL is read and written by name: its config in both forms, and its tensors bit for bit."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megajax.config import Config, ConfigError, ModelConfig, load
 from megajax.interop.directories import export_huggingface, import_huggingface
 from megajax.interop.folder import settings
 from megajax.interop.huggingface.families import read_family, write_family
+from megajax.interop.huggingface.preprocessor import check_preprocessor, write_preprocessor
 from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.tensors import read_tensors
 
@@ -192,6 +194,30 @@ def test_import_then_export_gives_the_same_tensors_bit_for_bit(tied: bool, tmp_p
         np.testing.assert_array_equal(written[name], x, name)
     again = json.loads((tmp_path / 'out' / 'config.json').read_text())
     assert read_family(again, '') == read_family(config_json(tied), '')
+    check_preprocessor(tmp_path / 'out', read_family(again, '')[1]['vision'])
+    size = json.loads((tmp_path / 'out' / 'preprocessor_config.json').read_text())['size']
+    assert size == {'shortest_edge': 16 * 16, 'longest_edge': 16 * 16}
+
+
+@pytest.mark.parametrize(
+    ('key', 'value'),
+    [
+        ('image_mean', [0.48, 0.46, 0.41]),
+        ('do_normalize', False),
+        ('resample', 2),
+        ('patch_size', 14),
+        ('image_processor_type', 'CLIPImageProcessor'),
+    ],
+)
+def test_pictures_that_are_prepared_otherwise_are_refused(key, value, tmp_path: Path) -> None:
+    model = load('qwen3_vl_2b').model
+    keys = write_preprocessor(model.vision)
+    file = tmp_path / 'preprocessor_config.json'
+    file.write_text(json.dumps(keys))
+    check_preprocessor(tmp_path, model.vision.model_dump())
+    file.write_text(json.dumps(keys | {key: value}))
+    with pytest.raises(ConfigError, match=re.escape(f'{key}: {json.dumps(value)}: only ')):
+        check_preprocessor(tmp_path, model.vision.model_dump())
 
 
 def test_the_encoders_heads_have_their_own_queries_keys_and_values() -> None:

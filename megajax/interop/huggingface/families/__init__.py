@@ -20,10 +20,7 @@ from megajax.interop.huggingface.reader import Keys, Reader
 POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
 UNSUPPORTED = {  # what a user may well have, and why it is refused
     **dict.fromkeys(('bert', 'roberta'), f'its {POST_NORM} supported, such as "megatron-bert"'),
-    **dict.fromkeys(
-        ('qwen3_vl_moe', 'qwen3_moe', 'mixtral'),
-        'mixtures of experts are not supported, but dense models are, such as "qwen3_vl"',
-    ),
+    'qwen3_vl_moe': 'mixtures of experts are not supported, but "qwen3_vl", which is dense, is',
     **dict.fromkeys(
         ('qwen2_vl', 'qwen2_5_vl'),
         'windows in the encoder and rotary angles in chunks are not supported, but "qwen3_vl" is',

@@ -1,5 +1,7 @@
 """Qwen3-VL without experts: Qwen3 with an encoder of images. Imports no jax."""
 
+import json
+
 from megajax.config import ModelConfig
 from megajax.interop.huggingface.families import llama
 from megajax.interop.huggingface.family import HEAD, Family, There
@@ -7,6 +9,7 @@ from megajax.interop.huggingface.reader import Keys, Reader
 from megajax.interop.huggingface.rope import read_rope, write_scaling
 
 MROPE = 'mrope_section', 'mrope_interleaved'
+ROPE = {'rope_type': 'axial', 'rope_theta': 10000.0}  # of the encoder
 GELU = 'gelu_pytorch_tanh'
 IMAGE_TOKEN = 151655  # the id of Qwen3's tokenizer, which a config.json may leave out
 OTHER_TOKENS = 'vision_start_token_id', 'vision_end_token_id', 'video_token_id'
@@ -99,6 +102,9 @@ def _read_mrope(text: Reader) -> Keys:
 def _read_vision(vision: Reader, hidden_size: int | None) -> Keys:
     vision.only('hidden_act', GELU, default=GELU)
     vision.only('in_channels', 3, default=3)
+    rope = vision.get('rope_parameters', None) or ROPE
+    if rope != ROPE:
+        vision.refuse('rope_parameters', rope, f'only {json.dumps(ROPE)} is supported')
     positions = vision.get('num_position_embeddings', 2304)
     side = round((positions or 0) ** 0.5)
     if side**2 != positions:

@@ -1,0 +1,63 @@
+"""Reading and writing preprocessor_config.json: how pictures become patches. Imports no jax."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megajax.config import ConfigError
+from megajax.config.schema import VisionConfig
+from megajax.interop.huggingface.reader import Keys, Reader
+
+FILE = 'preprocessor_config.json'
+CLASS = 'Qwen2VLImageProcessorFast'
+CLASSES = (CLASS, 'Qwen2VLImageProcessor', 'Qwen2VLImageProcessorPil')
+MIDDLE = [0.5, 0.5, 0.5]  # the mean and the standard deviation that bring bytes to -1 to 1
+BICUBIC = 3
+MIN_PATCHES = 256  # of a picture; a smaller one is enlarged
+
+
+def check_preprocessor(folder: Path, vision: Mapping[str, Any]) -> None:
+    """Refuse a directory whose pictures are prepared otherwise than megajax does it.
+
+    `vision` has the keys of the config's section. Raises ConfigError with every key and value.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return
+    try:
+        keys = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f'{file}: not JSON: {error}') from error
+    if not isinstance(keys, dict):
+        raise ConfigError(f'{file}: not a JSON object')
+    read = Reader(keys, str(file))
+    read.only('image_processor_type', *CLASSES, default=CLASS)
+    for key in ('image_mean', 'image_std'):
+        read.only(key, MIDDLE, default=MIDDLE)
+    for key in ('do_resize', 'do_rescale', 'do_normalize', 'do_convert_rgb'):
+        read.only(key, True, None, default=True)
+    read.only('resample', BICUBIC, None, default=BICUBIC)
+    own = {'patch_size': 'patch_size', 'temporal_patch_size': 'frames', 'merge_size': 'merge_size'}
+    for key, name in own.items():
+        read.only(key, vision[name], default=vision[name])
+    if read.problems:
+        raise ConfigError(*read.problems)
+
+
+def write_preprocessor(vision: VisionConfig) -> Keys:
+    """Return the keys of preprocessor_config.json; sizes are areas in pixels."""
+    area = vision.patch_size**2
+    return {
+        'image_processor_type': CLASS,
+        'processor_class': 'Qwen3VLProcessor',
+        'image_mean': MIDDLE,
+        'image_std': MIDDLE,
+        'patch_size': vision.patch_size,
+        'temporal_patch_size': vision.frames,
+        'merge_size': vision.merge_size,
+        'size': {
+            'shortest_edge': min(MIN_PATCHES, vision.max_patches) * area,
+            'longest_edge': vision.max_patches * area,
+        },
+    }
