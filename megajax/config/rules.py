@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megajax.config import mesh_rules
+from megajax.config import mesh_rules, vision_rules
 from megajax.config.combinations import excluded
 from megajax.config.divisors import divides, divisors, multiples, nearest
 from megajax.config.errors import Problem
@@ -29,6 +29,8 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         mesh_rules.of_grid,
         mesh_rules.of_stages,
         mesh_rules.of_context,
+        vision_rules.of_positions,
+        vision_rules.of_encoder,
         _loss_scale,
         _optimizer,
         _profile,
@@ -51,9 +53,9 @@ def _heads(config: 'Config') -> Iterator[Problem]:
         )
     yield from divides('model.num_heads', model.num_heads, 'model.num_kv_heads', model.num_kv_heads)
     yield from divides('model.num_heads', model.num_heads, 'mesh.model', shards)
-    if model.position == 'rope' and model.head_dim % 2:
+    if model.position != 'learned' and model.head_dim % 2:
         message = (
-            f'{model.head_dim} is odd, and model.position=rope rotates pairs; '
+            f'{model.head_dim} is odd, and model.position={model.position} rotates pairs; '
             f'use {multiples(model.head_dim, 2)}'
         )
         yield Problem(path='model.head_dim', message=message, others=('model.position',))

@@ -8,13 +8,17 @@ from megajax.config import ConfigError, load
 from megajax.config.combinations import COMBINATIONS, Combination
 
 VALUES = {
+    'vision': ' '.join(
+        f'vision.{size}'
+        for size in ('num_layers=1', 'hidden_size=64', 'num_heads=4', 'max_patches=16')
+    ),
     'mesh.context': 'mesh.context=2',
     'mesh.model_rows': 'mesh.model_rows=2',
     'mesh.replicas': 'mesh.replicas=2',
     'mesh.stages': 'mesh.stages=2',
     'model.dropout': 'model.dropout=0.1',
     'train.sample_prompts': 'train.sample_prompts=["a"]',
-    'model.rope_scaling': 'model.rope_scaling={"type": "linear", "factor": 2}',
+    'model.rope_scaling': 'model.rope_scaling={"type":"linear","factor":2}',
 }
 
 
@@ -26,7 +30,8 @@ def refusal(*overrides: str) -> str:
 
 @pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
 def test_each_row_is_refused_with_its_reason_and_what_to_do_instead(row: Combination) -> None:
-    said = refusal(*(VALUES.get(setting, setting) for setting in (row.one, row.other)))
+    settings = (VALUES.get(setting, setting) for setting in (row.one, row.other))
+    said = refusal(*(one for setting in settings for one in setting.split(' ')))
     assert f'{row.reason}; {row.instead}' in said
 
 
