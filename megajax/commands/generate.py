@@ -48,6 +48,13 @@ def generate(
             help="A prompt per line, or .jsonl with 'prompt'. The output is JSON lines.",
         ),
     ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar='FILE',
+            help='A picture for the next <image> of the prompt; may be given several times.',
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help='Maximum number of new tokens per prompt.')] = 256,
     temperature: Annotated[
         float, typer.Option(help='0 always chooses the most probable token.')
@@ -70,16 +77,23 @@ def generate(
     _check_unicode(
         {'--prompt': prompt or [], '--stop': stop or [], str(prompts): texts[len(prompt or []) :]}
     )
+    if image and len(texts) > 1:
+        raise ConfigError(f'--image belongs to one prompt, and there are {len(texts)}: give one')
     # Here, because it imports jax.
-    from megajax.generate import Generator, Request, Sampling, encode_prompts
+    from megajax.generate import Generator, Request, Sampling, encode_prompts, read_prompt
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
     opened, jax = _open(run, overrides or [])
-    texts = texts or ['']
-    encoded = encode_prompts(opened.config, opened.tokenizer, texts)
+    texts, images = texts or ['<image>' * len(image or [])], None
+    if image:
+        ids, pictures = read_prompt(opened.config, opened.tokenizer, texts[0], image)
+        encoded, images = [ids], [pictures]
+    else:
+        encoded = encode_prompts(opened.config, opened.tokenizer, texts)
     with jax.set_mesh(opened.mesh):
-        stream = Generator(opened.config, opened.params, opened.tokenizer).stream(encoded, request)
+        generator = Generator(opened.config, opened.params, opened.tokenizer)
+        stream = generator.stream(encoded, request, images)
         show = _as_json(texts) if prompts else _as_text(texts)
         for rows in stream:
             show(rows)

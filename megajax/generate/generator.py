@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 from flax import nnx
@@ -11,9 +10,9 @@ from megajax.config import Config, ConfigError
 from megajax.data import Tokenizer
 from megajax.generate.continuation import Continuation
 from megajax.generate.engine import NO_TOKEN, engine
+from megajax.generate.image_prompts import PromptImages, stack
 from megajax.generate.sampling import Sampling
 from megajax.generate.weights import inference_config, make_weights
-from megajax.model.images import Images
 
 TOKENS_AT_ONCE = 16  # tokens generated per dispatch, between two searches for stops
 BATCH_SIZE = 16  # rows at a time
@@ -21,15 +20,6 @@ SLOTS = 64  # divisor of the cache's number of slots, so that other lengths seld
 SHORTEST = 16  # tokens; prompts are padded to this length or a larger power of two
 
 Prompt = Sequence[int]
-
-
-class PromptImages(NamedTuple):
-    """The images of a prompt: arrays of `Images` without rows, and positions [S] or [S, 3]."""
-
-    pixels_IPX: np.ndarray
-    grid_I2: np.ndarray
-    index_S: np.ndarray
-    position_S: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +133,7 @@ class Generator:
             number_B,
             seed,
             eod,
-            *(() if images is None else _stack(images, size, length)),
+            *(() if images is None else stack(images, size, length)),
             num_slots=num_slots,
             sampling=request.sampling,
         )
@@ -163,23 +153,6 @@ class Generator:
                 num_tokens=TOKENS_AT_ONCE,
                 sampling=request.sampling,
             )
-
-
-def _stack(images: Sequence[PromptImages], size: int, length: int) -> tuple[Images, np.ndarray]:
-    """Return the images of `size` rows, and the positions of their last tokens."""
-
-    def rows(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: int = 0) -> Any:
-        filled = np.full((size, *shape), fill, arrays[0].dtype)
-        for row, x in enumerate(arrays):
-            filled[row, -len(x) :] = x
-        return filled
-
-    pixels, grids, indices, positions = zip(*images, strict=True)
-    return Images(
-        rows(pixels, pixels[0].shape),
-        rows(grids, grids[0].shape),
-        rows(indices, (length,), -1),
-    ), rows(positions, (length, *positions[0].shape[1:]))
 
 
 def generate(

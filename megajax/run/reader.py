@@ -13,7 +13,7 @@ from megajax.data import Tokenizer
 from megajax.data.picture_batches import PictureBatches
 from megajax.data.picture_sheet import marked, write_sheet
 from megajax.data.pictures import Picture
-from megajax.generate import Generator, PromptImages, Request, Sampling
+from megajax.generate import Generator, PromptImages, Request, Sampling, prompt_of
 from megajax.run.log.report import Report
 
 SHOWN = 8  # pictures whose readings are printed and drawn
@@ -58,15 +58,8 @@ class Reader:
 
     def _prompt(self, picture: Picture) -> tuple[list[int], PromptImages]:
         """Return the tokens before the answer, and their pictures."""
-        document, shape = self._batches.document(picture), self._batches.shape
-        rows = shape.empty(1)
-        row = {name: x[0] for name, x in rows.items()}
-        shape.fill(row, [document])
-        length = int(np.argmax(document.answered))
-        positions = row.get('positions', np.arange(shape.seq_len, dtype=np.int32))
-        return document.tokens[:length].tolist(), PromptImages(
-            row['pixels'], row['image_grid'], row['image_index'][:length], positions[:length]
-        )
+        document = self._batches.document(picture)
+        return prompt_of(document, self._batches.shape, int(np.argmax(document.answered)))
 
     def _readings(self, params: nnx.State, check: Callable[[], None]) -> Sequence[str]:
         prompts, images = zip(*self._prompts, strict=True)

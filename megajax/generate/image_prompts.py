@@ -1,0 +1,77 @@
+"""Prompts with images: their tokens, and the arrays that the model takes beside them."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megajax.config import Config, ConfigError
+from megajax.data import Tokenizer
+from megajax.data.drawn import row_shape
+from megajax.data.image_rows import ImageDocument, RowShape
+from megajax.data.image_text.documents import encode_prompt
+from megajax.model.images import Images
+
+
+class PromptImages(NamedTuple):
+    """The images of a prompt: arrays of `Images` without rows, and positions [S] or [S, 3]."""
+
+    pixels_IPX: np.ndarray
+    grid_I2: np.ndarray
+    index_S: np.ndarray
+    position_S: np.ndarray
+
+
+Prompt = tuple[list[int], PromptImages]
+
+
+def read_prompt(
+    config: Config, tokenizer: Tokenizer | None, text: str, images: Sequence[Path]
+) -> Prompt:
+    """Return a prompt in which each `<image>` stands for the next of the files `images`.
+
+    Raises ConfigError for a model that reads no images, if a file is no picture, if their numbers
+    differ, and for a prompt that leaves no room in `model.max_seq_len`.
+    """
+    if config.vision is None:
+        raise ConfigError('the model reads text alone: leave out --image, or train one with vision')
+    if tokenizer is None:
+        raise ConfigError('the model has no tokenizer, so it cannot read a prompt')
+    limit = config.model.max_seq_len
+    shape = dataclasses.replace(row_shape(config), seq_len=limit)
+    document = encode_prompt(text, images, shape, tokenizer)
+    if (length := len(document.tokens)) >= limit:
+        raise ConfigError(
+            f'the prompt has {length} tokens with its images, which leaves no room in '
+            f'model.max_seq_len={limit}: shorten it, or give smaller or fewer images'
+        )
+    return prompt_of(document, shape, length)
+
+
+def prompt_of(document: ImageDocument, shape: RowShape, length: int) -> Prompt:
+    """Return the first `length` tokens of a document as a prompt."""
+    row = {name: x[0] for name, x in shape.empty(1).items()}
+    shape.fill(row, [document])
+    positions = row.get('positions', np.arange(shape.seq_len, dtype=np.int32))
+    return document.tokens[:length].tolist(), PromptImages(
+        row['pixels'], row['image_grid'], row['image_index'][:length], positions[:length]
+    )
+
+
+def stack(images: Sequence[PromptImages], size: int, length: int) -> tuple[Images, np.ndarray]:
+    """Return the images of `size` rows, and the positions of their last tokens."""
+
+    def rows(arrays: Sequence[np.ndarray], shape: tuple[int, ...], fill: int = 0) -> Any:
+        filled = np.full((size, *shape), fill, arrays[0].dtype)
+        for row, x in enumerate(arrays):
+            filled[row, -len(x) :] = x
+        return filled
+
+    pixels, grids, indices, positions = zip(*images, strict=True)
+    return Images(
+        rows(pixels, pixels[0].shape),
+        rows(grids, grids[0].shape),
+        rows(indices, (length,), -1),
+    ), rows(positions, (length, *positions[0].shape[1:]))
