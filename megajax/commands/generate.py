@@ -28,6 +28,18 @@ Run = Annotated[
     ),
 ]
 
+PromptTexts = Annotated[
+    list[str] | None,
+    typer.Option(metavar='TEXT', help='A prompt; may be given several times. Empty if left out.'),
+]
+ImageFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar='FILE',
+        help='A picture for the next <image> of the prompt; may be given several times.',
+    ),
+]
+
 
 def generate(
     run: Run,
@@ -35,12 +47,7 @@ def generate(
         list[str] | None,
         typer.Argument(metavar='KEY=VALUE', help='For example mesh.data=1 mesh.model=4.'),
     ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar='TEXT', help='A prompt; may be given several times. Empty if left out.'
-        ),
-    ] = None,
+    prompt: PromptTexts = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -48,13 +55,7 @@ def generate(
             help="A prompt per line, or .jsonl with 'prompt'. The output is JSON lines.",
         ),
     ] = None,
-    image: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar='FILE',
-            help='A picture for the next <image> of the prompt; may be given several times.',
-        ),
-    ] = None,
+    image: ImageFiles = None,
     max_tokens: Annotated[int, typer.Option(help='Maximum number of new tokens per prompt.')] = 256,
     temperature: Annotated[
         float, typer.Option(help='0 always chooses the most probable token.')

@@ -13,19 +13,17 @@ from megajax.config.errors import (
     StopRequested,
 )
 from megajax.config.load import dump, load, overridden, presets, reload
+from megajax.config.model import ModelConfig, RopeScaling, VisionConfig
 from megajax.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
     LossConfig,
     MeshConfig,
-    ModelConfig,
     OptimConfig,
     ProfileConfig,
-    RopeScaling,
     RunConfig,
     TrainConfig,
-    VisionConfig,
 )
 
 __all__ = [

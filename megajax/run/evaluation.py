@@ -27,12 +27,12 @@ class Evaluation:
         self,
         config: Config,
         data: Data,
+        folder: Path,
         *,
         report: Report,
         clock: Clock,
         stop: StopWatch,
         watchdog: Watchdog,
-        folder: Path,
     ):
         self.config, self.data, self.report = config, data, report
         self.clock, self.stop, self.watchdog = clock, stop, watchdog

@@ -1,4 +1,4 @@
-"""What a model reads in held-out pictures, at every evaluation of a run on drawn pictures."""
+"""The readings of held-out pictures at every evaluation of a run on drawn pictures."""
 
 import logging
 from collections.abc import Callable, Sequence

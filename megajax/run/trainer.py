@@ -75,14 +75,9 @@ class Trainer:
         self._ahead: _Dispatched | None = None  # the step after `step`, with its metrics unread
         self._failure: Exception | None = None  # the error of dispatching that step
         self._last_end = 0.0  # clock time in seconds at the end of the last step
+        folder = checkpoints.folder.parent
         self._evaluation = Evaluation(
-            config,
-            data,
-            report=report,
-            clock=self.clock,
-            stop=stop,
-            watchdog=watchdog,
-            folder=checkpoints.folder.parent,
+            config, data, folder, report=report, clock=self.clock, stop=stop, watchdog=watchdog
         )
         self._rollbacks = Rollbacks(config, data, report=report, checkpoints=checkpoints)
 
@@ -348,9 +343,6 @@ class Trainer:
             self.clock.begin('other')
 
     def _begin(self, activity: Activity, phase: str, kind: str = 'step') -> float:
-        """Begin an activity for the clock and a phase for the watchdog; return the time in seconds.
-
-        `kind` selects the limit of the phase.
-        """
+        """Begin an activity, and a phase with the limit of `kind`; return the time in seconds."""
         self.watchdog.beat(phase, kind)
         return self.clock.begin(activity)

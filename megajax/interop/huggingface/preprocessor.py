@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.config import ConfigError
-from megajax.config.schema import VisionConfig
+from megajax.config import ConfigError, VisionConfig
 from megajax.interop.huggingface.reader import Keys, Reader
 
 FILE = 'preprocessor_config.json'

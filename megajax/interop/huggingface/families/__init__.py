@@ -12,8 +12,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-from megajax.config import ConfigError, ModelConfig
-from megajax.config.schema import VisionConfig
+from megajax.config import ConfigError, ModelConfig, VisionConfig
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.reader import Keys, Reader
 
