@@ -8,7 +8,8 @@ idle does not count.
 
 import dataclasses
 
-from megajax.config.schema import Config, ModelConfig
+from megajax.config.model import ModelConfig
+from megajax.config.schema import Config
 from megajax.counts.products import products
 from megajax.parallel.layout import CONTEXT, STAGE, Layout
 

@@ -13,7 +13,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from megajax.config.schema import Config, ModelConfig, VisionConfig
+from megajax.config.model import ModelConfig, VisionConfig
+from megajax.config.schema import Config
 from megajax.parallel.layout import Layout
 
 SHARDED_BY_MEGATRON = 'VFNK'  # dims of weights and biases that Megatron shards over its ranks

@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from megajax.config.errors import ConfigError
-from megajax.config.schema import Section
+from megajax.config.model import Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal['float32', 'bfloat16', 'float16']
