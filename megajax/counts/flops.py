@@ -10,7 +10,7 @@ import dataclasses
 
 from megajax.config.model import ModelConfig
 from megajax.config.schema import Config
-from megajax.counts.products import products
+from megajax.counts.products import fits_flash, products
 from megajax.parallel.layout import CONTEXT, STAGE, Layout
 
 
@@ -21,6 +21,8 @@ class Flops:
     layers: int  # products with the weights of the layers
     attention: int  # scores, and their product with the values
     head: int  # logits, and BERT's other heads
+    # Of `layers`, the products whose input has no gradient: the first of a vision encoder.
+    without_input: int
     # Recomputation in the backward pass, and the products of BERT's heads that each device of a
     # tensor-parallel group repeats.
     recomputed: int
@@ -31,7 +33,7 @@ class Flops:
 
         They are those of the model FLOPs utilization (MFU) of Chowdhery et al. (2022).
         """
-        return 3 * (self.layers + self.attention + self.head)
+        return 3 * (self.layers + self.attention + self.head) - self.without_input
 
     @property
     def hardware(self) -> int:
@@ -50,12 +52,20 @@ def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
     flash = uses_flash(config) if flash is None else flash
     layout = _of_each_product(Layout.of(config))
     forward = {'layers': 0, 'attention': 0, 'head': 0}
-    for product in products(config, flash=flash, layout=Layout()):
+    undivided = products(config, flash=flash, layout=Layout())
+    for product in undivided:
         if product.phase == 'forward':
             forward[product.where] += product.times * product.flops
+    names = {product.name for product in undivided}
+    without_input = sum(
+        x.times * x.flops
+        for x in undivided
+        if x.where != 'attention' and x.phase == 'forward' and f'{x.name} input' not in names
+    )
+    once = Flops(**forward, without_input=without_input, recomputed=0)
     on_a_device = products(config, flash=flash, layout=layout)
     executed = layout.num_devices * sum(x.times * x.flops for x in on_a_device)
-    return Flops(**forward, recomputed=executed - 3 * sum(forward.values()))
+    return dataclasses.replace(once, recomputed=executed - once.model)
 
 
 def _of_each_product(layout: Layout) -> Layout:
@@ -72,14 +82,6 @@ def _of_each_product(layout: Layout) -> Layout:
 def uses_flash(config: Config) -> bool:
     """Whether training on a GPU runs cuDNN's flash attention."""
     return config.model.dropout == 0 and fits_flash(config.train.dtype, config.model.head_dim)
-
-
-def fits_flash(dtype: str, head_dim: int) -> bool:
-    """Whether cuDNN's flash attention supports these.
-
-    It needs a 16-bit dtype and a head dim that is a multiple of 8, at most 128.
-    """
-    return dtype in ('bfloat16', 'float16') and head_dim % 8 == 0 and head_dim <= 128
 
 
 def narayanan_flops(model: ModelConfig, *, batch_size: int, seq_len: int, recompute: bool) -> int:

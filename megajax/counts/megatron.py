@@ -34,6 +34,7 @@ from megajax.counts.stages import (
     gradients_of_stages,
     head_input,
 )
+from megajax.counts.vision import encoder_in_parallel, images_over_devices
 from megajax.hlo.program import Array
 
 __all__ = [
@@ -72,9 +73,11 @@ def stated(config: Config) -> list[Expected]:
     """Return what stages in lock step and context shards send, at most, where it is not Megatron's.
 
     The difference is the price of one program for all stages (`stages.py`), and of sums in fp32
-    (`context.py`).
+    (`context.py`). A vision encoder sends other things altogether (`vision.py`).
     """
     mesh, runs = config.mesh, Runs.of_stages(config)
+    if config.vision is not None:
+        return [*images_over_devices(config), *_vectors(config, Runs.of_megatron(config))]
     context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
     if mesh.stages == 1:
         return [*context]
@@ -90,7 +93,7 @@ def over_model(config: Config, runs: Runs) -> list[Expected]:
     """Return the collectives of a tensor-parallel group that runs its parts this often."""
     if config.mesh.model == 1:
         return []
-    sites = _embedding, _layers, few_kv_heads, _head, _loss, _vectors
+    sites = _embedding, _layers, few_kv_heads, _head, _loss, _vectors, encoder_in_parallel
     return [collective for site in sites for collective in site(config, runs)]
 
 

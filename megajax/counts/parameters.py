@@ -17,7 +17,8 @@ from megajax.config.model import ModelConfig, VisionConfig
 from megajax.config.schema import Config
 from megajax.parallel.layout import Layout
 
-SHARDED_BY_MEGATRON = 'VFNK'  # dims of weights and biases that Megatron shards over its ranks
+# Dims of weights and biases that Megatron shards over its ranks, those of an encoder too.
+SHARDED_BY_MEGATRON = 'VFNKⒻⓃⓀⓌ'
 IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
 UNSHARDED: Mapping[str, int] = {}
 NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders

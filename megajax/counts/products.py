@@ -5,6 +5,7 @@ step (`plan/time.py`) and the expectations of `inspect` on a compiled program fo
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Literal
@@ -68,7 +69,60 @@ def products(
         *counted.layers(recomputes_last=recomputes_last),
         *counted.attention(flash=flash),
         *counted.heads(),
+        *_of_encoder(config, rows, layout, recomputes_last=recomputes_last),
     ]
+
+
+def _of_encoder(
+    config: Config, rows: int, layout: Layout, *, recomputes_last: bool
+) -> Iterator[Product]:
+    """Yield the products of a vision encoder for the images that a device encodes."""
+    vision, runs = config.vision, config.train.microbatches
+    if vision is None:
+        return
+    blocks, images = vision.blocks, -(-rows * vision.images // layout.num_shards('I'))
+    train = config.train.model_copy(update={'seq_len': vision.max_patches})
+    alike = config.model_copy(update={'model': blocks, 'vision': None, 'train': train})
+    counted = _Counted(alike, {}, images, blocks.num_layers * runs)
+    flash = fits_flash(config.train.dtype, blocks.head_dim)
+    layers = counted.layers(recomputes_last=recomputes_last), counted.attention(flash=flash)
+    for product in itertools.chain(*layers):
+        yield dataclasses.replace(product, name=f'vision {product.name}')
+    D, W, patches = vision.hidden_size, vision.merged_size, images * vision.max_patches
+    mergers = (1 + len(vision.deepstack)) * runs
+    # The bytes of an image and its places have no gradient.
+    first = ('patch', D, vision.frames * vision.pixels), ('position', D, vision.positions**2)
+    for name, n, k in first:
+        yield from _product_and_gradients(f'vision {name}', patches, n, k, runs, of_input=False)
+    for name, n, k in (('merger up', W, W), ('merger down', config.model.hidden_size, W)):
+        units = images * vision.vectors
+        yield from _product_and_gradients(f'vision {name}', units, n, k, mergers)
+
+
+def _product_and_gradients(
+    name: str,
+    m: int,
+    n: int,
+    k: int,
+    times: int,
+    *,
+    where: Where = 'layers',
+    of_input: bool = True,
+) -> Iterator[Product]:
+    """Yield [m, k] x [k, n] and the gradients of its weight and, unless left out, of its input."""
+    sizes = {'': (m, n, k), ' input': (m, k, n), ' weight': (k, n, m)}
+    for suffix, size in sizes.items():
+        phase: Phase = 'backward' if suffix else 'forward'
+        if of_input or suffix != ' input':
+            yield Product(name=name + suffix, where=where, phase=phase, sizes=size, times=times)
+
+
+def fits_flash(dtype: str, head_dim: int) -> bool:
+    """Whether cuDNN's flash attention supports these.
+
+    It needs a 16-bit dtype and a head dim that is a multiple of 8, at most 128.
+    """
+    return dtype in ('bfloat16', 'float16') and head_dim % 8 == 0 and head_dim <= 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +224,8 @@ class _Counted:
         tokens = -(-self.tokens // (shards * self.shards.get('L', 1)))
         yield from self._with_weight('head', 'head', head, shards * tokens, runs)
         for name, parameter in parameters(self.config.model):
-            if parameter.is_matrix and not parameter.is_stacked and 'V' not in parameter.dims:
+            is_head = parameter.is_matrix and not parameter.is_of_encoder
+            if is_head and not parameter.is_stacked and 'V' not in parameter.dims:
                 rows = tokens if parameter.partial else self.rows
                 label = name.split('.')[-2]
                 yield from self._with_weight(label, 'head', parameter, rows, runs)
@@ -179,10 +234,7 @@ class _Counted:
         self, name: str, where: Where, weight: Parameter, rows: int, times: int
     ) -> Iterator[Product]:
         n, k = self._output_and_input(weight)
-        sizes = {'': (rows, n, k), ' input': (rows, k, n), ' weight': (k, n, rows)}
-        for suffix, size in sizes.items():
-            phase: Phase = 'backward' if suffix else 'forward'
-            yield Product(name=name + suffix, where=where, phase=phase, sizes=size, times=times)
+        yield from _product_and_gradients(name, rows, n, k, times, where=where)
 
     def _output_and_input(self, weight: Parameter) -> tuple[int, int]:
         """Return output and input size of a weight on a device.

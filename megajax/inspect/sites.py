@@ -12,6 +12,7 @@ from megajax.counts.collective import Site, activation
 from megajax.counts.context import keys
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
 from megajax.counts.products import Phase
+from megajax.counts.vision import shapes, vectors
 from megajax.hlo.collectives import Collective
 from megajax.parallel.layout import Layout
 from megajax.train.passes import RECOMPUTE
@@ -22,6 +23,7 @@ _SCOPES = ('optimizer', 'embedding', 'attention', 'mlp', 'head', 'loss', 'norm')
 ORDER = (
     'parameters',
     'stage',
+    'vision',
     'embedding',
     'attention',
     'mlp',
@@ -41,6 +43,8 @@ def site_of(collective: Collective, config: Config) -> Site:
         return Site('metrics', 'step', axis)
     words = re.findall(r'[\w.]+', op_name)
     scope = next((scope for scope in _SCOPES if scope in words), None)
+    if config.vision is not None and (site := _of_encoder(collective, config)) is not None:
+        return site
     if (site := _over_stages(collective, words, config)) is not None:
         return site
     if _has_keys(collective, config):
@@ -60,6 +64,21 @@ def site_of(collective: Collective, config: Config) -> Site:
     if scope is None:
         return Site(f'other: {op_name or collective.instruction}', 'step', axis)
     return Site(scope, phase_of(op_name), axis)
+
+
+def _of_encoder(collective: Collective, config: Config) -> Site | None:
+    """The site of what a vision encoder sends over `model`, by its arrays.
+
+    XLA moves the gather of image vectors past the slice that reads them, and their scope with it.
+    """
+    axis, dims = collective.axis, collective.whole.dims
+    if 'model' not in collective.axes:
+        return None
+    if dims == vectors(config).dims and collective.kind in ('all-gather', 'reduce-scatter'):
+        return Site('vision', 'forward' if collective.kind == 'all-gather' else 'backward', axis)
+    if dims not in shapes(config):
+        return None
+    return Site('parameters' if collective.kind == 'all-gather' else 'gradients', 'step', axis)
 
 
 def _over_stages(collective: Collective, words: list[str], config: Config) -> Site | None:
@@ -161,7 +180,7 @@ def _partial_sizes(config: Config) -> frozenset[int]:
     layers = model.num_layers // config.mesh.stages
     sizes, partial_sizes = dim_sizes(model), set[int]()
     for _, parameter in parameters(model):
-        if parameter.partial:
+        if parameter.partial and not parameter.is_of_encoder:
             size = num_elements(parameter, sizes, shards)
             partial_sizes |= {size, size // layers} if parameter.is_stacked else {size}
     return frozenset(partial_sizes)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 
-from megajax.counts.flops import fits_flash
+from megajax.counts.products import fits_flash
 from megajax.model.per_device import per_device
 
 logger = logging.getLogger(__name__)

@@ -86,7 +86,7 @@ class Layout:
         widths = dict.fromkeys('Dd', config.model.hidden_size)
         if config.vision is not None:
             axes |= {'I': model, 'Ⓘ': model}
-            every = (*shards, *model) if at_rest else model
+            every = (*model, *shards) if at_rest else model
             at_rest |= {'Ⓓ': every, 'Ⓦ': every}
             widths |= {'Ⓓ': config.vision.hidden_size, 'Ⓦ': config.vision.merged_size}
         counts = {
@@ -167,6 +167,11 @@ class Layout:
         from jax import P
 
         return P(*map(_entry, entries), *self(dims, at_rest=at_rest))
+
+    def at_rest_over(self, axes: Axes) -> 'Layout':
+        """Return the layout whose matrices are sharded over these of their axes between steps."""
+        kept = ((x, tuple(axis for axis in every if axis in axes)) for x, every in self.at_rest)
+        return dataclasses.replace(self, at_rest=tuple(kept))
 
     def layer_order(self, num_layers: int) -> Sequence[int]:
         """Return the layer at each place of a stacked parameter between steps.

@@ -6,8 +6,8 @@ distributed optimizer shards over `data`.
 """
 
 from megajax.config import Config
-from megajax.counts.flops import fits_flash
 from megajax.counts.parameters import megatron_counts
+from megajax.counts.products import fits_flash
 from megajax.counts.stages import FIRST
 
 OF_WEIGHTS_AND_GRADIENTS, OF_OPTIMIZER = 6, 12  # bytes of a parameter

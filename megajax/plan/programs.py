@@ -6,7 +6,7 @@ from typing import Literal
 
 from megajax.config import Config
 from megajax.counts.context import over_context
-from megajax.counts.flops import fits_flash, uses_flash
+from megajax.counts.flops import uses_flash
 from megajax.counts.megatron import (
     GATHER,
     HLO_DTYPES,
@@ -19,7 +19,7 @@ from megajax.counts.megatron import (
     over_model,
 )
 from megajax.counts.parameters import num_parameters
-from megajax.counts.products import Phase
+from megajax.counts.products import Phase, fits_flash
 from megajax.counts.stages import Runs, between_stages, gradients_of_stages, ticks
 from megajax.hlo.program import Array
 from megajax.plan import communication

@@ -146,12 +146,17 @@ def _sum_over_images(
     gradient: jax.Array, declared: Parameter, layout: Layout, dtype: DTypeLike
 ) -> jax.Array:
     """Sum [*data shards, image shard, *dims] to the placement of the parameter at rest."""
-    summed = tuple(range(len(layout.mapped) + 1))
+    dims, shards = declared.dims, len(layout.mapped)
     if not declared.is_matrix:
-        return lax.reduce_sum(gradient, summed, out_sharding=layout(declared.dims))
-    padded = at_rest.pad(gradient.astype(dtype), '-' * len(summed) + declared.dims, layout)
-    total = lax.reduce_sum(padded, summed, out_sharding=layout(declared.dims, at_rest=True))
-    return total.astype(jnp.float32)
+        every = *layout.mapped, layout.mesh_axes(declared.partial)
+        return _sum_of_vector(gradient, dims, every, layout)
+    padded = at_rest.pad(gradient.astype(dtype), '-' * (shards + 1) + dims, layout)
+    # Over the images first, so that the sums over `data` are of a part of the matrix.
+    of_images = layout.at_rest_over(layout.mesh_axes(declared.partial))
+    spec = of_images.stacked(dims, layout.mapped, at_rest=True)
+    of_data = lax.reduce_sum(padded, (shards,), out_sharding=spec)
+    spec = layout(dims, at_rest=True)
+    return lax.reduce_sum(of_data, tuple(range(shards)), out_sharding=spec).astype(jnp.float32)
 
 
 def _sum_within_replicas(

@@ -10,7 +10,8 @@ import pytest
 from support import make_config
 
 from megajax.config import Config, ModelConfig, load, presets
-from megajax.counts.flops import fits_flash, narayanan_flops, step_flops, uses_flash
+from megajax.counts.flops import narayanan_flops, step_flops, uses_flash
+from megajax.counts.products import fits_flash
 
 PAPER = [
     'gpt2_124m',

@@ -1,0 +1,131 @@
+"""The collectives of a vision encoder: Megatron's, and those that take their place.
+
+Megatron divides each layer of the encoder over the ranks of the decoder (`LLaVAModel`), and every
+rank sees all images of its data shard: two all-reduces a layer and pass, and two for the layers of
+the projection. Here a device has whole weights and some of the images, so that all of this becomes
+one all-gather of the image vectors. The weights are gathered once a step, and their gradients
+scattered; between steps they lie in parts over `model`.
+"""
+
+import functools
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING
+
+from megajax.config import Config
+from megajax.counts.collective import (
+    GATHER,
+    HLO_DTYPES,
+    REDUCE,
+    SCATTER,
+    Expected,
+    Site,
+    axes_text,
+    passes,
+)
+from megajax.counts.parameters import Parameter, dim_sizes, num_elements, parameters, shape_of
+from megajax.hlo.program import Array
+from megajax.parallel.layout import BATCH_AXES, Layout
+
+if TYPE_CHECKING:
+    from megajax.counts.stages import Runs
+
+# Files and functions of Megatron-Core, below megatron/core.
+SOURCES = {
+    'layers': 'models/vision/clip_vit_model.py CLIPViTModel.forward',
+    'projection': 'models/vision/multimodal_projector.py MultimodalProjector.forward',
+}
+WHOLE = 'whole weights and some of the images on each device'
+
+
+def images_of_microbatch(config: Config) -> int:
+    """Return the image slots of a data shard in a microbatch."""
+    vision = config.vision
+    assert vision is not None
+    return config.microbatch_rows * vision.images
+
+
+def images_of_device(config: Config) -> int:
+    """Return the images that a device encodes in a microbatch, empty slots included."""
+    return -(-images_of_microbatch(config) // config.mesh.model)
+
+
+def vectors(config: Config) -> Array:
+    """Return the vectors [N, 1 + taps, D] of the images of a microbatch, on a data shard."""
+    vision = config.vision
+    assert vision is not None
+    count = images_of_device(config) * config.mesh.model * vision.vectors
+    shape = count, 1 + len(vision.deepstack), config.model.hidden_size
+    return Array(HLO_DTYPES[config.train.dtype], shape)
+
+
+def encoder_in_parallel(config: Config, runs: 'Runs') -> Iterator[Expected]:
+    """Yield what Megatron sends for an encoder whose layers are divided over its ranks."""
+    vision = config.vision
+    if vision is None:
+        return
+    dtype, images = HLO_DTYPES[config.train.dtype], images_of_microbatch(config)
+    stream = Array(dtype, (images, vision.max_patches, vision.hidden_size))
+    merged, times = images * vision.vectors, runs.embedding
+    mergers = times * (1 + len(vision.deepstack))
+    for phase in passes(config):
+        arrays = [('layers', stream, 2 * vision.num_layers * times)]
+        if phase != 'recompute':
+            width = config.model.hidden_size if phase == 'forward' else vision.merged_size
+            arrays.append(('projection', Array(dtype, (merged, width)), mergers))
+        for name, array, count in arrays:
+            yield Expected(
+                site=Site('vision', phase, 'model'),
+                kind=REDUCE,
+                array=array,
+                times=count,
+                size=config.mesh.model,
+                source=SOURCES[name],
+            )
+
+
+def images_over_devices(config: Config) -> Iterator[Expected]:
+    """Yield what `model/images.py` and `train/zero.py` send."""
+    mesh, runs = config.mesh, config.train.microbatches
+
+    def sent(site: Site, kind: str, array: Array, times: int, size: int) -> Expected:
+        return Expected(site=site, kind=kind, array=array, times=times, size=size, source=WHOLE)
+
+    model = mesh.model
+    if model > 1:
+        yield sent(Site('vision', 'forward', 'model'), GATHER, vectors(config), runs, model)
+        if mesh.sequence_parallel:
+            yield sent(Site('vision', 'backward', 'model'), SCATTER, vectors(config), runs, model)
+    own = [x for _, x in parameters(config.model) if x.is_of_encoder]
+    matrices = _count(config, [x for x in own if x.is_matrix])
+    others = _count(config, [x for x in own if not x.is_matrix])
+    every = axes_text(config, *BATCH_AXES, 'model')
+    devices = prod(mesh.sizes.get(axis, 1) for axis in (*BATCH_AXES, 'model'))
+    if model > 1:
+        weights = Array(HLO_DTYPES[config.train.dtype], (matrices,))
+        is_over_data = config.optim.shard != 'none' and mesh.data_shards > 1
+        axes, size = ('data', 'model') if is_over_data else ('model',), model
+        size *= mesh.data_shards if is_over_data else 1
+        place = Site('parameters', 'step', axes_text(config, *axes))
+        yield sent(place, GATHER, weights, 1, size)
+        gradients = Array(HLO_DTYPES[config.optim.reduce_dtype], (matrices,))
+        yield sent(Site('gradients', 'step', 'model'), SCATTER, gradients, 1, model)
+        yield sent(Site('gradients', 'step', every), REDUCE, Array('f32', (others,)), 1, devices)
+
+
+@functools.cache
+def shapes(config: Config) -> frozenset[tuple[int, ...]]:
+    """Return the dims above 1 of the encoder's parameters, as they are and as padded at rest."""
+    layout, sizes = Layout.of(config), dim_sizes(config.model)
+    found = set()
+    for _, x in parameters(config.model):
+        if x.is_of_encoder:
+            shape = shape_of(x.dims, sizes)
+            padded = tuple(map(sum, zip(shape, layout.padding(x.dims), strict=True)))
+            found |= {tuple(n for n in one if n > 1) for one in (shape, padded)}
+    return frozenset(found)
+
+
+def _count(config: Config, chosen: list[Parameter]) -> int:
+    sizes = dim_sizes(config.model)
+    return sum(num_elements(x, sizes) for x in chosen)
