@@ -4,7 +4,6 @@ Errors are relative to the largest element, see `support.relative_error`.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from support import (
     relative_error,
     slow,
 )
+from vlm import MODEL, SP, VISION, vlm
 
 from megajax.config import Config
 from megajax.hlo.collectives import collectives
@@ -33,43 +33,6 @@ from megajax.train.microbatches import split, with_weights
 from megajax.train.objective import Objective
 
 LIMIT = 5e-6
-VISION = {
-    'num_layers': 2,
-    'hidden_size': 32,
-    'num_heads': 4,
-    'ffn_size': 64,
-    'patch_size': 4,
-    'merge_size': 2,
-    'positions': 6,
-    'deepstack': (0,),
-    'images': 2,
-    'max_patches': 16,
-}
-MODEL = {
-    'num_layers': 3,
-    'head_dim': 8,
-    'position': 'mrope',
-    'mrope_section': (2, 1, 1),
-    'dropout': 0.0,
-}
-SP = {'sequence_parallel': True}
-
-
-def vlm(
-    data: int = 1, model: int = 1, *, sequence_parallel: bool = False, **sections: Any
-) -> Config:
-    """A small model with an encoder on a mesh of data x model."""
-    train = {'batch_size': 16, 'seq_len': 24} | sections.pop('train', {})
-    return make_config(
-        'llama',
-        data,
-        model,
-        sequence_parallel=sequence_parallel,
-        model=MODEL | sections.pop('model', {}),
-        vision=VISION | sections.pop('vision', {}),
-        train=train,
-        **sections,
-    )
 
 
 @functools.cache

@@ -1,0 +1,50 @@
+"""A vision encoder sends what is stated, less than Megatron inside its layers, and no more."""
+
+from typing import Any
+
+import pytest
+from support import slow
+from vlm import SP, vlm
+
+from megajax.config import Config
+from megajax.inspect.audit import audit
+from megajax.inspect.compile import compile_for
+from megajax.inspect.report import to_text
+from megajax.inspect.result import Inspection
+
+
+def inspect_here(config: Config) -> Inspection:
+    return audit(config, compile_for(config, 'cpu', 1), 'cpu')
+
+
+TWICE: dict[str, Any] = {'train': {'microbatches': 2, 'recompute': 'full'}}
+HALF: dict[str, Any] = {'train': {'dtype': 'bfloat16'}}
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        vlm(2, 2, **SP),
+        slow(vlm(2, 2, **TWICE)),
+        slow(vlm(1, 4, **SP, **HALF)),
+        slow(vlm(4, 2, **SP, optim={'shard': 'optimizer'}, **HALF)),
+        slow(vlm(2, 4, optim={'shard': 'weights'}, **TWICE)),
+        slow(vlm(4, 2, mesh={'replicas': 2}, optim={'shard': 'gradients'})),
+        slow(vlm(3, 2, optim={'shard': 'weights'}, train={'batch_size': 24})),
+        slow(vlm(2, 1)),
+    ],
+)
+def test_no_row_sends_more_than_is_stated(config: Config) -> None:
+    found = inspect_here(config)
+    assert found.ok, to_text(found)
+    rows = {(row.site, row.phase, row.axis): row for row in found.rows}
+    assert 'other' not in ''.join(site for site, *_ in rows)
+    if config.mesh.model > 1:
+        vectors = rows['vision', 'forward', 'model']
+        assert vectors.wire_bytes == vectors.stated_wire_bytes or vectors.verdict == 'less'
+        assert [transfer.kind for transfer in vectors.placed] == ['all-gather']
+        assert rows['vision', 'forward', 'model'].megatron_wire_bytes > vectors.wire_bytes
+        is_summed = ('vision', 'backward', 'model') in rows
+        assert is_summed
+    # Each device encodes its part of the images, and of the slots that fill up the last part.
+    assert found.products.ratio == pytest.approx(1, abs=1e-3)
