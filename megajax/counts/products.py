@@ -242,7 +242,7 @@ class _Counted:
         The input dims are the first dim if that is D, otherwise all but the last.
         """
         sizes = dim_sizes(self.config.model)
-        dims = weight.dims.removeprefix('L')
+        dims = weight.dims_of_layer
         inputs, outputs = (dims[:1], dims[1:]) if dims[0] == 'D' else (dims[:-1], dims[-1:])
         n, k = (
             prod(sizes[letter.upper()] for letter in group)

@@ -11,6 +11,12 @@ from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters
 
 
+def part_of_rows(x: jax.Array, index: int, num_parts: int) -> jax.Array:
+    """Return one of some equal parts of the rows of x [B, ...]."""
+    rows = x.shape[0] // num_parts
+    return x if num_parts == 1 else x[index * rows : (index + 1) * rows]
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 

@@ -1,9 +1,11 @@
 """Images in a sequence: each device encodes some, all get the vectors, and tokens take theirs."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jax.typing import DTypeLike
 
 from megajax.config import VisionConfig
@@ -90,6 +92,19 @@ def merge_images_of_shards(
     encoder: Encoder, x_BTD: jax.Array, images: Images, layout: Layout
 ) -> tuple[jax.Array, jax.Array]:
     """Do the same for the rows of all data shards, outside a function that is mapped over them."""
+
+    def of_shard(x_BTD: jax.Array, images: Images) -> tuple[jax.Array, jax.Array]:
+        return merge_images(encoder, x_BTD, images, layout.per_shard)
+
+    images = Images(*(jax.reshard(x, layout('B')) for x in images))
+    return of_shards(of_shard, layout, x_BTD, images)
+
+
+def of_shards(function: Callable[..., Any], layout: Layout, *rows: Any) -> Any:
+    """Apply a function of a data shard's rows to those of all shards, and join its results.
+
+    The first dim of each array is the rows.
+    """
     shards = layout.sizes_of(layout.mapped)
 
     def divide(x: jax.Array) -> jax.Array:
@@ -97,15 +112,11 @@ def merge_images_of_shards(
         return x.reshape(*shards, -1, *x.shape[1:], out_sharding=spec)
 
     def join(x: jax.Array) -> jax.Array:
-        rest = x.shape[len(shards) + 1 :]
-        return x.reshape(len(x_BTD), *rest, out_sharding=layout('B' + '-' * len(rest)))
+        rest = jax.typeof(x).sharding.spec[len(shards) + 1 :]
+        spec = P(*layout('B'), *rest)
+        return x.reshape(-1, *x.shape[len(shards) + 1 :], out_sharding=spec)
 
-    def of_shard(x_BTD: jax.Array, images: Images) -> tuple[jax.Array, jax.Array]:
-        return merge_images(encoder, x_BTD, images, layout.per_shard)
-
-    images = Images(*(jax.reshard(x, layout('B')) for x in images))
-    merged = over_shards(of_shard, layout)(divide(x_BTD), Images(*map(divide, images)))
-    return join(merged[0]), join(merged[1])
+    return jax.tree.map(join, over_shards(function, layout)(*jax.tree.map(divide, rows)))
 
 
 def add_deep(x_BTD: jax.Array, deep_BTAD: jax.Array, index: jax.Array | int) -> jax.Array:

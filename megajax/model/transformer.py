@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
+from jax import P, lax
 
 from megajax.config import Config, ModelConfig
 from megajax.counts.parameters import Parameter
@@ -15,7 +15,8 @@ from megajax.model import at_rest
 from megajax.model.at_rest import gather, reduced_in_backward
 from megajax.model.attention import attention_core
 from megajax.model.bert import MaskedHead, OrderHead
-from megajax.model.block import Block
+from megajax.model.block import Block, part_of_rows
+from megajax.model.cross_attention import CrossAttention, CrossBlock, Seen
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, VocabParallelEmbedding
 from megajax.model.gradient_slot import pair, value
@@ -33,6 +34,8 @@ Rows = tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | N
 NO_ROWS: Rows = None, None, None, None
 # (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
+# A function of the carry after a group of layers and of the group's part of some arrays, and these.
+AfterGroups = tuple[Callable[[Carry, Any], Carry], Any]
 
 
 class Computation(NamedTuple):
@@ -67,7 +70,7 @@ class Computation(NamedTuple):
         def join(declared: Parameter, x: jax.Array, weight: jax.Array | None) -> Any:
             if not reduced_in_backward(declared, self.shard):
                 return pair(weight, x)
-            dims = declared.dims.removeprefix('L')
+            dims = declared.dims_of_layer
             if self.shard == 'weights':
                 # Full recomputation gathers once for itself and for the backward pass. Otherwise
                 # a weight that is gathered here would be kept from the forward pass.
@@ -91,7 +94,7 @@ class Computation(NamedTuple):
 
 
 IN_FP32 = Computation()
-VISION = 7  # differs from every index that the key of a model is split by
+VISION, CROSS = 7, 8  # differ from every index that the key of a model is split by
 
 
 class Transformer(nnx.Module):
@@ -125,6 +128,12 @@ class Transformer(nnx.Module):
         self.layers = jax.vmap(make_block, spmd_axis_name=stages)(keys)
         vision_key = jax.random.fold_in(key, VISION)
         self.vision = None if config.vision is None else Encoder(config, key=vision_key)
+        cross_key = jax.random.fold_in(key, CROSS)
+        self.cross = (
+            CrossAttention(config, parameters['cross'], key=cross_key)
+            if 'cross' in parameters
+            else None
+        )
         self.norm = make_norm(config, parameters['norm'])
 
     def embed(
@@ -156,6 +165,7 @@ class Transformer(nnx.Module):
         *,
         weights: Block | None = None,
         first: jax.Array | int = 0,
+        after_groups: AfterGroups | None = None,
     ) -> Carry:
         """Apply `layer_fn` to every block in turn, in a loop that is compiled once.
 
@@ -169,7 +179,16 @@ class Transformer(nnx.Module):
 
         with jax.named_scope('layers'):
             count = len(jax.tree.leaves(self.layers)[0])
-            return lax.scan(layer, x, (self.layers, weights, first + jnp.arange(count)))[0]
+            layers = self.layers, weights, first + jnp.arange(count)
+            if after_groups is None:
+                return lax.scan(layer, x, layers)[0]
+            after, arrays = after_groups
+
+            def group(x: Carry, group: tuple[Any, Any]) -> tuple[Carry, None]:
+                return after(lax.scan(layer, x, group[0])[0], group[1]), None
+
+            groups = len(jax.tree.leaves(arrays)[0])
+            return lax.scan(group, x, (_in_groups(layers, groups), arrays))[0]
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the final norm."""
@@ -186,17 +205,21 @@ class Transformer(nnx.Module):
         type_BS: jax.Array | None = None,
         key_B: jax.Array | None = None,
         images: Images | None = None,
-        weights: Block | None = None,
+        weights: 'Transformer | None' = None,
     ) -> jax.Array:
         """x_BTD after the final norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
-        deep_BTAD = None
+        deep_BTAD, seen = None, None
         x_BTD = self.embed(
             token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
         )
-        if images is not None:
+        if images is not None and self.cross is not None:
+            assert self.vision is not None
+            dtype, recompute = computation.dtype, computation.recompute
+            seen = self.cross.see(self.vision, images, segment_BS, dtype, recompute)
+        elif images is not None:
             x_BTD, deep_BTAD = self.with_images(x_BTD, images, computation)
         rows = position_BS, segment_BS, key_B, deep_BTAD
-        return self.finish(self.blocks(x_BTD, computation, rows, weights=weights))
+        return self.finish(self.blocks(x_BTD, computation, rows, weights=weights, seen=seen))
 
     def with_images(
         self, x_BTD: jax.Array, images: Images, computation: Computation
@@ -211,14 +234,24 @@ class Transformer(nnx.Module):
         computation: Computation,
         rows: Rows = NO_ROWS,
         *,
-        weights: Block | None = None,
+        weights: 'Transformer | None' = None,
         first: jax.Array | int = 0,
+        seen: Seen | None = None,
     ) -> jax.Array:
-        """The residual stream after `self.layers`; `first` and `weights` are as in `run_layers`."""
+        """The residual stream after `self.layers`, and the layers of cross-attention among them.
+
+        `weights` has the weights to compute with, where they differ, and `first` is as in
+        `run_layers`.
+        """
         num_parts = computation.num_parts
-        parts = [
-            jax.tree.map(lambda x, i=i: _part(x, i, num_parts), rows) for i in range(num_parts)
-        ]
+
+        def parts_of(rows: Any) -> list[Any]:
+            return [
+                jax.tree.map(lambda x, i=i: part_of_rows(x, i, num_parts), rows)
+                for i in range(num_parts)
+            ]
+
+        parts = parts_of(rows)
 
         def run_block(
             block: Block, weights: Block | None, xs_BTD: tuple[jax.Array, ...], index: jax.Array
@@ -240,10 +273,36 @@ class Transformer(nnx.Module):
                 outputs.append(x_BTD if deep is None else add_deep(x_BTD, deep, index))
             return tuple(outputs)
 
+        def run_cross(
+            xs_BTD: tuple[jax.Array, ...], layer: tuple[Any, ...]
+        ) -> tuple[jax.Array, ...]:
+            block, weights, index, *key_values = layer
+            if weights is not None:
+                block = computation.pair(weights, block, self.layout)
+            outputs = []
+            for x_BTD, (*_, key, _), read in zip(
+                xs_BTD, parts, parts_of((*key_values, seen.seen_BSY)), strict=True
+            ):
+                keys = fold_in(key, index)
+                is_recomputed = computation.recompute == 'selective'
+                outputs.append(block(x_BTD, *read, key_B=keys, recompute=is_recomputed))
+            return tuple(outputs)
+
         if computation.recompute == 'full':
             run_block = jax.checkpoint(run_block, prevent_cse=False)
-        xs_BTD = tuple(_part(x_BTD, i, num_parts) for i in range(num_parts))
-        xs_BTD = self.run_layers(xs_BTD, run_block, weights=weights, first=first)
+            run_cross = jax.checkpoint(run_cross, prevent_cse=False)
+        after_groups = None
+        if seen is not None:
+            count = self.config.num_cross_layers
+            index = self.config.num_layers + 1 + jnp.arange(count)
+            own = None if weights is None else weights.cross.layers
+            arrays = self.cross.layers, own, index, seen.k_JBYNH, seen.v_JBYNH
+            after_groups = run_cross, arrays
+        xs_BTD = tuple(parts_of(x_BTD))
+        own = None if weights is None else weights.layers
+        xs_BTD = self.run_layers(
+            xs_BTD, run_block, weights=own, first=first, after_groups=after_groups
+        )
         return xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD)
 
 
@@ -332,10 +391,15 @@ def model_graph(config: ModelConfig, layout: Layout) -> nnx.GraphDef[LanguageMod
     return nnx.graphdef(jax.eval_shape(lambda: make_model(config, layout, key=jax.random.key(0))))
 
 
+def _in_groups(layers: Any, groups: int) -> Any:
+    """Return arrays [L, ...] as [groups, L / groups, ...]."""
+
+    def divide(x: jax.Array) -> jax.Array:
+        spec = P(None, *jax.typeof(x).sharding.spec)
+        return x.reshape(groups, -1, *x.shape[1:], out_sharding=spec)
+
+    return jax.tree.map(divide, layers)
+
+
 def _bert_keys(key: jax.Array) -> jax.Array:
     return jax.random.split(jax.random.fold_in(key, 4), 3)
-
-
-def _part(x: jax.Array, index: int, num_parts: int) -> jax.Array:
-    rows = x.shape[0] // num_parts
-    return x if num_parts == 1 else x[index * rows : (index + 1) * rows]
