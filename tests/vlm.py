@@ -39,7 +39,7 @@ def vlm(
     crossed: bool = False,
     **sections: Any,
 ) -> Config:
-    """A small model with an encoder on a mesh of data x model, with cross-attention if `crossed`."""
+    """A small model with an encoder on a mesh of data x model; `crossed`: with cross-attention."""
     vision = CROSS_VISION if crossed else VISION
     train = {'batch_size': 16, 'seq_len': 24} | sections.pop('train', {})
     return make_config(

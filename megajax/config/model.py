@@ -171,7 +171,9 @@ class ModelConfig(Section):
     def num_cross_layers(self) -> int:
         """Number of layers of cross-attention, in addition to `num_layers`."""
         vision = self.vision
-        return 0 if vision is None or not vision.is_crossed else self.num_layers // vision.cross_every
+        return (
+            0 if vision is None or not vision.is_crossed else self.num_layers // vision.cross_every
+        )
 
     @property
     def queries_per_kv(self) -> int:

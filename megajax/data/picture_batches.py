@@ -45,7 +45,7 @@ class PictureBatches(Batches):
         eod = self._tokenizer.eod
         before = [
             *(self._tokenizer.start or [eod]),
-            *[self.shape.image_token] * patches.vectors(grid),
+            *[self.shape.image_token] * patches.tokens(grid),
             *question,
         ]
         tokens = np.array([*before, *answer, eod], np.int32)

@@ -16,6 +16,7 @@ from megajax.generate.cache import KeysValues, decode, prefill, write
 from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
 from megajax.generate.weights import LayerWeights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
+from megajax.model.cross_attention import Seen
 from megajax.model.images import Images, add_deep, merge_images_of_shards
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
@@ -37,6 +38,7 @@ class Rows(NamedTuple):
     origin_B: jax.Array
     left_B: jax.Array  # number of tokens still wanted; 0 for a row that has ended
     number_B: jax.Array  # the row's number, from which its random keys follow
+    seen: Seen | None = None  # the keys and values of images, and those that later tokens see
 
 
 # Rows, new tokens [B, S], their number, whether any row continues.
@@ -52,7 +54,7 @@ class Engine:
     def __init__(self, config: Config, target: str):
         self.config = config = inference_config(config)
         self._layout = Layout.of(config)
-        self._decoder, self._block = graphs(config)
+        self._graphs = graphs(config)
         options = cures(target)
         self.read = jax.jit(
             self._read, static_argnames=('num_slots', 'sampling'), compiler_options=options
@@ -97,19 +99,22 @@ class Engine:
             position_BS = jax.reshard(image_position_BS, layout('BS'))
             last_B = position_BS.max(range(1, position_BS.ndim))
             origin_B = token_BS.shape[1] - 1 - last_B
-        decoder = nnx.merge(self._decoder, weights.rest)
-        x_BSD = decoder.embed(
-            token_BS, self.config.train.dtype, position_BS=position_BS
-        )  # all-reduce
+        decoder, dtype = nnx.merge(self._graphs.decoder, weights.rest), self.config.train.dtype
+        x_BSD = decoder.embed(token_BS, dtype, position_BS=position_BS)  # all-reduce
+        deep_BSAD = seen = None
         if images is not None:
             assert decoder.vision is not None
-            x_BSD, deep_BSAD = merge_images_of_shards(decoder.vision, x_BSD, images, layout)
+            if decoder.cross is not None:
+                seen = decoder.cross.see_of_shards(decoder.vision, images, segment_BS, dtype)
+            else:
+                x_BSD, deep_BSAD = merge_images_of_shards(decoder.vision, x_BSD, images, layout)
         core, caches = prefill(layout, segment_BS, num_slots), []
         for index, layer in enumerate(weights.layers):
-            block = nnx.merge(self._block, layer)
+            block = nnx.merge(self._graphs.block, layer)
             x_BSD, cache = block(x_BSD, core, position_BS=position_BS)
-            if images is not None:
+            if deep_BSAD is not None:
                 x_BSD = add_deep(x_BSD, deep_BSAD, index)
+            x_BSD = self._attend_to_images(weights, x_BSD, index, seen)
             caches.append(cache)
         rows = Rows(
             tuple(caches),
@@ -119,6 +124,8 @@ class Engine:
             origin_B,
             left_B,
             number_B,
+            # Later tokens see what the last one of the prompt does.
+            None if seen is None else seen._replace(seen_BSY=seen.seen_BSY[:, -1:]),
         )
         rows, token_B = self._sample(decoder, x_BSD[:, -1:], rows, seed, eod, sampling)
         return rows, jax.reshard(token_B[:, None], layout('--'))
@@ -164,14 +171,15 @@ class Engine:
         self, weights: LayerWeights, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
     ) -> tuple[Rows, jax.Array]:
         """Generate one more token [B] in each row."""
-        decoder = nnx.merge(self._decoder, weights.rest)
+        decoder = nnx.merge(self._graphs.decoder, weights.rest)
         position_B1 = (rows.slot - rows.origin_B)[:, None]
         dtype, owns = self.config.train.dtype, []
         x_B1D = decoder.embed(rows.token_B[:, None], dtype, position_BS=position_B1)  # all-reduce
-        for layer, cache in zip(weights.layers, rows.caches, strict=True):
-            block = nnx.merge(self._block, layer)
+        for index, (layer, cache) in enumerate(zip(weights.layers, rows.caches, strict=True)):
+            block = nnx.merge(self._graphs.block, layer)
             core = decode(self._layout, cache, rows.slot, rows.first_B)
             x_B1D, own = block(x_B1D, core, position_BS=position_B1)
+            x_B1D = self._attend_to_images(weights, x_B1D, index, rows.seen)
             owns.append(own)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, eod, sampling)
         # Make the write slot depend on a result of this step: XLA then updates the caches in place
@@ -181,6 +189,20 @@ class Engine:
             write(cache, own, slot) for cache, own in zip(rows.caches, owns, strict=True)
         )
         return new._replace(caches=caches), token_B
+
+    def _attend_to_images(
+        self, weights: LayerWeights, x_BSD: jax.Array, index: int, seen: Seen | None
+    ) -> jax.Array:
+        """Apply the layer of cross-attention after the layer with this index, if there is one."""
+        if seen is None:
+            return x_BSD
+        assert self.config.vision is not None
+        assert self._graphs.cross is not None
+        at, rest = divmod(index + 1, self.config.vision.cross_every)
+        if rest:
+            return x_BSD
+        block = nnx.merge(self._graphs.cross, weights.cross[at - 1])
+        return block(x_BSD, seen.k_JBYNH[at - 1], seen.v_JBYNH[at - 1], seen.seen_BSY)
 
     def _sample(
         self,

@@ -1,5 +1,7 @@
 """A pre-norm transformer layer: two branches, each between Megatron's f and g."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -11,10 +13,14 @@ from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters
 
 
-def part_of_rows(x: jax.Array, index: int, num_parts: int) -> jax.Array:
-    """Return one of some equal parts of the rows of x [B, ...]."""
-    rows = x.shape[0] // num_parts
-    return x if num_parts == 1 else x[index * rows : (index + 1) * rows]
+def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
+    """Return equal parts of the rows of arrays [B, ...]."""
+
+    def part(x: jax.Array, index: int) -> jax.Array:
+        rows = x.shape[0] // num_parts
+        return x if num_parts == 1 else x[index * rows : (index + 1) * rows]
+
+    return [jax.tree.map(lambda x, i=i: part(x, i), rows) for i in range(num_parts)]
 
 
 class Block(nnx.Module):

@@ -5,15 +5,19 @@ one product before the first of them, so that the gradient of the image vectors 
 `model` once. The gates start closed: the model is then that of text.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import P
 
 from megajax.config import ModelConfig, VisionConfig
 from megajax.model.attention import attend_where
+from megajax.model.block import parts_of_rows
+from megajax.model.computation import Computation
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.images import Images, encode, of_shards
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -24,6 +28,9 @@ from megajax.model.product import product
 from megajax.model.shard_copies import along_last
 from megajax.model.vision import Encoder
 from megajax.parallel.layout import Layout
+
+# A function of what one layer passes to the next, and of its own part of some arrays; and these.
+AfterGroups = tuple[Callable[[Any, Any], Any], Any]
 
 
 class Seen(NamedTuple):
@@ -39,6 +46,7 @@ class CrossAttention(nnx.Module):
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
+        self.first_index = config.num_layers + 1  # for dropout, after the layers and the embedding
         key_value_key, layers_key = jax.random.split(key)
         self.key_value = KeyValue(parameters['key_value'], key=key_value_key)
         keys = jax.random.split(layers_key, config.num_cross_layers)
@@ -69,6 +77,36 @@ class CrossAttention(nnx.Module):
         images = Images(*(jax.reshard(x, self.layout('B')) for x in images))
         kv_BYJNUH = of_shards(partial(self.key_values, encoder, dtype=dtype), self.layout, images)
         return self._seen(kv_BYJNUH, images, segment_BS, encoder.config)
+
+    def after_groups(
+        self,
+        seen: Seen,
+        key_B: jax.Array | None,
+        computation: Computation,
+        weights: 'CrossAttention | None',
+    ) -> AfterGroups:
+        """Return what applies each layer after its group of layers, to all parts of the rows.
+
+        `weights` has the weights to compute with, where they differ.
+        """
+        num_parts = computation.num_parts
+
+        def run(xs_BTD: tuple[jax.Array, ...], layer: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+            block, weights, index, *key_values = layer
+            if weights is not None:
+                block = computation.pair(weights, block, self.layout)
+            rows = *key_values, seen.seen_BSY, fold_in(key_B, index)
+            is_recomputed = computation.recompute == 'selective'
+            return tuple(
+                block(x_BTD, *read, key_B=keys, recompute=is_recomputed)
+                for x_BTD, (*read, keys) in zip(xs_BTD, parts_of_rows(rows, num_parts), strict=True)
+            )
+
+        if computation.recompute == 'full':
+            run = jax.checkpoint(run, prevent_cse=False)
+        own = None if weights is None else weights.layers
+        index = self.first_index + jnp.arange(len(seen.k_JBYNH))
+        return run, (self.layers, own, index, seen.k_JBYNH, seen.v_JBYNH)
 
     def key_values(
         self, encoder: Encoder, images: Images, dtype: str, recompute: str = 'none'
@@ -111,8 +149,7 @@ class KeyValue(nnx.Module):
         if not layout.is_sharded('H'):
             return kv_YJKUH
         # With fewer key/value heads than shards, copy to each the head that its queries share.
-        vectors, layers, heads, _, head_dim = kv_YJKUH.shape
-        copies = layout.num_shards('N') // heads
+        copies = layout.num_shards('N') // kv_YJKUH.shape[2]
         kv_YJKUH = jax.reshard(kv_YJKUH, layout('YJkUh'))  # all-gather
         kv_YJNUH = jnp.repeat(kv_YJKUH, copies, 2, out_sharding=layout('YJnUh'))
         return jax.reshard(kv_YJNUH, layout('YJNUh'))  # nothing forward, all-gather backward
@@ -187,10 +224,9 @@ class ImageAttention(nnx.Module):
         """Return attention on the normed and gathered x_BSD, placed as the residual stream is."""
         q_BSNH = self.query_norm(self.query(x_BSD))
         with jax.named_scope('core'):
-            core = partial(attend_where, layout=self.layout, rate=self.rate)
-            core = jax.checkpoint(core, prevent_cse=False) if recompute else core
-            allowed = jnp.expand_dims(seen_BSY, (1, 2))
-            o_BSNH = core(q_BSNH, k_BYNH, v_BYNH, allowed, key_B)
+            attend = partial(attend_where, layout=self.layout, rate=self.rate)
+            core = jax.checkpoint(attend, prevent_cse=False) if recompute else attend
+            o_BSNH = core(q_BSNH, k_BYNH, v_BYNH, jnp.expand_dims(seen_BSY, (1, 2)), key_B)
         return self.out(o_BSNH)  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
 
 
@@ -218,3 +254,13 @@ def seen(
     exists_BIV = jnp.arange(vectors)[None, None] < count_BI[..., None]
     sees_BSIV = sees_BSI[..., None] & exists_BIV[:, None]
     return sees_BSIV.reshape(rows, length, slots * vectors, out_sharding=layout('BSY'))
+
+
+def in_groups(layers: Any, groups: int) -> Any:
+    """Return stacked arrays [L, ...] as [groups, L / groups, ...]."""
+
+    def divide(x: jax.Array) -> jax.Array:
+        spec = P(None, *jax.typeof(x).sharding.spec)
+        return x.reshape(groups, -1, *x.shape[1:], out_sharding=spec)
+
+    return jax.tree.map(divide, layers)

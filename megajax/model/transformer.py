@@ -1,29 +1,26 @@
 """The transformer (embedding, a stack of blocks, norm) and the two models that add heads to it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import P, lax
+from jax import lax
 
-from megajax.config import Config, ModelConfig
-from megajax.counts.parameters import Parameter
-from megajax.model import at_rest
-from megajax.model.at_rest import gather, reduced_in_backward
+from megajax.config import ModelConfig
 from megajax.model.attention import attention_core
 from megajax.model.bert import MaskedHead, OrderHead
-from megajax.model.block import Block, part_of_rows
-from megajax.model.cross_attention import CrossAttention, CrossBlock, Seen
+from megajax.model.block import Block, parts_of_rows
+from megajax.model.computation import IN_FP32, Computation
+from megajax.model.cross_attention import AfterGroups, CrossAttention, Seen, in_groups
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, VocabParallelEmbedding
-from megajax.model.gradient_slot import pair, value
 from megajax.model.images import Images, add_deep, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
-from megajax.model.parameters import Parameters, map_parameters
+from megajax.model.parameters import Parameters
 from megajax.model.vision import Encoder
 from megajax.parallel.layout import Layout
 
@@ -34,66 +31,8 @@ Rows = tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | N
 NO_ROWS: Rows = None, None, None, None
 # (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
-# A function of the carry after a group of layers and of the group's part of some arrays, and these.
-AfterGroups = tuple[Callable[[Carry, Any], Carry], Any]
 
 
-class Computation(NamedTuple):
-    """The settings of a forward and backward pass, which no parameter depends on."""
-
-    dtype: str = 'float32'
-    recompute: str = 'none'  # in the backward pass: none, selective (attention's core) or full
-    # Parts of the rows, independent within a layer: batch-split overlap (Domino).
-    num_parts: int = 1
-    shard: str = 'none'  # what is sharded over `data` (`optim.shard`)
-    reduce_dtype: str = 'float32'  # of gradients summed over `data` in the backward pass
-    exchange: str | None = None  # of keys and values between context shards, if there are several
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """The computation of a run's config, with the rows of a microbatch in one part."""
-        mesh, optim = config.mesh, config.optim
-        return cls(
-            config.train.dtype,
-            config.train.recompute,
-            shard=optim.shard,
-            reduce_dtype=optim.reduce_dtype,
-            exchange=mesh.context_exchange if mesh.context > 1 else None,
-        )
-
-    def pair(self, weights: Any, params: Any, layout: Layout) -> Any:
-        """Return parameters, of a layer or outside the layers, as their products take them.
-
-        Where `params` are gradient slots or matrices at rest, `weights` are those to compute with.
-        """
-
-        def join(declared: Parameter, x: jax.Array, weight: jax.Array | None) -> Any:
-            if not reduced_in_backward(declared, self.shard):
-                return pair(weight, x)
-            dims = declared.dims_of_layer
-            if self.shard == 'weights':
-                # Full recomputation gathers once for itself and for the backward pass. Otherwise
-                # a weight that is gathered here would be kept from the forward pass.
-                is_kept = self.recompute != 'full'
-                weight = None if is_kept else gather(x.astype(self.dtype), dims, layout)
-            return at_rest.slotted(x, weight, dims, layout, self.reduce_dtype)
-
-        return map_parameters(join, params, weights)
-
-    def value(self, weight: jax.Array, x: jax.Array, declared: Parameter, layout: Layout) -> Any:
-        """Return a parameter outside the layers in fp32, rounded as its weight is.
-
-        Its gradient becomes that of x, a gradient slot or a matrix at rest.
-        """
-        if not reduced_in_backward(declared, self.shard):
-            return x if weight.dtype == x.dtype else value(weight, x)
-        if self.shard == 'weights':
-            weight = gather(x.astype(self.dtype), declared.dims, layout)
-        slotted = at_rest.slotted(x, weight, declared.dims, layout, self.reduce_dtype)
-        return value(weight, slotted.slot)
-
-
-IN_FP32 = Computation()
 VISION, CROSS = 7, 8  # differ from every index that the key of a model is split by
 
 
@@ -188,7 +127,7 @@ class Transformer(nnx.Module):
                 return after(lax.scan(layer, x, group[0])[0], group[1]), None
 
             groups = len(jax.tree.leaves(arrays)[0])
-            return lax.scan(group, x, (_in_groups(layers, groups), arrays))[0]
+            return lax.scan(group, x, (in_groups(layers, groups), arrays))[0]
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the final norm."""
@@ -244,14 +183,7 @@ class Transformer(nnx.Module):
         `run_layers`.
         """
         num_parts = computation.num_parts
-
-        def parts_of(rows: Any) -> list[Any]:
-            return [
-                jax.tree.map(lambda x, i=i: part_of_rows(x, i, num_parts), rows)
-                for i in range(num_parts)
-            ]
-
-        parts = parts_of(rows)
+        parts = parts_of_rows(rows, num_parts)
 
         def run_block(
             block: Block, weights: Block | None, xs_BTD: tuple[jax.Array, ...], index: jax.Array
@@ -273,35 +205,19 @@ class Transformer(nnx.Module):
                 outputs.append(x_BTD if deep is None else add_deep(x_BTD, deep, index))
             return tuple(outputs)
 
-        def run_cross(
-            xs_BTD: tuple[jax.Array, ...], layer: tuple[Any, ...]
-        ) -> tuple[jax.Array, ...]:
-            block, weights, index, *key_values = layer
-            if weights is not None:
-                block = computation.pair(weights, block, self.layout)
-            outputs = []
-            for x_BTD, (*_, key, _), read in zip(
-                xs_BTD, parts, parts_of((*key_values, seen.seen_BSY)), strict=True
-            ):
-                keys = fold_in(key, index)
-                is_recomputed = computation.recompute == 'selective'
-                outputs.append(block(x_BTD, *read, key_B=keys, recompute=is_recomputed))
-            return tuple(outputs)
-
         if computation.recompute == 'full':
             run_block = jax.checkpoint(run_block, prevent_cse=False)
-            run_cross = jax.checkpoint(run_cross, prevent_cse=False)
         after_groups = None
         if seen is not None:
-            count = self.config.num_cross_layers
-            index = self.config.num_layers + 1 + jnp.arange(count)
-            own = None if weights is None else weights.cross.layers
-            arrays = self.cross.layers, own, index, seen.k_JBYNH, seen.v_JBYNH
-            after_groups = run_cross, arrays
-        xs_BTD = tuple(parts_of(x_BTD))
-        own = None if weights is None else weights.layers
+            assert self.cross is not None
+            used = None if weights is None else weights.cross
+            after_groups = self.cross.after_groups(seen, rows[2], computation, used)
         xs_BTD = self.run_layers(
-            xs_BTD, run_block, weights=own, first=first, after_groups=after_groups
+            tuple(parts_of_rows(x_BTD, num_parts)),
+            run_block,
+            weights=None if weights is None else weights.layers,
+            first=first,
+            after_groups=after_groups,
         )
         return xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD)
 
@@ -389,16 +305,6 @@ def make_model(config: ModelConfig, layout: Layout, *, key: jax.Array) -> Langua
 def model_graph(config: ModelConfig, layout: Layout) -> nnx.GraphDef[LanguageModel]:
     """The model without its parameters, for `nnx.merge`."""
     return nnx.graphdef(jax.eval_shape(lambda: make_model(config, layout, key=jax.random.key(0))))
-
-
-def _in_groups(layers: Any, groups: int) -> Any:
-    """Return arrays [L, ...] as [groups, L / groups, ...]."""
-
-    def divide(x: jax.Array) -> jax.Array:
-        spec = P(None, *jax.typeof(x).sharding.spec)
-        return x.reshape(groups, -1, *x.shape[1:], out_sharding=spec)
-
-    return jax.tree.map(divide, layers)
 
 
 def _bert_keys(key: jax.Array) -> jax.Array:

@@ -9,10 +9,11 @@ from flax import nnx
 
 from megajax.config import Config
 from megajax.counts.parameters import Parameter
+from megajax.model.computation import Computation
 from megajax.model.gradient_slot import pair
 from megajax.model.loss import Loss
 from megajax.model.parameters import map_parameters
-from megajax.model.transformer import Bert, Computation, LanguageModel, make_model, model_graph
+from megajax.model.transformer import Bert, LanguageModel, make_model, model_graph
 from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch
 from megajax.train.microbatches import beside_tokens, images_of
