@@ -66,9 +66,8 @@ class CrossAttention(nnx.Module):
         recompute: str = 'none',
     ) -> Seen:
         """Encode the images of a shard's rows; `segment_BS` has the documents, if there are any."""
-        return self._seen(
-            self.key_values(encoder, images, dtype, recompute), images, segment_BS, encoder.config
-        )
+        kv_BYJNUH = self.key_values(encoder, images, dtype, recompute)
+        return self.split(kv_BYJNUH, seen(images, segment_BS, encoder.config, self.layout))
 
     def see_of_shards(
         self, encoder: Encoder, images: Images, segment_BS: jax.Array, dtype: str
@@ -76,7 +75,7 @@ class CrossAttention(nnx.Module):
         """Do the same for the rows of all data shards, outside a function mapped over them."""
         images = Images(*(jax.reshard(x, self.layout('B')) for x in images))
         kv_BYJNUH = of_shards(partial(self.key_values, encoder, dtype=dtype), self.layout, images)
-        return self._seen(kv_BYJNUH, images, segment_BS, encoder.config)
+        return self.split(kv_BYJNUH, seen(images, segment_BS, encoder.config, self.layout))
 
     def after_groups(
         self,
@@ -122,17 +121,11 @@ class CrossAttention(nnx.Module):
             shape = rows, own, *kv_YJNUH.shape[1:]
             return kv_YJNUH[: rows * own].reshape(shape, out_sharding=self.layout('-YJNUh'))
 
-    def _seen(
-        self,
-        kv_BYJNUH: jax.Array,
-        images: Images,
-        segment_BS: jax.Array | None,
-        config: VisionConfig,
-    ) -> Seen:
+    def split(self, kv_BYJNUH: jax.Array, seen_BSY: jax.Array) -> Seen:
+        """Return the keys, normed, and the values of each layer."""
         with jax.named_scope('cross_attention'):
             k_JBYNH, v_JBYNH = jnp.moveaxis(kv_BYJNUH, (4, 2), (0, 1))
             k_JBYNH = jax.vmap(lambda norm, k_BYNH: norm(k_BYNH))(self.key_norm, k_JBYNH)
-            seen_BSY = seen(images, segment_BS, config, self.layout)
             return Seen(k_JBYNH, v_JBYNH, seen_BSY)
 
 
