@@ -34,6 +34,7 @@ CROSS_MODEL = MODEL | {'num_layers': 4}
 def vlm(
     data: int = 1,
     model: int = 1,
+    /,
     *,
     sequence_parallel: bool = False,
     crossed: bool = False,

@@ -78,6 +78,7 @@ cross = functools.partial(vlm, crossed=True)
         cross(1, 4, **TWICE),
         slow(cross(2, 2)),
         slow(cross(1, 8, **SP)),
+        slow(cross(2, 2, **SP, model={'dropout': 0.1}, **TWICE)),
         slow(cross(8, 1)),
         slow(cross(3, 2, **SP, train={'batch_size': 24})),
         slow(cross(2, 2, **SP, optim={'shard': 'optimizer'})),
@@ -89,7 +90,11 @@ cross = functools.partial(vlm, crossed=True)
 )
 def test_loss_and_gradients_are_those_of_one_device(config: Config) -> None:
     assert config.vision is not None
-    alone = vlm(crossed=config.vision.is_crossed, train={'batch_size': config.train.batch_size})
+    alone = vlm(
+        crossed=config.vision.is_crossed,
+        train={'batch_size': config.train.batch_size},
+        model={'dropout': config.model.dropout},
+    )
     (expected_loss, expected), (loss, gradients) = map(loss_and_gradients, (alone, config))
     assert relative_error(loss, expected_loss) <= LIMIT
     assert_close(gradients, expected, LIMIT)
