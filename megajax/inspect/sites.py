@@ -21,7 +21,6 @@ from megajax.train.pipeline import TO_NEXT, TO_PREVIOUS
 
 # In order of precedence: the first scope that is in the path names the site.
 _SCOPES = ('optimizer', 'embedding', 'cross_attention', 'attention', 'mlp', 'head', 'loss', 'norm')
-KINDS_OF_VECTORS = 'all-gather', 'reduce-scatter'
 ORDER = (
     'parameters',
     'stage',
@@ -46,7 +45,7 @@ def site_of(collective: Collective, config: Config) -> Site:
         return Site('metrics', 'step', axis)
     words = re.findall(r'[\w.]+', op_name)
     scope = next((scope for scope in _SCOPES if scope in words), None)
-    if config.vision is not None and (site := _of_encoder(collective, words, config)) is not None:
+    if config.vision is not None and (site := _of_encoder(collective, config)) is not None:
         return site
     if (site := _over_stages(collective, words, config)) is not None:
         return site
@@ -69,7 +68,7 @@ def site_of(collective: Collective, config: Config) -> Site:
     return Site(scope, phase_of(op_name), axis)
 
 
-def _of_encoder(collective: Collective, words: list[str], config: Config) -> Site | None:
+def _of_encoder(collective: Collective, config: Config) -> Site | None:
     """The site of what a vision encoder sends over `model`, by its arrays.
 
     XLA moves the gather of image vectors past the slice that reads them, and their scope with it.
@@ -77,8 +76,7 @@ def _of_encoder(collective: Collective, words: list[str], config: Config) -> Sit
     axis, dims = collective.axis, collective.whole.dims
     if 'model' not in collective.axes:
         return None
-    of_weights = {'parameters', 'data_parallel', 'optimizer'} & {*words}
-    if dims == vectors(config).dims and collective.kind in KINDS_OF_VECTORS and not of_weights:
+    if dims == vectors(config).dims and collective.kind in ('all-gather', 'reduce-scatter'):
         return Site('vision', 'forward' if collective.kind == 'all-gather' else 'backward', axis)
     if dims not in shapes(config):
         return None
