@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from megajax.config import Config
 from megajax.counts.collective import (
     GATHER,
-    HLO_DTYPES,
     REDUCE,
     SCATTER,
     Expected,
@@ -27,7 +26,6 @@ from megajax.hlo.program import Array
 SITE = 'cross_attention'
 LAYER = 'transformer/transformer_layer.py TransformerLayer._forward_attention'
 KEYS_VALUES = 'transformer/attention.py CrossAttention.get_query_key_value_tensors'
-FEW_HEADS = 'each device has the key/value heads of its query heads'
 
 
 def cross_layers(config: Config) -> Iterator[Expected]:
@@ -52,19 +50,15 @@ def cross_layers(config: Config) -> Iterator[Expected]:
                 yield _sent(config, name, phase, kind, activation(config), count, LAYER)
         for kind in of_vectors[phase]:
             yield _sent(config, SITE, phase, kind, vectors(config), count, KEYS_VALUES)
+        if config.model.num_kv_heads < config.mesh.model:
+            kind = SCATTER if phase == 'backward' else GATHER
+            yield _sent(config, SITE, phase, kind, _keys_values(config), count, KEYS_VALUES)
 
 
-def keys_of_few_heads(config: Config) -> Iterator[Expected]:
-    """Yield the gathers of all layers' keys and values, with fewer heads than devices."""
-    model, shards = config.model, config.mesh.model
-    if not model.num_cross_layers or model.num_kv_heads >= shards:
-        return
-    count = vectors(config).shape[0]
-    gathered: dict[Phase, int] = {'forward': model.num_kv_heads, 'backward': shards}
-    for phase, heads in gathered.items():
-        shape = count, model.num_cross_layers, heads, 2, model.head_dim
-        array = Array(HLO_DTYPES[config.train.dtype], shape)
-        yield _sent(config, SITE, phase, GATHER, array, config.train.microbatches, FEW_HEADS)
+def _keys_values(config: Config) -> Array:
+    """Return the keys and values of a layer, which Megatron gathers as it does all of QKV."""
+    model, of_images = config.model, vectors(config)
+    return of_images._replace(shape=(of_images.shape[0], 2 * model.num_kv_heads * model.head_dim))
 
 
 def _sent(

@@ -21,7 +21,7 @@ from megajax.counts.collective import (
     passes,
 )
 from megajax.counts.context import over_context, own_over_context
-from megajax.counts.cross_attention import cross_layers, keys_of_few_heads
+from megajax.counts.cross_attention import cross_layers
 from megajax.counts.data_parallel import over_data
 from megajax.counts.grid import over_grid
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
@@ -78,8 +78,7 @@ def stated(config: Config) -> list[Expected]:
     """
     mesh, runs = config.mesh, Runs.of_stages(config)
     if config.vision is not None:
-        vectors = _vectors(config, Runs.of_megatron(config))
-        return [*images_over_devices(config), *keys_of_few_heads(config), *vectors]
+        return [*images_over_devices(config), *_vectors(config, Runs.of_megatron(config))]
     context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
     if mesh.stages == 1:
         return [*context]

@@ -41,8 +41,7 @@ cross = functools.partial(vlm, crossed=True)
         slow(cross(2, 2, **SP, **TWICE)),
         slow(cross(1, 4, train=ROWS['train'] | HALF['train'])),
         slow(cross(2, 4, optim={'shard': 'weights'}, **TWICE)),
-        slow(cross(4, 2, mesh={'replicas': 2}, optim={'shard': 'gradients'})),
-        slow(cross(3, 2, optim={'shard': 'weights'}, train={'batch_size': 24})),
+        slow(cross(4, 2, **SP, optim={'shard': 'gradients'}, **HALF)),
     ],
 )
 def test_no_row_sends_more_than_is_stated(config: Config) -> None:
