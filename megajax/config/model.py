@@ -58,6 +58,8 @@ class VisionConfig(Section):
     deepstack: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = ()
     images: PositiveInt = 1  # at most, in a row of the batch
     max_patches: PositiveInt = 1024  # of an image
+    # Of an image: a smaller one is enlarged. Qwen3-VL's 65,536 pixels are 256 patches.
+    min_patches: NonNegativeInt = 0
     image_token: NonNegativeInt = 0  # the token that stands where image vectors are
 
     @property

@@ -55,6 +55,12 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'use {multiples(vision.max_patches, vision.unit)}'
         )
         yield Problem(path='vision.max_patches', message=message, others=('vision.merge_size',))
+    if vision.min_patches > vision.max_patches:
+        message = (
+            f'{vision.min_patches} is above vision.max_patches={vision.max_patches}; '
+            f'use at most {vision.max_patches}, or raise vision.max_patches'
+        )
+        yield Problem(path='vision.min_patches', message=message, others=('vision.max_patches',))
     if vision.vectors > config.train.seq_len:
         message = (
             f'{vision.max_patches} patches become {vision.vectors} tokens of an image, more than '

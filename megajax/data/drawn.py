@@ -78,6 +78,7 @@ def row_shape(config: Config) -> RowShape:
         patch_size=vision.patch_size,
         merge_size=vision.merge_size,
         max_patches=vision.max_patches,
+        min_patches=vision.min_patches,
     )
     return RowShape(
         seq_len=config.train.seq_len,
