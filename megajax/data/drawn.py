@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megajax.config import Config, ConfigError, Problem
+from megajax.data.corpus_tokenizer import IMAGE_TOKEN, check_image_token
 from megajax.data.image_rows import RowShape
 from megajax.data.patches import PatchSize
 from megajax.data.picture_batches import PictureBatches
@@ -14,7 +15,7 @@ from megajax.data.text.tokenizer import Tokenizer, make_tokenizer
 
 # What `data.corpus` may name: a word in a picture; four words, one of which is asked for.
 PICTURES: dict[str, Callable[..., Picture]] = {'words': word_picture, 'lines': lines_picture}
-IMAGE_TOKEN = '<image>'
+NO_TOKEN = -1
 
 
 class Drawn(NamedTuple):
@@ -52,10 +53,7 @@ def draw_pictures(config: Config) -> Drawn:
 
 def _check(config: Config, tokenizer: Tokenizer, batches: PictureBatches) -> None:
     """Raise ConfigError if the image token is another, or a picture with its answer too long."""
-    image_token = tokenizer.token_id(IMAGE_TOKEN)
-    if config.vision is not None and config.vision.image_token != image_token:
-        message = f'{config.vision.image_token} is not the token of pictures; use {image_token}'
-        raise ConfigError(Problem(path='vision.image_token', message=message))
+    check_image_token(config, tokenizer)
     longest = max(len(batches.document(batches.draw(i)).tokens) for i in range(NUM_HELD_OUT))
     if longest > config.train.seq_len + 1:
         message = (
@@ -85,6 +83,18 @@ def row_shape(config: Config) -> RowShape:
         images=vision.images,
         patches=patches,
         image_token=vision.image_token,
+        mrope=config.model.position == 'mrope',
+        document_mask=config.data.document_mask,
+    )
+
+
+def text_row_shape(config: Config) -> RowShape:
+    """Return the shape of the rows of a model without an encoder."""
+    return RowShape(
+        seq_len=config.train.seq_len,
+        images=0,
+        patches=PatchSize(patch_size=1, merge_size=1, max_patches=1),
+        image_token=NO_TOKEN,
         mrope=config.model.position == 'mrope',
         document_mask=config.data.document_mask,
     )

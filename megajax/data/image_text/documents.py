@@ -119,6 +119,9 @@ def _encode(
 
 
 def _check_fit(tokens: np.ndarray, grids: Sequence[Grid], shape: RowShape, place: str) -> None:
+    if grids and not shape.images:
+        message = f'has {len(grids)} pictures, and the model reads text alone; leave them out'
+        raise ConfigError(Problem(path=place, message=message))
     if len(grids) > shape.images:
         message = (
             f'has {len(grids)} pictures, and a row holds {shape.images}; '
