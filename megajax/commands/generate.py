@@ -107,7 +107,7 @@ FilesAndOverrides = Annotated[
 Task = Annotated[
     Literal['perplexity', 'wikitext', 'lambada'] | None,
     typer.Option(
-        help='perplexity: text, .jsonl and folders. '
+        help='perplexity: text, .jsonl, also with pictures, and folders. '
         'wikitext, lambada: by the rules of the Megatron paper.'
     ),
 ]
@@ -174,7 +174,14 @@ def _result_line(name: str, values: Mapping[str, float]) -> str:
 def _evaluate(
     opened: 'Opened', tokenizer: Any, files: Sequence[str], task: str | None, stride: int | None
 ) -> Any:
-    from megajax.evaluate import Scorer, lambada, perplexity, wikitext
+    from megajax.evaluate import (
+        Scorer,
+        are_documents,
+        document_perplexity,
+        lambada,
+        perplexity,
+        wikitext,
+    )
 
     scorer = Scorer(opened.config, opened.params)
     if task == 'lambada':
@@ -183,7 +190,11 @@ def _evaluate(
         return wikitext(
             scorer, tokenizer, files[0], **({} if stride is None else {'stride': stride})
         )
-    return perplexity(scorer, tokenizer, files, stride=stride)
+    if not are_documents(scorer, files):
+        return perplexity(scorer, tokenizer, files, stride=stride)
+    if stride is not None:
+        raise ConfigError('--stride is of a text; these documents are read whole: leave it out')
+    return document_perplexity(scorer, tokenizer, files)
 
 
 def _check(

@@ -88,8 +88,10 @@ def row_shape(config: Config) -> RowShape:
     )
 
 
-def text_row_shape(config: Config) -> RowShape:
-    """Return the shape of the rows of a model without an encoder."""
+def document_row_shape(config: Config) -> RowShape:
+    """Return the shape of rows of whole documents; without an encoder they have no slots."""
+    if config.vision is not None:
+        return row_shape(config)
     return RowShape(
         seq_len=config.train.seq_len,
         images=0,

@@ -35,6 +35,7 @@ class RowShape:
     image_token: int
     mrope: bool  # positions of three axes
     document_mask: bool = False
+    limited_by: str = 'train.seq_len'  # the key of the config that limits `seq_len`
 
     def empty(self, count: int) -> Batch:
         """Return rows without documents."""

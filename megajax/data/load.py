@@ -15,14 +15,9 @@ from megajax.data.corpus_tokenizer import (
     tokenizer_of_pairs,
     tokenizer_of_text,
 )
-from megajax.data.drawn import PICTURES, draw_pictures, row_shape, text_row_shape
+from megajax.data.drawn import PICTURES, document_row_shape, draw_pictures, row_shape
 from megajax.data.image_rows import EmptySlots
-from megajax.data.image_text.load import (
-    begins_with_messages,
-    files_of,
-    load_image_text,
-    read_training_texts,
-)
+from megajax.data.image_text.load import keeps_documents, load_image_text, read_training_texts
 from megajax.data.masked import NUM_SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
 from megajax.data.samples import Joined, Samples, Windows
@@ -60,7 +55,7 @@ def load_data(config: Config) -> Data:
             fingerprints={config.data.corpus: drawn.fingerprint},
         )
     prefixes = _prefixes(config)
-    if not prefixes and _has_turns_or_pictures(config):
+    if not prefixes and keeps_documents(config, config.data.corpus):
         return _load_image_text(config)
     if config.data.chat_template is not None:
         message = 'is for JSON lines with messages, and the corpus has none; leave it out'
@@ -99,17 +94,6 @@ def _prefixes(config: Config) -> list[str]:
     return list(config.data.blend) or ([corpus] if is_pair(corpus) else [])
 
 
-def _has_turns_or_pictures(config: Config) -> bool:
-    """Whether the corpus is JSON lines whose documents stay whole in a row.
-
-    They are for a model that sees, and where a text model is to learn the turns of messages.
-    """
-    data = config.data
-    if config.vision is not None or data.chat_template is not None:
-        return bool(files_of(data.corpus))
-    return begins_with_messages(data.corpus)
-
-
 def _load_image_text(config: Config) -> Data:
     data, train = config.data, config.train
     if data.order == 'megatron':
@@ -119,7 +103,7 @@ def _load_image_text(config: Config) -> Data:
     check_image_token(config, tokenizer)
     loaded = load_image_text(
         data.corpus,
-        text_row_shape(config) if config.vision is None else row_shape(config),
+        document_row_shape(config),
         tokenizer,
         batch_size=train.batch_size,
         seed=train.seed,

@@ -13,11 +13,14 @@ from jax import lax
 
 from megajax.config import Config
 from megajax.counts.chunks import chunk_sizes
+from megajax.generate.image_prompts import PromptImages, pad, stack
 from megajax.generate.sampling import most_probable
 from megajax.generate.weights import inference_config
+from megajax.model.images import Images, merge_images_of_shards
 from megajax.model.loss import Loss
 from megajax.model.parameters import cast_matrices
-from megajax.model.transformer import Computation, model_graph
+from megajax.model.shard_copies import copy_encoder
+from megajax.model.transformer import Computation, LanguageModel, model_graph
 from megajax.parallel.layout import Layout
 
 ROWS = 8  # windows at a time
@@ -32,6 +35,7 @@ class Window(NamedTuple):
 
     tokens: Sequence[int] | np.ndarray
     num_targets: int
+    images: PromptImages | None = None  # those of the tokens but the last; of all windows or none
 
 
 class Scored(NamedTuple):
@@ -74,8 +78,15 @@ class Scorer:
         token_BS = np.zeros((self._rows, length + 1), np.int32)
         for row, window in enumerate(windows):
             token_BS[row, : len(window.tokens)] = window.tokens
+        images = [window.images for window in windows if window.images is not None]
         nll_BS, is_top_BS = (
-            np.asarray(x) for x in self._score(self.params, token_BS[:, :-1], token_BS[:, 1:])
+            np.asarray(x)
+            for x in self._score(
+                self.params,
+                token_BS[:, :-1],
+                token_BS[:, 1:],
+                *(stack([pad(x, length) for x in images], self._rows, length) if images else ()),
+            )
         )
         for row, window in enumerate(windows):
             last = len(window.tokens) - 1
@@ -83,10 +94,27 @@ class Scorer:
             yield Scored(nll_BS[targets].astype(np.float64), is_top_BS[targets])
 
 
+def hidden_of_shards(
+    model: LanguageModel,
+    token_BS: jax.Array,
+    position_BS: jax.Array | None,
+    images: Images,
+    computation: Computation,
+) -> jax.Array:
+    """Return the model's `hidden` for rows with images, those of all data shards at once."""
+    assert position_BS is not None
+    assert model.vision is not None
+    position_BS = jax.reshard(position_BS, model.layout('BS'))
+    x_BSD = model.embed(token_BS, computation.dtype, position_BS=position_BS)
+    x_BSD, deep_BSAD = merge_images_of_shards(model.vision, x_BSD, images, model.layout)
+    return model.finish(model.blocks(x_BSD, computation, (position_BS, None, None, deep_BSAD)))
+
+
 @functools.cache
 def _make_score(config: Config) -> jax.stages.Wrapped:
-    """Return the compiled function `score(params, token_BS, label_BS)`.
+    """Return the compiled function `score(params, token_BS, label_BS, images, position_BS)`.
 
+    Rows with images also have these and the positions of their tokens, [B, S] or [B, S, 3].
     Its results, replicated on every device, are the negative log-likelihood of each label, and
     whether it is the most probable.
     """
@@ -96,13 +124,22 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
 
     @jax.jit
     def score(
-        params: nnx.State, token_BS: jax.Array, label_BS: jax.Array
+        params: nnx.State,
+        token_BS: jax.Array,
+        label_BS: jax.Array,
+        images: Images | None = None,
+        position_BS: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         token_BS, label_BS = (jax.reshard(x, layout('BS')) for x in (token_BS, label_BS))
         if layout.at_rest:
             params = cast_matrices(params, config.train.dtype, layout)
-        model = nnx.merge(graph, params)
-        x_BSD, head_dV = model.hidden(token_BS, computation), model.head_Vd.T
+        if images is None:
+            model = nnx.merge(graph, params)
+            x_BSD = model.hidden(token_BS, computation)
+        else:
+            model = nnx.merge(graph, copy_encoder(params, layout))
+            x_BSD = hidden_of_shards(model, token_BS, position_BS, images, computation)
+        head_dV = model.head_Vd.T
         length = token_BS.shape[1]
         rows = token_BS.shape[0] // layout.num_shards('B')
         logit_bytes = 4 * rows * length * head_dV.shape[1] // layout.num_shards('V')

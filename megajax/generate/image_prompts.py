@@ -60,6 +60,14 @@ def prompt_of(document: ImageDocument, shape: RowShape, length: int) -> Prompt:
     )
 
 
+def pad(images: PromptImages, length: int) -> PromptImages:
+    """Return the images of a prompt to which tokens of text are added up to this length."""
+    added = length - len(images.index_S)
+    positions = np.pad(images.position_S, ((0, added), *[(0, 0)] * (images.position_S.ndim - 1)))
+    index_S = np.pad(images.index_S, (0, added), constant_values=-1)
+    return images._replace(index_S=index_S, position_S=positions)
+
+
 def stack(images: Sequence[PromptImages], size: int, length: int) -> tuple[Images, np.ndarray]:
     """Return the images of `size` rows, and the positions of their last tokens."""
 

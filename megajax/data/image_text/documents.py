@@ -132,8 +132,8 @@ def _check_fit(tokens: np.ndarray, grids: Sequence[Grid], shape: RowShape, place
         of_images = sum(map(shape.patches.vectors, grids))
         message = (
             f'has {len(tokens)} tokens, {of_images} of them for pictures, and a row holds '
-            f'{shape.seq_len + 1}; use train.seq_len={len(tokens) - 1}'
+            f'{shape.seq_len + 1}; use {shape.limited_by}={len(tokens) - 1}'
             f'{", a smaller vision.max_patches" if grids else ""}, or split the line'
         )
-        others = ('train.seq_len', 'vision.max_patches')
+        others = (shape.limited_by, 'vision.max_patches')
         raise ConfigError(Problem(path=place, message=message, others=others))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from megajax.config.errors import ConfigError, Problem
+from megajax.config import Config, ConfigError, Problem
 from megajax.data.batches import Batch, Batches, Order
 from megajax.data.image_rows import RowShape
 from megajax.data.image_text.chat import Chat, PlainChat, TemplateChat
@@ -154,9 +154,15 @@ def files_of(corpus: str) -> list[tuple[Path, str]]:
     return [(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
 
 
-def begins_with_messages(corpus: str) -> bool:
-    """Whether the first line of a corpus's JSON lines holds messages."""
-    lines = (line for path, _ in files_of(corpus) for _, line in read_lines(path))
+def keeps_documents(config: Config, corpus: str) -> bool:
+    """Whether a corpus is JSON lines whose documents stay whole in a row.
+
+    They are where a model sees, and where a text model is to learn the turns of messages.
+    """
+    files = files_of(corpus)
+    if config.vision is not None or config.data.chat_template is not None:
+        return bool(files)
+    lines = (line for path, _ in files for _, line in read_lines(path))
     return 'messages' in next(lines, {})
 
 
