@@ -17,7 +17,7 @@ from megajax.files.outputs import output_problems
 
 if TYPE_CHECKING:
     from megajax.checkpoint.open import Opened
-    from megajax.generate import Continuation
+    from megajax.generate import Continuation, Request
 
 _OVERRIDE = re.compile(r'[a-z]+\.\w+=')
 
@@ -39,6 +39,13 @@ ImageFiles = Annotated[
         help='A picture for the next <image> of the prompt; may be given several times.',
     ),
 ]
+ImageFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar='DIR',
+        help='Answer the prompt for each picture of a folder. The output is JSON lines.',
+    ),
+]
 
 
 def generate(
@@ -56,6 +63,7 @@ def generate(
         ),
     ] = None,
     image: ImageFiles = None,
+    images: ImageFolder = None,
     max_tokens: Annotated[int, typer.Option(help='Maximum number of new tokens per prompt.')] = 256,
     temperature: Annotated[
         float, typer.Option(help='0 always chooses the most probable token.')
@@ -73,31 +81,71 @@ def generate(
         typer.Option(metavar='TEXT', help='Stop before this text; may be given several times.'),
     ] = None,
 ) -> None:
-    """Continue prompts with a trained model; without --prompts, print text as it is generated."""
+    """Continue prompts with a trained model.
+
+    Without --prompts and --images, text is printed as it is generated.
+    """
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts else [])]
     _check_unicode(
         {'--prompt': prompt or [], '--stop': stop or [], str(prompts): texts[len(prompt or []) :]}
     )
     if image and len(texts) > 1:
         raise ConfigError(f'--image belongs to one prompt, and there are {len(texts)}: give one')
+    _check_images(images, image, prompts, texts)
     # Here, because it imports jax.
-    from megajax.generate import Generator, Request, Sampling, encode_prompts, read_prompt
+    from megajax.generate import Generator, PromptReader, Request, Sampling, encode_prompts
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
     opened, jax = _open(run, overrides or [])
-    texts, images = texts or ['<image>' * len(image or [])], None
+    if images:
+        _answer_all(opened, jax, (texts or ['<image>'])[0], images, request)
+        return
+    texts, pictures = texts or ['<image>' * len(image or [])], None
     if image:
-        ids, pictures = read_prompt(opened.config, opened.tokenizer, texts[0], image)
-        encoded, images = [ids], [pictures]
+        reader = PromptReader(opened.config, opened.tokenizer)
+        ids, of_prompt = reader.read(reader.check(texts[0], image))
+        encoded, pictures = [ids], [of_prompt]
     else:
         encoded = encode_prompts(opened.config, opened.tokenizer, texts)
     with jax.set_mesh(opened.mesh):
         generator = Generator(opened.config, opened.params, opened.tokenizer)
-        stream = generator.stream(encoded, request, images)
+        stream = generator.stream(encoded, request, pictures)
         show = _as_json(texts) if prompts else _as_text(texts)
         for rows in stream:
             show(rows)
+
+
+def _check_images(
+    images: Path | None, image: list[Path] | None, prompts: Path | None, texts: Sequence[str]
+) -> None:
+    """Raise ConfigError for what does not go with a folder of pictures, before jax is imported."""
+    if images is None:
+        return
+    if image or prompts:
+        raise ConfigError('--images answers one --prompt: leave out --image and --prompts')
+    if len(texts) > 1 or any(text.count('<image>') != 1 for text in texts):
+        raise ConfigError('--images puts each picture where the --prompt has <image>: give one')
+    if not images.is_dir():
+        raise ConfigError(f'--images {images}: no such folder')
+
+
+def _answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: 'Request') -> None:
+    """Print the answer for each picture of a folder as JSON, in order."""
+    from megajax.generate import Generator, PromptReader, answer_all, check_prompts, find_pictures
+
+    reader = PromptReader(opened.config, opened.tokenizer)
+    documents = check_prompts(reader, prompt, find_pictures(folder))
+    with jax.set_mesh(opened.mesh):
+        generator = Generator(opened.config, opened.params, opened.tokenizer)
+        for picture, row in answer_all(generator, reader, documents, request):
+            line = {
+                'image': picture.name,
+                'text': row.text,
+                'tokens': len(row.ids),
+                'end': row.end,
+            }
+            print(json.dumps(line, ensure_ascii=False), flush=True)
 
 
 FilesAndOverrides = Annotated[

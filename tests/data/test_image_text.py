@@ -383,7 +383,8 @@ def test_a_prompt_is_the_beginning_of_the_document_that_was_trained_on(folder: P
     line = {'text': 'see <image> and <image>', 'images': images}
     (document,) = documents(write(folder, line))
     trained = document.read(SHAPE)
-    prompt = encode_prompt(line['text'], [folder / name for name in images], SHAPE, TOKENIZER)
+    files = [folder / name for name in images]
+    prompt = encode_prompt(line['text'], files, SHAPE, TOKENIZER).read(SHAPE)
     np.testing.assert_array_equal(prompt.tokens, trained.tokens[:-1])
     assert prompt.grids == trained.grids
     for ours, theirs in zip(prompt.patches, trained.patches, strict=True):
