@@ -15,6 +15,8 @@ from pydantic import (
 # 128 x 8, as in the Megatron paper; the same on every mesh, so that a checkpoint fits all of them.
 VOCAB_MULTIPLE = 1024
 
+Part = Literal['encoder', 'merger', 'decoder']
+
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -61,6 +63,9 @@ class VisionConfig(Section):
     # Of an image: a smaller one is enlarged. Qwen3-VL's 65,536 pixels are 256 patches.
     min_patches: NonNegativeInt = 0
     image_token: NonNegativeInt = 0  # the token that stands where image vectors are
+    # Parts without gradients, weight decay and moments: the encoder without its mergers, the
+    # mergers, and all that is outside the encoder.
+    freeze: Annotated[tuple[Part, ...], Field(strict=False)] = ()
 
     @property
     def pixels(self) -> int:

@@ -1,10 +1,11 @@
 """The rules of the vision encoder's sizes, and of rotary positions with several numbers."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from megajax.config.divisors import divides, multiples
 from megajax.config.errors import Problem
+from megajax.config.model import Part
 
 if TYPE_CHECKING:
     from megajax.config.schema import Config
@@ -74,6 +75,9 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'use at most {model.vocab_size - 1}'
         )
         yield Problem(path='vision.image_token', message=message, others=('model.vocab_size',))
+    if set(vision.freeze) == set(get_args(Part)):
+        message = f'{list(vision.freeze)} are all parts, so nothing is trained; leave one out'
+        yield Problem(path='vision.freeze', message=message)
     yield from _taps(config)
 
 

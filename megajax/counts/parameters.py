@@ -20,6 +20,7 @@ from megajax.parallel.layout import Layout
 # Dims of weights and biases that Megatron shards over its ranks, those of an encoder too.
 SHARDED_BY_MEGATRON = 'VFNKⒻⓃⓀⓌ'
 IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
+MERGERS = 'merger', 'deep_mergers'  # the part `merger` of `vision.freeze`
 UNSHARDED: Mapping[str, int] = {}
 NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders
 
@@ -46,6 +47,7 @@ class Parameter:
     std: float = 0.0
     value: float = 0.0
     partial: str = ''
+    is_frozen: bool = False  # has neither gradient nor moments, and does not decay
 
     @property
     def decays(self) -> bool:
@@ -96,6 +98,8 @@ def declare(model: ModelConfig) -> Declared:
     if model.is_bert:
         declared |= _bert(model)
     if model.vision is not None:
+        if 'decoder' in model.vision.freeze:
+            declared = dict(_frozen(declared))
         declared['vision'] = of_encoder(declare_vision(model.vision))
     return declared
 
@@ -123,7 +127,16 @@ def declare_vision(vision: VisionConfig) -> Declared:
     }
     if vision.deepstack:
         declared['deep_mergers'] = _prefixed(merger('W'), 'A')
-    return declared
+    kept = {name: 'merger' if name in MERGERS else 'encoder' for name in declared}
+    frozen = {name: declared[name] for name, part in kept.items() if part in vision.freeze}
+    return declared | dict(_frozen(frozen))
+
+
+def _frozen(declared: Declared) -> Declared:
+    return {
+        name: dataclasses.replace(x, is_frozen=True) if isinstance(x, Parameter) else _frozen(x)
+        for name, x in declared.items()
+    }
 
 
 def of_encoder(declared: Declared) -> Declared:
