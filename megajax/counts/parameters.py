@@ -317,15 +317,18 @@ def count(
     model: ModelConfig,
     shards: tuple[tuple[str, int], ...] = (),
     modules: tuple[str, ...] | None = None,
+    learned: bool = False,
 ) -> Counts:
     """Count the elements of the arrays on a device; `shards` has the shards of each letter.
 
-    With `modules`, count only the parameters of these, such as `layers` and `embedding`.
+    With `modules`, count only the parameters of these, such as `layers` and `embedding`; with
+    `learned`, only those that are not frozen.
     """
     sizes = [
         (parameter, num_elements(parameter, dim_sizes(model), dict(shards)))
         for name, parameter in parameters(model)
-        if modules is None or name.split('.')[0] in modules
+        if (modules is None or name.split('.')[0] in modules)
+        and not (learned and parameter.is_frozen)
     ]
     in_microbatches = [(x.is_stacked, size) for x, size in sizes if x.is_in_microbatches]
     return Counts(
@@ -336,13 +339,20 @@ def count(
     )
 
 
-def own_counts(config: Config, modules: tuple[str, ...] | None = None) -> Counts:
+def own_counts(
+    config: Config, modules: tuple[str, ...] | None = None, *, learned: bool = False
+) -> Counts:
     """Count the parameters of a device in the computation of a step."""
-    return count(config.model, tuple(Layout.of(config).shards.items()), modules)
+    return count(config.model, tuple(Layout.of(config).shards.items()), modules, learned)
 
 
 def megatron_counts(
-    model: ModelConfig, ranks: int, stages: int = 1, modules: tuple[str, ...] | None = None
+    model: ModelConfig,
+    ranks: int,
+    stages: int = 1,
+    modules: tuple[str, ...] | None = None,
+    *,
+    learned: bool = False,
 ) -> Counts:
     """Count the parameters of a Megatron rank, which holds at least one entire key/value head.
 
@@ -350,7 +360,7 @@ def megatron_counts(
     """
     full_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
     shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | {'L': stages}
-    return count(full_heads, tuple(shards.items()), modules)
+    return count(full_heads, tuple(shards.items()), modules, learned)
 
 
 def num_parameters(model: ModelConfig, *, padded: bool = False) -> int:

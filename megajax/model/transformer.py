@@ -64,7 +64,7 @@ class Computation(NamedTuple):
         Where `params` are gradient slots or matrices at rest, `weights` are those to compute with.
         """
 
-        def join(declared: Parameter, x: jax.Array, weight: jax.Array | None) -> Any:
+        def join(declared: Parameter, x: jax.Array, weight: Any) -> Any:
             if not reduced_in_backward(declared, self.shard):
                 return pair(declared, weight, x)
             dims = declared.dims.removeprefix('L')

@@ -160,7 +160,7 @@ class Objective:
         computation, layout = self.computation, self.layout
         params = with_frozen(params, weights)
 
-        def outside_layers(declared: Parameter, x: jax.Array, weight: jax.Array) -> jax.Array:
+        def outside_layers(declared: Parameter, x: jax.Array, weight: jax.Array) -> Any:
             if declared.is_of_encoder:
                 return pair(declared, weight, x)
             return x if declared.is_stacked else computation.value(weight, x, declared, layout)

@@ -1,6 +1,9 @@
 """Frozen parts of a model that sees get no gradient, and cost neither moments nor collectives."""
 
 import functools
+import math
+import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -17,10 +20,14 @@ from support import (
 )
 from vlm import SP, vlm
 
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.compare import parameter_shapes
 from megajax.config import Config, ConfigError, load
+from megajax.counts.vision import shapes
 from megajax.hlo.collectives import collectives
 from megajax.hlo.program import Program
 from megajax.hlo.text import program_text
+from megajax.plan.memory import memory
 from megajax.train.feed import place_batch
 from megajax.train.gradients import make_loss_and_gradients
 from megajax.train.step import init_state, make_train_step
@@ -104,29 +111,94 @@ def test_the_gradient_norm_is_of_what_is_learned() -> None:
     np.testing.assert_allclose(float(metrics['grad_norm']), norm, rtol=1e-5)
 
 
-def program(freeze: tuple[str, ...]) -> Program:
+def compiled(freeze: tuple[str, ...]) -> str:
     config = vlm(2, 2, **SP, vision={'freeze': freeze})
     with on_mesh(config):
         params, batch = random_params(config, std=0.05), place_batch(make_batch(config))
         lowered = jax.jit(make_loss_and_gradients(config)).lower(params, batch, jax.random.key(0))
-        return Program(program_text(lowered.compile()))
+        return program_text(lowered.compile())
 
 
-def test_a_frozen_encoder_runs_forward_only_and_its_vectors_send_no_gradient() -> None:
-    def sent(freeze: tuple[str, ...]) -> set[tuple[str, str]]:
-        found = collectives(program(freeze), {'data': 2, 'model': 2})
-        of_vectors = [one for one in found if one.operand.shape[-2:] == (2, 64)]
-        return {(one.kind, one.axis) for one in of_vectors if len(one.operand.shape) == 4}
+def test_a_frozen_encoder_has_no_backward_pass_and_sends_no_gradients() -> None:
+    def of_vectors(text: str) -> set[tuple[str, str]]:
+        found = collectives(Program(text), {'data': 2, 'model': 2})
+        shapes = {(1, 32, 2, 64), (1, 64, 2, 64)}  # vectors of two taps, in parts and whole
+        return {(one.kind, one.axis) for one in found if one.operand.shape in shapes}
 
-    def backward(freeze: tuple[str, ...]) -> bool:
-        text = str(program(freeze).text)
-        return 'transpose(jvp(vision))' in text or '/vision/layers' in text.split('transpose')[-1]
+    def backward(text: str) -> set[str]:
+        names = set(re.findall(r'op_name="([^"]*)"', text))
+        return {name for name in names if re.search(r'transpose\(.*jvp\(vision\)', name)}
 
-    assert sent(()) == {('all-gather', 'model'), ('reduce-scatter', 'model')}
-    assert sent(('encoder', 'merger')) == {('all-gather', 'model')}
+    learned, frozen = compiled(()), compiled(('encoder', 'merger'))
+    assert of_vectors(learned) == {('all-gather', 'model'), ('reduce-scatter', 'model')}
+    assert of_vectors(frozen) == {('all-gather', 'model')}
+    assert backward(learned)
+    assert not backward(frozen)
+    config = vlm(2, 2, **SP)
+    for one in collectives(Program(frozen), {'data': 2, 'model': 2}):
+        of_encoder = tuple(n for n in one.operand.shape if n > 1) in shapes(config)
+        assert one.kind == 'all-gather' or not of_encoder, one
+
+
+@pytest.mark.parametrize('freeze', [(), *FREEZES])
+@pytest.mark.parametrize('shard', ['none', slow('weights')])
+def test_the_state_is_counted_with_moments_of_what_is_learned(
+    freeze: tuple[str, ...], shard: str
+) -> None:
+    config = vlm(2, 2, vision={'freeze': freeze}, optim={'shard': shard})
+    with on_mesh(config):
+        state = jax.eval_shape(lambda: init_state(config))
+    sizes = memory(config)
+    found = [
+        sum(
+            4 * math.prod(x.sharding.shard_shape(x.shape))
+            for x in jax.tree.leaves(tree)
+            if x.ndim or x.dtype == np.float32
+        )
+        for tree in (state.params, state.opt_state)
+    ]
+    assert [sizes.parameters, sizes.optimizer] == found
 
 
 def test_freezing_everything_is_refused() -> None:
     with pytest.raises(ConfigError, match='nothing is trained; leave one out'):
         load('tiny_vlm', ['vision.freeze=[encoder,merger,decoder]'])
     assert load('tiny_vlm', ['vision.freeze=[encoder]']).vision.freeze == ('encoder',)
+
+
+def test_a_resumed_run_freezes_the_same_parts_and_an_import_any(tmp_path: Path) -> None:
+    old, new = vlm(), vlm(vision={'freeze': ('decoder',)})
+    with on_mesh(old):
+        with Checkpoints(tmp_path / 'run/checkpoints', old) as checkpoints:
+            checkpoints.save(init_state(old), 1)
+        with Checkpoints(tmp_path / 'import/checkpoints', old) as checkpoints:
+            checkpoints.save({'params': init_state(old).params}, 0)
+        with Checkpoints(tmp_path / 'run/checkpoints', new) as checkpoints:
+            checkpoints.newest_verified()
+            with pytest.raises(ConfigError) as found:
+                checkpoints.restore(1)
+        with Checkpoints(tmp_path / 'import/checkpoints', new) as checkpoints:
+            checkpoints.newest_verified()
+            moments = by_name(optax.tree_utils.tree_get(checkpoints.restore(0).opt_state, 'mu'))
+    message = str(found.value)
+    assert "vision.freeze [] there, ['decoder'] here" in message
+    assert message.endswith(f'begin another run with run.start_from={tmp_path / "run"}')
+    assert {part_of(name) for name in moments} == {'encoder', 'merger'}
+
+
+@pytest.mark.parametrize('shard', ['optimizer', slow('weights')])
+def test_a_checkpoint_holds_all_weights_and_resumes_to_the_bit(tmp_path: Path, shard: str) -> None:
+    config = vlm(2, 2, vision={'freeze': ('encoder', 'merger')}, optim={'shard': shard})
+    with on_mesh(config):
+        step, batch = make_train_step(config), place_batch(make_batch(config))
+        state, _ = step(init_state(config), batch)
+        with Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:
+            checkpoints.save(state, 1)
+        straight, _ = step(state, batch)
+        with Checkpoints(tmp_path / 'checkpoints', config) as checkpoints:
+            checkpoints.newest_verified()
+            resumed, _ = step(checkpoints.restore(1), batch)
+        for a, b in zip(jax.tree.leaves(straight), jax.tree.leaves(resumed), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    parameters = set(parameter_shapes(tmp_path / 'checkpoints/1'))
+    assert {part_of(name) for name in parameters} == PARTS
