@@ -84,7 +84,7 @@ def _find_sound(wanted: Path) -> Path:
 def _check_same_model(start: Path, config: Config) -> None:
     there = read_record(start)
     different = config_differences(there, make_record(config, there.step))
-    free = HARMLESS + (ROTARY if config.model.position == 'rope' else ())
+    free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
     problems = []
     for key, (old, new) in different.items():
         if key in free:
