@@ -17,6 +17,7 @@ from megajax.files.outputs import output_problems
 
 if TYPE_CHECKING:
     from megajax.checkpoint.open import Opened
+    from megajax.config import Config
     from megajax.generate import Continuation
 
 _OVERRIDE = re.compile(r'[a-z]+\.\w+=')
@@ -56,6 +57,12 @@ def generate(
         ),
     ] = None,
     image: ImageFiles = None,
+    show_budget: Annotated[
+        Path | None,
+        typer.Option(
+            metavar='PNG', help='Draw over the picture how many tokens relevance gives its regions.'
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help='Maximum number of new tokens per prompt.')] = 256,
     temperature: Annotated[
         float, typer.Option(help='0 always chooses the most probable token.')
@@ -80,12 +87,16 @@ def generate(
     )
     if image and len(texts) > 1:
         raise ConfigError(f'--image belongs to one prompt, and there are {len(texts)}: give one')
+    if show_budget is not None:
+        _check_budget(show_budget, image or [])
     # Here, because it imports jax.
     from megajax.generate import Generator, Request, Sampling, encode_prompts, read_prompt
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
     opened, jax = _open(run, overrides or [])
+    if show_budget is not None and opened.config.relevance is None:
+        raise ConfigError(f'{run} has no relevance, whose budget --show-budget draws: leave it out')
     texts, images = texts or ['<image>' * len(image or [])], None
     if image:
         ids, pictures = read_prompt(opened.config, opened.tokenizer, texts[0], image)
@@ -98,6 +109,33 @@ def generate(
         show = _as_json(texts) if prompts else _as_text(texts)
         for rows in stream:
             show(rows)
+    if show_budget is not None and image:
+        _show_budget(show_budget, image[0], opened.config, rows)
+
+
+def _check_budget(path: Path, images: Sequence[Path]) -> None:
+    problems = [*output_problems(path)]
+    if len(images) != 1:
+        problems.append(f'--show-budget draws over one picture, and --image gives {len(images)}')
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _show_budget(
+    path: Path, file: Path, config: 'Config', rows: 'Sequence[Continuation | None]'
+) -> None:
+    """Write the picture with the tokens that the only row's regions have."""
+    from PIL import Image
+
+    from megajax.data.budget_sheet import write_budget
+    from megajax.data.images import read_image
+
+    (row,) = rows
+    assert row is not None
+    assert row.region_tokens is not None
+    assert config.relevance is not None
+    tokens = row.region_tokens[0].reshape(config.relevance.regions)
+    write_budget(path, Image.fromarray(read_image(file)), tokens)
 
 
 FilesAndOverrides = Annotated[

@@ -55,7 +55,7 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'use {multiples(vision.max_patches, vision.unit)}'
         )
         yield Problem(path='vision.max_patches', message=message, others=('vision.merge_size',))
-    if vision.vectors > config.train.seq_len:
+    if config.relevance is None and vision.vectors > config.train.seq_len:
         message = (
             f'{vision.max_patches} patches become {vision.vectors} tokens of an image, more than '
             f'train.seq_len={config.train.seq_len}; use at most '

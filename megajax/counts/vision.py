@@ -65,7 +65,7 @@ def encoder_in_parallel(config: Config, runs: 'Runs') -> Iterator[Expected]:
     if vision is None:
         return
     dtype, images = HLO_DTYPES[config.train.dtype], images_of_microbatch(config)
-    stream = Array(dtype, (images, vision.max_patches, vision.hidden_size))
+    stream = Array(dtype, (images, vision.read_patches, vision.hidden_size))
     merged, times = images * vision.vectors, runs.embedding
     mergers = times * (1 + len(vision.deepstack))
     for phase in passes(config):
