@@ -29,7 +29,7 @@ SP = {'sequence_parallel': True}
 
 
 def vlm(
-    data: int = 1, model: int = 1, *, sequence_parallel: bool = False, **sections: Any
+    data: int = 1, model: int = 1, /, *, sequence_parallel: bool = False, **sections: Any
 ) -> Config:
     """A small model with an encoder on a mesh of data x model."""
     train = {'batch_size': 16, 'seq_len': 24} | sections.pop('train', {})
