@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from megajax.commands.generate_pictures import (
+    answer_all,
+    check_budget,
+    check_images,
+    draw_budget,
+)
 from megajax.config import ConfigError
 from megajax.files.outputs import output_problems
 
 if TYPE_CHECKING:
     from megajax.checkpoint.open import Opened
-    from megajax.generate import Continuation, Request
+    from megajax.generate import Continuation
 
 _OVERRIDE = re.compile(r'[a-z]+\.\w+=')
 
@@ -64,6 +70,12 @@ def generate(
     ] = None,
     image: ImageFiles = None,
     images: ImageFolder = None,
+    show_budget: Annotated[
+        Path | None,
+        typer.Option(
+            metavar='PNG', help='Draw over the picture how many tokens relevance gives its regions.'
+        ),
+    ] = None,
     max_tokens: Annotated[int, typer.Option(help='Maximum number of new tokens per prompt.')] = 256,
     temperature: Annotated[
         float, typer.Option(help='0 always chooses the most probable token.')
@@ -91,15 +103,19 @@ def generate(
     )
     if image and len(texts) > 1:
         raise ConfigError(f'--image belongs to one prompt, and there are {len(texts)}: give one')
-    _check_images(images, image, prompts, texts)
+    check_images(images, image, prompts, texts)
+    if show_budget is not None:
+        check_budget(show_budget, image or [])
     # Here, because it imports jax.
     from megajax.generate import Generator, PromptReader, Request, Sampling, encode_prompts
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
     opened, jax = _open(run, overrides or [])
+    if show_budget is not None and opened.config.relevance is None:
+        raise ConfigError(f'{run} has no relevance, whose budget --show-budget draws: leave it out')
     if images:
-        _answer_all(opened, jax, (texts or ['<image>'])[0], images, request)
+        answer_all(opened, jax, (texts or ['<image>'])[0], images, request)
         return
     texts, pictures = texts or ['<image>' * len(image or [])], None
     if image:
@@ -114,38 +130,8 @@ def generate(
         show = _as_json(texts) if prompts else _as_text(texts)
         for rows in stream:
             show(rows)
-
-
-def _check_images(
-    images: Path | None, image: list[Path] | None, prompts: Path | None, texts: Sequence[str]
-) -> None:
-    """Raise ConfigError for what does not go with a folder of pictures, before jax is imported."""
-    if images is None:
-        return
-    if image or prompts:
-        raise ConfigError('--images answers one --prompt: leave out --image and --prompts')
-    if len(texts) > 1 or any(text.count('<image>') != 1 for text in texts):
-        raise ConfigError('--images puts each picture where the --prompt has <image>: give one')
-    if not images.is_dir():
-        raise ConfigError(f'--images {images}: no such folder')
-
-
-def _answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: 'Request') -> None:
-    """Print the answer for each picture of a folder as JSON, in order."""
-    from megajax.generate import Generator, PromptReader, answer_all, check_prompts, find_pictures
-
-    reader = PromptReader(opened.config, opened.tokenizer)
-    documents = check_prompts(reader, prompt, find_pictures(folder))
-    with jax.set_mesh(opened.mesh):
-        generator = Generator(opened.config, opened.params, opened.tokenizer)
-        for picture, row in answer_all(generator, reader, documents, request):
-            line = {
-                'image': picture.name,
-                'text': row.text,
-                'tokens': len(row.ids),
-                'end': row.end,
-            }
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+    if show_budget is not None and image:
+        draw_budget(show_budget, image[0], opened.config, rows)
 
 
 FilesAndOverrides = Annotated[

@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megajax.config.model import Fraction, ModelConfig, Section, VisionConfig
+from megajax.config.model import Fraction, ModelConfig, RelevanceConfig, Section, VisionConfig
 from megajax.config.rules import incompatibilities
 
 
@@ -247,6 +247,7 @@ class Config(Section):
 
     model: ModelConfig
     vision: VisionConfig | None = None  # None: a model of text alone
+    relevance: RelevanceConfig | None = None  # None: an image has all tokens that it fills
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
@@ -266,7 +267,11 @@ class Config(Section):
 
     @model_validator(mode='after')
     def _join_vision(self) -> Self:
-        object.__setattr__(self, 'model', self.model.model_copy(update={'vision': self.vision}))
+        vision = self.vision
+        if vision is not None:
+            vision = vision.model_copy(update={'relevance': self.relevance})
+            object.__setattr__(self, 'vision', vision)
+        object.__setattr__(self, 'model', self.model.model_copy(update={'vision': vision}))
         return self
 
     @model_validator(mode='after')

@@ -62,7 +62,7 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'use at most {vision.max_patches}, or raise vision.max_patches'
         )
         yield Problem(path='vision.min_patches', message=message, others=('vision.max_patches',))
-    if vision.vectors > config.train.seq_len:
+    if config.relevance is None and vision.vectors > config.train.seq_len:
         message = (
             f'{vision.max_patches} patches become {vision.vectors} tokens of an image, more than '
             f'train.seq_len={config.train.seq_len}; use at most '
@@ -75,7 +75,7 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'use at most {model.vocab_size - 1}'
         )
         yield Problem(path='vision.image_token', message=message, others=('model.vocab_size',))
-    if set(vision.freeze) == set(get_args(Part)):
+    if config.relevance is None and set(vision.freeze) == set(get_args(Part)):
         message = f'{list(vision.freeze)} are all parts, so nothing is trained; leave one out'
         yield Problem(path='vision.freeze', message=message)
     yield from _taps(config)

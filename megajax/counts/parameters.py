@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from megajax.config.model import ModelConfig, VisionConfig
+from megajax.config.model import TEXTURE_CHANNELS, ModelConfig, RelevanceConfig, VisionConfig
 from megajax.config.schema import Config
 from megajax.parallel.layout import Layout
 
@@ -22,6 +22,12 @@ SHARDED_BY_MEGATRON = 'VFNKⒻⓃⓀⓌ'
 IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
 MERGERS = 'merger', 'deep_mergers'  # the part `merger` of `vision.freeze`
 UNSHARDED: Mapping[str, int] = {}
+SCORERS = 3
+SCORER_FEATURES = (
+    2 * TEXTURE_CHANNELS + SCORERS
+)  # of a region: its texture, how it differs, first scores
+SUMMARIES = 3 * SCORERS  # mean, greatest and standard deviation of each score
+RELEVANCE_HIDDEN = 64  # hidden units of relevance's two networks beside the scorers
 NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders
 
 
@@ -101,6 +107,8 @@ def declare(model: ModelConfig) -> Declared:
         if 'decoder' in model.vision.freeze:
             declared = dict(_frozen(declared))
         declared['vision'] = of_encoder(declare_vision(model.vision))
+        if model.vision.relevance is not None:
+            declared['relevance'] = _relevance(model, model.vision.relevance)
     return declared
 
 
@@ -109,7 +117,7 @@ def declare_vision(vision: VisionConfig) -> Declared:
     """Declare the parameters of the vision encoder, by letters of its own dims."""
     blocks = vision.blocks
     # As large as their input: images are neither louder nor fainter than what is learned of text.
-    patch_std = (vision.frames * vision.pixels) ** -0.5
+    patch_std = (vision.frames * vision.num_channels * vision.patch_size**2) ** -0.5
     merger_std = vision.merged_size**-0.5
 
     def merger(norm: str) -> Declared:
@@ -136,6 +144,40 @@ def _frozen(declared: Declared) -> Declared:
     return {
         name: dataclasses.replace(x, is_frozen=True) if isinstance(x, Parameter) else _frozen(x)
         for name, x in declared.items()
+    }
+
+
+@functools.cache
+def declare_scorers(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
+    """Declare the scorers of regions in their slots, by letters of the vision encoder's dims.
+
+    Like its parameters they are sharded at rest and copied for a step; of its copy a device uses
+    the slots that are its own.
+    """
+    hidden = relevance.scorer_size // relevance.scorer_shards
+    return {
+        'features': Parameter('JZR', Role.MATRIX, SCORER_FEATURES**-0.5),
+        'query': Parameter('JER', Role.MATRIX, model.hidden_size**-0.5),
+        'bias': Parameter('JR', Role.VECTOR),
+        'out': Parameter('JR', Role.MATRIX, 0.1 * hidden**-0.5),
+    }
+
+
+def _relevance(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
+    """Declare the networks of relevance; those beside the scorers are small and unsharded."""
+    hidden, size = RELEVANCE_HIDDEN**-0.5, model.hidden_size**-0.5
+
+    def table(dims: str, std: float) -> Parameter:
+        return Parameter(circled(dims), Role.TABLE, std)
+
+    return {
+        'coupling': {'texture': table('TB', TEXTURE_CHANNELS**-0.5), 'out': table('BE', hidden)},
+        'scorers': of_encoder(declare_scorers(model, relevance)),
+        'balance': {
+            'summary': table('MB', SUMMARIES**-0.5),
+            'query': table('EB', size),
+            'out': table('BG', hidden),
+        },
     }
 
 
@@ -278,7 +320,20 @@ def vision_sizes(model: ModelConfig) -> Mapping[str, int]:
         'S': vision.positions**2,
         'W': vision.merged_size,
         'X': vision.patch_size**2,
-        'Y': 3,
+        'Y': vision.num_channels,
+        **({} if vision.relevance is None else _relevance_sizes(vision.relevance)),
+    }
+
+
+def _relevance_sizes(relevance: RelevanceConfig) -> Mapping[str, int]:
+    return {
+        'B': RELEVANCE_HIDDEN,
+        'G': SCORERS,
+        'J': SCORERS * relevance.scorer_shards,
+        'M': SUMMARIES,
+        'R': relevance.scorer_size // relevance.scorer_shards,
+        'T': TEXTURE_CHANNELS,
+        'Z': SCORER_FEATURES,
     }
 
 

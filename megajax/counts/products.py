@@ -102,17 +102,20 @@ def _of_encoder(
     if vision is None:
         return
     blocks, images = vision.blocks, -(-rows * vision.images // layout.num_shards('I'))
-    train = config.train.model_copy(update={'seq_len': vision.max_patches})
+    train = config.train.model_copy(update={'seq_len': vision.read_patches})
     alike = config.model_copy(update={'model': blocks, 'vision': None, 'train': train})
     counted = _Counted(alike, {}, images, blocks.num_layers * runs)
     flash = fits_flash(config.train.dtype, blocks.head_dim)
     layers = counted.layers(recomputes_last=recomputes_last), counted.attention(flash=flash)
     for product in itertools.chain(*layers):
         yield dataclasses.replace(product, name=f'vision {product.name}')
-    D, W, patches = vision.hidden_size, vision.merged_size, images * vision.max_patches
+    D, W, patches = vision.hidden_size, vision.merged_size, images * vision.read_patches
     mergers = (1 + len(vision.deepstack)) * runs
     # The bytes of an image and its places have no gradient.
-    first = ('patch', D, vision.frames * vision.pixels), ('position', D, vision.positions**2)
+    first = (
+        ('patch', D, vision.frames * vision.num_channels * vision.patch_size**2),
+        ('position', D, vision.positions**2),
+    )
     for name, n, k in first:
         yield from _product_and_gradients(f'vision {name}', patches, n, k, runs, of_input=False)
     for name, n, k in (('merger up', W, W), ('merger down', config.model.hidden_size, W)):

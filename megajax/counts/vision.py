@@ -65,7 +65,7 @@ def encoder_in_parallel(config: Config, runs: 'Runs') -> Iterator[Expected]:
     if vision is None:
         return
     dtype, images = HLO_DTYPES[config.train.dtype], images_of_microbatch(config)
-    stream = Array(dtype, (images, vision.max_patches, vision.hidden_size))
+    stream = Array(dtype, (images, vision.read_patches, vision.hidden_size))
     merged, times = images * vision.vectors, runs.embedding
     mergers = times * (1 + len(vision.deepstack))
     for phase in passes(config):
@@ -93,7 +93,7 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
         return Expected(site=site, kind=kind, array=array, times=times, size=size, source=WHOLE)
 
     model = mesh.model
-    is_learned = not {'encoder', 'merger'} <= set(config.vision.freeze)
+    is_learned = bool(config.relevance) or not {'encoder', 'merger'} <= set(config.vision.freeze)
     if model > 1:
         yield sent(Site('vision', 'forward', 'model'), GATHER, vectors(config), runs, model)
         if mesh.sequence_parallel and is_learned:

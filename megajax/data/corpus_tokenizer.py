@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from megajax.config import Config, ConfigError, Problem
 from megajax.data.build.manifest import Manifest, manifest_path
 from megajax.data.masked import SPECIAL
+from megajax.data.pictures import IMAGE
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 
 CORPUS = ('data.corpus', 'data.blend')
-IMAGE_TOKEN = '<image>'
-IMAGE_TOKENS = IMAGE_TOKEN, '<|image_pad|>'  # what tokenizers call the token of pictures
+IMAGE_TOKENS = IMAGE, '<|image_pad|>'  # what tokenizers call the token of pictures
 
 
 def tokenizer_of_text(config: Config, texts: Callable[[], Sequence[str]]) -> Tokenizer:
@@ -22,7 +22,7 @@ def tokenizer_of_text(config: Config, texts: Callable[[], Sequence[str]]) -> Tok
             'use bpe, bytes or a tokenizer.json',
         )
     own = spec in ('bytes', 'bpe')
-    special = (IMAGE_TOKEN,) if config.vision is not None and own else _special(config)
+    special = (IMAGE,) if config.vision is not None and own else _special(config)
     known = texts() if spec == 'bpe' else ()
     return make_tokenizer(spec, config.model.vocab_size, known, special=special)
 

@@ -62,7 +62,7 @@ def document_perplexity(
             images = None
             if shape.images:
                 images = prompt_of(document.read(shape), shape, targets)[1]
-            yield Window(document.tokens, targets, images)
+            yield Window(document.tokens, targets, images, _answered(document))
 
     answered = [_answered(document) for document in documents]
     if not (tokens := sum(int(counts.sum()) for counts in answered)):

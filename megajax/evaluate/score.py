@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from megajax.generate.weights import inference_config
 from megajax.model.images import Images, merge_images_of_shards
 from megajax.model.loss import Loss
 from megajax.model.parameters import cast_matrices
+from megajax.model.relevance import question
 from megajax.model.shard_copies import copy_encoder
 from megajax.model.transformer import Computation, LanguageModel, model_graph
 from megajax.parallel.layout import Layout
@@ -36,6 +37,7 @@ class Window(NamedTuple):
     tokens: Sequence[int] | np.ndarray
     num_targets: int
     images: PromptImages | None = None  # those of the tokens but the last; of all windows or none
+    counts: np.ndarray | None = None  # beside images: whether each target is of an answer
 
 
 class Scored(NamedTuple):
@@ -78,14 +80,10 @@ class Scorer:
         token_BS = np.zeros((self._rows, length + 1), np.int32)
         for row, window in enumerate(windows):
             token_BS[row, : len(window.tokens)] = window.tokens
-        images = [window.images for window in windows if window.images is not None]
         nll_BS, is_top_BS = (
             np.asarray(x)
             for x in self._score(
-                self.params,
-                token_BS[:, :-1],
-                token_BS[:, 1:],
-                *(stack([pad(x, length) for x in images], self._rows, length) if images else ()),
+                self.params, token_BS[:, :-1], token_BS[:, 1:], *self._images(windows, length)
             )
         )
         for row, window in enumerate(windows):
@@ -93,30 +91,46 @@ class Scorer:
             targets = row, slice(last - window.num_targets, last)
             yield Scored(nll_BS[targets].astype(np.float64), is_top_BS[targets])
 
+    def _images(self, windows: Sequence[Window], length: int) -> tuple[Any, ...]:
+        """Return images and positions of the windows' tokens, and whether each target counts."""
+        padded = [pad(window.images, length) for window in windows if window.images is not None]
+        if not padded:
+            return ()
+        count_BS = np.zeros((self._rows, length), bool)
+        for row, window in enumerate(windows):
+            if window.counts is not None:
+                count_BS[row, : len(window.counts)] = window.counts
+        return *stack(padded, self._rows, length), count_BS
+
 
 def hidden_of_shards(
     model: LanguageModel,
     token_BS: jax.Array,
-    position_BS: jax.Array | None,
     images: Images,
+    position_BS: jax.Array,
+    count_BS: jax.Array,
     computation: Computation,
 ) -> jax.Array:
     """Return the model's `hidden` for rows with images, those of all data shards at once."""
-    assert position_BS is not None
-    assert model.vision is not None
-    position_BS = jax.reshard(position_BS, model.layout('BS'))
+    layout = model.layout
+    position_BS, count_BS, index_BS = (
+        jax.reshard(x, layout('BS')) for x in (position_BS, count_BS, images.index_BS)
+    )
+    images = images._replace(is_question_BS=question(count_BS, index_BS))
     x_BSD = model.embed(token_BS, computation.dtype, position_BS=position_BS)
-    x_BSD, deep_BSAD = merge_images_of_shards(model.vision, x_BSD, images, model.layout)
-    return model.finish(model.blocks(x_BSD, computation, (position_BS, None, None, deep_BSAD)))
+    assert model.vision is not None
+    merged = merge_images_of_shards(model.vision, model.relevance, x_BSD, images, layout)
+    rows = *merged.beside(position_BS, None), None, merged.deep_BTAD
+    return model.finish(model.blocks(merged.x_BTD, computation, rows))
 
 
 @functools.cache
 def _make_score(config: Config) -> jax.stages.Wrapped:
-    """Return the compiled function `score(params, token_BS, label_BS, images, position_BS)`.
+    """Return the compiled function `score(params, token_BS, label_BS, ...)`.
 
-    Rows with images also have these and the positions of their tokens, [B, S] or [B, S, 3].
-    Its results, replicated on every device, are the negative log-likelihood of each label, and
-    whether it is the most probable.
+    Rows with images also have these, the positions of their tokens, [B, S] or [B, S, 3], and
+    whether each label counts. Its results, replicated on every device, are the negative
+    log-likelihood of each label, and whether it is the most probable.
     """
     config = inference_config(config)
     layout, computation = Layout.of(config), Computation.of(config)
@@ -129,6 +143,7 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
         label_BS: jax.Array,
         images: Images | None = None,
         position_BS: jax.Array | None = None,
+        count_BS: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         token_BS, label_BS = (jax.reshard(x, layout('BS')) for x in (token_BS, label_BS))
         if layout.at_rest:
@@ -137,8 +152,10 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
             model = nnx.merge(graph, params)
             x_BSD = model.hidden(token_BS, computation)
         else:
+            assert position_BS is not None
+            assert count_BS is not None
             model = nnx.merge(graph, copy_encoder(params, layout))
-            x_BSD = hidden_of_shards(model, token_BS, position_BS, images, computation)
+            x_BSD = hidden_of_shards(model, token_BS, images, position_BS, count_BS, computation)
         head_dV = model.head_Vd.T
         length = token_BS.shape[1]
         rows = token_BS.shape[0] // layout.num_shards('B')

@@ -16,6 +16,7 @@ from megajax.generate.cache import KeysValues, decode, prefill, write
 from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
 from megajax.generate.weights import LayerWeights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
+from megajax.model.budget import num_tokens as tokens_at
 from megajax.model.images import Images, add_deep, merge_images_of_shards
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
@@ -35,6 +36,8 @@ class Rows(NamedTuple):
     slot: jax.Array  # the slot that `token_B` will be written to
     first_B: jax.Array  # the slot of the row's first token
     origin_B: jax.Array
+    is_empty_BY: jax.Array | None  # slots of images that relevance has left empty
+    tokens_BIR: jax.Array | None  # of each region of each image, on every device
     left_B: jax.Array  # number of tokens still wanted; 0 for a row that has ended
     number_B: jax.Array  # the row's number, from which its random keys follow
 
@@ -101,15 +104,29 @@ class Engine:
         x_BSD = decoder.embed(
             token_BS, self.config.train.dtype, position_BS=position_BS
         )  # all-reduce
+        is_empty_BY = tokens_BIR = None
         if images is not None:
             assert decoder.vision is not None
-            x_BSD, deep_BSAD = merge_images_of_shards(decoder.vision, x_BSD, images, layout)
+            is_question_BS = (segment_BS > 0) & (jax.reshard(images.index_BS, layout('BS')) < 0)
+            images = images._replace(is_question_BS=is_question_BS)
+            merged = merge_images_of_shards(
+                decoder.vision, decoder.relevance, x_BSD, images, layout
+            )
+            x_BSD = merged.x_BTD
+            positions, segments = merged.beside(position_BS, segment_BS)
+            assert positions is not None
+            assert segments is not None
+            position_BS, segment_BS = positions, segments
+            if merged.is_empty_BS is not None and merged.level_BIR is not None:
+                unread = num_slots - token_BS.shape[1]
+                is_empty_BY = jnp.pad(merged.is_empty_BS, ((0, 0), (0, unread)))
+                tokens_BIR = jax.reshard(tokens_at(merged.level_BIR), layout('---'))
         core, caches = prefill(layout, segment_BS, num_slots), []
         for index, layer in enumerate(weights.layers):
             block = nnx.merge(self._block, layer)
             x_BSD, cache = block(x_BSD, core, position_BS=position_BS)
             if images is not None:
-                x_BSD = add_deep(x_BSD, deep_BSAD, index)
+                x_BSD = add_deep(x_BSD, merged.deep_BTAD, index)
             caches.append(cache)
         rows = Rows(
             tuple(caches),
@@ -117,6 +134,8 @@ class Engine:
             jnp.int32(token_BS.shape[1] - 1),
             first_B,
             origin_B,
+            is_empty_BY,
+            tokens_BIR,
             left_B,
             number_B,
         )
@@ -170,7 +189,7 @@ class Engine:
         x_B1D = decoder.embed(rows.token_B[:, None], dtype, position_BS=position_B1)  # all-reduce
         for layer, cache in zip(weights.layers, rows.caches, strict=True):
             block = nnx.merge(self._block, layer)
-            core = decode(self._layout, cache, rows.slot, rows.first_B)
+            core = decode(self._layout, cache, rows.slot, rows.first_B, rows.is_empty_BY)
             x_B1D, own = block(x_B1D, core, position_BS=position_B1)
             owns.append(own)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, eod, sampling)

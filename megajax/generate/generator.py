@@ -142,6 +142,9 @@ class Generator:
             num_slots=num_slots,
             sampling=request.sampling,
         )
+        if state.tokens_BIR is not None:
+            for row, tokens_IR in zip(rows, np.asarray(state.tokens_BIR), strict=False):
+                row.region_tokens = tokens_IR
         while True:
             for row, ids in zip(rows, np.asarray(new_BS), strict=False):
                 row.add(ids[ids != NO_TOKEN].tolist())

@@ -39,10 +39,14 @@ class Parameters:
         return cls(declare(model), dim_sizes(model), layout)
 
     @classmethod
-    def of_encoder(cls, model: ModelConfig) -> 'Parameters':
-        """The parameters of a model's vision encoder, by its own letters; no axis shards them."""
+    def of_encoder(cls, model: ModelConfig, declared: Declared | None = None) -> 'Parameters':
+        """The parameters of a model's vision encoder, by its own letters; no axis shards them.
+
+        `declared` are others that are placed as they are.
+        """
         assert model.vision is not None
-        return cls(declare_vision(model.vision), vision_sizes(model), Layout(), is_of_encoder=True)
+        declared = declared or declare_vision(model.vision)
+        return cls(declared, vision_sizes(model), Layout(), is_of_encoder=True)
 
     def __contains__(self, name: str) -> bool:
         return name in self.declared

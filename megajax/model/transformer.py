@@ -19,10 +19,11 @@ from megajax.model.block import Block
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, VocabParallelEmbedding
 from megajax.model.gradient_slot import pair, value
-from megajax.model.images import Images, add_deep, merge_images
+from megajax.model.images import Images, Merged, add_deep, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters, map_parameters
+from megajax.model.relevance import RelevanceNetworks
 from megajax.model.vision import Encoder
 from megajax.parallel.layout import Layout
 
@@ -96,7 +97,7 @@ class Computation(NamedTuple):
 
 
 IN_FP32 = Computation()
-VISION = 7  # differs from every index that the key of a model is split by
+VISION, RELEVANCE = 7, 8  # differ from every index that the key of a model is split by
 
 
 class Transformer(nnx.Module):
@@ -130,6 +131,12 @@ class Transformer(nnx.Module):
         self.layers = jax.vmap(make_block, spmd_axis_name=stages)(keys)
         vision_key = jax.random.fold_in(key, VISION)
         self.vision = None if config.vision is None else Encoder(config, key=vision_key)
+        relevance_key = jax.random.fold_in(key, RELEVANCE)
+        self.relevance = (
+            RelevanceNetworks(config, parameters['relevance'], key=relevance_key)
+            if 'relevance' in parameters
+            else None
+        )
         self.norm = make_norm(config, parameters['norm'])
 
     def embed(
@@ -194,21 +201,23 @@ class Transformer(nnx.Module):
         weights: Block | None = None,
     ) -> jax.Array:
         """x_BTD after the final norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
-        deep_BTAD = None
+        merged = None
         x_BTD = self.embed(
             token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
         )
         if images is not None:
-            x_BTD, deep_BTAD = self.with_images(x_BTD, images, computation)
-        rows = position_BS, segment_BS, key_B, deep_BTAD
+            merged = self.with_images(x_BTD, images, computation)
+            x_BTD = merged.x_BTD
+            position_BS, segment_BS = merged.beside(position_BS, segment_BS)
+        rows = position_BS, segment_BS, key_B, None if merged is None else merged.deep_BTAD
         return self.finish(self.blocks(x_BTD, computation, rows, weights=weights))
 
-    def with_images(
-        self, x_BTD: jax.Array, images: Images, computation: Computation
-    ) -> tuple[jax.Array, jax.Array]:
-        """Put the vectors of images in their places; return also what DeepStack adds later."""
+    def with_images(self, x_BTD: jax.Array, images: Images, computation: Computation) -> Merged:
+        """Put the vectors of images in their places."""
         assert self.vision is not None
-        return merge_images(self.vision, x_BTD, images, self.layout, computation.recompute)
+        return merge_images(
+            self.vision, self.relevance, x_BTD, images, self.layout, computation.recompute
+        )
 
     def blocks(
         self,

@@ -64,7 +64,7 @@ class Objective:
         model, layers = self.model(params, weights)
         rows = beside_tokens(shard, key)
         x_BTD = model.hidden(
-            shard['tokens'], self.computation, **rows, images=images_of(shard), weights=layers
+            shard['tokens'], self.computation, **rows, images=images_of(shard, key), weights=layers
         )
         return self._of_tokens(model, x_BTD, shard), self._of_rows(model, x_BTD, shard)
 
