@@ -55,11 +55,13 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'use {multiples(vision.max_patches, vision.unit)}'
         )
         yield Problem(path='vision.max_patches', message=message, others=('vision.merge_size',))
-    if config.relevance is None and vision.vectors > config.train.seq_len:
+    of_units = not vision.is_crossed and config.relevance is None
+    if of_units and vision.vectors > config.train.seq_len:
         message = (
             f'{vision.max_patches} patches become {vision.vectors} tokens of an image, more than '
             f'train.seq_len={config.train.seq_len}; use at most '
-            f'{config.train.seq_len * vision.unit}, or longer sequences'
+            f'{config.train.seq_len * vision.unit}, longer sequences, or '
+            'vision.fusion=cross_attention'
         )
         yield Problem(path='vision.max_patches', message=message, others=('train.seq_len',))
     if vision.image_token >= model.vocab_size:
@@ -69,6 +71,9 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
         )
         yield Problem(path='vision.image_token', message=message, others=('model.vocab_size',))
     yield from _taps(config)
+    if vision.is_crossed:  # a layer of cross-attention follows each group of layers
+        every = ('vision.cross_every', vision.cross_every)
+        yield from divides('model.num_layers', model.num_layers, *every, under='vision.fusion')
 
 
 def _taps(config: 'Config') -> Iterator[Problem]:

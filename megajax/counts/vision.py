@@ -94,7 +94,7 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
     model = mesh.model
     if model > 1:
         yield sent(Site('vision', 'forward', 'model'), GATHER, vectors(config), runs, model)
-        if mesh.sequence_parallel:
+        if mesh.sequence_parallel or config.model.num_cross_layers:
             yield sent(Site('vision', 'backward', 'model'), SCATTER, vectors(config), runs, model)
     own = [x for _, x in parameters(config.model) if x.is_of_encoder]
     matrices = _count(config, [x for x in own if x.is_matrix])

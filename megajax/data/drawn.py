@@ -109,6 +109,7 @@ def row_shape(config: Config) -> RowShape:
         patch_size=vision.patch_size,
         merge_size=vision.merge_size,
         max_patches=vision.max_patches,
+        marked=vision.is_crossed,
         **_of_relevance(config),
     )
     return RowShape(

@@ -15,9 +15,10 @@ from megajax.config import Config
 from megajax.counts.chunks import chunk_sizes
 from megajax.generate.sampling import most_probable
 from megajax.generate.weights import inference_config
+from megajax.model.computation import Computation
 from megajax.model.loss import Loss
 from megajax.model.parameters import cast_matrices
-from megajax.model.transformer import Computation, model_graph
+from megajax.model.transformer import model_graph
 from megajax.parallel.layout import Layout
 
 ROWS = 8  # windows at a time
