@@ -121,6 +121,7 @@ def _images(config: Config, random: np.random.Generator) -> dict[str, np.ndarray
         start = 1
         for slot in range(vision.images):
             count = min(units[row, slot].prod(), vision.vectors)
+            count = min(count, 1) if vision.is_crossed else count
             index[row, start : start + count] = slot * vision.vectors + np.arange(count)
             start += count + 1
     shape = rows, vision.images, vision.max_patches, vision.pixels
@@ -184,7 +185,7 @@ def random_params(config: Config, std: float) -> nnx.State:
 
     def draw(declared: Parameter, x: jax.ShapeDtypeStruct) -> jax.Array:
         value = random.normal(0, std, shape_of(declared.dims, sizes)).astype(x.dtype)
-        value = value[order] if declared.is_stacked else value
+        value = value[order] if declared.dims.startswith('L') else value
         padding = [(0, size - own) for size, own in zip(x.shape, value.shape, strict=True)]
         return jax.device_put(np.pad(value, padding), x.sharding)
 

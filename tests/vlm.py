@@ -26,20 +26,30 @@ MODEL = {
     'dropout': 0.0,
 }
 SP = {'sequence_parallel': True}
+# Two layers of cross-attention, after the second and the fourth of the others.
+CROSS_VISION = VISION | {'fusion': 'cross_attention', 'cross_every': 2, 'deepstack': ()}
+CROSS_MODEL = MODEL | {'num_layers': 4}
 
 
 def vlm(
-    data: int = 1, model: int = 1, /, *, sequence_parallel: bool = False, **sections: Any
+    data: int = 1,
+    model: int = 1,
+    /,
+    *,
+    sequence_parallel: bool = False,
+    crossed: bool = False,
+    **sections: Any,
 ) -> Config:
-    """A small model with an encoder on a mesh of data x model."""
+    """A small model with an encoder on a mesh of data x model; `crossed`: with cross-attention."""
+    vision = CROSS_VISION if crossed else VISION
     train = {'batch_size': 16, 'seq_len': 24} | sections.pop('train', {})
     return make_config(
         'llama',
         data,
         model,
         sequence_parallel=sequence_parallel,
-        model=MODEL | sections.pop('model', {}),
-        vision=VISION | sections.pop('vision', {}),
+        model=(CROSS_MODEL if crossed else MODEL) | sections.pop('model', {}),
+        vision=vision | sections.pop('vision', {}),
         train=train,
         **sections,
     )

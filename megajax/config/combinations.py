@@ -143,6 +143,16 @@ COMBINATIONS = (
         'use model.objective=next_token, or no vision',
     ),
     Combination(
+        'vision.fusion=cross_attention',
+        'vision.deepstack',
+        lambda config: (
+            config.vision is not None and config.vision.is_crossed and bool(config.vision.deepstack)
+        ),
+        'DeepStack adds vectors to the tokens of an image, and cross-attention has one token for '
+        'each image',
+        'use vision.deepstack=[], or vision.fusion=tokens',
+    ),
+    Combination(
         'model.position=learned',
         'model.rope_scaling',
         lambda config: config.model.rope_scaling is not None and config.model.position == 'learned',

@@ -98,13 +98,18 @@ class VisionConfig(Section):
     positions: PositiveInt = 48  # side of the learned table, which is interpolated to an image
     # Layers of the encoder whose outputs the first layers of the model add as well (DeepStack).
     deepstack: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = ()
+    # Where the vectors enter the model: in the places of tokens of the sequence, or as keys and
+    # values of gated layers, one after each `cross_every` layers (Flamingo, Llama 3.2). Then one
+    # token marks each image, which it and the later tokens of its document see.
+    fusion: Literal['tokens', 'cross_attention'] = 'tokens'
+    cross_every: PositiveInt = 4
     images: PositiveInt = 1  # at most, in a row of the batch
     max_patches: PositiveInt = 1024  # of an image
     # Of an image: a smaller one is enlarged. Qwen3-VL's 65,536 pixels are 256 patches.
     min_patches: NonNegativeInt = 0
     image_token: NonNegativeInt = 0  # the token that stands where image vectors are
     # Parts without gradients, weight decay and moments: the encoder without its mergers, the
-    # mergers, and all the rest but relevance.
+    # mergers, and all the rest but cross-attention and relevance.
     freeze: Annotated[tuple[Part, ...], Field(strict=False)] = ()
     # What the encoder reads of a pixel: its colors, or the channels of its texture.
     channels: Literal['rgb', 'texture'] = 'rgb'
@@ -135,6 +140,11 @@ class VisionConfig(Section):
     def read_patches(self) -> int:
         """Number of patches of an image that the encoder reads, at most."""
         return self.vectors * self.unit
+
+    @property
+    def is_crossed(self) -> bool:
+        """Whether cross-attention reads the vectors, and the sequence has none of them."""
+        return self.fusion == 'cross_attention'
 
     @property
     def merged_size(self) -> int:
@@ -217,6 +227,14 @@ class ModelConfig(Section):
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: `vocab_size` rounded up to a multiple of 1024."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def num_cross_layers(self) -> int:
+        """Number of layers of cross-attention, in addition to `num_layers`."""
+        vision = self.vision
+        return (
+            0 if vision is None or not vision.is_crossed else self.num_layers // vision.cross_every
+        )
 
     @property
     def queries_per_kv(self) -> int:

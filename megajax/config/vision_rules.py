@@ -62,11 +62,13 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'use at most {vision.max_patches}, or raise vision.max_patches'
         )
         yield Problem(path='vision.min_patches', message=message, others=('vision.max_patches',))
-    if config.relevance is None and vision.vectors > config.train.seq_len:
+    of_units = not vision.is_crossed and config.relevance is None
+    if of_units and vision.vectors > config.train.seq_len:
         message = (
             f'{vision.max_patches} patches become {vision.vectors} tokens of an image, more than '
             f'train.seq_len={config.train.seq_len}; use at most '
-            f'{config.train.seq_len * vision.unit}, or longer sequences'
+            f'{config.train.seq_len * vision.unit}, longer sequences, or '
+            'vision.fusion=cross_attention'
         )
         yield Problem(path='vision.max_patches', message=message, others=('train.seq_len',))
     if vision.image_token >= model.vocab_size:
@@ -75,10 +77,14 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'use at most {model.vocab_size - 1}'
         )
         yield Problem(path='vision.image_token', message=message, others=('model.vocab_size',))
-    if config.relevance is None and set(vision.freeze) == set(get_args(Part)):
+    has_others = config.relevance is not None or vision.is_crossed
+    if not has_others and set(vision.freeze) == set(get_args(Part)):
         message = f'{list(vision.freeze)} are all parts, so nothing is trained; leave one out'
         yield Problem(path='vision.freeze', message=message)
     yield from _taps(config)
+    if vision.is_crossed:  # a layer of cross-attention follows each group of layers
+        every = ('vision.cross_every', vision.cross_every)
+        yield from divides('model.num_layers', model.num_layers, *every, under='vision.fusion')
 
 
 def _taps(config: 'Config') -> Iterator[Problem]:

@@ -21,6 +21,7 @@ from megajax.counts.collective import (
     passes,
 )
 from megajax.counts.context import over_context, own_over_context
+from megajax.counts.cross_attention import cross_layers
 from megajax.counts.data_parallel import over_data
 from megajax.counts.grid import over_grid
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
@@ -94,7 +95,10 @@ def over_model(config: Config, runs: Runs) -> list[Expected]:
     if config.mesh.model == 1:
         return []
     sites = _embedding, _layers, few_kv_heads, _head, _loss, _vectors, encoder_in_parallel
-    return [collective for site in sites for collective in site(config, runs)]
+    return [
+        *(collective for site in sites for collective in site(config, runs)),
+        *cross_layers(config),
+    ]
 
 
 # Files and functions of Megatron-Core, below megatron/core.

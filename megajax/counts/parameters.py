@@ -62,8 +62,13 @@ class Parameter:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the array holds the parameters of all layers."""
-        return self.dims.startswith('L')
+        """Whether the array holds the parameters of all layers, or of all that attend to images."""
+        return self.dims[0] in 'LJ'
+
+    @property
+    def dims_of_layer(self) -> str:
+        """The dims without those of stacked layers."""
+        return self.dims[1:] if self.is_stacked else self.dims
 
     @property
     def is_matrix(self) -> bool:
@@ -109,6 +114,8 @@ def declare(model: ModelConfig) -> Declared:
         declared['vision'] = of_encoder(declare_vision(model.vision))
         if model.vision.relevance is not None:
             declared['relevance'] = _relevance(model, model.vision.relevance)
+    if model.num_cross_layers:
+        declared['cross'] = _cross_attention(model)
     return declared
 
 
@@ -206,10 +213,7 @@ def circled(dims: str) -> str:
 
 
 def _block(model: ModelConfig) -> Declared:
-    std = model.init_std
-    # Each layer adds to the residual stream twice; this scale preserves its initial variance
-    # (Radford et al., 2019).
-    out_std = std / (2 * model.num_layers) ** 0.5
+    std, out_std = model.init_std, _out_std(model)
     attention: dict[str, Parameter | Declared] = {
         'qkv': _linear('DKCH', std, bias='KCH' if model.qkv_bias else None),
         'out': _linear('NhD', out_std, bias='D' if model.bias else None, partial='T'),
@@ -225,6 +229,32 @@ def _block(model: ModelConfig) -> Declared:
             'up': _linear(f'D{up}', std, bias=up if model.bias else None),
             'down': _linear('FD', out_std, bias='D' if model.bias else None, partial='T'),
         },
+    }
+
+
+def _out_std(model: ModelConfig) -> float:
+    # Each layer adds to the residual stream twice; this scale preserves its initial variance
+    # (Radford et al., 2019).
+    return model.init_std / (2 * model.num_layers) ** 0.5
+
+
+def _cross_attention(model: ModelConfig) -> Declared:
+    """Declare the layers that attend to images; as in Llama 3.2, no projection has a bias.
+
+    The keys and values of all layers are one product, outside of the layers.
+    """
+    block = _block(model)
+    attention: dict[str, Parameter | Declared] = {
+        'query': {'weight': Parameter('DNh', Role.MATRIX, model.init_std)},
+        'query_norm': _norm(model, 'h', partial='N'),
+        'out': {'weight': Parameter('NhD', Role.MATRIX, _out_std(model))},
+    }
+    # Closed gates: at the start the model is that of text.
+    gates = Parameter('U', Role.VECTOR, partial='T')
+    return {
+        'key_value': {'weight': Parameter('DJKUH', Role.MATRIX, model.init_std)},
+        'key_norm': _prefixed(_norm(model, 'h', partial='N'), 'J'),
+        'layers': _prefixed({**block, 'attention': attention, 'gates': gates}, 'J'),
     }
 
 
@@ -297,6 +327,7 @@ def dim_sizes(model: ModelConfig) -> Mapping[str, int]:
         'E': model.hidden_size,
         'F': model.ffn_size,
         'H': model.head_dim,
+        'J': model.num_cross_layers,
         'K': model.num_kv_heads,
         'L': model.num_layers,
         'N': model.num_heads,

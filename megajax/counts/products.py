@@ -71,6 +71,7 @@ def products(
         *counted.attention(flash=flash),
         *counted.heads(),
         *_of_encoder(config, rows, layout, recomputes_last=recomputes_last),
+        *_of_cross_attention(config, rows, layout),
     ]
     if config.vision is None or not config.vision.freeze:
         return every
@@ -123,6 +124,26 @@ def _of_encoder(
         yield from _product_and_gradients(f'vision {name}', units, n, k, mergers)
 
 
+def _of_cross_attention(config: Config, rows: int, layout: Layout) -> Iterator[Product]:
+    """Yield the products of the layers that attend to images.
+
+    Recomputation repeats the last product of a layer, whose result the gate's gradient needs.
+    """
+    vision, runs, model = config.vision, config.train.microbatches, config.model
+    if vision is None or not model.num_cross_layers:
+        return
+    counted = _Counted(config, layout.shards, rows, model.num_cross_layers * runs)
+    for product in counted.layers(recomputes_last=True, stack='J'):
+        yield dataclasses.replace(product, name=f'cross {product.name}')
+    shards = layout.num_shards('I')
+    vectors = -(-rows * vision.images // shards) * shards * vision.vectors
+    weight = dict(parameters(model))['cross.key_value.weight']
+    yield from counted.with_weight('cross key_value', 'layers', weight, vectors, runs)
+    keys = vision.images * vision.vectors
+    for product in counted.attention(flash=False, keys=keys):
+        yield dataclasses.replace(product, name=f'cross {product.name}')
+
+
 def _product_and_gradients(
     name: str,
     m: int,
@@ -165,17 +186,17 @@ class _Counted:
     def tokens(self) -> int:
         return self.rows * self.length
 
-    def layers(self, *, recomputes_last: bool) -> Iterator[Product]:
-        """Yield the products with the weights of the layers."""
+    def layers(self, *, recomputes_last: bool, stack: str = 'L') -> Iterator[Product]:
+        """Yield the products with the weights of the layers, whose first dim is `stack`."""
         train = self.config.train
         weights = [
             (name.split('.')[-2], parameter)
             for name, parameter in parameters(self.config.model)
-            if parameter.is_stacked and parameter.is_matrix
+            if parameter.dims.startswith(stack) and parameter.is_matrix
         ]
         times = self.runs
         for place, (name, parameter) in enumerate(weights, start=1):
-            yield from self._with_weight(name, 'layers', parameter, self.tokens, times)
+            yield from self.with_weight(name, 'layers', parameter, self.tokens, times)
             if train.recompute == 'full' and (place < len(weights) or recomputes_last):
                 n, k = self._output_and_input(parameter)
                 sizes = self.tokens, n, k
@@ -183,8 +204,8 @@ class _Counted:
                     name=name, where='layers', phase='recompute', sizes=sizes, times=times
                 )
 
-    def attention(self, *, flash: bool) -> Iterator[Product]:
-        """Yield the products of the attention core.
+    def attention(self, *, flash: bool, keys: int | None = None) -> Iterator[Product]:
+        """Yield the products of the attention core, with a sequence's own keys or this many.
 
         The forward pass has two of the same FLOPs, with keys and with values, and the backward pass
         four. With a flash kernel the backward pass also runs the forward kernel again, and the
@@ -200,7 +221,7 @@ class _Counted:
             yield from self._attention_across(heads, counts['recompute'] // 2 * 2, flash=flash)
             return
         for phase, count in counts.items():
-            yield self._attention(phase, heads, self.length, count, flash=flash)
+            yield self._attention(phase, heads, self.length, count, flash=flash, keys=keys)
 
     def _attention_across(self, heads: int, recomputed: int, *, flash: bool) -> Iterator[Product]:
         """Yield the products of attention across context shards, which keeps no scores.
@@ -219,14 +240,21 @@ class _Counted:
             yield self._attention(phase, 2 * heads, half, others * count, flash=flash)
 
     def _attention(
-        self, phase: Phase, heads: int, length: int, count: int, *, flash: bool
+        self,
+        phase: Phase,
+        heads: int,
+        length: int,
+        count: int,
+        *,
+        flash: bool,
+        keys: int | None = None,
     ) -> Product:
-        """Return `count` products of `length` queries and keys in each layer."""
+        """Return `count` products of `length` queries and as many or other `keys` in each layer."""
         return Product(
             name='attention',
             where='attention',
             phase=phase,
-            sizes=(length, length, self.config.model.head_dim),
+            sizes=(length, keys or length, self.config.model.head_dim),
             batch=heads,
             times=count * self.runs,
             flash=flash,
@@ -246,17 +274,18 @@ class _Counted:
         head = Parameter(table.dims[::-1], table.role)  # type: ignore[union-attr]
         shards = self.shards.get('T', 1)
         tokens = -(-self.tokens // (shards * self.shards.get('L', 1)))
-        yield from self._with_weight('head', 'head', head, shards * tokens, runs)
+        yield from self.with_weight('head', 'head', head, shards * tokens, runs)
         for name, parameter in parameters(self.config.model):
             is_head = parameter.is_matrix and not parameter.is_of_encoder
-            if is_head and not parameter.is_stacked and 'V' not in parameter.dims:
+            if is_head and not {'L', 'J', 'V'} & {*parameter.dims}:
                 rows = tokens if parameter.partial else self.rows
                 label = name.split('.')[-2]
-                yield from self._with_weight(label, 'head', parameter, rows, runs)
+                yield from self.with_weight(label, 'head', parameter, rows, runs)
 
-    def _with_weight(
+    def with_weight(
         self, name: str, where: Where, weight: Parameter, rows: int, times: int
     ) -> Iterator[Product]:
+        """Yield the product of some rows with a weight, and its gradients."""
         n, k = self._output_and_input(weight)
         yield from _product_and_gradients(name, rows, n, k, times, where=where)
 
@@ -266,7 +295,7 @@ class _Counted:
         The input dims are the first dim if that is D, otherwise all but the last.
         """
         sizes = dim_sizes(self.config.model)
-        dims = weight.dims.removeprefix('L')
+        dims = weight.dims_of_layer
         inputs, outputs = (dims[:1], dims[1:]) if dims[0] == 'D' else (dims[:-1], dims[-1:])
         n, k = (
             prod(sizes[letter.upper()] for letter in group)

@@ -96,7 +96,7 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
     is_learned = bool(config.relevance) or not {'encoder', 'merger'} <= set(config.vision.freeze)
     if model > 1:
         yield sent(Site('vision', 'forward', 'model'), GATHER, vectors(config), runs, model)
-        if mesh.sequence_parallel and is_learned:
+        if is_learned and (mesh.sequence_parallel or config.model.num_cross_layers):
             yield sent(Site('vision', 'backward', 'model'), SCATTER, vectors(config), runs, model)
     own = [x for _, x in parameters(config.model) if x.is_of_encoder]
     matrices = _count(config, [x for x in own if x.is_matrix])

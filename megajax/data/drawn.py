@@ -109,6 +109,7 @@ def row_shape(config: Config) -> RowShape:
         merge_size=vision.merge_size,
         max_patches=vision.max_patches,
         min_patches=vision.min_patches,
+        marked=vision.is_crossed,
         **_of_relevance(config),
     )
     return RowShape(

@@ -30,6 +30,8 @@ class PatchSize:
     # vectors of every picture, where relevance decides what they stand for; 0: one for each unit
     budget: int = 0
     grid: Grid | None = None  # of every picture, where relevance has regions of a fixed size
+    # whether one token marks a picture, whose vectors are not in the sequence (cross-attention)
+    marked: bool = False
 
     @property
     def unit(self) -> int:
@@ -53,6 +55,10 @@ class PatchSize:
     def vectors(self, grid: Grid) -> int:
         """Return the number of image vectors of a picture."""
         return self.budget or grid[0] * grid[1] // self.merge_size**2
+
+    def tokens(self, grid: Grid) -> int:
+        """Return the number of tokens of a picture in the sequence."""
+        return 1 if self.marked else self.vectors(grid)
 
     def fit(self, height: int, width: int, *, name: str = 'picture', place: str = '') -> Grid:
         """Return the grid for a picture of `height` x `width` pixels.
@@ -116,20 +122,23 @@ def place_images(
     of time, row and column: text counts in all three alike; an image at n has (n, n + row,
     n + column) of its units, and the text after it goes on at n + max(rows, columns) (Qwen2-VL,
     https://arxiv.org/abs/2409.12191). With a `budget`, which units the vectors stand for is not
-    known yet, and they all have (n, n, n).
+    known yet, and they all have (n, n, n). A token that marks an image has the index of its first
+    vector, and counts as text.
     """
     place_N = np.flatnonzero(tokens_S == image_token)
-    assert len(place_N) == sum(map(patches.vectors, grids)), (len(place_N), grids)
+    assert len(place_N) == sum(map(patches.tokens, grids)), (len(place_N), grids)
     image_index_S = np.full(len(tokens_S), -1, np.int32)
     position_S3 = np.repeat(np.arange(len(tokens_S), dtype=np.int32)[:, None], 3, axis=1)
     used = 0
     for slot, grid in enumerate(grids, first_slot):
         rows, columns = (side // patches.merge_size for side in grid)
-        count = patches.vectors(grid)
+        count = patches.tokens(grid)
         start = int(place_N[used])
         stop, used = start + count, used + count
         assert place_N[used - 1] == stop - 1, 'the tokens of an image are consecutive'
         image_index_S[start:stop] = slot * patches.max_vectors + np.arange(count)
+        if patches.marked:
+            continue
         position_S3[start:stop] = position_S3[start]
         if not patches.budget:
             position_S3[start:stop, 1] += np.repeat(np.arange(rows, dtype=np.int32), columns)

@@ -44,7 +44,7 @@ class PictureBatches(Batches):
         texts = *picture.question.split(IMAGE), picture.answer
         start, end, answer = self._tokenizer.encode_batch(texts)
         eod = self._tokenizer.eod
-        image = [self.shape.image_token] * patches.vectors(grid)
+        image = [self.shape.image_token] * patches.tokens(grid)
         before = [*(self._tokenizer.start or [eod]), *start, *image, *end]
         tokens = np.array([*before, *answer, eod], np.int32)
         return ImageDocument(

@@ -15,13 +15,15 @@ from megajax.config import Config
 from megajax.counts.chunks import chunk_sizes
 from megajax.generate.image_prompts import PromptImages, pad, stack
 from megajax.generate.sampling import most_probable
+from megajax.generate.seen import SeenPrompts, see
 from megajax.generate.weights import inference_config
-from megajax.model.images import Images, merge_images_of_shards
+from megajax.model.computation import Computation
+from megajax.model.images import Images
 from megajax.model.loss import Loss
 from megajax.model.parameters import cast_matrices
 from megajax.model.relevance import question
 from megajax.model.shard_copies import copy_encoder
-from megajax.model.transformer import Computation, LanguageModel, model_graph
+from megajax.model.transformer import LanguageModel, model_graph
 from megajax.parallel.layout import Layout
 
 ROWS = 8  # windows at a time
@@ -118,10 +120,10 @@ def hidden_of_shards(
     )
     images = images._replace(is_question_BS=question(count_BS, index_BS))
     x_BSD = model.embed(token_BS, computation.dtype, position_BS=position_BS)
-    assert model.vision is not None
-    merged = merge_images_of_shards(model.vision, model.relevance, x_BSD, images, layout)
-    rows = *merged.beside(position_BS, None), None, merged.deep_BTAD
-    return model.finish(model.blocks(merged.x_BTD, computation, rows))
+    rows = SeenPrompts(x_BSD, position_BS, jnp.ones_like(index_BS))
+    rows = see(model, rows, images, layout)
+    beside = rows.position_BS, rows.segment_BS, None, rows.deep_BSAD
+    return model.finish(model.blocks(rows.x_BSD, computation, beside, seen=rows.seen))
 
 
 @functools.cache

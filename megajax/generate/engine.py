@@ -14,10 +14,11 @@ from jax import lax
 from megajax.config import Config
 from megajax.generate.cache import KeysValues, decode, prefill, write
 from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
+from megajax.generate.seen import SeenPrompts, see
 from megajax.generate.weights import LayerWeights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
-from megajax.model.budget import num_tokens as tokens_at
-from megajax.model.images import Images, add_deep, merge_images_of_shards
+from megajax.model.cross_attention import Seen
+from megajax.model.images import Images, add_deep
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 
@@ -40,6 +41,7 @@ class Rows(NamedTuple):
     tokens_BIR: jax.Array | None  # of each region of each image, on every device
     left_B: jax.Array  # number of tokens still wanted; 0 for a row that has ended
     number_B: jax.Array  # the row's number, from which its random keys follow
+    seen: Seen | None = None  # the keys and values of images, and those that later tokens see
 
 
 # Rows, new tokens [B, S], their number, whether any row continues.
@@ -55,7 +57,7 @@ class Engine:
     def __init__(self, config: Config, target: str):
         self.config = config = inference_config(config)
         self._layout = Layout.of(config)
-        self._decoder, self._block = graphs(config)
+        self._graphs = graphs(config)
         options = cures(target)
         self.read = jax.jit(
             self._read, static_argnames=('num_slots', 'sampling'), compiler_options=options
@@ -100,33 +102,19 @@ class Engine:
             position_BS = jax.reshard(image_position_BS, layout('BS'))
             last_B = position_BS.max(range(1, position_BS.ndim))
             origin_B = token_BS.shape[1] - 1 - last_B
-        decoder = nnx.merge(self._decoder, weights.rest)
-        x_BSD = decoder.embed(
-            token_BS, self.config.train.dtype, position_BS=position_BS
-        )  # all-reduce
-        is_empty_BY = tokens_BIR = None
+        decoder, dtype = nnx.merge(self._graphs.decoder, weights.rest), self.config.train.dtype
+        x_BSD = decoder.embed(token_BS, dtype, position_BS=position_BS)  # all-reduce
+        prompts = SeenPrompts(x_BSD, position_BS, segment_BS)
         if images is not None:
-            assert decoder.vision is not None
-            is_question_BS = (segment_BS > 0) & (jax.reshard(images.index_BS, layout('BS')) < 0)
-            images = images._replace(is_question_BS=is_question_BS)
-            merged = merge_images_of_shards(
-                decoder.vision, decoder.relevance, x_BSD, images, layout
-            )
-            x_BSD = merged.x_BTD
-            positions, segments = merged.beside(position_BS, segment_BS)
-            assert positions is not None
-            assert segments is not None
-            position_BS, segment_BS = positions, segments
-            if merged.is_empty_BS is not None and merged.level_BIR is not None:
-                unread = num_slots - token_BS.shape[1]
-                is_empty_BY = jnp.pad(merged.is_empty_BS, ((0, 0), (0, unread)))
-                tokens_BIR = jax.reshard(tokens_at(merged.level_BIR), layout('---'))
+            prompts = see(decoder, prompts, images, layout)
+        x_BSD, position_BS, segment_BS, deep_BSAD, seen, is_empty_BS, tokens_BIR = prompts
         core, caches = prefill(layout, segment_BS, num_slots), []
         for index, layer in enumerate(weights.layers):
-            block = nnx.merge(self._block, layer)
+            block = nnx.merge(self._graphs.block, layer)
             x_BSD, cache = block(x_BSD, core, position_BS=position_BS)
-            if images is not None:
-                x_BSD = add_deep(x_BSD, merged.deep_BTAD, index)
+            if deep_BSAD is not None:
+                x_BSD = add_deep(x_BSD, deep_BSAD, index)
+            x_BSD = self._attend_to_images(weights, x_BSD, index, seen)
             caches.append(cache)
         rows = Rows(
             tuple(caches),
@@ -134,10 +122,12 @@ class Engine:
             jnp.int32(token_BS.shape[1] - 1),
             first_B,
             origin_B,
-            is_empty_BY,
+            None if is_empty_BS is None else _in_slots(is_empty_BS, num_slots),
             tokens_BIR,
             left_B,
             number_B,
+            # Later tokens see what the last one of the prompt does.
+            None if seen is None else seen._replace(seen_BSY=seen.seen_BSY[:, -1:]),
         )
         rows, token_B = self._sample(decoder, x_BSD[:, -1:], rows, seed, eod, sampling)
         return rows, jax.reshard(token_B[:, None], layout('--'))
@@ -183,14 +173,15 @@ class Engine:
         self, weights: LayerWeights, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
     ) -> tuple[Rows, jax.Array]:
         """Generate one more token [B] in each row."""
-        decoder = nnx.merge(self._decoder, weights.rest)
+        decoder = nnx.merge(self._graphs.decoder, weights.rest)
         position_B1 = (rows.slot - rows.origin_B)[:, None]
         dtype, owns = self.config.train.dtype, []
         x_B1D = decoder.embed(rows.token_B[:, None], dtype, position_BS=position_B1)  # all-reduce
-        for layer, cache in zip(weights.layers, rows.caches, strict=True):
-            block = nnx.merge(self._block, layer)
+        for index, (layer, cache) in enumerate(zip(weights.layers, rows.caches, strict=True)):
+            block = nnx.merge(self._graphs.block, layer)
             core = decode(self._layout, cache, rows.slot, rows.first_B, rows.is_empty_BY)
             x_B1D, own = block(x_B1D, core, position_BS=position_B1)
+            x_B1D = self._attend_to_images(weights, x_B1D, index, rows.seen)
             owns.append(own)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, eod, sampling)
         # Make the write slot depend on a result of this step: XLA then updates the caches in place
@@ -200,6 +191,20 @@ class Engine:
             write(cache, own, slot) for cache, own in zip(rows.caches, owns, strict=True)
         )
         return new._replace(caches=caches), token_B
+
+    def _attend_to_images(
+        self, weights: LayerWeights, x_BSD: jax.Array, index: int, seen: Seen | None
+    ) -> jax.Array:
+        """Apply the layer of cross-attention after the layer with this index, if there is one."""
+        if seen is None:
+            return x_BSD
+        assert self.config.vision is not None
+        assert self._graphs.cross is not None
+        at, rest = divmod(index + 1, self.config.vision.cross_every)
+        if rest:
+            return x_BSD
+        block = nnx.merge(self._graphs.cross, weights.cross[at - 1])
+        return block(x_BSD, seen.k_JBYNH[at - 1], seen.v_JBYNH[at - 1], seen.seen_BSY)
 
     def _sample(
         self,
@@ -225,6 +230,10 @@ class Engine:
             return rows._replace(token_B=token_B, slot=slot, left_B=left_B), jnp.where(
                 ended_B, NO_TOKEN, token_B
             )
+
+
+def _in_slots(is_empty_BS: jax.Array, num_slots: int) -> jax.Array:
+    return jnp.pad(is_empty_BS, ((0, 0), (0, num_slots - is_empty_BS.shape[1])))
 
 
 def _any_left(rows: Rows) -> jax.Array:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from megajax.config import Config, ConfigError
 from megajax.counts.parameters import Parameter
 from megajax.model.block import Block
+from megajax.model.cross_attention import CrossAttention, CrossBlock
 from megajax.model.parameters import cast_matrices, map_parameters
 from megajax.model.shard_copies import copy_encoder
 from megajax.model.transformer import LanguageModel, model_graph
@@ -28,6 +29,7 @@ class LayerWeights(NamedTuple):
 
     rest: nnx.State
     layers: tuple[nnx.State, ...]
+    cross: tuple[nnx.State, ...] = ()  # layers of cross-attention
 
 
 def inference_config(config: Config) -> Config:
@@ -98,24 +100,39 @@ def _maker(config: Config) -> Any:
     def make(params: nnx.State) -> LayerWeights:
         cast = cast_matrices(params, config.train.dtype, layout)
         model = nnx.merge(graph, copy_encoder(cast, layout))
-        stacked = nnx.state(model.layers)
-        del model.layers
-        layers = (
-            jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.model.num_layers)
-        )
-        return LayerWeights(nnx.state(model), tuple(layers))
+        layers = _separate(model, config.model.num_layers)
+        cross = () if model.cross is None else _separate(model.cross, config.model.num_cross_layers)
+        return LayerWeights(nnx.state(model), layers, cross)
 
     return jax.jit(make)
 
 
-def graphs(config: Config) -> tuple[nnx.GraphDef[LanguageModel], nnx.GraphDef[Block]]:
-    """Return the graph definitions to `nnx.merge` with.
+def _separate(model: LanguageModel | CrossAttention, count: int) -> tuple[nnx.State, ...]:
+    """Take the stacked layers out of a module and return those of each."""
+    stacked = nnx.state(model.layers)
+    del model.layers
+    return tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(count))
+
+
+class Graphs(NamedTuple):
+    """The graph definitions to `nnx.merge` with.
 
     `LayerWeights.rest` goes into a model without layers, each of `LayerWeights.layers` into a
-    block.
+    block, and each of `LayerWeights.cross` into a layer of cross-attention.
     """
+
+    decoder: nnx.GraphDef[LanguageModel]
+    block: nnx.GraphDef[Block]
+    cross: nnx.GraphDef[CrossBlock] | None
+
+
+def graphs(config: Config) -> Graphs:
+    """Return the graph definitions of a model's parts."""
     layout, key = Layout.of(config), jax.random.key(0)
     decoder = jax.eval_shape(lambda: LanguageModel(config.model, layout, key=key))
-    layers = decoder.layers
+    block, cross = nnx.graphdef(decoder.layers), None
     del decoder.layers
-    return nnx.graphdef(decoder), nnx.graphdef(layers)
+    if decoder.cross is not None:
+        cross = nnx.graphdef(decoder.cross.layers)
+        del decoder.cross.layers
+    return Graphs(nnx.graphdef(decoder), block, cross)

@@ -24,10 +24,10 @@ def kept_weights(
     Either one gather makes the weights of all layers, or the loop over layers stores each layer's,
     as it does with what the backward pass needs and automatic differentiation cannot recompute.
     """
-    layers = config.model.num_layers
-    if config.optim.shard != 'weights' or layers == 1:
+    if config.optim.shard != 'weights':
         return
     stacked = _stacked(config)
+    layers = min(stacked.values(), default=0)
     for collective in placed:
         if site_of(collective, config).name != 'parameters':
             continue
@@ -35,15 +35,14 @@ def kept_weights(
         instruction = computation.by_name[collective.instruction]
         weight, kept = collective.whole, stored_in(program, computation, instruction)
         place = f'{collective.op_name} ({collective.source})'
-        if kept is not None and prod(kept.shape) >= layers * prod(weight.shape):
+        at_once = stacked.get(tuple(sorted(weight.dims)), 0)
+        if layers and kept is not None and prod(kept.shape) >= layers * prod(weight.shape):
             message = (
                 f'the loop over layers keeps {kept}, each gathered {weight}, for the backward '
                 f'pass, at {place}: gather again in the backward pass'
             )
             yield Finding(level='error', rule=RULE, message=message)
-        elif collective.times < layers * config.train.microbatches and (
-            tuple(sorted(weight.dims)) in stacked
-        ):
+        elif collective.times < at_once * config.train.microbatches:
             message = (
                 f'{weight}, the weights of all layers, is gathered at once at {place}: gather a '
                 "layer's weights inside the loop over layers"
@@ -51,8 +50,11 @@ def kept_weights(
             yield Finding(level='error', rule=RULE, message=message)
 
 
-def _stacked(config: Config) -> set[tuple[int, ...]]:
-    """The sorted dims, on a device, of the matrices of all layers, gathered over `data`."""
+def _stacked(config: Config) -> dict[tuple[int, ...], int]:
+    """The sorted dims, on a device, of the matrices of all layers, gathered over `data`.
+
+    Each has the number of its layers, which is more than one.
+    """
     sizes, shards = dict(dim_sizes(config.model)), Layout.of(config).shards
     sizes['D'] = with_padding(config, sizes['D'])
     return {
@@ -62,7 +64,7 @@ def _stacked(config: Config) -> set[tuple[int, ...]]:
                 for letter in x.dims
                 if (size := sizes[letter.upper()] // shards.get(letter, 1)) > 1
             )
-        )
+        ): sizes[x.dims[0]]
         for _, x in parameters(config.model)
-        if x.is_stacked and x.is_in_microbatches
+        if x.is_stacked and x.is_in_microbatches and sizes[x.dims[0]] > 1
     }

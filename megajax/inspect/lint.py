@@ -137,9 +137,10 @@ def _gathered_weights(
     for collective in placed:
         dims = collective.whole.dims
         name = weights.get(tuple(sorted(dims)))
-        # Those of ZeRO, of keys and values and of the head's tokens have rows of their own.
-        is_zero = site_of(collective, config).name == 'parameters'
-        has_row = is_zero or collective.axes in ((STAGE,), (CONTEXT,))
+        # Those of ZeRO, of images, of keys and values and of the head's tokens have rows of their
+        # own.
+        is_known = site_of(collective, config).name in ('parameters', 'vision')
+        has_row = is_known or collective.axes in ((STAGE,), (CONTEXT,))
         if collective.kind == 'all-gather' and name and not has_row and prod(dims[:-1]) != tokens:
             message = (
                 f'{name} is gathered over {collective.axis} at {_place(collective)}: '

@@ -52,7 +52,9 @@ def _changes(config: Config) -> dict[str, int]:
     # A size that the data shards divide stays one, and a size that they do not does too.
     divisor = rows * (1 if _is_uneven(config) else mesh['mesh.data'])
     batch_rows = min(config.microbatch_rows, 2 * rows)
-    return mesh | {
+    # Two groups of layers, with a layer of cross-attention after each.
+    crossed = {'vision.cross_every': 1} if config.model.num_cross_layers else {}
+    changes = mesh | {
         'model.num_layers': stages * chunks * min(layers, 2),
         'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, divisor) * 2),
         'model.num_heads': heads,
@@ -66,6 +68,7 @@ def _changes(config: Config) -> dict[str, int]:
         'train.microbatches': microbatches,
         'mesh.data': data,
     }
+    return changes | crossed
 
 
 def _mesh(config: Config) -> dict[str, int]:

@@ -3,6 +3,7 @@
 The named scopes in its path decide, and for gradients of some parameters their size.
 """
 
+import dataclasses
 import functools
 import re
 from math import prod
@@ -19,13 +20,14 @@ from megajax.train.passes import RECOMPUTE
 from megajax.train.pipeline import TO_NEXT, TO_PREVIOUS
 
 # In order of precedence: the first scope that is in the path names the site.
-_SCOPES = ('optimizer', 'embedding', 'attention', 'mlp', 'head', 'loss', 'norm')
+_SCOPES = ('optimizer', 'embedding', 'cross_attention', 'attention', 'mlp', 'head', 'loss', 'norm')
 ORDER = (
     'parameters',
     'stage',
     'vision',
     'embedding',
     'attention',
+    'cross_attention',
     'mlp',
     'norm',
     'head',
@@ -177,10 +179,11 @@ def _partial_sizes(config: Config) -> frozenset[int]:
     Each stacked parameter has two: in all layers, and in one layer.
     """
     model, shards = config.model, Layout.of(config).shards
-    layers = model.num_layers // config.mesh.stages
     sizes, partial_sizes = dim_sizes(model), set[int]()
     for _, parameter in parameters(model):
         if parameter.partial and not parameter.is_of_encoder:
-            size = num_elements(parameter, sizes, shards)
-            partial_sizes |= {size, size // layers} if parameter.is_stacked else {size}
+            partial_sizes.add(num_elements(parameter, sizes, shards))
+            if parameter.is_stacked:
+                of_layer = dataclasses.replace(parameter, dims=parameter.dims_of_layer)
+                partial_sizes.add(num_elements(of_layer, sizes, shards))
     return frozenset(partial_sizes)

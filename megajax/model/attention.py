@@ -171,6 +171,24 @@ def _attend_xla(
     causal: bool,
     rate: float,
 ) -> jax.Array:
+    allowed = _allowed(q_RSNH.shape[1], segment_RS, causal=causal)
+    return attend_where(q_RSNH, k_RYKH, v_RYKH, allowed, key_R, layout=layout, rate=rate)
+
+
+def attend_where(
+    q_RSNH: jax.Array,
+    k_RYKH: jax.Array,
+    v_RYKH: jax.Array,
+    allowed: jax.Array | None,
+    key_R: jax.Array | None,
+    *,
+    layout: Layout,
+    rate: float,
+) -> jax.Array:
+    """Attention o_RSNH with softmax in fp32, in which each query sees the `allowed` keys.
+
+    `allowed` broadcasts against [R, K, G, S, Y]; None allows all.
+    """
     batch, length, heads, head_dim = q_RSNH.shape
     groups = k_RYKH.shape[2]
     grouped = batch, length, groups, heads // groups, head_dim
@@ -180,7 +198,7 @@ def _attend_xla(
     score_RKGSY = jnp.einsum(
         'rskgh,rykh->rkgsy', q_RSKGH, k_RYKH, preferred_element_type=jnp.float32
     )
-    if (allowed := _allowed(length, segment_RS, causal=causal)) is not None:
+    if allowed is not None:
         score_RKGSY = jnp.where(allowed, score_RKGSY, jnp.finfo(jnp.float32).min)
     weight_RKGSY = dropout(jax.nn.softmax(score_RKGSY, axis=-1), rate, key_R, layout('N-sy'))
     o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY.astype(v_RYKH.dtype), v_RYKH)

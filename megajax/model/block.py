@@ -1,5 +1,7 @@
 """A pre-norm transformer layer: two branches, each between Megatron's f and g."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
@@ -9,6 +11,16 @@ from megajax.model.dropout import dropout, fold_in
 from megajax.model.mlp import MLP
 from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters
+
+
+def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
+    """Return equal parts of the rows of arrays [B, ...]."""
+
+    def part(x: jax.Array, index: int) -> jax.Array:
+        rows = x.shape[0] // num_parts
+        return x if num_parts == 1 else x[index * rows : (index + 1) * rows]
+
+    return [jax.tree.map(lambda x, i=i: part(x, i), rows) for i in range(num_parts)]
 
 
 class Block(nnx.Module):

@@ -1,14 +1,15 @@
 """Images in a sequence: each device encodes some, all get the vectors, and tokens take theirs."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import P
 from jax.typing import DTypeLike
 
 from megajax.config import VisionConfig
-from megajax.model.detail import Detail, chosen, detail_of, places_of
-from megajax.model.relevance import RelevanceNetworks
+from megajax.model.detail import Detail, chosen, places_of
 from megajax.model.vision import Encoder, numbers_of, places
 from megajax.parallel.image_shards import over_images
 from megajax.parallel.layout import Layout
@@ -34,7 +35,6 @@ class Merged(NamedTuple):
     # the tokens that it has left empty.
     offset_BS2: jax.Array | None = None
     is_empty_BS: jax.Array | None = None
-    level_BIR: jax.Array | None = None  # of each region of each image, an index of `budget.SIDES`
 
     def beside(
         self, position_BS: jax.Array | None, segment_BS: jax.Array | None
@@ -54,16 +54,13 @@ class Merged(NamedTuple):
 
 def merge_images(
     encoder: Encoder,
-    relevance: RelevanceNetworks | None,
     x_BTD: jax.Array,
     images: Images,
     layout: Layout,
     recompute: str = 'none',
+    detail: Detail | None = None,
 ) -> Merged:
     """Encode images and put their vectors in the places of their tokens."""
-    detail = None
-    if relevance is not None:
-        detail = detail_of(relevance, encoder.config, x_BTD, images, layout)
     vectors = encode(encoder, images, layout, x_BTD.dtype, recompute, detail)
     return place(x_BTD, vectors, images, encoder.config, layout, detail)
 
@@ -126,18 +123,30 @@ def place(
         found = vectors.at[at_BT].get(out_sharding=layout('BT--'))
         found = jnp.where(jnp.expand_dims(is_image_BT, (2, 3)), found, 0).astype(x_BTD.dtype)
         x_BTD = jnp.where(jnp.expand_dims(is_image_BT, 2), found[:, :, 0], x_BTD)
-        level_BIR = None if detail is None else detail.level
-        return Merged(x_BTD, found[:, :, 1:], offset_BS2, is_empty_BS, level_BIR)
+        return Merged(x_BTD, found[:, :, 1:], offset_BS2, is_empty_BS)
 
 
 def merge_images_of_shards(
     encoder: Encoder,
-    relevance: RelevanceNetworks | None,
     x_BTD: jax.Array,
     images: Images,
     layout: Layout,
+    detail: Detail | None = None,
 ) -> Merged:
     """Do the same for the rows of all data shards, outside a function that is mapped over them."""
+
+    def of_shard(x_BTD: jax.Array, images: Images, detail: Detail | None) -> Merged:
+        return merge_images(encoder, x_BTD, images, layout.per_shard, detail=detail)
+
+    return of_shards(of_shard, layout, x_BTD, images, detail)
+
+
+def of_shards(function: Callable[..., Any], layout: Layout, *rows: Any) -> Any:
+    """Apply a function of a data shard's rows to those of all shards, and join its results.
+
+    The first dim of each array is the rows.
+    """
+    rows = jax.tree.map(lambda x: jax.reshard(x, layout('B')), rows)
     shards = layout.sizes_of(layout.mapped)
 
     def divide(x: jax.Array) -> jax.Array:
@@ -145,15 +154,11 @@ def merge_images_of_shards(
         return x.reshape(*shards, -1, *x.shape[1:], out_sharding=spec)
 
     def join(x: jax.Array) -> jax.Array:
-        rest = x.shape[len(shards) + 1 :]
-        return x.reshape(len(x_BTD), *rest, out_sharding=layout('B' + '-' * len(rest)))
+        rest = jax.typeof(x).sharding.spec[len(shards) + 1 :]
+        spec = P(*layout('B'), *rest)
+        return x.reshape(-1, *x.shape[len(shards) + 1 :], out_sharding=spec)
 
-    def of_shard(x_BTD: jax.Array, images: Images) -> Merged:
-        return merge_images(encoder, relevance, x_BTD, images, layout.per_shard)
-
-    images = jax.tree.map(lambda x: jax.reshard(x, layout('B')), images)
-    merged = over_shards(of_shard, layout)(divide(x_BTD), jax.tree.map(divide, images))
-    return jax.tree.map(join, merged)
+    return jax.tree.map(join, over_shards(function, layout)(*jax.tree.map(divide, rows)))
 
 
 def _vector_at(images: Images, config: VisionConfig) -> tuple[jax.Array, jax.Array]:

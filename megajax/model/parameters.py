@@ -86,7 +86,7 @@ class Parameters:
 
 def _of_one(dims: str) -> str:
     """Return the dims of a parameter without that of the layers, or mergers, that have one each."""
-    return dims[1:] if dims[0] in 'LA' else dims
+    return dims[1:] if dims[0] in 'LAJ' else dims
 
 
 def map_parameters(function: Callable[..., Any], params: Any, *others: Any) -> Any:

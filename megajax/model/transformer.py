@@ -1,7 +1,7 @@
 """The transformer (embedding, a stack of blocks, norm) and the two models that add heads to it."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +9,19 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from megajax.config import Config, ModelConfig
-from megajax.counts.parameters import Parameter
-from megajax.model import at_rest
-from megajax.model.at_rest import gather, reduced_in_backward
+from megajax.config import ModelConfig
 from megajax.model.attention import attention_core
 from megajax.model.bert import MaskedHead, OrderHead
-from megajax.model.block import Block
+from megajax.model.block import Block, parts_of_rows
+from megajax.model.computation import IN_FP32, Computation
+from megajax.model.cross_attention import AfterGroups, CrossAttention, Seen, in_groups
+from megajax.model.detail import Detail, detail_of
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, VocabParallelEmbedding
-from megajax.model.gradient_slot import pair, value
 from megajax.model.images import Images, Merged, add_deep, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
-from megajax.model.parameters import Parameters, map_parameters
+from megajax.model.parameters import Parameters
 from megajax.model.relevance import RelevanceNetworks
 from megajax.model.vision import Encoder
 from megajax.parallel.layout import Layout
@@ -36,68 +35,8 @@ NO_ROWS: Rows = None, None, None, None
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
 
 
-class Computation(NamedTuple):
-    """The settings of a forward and backward pass, which no parameter depends on."""
-
-    dtype: str = 'float32'
-    recompute: str = 'none'  # in the backward pass: none, selective (attention's core) or full
-    # Parts of the rows, independent within a layer: batch-split overlap (Domino).
-    num_parts: int = 1
-    shard: str = 'none'  # what is sharded over `data` (`optim.shard`)
-    reduce_dtype: str = 'float32'  # of gradients summed over `data` in the backward pass
-    exchange: str | None = None  # of keys and values between context shards, if there are several
-
-    @classmethod
-    def of(cls, config: Config) -> Self:
-        """The computation of a run's config, with the rows of a microbatch in one part."""
-        mesh, optim = config.mesh, config.optim
-        return cls(
-            config.train.dtype,
-            config.train.recompute,
-            shard=optim.shard,
-            reduce_dtype=optim.reduce_dtype,
-            exchange=mesh.context_exchange if mesh.context > 1 else None,
-        )
-
-    def pair(self, weights: Any, params: Any, layout: Layout) -> Any:
-        """Return parameters, of a layer or outside the layers, as their products take them.
-
-        Where `params` are gradient slots or matrices at rest, `weights` are those to compute with.
-        """
-
-        def join(declared: Parameter, x: jax.Array, weight: Any) -> Any:
-            if not reduced_in_backward(declared, self.shard):
-                return pair(declared, weight, x)
-            dims = declared.dims.removeprefix('L')
-            if self.shard == 'weights':
-                # Full recomputation gathers once for itself and for the backward pass. Otherwise
-                # a weight that is gathered here would be kept from the forward pass.
-                is_kept = self.recompute != 'full'
-                weight = None if is_kept else gather(x.astype(self.dtype), dims, layout)
-            if declared.is_frozen:
-                return at_rest.without_slot(x, weight)
-            return at_rest.slotted(x, weight, dims, layout, self.reduce_dtype)
-
-        return map_parameters(join, params, weights)
-
-    def value(self, weight: jax.Array, x: jax.Array, declared: Parameter, layout: Layout) -> Any:
-        """Return a parameter outside the layers in fp32, rounded as its weight is.
-
-        Its gradient becomes that of x, a gradient slot or a matrix at rest.
-        """
-        is_reduced = reduced_in_backward(declared, self.shard)
-        if is_reduced and self.shard == 'weights':
-            weight = gather(x.astype(self.dtype), declared.dims, layout)
-        if declared.is_frozen:
-            return weight.astype(jnp.float32)
-        if not is_reduced:
-            return x if weight.dtype == x.dtype else value(weight, x)
-        slotted = at_rest.slotted(x, weight, declared.dims, layout, self.reduce_dtype)
-        return value(weight, slotted.slot)
-
-
-IN_FP32 = Computation()
-VISION, RELEVANCE = 7, 8  # differ from every index that the key of a model is split by
+# They differ from every index that the key of a model is split by.
+VISION, CROSS, RELEVANCE = 7, 8, 9
 
 
 class Transformer(nnx.Module):
@@ -131,6 +70,12 @@ class Transformer(nnx.Module):
         self.layers = jax.vmap(make_block, spmd_axis_name=stages)(keys)
         vision_key = jax.random.fold_in(key, VISION)
         self.vision = None if config.vision is None else Encoder(config, key=vision_key)
+        cross_key = jax.random.fold_in(key, CROSS)
+        self.cross = (
+            CrossAttention(config, parameters['cross'], key=cross_key)
+            if 'cross' in parameters
+            else None
+        )
         relevance_key = jax.random.fold_in(key, RELEVANCE)
         self.relevance = (
             RelevanceNetworks(config, parameters['relevance'], key=relevance_key)
@@ -168,6 +113,7 @@ class Transformer(nnx.Module):
         *,
         weights: Block | None = None,
         first: jax.Array | int = 0,
+        after_groups: AfterGroups | None = None,
     ) -> Carry:
         """Apply `layer_fn` to every block in turn, in a loop that is compiled once.
 
@@ -181,7 +127,16 @@ class Transformer(nnx.Module):
 
         with jax.named_scope('layers'):
             count = len(jax.tree.leaves(self.layers)[0])
-            return lax.scan(layer, x, (self.layers, weights, first + jnp.arange(count)))[0]
+            layers = self.layers, weights, first + jnp.arange(count)
+            if after_groups is None:
+                return lax.scan(layer, x, layers)[0]
+            after, arrays = after_groups
+
+            def group(x: Carry, group: tuple[Any, Any]) -> tuple[Carry, None]:
+                return after(lax.scan(layer, x, group[0])[0], group[1]), None
+
+            groups = len(jax.tree.leaves(arrays)[0])
+            return lax.scan(group, x, (in_groups(layers, groups), arrays))[0]
 
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the final norm."""
@@ -198,26 +153,38 @@ class Transformer(nnx.Module):
         type_BS: jax.Array | None = None,
         key_B: jax.Array | None = None,
         images: Images | None = None,
-        weights: Block | None = None,
+        weights: 'Transformer | None' = None,
     ) -> jax.Array:
         """x_BTD after the final norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
-        merged = None
+        merged, seen = None, None
         x_BTD = self.embed(
             token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
         )
         if images is not None:
-            merged = self.with_images(x_BTD, images, computation)
-            x_BTD = merged.x_BTD
-            position_BS, segment_BS = merged.beside(position_BS, segment_BS)
+            detail = self.detail(x_BTD, images)
+            if self.cross is not None:
+                assert self.vision is not None
+                seen = self.cross.see(self.vision, images, segment_BS, computation, detail)
+            else:
+                merged = self.with_images(x_BTD, images, computation, detail)
+                x_BTD = merged.x_BTD
+                position_BS, segment_BS = merged.beside(position_BS, segment_BS)
         rows = position_BS, segment_BS, key_B, None if merged is None else merged.deep_BTAD
-        return self.finish(self.blocks(x_BTD, computation, rows, weights=weights))
+        return self.finish(self.blocks(x_BTD, computation, rows, weights=weights, seen=seen))
 
-    def with_images(self, x_BTD: jax.Array, images: Images, computation: Computation) -> Merged:
+    def detail(self, x_BTD: jax.Array, images: Images) -> Detail | None:
+        """The detail that relevance gives to images, if the model has it."""
+        if self.relevance is None or self.vision is None:
+            return None
+        return detail_of(self.relevance, self.vision.config, x_BTD, images, self.layout)
+
+    def with_images(
+        self, x_BTD: jax.Array, images: Images, computation: Computation, detail: Detail | None
+    ) -> Merged:
         """Put the vectors of images in their places."""
         assert self.vision is not None
-        return merge_images(
-            self.vision, self.relevance, x_BTD, images, self.layout, computation.recompute
-        )
+        recompute = computation.recompute
+        return merge_images(self.vision, x_BTD, images, self.layout, recompute, detail)
 
     def blocks(
         self,
@@ -225,14 +192,17 @@ class Transformer(nnx.Module):
         computation: Computation,
         rows: Rows = NO_ROWS,
         *,
-        weights: Block | None = None,
+        weights: 'Transformer | None' = None,
         first: jax.Array | int = 0,
+        seen: Seen | None = None,
     ) -> jax.Array:
-        """The residual stream after `self.layers`; `first` and `weights` are as in `run_layers`."""
+        """The residual stream after `self.layers`, and the layers of cross-attention among them.
+
+        `weights` has the weights to compute with, where they differ, and `first` is as in
+        `run_layers`.
+        """
         num_parts = computation.num_parts
-        parts = [
-            jax.tree.map(lambda x, i=i: _part(x, i, num_parts), rows) for i in range(num_parts)
-        ]
+        parts = parts_of_rows(rows, num_parts)
 
         def run_block(
             block: Block, weights: Block | None, xs_BTD: tuple[jax.Array, ...], index: jax.Array
@@ -256,8 +226,18 @@ class Transformer(nnx.Module):
 
         if computation.recompute == 'full':
             run_block = jax.checkpoint(run_block, prevent_cse=False)
-        xs_BTD = tuple(_part(x_BTD, i, num_parts) for i in range(num_parts))
-        xs_BTD = self.run_layers(xs_BTD, run_block, weights=weights, first=first)
+        after_groups = None
+        if seen is not None:
+            assert self.cross is not None
+            used = None if weights is None else weights.cross
+            after_groups = self.cross.after_groups(seen, rows[2], computation, used)
+        xs_BTD = self.run_layers(
+            tuple(parts_of_rows(x_BTD, num_parts)),
+            run_block,
+            weights=None if weights is None else weights.layers,
+            first=first,
+            after_groups=after_groups,
+        )
         return xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD)
 
 
@@ -348,8 +328,3 @@ def model_graph(config: ModelConfig, layout: Layout) -> nnx.GraphDef[LanguageMod
 
 def _bert_keys(key: jax.Array) -> jax.Array:
     return jax.random.split(jax.random.fold_in(key, 4), 3)
-
-
-def _part(x: jax.Array, index: int, num_parts: int) -> jax.Array:
-    rows = x.shape[0] // num_parts
-    return x if num_parts == 1 else x[index * rows : (index + 1) * rows]

@@ -192,7 +192,9 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
 
     counts = {name: (x, count(x)) for name, x in parameters(model)}
     matrices = [(x, size) for x, size in counts.values() if x.is_matrix]
-    layer = sum(num_elements(x, sizes, layout.shards) for x, _ in matrices if x.is_stacked)
+    layer = sum(
+        num_elements(x, sizes, layout.shards) for x, _ in matrices if x.dims.startswith('L')
+    )
     return AtRest(
         all=sum(size for _, size in counts.values()),
         layers=sum(size for x, size in counts.values() if x.is_stacked),

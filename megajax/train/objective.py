@@ -9,11 +9,11 @@ from flax import nnx
 
 from megajax.config import Config
 from megajax.counts.parameters import Parameter
-from megajax.model.block import Block
+from megajax.model.computation import Computation
 from megajax.model.gradient_slot import pair
 from megajax.model.loss import Loss
 from megajax.model.parameters import map_parameters, with_frozen
-from megajax.model.transformer import Bert, Computation, LanguageModel, make_model, model_graph
+from megajax.model.transformer import Bert, LanguageModel, make_model, model_graph
 from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch
 from megajax.train.microbatches import beside_tokens, images_of
@@ -61,10 +61,10 @@ class Objective:
         key: jax.Array | None = None,
     ) -> tuple[Sums, jax.Array | None]:
         """Compute the sums of tokens, and the loss of sentence-order prediction, if any."""
-        model, layers = self.model(params, weights)
+        model, used = self.model(params, weights)
         rows = beside_tokens(shard, key)
         x_BTD = model.hidden(
-            shard['tokens'], self.computation, **rows, images=images_of(shard, key), weights=layers
+            shard['tokens'], self.computation, **rows, images=images_of(shard, key), weights=used
         )
         return self._of_tokens(model, x_BTD, shard), self._of_rows(model, x_BTD, shard)
 
@@ -90,10 +90,10 @@ class Objective:
 
         `first` is the index in the model of the first of them.
         """
-        model, layers = self.model(params, weights)
+        model, used = self.model(params, weights)
         rows = beside_tokens(shard, key)
         beside = rows['position_BS'], rows['segment_BS'], rows['key_B'], None
-        return model.blocks(x_BTD, self.computation, beside, weights=layers, first=first)
+        return model.blocks(x_BTD, self.computation, beside, weights=used, first=first)
 
     def head(
         self, params: nnx.State, weights: nnx.State | None, x_BTD: jax.Array, shard: Batch
@@ -149,8 +149,8 @@ class Objective:
 
     def model(
         self, params: nnx.State, weights: nnx.State | None
-    ) -> tuple[LanguageModel, Block | None]:
-        """Return the model, and the weights of its layers where they differ from its parameters.
+    ) -> tuple[LanguageModel, LanguageModel | None]:
+        """Return the model, and that with the weights to compute with where they differ.
 
         Each layer reads its weights inside the loop over layers, which would otherwise hold all of
         them in fp32.
@@ -166,4 +166,4 @@ class Objective:
             return x if declared.is_stacked else computation.value(weight, x, declared, layout)
 
         params = map_parameters(outside_layers, params, weights)
-        return nnx.merge(self._graph, params), nnx.merge(self._graph, weights).layers
+        return nnx.merge(self._graph, params), nnx.merge(self._graph, weights)

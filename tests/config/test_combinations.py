@@ -7,11 +7,13 @@ from megajax.commands.main import app
 from megajax.config import ConfigError, load
 from megajax.config.combinations import COMBINATIONS, Combination
 
+VISION = ' '.join(
+    f'vision.{size}' for size in ('num_layers=1', 'hidden_size=64', 'num_heads=4', 'max_patches=16')
+)
 VALUES = {
-    'vision': ' '.join(
-        f'vision.{size}'
-        for size in ('num_layers=1', 'hidden_size=64', 'num_heads=4', 'max_patches=16')
-    ),
+    'vision': VISION,
+    'vision.fusion=cross_attention': f'{VISION} vision.fusion=cross_attention',
+    'vision.deepstack': 'vision.deepstack=[0]',
     'mesh.context': 'mesh.context=2',
     'mesh.model_rows': 'mesh.model_rows=2',
     'mesh.replicas': 'mesh.replicas=2',

@@ -143,3 +143,11 @@ def test_a_budget_gives_every_picture_as_many_vectors() -> None:
     index, positions = place_images(tokens, [(4, 6), (2, 2)], image_token=IMAGE, patches=patches)
     assert index.tolist() == [-1, 0, 1, 2, -1, 3, 4, 5, -1]
     assert positions.tolist() == [[i] * 3 for i in (0, 1, 1, 1, 4, 5, 5, 5, 6)]
+
+
+def test_a_picture_that_is_marked_has_one_token_which_counts_as_text() -> None:
+    patches = PatchSize(patch_size=2, merge_size=2, max_patches=24, marked=True)
+    tokens = np.array([1, IMAGE, 1, IMAGE, 1])
+    index, positions = place_images(tokens, [(4, 6), (2, 2)], image_token=IMAGE, patches=patches)
+    assert index.tolist() == [-1, 0, -1, 6, -1]
+    assert positions.tolist() == [[i] * 3 for i in range(5)]

@@ -24,7 +24,7 @@ from megajax.evaluate.detokenize import detokenize_wikitext
 from megajax.evaluate.perplexity import windows
 from megajax.evaluate.score import Scored
 from megajax.generate import Request, Sampling
-from megajax.model.transformer import Computation
+from megajax.model.computation import Computation
 
 TOKENIZER = byte_tokenizer()
 

@@ -26,7 +26,7 @@ from megajax.inspect import assert_collectives
 from megajax.interop.huggingface.families import read_config_json
 from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.tensors import read_tensors
-from megajax.model.transformer import Computation
+from megajax.model.computation import Computation
 from megajax.parallel.layout import Layout
 from megajax.train.step import init_state
 

@@ -19,13 +19,13 @@ from megajax.model import linear as linear_module
 from megajax.model import norm as norm_module
 from megajax.model import product as product_module
 from megajax.model import transformer as transformer_module
+from megajax.model.computation import Computation
 from megajax.model.embedding import VocabParallelEmbedding
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.loss import Loss
 from megajax.model.parameters import cast_matrices
 from megajax.model.product import product
 from megajax.model.shard_copies import along_last
-from megajax.model.transformer import Computation
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import mesh_for
 from megajax.train import step as step_module

@@ -1,5 +1,6 @@
 """A vision encoder sends what is stated, less than Megatron inside its layers, and no more."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ def inspect_here(config: Config) -> Inspection:
 
 TWICE: dict[str, Any] = {'train': {'microbatches': 2, 'recompute': 'full'}}
 HALF: dict[str, Any] = {'train': {'dtype': 'bfloat16'}}
+# As many image vectors as no matrix of the encoder has rows.
+ROWS: dict[str, Any] = {'train': {'batch_size': 24}}
+cross = functools.partial(vlm, crossed=True)
 
 
 @pytest.mark.parametrize(
@@ -35,6 +39,12 @@ HALF: dict[str, Any] = {'train': {'dtype': 'bfloat16'}}
         slow(vlm(2, 2, **SP, vision={'freeze': ('encoder',)}, train={'recompute': 'full'})),
         slow(vlm(2, 2, vision={'freeze': ('merger',)}, optim={'shard': 'weights'})),
         slow(vlm(2, 2, **SP, vision={'freeze': ('decoder',)}, optim={'shard': 'optimizer'})),
+        cross(2, 2),
+        cross(1, 4, **SP, **ROWS),
+        slow(cross(2, 2, **SP, **TWICE)),
+        slow(cross(1, 4, train=ROWS['train'] | HALF['train'])),
+        slow(cross(2, 4, optim={'shard': 'weights'}, **TWICE)),
+        slow(cross(4, 2, **SP, optim={'shard': 'gradients'}, **HALF)),
     ],
 )
 def test_no_row_sends_more_than_is_stated(config: Config) -> None:

@@ -12,7 +12,7 @@ from support import graph_of
 from megajax.checkpoint.open import open_model
 from megajax.interop.rank_files import FILE
 from megajax.interop.torch_files import Stored, torch_files
-from megajax.model.transformer import Computation
+from megajax.model.computation import Computation
 
 ORACLES = Path(__file__).parents[1] / 'data' / 'oracles'
 

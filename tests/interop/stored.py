@@ -11,7 +11,7 @@ from support import graph_of
 from megajax.config import Config
 from megajax.interop.huggingface.families import read_family
 from megajax.interop.tensors import read_tensors
-from megajax.model.transformer import Computation
+from megajax.model.computation import Computation
 
 DATA = Path(__file__).parent / 'data'
 NAMES = sorted(path.stem for path in DATA.glob('*.npz'))

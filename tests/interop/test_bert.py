@@ -21,7 +21,7 @@ from megajax.interop.directories import export_huggingface, import_huggingface
 from megajax.interop.huggingface.families import read_family, write_family
 from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.tensors import read_tensors
-from megajax.model.transformer import Computation
+from megajax.model.computation import Computation
 
 BERT = Path(__file__).parent / 'bert'
 LIMIT = 2e-4  # of logits of size 1 to 10, in fp32

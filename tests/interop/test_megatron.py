@@ -19,8 +19,8 @@ from support import assert_close, graph_of, make_config, on_mesh, relative_error
 from megajax.config import Config, ConfigError
 from megajax.counts.parameters import num_parameters
 from megajax.interop.megatron import from_megatron, to_megatron
+from megajax.model.computation import Computation
 from megajax.model.loss import Loss
-from megajax.model.transformer import Computation
 from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch, place_batch
 from megajax.train.gradients import make_loss_and_gradients

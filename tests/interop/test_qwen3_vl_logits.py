@@ -23,9 +23,10 @@ from megajax.interop.folder import settings
 from megajax.interop.huggingface.families import read_family
 from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.tensors import read_tensors
+from megajax.model.computation import IN_FP32
 from megajax.model.images import Images
 from megajax.model.shard_copies import copy_to_shards
-from megajax.model.transformer import IN_FP32, model_graph
+from megajax.model.transformer import model_graph
 from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards
 from megajax.train.zero import gather_once

@@ -23,7 +23,8 @@ from support import (
 
 from megajax.config import Config, ConfigError
 from megajax.generate import Generator
-from megajax.model.transformer import Bert, Computation
+from megajax.model.computation import Computation
+from megajax.model.transformer import Bert
 from megajax.train.evaluation import make_eval_step
 from megajax.train.feed import place_batch
 from megajax.train.gradients import make_loss_and_gradients

@@ -26,11 +26,12 @@ from megajax.config import Config, schema
 from megajax.counts.parameters import Parameter, Role, dim_sizes
 from megajax.model import attention, block, transformer
 from megajax.model.attention import attention_core
+from megajax.model.computation import IN_FP32, Computation
 from megajax.model.dropout import sequence_keys
 from megajax.model.embedding import VocabParallelEmbedding
 from megajax.model.loss import Loss
 from megajax.model.parameters import Parameters
-from megajax.model.transformer import IN_FP32, Computation, LanguageModel, make_model
+from megajax.model.transformer import LanguageModel, make_model
 from megajax.parallel.layout import Layout
 from megajax.train.feed import place_batch
 from megajax.train.gradients import make_loss_and_gradients

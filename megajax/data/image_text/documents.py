@@ -98,7 +98,7 @@ def _encode(
     The end counts if what stands before it does.
     """
     encoded = iter(tokenizer.encode_batch([piece.text for piece in pieces if piece.text]))
-    sizes = iter(shape.patches.vectors(grid) for grid in grids)
+    sizes = iter(shape.patches.tokens(grid) for grid in grids)
     ids: list[int] = []
     answered: list[bool] = []
     for piece in pieces:
@@ -133,11 +133,12 @@ def _check_slots(grids: Sequence[Grid], shape: RowShape, place: str) -> None:
 def _check_fit(tokens: np.ndarray, grids: Sequence[Grid], shape: RowShape, place: str) -> None:
     _check_slots(grids, shape, place)
     if len(tokens) > shape.seq_len + 1:
-        of_images = sum(map(shape.patches.vectors, grids))
+        of_images = sum(map(shape.patches.tokens, grids))
+        smaller = ', a smaller vision.max_patches' if of_images > len(grids) else ''
         message = (
             f'has {len(tokens)} tokens, {of_images} of them for pictures, and a row holds '
             f'{shape.seq_len + 1}; use {shape.limited_by}={len(tokens) - 1}'
-            f'{", a smaller vision.max_patches" if grids else ""}, or split the line'
+            f'{smaller}, or split the line'
         )
         others = (shape.limited_by, 'vision.max_patches')
         raise ConfigError(Problem(path=place, message=message, others=others))

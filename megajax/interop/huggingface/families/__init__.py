@@ -120,6 +120,8 @@ def _differences(model: ModelConfig, keys: Keys) -> list[str]:
     pairs: list[tuple[str, Any, Any, set[str]]] = [('model', model, back, names - {'vision'})]
     if model.vision and back.vision:
         names = VisionConfig.model_fields.keys() - OF_A_RUN
+        if not model.vision.is_crossed:
+            names -= {'cross_every'}
         pairs.append(('vision', model.vision, back.vision, names))
     return [
         f'{section}.{name}={getattr(ours, name)}'
