@@ -1,12 +1,14 @@
 """A run on pictures resumes where it was: to the bit on its mesh, with the same rows on another."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
+from runs import finish, start
 from support import by_name, more, on_mesh
 
 from megajax.checkpoint.open import restore_params
@@ -78,3 +80,31 @@ def test_on_another_mesh_the_same_pictures_follow(tmp_path: Path, corpus: Path, 
     train(tmp_path / 'run', 3, data)
     train(tmp_path / 'run', 6, data, 'mesh.data=1', 'mesh.model=4', 'mesh.sequence_parallel=true')
     np.testing.assert_allclose(losses(tmp_path / 'run'), losses(tmp_path / 'straight'), rtol=1e-5)
+
+
+CONFIG = """
+model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 258, max_seq_len: 48, \
+norm: rmsnorm, position: rope, bias: false}
+vision: {num_layers: 1, hidden_size: 16, num_heads: 2, patch_size: 4, positions: 4, \
+max_patches: 16, image_token: 257}
+mesh: {data: 2}
+train: {steps: 3, batch_size: 4, seq_len: 48, dtype: float32, eval_every: 9, log_every: 1}
+data: {corpus: corpus, tokenizer: bytes, split: '100,0,0'}
+"""
+
+
+@pytest.mark.faults
+def test_several_processes_read_their_own_rows_and_refuse_a_broken_picture(
+    tmp_path: Path, corpus: Path
+) -> None:
+    (tmp_path / 'small.yaml').write_text(CONFIG)
+    for count in (1, 2):
+        code, said = finish(start(tmp_path, processes=count, name=f'run{count}'))
+        assert code == 0, said
+    alone, apart = (losses(tmp_path / f'run{count}') for count in (1, 2))
+    np.testing.assert_allclose(apart, alone, rtol=1e-6)
+    for picture in corpus.glob('*.png'):
+        picture.write_bytes(picture.read_bytes()[:-40])
+    code, said = finish(start(tmp_path, processes=2, name='broken'))
+    assert code == 2, said
+    assert re.search(r'corpus/data.jsonl:\d+: \S+.png: cannot be read', said)
