@@ -52,46 +52,50 @@ ImageFolder = Annotated[
         help='Answer the prompt for each picture of a folder. The output is JSON lines.',
     ),
 ]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar='KEY=VALUE', help='For example mesh.data=1 mesh.model=4.'),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar='FILE',
+        help="A prompt per line, or .jsonl with 'prompt'. The output is JSON lines.",
+    ),
+]
+BudgetFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar='PNG', help='Draw over the picture how many tokens relevance gives its regions.'
+    ),
+]
+Stops = Annotated[
+    list[str] | None,
+    typer.Option(metavar='TEXT', help='Stop before this text; may be given several times.'),
+]
+TopK = Annotated[int | None, typer.Option(help='Sample from this many most probable tokens.')]
+TopP = Annotated[
+    float | None,
+    typer.Option(help='Sample from the fewest tokens that have this probability together.'),
+]
 
 
 def generate(
     run: Run,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar='KEY=VALUE', help='For example mesh.data=1 mesh.model=4.'),
-    ] = None,
+    overrides: Overrides = None,
     prompt: PromptTexts = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar='FILE',
-            help="A prompt per line, or .jsonl with 'prompt'. The output is JSON lines.",
-        ),
-    ] = None,
+    prompts: PromptFile = None,
     image: ImageFiles = None,
     images: ImageFolder = None,
-    show_budget: Annotated[
-        Path | None,
-        typer.Option(
-            metavar='PNG', help='Draw over the picture how many tokens relevance gives its regions.'
-        ),
-    ] = None,
+    show_budget: BudgetFile = None,
     max_tokens: Annotated[int, typer.Option(help='Maximum number of new tokens per prompt.')] = 256,
     temperature: Annotated[
         float, typer.Option(help='0 always chooses the most probable token.')
     ] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(help='Sample from this many most probable tokens.')
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help='Sample from the fewest tokens that have this probability together.'),
-    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     seed: Annotated[int, typer.Option(help='The same seed gives the same text on every mesh.')] = 0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar='TEXT', help='Stop before this text; may be given several times.'),
-    ] = None,
+    stop: Stops = None,
 ) -> None:
     """Continue prompts with a trained model.
 
@@ -115,8 +119,7 @@ def generate(
     if show_budget is not None and opened.config.relevance is None:
         raise ConfigError(f'{run} has no relevance, whose budget --show-budget draws: leave it out')
     if images:
-        answer_all(opened, jax, (texts or ['<image>'])[0], images, request)
-        return
+        return answer_all(opened, jax, (texts or ['<image>'])[0], images, request)
     texts, pictures = texts or ['<image>' * len(image or [])], None
     if image:
         reader = PromptReader(opened.config, opened.tokenizer)

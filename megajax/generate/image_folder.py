@@ -15,7 +15,7 @@ SHOWN = 5  # maximum number of files named in an error
 
 
 class Answer(NamedTuple):
-    """What a model says of a picture."""
+    """A picture and the text that a model continues the prompt with."""
 
     picture: Path
     continuation: Continuation

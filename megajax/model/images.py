@@ -1,6 +1,7 @@
 """Images in a sequence: each device encodes some, all get the vectors, and tokens take theirs."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -156,7 +157,9 @@ def of_shards(function: Callable[..., Any], layout: Layout, *rows: Any) -> Any:
     def join(x: jax.Array) -> jax.Array:
         rest = jax.typeof(x).sharding.spec[len(shards) + 1 :]
         spec = P(*layout('B'), *rest)
-        return x.reshape(-1, *x.shape[len(shards) + 1 :], out_sharding=spec)
+        # The rows are counted, because a dim of DeepStack's taps may be empty.
+        count = prod(x.shape[: len(shards) + 1])
+        return x.reshape(count, *x.shape[len(shards) + 1 :], out_sharding=spec)
 
     return jax.tree.map(join, over_shards(function, layout)(*jax.tree.map(divide, rows)))
 
