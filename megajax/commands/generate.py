@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from megajax.commands.generate_pictures import (
+    answer_all,
+    check_budget,
+    check_images,
+    draw_budget,
+)
 from megajax.config import ConfigError
 from megajax.files.outputs import output_problems
 
 if TYPE_CHECKING:
     from megajax.checkpoint.open import Opened
-    from megajax.config import Config
     from megajax.generate import Continuation
 
 _OVERRIDE = re.compile(r'[a-z]+\.\w+=')
@@ -40,6 +45,13 @@ ImageFiles = Annotated[
         help='A picture for the next <image> of the prompt; may be given several times.',
     ),
 ]
+ImageFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar='DIR',
+        help='Answer the prompt for each picture of a folder. The output is JSON lines.',
+    ),
+]
 
 
 def generate(
@@ -57,6 +69,7 @@ def generate(
         ),
     ] = None,
     image: ImageFiles = None,
+    images: ImageFolder = None,
     show_budget: Annotated[
         Path | None,
         typer.Option(
@@ -80,62 +93,45 @@ def generate(
         typer.Option(metavar='TEXT', help='Stop before this text; may be given several times.'),
     ] = None,
 ) -> None:
-    """Continue prompts with a trained model; without --prompts, print text as it is generated."""
+    """Continue prompts with a trained model.
+
+    Without --prompts and --images, text is printed as it is generated.
+    """
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts else [])]
     _check_unicode(
         {'--prompt': prompt or [], '--stop': stop or [], str(prompts): texts[len(prompt or []) :]}
     )
     if image and len(texts) > 1:
         raise ConfigError(f'--image belongs to one prompt, and there are {len(texts)}: give one')
+    check_images(images, image, prompts, texts)
     if show_budget is not None:
-        _check_budget(show_budget, image or [])
+        check_budget(show_budget, image or [])
     # Here, because it imports jax.
-    from megajax.generate import Generator, Request, Sampling, encode_prompts, read_prompt
+    from megajax.generate import Generator, PromptReader, Request, Sampling, encode_prompts
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
     opened, jax = _open(run, overrides or [])
     if show_budget is not None and opened.config.relevance is None:
         raise ConfigError(f'{run} has no relevance, whose budget --show-budget draws: leave it out')
-    texts, images = texts or ['<image>' * len(image or [])], None
+    if images:
+        answer_all(opened, jax, (texts or ['<image>'])[0], images, request)
+        return
+    texts, pictures = texts or ['<image>' * len(image or [])], None
     if image:
-        ids, pictures = read_prompt(opened.config, opened.tokenizer, texts[0], image)
-        encoded, images = [ids], [pictures]
+        reader = PromptReader(opened.config, opened.tokenizer)
+        ids, of_prompt = reader.read(reader.check(texts[0], image))
+        encoded, pictures = [ids], [of_prompt]
     else:
         encoded = encode_prompts(opened.config, opened.tokenizer, texts)
     with jax.set_mesh(opened.mesh):
         generator = Generator(opened.config, opened.params, opened.tokenizer)
-        stream = generator.stream(encoded, request, images)
+        stream = generator.stream(encoded, request, pictures)
         show = _as_json(texts) if prompts else _as_text(texts)
         for rows in stream:
             show(rows)
     if show_budget is not None and image:
-        _show_budget(show_budget, image[0], opened.config, rows)
-
-
-def _check_budget(path: Path, images: Sequence[Path]) -> None:
-    problems = [*output_problems(path)]
-    if len(images) != 1:
-        problems.append(f'--show-budget draws over one picture, and --image gives {len(images)}')
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _show_budget(
-    path: Path, file: Path, config: 'Config', rows: 'Sequence[Continuation | None]'
-) -> None:
-    """Write the picture with the tokens that the only row's regions have."""
-    from PIL import Image
-
-    from megajax.data.budget_sheet import write_budget
-    from megajax.data.images import read_image
-
-    (row,) = rows
-    assert row is not None
-    assert row.region_tokens is not None
-    assert config.relevance is not None
-    tokens = row.region_tokens[0].reshape(config.relevance.regions)
-    write_budget(path, Image.fromarray(read_image(file)), tokens)
+        draw_budget(show_budget, image[0], opened.config, rows)
 
 
 FilesAndOverrides = Annotated[
@@ -145,7 +141,7 @@ FilesAndOverrides = Annotated[
 Task = Annotated[
     Literal['perplexity', 'wikitext', 'lambada'] | None,
     typer.Option(
-        help='perplexity: text, .jsonl and folders. '
+        help='perplexity: text, .jsonl, also with pictures, and folders. '
         'wikitext, lambada: by the rules of the Megatron paper.'
     ),
 ]
@@ -212,7 +208,14 @@ def _result_line(name: str, values: Mapping[str, float]) -> str:
 def _evaluate(
     opened: 'Opened', tokenizer: Any, files: Sequence[str], task: str | None, stride: int | None
 ) -> Any:
-    from megajax.evaluate import Scorer, lambada, perplexity, wikitext
+    from megajax.evaluate import (
+        Scorer,
+        are_documents,
+        document_perplexity,
+        lambada,
+        perplexity,
+        wikitext,
+    )
 
     scorer = Scorer(opened.config, opened.params)
     if task == 'lambada':
@@ -221,7 +224,11 @@ def _evaluate(
         return wikitext(
             scorer, tokenizer, files[0], **({} if stride is None else {'stride': stride})
         )
-    return perplexity(scorer, tokenizer, files, stride=stride)
+    if not are_documents(scorer, files):
+        return perplexity(scorer, tokenizer, files, stride=stride)
+    if stride is not None:
+        raise ConfigError('--stride is of a text; these documents are read whole: leave it out')
+    return document_perplexity(scorer, tokenizer, files)
 
 
 def _check(

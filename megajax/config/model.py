@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 # 128 x 8, as in the Megatron paper; the same on every mesh, so that a checkpoint fits all of them.
 VOCAB_MULTIPLE = 1024
 
+Part = Literal['encoder', 'merger', 'decoder']
 TEXTURE_CHANNELS = 13  # of a pixel, or of a region (`model/texture.py`)
 FINEST = 20  # units of patches along each side of a region, of which it has up to 400 tokens
 
@@ -104,9 +105,14 @@ class VisionConfig(Section):
     cross_every: PositiveInt = 4
     images: PositiveInt = 1  # at most, in a row of the batch
     max_patches: PositiveInt = 1024  # of an image
+    # Of an image: a smaller one is enlarged. Qwen3-VL's 65,536 pixels are 256 patches.
+    min_patches: NonNegativeInt = 0
+    image_token: NonNegativeInt = 0  # the token that stands where image vectors are
+    # Parts without gradients, weight decay and moments: the encoder without its mergers, the
+    # mergers, and all the rest but cross-attention and relevance.
+    freeze: Annotated[tuple[Part, ...], Field(strict=False)] = ()
     # What the encoder reads of a pixel: its colors, or the channels of its texture.
     channels: Literal['rgb', 'texture'] = 'rgb'
-    image_token: NonNegativeInt = 0  # the token that stands where images are
     # The section `relevance` of the config, which stands beside this one.
     relevance: RelevanceConfig | None = Field(default=None, exclude=True)
 

@@ -195,6 +195,9 @@ class DataConfig(Section):
     split: str = '95,5,0'  # weights of training, validation and test
     # Order of samples: computed on the fly, or Megatron-LM's own.
     order: Literal['stateless', 'megatron'] = 'stateless'
+    # A chat template of Hugging Face, a file, for JSON lines with messages; without one, turns are
+    # written as ChatML or as `role: text`.
+    chat_template: str | None = None
     # Documents of a sequence do not attend to each other; positions restart in each.
     document_mask: bool = False
 

@@ -20,6 +20,7 @@ from megajax.parallel.layout import Layout
 # Dims of weights and biases that Megatron shards over its ranks, those of an encoder too.
 SHARDED_BY_MEGATRON = 'VFNKⒻⓃⓀⓌ'
 IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
+MERGERS = 'merger', 'deep_mergers'  # the part `merger` of `vision.freeze`
 UNSHARDED: Mapping[str, int] = {}
 SCORERS = 3
 SCORER_FEATURES = (
@@ -52,6 +53,7 @@ class Parameter:
     std: float = 0.0
     value: float = 0.0
     partial: str = ''
+    is_frozen: bool = False  # has neither gradient nor moments, and does not decay
 
     @property
     def decays(self) -> bool:
@@ -107,6 +109,8 @@ def declare(model: ModelConfig) -> Declared:
     if model.is_bert:
         declared |= _bert(model)
     if model.vision is not None:
+        if 'decoder' in model.vision.freeze:
+            declared = dict(_frozen(declared))
         declared['vision'] = of_encoder(declare_vision(model.vision))
         if model.vision.relevance is not None:
             declared['relevance'] = _relevance(model, model.vision.relevance)
@@ -138,7 +142,16 @@ def declare_vision(vision: VisionConfig) -> Declared:
     }
     if vision.deepstack:
         declared['deep_mergers'] = _prefixed(merger('W'), 'A')
-    return declared
+    kept = {name: 'merger' if name in MERGERS else 'encoder' for name in declared}
+    frozen = {name: declared[name] for name, part in kept.items() if part in vision.freeze}
+    return declared | dict(_frozen(frozen))
+
+
+def _frozen(declared: Declared) -> Declared:
+    return {
+        name: dataclasses.replace(x, is_frozen=True) if isinstance(x, Parameter) else _frozen(x)
+        for name, x in declared.items()
+    }
 
 
 @functools.cache
@@ -390,15 +403,18 @@ def count(
     model: ModelConfig,
     shards: tuple[tuple[str, int], ...] = (),
     modules: tuple[str, ...] | None = None,
+    learned: bool = False,
 ) -> Counts:
     """Count the elements of the arrays on a device; `shards` has the shards of each letter.
 
-    With `modules`, count only the parameters of these, such as `layers` and `embedding`.
+    With `modules`, count only the parameters of these, such as `layers` and `embedding`; with
+    `learned`, only those that are not frozen.
     """
     sizes = [
         (parameter, num_elements(parameter, dim_sizes(model), dict(shards)))
         for name, parameter in parameters(model)
-        if modules is None or name.split('.')[0] in modules
+        if (modules is None or name.split('.')[0] in modules)
+        and not (learned and parameter.is_frozen)
     ]
     in_microbatches = [(x.is_stacked, size) for x, size in sizes if x.is_in_microbatches]
     return Counts(
@@ -409,13 +425,20 @@ def count(
     )
 
 
-def own_counts(config: Config, modules: tuple[str, ...] | None = None) -> Counts:
+def own_counts(
+    config: Config, modules: tuple[str, ...] | None = None, *, learned: bool = False
+) -> Counts:
     """Count the parameters of a device in the computation of a step."""
-    return count(config.model, tuple(Layout.of(config).shards.items()), modules)
+    return count(config.model, tuple(Layout.of(config).shards.items()), modules, learned)
 
 
 def megatron_counts(
-    model: ModelConfig, ranks: int, stages: int = 1, modules: tuple[str, ...] | None = None
+    model: ModelConfig,
+    ranks: int,
+    stages: int = 1,
+    modules: tuple[str, ...] | None = None,
+    *,
+    learned: bool = False,
 ) -> Counts:
     """Count the parameters of a Megatron rank, which holds at least one entire key/value head.
 
@@ -423,7 +446,7 @@ def megatron_counts(
     """
     full_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
     shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | {'L': stages}
-    return count(full_heads, tuple(shards.items()), modules)
+    return count(full_heads, tuple(shards.items()), modules, learned)
 
 
 def num_parameters(model: ModelConfig, *, padded: bool = False) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Literal
 
+from megajax.config.model import Part
 from megajax.config.schema import Config
 from megajax.counts.parameters import Parameter, declare, dim_sizes, parameters
 from megajax.counts.schedule import num_passes
@@ -65,13 +66,33 @@ def products(
     runs = layers * num_passes(stages, chunks, microbatches)
     counted = _Counted(config, layout.shards, rows, runs)
     recomputes_last |= stages > 1 and layers > 1
-    return [
+    every = [
         *counted.layers(recomputes_last=recomputes_last),
         *counted.attention(flash=flash),
         *counted.heads(),
         *_of_encoder(config, rows, layout, recomputes_last=recomputes_last),
         *_of_cross_attention(config, rows, layout),
     ]
+    if config.vision is None or not config.vision.freeze:
+        return every
+    return [product for product in every if _is_needed(product, config.vision.freeze)]
+
+
+def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:
+    """Whether a step with frozen parts computes a product.
+
+    A frozen weight has no gradient, and the backward pass ends where nothing before it is learned.
+    """
+    if product.phase == 'forward':
+        return True
+    part: Part = 'decoder'
+    if product.name.startswith('vision '):
+        part = 'merger' if product.name.startswith('vision merger') else 'encoder'
+    if product.name.endswith(' weight'):
+        return part not in freeze
+    if part == 'decoder' or 'encoder' not in freeze:
+        return True
+    return part == 'merger' and 'merger' not in freeze  # its norm is learned, too
 
 
 def _of_encoder(

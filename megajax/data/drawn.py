@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from megajax.config import Config, ConfigError, Problem
 from megajax.config.model import FINEST
+from megajax.data.corpus_tokenizer import check_image_token
 from megajax.data.image_rows import RowShape
 from megajax.data.patches import PatchSize
 from megajax.data.picture_batches import PictureBatches
@@ -23,6 +24,7 @@ from megajax.data.text.tokenizer import Tokenizer, make_tokenizer
 
 # What `data.corpus` may name: a word in a picture; four words, one of which is asked for.
 PICTURES: dict[str, Callable[..., Picture]] = {'words': word_picture, 'lines': lines_picture}
+NO_TOKEN = -1
 
 
 class Drawn(NamedTuple):
@@ -83,10 +85,7 @@ def _of_relevance(config: Config) -> dict[str, Any]:
 
 def _check(config: Config, tokenizer: Tokenizer, batches: PictureBatches) -> None:
     """Raise ConfigError if the image token is another, or a picture with its answer too long."""
-    image_token = tokenizer.token_id(IMAGE)
-    if config.vision is not None and config.vision.image_token != image_token:
-        message = f'{config.vision.image_token} is not the token of pictures; use {image_token}'
-        raise ConfigError(Problem(path='vision.image_token', message=message))
+    check_image_token(config, tokenizer)
     longest = max(len(batches.document(batches.draw(i)).tokens) for i in range(NUM_HELD_OUT))
     if longest > config.train.seq_len + 1:
         message = (
@@ -109,6 +108,7 @@ def row_shape(config: Config) -> RowShape:
         patch_size=vision.patch_size,
         merge_size=vision.merge_size,
         max_patches=vision.max_patches,
+        min_patches=vision.min_patches,
         marked=vision.is_crossed,
         **_of_relevance(config),
     )
@@ -117,6 +117,20 @@ def row_shape(config: Config) -> RowShape:
         images=vision.images,
         patches=patches,
         image_token=vision.image_token,
+        mrope=config.model.position == 'mrope',
+        document_mask=config.data.document_mask,
+    )
+
+
+def document_row_shape(config: Config) -> RowShape:
+    """Return the shape of rows of whole documents; without an encoder they have no slots."""
+    if config.vision is not None:
+        return row_shape(config)
+    return RowShape(
+        seq_len=config.train.seq_len,
+        images=0,
+        patches=PatchSize(patch_size=1, merge_size=1, max_patches=1),
+        image_token=NO_TOKEN,
         mrope=config.model.position == 'mrope',
         document_mask=config.data.document_mask,
     )

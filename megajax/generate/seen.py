@@ -28,11 +28,15 @@ class SeenPrompts(NamedTuple):
 def see(
     decoder: LanguageModel, prompts: SeenPrompts, images: Images, layout: Layout
 ) -> SeenPrompts:
-    """Return the prompts with their images; the whole text of a prompt is relevance's question."""
+    """Return the prompts with their images.
+
+    Unless `images` tell relevance's question, it is the whole text of a prompt.
+    """
     assert decoder.vision is not None
     x_BSD, position_BS, segment_BS, *_ = prompts
-    is_text_BS = jax.reshard(images.index_BS, layout('BS')) < 0
-    images = images._replace(is_question_BS=(segment_BS > 0) & is_text_BS)
+    if images.is_question_BS is None:
+        is_text_BS = jax.reshard(images.index_BS, layout('BS')) < 0
+        images = images._replace(is_question_BS=(segment_BS > 0) & is_text_BS)
     detail = tokens_BIR = None
     if decoder.relevance is not None:
         of_shard = partial(

@@ -99,6 +99,17 @@ def map_parameters(function: Callable[..., Any], params: Any, *others: Any) -> A
     return jax.tree.map(apply, params, *others, is_leaf=lambda x: isinstance(x, nnx.Variable))
 
 
+def trainable(params: nnx.State) -> nnx.State:
+    """Return the parameters that are not frozen; `with_frozen` adds the others."""
+    return nnx.filter_state(params, lambda _, param: not param.declared.is_frozen)
+
+
+def with_frozen(params: nnx.State, others: nnx.State) -> nnx.State:
+    """Return parameters and, from `others`, those that are frozen."""
+    frozen = nnx.filter_state(others, lambda _, param: param.declared.is_frozen)
+    return nnx.merge_state(params, frozen)
+
+
 def cast_matrices(params: Any, dtype: DTypeLike, layout: Layout) -> Any:
     """Cast each matrix to `dtype` and gather it to its placement in the computation."""
 
