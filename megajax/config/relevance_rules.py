@@ -30,7 +30,7 @@ def of_relevance(config: 'Config') -> Iterator[Problem]:
             f'to {MOST} tokens; use {min(max(total, fewest), most)}'
         )
         yield Problem(path='relevance.total_tokens', message=message, others=('relevance.regions',))
-    if vision.images * total > config.train.seq_len:
+    if not vision.is_crossed and vision.images * total > config.train.seq_len:
         message = (
             f'{total} tokens for each of {vision.images} images are more than '
             f'train.seq_len={config.train.seq_len}; use longer sequences'

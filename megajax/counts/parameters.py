@@ -163,10 +163,10 @@ def declare_scorers(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
     """
     hidden = relevance.scorer_size // relevance.scorer_shards
     return {
-        'features': Parameter('JZR', Role.MATRIX, SCORER_FEATURES**-0.5),
-        'query': Parameter('JER', Role.MATRIX, model.hidden_size**-0.5),
-        'bias': Parameter('JR', Role.VECTOR),
-        'out': Parameter('JR', Role.MATRIX, 0.1 * hidden**-0.5),
+        'features': Parameter('PZR', Role.MATRIX, SCORER_FEATURES**-0.5),
+        'query': Parameter('PER', Role.MATRIX, model.hidden_size**-0.5),
+        'bias': Parameter('PR', Role.VECTOR),
+        'out': Parameter('PR', Role.MATRIX, 0.1 * hidden**-0.5),
     }
 
 
@@ -360,7 +360,7 @@ def _relevance_sizes(relevance: RelevanceConfig) -> Mapping[str, int]:
     return {
         'B': RELEVANCE_HIDDEN,
         'G': SCORERS,
-        'J': SCORERS * relevance.scorer_shards,
+        'P': SCORERS * relevance.scorer_shards,
         'M': SUMMARIES,
         'R': relevance.scorer_size // relevance.scorer_shards,
         'T': TEXTURE_CHANNELS,

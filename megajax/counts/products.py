@@ -70,7 +70,7 @@ def products(
         *counted.layers(recomputes_last=recomputes_last),
         *counted.attention(flash=flash),
         *counted.heads(),
-        *_of_encoder(config, rows, layout, recomputes_last=recomputes_last),
+        *_of_encoder(config, rows, layout, flash=flash, recomputes_last=recomputes_last),
         *_of_cross_attention(config, rows, layout),
     ]
     if config.vision is None or not config.vision.freeze:
@@ -96,7 +96,7 @@ def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:
 
 
 def _of_encoder(
-    config: Config, rows: int, layout: Layout, *, recomputes_last: bool
+    config: Config, rows: int, layout: Layout, *, flash: bool, recomputes_last: bool
 ) -> Iterator[Product]:
     """Yield the products of a vision encoder for the images that a device encodes."""
     vision, runs = config.vision, config.train.microbatches
@@ -106,7 +106,7 @@ def _of_encoder(
     train = config.train.model_copy(update={'seq_len': vision.read_patches})
     alike = config.model_copy(update={'model': blocks, 'vision': None, 'train': train})
     counted = _Counted(alike, {}, images, blocks.num_layers * runs)
-    flash = fits_flash(config.train.dtype, blocks.head_dim)
+    flash = flash and fits_flash(config.train.dtype, blocks.head_dim)
     layers = counted.layers(recomputes_last=recomputes_last), counted.attention(flash=flash)
     for product in itertools.chain(*layers):
         yield dataclasses.replace(product, name=f'vision {product.name}')

@@ -15,6 +15,7 @@ from vlm import SP, vlm
 from megajax.config import Config
 from megajax.config.relevance_rules import FEWEST, MOST
 from megajax.model.budget import SIDES
+from megajax.model.parameters import cast_matrices
 from megajax.model.shard_copies import copy_to_shards
 from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards
@@ -76,17 +77,20 @@ def results(config: Config) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
     def levels(params: Any, shard: Any) -> jax.Array:
         model, _ = objective.model(params, None)
         x_BTD = model.embed(shard['tokens'], objective.computation.dtype)
-        merged = model.with_images(x_BTD, images_of(shard, key), objective.computation)
-        return merged.level_BIR
+        detail = model.detail(x_BTD, images_of(shard, key))
+        assert detail is not None
+        return detail.level
 
     def all_levels(params: Any, batch: Any) -> jax.Array:
         whole = with_weights(batch, config, layout)
         shards = jax.tree.map(lambda x: split(x, 1, layout)[0], whole)
         of_shards = over_shards(levels, layout, (None, 0))
-        return of_shards(copy_to_shards(params, layout), shards)
+        whole_params = cast_matrices(params, 'float32', layout)
+        return of_shards(copy_to_shards(whole_params, layout), shards)
 
     with on_mesh(config):
-        params, batch = random_params(config, std=0.05), place_batch(pictures(config))
+        params = random_params(config, std=0.3 if config.vision.is_crossed else 0.05)
+        batch = place_batch(pictures(config))
         (loss, _), gradients = jax.jit(make_loss_and_gradients(config))(params, batch, key)
         level = np.asarray(jax.jit(all_levels)(params, batch))
         return float(loss), gather(gradients), level.reshape(-1, 2)
@@ -101,6 +105,7 @@ def results(config: Config) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
         slow(relevant(2, 4, **SP, relevance={'scorer_shards': 2})),
         slow(relevant(1, 8, train={'recompute': 'full'})),
         slow(relevant(2, 2, **SP, vision={'channels': 'texture'})),
+        slow(relevant(2, 2, crossed=True, train={'seq_len': 32})),
     ],
     ids=lambda config: f'{config.mesh.data}x{config.mesh.model}',
 )
@@ -108,6 +113,8 @@ def test_levels_loss_and_gradients_are_those_of_one_device(config: Config) -> No
     alone = relevant(
         relevance={'scorer_shards': config.relevance.scorer_shards},
         vision={'channels': config.vision.channels},
+        crossed=config.vision.is_crossed,
+        train={'seq_len': config.train.seq_len},
     )
     (expected_loss, expected, level), (loss, gradients, levels) = map(results, (alone, config))
     np.testing.assert_array_equal(levels, level)

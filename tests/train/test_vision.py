@@ -40,7 +40,7 @@ def params_of(config: Config) -> nnx.State:
     # Larger with cross-attention: it would see all vectors alike, and the gradients of its queries
     # would be rounding errors.
     assert config.vision is not None
-    return random_params(config, std=0.2 if config.vision.is_crossed else 0.05)
+    return random_params(config, std=0.1 if config.vision.is_crossed else 0.05)
 
 
 @functools.cache
