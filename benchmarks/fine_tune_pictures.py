@@ -27,8 +27,8 @@ from megajax.data.pictures import Part, word_picture
 READER = 'train tiny_vlm run.dir=reader'
 COMMANDS = [
     'train tiny_vlm run.dir=shouter run.start_from=reader data.corpus=labels/train '
-    'vision.freeze=[encoder] train.steps=300 train.eval_every=150 train.seq_len=40 '
-    'model.max_seq_len=40',
+    'vision.freeze=[encoder] train.steps=300 train.eval_every=150 train.seq_len=48 '
+    'model.max_seq_len=48',
     'eval shouter labels/held_out --task perplexity',
     "generate shouter --images labels/held_out/pictures --temperature 0 --prompt $'user: "
     "<image>Shout it.\\nassistant: '",
@@ -54,6 +54,8 @@ def main() -> None:
             found.append(run(command, folder))
             print(found[-1], flush=True)
             arguments.out.write_text('\n'.join(found))
+        found.append(right(found[-1], folder / 'labels/held_out/data.jsonl'))
+        arguments.out.write_text('\n'.join(found))
 
 
 def heading() -> str:
@@ -96,8 +98,18 @@ def run(command: str, folder: Path) -> str:
         text=True,
         check=True,
     )
-    lines = [line for line in done.stdout.splitlines() if not re.search('tokens/s', line)]
+    said = done.stdout.replace(f'{folder}/', '')
+    lines = [line for line in said.splitlines() if not re.search('tokens/s', line)]
     return f'```\n$ megajax {command}\n' + '\n'.join(lines) + '\n```\n'
+
+
+def right(answers: str, data: Path) -> str:
+    """How many of the answers are those of the lines."""
+    texts = [json.loads(line)['text'] for line in answers.splitlines() if line.startswith('{')]
+    lines = [json.loads(line) for line in data.read_text().splitlines()]
+    expected = [line['messages'][1]['content'] for line in lines]
+    count = sum(text == answer for text, answer in zip(texts, expected, strict=True))
+    return f'{count} of {len(expected)} held-out words are right.\n'
 
 
 if __name__ == '__main__':
