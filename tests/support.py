@@ -109,14 +109,18 @@ def _images(config: Config, random: np.random.Generator) -> dict[str, np.ndarray
     """Images of random sizes in the rows of a batch, but for the last, which has none."""
     vision, (rows, length) = config.vision, (config.train.batch_size, config.train.seq_len)
     assert vision is not None
-    side = math.isqrt(vision.vectors)
-    grid = vision.merge_size * random.integers(1, side + 1, size=(rows, vision.images, 2))
-    grid[-1] = 0
+    if config.relevance is None:
+        side = math.isqrt(vision.vectors)
+        units = random.integers(1, side + 1, size=(rows, vision.images, 2))
+    else:
+        units = np.broadcast_to(config.relevance.units, (rows, vision.images, 2)).copy()
+    units[-1] = 0
+    grid = vision.merge_size * units
     index = np.full((rows, length), -1)
     for row in range(rows):
         start = 1
         for slot in range(vision.images):
-            count = grid[row, slot].prod() // vision.unit
+            count = min(units[row, slot].prod(), vision.vectors)
             count = min(count, 1) if vision.is_crossed else count
             index[row, start : start + count] = slot * vision.vectors + np.arange(count)
             start += count + 1

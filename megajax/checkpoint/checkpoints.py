@@ -117,9 +117,9 @@ class Checkpoints:
         if step != self._verified and self._folders.refuses(step):
             raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
         here, there = self._record(step), read_record(path)
-        check_same_model(path, there, here)
-        check_same_data(path, there, here)
         self.origin, is_import = there.origin, holds_parameters_only(path)
+        check_same_model(path, there, here, is_import=is_import)
+        check_same_data(path, there, here)
         log_differences(there, here, is_import=is_import)
         if is_import:
             return init_state(self.config, restore_params(path, self.config))

@@ -24,6 +24,7 @@ from megajax.checkpoint.record import (
 )
 from megajax.config import CheckpointError, ConfigError
 
+FREEZE = 'vision.freeze'
 BLOCK = 1 << 24  # elements compared at a time
 SHOWN = 3  # maximum number of arrays named in an error
 MOMENT = re.compile(r'opt_state/.*/(mu|nu)/')  # names of AdamW's moments
@@ -34,15 +35,16 @@ Kind = tuple[tuple[int, ...], str]
 Kinds = dict[str, Kind]
 
 
-def check_same_model(path: Path, there: Record, here: Record) -> None:
+def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool) -> None:
     """Raise ConfigError if a resumed run changes the model, the dtype or the tokenizer.
 
-    The error names every difference.
+    The error names every difference. What is frozen decides which moments there are, so it may
+    differ from an import, which has none.
     """
     different = [
         f'{key} {a} there, {b} here'
         for key, (a, b) in config_differences(there, here).items()
-        if is_fixed(key)
+        if is_fixed(key) and not (is_import and key == FREEZE)
     ]
     if (
         there.tokenizer_sha256
@@ -51,10 +53,10 @@ def check_same_model(path: Path, there: Record, here: Record) -> None:
     ):
         different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
     if different:
-        raise ConfigError(
-            f'{path} holds another model ({"; ".join(different)}): '
-            'change these back, or choose another run.dir'
-        )
+        fix = 'change these back, or choose another run.dir'
+        if all(line.startswith(f'{FREEZE} ') for line in different):
+            fix = f'change it back, or begin another run with run.start_from={path.parent.parent}'
+        raise ConfigError(f'{path} holds another model ({"; ".join(different)}): {fix}')
 
 
 def check_same_data(path: Path, there: Record, here: Record) -> None:

@@ -20,7 +20,10 @@ from megajax.config.schema import keys_of
 RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
 VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after it was saved
 PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
-FIXED = ('model.', 'train.dtype')  # keys that change the arrays, or the numbers computed from them
+# Keys that change the arrays, or the numbers computed from them.
+FIXED = ('model.', 'vision.', 'train.dtype')
+# Those of `vision` that only change the rows of a batch.
+OF_ROWS = ('vision.images', 'vision.max_patches', 'vision.min_patches')
 OWN = ('run.', 'checkpoint.')  # keys of a process, not of the training
 START_FROM = 'run.start_from'
 # Keys that matter only when a run begins, and change nothing afterwards.
@@ -113,7 +116,7 @@ def _noted_loss(folder: Path) -> float | None:
 
 def is_fixed(key: str) -> bool:
     """Whether a resumed run must have the same value of a config key."""
-    return key.startswith(FIXED)
+    return key.startswith(FIXED) and key not in OF_ROWS
 
 
 def config_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:

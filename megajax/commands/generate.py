@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from megajax.commands.generate_pictures import (
+    answer_all,
+    check_budget,
+    check_images,
+    draw_budget,
+)
 from megajax.config import ConfigError
 from megajax.files.outputs import output_problems
 
@@ -39,65 +45,96 @@ ImageFiles = Annotated[
         help='A picture for the next <image> of the prompt; may be given several times.',
     ),
 ]
+ImageFolder = Annotated[
+    Path | None,
+    typer.Option(
+        metavar='DIR',
+        help='Answer the prompt for each picture of a folder. The output is JSON lines.',
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar='KEY=VALUE', help='For example mesh.data=1 mesh.model=4.'),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar='FILE',
+        help="A prompt per line, or .jsonl with 'prompt'. The output is JSON lines.",
+    ),
+]
+BudgetFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar='PNG', help='Draw over the picture how many tokens relevance gives its regions.'
+    ),
+]
+Stops = Annotated[
+    list[str] | None,
+    typer.Option(metavar='TEXT', help='Stop before this text; may be given several times.'),
+]
+TopK = Annotated[int | None, typer.Option(help='Sample from this many most probable tokens.')]
+TopP = Annotated[
+    float | None,
+    typer.Option(help='Sample from the fewest tokens that have this probability together.'),
+]
 
 
 def generate(
     run: Run,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar='KEY=VALUE', help='For example mesh.data=1 mesh.model=4.'),
-    ] = None,
+    overrides: Overrides = None,
     prompt: PromptTexts = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar='FILE',
-            help="A prompt per line, or .jsonl with 'prompt'. The output is JSON lines.",
-        ),
-    ] = None,
+    prompts: PromptFile = None,
     image: ImageFiles = None,
+    images: ImageFolder = None,
+    show_budget: BudgetFile = None,
     max_tokens: Annotated[int, typer.Option(help='Maximum number of new tokens per prompt.')] = 256,
     temperature: Annotated[
         float, typer.Option(help='0 always chooses the most probable token.')
     ] = 0.8,
-    top_k: Annotated[
-        int | None, typer.Option(help='Sample from this many most probable tokens.')
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(help='Sample from the fewest tokens that have this probability together.'),
-    ] = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     seed: Annotated[int, typer.Option(help='The same seed gives the same text on every mesh.')] = 0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar='TEXT', help='Stop before this text; may be given several times.'),
-    ] = None,
+    stop: Stops = None,
 ) -> None:
-    """Continue prompts with a trained model; without --prompts, print text as it is generated."""
+    """Continue prompts with a trained model.
+
+    Without --prompts and --images, text is printed as it is generated.
+    """
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts else [])]
     _check_unicode(
         {'--prompt': prompt or [], '--stop': stop or [], str(prompts): texts[len(prompt or []) :]}
     )
     if image and len(texts) > 1:
         raise ConfigError(f'--image belongs to one prompt, and there are {len(texts)}: give one')
+    check_images(images, image, prompts, texts)
+    if show_budget is not None:
+        check_budget(show_budget, image or [])
     # Here, because it imports jax.
-    from megajax.generate import Generator, Request, Sampling, encode_prompts, read_prompt
+    from megajax.generate import Generator, PromptReader, Request, Sampling, encode_prompts
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
     opened, jax = _open(run, overrides or [])
-    texts, images = texts or ['<image>' * len(image or [])], None
+    if show_budget is not None and opened.config.relevance is None:
+        raise ConfigError(f'{run} has no relevance, whose budget --show-budget draws: leave it out')
+    if images:
+        return answer_all(opened, jax, (texts or ['<image>'])[0], images, request)
+    texts, pictures = texts or ['<image>' * len(image or [])], None
     if image:
-        ids, pictures = read_prompt(opened.config, opened.tokenizer, texts[0], image)
-        encoded, images = [ids], [pictures]
+        reader = PromptReader(opened.config, opened.tokenizer)
+        ids, of_prompt = reader.read(reader.check(texts[0], image))
+        encoded, pictures = [ids], [of_prompt]
     else:
         encoded = encode_prompts(opened.config, opened.tokenizer, texts)
     with jax.set_mesh(opened.mesh):
         generator = Generator(opened.config, opened.params, opened.tokenizer)
-        stream = generator.stream(encoded, request, images)
+        stream = generator.stream(encoded, request, pictures)
         show = _as_json(texts) if prompts else _as_text(texts)
         for rows in stream:
             show(rows)
+    if show_budget is not None and image:
+        draw_budget(show_budget, image[0], opened.config, rows)
 
 
 FilesAndOverrides = Annotated[
@@ -107,7 +144,7 @@ FilesAndOverrides = Annotated[
 Task = Annotated[
     Literal['perplexity', 'wikitext', 'lambada'] | None,
     typer.Option(
-        help='perplexity: text, .jsonl and folders. '
+        help='perplexity: text, .jsonl, also with pictures, and folders. '
         'wikitext, lambada: by the rules of the Megatron paper.'
     ),
 ]
@@ -174,7 +211,14 @@ def _result_line(name: str, values: Mapping[str, float]) -> str:
 def _evaluate(
     opened: 'Opened', tokenizer: Any, files: Sequence[str], task: str | None, stride: int | None
 ) -> Any:
-    from megajax.evaluate import Scorer, lambada, perplexity, wikitext
+    from megajax.evaluate import (
+        Scorer,
+        are_documents,
+        document_perplexity,
+        lambada,
+        perplexity,
+        wikitext,
+    )
 
     scorer = Scorer(opened.config, opened.params)
     if task == 'lambada':
@@ -183,7 +227,11 @@ def _evaluate(
         return wikitext(
             scorer, tokenizer, files[0], **({} if stride is None else {'stride': stride})
         )
-    return perplexity(scorer, tokenizer, files, stride=stride)
+    if not are_documents(scorer, files):
+        return perplexity(scorer, tokenizer, files, stride=stride)
+    if stride is not None:
+        raise ConfigError('--stride is of a text; these documents are read whole: leave it out')
+    return document_perplexity(scorer, tokenizer, files)
 
 
 def _check(

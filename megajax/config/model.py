@@ -1,19 +1,26 @@
 """The sections of a config that describe the model: `model` and `vision`."""
 
+import math
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
 )
+from pydantic_core import PydanticCustomError
 
 # 128 x 8, as in the Megatron paper; the same on every mesh, so that a checkpoint fits all of them.
 VOCAB_MULTIPLE = 1024
+
+Part = Literal['encoder', 'merger', 'decoder']
+TEXTURE_CHANNELS = 13  # of a pixel, or of a region (`model/texture.py`)
+FINEST = 20  # units of patches along each side of a region, of which it has up to 400 tokens
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -43,6 +50,41 @@ class RopeScaling(Section):
     original_max_seq_len: PositiveInt = 8192
 
 
+def _rows_and_columns(value: Any) -> Any:
+    """Return rows and columns of regions; a number of regions is that of a square."""
+    if type(value) is not int or value < 1:
+        return value
+    side = math.isqrt(value)
+    if side**2 != value:
+        message = f'{value} is not a square number; give rows and columns of regions, as [4, 1]'
+        raise PydanticCustomError('regions', '{message}', {'message': message})
+    return side, side
+
+
+class RelevanceConfig(Section):
+    """The relevance of an image's regions, by which its tokens are distributed (ARR-COC)."""
+
+    # Rows and columns of regions in an image, or the number of regions of a square.
+    regions: Annotated[
+        tuple[PositiveInt, PositiveInt], Field(strict=False), BeforeValidator(_rows_and_columns)
+    ]
+    total_tokens: PositiveInt  # of an image; a region has 64 to 400 of them
+    scorer_size: PositiveInt = 256  # hidden units of each of the three scorers
+    # Slots of each scorer, over which its hidden units are divided; a device has one slot or more.
+    scorer_shards: Literal[1, 2] = 1
+
+    @property
+    def num_regions(self) -> int:
+        """Number of regions of an image."""
+        return math.prod(self.regions)
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Rows and columns of the units of patches in an image."""
+        rows, columns = self.regions
+        return rows * FINEST, columns * FINEST
+
+
 class VisionConfig(Section):
     """The vision encoder, and where its vectors enter the model."""
 
@@ -63,7 +105,16 @@ class VisionConfig(Section):
     cross_every: PositiveInt = 4
     images: PositiveInt = 1  # at most, in a row of the batch
     max_patches: PositiveInt = 1024  # of an image
-    image_token: NonNegativeInt = 0  # the token that stands where images are
+    # Of an image: a smaller one is enlarged. Qwen3-VL's 65,536 pixels are 256 patches.
+    min_patches: NonNegativeInt = 0
+    image_token: NonNegativeInt = 0  # the token that stands where image vectors are
+    # Parts without gradients, weight decay and moments: the encoder without its mergers, the
+    # mergers, and all the rest but cross-attention and relevance.
+    freeze: Annotated[tuple[Part, ...], Field(strict=False)] = ()
+    # What the encoder reads of a pixel: its colors, or the channels of its texture.
+    channels: Literal['rgb', 'texture'] = 'rgb'
+    # The section `relevance` of the config, which stands beside this one.
+    relevance: RelevanceConfig | None = Field(default=None, exclude=True)
 
     @property
     def pixels(self) -> int:
@@ -76,9 +127,19 @@ class VisionConfig(Section):
         return self.merge_size**2
 
     @property
+    def num_channels(self) -> int:
+        """Number of channels of a pixel that the encoder reads."""
+        return 3 if self.channels == 'rgb' else TEXTURE_CHANNELS
+
+    @property
     def vectors(self) -> int:
-        """Number of vectors of an image, at most."""
-        return self.max_patches // self.unit
+        """Number of vectors of an image, at most: its tokens in a sequence."""
+        return self.relevance.total_tokens if self.relevance else self.max_patches // self.unit
+
+    @property
+    def read_patches(self) -> int:
+        """Number of patches of an image that the encoder reads, at most."""
+        return self.vectors * self.unit
 
     @property
     def is_crossed(self) -> bool:
@@ -99,7 +160,7 @@ class VisionConfig(Section):
             num_heads=self.num_heads,
             ffn_size=self.ffn_size,
             vocab_size=1,
-            max_seq_len=self.max_patches,
+            max_seq_len=self.read_patches,
             attention='bidirectional',
             position='rope_2d',
             norm_eps=1e-6,

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megajax.config import mesh_rules, vision_rules
+from megajax.config import mesh_rules, relevance_rules, vision_rules
 from megajax.config.combinations import excluded
 from megajax.config.divisors import divides, divisors, multiples, nearest
 from megajax.config.errors import Problem
@@ -31,6 +31,7 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         mesh_rules.of_context,
         vision_rules.of_positions,
         vision_rules.of_encoder,
+        relevance_rules.of_relevance,
         _loss_scale,
         _optimizer,
         _profile,

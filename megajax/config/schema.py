@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megajax.config.model import Fraction, ModelConfig, Section, VisionConfig
+from megajax.config.model import Fraction, ModelConfig, RelevanceConfig, Section, VisionConfig
 from megajax.config.rules import incompatibilities
 
 
@@ -195,6 +195,9 @@ class DataConfig(Section):
     split: str = '95,5,0'  # weights of training, validation and test
     # Order of samples: computed on the fly, or Megatron-LM's own.
     order: Literal['stateless', 'megatron'] = 'stateless'
+    # A chat template of Hugging Face, a file, for JSON lines with messages; without one, turns are
+    # written as ChatML or as `role: text`.
+    chat_template: str | None = None
     # Documents of a sequence do not attend to each other; positions restart in each.
     document_mask: bool = False
 
@@ -244,6 +247,7 @@ class Config(Section):
 
     model: ModelConfig
     vision: VisionConfig | None = None  # None: a model of text alone
+    relevance: RelevanceConfig | None = None  # None: an image has all tokens that it fills
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
@@ -263,7 +267,11 @@ class Config(Section):
 
     @model_validator(mode='after')
     def _join_vision(self) -> Self:
-        object.__setattr__(self, 'model', self.model.model_copy(update={'vision': self.vision}))
+        vision = self.vision
+        if vision is not None:
+            vision = vision.model_copy(update={'relevance': self.relevance})
+            object.__setattr__(self, 'vision', vision)
+        object.__setattr__(self, 'model', self.model.model_copy(update={'vision': vision}))
         return self
 
     @model_validator(mode='after')

@@ -1,10 +1,11 @@
 """The rules of the vision encoder's sizes, and of rotary positions with several numbers."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from megajax.config.divisors import divides, multiples
 from megajax.config.errors import Problem
+from megajax.config.model import Part
 
 if TYPE_CHECKING:
     from megajax.config.schema import Config
@@ -55,7 +56,14 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'use {multiples(vision.max_patches, vision.unit)}'
         )
         yield Problem(path='vision.max_patches', message=message, others=('vision.merge_size',))
-    if not vision.is_crossed and vision.vectors > config.train.seq_len:
+    if vision.min_patches > vision.max_patches:
+        message = (
+            f'{vision.min_patches} is above vision.max_patches={vision.max_patches}; '
+            f'use at most {vision.max_patches}, or raise vision.max_patches'
+        )
+        yield Problem(path='vision.min_patches', message=message, others=('vision.max_patches',))
+    of_units = not vision.is_crossed and config.relevance is None
+    if of_units and vision.vectors > config.train.seq_len:
         message = (
             f'{vision.max_patches} patches become {vision.vectors} tokens of an image, more than '
             f'train.seq_len={config.train.seq_len}; use at most '
@@ -69,6 +77,10 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'use at most {model.vocab_size - 1}'
         )
         yield Problem(path='vision.image_token', message=message, others=('model.vocab_size',))
+    has_others = config.relevance is not None or vision.is_crossed
+    if not has_others and set(vision.freeze) == set(get_args(Part)):
+        message = f'{list(vision.freeze)} are all parts, so nothing is trained; leave one out'
+        yield Problem(path='vision.freeze', message=message)
     yield from _taps(config)
     if vision.is_crossed:  # a layer of cross-attention follows each group of layers
         every = ('vision.cross_every', vision.cross_every)

@@ -45,19 +45,21 @@ def over_data(
     group = _Group(config, axes, prod(sizes.get(axis, 1) for axis in axes))
     if group.size * config.mesh.replicas == 1:
         return
-    counts = counts or (
-        own_counts(config)
-        if config.mesh.is_grid
-        else megatron_counts(config.model, config.mesh.model)
-    )
+    every, learned = (counts or _counts(config, learned=learned) for learned in (False, True))
     if config.optim.shard == 'none':
-        yield group.sum_replicated(counts.all)
+        yield group.sum_replicated(learned.all)
         return
-    yield from group.gathers(counts)
-    yield from group.scatters(counts)
+    yield from group.gathers(every)
+    yield from group.scatters(learned)
     if config.mesh.replicas > 1:
-        yield group.sum_over_replicas(counts.matrices)
-    yield group.sum_replicated(counts.all - counts.matrices)
+        yield group.sum_over_replicas(learned.matrices)
+    yield group.sum_replicated(learned.all - learned.matrices)
+
+
+def _counts(config: Config, *, learned: bool) -> Counts:
+    if config.mesh.is_grid:
+        return own_counts(config, learned=learned)
+    return megatron_counts(config.model, config.mesh.model, learned=learned)
 
 
 @dataclasses.dataclass(frozen=True)

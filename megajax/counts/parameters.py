@@ -13,14 +13,21 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from megajax.config.model import ModelConfig, VisionConfig
+from megajax.config.model import TEXTURE_CHANNELS, ModelConfig, RelevanceConfig, VisionConfig
 from megajax.config.schema import Config
 from megajax.parallel.layout import Layout
 
 # Dims of weights and biases that Megatron shards over its ranks, those of an encoder too.
 SHARDED_BY_MEGATRON = 'VFNKⒻⓃⓀⓌ'
 IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
+MERGERS = 'merger', 'deep_mergers'  # the part `merger` of `vision.freeze`
 UNSHARDED: Mapping[str, int] = {}
+SCORERS = 3
+SCORER_FEATURES = (
+    2 * TEXTURE_CHANNELS + SCORERS
+)  # of a region: its texture, how it differs, first scores
+SUMMARIES = 3 * SCORERS  # mean, greatest and standard deviation of each score
+RELEVANCE_HIDDEN = 64  # hidden units of relevance's two networks beside the scorers
 NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders
 
 
@@ -46,6 +53,7 @@ class Parameter:
     std: float = 0.0
     value: float = 0.0
     partial: str = ''
+    is_frozen: bool = False  # has neither gradient nor moments, and does not decay
 
     @property
     def decays(self) -> bool:
@@ -101,7 +109,11 @@ def declare(model: ModelConfig) -> Declared:
     if model.is_bert:
         declared |= _bert(model)
     if model.vision is not None:
+        if 'decoder' in model.vision.freeze:
+            declared = dict(_frozen(declared))
         declared['vision'] = of_encoder(declare_vision(model.vision))
+        if model.vision.relevance is not None:
+            declared['relevance'] = _relevance(model, model.vision.relevance)
     if model.num_cross_layers:
         declared['cross'] = _cross_attention(model)
     return declared
@@ -112,7 +124,7 @@ def declare_vision(vision: VisionConfig) -> Declared:
     """Declare the parameters of the vision encoder, by letters of its own dims."""
     blocks = vision.blocks
     # As large as their input: images are neither louder nor fainter than what is learned of text.
-    patch_std = (vision.frames * vision.pixels) ** -0.5
+    patch_std = (vision.frames * vision.num_channels * vision.patch_size**2) ** -0.5
     merger_std = vision.merged_size**-0.5
 
     def merger(norm: str) -> Declared:
@@ -130,7 +142,50 @@ def declare_vision(vision: VisionConfig) -> Declared:
     }
     if vision.deepstack:
         declared['deep_mergers'] = _prefixed(merger('W'), 'A')
-    return declared
+    kept = {name: 'merger' if name in MERGERS else 'encoder' for name in declared}
+    frozen = {name: declared[name] for name, part in kept.items() if part in vision.freeze}
+    return declared | dict(_frozen(frozen))
+
+
+def _frozen(declared: Declared) -> Declared:
+    return {
+        name: dataclasses.replace(x, is_frozen=True) if isinstance(x, Parameter) else _frozen(x)
+        for name, x in declared.items()
+    }
+
+
+@functools.cache
+def declare_scorers(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
+    """Declare the scorers of regions in their slots, by letters of the vision encoder's dims.
+
+    Like its parameters they are sharded at rest and copied for a step; of its copy a device uses
+    the slots that are its own.
+    """
+    hidden = relevance.scorer_size // relevance.scorer_shards
+    return {
+        'features': Parameter('PZR', Role.MATRIX, SCORER_FEATURES**-0.5),
+        'query': Parameter('PER', Role.MATRIX, model.hidden_size**-0.5),
+        'bias': Parameter('PR', Role.VECTOR),
+        'out': Parameter('PR', Role.MATRIX, 0.1 * hidden**-0.5),
+    }
+
+
+def _relevance(model: ModelConfig, relevance: RelevanceConfig) -> Declared:
+    """Declare the networks of relevance; those beside the scorers are small and unsharded."""
+    hidden, size = RELEVANCE_HIDDEN**-0.5, model.hidden_size**-0.5
+
+    def table(dims: str, std: float) -> Parameter:
+        return Parameter(circled(dims), Role.TABLE, std)
+
+    return {
+        'coupling': {'texture': table('TB', TEXTURE_CHANNELS**-0.5), 'out': table('BE', hidden)},
+        'scorers': of_encoder(declare_scorers(model, relevance)),
+        'balance': {
+            'summary': table('MB', SUMMARIES**-0.5),
+            'query': table('EB', size),
+            'out': table('BG', hidden),
+        },
+    }
 
 
 def of_encoder(declared: Declared) -> Declared:
@@ -296,7 +351,20 @@ def vision_sizes(model: ModelConfig) -> Mapping[str, int]:
         'S': vision.positions**2,
         'W': vision.merged_size,
         'X': vision.patch_size**2,
-        'Y': 3,
+        'Y': vision.num_channels,
+        **({} if vision.relevance is None else _relevance_sizes(vision.relevance)),
+    }
+
+
+def _relevance_sizes(relevance: RelevanceConfig) -> Mapping[str, int]:
+    return {
+        'B': RELEVANCE_HIDDEN,
+        'G': SCORERS,
+        'P': SCORERS * relevance.scorer_shards,
+        'M': SUMMARIES,
+        'R': relevance.scorer_size // relevance.scorer_shards,
+        'T': TEXTURE_CHANNELS,
+        'Z': SCORER_FEATURES,
     }
 
 
@@ -335,15 +403,18 @@ def count(
     model: ModelConfig,
     shards: tuple[tuple[str, int], ...] = (),
     modules: tuple[str, ...] | None = None,
+    learned: bool = False,
 ) -> Counts:
     """Count the elements of the arrays on a device; `shards` has the shards of each letter.
 
-    With `modules`, count only the parameters of these, such as `layers` and `embedding`.
+    With `modules`, count only the parameters of these, such as `layers` and `embedding`; with
+    `learned`, only those that are not frozen.
     """
     sizes = [
         (parameter, num_elements(parameter, dim_sizes(model), dict(shards)))
         for name, parameter in parameters(model)
-        if modules is None or name.split('.')[0] in modules
+        if (modules is None or name.split('.')[0] in modules)
+        and not (learned and parameter.is_frozen)
     ]
     in_microbatches = [(x.is_stacked, size) for x, size in sizes if x.is_in_microbatches]
     return Counts(
@@ -354,13 +425,20 @@ def count(
     )
 
 
-def own_counts(config: Config, modules: tuple[str, ...] | None = None) -> Counts:
+def own_counts(
+    config: Config, modules: tuple[str, ...] | None = None, *, learned: bool = False
+) -> Counts:
     """Count the parameters of a device in the computation of a step."""
-    return count(config.model, tuple(Layout.of(config).shards.items()), modules)
+    return count(config.model, tuple(Layout.of(config).shards.items()), modules, learned)
 
 
 def megatron_counts(
-    model: ModelConfig, ranks: int, stages: int = 1, modules: tuple[str, ...] | None = None
+    model: ModelConfig,
+    ranks: int,
+    stages: int = 1,
+    modules: tuple[str, ...] | None = None,
+    *,
+    learned: bool = False,
 ) -> Counts:
     """Count the parameters of a Megatron rank, which holds at least one entire key/value head.
 
@@ -368,7 +446,7 @@ def megatron_counts(
     """
     full_heads = model.model_copy(update={'num_kv_heads': max(model.num_kv_heads, ranks)})
     shards = dict.fromkeys(SHARDED_BY_MEGATRON, ranks) | {'L': stages}
-    return count(full_heads, tuple(shards.items()), modules)
+    return count(full_heads, tuple(shards.items()), modules, learned)
 
 
 def num_parameters(model: ModelConfig, *, padded: bool = False) -> int:

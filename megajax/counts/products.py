@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Literal
 
+from megajax.config.model import Part
 from megajax.config.schema import Config
 from megajax.counts.parameters import Parameter, declare, dim_sizes, parameters
 from megajax.counts.schedule import num_passes
@@ -65,13 +66,33 @@ def products(
     runs = layers * num_passes(stages, chunks, microbatches)
     counted = _Counted(config, layout.shards, rows, runs)
     recomputes_last |= stages > 1 and layers > 1
-    return [
+    every = [
         *counted.layers(recomputes_last=recomputes_last),
         *counted.attention(flash=flash),
         *counted.heads(),
         *_of_encoder(config, rows, layout, flash=flash, recomputes_last=recomputes_last),
         *_of_cross_attention(config, rows, layout),
     ]
+    if config.vision is None or not config.vision.freeze:
+        return every
+    return [product for product in every if _is_needed(product, config.vision.freeze)]
+
+
+def _is_needed(product: Product, freeze: tuple[Part, ...]) -> bool:
+    """Whether a step with frozen parts computes a product.
+
+    A frozen weight has no gradient, and the backward pass ends where nothing before it is learned.
+    """
+    if product.phase == 'forward':
+        return True
+    part: Part = 'decoder'
+    if product.name.startswith('vision '):
+        part = 'merger' if product.name.startswith('vision merger') else 'encoder'
+    if product.name.endswith(' weight'):
+        return part not in freeze
+    if part == 'decoder' or 'encoder' not in freeze:
+        return True
+    return part == 'merger' and 'merger' not in freeze  # its norm is learned, too
 
 
 def _of_encoder(
@@ -82,17 +103,20 @@ def _of_encoder(
     if vision is None:
         return
     blocks, images = vision.blocks, -(-rows * vision.images // layout.num_shards('I'))
-    train = config.train.model_copy(update={'seq_len': vision.max_patches})
+    train = config.train.model_copy(update={'seq_len': vision.read_patches})
     alike = config.model_copy(update={'model': blocks, 'vision': None, 'train': train})
     counted = _Counted(alike, {}, images, blocks.num_layers * runs)
     flash = flash and fits_flash(config.train.dtype, blocks.head_dim)
     layers = counted.layers(recomputes_last=recomputes_last), counted.attention(flash=flash)
     for product in itertools.chain(*layers):
         yield dataclasses.replace(product, name=f'vision {product.name}')
-    D, W, patches = vision.hidden_size, vision.merged_size, images * vision.max_patches
+    D, W, patches = vision.hidden_size, vision.merged_size, images * vision.read_patches
     mergers = (1 + len(vision.deepstack)) * runs
     # The bytes of an image and its places have no gradient.
-    first = ('patch', D, vision.frames * vision.pixels), ('position', D, vision.positions**2)
+    first = (
+        ('patch', D, vision.frames * vision.num_channels * vision.patch_size**2),
+        ('position', D, vision.positions**2),
+    )
     for name, n, k in first:
         yield from _product_and_gradients(f'vision {name}', patches, n, k, runs, of_input=False)
     for name, n, k in (('merger up', W, W), ('merger down', config.model.hidden_size, W)):

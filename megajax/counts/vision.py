@@ -65,7 +65,7 @@ def encoder_in_parallel(config: Config, runs: 'Runs') -> Iterator[Expected]:
     if vision is None:
         return
     dtype, images = HLO_DTYPES[config.train.dtype], images_of_microbatch(config)
-    stream = Array(dtype, (images, vision.max_patches, vision.hidden_size))
+    stream = Array(dtype, (images, vision.read_patches, vision.hidden_size))
     merged, times = images * vision.vectors, runs.embedding
     mergers = times * (1 + len(vision.deepstack))
     for phase in passes(config):
@@ -87,18 +87,21 @@ def encoder_in_parallel(config: Config, runs: 'Runs') -> Iterator[Expected]:
 def images_over_devices(config: Config) -> Iterator[Expected]:
     """Yield what `model/images.py` and `train/zero.py` send."""
     mesh, runs = config.mesh, config.train.microbatches
+    assert config.vision is not None
 
     def sent(site: Site, kind: str, array: Array, times: int, size: int) -> Expected:
         return Expected(site=site, kind=kind, array=array, times=times, size=size, source=WHOLE)
 
     model = mesh.model
+    is_learned = bool(config.relevance) or not {'encoder', 'merger'} <= set(config.vision.freeze)
     if model > 1:
         yield sent(Site('vision', 'forward', 'model'), GATHER, vectors(config), runs, model)
-        if mesh.sequence_parallel or config.model.num_cross_layers:
+        if is_learned and (mesh.sequence_parallel or config.model.num_cross_layers):
             yield sent(Site('vision', 'backward', 'model'), SCATTER, vectors(config), runs, model)
     own = [x for _, x in parameters(config.model) if x.is_of_encoder]
     matrices = _count(config, [x for x in own if x.is_matrix])
-    others = _count(config, [x for x in own if not x.is_matrix])
+    learned = _count(config, [x for x in own if x.is_matrix and not x.is_frozen])
+    others = _count(config, [x for x in own if not x.is_matrix and not x.is_frozen])
     every = axes_text(config, *BATCH_AXES, 'model')
     devices = prod(mesh.sizes.get(axis, 1) for axis in (*BATCH_AXES, 'model'))
     if model > 1:
@@ -108,7 +111,9 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
         size *= mesh.data_shards if is_over_data else 1
         place = Site('parameters', 'step', axes_text(config, *axes))
         yield sent(place, GATHER, weights, 1, size)
-        gradients = Array(HLO_DTYPES[config.optim.reduce_dtype], (matrices,))
+        if not is_learned:
+            return
+        gradients = Array(HLO_DTYPES[config.optim.reduce_dtype], (learned,))
         yield sent(Site('gradients', 'step', 'model'), SCATTER, gradients, 1, model)
         yield sent(Site('gradients', 'step', every), REDUCE, Array('f32', (others,)), 1, devices)
 

@@ -3,18 +3,28 @@
 import hashlib
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megajax.config import Config, ConfigError, Problem
+from megajax.config.model import FINEST
+from megajax.data.corpus_tokenizer import check_image_token
 from megajax.data.image_rows import RowShape
 from megajax.data.patches import PatchSize
 from megajax.data.picture_batches import PictureBatches
-from megajax.data.pictures import NUM_HELD_OUT, Picture, lines_picture, word_picture, words
+from megajax.data.pictures import (
+    IMAGE,
+    LINES,
+    NUM_HELD_OUT,
+    Picture,
+    lines_picture,
+    word_picture,
+    words,
+)
 from megajax.data.text.tokenizer import Tokenizer, make_tokenizer
 
 # What `data.corpus` may name: a word in a picture; four words, one of which is asked for.
 PICTURES: dict[str, Callable[..., Picture]] = {'words': word_picture, 'lines': lines_picture}
-IMAGE_TOKEN = '<image>'
+NO_TOKEN = -1
 
 
 class Drawn(NamedTuple):
@@ -32,8 +42,8 @@ def draw_pictures(config: Config) -> Drawn:
 
     Raises ConfigError for a model without a vision encoder, and where a row is too short.
     """
-    draw, seed, shape = PICTURES[config.data.corpus], config.train.seed, row_shape(config)
-    tokenizer = make_tokenizer('bytes', config.model.vocab_size, special=(IMAGE_TOKEN,))
+    draw, seed, shape = _drawing(config), config.train.seed, row_shape(config)
+    tokenizer = make_tokenizer('bytes', config.model.vocab_size, special=(IMAGE,))
     make = partial(
         PictureBatches, shape=shape, tokenizer=tokenizer, batch_size=config.train.batch_size
     )
@@ -50,12 +60,32 @@ def draw_pictures(config: Config) -> Drawn:
     )
 
 
+def _drawing(config: Config) -> Callable[..., Picture]:
+    """Return the function that draws; with relevance a region of the image holds one line."""
+    draw, relevance, vision = PICTURES[config.data.corpus], config.relevance, config.vision
+    if relevance is None or vision is None or config.data.corpus != 'lines':
+        return draw
+    if relevance.regions != (LINES, 1):
+        message = (
+            f'{list(relevance.regions)} divides lines; use [{LINES}, 1], a region for each line'
+        )
+        raise ConfigError(Problem(path='relevance.regions', message=message))
+    side = FINEST * vision.patch_size * vision.merge_size
+    return partial(draw, line_size=(side, side))
+
+
+def _of_relevance(config: Config) -> dict[str, Any]:
+    """Return the fixed grid of patches of every picture, and the vectors that it gets."""
+    relevance, vision = config.relevance, config.vision
+    if relevance is None or vision is None:
+        return {}
+    rows, columns = (units * vision.merge_size for units in relevance.units)
+    return {'budget': relevance.total_tokens, 'grid': (rows, columns)}
+
+
 def _check(config: Config, tokenizer: Tokenizer, batches: PictureBatches) -> None:
     """Raise ConfigError if the image token is another, or a picture with its answer too long."""
-    image_token = tokenizer.token_id(IMAGE_TOKEN)
-    if config.vision is not None and config.vision.image_token != image_token:
-        message = f'{config.vision.image_token} is not the token of pictures; use {image_token}'
-        raise ConfigError(Problem(path='vision.image_token', message=message))
+    check_image_token(config, tokenizer)
     longest = max(len(batches.document(batches.draw(i)).tokens) for i in range(NUM_HELD_OUT))
     if longest > config.train.seq_len + 1:
         message = (
@@ -78,13 +108,29 @@ def row_shape(config: Config) -> RowShape:
         patch_size=vision.patch_size,
         merge_size=vision.merge_size,
         max_patches=vision.max_patches,
+        min_patches=vision.min_patches,
         marked=vision.is_crossed,
+        **_of_relevance(config),
     )
     return RowShape(
         seq_len=config.train.seq_len,
         images=vision.images,
         patches=patches,
         image_token=vision.image_token,
+        mrope=config.model.position == 'mrope',
+        document_mask=config.data.document_mask,
+    )
+
+
+def document_row_shape(config: Config) -> RowShape:
+    """Return the shape of rows of whole documents; without an encoder they have no slots."""
+    if config.vision is not None:
+        return row_shape(config)
+    return RowShape(
+        seq_len=config.train.seq_len,
+        images=0,
+        patches=PatchSize(patch_size=1, merge_size=1, max_patches=1),
+        image_token=NO_TOKEN,
         mrope=config.model.position == 'mrope',
         document_mask=config.data.document_mask,
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.data.batches import Batch
+from megajax.data.batches import Batch, Batches
 from megajax.data.patches import Grid, PatchSize, place_images
 
 
@@ -24,7 +24,10 @@ class ImageDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class RowShape:
-    """The static shape of rows with pictures, and what they hold beside `pixels`."""
+    """The static shape of rows with pictures, and what they hold beside `pixels`.
+
+    Rows without slots, for a model of text alone, have none of the pictures' arrays.
+    """
 
     seq_len: int  # tokens
     images: int  # slots for pictures
@@ -32,17 +35,13 @@ class RowShape:
     image_token: int
     mrope: bool  # positions of three axes
     document_mask: bool = False
+    limited_by: str = 'train.seq_len'  # the key of the config that limits `seq_len`
 
     def empty(self, count: int) -> Batch:
         """Return rows without documents."""
-        S, P, C = self.seq_len, self.patches.max_patches, 3 * self.patches.patch_size**2
+        S = self.seq_len
         batch: Batch = {name: np.zeros((count, S), np.int32) for name in ('tokens', 'labels')}
-        batch |= {
-            'loss_mask': np.zeros((count, S), np.float32),
-            'pixels': np.zeros((count, self.images, P, C), np.uint8),
-            'image_grid': np.zeros((count, self.images, 2), np.int32),
-            'image_index': np.full((count, S), -1, np.int32),
-        }
+        batch |= {'loss_mask': np.zeros((count, S), np.float32), **self.no_pictures(count)}
         if self.document_mask:
             batch['segment_ids'] = np.zeros((count, S), np.int32)
         if self.mrope:
@@ -50,6 +49,17 @@ class RowShape:
         elif self.document_mask:
             batch['positions'] = np.zeros((count, S), np.int32)
         return batch
+
+    def no_pictures(self, count: int) -> Batch:
+        """Return the pictures' arrays of rows without pictures."""
+        if not self.images:
+            return {}
+        shape = count, self.images, self.patches.max_patches, 3 * self.patches.patch_size**2
+        return {
+            'pixels': np.zeros(shape, np.uint8),
+            'image_grid': np.zeros((count, self.images, 2), np.int32),
+            'image_index': np.full((count, self.seq_len), -1, np.int32),
+        }
 
     def fill(self, row: Batch, documents: Sequence[ImageDocument]) -> None:
         """Fill an empty row with whole documents, which must fit into S + 1 tokens and I slots.
@@ -85,8 +95,30 @@ class RowShape:
         padding = np.arange(S + 1 - start, dtype=np.int32)
         position_S3[start:] = position + padding[:, None]
         row['tokens'][:], row['labels'][:] = window[:-1], window[1:]
-        row['loss_mask'][:], row['image_index'][:] = answered[1:], index_S[:-1]
+        row['loss_mask'][:] = answered[1:]
+        if self.images:
+            row['image_index'][:] = index_S[:-1]
         if self.document_mask:
             row['segment_ids'][:] = segment_S[:-1]
         if 'positions' in row:
             row['positions'][:] = position_S3[:-1] if self.mrope else position_S3[:-1, 0]
+
+
+class EmptySlots(Batches):
+    """Batches of text as a model that sees reads them: no row has a picture."""
+
+    def __init__(self, text: Batches, shape: RowShape):
+        self.batch_size, self.shape, self._text, self._order = (
+            text.batch_size,
+            shape,
+            text,
+            text._order,
+        )
+
+    def _rows(self, places: range, count: int) -> Batch:
+        batch = self._text._rows(places, count) | self.shape.no_pictures(count)
+        if self.shape.mrope:  # text counts in all three numbers alike
+            ones_RS = np.ones_like(batch['tokens'])
+            position_RS = batch.get('positions', np.cumsum(ones_RS, axis=1, dtype=np.int32) - 1)
+            batch['positions'] = np.repeat(position_RS[..., None], 3, axis=2)
+        return batch

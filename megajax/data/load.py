@@ -1,26 +1,32 @@
 """The path from a config to the batches of its run."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from megajax.config import Config, ConfigError, Problem
 from megajax.data.batches import Batches, Order
-from megajax.data.build.manifest import Manifest, manifest_path
-from megajax.data.drawn import PICTURES, draw_pictures
-from megajax.data.masked import NUM_SPECIAL, SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
+from megajax.data.build.manifest import Manifest
+from megajax.data.corpus_tokenizer import (
+    CORPUS,
+    check_image_token,
+    tokenizer_of_pairs,
+    tokenizer_of_text,
+)
+from megajax.data.drawn import PICTURES, document_row_shape, draw_pictures, row_shape
+from megajax.data.image_rows import EmptySlots
+from megajax.data.image_text.load import keeps_documents, load_image_text, read_training_texts
+from megajax.data.masked import NUM_SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
 from megajax.data.samples import Joined, Samples, Windows
 from megajax.data.text.corpus import Document, read_documents, split_documents
 from megajax.data.text.parts import Part, split_sequences
-from megajax.data.text.tokenizer import Tokenizer, encode_documents, load_tokenizer, make_tokenizer
+from megajax.data.text.tokenizer import Tokenizer, encode_documents
 from megajax.data.tokens.indexed import from_lengths, is_pair, read_pair
 from megajax.data.tokens.token_ids import check_token_ids
 from megajax.data.tokens.watched import watched
-
-CORPUS = ('data.corpus', 'data.blend')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +55,24 @@ def load_data(config: Config) -> Data:
             fingerprints={config.data.corpus: drawn.fingerprint},
         )
     prefixes = _prefixes(config)
-    if not prefixes:
-        return _load_text(config)
+    if not prefixes and keeps_documents(config, config.data.corpus):
+        return _load_image_text(config)
+    if config.data.chat_template is not None:
+        message = 'is for JSON lines with messages, and the corpus has none; leave it out'
+        raise _problem('data.chat_template', message, *CORPUS)
+    data = _load_pairs(config, prefixes) if prefixes else _load_text(config)
+    if config.vision is None:
+        return data
+    check_image_token(config, data.tokenizer)
+    shape = row_shape(config)
+    train, validation = (EmptySlots(batches, shape) for batches in (data.train, data.validation))
+    return replace(data, train=train, validation=validation)
+
+
+def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
     sequences = [read_pair(prefix) for prefix in prefixes]
     manifests = {prefix: Manifest.read(prefix) for prefix in prefixes}
-    tokenizer = _tokenizer_of_pairs(config, manifests)
+    tokenizer = tokenizer_of_pairs(config, manifests)
     for pair, manifest in zip(sequences, manifests.values(), strict=True):
         check_token_ids(pair, config.model.vocab_size, manifest.max_token if manifest else None)
     parts = [
@@ -75,21 +94,34 @@ def _prefixes(config: Config) -> list[str]:
     return list(config.data.blend) or ([corpus] if is_pair(corpus) else [])
 
 
-def _load_text(config: Config) -> Data:
-    spec = 'bpe' if config.data.tokenizer == 'auto' else config.data.tokenizer
-    if spec == 'none':
-        raise _problem(
-            'data.tokenizer',
-            f'none, and data.corpus={config.data.corpus} is text; '
-            'use bpe, bytes or a tokenizer.json',
-        )
-    train, validation, _ = split_documents(read_documents(config.data.corpus), config.data.split)
-    tokenizer = make_tokenizer(
-        spec,
-        config.model.vocab_size,
-        [document.text for document in train],
-        special=_special(config),
+def _load_image_text(config: Config) -> Data:
+    data, train = config.data, config.train
+    if data.order == 'megatron':
+        message = 'megatron cuts rows from a stream of tokens, and here documents stay whole'
+        raise _problem('data.order', f'{message}; use stateless', 'data.corpus')
+    tokenizer = tokenizer_of_text(config, partial(read_training_texts, data.corpus, data.split))
+    check_image_token(config, tokenizer)
+    loaded = load_image_text(
+        data.corpus,
+        document_row_shape(config),
+        tokenizer,
+        batch_size=train.batch_size,
+        seed=train.seed,
+        split=data.split,
+        template=data.chat_template,
     )
+    return Data(
+        tokenizer=tokenizer,
+        train=loaded.train,
+        validation=loaded.validation,
+        summary=loaded.summary,
+        fingerprints={data.corpus: loaded.fingerprint},
+    )
+
+
+def _load_text(config: Config) -> Data:
+    train, validation, _ = split_documents(read_documents(config.data.corpus), config.data.split)
+    tokenizer = tokenizer_of_text(config, lambda: [document.text for document in train])
     parts = [_encode(config.data.corpus, documents, tokenizer) for documents in (train, validation)]
     train_bytes, validation_bytes = (
         sum(len(document.text.encode()) for document in documents)
@@ -103,64 +135,9 @@ def _load_text(config: Config) -> Data:
     return _make(config, tokenizer, [parts[0]], [parts[1]], summary)
 
 
-def _special(config: Config) -> tuple[str, ...]:
-    return SPECIAL if config.model.is_bert else ()
-
-
 def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:
     tokens, lengths = encode_documents([document.text for document in documents], tokenizer)
     return Part(sequences=from_lengths(name, tokens, lengths), first=0, last=len(lengths))
-
-
-def _tokenizer_of_pairs(
-    config: Config, manifests: Mapping[str, Manifest | None]
-) -> Tokenizer | None:
-    spec = config.data.tokenizer
-    if spec == 'bpe':
-        raise _problem(
-            'data.tokenizer',
-            f'bpe is trained on text, and {next(iter(manifests))} holds tokens; '
-            'use auto, or the tokenizer that made them',
-        )
-    if spec == 'none':
-        if config.train.sample_prompts:
-            raise _problem(
-                'train.sample_prompts',
-                'nothing can be sampled with data.tokenizer=none; leave it out',
-                'data.tokenizer',
-            )
-        if config.model.is_bert:
-            message = (
-                'none, and model.objective=masked_lm needs the ids of special tokens; '
-                'give the tokenizer.json that made the tokens'
-            )
-            raise _problem('data.tokenizer', message, 'model.objective')
-        return None
-    tokenizer_paths = [
-        manifest.tokenizer_path(prefix) for prefix, manifest in manifests.items() if manifest
-    ]
-    if spec == 'auto':
-        if missing := [prefix for prefix, manifest in manifests.items() if manifest is None]:
-            message = (
-                f'no tokenizer is known: there is no {manifest_path(missing[0])}; '
-                'give the tokenizer.json that made the tokens, or none'
-            )
-            raise _problem('data.tokenizer', message, *CORPUS)
-        spec = str(tokenizer_paths[0])
-    tokenizer = make_tokenizer(spec, config.model.vocab_size, special=_special(config))
-    for path in tokenizer_paths:
-        if load_tokenizer(str(path)).fingerprint != tokenizer.fingerprint:
-            fix = (
-                'blend corpora that share a tokenizer'
-                if config.data.tokenizer == 'auto'
-                else 'use data.tokenizer=auto'
-            )
-            message = (
-                f'{spec} did not make these tokens: their tokenizer is {path}, '
-                f'which has another hash; {fix}'
-            )
-            raise _problem('data.tokenizer', message, *CORPUS)
-    return tokenizer
 
 
 def _make(

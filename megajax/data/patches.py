@@ -29,6 +29,7 @@ class PatchSize:
     min_patches: int = 0
     # vectors of every picture, where relevance decides what they stand for; 0: one for each unit
     budget: int = 0
+    grid: Grid | None = None  # of every picture, where relevance has regions of a fixed size
     # whether one token marks a picture, whose vectors are not in the sequence (cross-attention)
     marked: bool = False
 
@@ -65,8 +66,10 @@ class PatchSize:
         As in transformers' `smart_resize` (Qwen2-VL and later): sides are rounded to whole units,
         and scaled together where the area is beyond a limit. A picture so narrow that this leaves
         more than `max_patches` is shortened. Raises ConfigError if one side is more than
-        `MAX_ASPECT` times the other.
+        `MAX_ASPECT` times the other. With a `grid` that is it.
         """
+        if self.grid is not None:
+            return self.grid
         if max(height, width) > MAX_ASPECT * min(height, width):
             message = (
                 f'has {width} x {height} pixels, and one side may be at most {MAX_ASPECT} times '

@@ -6,7 +6,7 @@ import numpy as np
 
 from megajax.data.batches import Batch, Batches
 from megajax.data.image_rows import ImageDocument, RowShape
-from megajax.data.pictures import Picture
+from megajax.data.pictures import IMAGE, Picture
 from megajax.data.text.tokenizer import Tokenizer
 
 ENDLESS = range(1 << 60)
@@ -41,13 +41,11 @@ class PictureBatches(Batches):
         """Return the tokens and patches of a picture with question and answer."""
         patches, (height, width) = self.shape.patches, picture.image_HWC.shape[:2]
         grid = patches.fit(height, width)
-        question, answer = self._tokenizer.encode_batch([picture.question, picture.answer])
+        texts = *picture.question.split(IMAGE), picture.answer
+        start, end, answer = self._tokenizer.encode_batch(texts)
         eod = self._tokenizer.eod
-        before = [
-            *(self._tokenizer.start or [eod]),
-            *[self.shape.image_token] * patches.tokens(grid),
-            *question,
-        ]
+        image = [self.shape.image_token] * patches.tokens(grid)
+        before = [*(self._tokenizer.start or [eod]), *start, *image, *end]
         tokens = np.array([*before, *answer, eod], np.int32)
         return ImageDocument(
             tokens=tokens,

@@ -18,6 +18,7 @@ from megajax.data.text.corpus import read_documents
 
 WORD = re.compile(r'(?<![A-Za-z0-9_])[A-Za-z_]{3,9}(?![A-Za-z0-9_])')
 LONGEST_WORD = 9
+IMAGE = '<image>'
 NUM_HELD_OUT = 256
 
 LETTER_HEIGHT, LETTER_WIDTH = 11, 6  # pixels of a letter of pillow's bitmap font
@@ -41,7 +42,7 @@ class Picture:
     """A picture with a question and its answer."""
 
     image_HWC: np.ndarray  # uint8 [H, W, 3]
-    question: str
+    question: str  # with IMAGE where the picture stands
     answer: str
     line: int = 0  # number of the line that holds the answer
 
@@ -72,7 +73,7 @@ def word_picture(part: Part, seed: int, index: int, *, font: Font = 'bitmap') ->
     """
     random = np.random.default_rng([seed, index])
     word = _choose(part, random, index)
-    return Picture(image_HWC=draw_word(word, random, font=font), question='?', answer=word)
+    return Picture(image_HWC=draw_word(word, random, font=font), question=f'{IMAGE}?', answer=word)
 
 
 def lines_picture(
@@ -91,7 +92,7 @@ def lines_picture(
     line = int(random.integers(LINES))
     return Picture(
         image_HWC=draw_lines(chosen, colors, random, line_size=line_size),
-        question=f'the line at {colors[line]}?',
+        question=f'the line at {colors[line]}? {IMAGE}:',
         answer=chosen[line],
         line=line,
     )

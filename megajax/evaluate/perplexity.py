@@ -61,7 +61,7 @@ def perplexity(
         tokens=tokens,
         bytes=num_bytes,
         loss=nll / tokens,
-        perplexity=_exp(nll / tokens),
+        perplexity=exp(nll / tokens),
         bits_per_byte=nll / num_bytes / math.log(2),
     )
 
@@ -94,8 +94,8 @@ def wikitext(
         tokens=len(ids),
         original_tokens=words,
         loss=loss,
-        token_perplexity=_exp(loss),
-        perplexity=_exp(loss * (len(ids) - 1) / (words - 1)),
+        token_perplexity=exp(loss),
+        perplexity=exp(loss * (len(ids) - 1) / (words - 1)),
     )
 
 
@@ -119,7 +119,8 @@ def _sum(scorer: Scorer, ids: Sequence[int] | np.ndarray, stride: int) -> float:
     return math.fsum(scored.nll.sum() for scored in scorer(windows(ids, length, stride)))
 
 
-def _exp(loss: float) -> float:
+def exp(loss: float) -> float:
+    """Return the perplexity of a loss, infinite beyond all numbers."""
     try:
         return math.exp(loss)
     except OverflowError:

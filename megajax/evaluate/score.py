@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,17 @@ from jax import lax
 
 from megajax.config import Config
 from megajax.counts.chunks import chunk_sizes
+from megajax.generate.image_prompts import PromptImages, pad, stack
 from megajax.generate.sampling import most_probable
+from megajax.generate.seen import SeenPrompts, see
 from megajax.generate.weights import inference_config
 from megajax.model.computation import Computation
+from megajax.model.images import Images
 from megajax.model.loss import Loss
 from megajax.model.parameters import cast_matrices
-from megajax.model.transformer import model_graph
+from megajax.model.relevance import question
+from megajax.model.shard_copies import copy_encoder
+from megajax.model.transformer import LanguageModel, model_graph
 from megajax.parallel.layout import Layout
 
 ROWS = 8  # windows at a time
@@ -33,6 +38,8 @@ class Window(NamedTuple):
 
     tokens: Sequence[int] | np.ndarray
     num_targets: int
+    images: PromptImages | None = None  # those of the tokens but the last; of all windows or none
+    counts: np.ndarray | None = None  # beside images: whether each target is of an answer
 
 
 class Scored(NamedTuple):
@@ -76,20 +83,56 @@ class Scorer:
         for row, window in enumerate(windows):
             token_BS[row, : len(window.tokens)] = window.tokens
         nll_BS, is_top_BS = (
-            np.asarray(x) for x in self._score(self.params, token_BS[:, :-1], token_BS[:, 1:])
+            np.asarray(x)
+            for x in self._score(
+                self.params, token_BS[:, :-1], token_BS[:, 1:], *self._images(windows, length)
+            )
         )
         for row, window in enumerate(windows):
             last = len(window.tokens) - 1
             targets = row, slice(last - window.num_targets, last)
             yield Scored(nll_BS[targets].astype(np.float64), is_top_BS[targets])
 
+    def _images(self, windows: Sequence[Window], length: int) -> tuple[Any, ...]:
+        """Return images and positions of the windows' tokens, and whether each target counts."""
+        padded = [pad(window.images, length) for window in windows if window.images is not None]
+        if not padded:
+            return ()
+        count_BS = np.zeros((self._rows, length), bool)
+        for row, window in enumerate(windows):
+            if window.counts is not None:
+                count_BS[row, : len(window.counts)] = window.counts
+        return *stack(padded, self._rows, length), count_BS
+
+
+def hidden_of_shards(
+    model: LanguageModel,
+    token_BS: jax.Array,
+    images: Images,
+    position_BS: jax.Array,
+    count_BS: jax.Array,
+    computation: Computation,
+) -> jax.Array:
+    """Return the model's `hidden` for rows with images, those of all data shards at once."""
+    layout = model.layout
+    position_BS, count_BS, index_BS = (
+        jax.reshard(x, layout('BS')) for x in (position_BS, count_BS, images.index_BS)
+    )
+    images = images._replace(is_question_BS=question(count_BS, index_BS))
+    x_BSD = model.embed(token_BS, computation.dtype, position_BS=position_BS)
+    rows = SeenPrompts(x_BSD, position_BS, jnp.ones_like(index_BS))
+    rows = see(model, rows, images, layout)
+    beside = rows.position_BS, rows.segment_BS, None, rows.deep_BSAD
+    return model.finish(model.blocks(rows.x_BSD, computation, beside, seen=rows.seen))
+
 
 @functools.cache
 def _make_score(config: Config) -> jax.stages.Wrapped:
-    """Return the compiled function `score(params, token_BS, label_BS)`.
+    """Return the compiled function `score(params, token_BS, label_BS, ...)`.
 
-    Its results, replicated on every device, are the negative log-likelihood of each label, and
-    whether it is the most probable.
+    Rows with images also have these, the positions of their tokens, [B, S] or [B, S, 3], and
+    whether each label counts. Its results, replicated on every device, are the negative
+    log-likelihood of each label, and whether it is the most probable.
     """
     config = inference_config(config)
     layout, computation = Layout.of(config), Computation.of(config)
@@ -97,13 +140,25 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
 
     @jax.jit
     def score(
-        params: nnx.State, token_BS: jax.Array, label_BS: jax.Array
+        params: nnx.State,
+        token_BS: jax.Array,
+        label_BS: jax.Array,
+        images: Images | None = None,
+        position_BS: jax.Array | None = None,
+        count_BS: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         token_BS, label_BS = (jax.reshard(x, layout('BS')) for x in (token_BS, label_BS))
         if layout.at_rest:
             params = cast_matrices(params, config.train.dtype, layout)
-        model = nnx.merge(graph, params)
-        x_BSD, head_dV = model.hidden(token_BS, computation), model.head_Vd.T
+        if images is None:
+            model = nnx.merge(graph, params)
+            x_BSD = model.hidden(token_BS, computation)
+        else:
+            assert position_BS is not None
+            assert count_BS is not None
+            model = nnx.merge(graph, copy_encoder(params, layout))
+            x_BSD = hidden_of_shards(model, token_BS, images, position_BS, count_BS, computation)
+        head_dV = model.head_Vd.T
         length = token_BS.shape[1]
         rows = token_BS.shape[0] // layout.num_shards('B')
         logit_bytes = 4 * rows * length * head_dV.shape[1] // layout.num_shards('V')

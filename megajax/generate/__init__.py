@@ -2,17 +2,21 @@
 
 from megajax.generate.continuation import Continuation
 from megajax.generate.generator import Generator, Request, encode_prompts, generate
-from megajax.generate.image_prompts import PromptImages, prompt_of, read_prompt
+from megajax.generate.image_folder import answer_all, check_prompts, find_pictures
+from megajax.generate.image_prompts import PromptImages, PromptReader, prompt_of
 from megajax.generate.sampling import Sampling
 
 __all__ = [
     'Continuation',
     'Generator',
     'PromptImages',
+    'PromptReader',
     'Request',
     'Sampling',
+    'answer_all',
+    'check_prompts',
     'encode_prompts',
+    'find_pictures',
     'generate',
     'prompt_of',
-    'read_prompt',
 ]

@@ -46,19 +46,27 @@ def prefill(layout: Layout, segment_BS: jax.Array, num_slots: int) -> Core[KeysV
 
 
 def decode(
-    layout: Layout, cache: KeysValues, slot: jax.Array, first_B: jax.Array
+    layout: Layout,
+    cache: KeysValues,
+    slot: jax.Array,
+    first_B: jax.Array,
+    is_empty_BY: jax.Array | None = None,
 ) -> Core[KeysValues]:
     """Return the attention core for one token per row, at `slot`.
 
-    The token attends to the slots from the row's first on. The core keeps the token's own keys and
-    values [B, K, 1, H], for `write`.
+    The token attends to the slots from the row's first on that are not empty. The core keeps the
+    token's own keys and values [B, K, 1, H], for `write`.
     """
+    slot_1Y = jnp.arange(cache.k_BKYH.shape[2])[None]
+    read_BY = (first_B[:, None] <= slot_1Y) & (slot_1Y < slot)
+    if is_empty_BY is not None:
+        read_BY &= ~is_empty_BY
 
     def core(
         q_B1NH: jax.Array, k_B1KH: jax.Array, v_B1KH: jax.Array
     ) -> tuple[jax.Array, KeysValues]:
         own = KeysValues(jnp.swapaxes(k_B1KH, 1, 2), jnp.swapaxes(v_B1KH, 1, 2))
-        return _attend_to_cache(q_B1NH, cache, own, slot, first_B, layout), own
+        return _attend_to_cache(q_B1NH, cache, own, read_BY, layout), own
 
     return core
 
@@ -80,22 +88,19 @@ def _attend_to_cache(
     q_B1NH: jax.Array,
     cache: KeysValues,
     own: KeysValues,
-    slot: jax.Array,
-    first_B: jax.Array,
+    read_BY: jax.Array,
     layout: Layout,
 ) -> jax.Array:
-    """Return the attention o_B1NH of one query to the slots before its own, and to its own.
+    """Return the attention o_B1NH of one query to the slots in `read_BY`, and to its own.
 
     Its own key and value are not in the cache yet. The softmax is in fp32.
     """
-    batch, groups, num_slots, head_dim = cache.k_BKYH.shape
+    batch, groups, _, head_dim = cache.k_BKYH.shape
     q_BNH = q_B1NH[:, 0] * head_dim**-0.5
     q_BKGH = q_BNH.reshape(batch, groups, -1, head_dim, out_sharding=layout('BN-h'))
     score_BKGY = jnp.einsum(
         'bkgh,bkyh->bkgy', q_BKGH, cache.k_BKYH, preferred_element_type=jnp.float32
     )
-    slot_1Y = jnp.arange(num_slots)[None]
-    read_BY = (first_B[:, None] <= slot_1Y) & (slot_1Y < slot)
     allowed = jnp.expand_dims(read_BY, (1, 2))
     score_BKGY = jnp.where(allowed, score_BKGY, jnp.finfo(jnp.float32).min)
     own_BKG1 = jnp.einsum('bkgh,bkyh->bkgy', q_BKGH, own.k_BKYH, preferred_element_type=jnp.float32)

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
+import numpy as np
+
 from megajax.data import Tokenizer
 
 UNFINISHED = '\ufffd'  # the text that a tokenizer decodes an incomplete character to
@@ -30,6 +32,7 @@ class Continuation:
         self.ids: list[int] = []
         self.text = ''
         self.end: End | None = None
+        self.region_tokens: np.ndarray | None = None
         self.limit = limit
         self._prompt, self._tokenizer, self._eod, self._stops = list(prompt), tokenizer, eod, stops
         self._skip = len(tokenizer.decode(self._prompt)) if tokenizer else 0

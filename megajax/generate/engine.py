@@ -14,10 +14,11 @@ from jax import lax
 from megajax.config import Config
 from megajax.generate.cache import KeysValues, decode, prefill, write
 from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
+from megajax.generate.seen import SeenPrompts, see
 from megajax.generate.weights import LayerWeights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
 from megajax.model.cross_attention import Seen
-from megajax.model.images import Images, add_deep, merge_images_of_shards
+from megajax.model.images import Images, add_deep
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 
@@ -36,6 +37,8 @@ class Rows(NamedTuple):
     slot: jax.Array  # the slot that `token_B` will be written to
     first_B: jax.Array  # the slot of the row's first token
     origin_B: jax.Array
+    is_empty_BY: jax.Array | None  # slots of images that relevance has left empty
+    tokens_BIR: jax.Array | None  # of each region of each image, on every device
     left_B: jax.Array  # number of tokens still wanted; 0 for a row that has ended
     number_B: jax.Array  # the row's number, from which its random keys follow
     seen: Seen | None = None  # the keys and values of images, and those that later tokens see
@@ -101,13 +104,10 @@ class Engine:
             origin_B = token_BS.shape[1] - 1 - last_B
         decoder, dtype = nnx.merge(self._graphs.decoder, weights.rest), self.config.train.dtype
         x_BSD = decoder.embed(token_BS, dtype, position_BS=position_BS)  # all-reduce
-        deep_BSAD = seen = None
+        prompts = SeenPrompts(x_BSD, position_BS, segment_BS)
         if images is not None:
-            assert decoder.vision is not None
-            if decoder.cross is not None:
-                seen = decoder.cross.see_of_shards(decoder.vision, images, segment_BS, dtype)
-            else:
-                x_BSD, deep_BSAD = merge_images_of_shards(decoder.vision, x_BSD, images, layout)
+            prompts = see(decoder, prompts, images, layout)
+        x_BSD, position_BS, segment_BS, deep_BSAD, seen, is_empty_BS, tokens_BIR = prompts
         core, caches = prefill(layout, segment_BS, num_slots), []
         for index, layer in enumerate(weights.layers):
             block = nnx.merge(self._graphs.block, layer)
@@ -122,6 +122,8 @@ class Engine:
             jnp.int32(token_BS.shape[1] - 1),
             first_B,
             origin_B,
+            None if is_empty_BS is None else _in_slots(is_empty_BS, num_slots),
+            tokens_BIR,
             left_B,
             number_B,
             # Later tokens see what the last one of the prompt does.
@@ -177,7 +179,7 @@ class Engine:
         x_B1D = decoder.embed(rows.token_B[:, None], dtype, position_BS=position_B1)  # all-reduce
         for index, (layer, cache) in enumerate(zip(weights.layers, rows.caches, strict=True)):
             block = nnx.merge(self._graphs.block, layer)
-            core = decode(self._layout, cache, rows.slot, rows.first_B)
+            core = decode(self._layout, cache, rows.slot, rows.first_B, rows.is_empty_BY)
             x_B1D, own = block(x_B1D, core, position_BS=position_B1)
             x_B1D = self._attend_to_images(weights, x_B1D, index, rows.seen)
             owns.append(own)
@@ -228,6 +230,10 @@ class Engine:
             return rows._replace(token_B=token_B, slot=slot, left_B=left_B), jnp.where(
                 ended_B, NO_TOKEN, token_B
             )
+
+
+def _in_slots(is_empty_BS: jax.Array, num_slots: int) -> jax.Array:
+    return jnp.pad(is_empty_BS, ((0, 0), (0, num_slots - is_empty_BS.shape[1])))
 
 
 def _any_left(rows: Rows) -> jax.Array:

@@ -72,10 +72,15 @@ class Generator:
         prompts: Sequence[Prompt],
         request: Request,
         images: Sequence[PromptImages] | None = None,
+        *,
+        first: int = 0,
+        size: int | None = None,
     ) -> Iterator[list[Continuation | None]]:
         """Yield all continuations each time they grow, with None for those that have not begun.
 
-        A prompt has at least one token; `images` are those of each prompt.
+        A prompt has at least one token; `images` are those of each prompt. The random numbers of a
+        prompt follow from its number: the first one has the number `first`. A batch has at least
+        `size` rows, so that calls with fewer prompts compile nothing again.
         """
         all_rows: list[Continuation | None] = [None] * len(prompts)
         for start in range(0, len(prompts), BATCH_SIZE):
@@ -85,8 +90,8 @@ class Generator:
             for _ in self._grow(
                 batch,
                 rows,
-                start,
-                size=min(len(prompts), BATCH_SIZE),
+                first + start,
+                size=size or min(len(prompts), BATCH_SIZE),
                 request=request,
                 images=images and images[start : start + len(batch)],
             ):
@@ -137,6 +142,9 @@ class Generator:
             num_slots=num_slots,
             sampling=request.sampling,
         )
+        if state.tokens_BIR is not None:
+            for row, tokens_IR in zip(rows, np.asarray(state.tokens_BIR), strict=False):
+                row.region_tokens = tokens_IR
         while True:
             for row, ids in zip(rows, np.asarray(new_BS), strict=False):
                 row.add(ids[ids != NO_TOKEN].tolist())

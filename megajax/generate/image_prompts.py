@@ -11,7 +11,7 @@ from megajax.config import Config, ConfigError
 from megajax.data import Tokenizer
 from megajax.data.drawn import row_shape
 from megajax.data.image_rows import ImageDocument, RowShape
-from megajax.data.image_text.documents import encode_prompt
+from megajax.data.image_text.documents import FileDocument, encode_prompt
 from megajax.model.images import Images
 
 
@@ -27,27 +27,38 @@ class PromptImages(NamedTuple):
 Prompt = tuple[list[int], PromptImages]
 
 
-def read_prompt(
-    config: Config, tokenizer: Tokenizer | None, text: str, images: Sequence[Path]
-) -> Prompt:
-    """Return a prompt in which each `<image>` stands for the next of the files `images`.
+class PromptReader:
+    """The reader of prompts with pictures for a model.
 
-    Raises ConfigError for a model that reads no images, if a file is no picture, if their numbers
-    differ, and for a prompt that leaves no room in `model.max_seq_len`.
+    Raises ConfigError for a model that reads no pictures.
     """
-    if config.vision is None:
-        raise ConfigError('the model reads text alone: leave out --image, or train one with vision')
-    if tokenizer is None:
-        raise ConfigError('the model has no tokenizer, so it cannot read a prompt')
-    limit = config.model.max_seq_len
-    shape = dataclasses.replace(row_shape(config), seq_len=limit)
-    document = encode_prompt(text, images, shape, tokenizer)
-    if (length := len(document.tokens)) >= limit:
-        raise ConfigError(
-            f'the prompt has {length} tokens with its images, which leaves no room in '
-            f'model.max_seq_len={limit}: shorten it, or give smaller or fewer images'
-        )
-    return prompt_of(document, shape, length)
+
+    def __init__(self, config: Config, tokenizer: Tokenizer | None):
+        if config.vision is None:
+            raise ConfigError('the model reads text alone: give no pictures, or train with vision')
+        if tokenizer is None:
+            raise ConfigError('the model has no tokenizer, so it cannot read a prompt')
+        self._tokenizer = tokenizer
+        self._shape = dataclasses.replace(row_shape(config), seq_len=config.model.max_seq_len)
+
+    def check(self, text: str, images: Sequence[Path]) -> FileDocument:
+        """Return a prompt in which each `<image>` stands for the next of the files `images`.
+
+        Only the headers of the files are read. Raises ConfigError if one is no picture, if their
+        numbers differ, and for a prompt that leaves no room in `model.max_seq_len`.
+        """
+        document = encode_prompt(text, images, self._shape, self._tokenizer)
+        if (length := len(document.tokens)) >= self._shape.seq_len:
+            names = ', '.join(map(str, images))
+            raise ConfigError(
+                f'{names}: the prompt has {length} tokens with its pictures, which leaves no room '
+                f'in model.max_seq_len={self._shape.seq_len}: shorten it, or give smaller or fewer'
+            )
+        return document
+
+    def read(self, document: FileDocument) -> Prompt:
+        """Read the pictures of a prompt; raises ConfigError for one that is broken."""
+        return prompt_of(document.read(self._shape), self._shape, len(document.tokens))
 
 
 def prompt_of(document: ImageDocument, shape: RowShape, length: int) -> Prompt:
@@ -58,6 +69,14 @@ def prompt_of(document: ImageDocument, shape: RowShape, length: int) -> Prompt:
     return document.tokens[:length].tolist(), PromptImages(
         row['pixels'], row['image_grid'], row['image_index'][:length], positions[:length]
     )
+
+
+def pad(images: PromptImages, length: int) -> PromptImages:
+    """Return the images of a prompt to which tokens of text are added up to this length."""
+    added = length - len(images.index_S)
+    positions = np.pad(images.position_S, ((0, added), *[(0, 0)] * (images.position_S.ndim - 1)))
+    index_S = np.pad(images.index_S, (0, added), constant_values=-1)
+    return images._replace(index_S=index_S, position_S=positions)
 
 
 def stack(images: Sequence[PromptImages], size: int, length: int) -> tuple[Images, np.ndarray]:

@@ -15,7 +15,7 @@ from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.config import Config, ConfigError, ModelConfig, reload
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.huggingface.families import read_config_json, write_family
-from megajax.interop.huggingface.preprocessor import FILE, check_preprocessor, write_preprocessor
+from megajax.interop.huggingface.preprocessor import FILE, read_preprocessor, write_preprocessor
 from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
 
 Dtype = Literal['float32', 'bfloat16', 'float16']
@@ -47,7 +47,7 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
     check_new(out)
     family, model, left = read_config_json(folder)
     if 'vision' in model:
-        check_preprocessor(folder, model['vision'])
+        model['vision'] |= read_preprocessor(folder, model['vision'])
     tokenizer = folder / 'tokenizer.json' if (folder / 'tokenizer.json').is_file() else None
     config = reload(settings(model, out, tokenizer), overrides, place=str(folder / 'config.json'))
     tensors = read_tensors(folder)

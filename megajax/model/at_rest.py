@@ -61,6 +61,11 @@ def slotted(
     return Slotted(weight=weight, slot=slot)
 
 
+def without_slot(x: jax.Array, weight: jax.Array | None) -> Slotted:
+    """Return a frozen weight to compute with, or without one x, which each product gathers."""
+    return Slotted(weight=x if weight is None else weight, slot=None, at_rest=weight is None)
+
+
 def pad(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
     """Return an array with the padding of a matrix with these dims at rest."""
     added = layout.padding(dims)

@@ -1,12 +1,12 @@
 """The tokens that each region of an image gets, and where they stand: ARR-COC's budget.
 
-An image is cut into regions, and each has the features of a square of finest cells (20 x 20). At a
-level a region is given as area means on a coarser square (`SIDES`), so that what matters to the
-question has up to 400 tokens and the rest 64, and all together at most a total. All shapes are
-static, nothing communicates, and no token is sorted.
+An image is cut into regions. At a level a region is a smaller picture of a square of cells
+(`SIDES`), so that what matters to the question has up to 400 tokens and the rest 64, and all
+together at most a total. All shapes are static, nothing communicates, and no token is sorted.
 
 The functions are of one image, to be mapped with `jax.vmap(..., spmd_axis_name='data')`. A level is
-discrete and has no gradient: relevance learns from the detail that it is multiplied with (`cells`).
+discrete and has no gradient: relevance learns from the detail that it is multiplied with
+(`levels.py`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import P, lax
+from jax import lax
 
 SIDES = (8, 10, 12, 14, 16, 18, 20)
 NUM_WATER_LEVELS = 65
@@ -28,7 +28,7 @@ class Places(NamedTuple):
     """The cells that stand at the places of an image's tokens, [total]; -1 at an empty place."""
 
     region: jax.Array  # of the image, in raster order
-    cell: jax.Array  # of the region's square, in raster order
+    cell: jax.Array  # its row and column in the region's square, as a place in the finest square
     row: jax.Array  # of the finest cell at the center, among those of the image
     column: jax.Array
 
@@ -47,7 +47,7 @@ def check_relevance(relevance: np.ndarray) -> None:
 
 def num_tokens(level: jax.Array, sides: Sequence[int] = SIDES) -> jax.Array:
     """Return the number of tokens at a level."""
-    return _side(level, sides) ** 2
+    return side_of(level, sides) ** 2
 
 
 def budget(relevance: jax.Array, total: int, sides: Sequence[int] = SIDES) -> jax.Array:
@@ -103,48 +103,15 @@ def places(
         return jnp.where(is_there, jnp.expand_dims(x, 0), 0).sum(1)
 
     cell = place - of_region(end - count)
-    side, finest = jnp.maximum(of_region(_side(level, sides)), 1), sides[-1]
+    side, finest = jnp.maximum(of_region(side_of(level, sides)), 1), sides[-1]
     corner = region // regions[1] * finest, region % regions[1] * finest
-    row, column = ((2 * x + 1) * finest // (2 * side) for x in (cell // side, cell % side))
-    values = region, cell, corner[0] + row, corner[1] + column
+    own = cell // side, cell % side
+    row, column = ((2 * x + 1) * finest // (2 * side) for x in own)
+    values = region, own[0] * finest + own[1], corner[0] + row, corner[1] + column
     return Places(*(jnp.where(is_there.any(1), x, -1) for x in values))
 
 
-def by_region(vectors: jax.Array, regions: tuple[int, int], side: int = SIDES[-1]) -> jax.Array:
-    """Return [regions, cells, D] of the vectors of an image's finest cells in raster order."""
-    shape = regions[0], side, regions[1], side, vectors.shape[-1]
-    vectors = vectors.reshape(shape, out_sharding=P(*(None,) * 5)).swapaxes(1, 2)
-    return vectors.reshape(-1, side**2, shape[-1], out_sharding=P(None, None, None))
-
-
-def cells(
-    features: jax.Array, level: jax.Array, gate: jax.Array, sides: Sequence[int] = SIDES
-) -> jax.Array:
-    """Return the area means of each region at its level, like `features` [regions, cells, D].
-
-    The first `num_tokens` cells of a region are in use, the others 0. What a region has beyond its
-    coarsest square is multiplied by `gate` [regions], as a mixture of experts does with what it
-    chooses: it gives relevance its only gradient, and a region with the fewest tokens has none.
-    """
-    side = jnp.expand_dims(_side(level, sides), 1)
-    own = _overlaps(side, sides[-1], sides[-1])
-    coarsest = _overlaps(jnp.full_like(side, sides[0]), sides[0], sides[-1])
-    # The means of the coarsest cells, seen from the cells of the level.
-    within = _overlaps(side, sides[-1], sides[0])
-    coarse = (jnp.expand_dims(within, 3) * jnp.expand_dims(coarsest, 1)).sum(2)
-    own, coarse = _squares(own, side), _squares(coarse, side)
-    weight = coarse + gate.reshape(-1, 1, 1, out_sharding=P(None, None, None)) * (own - coarse)
-    return jnp.einsum('rcf,rfd->rcd', weight.astype(features.dtype), features)
-
-
-def fill(cells: jax.Array, places: Places) -> jax.Array:
-    """Return the vectors [total, D] at an image's places; 0 where nothing stands."""
-    index = jnp.maximum(places.region, 0), jnp.maximum(places.cell, 0)
-    vectors = cells.at[index].get(out_sharding=P(None, None))
-    return jnp.where(jnp.expand_dims(places.region >= 0, 1), vectors, 0)
-
-
-def _side(level: jax.Array, sides: Sequence[int]) -> jax.Array:
+def side_of(level: jax.Array, sides: Sequence[int] = SIDES) -> jax.Array:
     """Return `sides[level]` by arithmetic: a lookup by a mapped index needs a placement."""
     steps = zip(sides[1:], sides, strict=False)
     rises = (jnp.where(level > i, side - last, 0) for i, (side, last) in enumerate(steps))
@@ -189,28 +156,3 @@ def _exchange(level: jax.Array, total: int, sides: Sequence[int]) -> jax.Array:
     of_raised = jnp.where(jnp.expand_dims(raised, 1), gain, 0).max(0)
     lowered = (rank == jnp.argmax(of_raised)) & (gain.max() > 0)
     return level + raised - lowered
-
-
-def _overlaps(side: jax.Array, num_cells: int, num_parts: int) -> jax.Array:
-    """Return [regions, cell, part]: the share of each of equal parts of a line in a cell's mean.
-
-    `side` [regions, 1] is the number of cells that the line has; those after them have no share.
-    """
-    cell, part = jnp.arange(num_cells).reshape(1, -1, 1), jnp.arange(num_parts).reshape(1, 1, -1)
-    side = jnp.expand_dims(side, 2)
-    # In whole numbers, of which a line has side * num_parts.
-    last = jnp.minimum((cell + 1) * num_parts, (part + 1) * side)
-    first = jnp.maximum(cell * num_parts, part * side)
-    return jnp.maximum(last - first, 0) / num_parts
-
-
-def _squares(line: jax.Array, side: jax.Array) -> jax.Array:
-    """Return the weights of squares [regions, cells, finest cells] from those of lines."""
-    finest = line.shape[2]
-    cell = jnp.arange(finest**2).reshape(1, -1)
-    row, column = (jax.nn.one_hot(x, finest, dtype=line.dtype) for x in (cell // side, cell % side))
-    by_row, by_column = (
-        (jnp.expand_dims(x, 3) * jnp.expand_dims(line, 1)).sum(2) for x in (row, column)
-    )
-    weight = jnp.expand_dims(by_row, 3) * jnp.expand_dims(by_column, 2)
-    return weight.reshape(len(line), finest**2, finest**2, out_sharding=P(None, None, None))

@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, Self
 
 import jax
+import jax.numpy as jnp
 
 from megajax.config import Config
 from megajax.counts.parameters import Parameter
@@ -42,15 +43,17 @@ class Computation(NamedTuple):
         Where `params` are gradient slots or matrices at rest, `weights` are those to compute with.
         """
 
-        def join(declared: Parameter, x: jax.Array, weight: jax.Array | None) -> Any:
+        def join(declared: Parameter, x: jax.Array, weight: Any) -> Any:
             if not reduced_in_backward(declared, self.shard):
-                return pair(weight, x)
+                return pair(declared, weight, x)
             dims = declared.dims_of_layer
             if self.shard == 'weights':
                 # Full recomputation gathers once for itself and for the backward pass. Otherwise
                 # a weight that is gathered here would be kept from the forward pass.
                 is_kept = self.recompute != 'full'
                 weight = None if is_kept else gather(x.astype(self.dtype), dims, layout)
+            if declared.is_frozen:
+                return at_rest.without_slot(x, weight)
             return at_rest.slotted(x, weight, dims, layout, self.reduce_dtype)
 
         return map_parameters(join, params, weights)
@@ -60,10 +63,13 @@ class Computation(NamedTuple):
 
         Its gradient becomes that of x, a gradient slot or a matrix at rest.
         """
-        if not reduced_in_backward(declared, self.shard):
-            return x if weight.dtype == x.dtype else value(weight, x)
-        if self.shard == 'weights':
+        is_reduced = reduced_in_backward(declared, self.shard)
+        if is_reduced and self.shard == 'weights':
             weight = gather(x.astype(self.dtype), declared.dims, layout)
+        if declared.is_frozen:
+            return weight.astype(jnp.float32)
+        if not is_reduced:
+            return x if weight.dtype == x.dtype else value(weight, x)
         slotted = at_rest.slotted(x, weight, declared.dims, layout, self.reduce_dtype)
         return value(weight, slotted.slot)
 

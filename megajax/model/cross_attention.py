@@ -17,7 +17,9 @@ from jax import P
 from megajax.config import ModelConfig, VisionConfig
 from megajax.model.attention import attend_where
 from megajax.model.block import parts_of_rows
+from megajax.model.budget import num_tokens
 from megajax.model.computation import Computation
+from megajax.model.detail import Detail
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.images import Images, encode, of_shards
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -62,20 +64,27 @@ class CrossAttention(nnx.Module):
         encoder: Encoder,
         images: Images,
         segment_BS: jax.Array | None,
-        dtype: str,
-        recompute: str = 'none',
+        computation: Computation,
+        detail: Detail | None = None,
     ) -> Seen:
         """Encode the images of a shard's rows; `segment_BS` has the documents, if there are any."""
-        kv_BYJNUH = self.key_values(encoder, images, dtype, recompute)
-        return self.split(kv_BYJNUH, seen(images, segment_BS, encoder.config, self.layout))
+        dtype, recompute = computation.dtype, computation.recompute
+        kv_BYJNUH = self.key_values(encoder, dtype, recompute, images, detail)
+        return self.split(kv_BYJNUH, seen(images, segment_BS, encoder.config, self.layout, detail))
 
     def see_of_shards(
-        self, encoder: Encoder, images: Images, segment_BS: jax.Array, dtype: str
+        self,
+        encoder: Encoder,
+        images: Images,
+        segment_BS: jax.Array,
+        dtype: str,
+        detail: Detail | None = None,
     ) -> Seen:
         """Do the same for the rows of all data shards, outside a function mapped over them."""
-        images = Images(*(jax.reshard(x, self.layout('B')) for x in images))
-        kv_BYJNUH = of_shards(partial(self.key_values, encoder, dtype=dtype), self.layout, images)
-        return self.split(kv_BYJNUH, seen(images, segment_BS, encoder.config, self.layout))
+        of_shard = partial(self.key_values, encoder, dtype, 'none')
+        kv_BYJNUH = of_shards(of_shard, self.layout, images, detail)
+        images = jax.tree.map(lambda x: jax.reshard(x, self.layout('B')), images)
+        return self.split(kv_BYJNUH, seen(images, segment_BS, encoder.config, self.layout, detail))
 
     def after_groups(
         self,
@@ -108,10 +117,15 @@ class CrossAttention(nnx.Module):
         return run, (self.layers, own, index, seen.k_JBYNH, seen.v_JBYNH)
 
     def key_values(
-        self, encoder: Encoder, images: Images, dtype: str, recompute: str = 'none'
+        self,
+        encoder: Encoder,
+        dtype: str,
+        recompute: str,
+        images: Images,
+        detail: Detail | None,
     ) -> jax.Array:
         """Return the keys and values of all layers, of the vectors Y of each row."""
-        vectors = encode(encoder, images, self.layout, dtype, recompute)
+        vectors = encode(encoder, images, self.layout, dtype, recompute, detail)
         with jax.named_scope('cross_attention'):
             # All vectors, those of the empty slots after the last too: XLA then scatters the sum
             # of their gradient to the devices that encoded them.
@@ -224,7 +238,11 @@ class ImageAttention(nnx.Module):
 
 
 def seen(
-    images: Images, segment_BS: jax.Array | None, config: VisionConfig, layout: Layout
+    images: Images,
+    segment_BS: jax.Array | None,
+    config: VisionConfig,
+    layout: Layout,
+    detail: Detail | None = None,
 ) -> jax.Array:
     """Whether a token sees each of its row's vectors, [B, S, Y].
 
@@ -243,7 +261,10 @@ def seen(
         # That of an image's own token.
         segment_BI = jnp.where(token_1S1 == mark_BI[:, None], segment_BS1, 0).sum(1)
         sees_BSI &= segment_BS1 == segment_BI[:, None]
-    count_BI = jax.reshard(images.grid_BI2, layout('B')).prod(-1) // config.unit
+    if detail is None:
+        count_BI = jax.reshard(images.grid_BI2, layout('B')).prod(-1) // config.unit
+    else:
+        count_BI = num_tokens(detail.level).sum(-1)
     exists_BIV = jnp.arange(vectors)[None, None] < count_BI[..., None]
     sees_BSIV = sees_BSI[..., None] & exists_BIV[:, None]
     return sees_BSIV.reshape(rows, length, slots * vectors, out_sharding=layout('BSY'))

@@ -11,17 +11,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megajax.counts.parameters import Parameter
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slotted:
     """A weight to compute with and the fp32 slot for its gradient; only products accept it.
 
-    A weight `at_rest` is sharded as between steps, and a product gathers it.
+    A frozen weight has no slot. A weight `at_rest` is sharded as between steps, and a product
+    gathers it.
     """
 
     weight: jax.Array
-    slot: jax.Array
+    slot: jax.Array | None
     at_rest: bool = dataclasses.field(default=False, metadata={'static': True})
 
 
@@ -41,13 +44,11 @@ def separate(weights: Any) -> tuple[Any | None, Any]:
     return (None, weights) if in_fp32 else (weights, jax.tree.map(slot, weights))
 
 
-def pair(weights: Any, slots: Any) -> Any:
-    """Replace each slot whose weight has another dtype with a `Slotted` of the two."""
-
-    def join(weight: jax.Array, slot: jax.Array) -> jax.Array | Slotted:
-        return slot if weight.dtype == slot.dtype else Slotted(weight=weight, slot=slot)
-
-    return jax.tree.map(join, weights, slots)
+def pair(declared: Parameter, weight: jax.Array, slot: jax.Array) -> jax.Array | Slotted:
+    """Return a weight with its slot, if it is not in fp32; a frozen matrix has none in any case."""
+    if declared.is_frozen:
+        return Slotted(weight=weight, slot=None) if declared.is_matrix else weight
+    return slot if weight.dtype == slot.dtype else Slotted(weight=weight, slot=slot)
 
 
 @jax.custom_vjp

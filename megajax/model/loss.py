@@ -33,6 +33,7 @@ class Loss:
     layout: Layout
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    is_head_frozen: bool = False
 
     @classmethod
     def of(cls, config: Config, layout: Layout) -> 'Loss':
@@ -41,6 +42,7 @@ class Loss:
             vocab_size=config.model.vocab_size,
             label_smoothing=config.loss.label_smoothing,
             z_loss=config.loss.z_loss,
+            is_head_frozen=config.vision is not None and 'decoder' in config.vision.freeze,
             layout=layout,
         )
 
@@ -117,27 +119,31 @@ def _sum_over_tokens(
 
 def _forward(
     x_BTD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, loss: Loss
-) -> tuple[Sums, tuple[jax.Array, Head]]:
-    chunk_with_gradient = jax.value_and_grad(_sum_over_chunk, argnums=(0, 1), has_aux=True)
+) -> tuple[Sums, tuple[jax.Array, Head | None]]:
+    wanted = (0,) if loss.is_head_frozen else (0, 1)
+    chunk_with_gradient = jax.value_and_grad(_sum_over_chunk, argnums=wanted, has_aux=True)
 
-    def add_chunk(carry: tuple[Sums, Head], chunk: Chunk) -> tuple[tuple[Sums, Head], jax.Array]:
+    def add_chunk(
+        carry: tuple[Sums, list[Head]], chunk: Chunk
+    ) -> tuple[tuple[Sums, list[Head]], jax.Array]:
         (sums, dhead), (x, label, weight) = carry, chunk
-        new_sums, (dx, new_dhead) = chunk_with_gradient(x, head, label, weight, loss)
+        new_sums, (dx, *new_dhead) = chunk_with_gradient(x, head, label, weight, loss)
         return (_add(sums, new_sums), jax.tree.map(jnp.add, dhead, new_dhead)), dx
 
     chunks = _chunks(x_BTD, head, label_BS, weight_BS, loss.layout)
-    zeros = _zero_sums(loss.layout), jax.tree.map(jnp.zeros_like, head)
+    learned = [] if loss.is_head_frozen else [head]
+    zeros = _zero_sums(loss.layout), jax.tree.map(jnp.zeros_like, learned)
     (sums, dhead), dx = lax.scan(add_chunk, zeros, chunks)
-    return sums, (_join(dx, x_BTD, loss.layout), dhead)
+    return sums, (_join(dx, x_BTD, loss.layout), dhead[0] if dhead else None)
 
 
 def _backward(
-    loss: Loss, saved: tuple[jax.Array, Head], dsums: Sums
-) -> tuple[jax.Array, Head, None, None]:
+    loss: Loss, saved: tuple[jax.Array, Head | None], dsums: Sums
+) -> tuple[jax.Array, Head | None, None, None]:
     dx_BTD, dhead = saved
     dobjective, _ = dsums
     dx_BTD = (dx_BTD * dobjective).astype(dx_BTD.dtype)
-    return dx_BTD, jax.tree.map(lambda g: g * dobjective, dhead), None, None
+    return dx_BTD, dhead and jax.tree.map(lambda g: g * dobjective, dhead), None, None
 
 
 _sum_over_tokens.defvjp(_forward, _backward)

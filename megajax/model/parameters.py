@@ -39,10 +39,14 @@ class Parameters:
         return cls(declare(model), dim_sizes(model), layout)
 
     @classmethod
-    def of_encoder(cls, model: ModelConfig) -> 'Parameters':
-        """The parameters of a model's vision encoder, by its own letters; no axis shards them."""
+    def of_encoder(cls, model: ModelConfig, declared: Declared | None = None) -> 'Parameters':
+        """The parameters of a model's vision encoder, by its own letters; no axis shards them.
+
+        `declared` are others that are placed as they are.
+        """
         assert model.vision is not None
-        return cls(declare_vision(model.vision), vision_sizes(model), Layout(), is_of_encoder=True)
+        declared = declared or declare_vision(model.vision)
+        return cls(declared, vision_sizes(model), Layout(), is_of_encoder=True)
 
     def __contains__(self, name: str) -> bool:
         return name in self.declared
@@ -93,6 +97,17 @@ def map_parameters(function: Callable[..., Any], params: Any, *others: Any) -> A
         return param.replace(function(param.declared, param.get_value(), *rest))
 
     return jax.tree.map(apply, params, *others, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def trainable(params: nnx.State) -> nnx.State:
+    """Return the parameters that are not frozen; `with_frozen` adds the others."""
+    return nnx.filter_state(params, lambda _, param: not param.declared.is_frozen)
+
+
+def with_frozen(params: nnx.State, others: nnx.State) -> nnx.State:
+    """Return parameters and, from `others`, those that are frozen."""
+    frozen = nnx.filter_state(others, lambda _, param: param.declared.is_frozen)
+    return nnx.merge_state(params, frozen)
 
 
 def cast_matrices(params: Any, dtype: DTypeLike, layout: Layout) -> Any:

@@ -36,6 +36,8 @@ def product(
     value = w.get_value() if isinstance(w, nnx.Variable) else w
     if not isinstance(value, Slotted):
         return _product(x, value, None, equation, layout, dtype, False)
+    if value.slot is None:
+        return _frozen(x, value.weight, equation, layout, dtype, value.at_rest, x.dtype)
     return _product(x, value.weight, value.slot, equation, layout, dtype, value.at_rest)
 
 
@@ -108,28 +110,75 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     x, w, has_slot = saved
     dims = _parse(equation)
-    dy = dy.astype(x.dtype)
-    if layout(dims.out) != layout(dims.rows):  # SP: the result is sharded over the sequence
-        # Gather once for both products. A cotangent that a loop carries has no placement yet, and
-        # Shardy would let its other readers, such as the residual stream, read the gathered array
-        # and slice it. The barrier makes the gathered array a separate value.
-        dy = jax.reshard(lax.optimization_barrier(dy), layout(dims.rows))
-    num_out = w.ndim - dims.num_summed
-    output_dims = tuple(range(dy.ndim - num_out, dy.ndim)), tuple(range(dims.num_summed, w.ndim))
-    weight = w.astype(x.dtype)
+    dy, weight = _gathered(dy.astype(x.dtype), dims, layout), w.astype(x.dtype)
     if at_rest:
         weight = gather(weight, dims.w, layout)
     if jax.typeof(x).sharding.spec != layout(dims.x):
         x = jax.reshard(x, layout(dims.x))
         dx = grid.input_gradient(dy, weight, dims.out[:-1], layout, x.dtype)
     else:
-        dx = _dot(dy, weight, output_dims, layout(dims.x), x.dtype)
+        dx = _input_gradient(dy, weight, dims, layout)
     rows = tuple(range(x.ndim - dims.num_summed))
     dw = _dot(x, dy, (rows, rows), layout(dims.w), jnp.float32)
     return (dx, dw, None) if has_slot is None else (dx, None, dw)
 
 
 _product.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5, 6))
+def _frozen(
+    x: jax.Array,
+    w: jax.Array,
+    equation: str,
+    layout: Layout,
+    dtype: DTypeLike,
+    at_rest: bool,
+    x_dtype: DTypeLike,
+) -> jax.Array:
+    """The product with a weight that gets no gradient, for which x is not kept."""
+    return _product(x, w, None, equation, layout, dtype, at_rest)
+
+
+def _frozen_forward(x: jax.Array, w: jax.Array, *rest: Any) -> tuple[jax.Array, jax.Array]:
+    return _frozen(x, w, *rest), w
+
+
+def _frozen_backward(
+    equation: str,
+    layout: Layout,
+    dtype: DTypeLike,
+    at_rest: bool,
+    x_dtype: DTypeLike,
+    w: jax.Array,
+    dy: jax.Array,
+) -> tuple[jax.Array, None]:
+    dims, weight = _parse(equation), w.astype(x_dtype)
+    if at_rest:
+        weight = gather(weight, dims.w, layout)
+    return _input_gradient(_gathered(dy.astype(x_dtype), dims, layout), weight, dims, layout), None
+
+
+_frozen.defvjp(_frozen_forward, _frozen_backward)
+
+
+def _gathered(dy: jax.Array, dims: _Equation, layout: Layout) -> jax.Array:
+    """Return the gradient of a result with all of the sequence, if that is sharded."""
+    if layout(dims.out) != layout(dims.rows):  # SP: the result is sharded over the sequence
+        # Gather once for both gradients. A cotangent that a loop carries has no placement yet, and
+        # Shardy would let its other readers, such as the residual stream, read the gathered array
+        # and slice it. The barrier makes the gathered array a separate value.
+        return jax.reshard(lax.optimization_barrier(dy), layout(dims.rows))
+    return dy
+
+
+def _input_gradient(dy: jax.Array, weight: jax.Array, dims: _Equation, layout: Layout) -> jax.Array:
+    num_out = weight.ndim - dims.num_summed
+    output_dims = (
+        tuple(range(dy.ndim - num_out, dy.ndim)),
+        tuple(range(dims.num_summed, weight.ndim)),
+    )
+    return _dot(dy, weight, output_dims, layout(dims.x), weight.dtype)
 
 
 def _dot(

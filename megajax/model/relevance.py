@@ -11,18 +11,22 @@ The gradient reaches scorers, coupling and balance through `Relevance.gate`, sin
 none. The networks' inputs have none either, or it would be reduced over `model`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import P, lax
 
+from megajax.config import ModelConfig
+from megajax.counts.parameters import SCORER_FEATURES, SUMMARIES, declare_scorers
 from megajax.model.dropout import fold_in
-from megajax.model.texture import CHANNELS, SALIENCY
+from megajax.model.gradient_slot import Slotted, value
+from megajax.model.parameters import Parameters
+from megajax.model.texture import SALIENCY
 
 SCORES = 'propositional', 'perspectival', 'participatory'
-NUM_FEATURES = 2 * len(CHANNELS) + len(SCORES)
-NUM_SUMMARIES = 3 * len(SCORES)  # mean, greatest and standard deviation of each score
+NUM_FEATURES, NUM_SUMMARIES = SCORER_FEATURES, SUMMARIES
 SHARPNESS = 3.0  # scores are in [0, 1] at first, where a softmax hardly distinguishes them
 _EPSILON = 1e-8
 _NOISE = 0x67756D62  # differs from the layers, whose indices dropout's keys are derived by
@@ -69,6 +73,68 @@ class Relevance(NamedTuple):
     weights: jax.Array  # [B, 3], which add up to 1
 
 
+class RelevanceNetworks(nnx.Module):
+    """The coupling, the scorers and the balance of a model.
+
+    A step gives each device a copy of all scorers (`shard_copies.py`), of which it uses the slots
+    that are its own, so that checkpoints do not depend on the mesh.
+    """
+
+    def __init__(self, model: ModelConfig, parameters: Parameters, *, key: jax.Array):
+        assert model.vision is not None
+        assert model.vision.relevance is not None
+        self.config = model.vision.relevance
+        coupling_key, scorers_key, balance_key = jax.random.split(key, 3)
+        self.coupling = _Networks(parameters['coupling'], key=coupling_key)
+        scorers = Parameters.of_encoder(model, declare_scorers(model, self.config))
+        self.scorers = _Networks(scorers, key=scorers_key)
+        self.balance = _Networks(parameters['balance'], key=balance_key)
+
+    def __call__(
+        self, texture: jax.Array, query_BD: jax.Array, axis: str, key_B: jax.Array | None = None
+    ) -> Relevance:
+        """Assess the relevance of regions; `axis` is the mesh axis of the slots."""
+        parameters = RelevanceParameters(
+            Coupling(**self.coupling.arrays()),
+            Scorers(**{name: _slots(x, axis) for name, x in self.scorers.arrays().items()}),
+            Balance(**self.balance.arrays()),
+        )
+        return assess(texture, query_BD, parameters, shards=self.config.scorer_shards, key_B=key_B)
+
+
+class _Networks(nnx.Module):
+    """Parameters by the names that they are declared with."""
+
+    def __init__(self, parameters: Parameters, *, key: jax.Array):
+        for index, name in enumerate(parameters.declared):
+            setattr(self, name, parameters.make(name, jax.random.fold_in(key, index)))
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Return each parameter in fp32; its gradient goes to its slot where it has one."""
+        params = {name: x for name, x in vars(self).items() if isinstance(x, nnx.Param)}
+        return {name: _in_fp32(x.get_value()) for name, x in params.items()}
+
+
+def _in_fp32(x: Any) -> jax.Array:
+    return value(x.weight, x.slot) if isinstance(x, Slotted) else x.astype(jnp.float32)
+
+
+def _slots(copies: jax.Array, axis: str) -> jax.Array:
+    """Return the slots of all devices, sharded over `axis`, from a copy [T, slots, ...] on each.
+
+    Devices in excess have slots of zeros.
+    """
+    shards, used, rest = len(copies), copies.shape[1], copies.shape[2:]
+    own = jax.reshard(jnp.arange(-(-used // shards) * shards).reshape(shards, -1), P(axis, None))
+
+    def of_device(copy: jax.Array, own: jax.Array) -> jax.Array:
+        none = P(*(None for _ in copy.shape))
+        return copy.at[own].get(mode='fill', fill_value=0, out_sharding=none)
+
+    slots = jax.vmap(of_device, spmd_axis_name=axis)(copies, own)
+    return slots.reshape(-1, *rest, out_sharding=P(axis, *(None for _ in rest)))
+
+
 def num_slots(shards: int, model: int) -> int:
     """Return the slots of scorers on `model` devices: the least multiple that holds all shards."""
     return -(-len(SCORES) * shards // model) * model
@@ -85,13 +151,14 @@ def question(loss_mask_BS: jax.Array, image_index_BS: jax.Array) -> jax.Array:
 
 
 def query(x_BSD: jax.Array, is_question_BS: jax.Array) -> jax.Array:
-    """Return the mean [B, D] of the question's embeddings in fp32, without a gradient.
+    """Return the sum [B, D] of the question's embeddings in fp32, brought to an RMS of 1.
 
-    The embeddings are unsharded. A row without a question has 0.
+    It has no gradient. A row without a question has 0.
     """
     weight = jnp.expand_dims(is_question_BS, 2)
     total = jnp.where(weight, lax.stop_gradient(x_BSD).astype(jnp.float32), 0).sum(1)
-    return total / jnp.maximum(weight.sum(1), 1)
+    square = (total * total).mean(1, keepdims=True)
+    return total * lax.rsqrt(jnp.maximum(square, _EPSILON**2))
 
 
 def assess(

@@ -9,6 +9,7 @@ a merge unit are neighbors. Gradients read a pixel across the borders of a patch
 given the edges of its neighbors, which needs no array that holds every shape of an image.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -55,23 +56,24 @@ def region_texture(
 ) -> jax.Array:
     """Return the channels [regions, 13] of an image that is cut into rows and columns of regions.
 
-    Area means are taken before the extremes of the image, so that the regions' gradients go from 0
-    to 1. The first and last region are at 0 and 1, a single one is at 1/2. The image is as in
-    `texture`, and every channel of an empty one is 0.
+    The image fills its patches with regions as high as wide, in units, or it is empty: then every
+    channel is 0. Area means are taken before the extremes of the image, so that the regions'
+    gradients go from 0 to 1. The first and last region are at 0 and 1, a single one is at 1/2.
     """
-    measured = jnp.stack(_measure(pixels, grid, patch_size, merge_size))
-    places = patch_places(grid, len(pixels), merge_size)
-    by_row, by_column = (
-        _shares(place, grid[dim], regions[dim], patch_size) for dim, place in enumerate(places)
-    )
-    means = (jnp.expand_dims(measured, 0) * jnp.expand_dims(by_row, (1, 4))).sum(3)
-    means = (jnp.expand_dims(means, 1) * jnp.expand_dims(by_column, (0, 2))).sum((3, 4))
+    rows, columns = regions
+    side = math.isqrt(len(pixels) // (rows * columns * merge_size**2))
+    shape = rows, side, columns, side * merge_size**2
+
+    def means(channel: jax.Array) -> jax.Array:
+        of_patches = channel.mean((1, 2))
+        return of_patches.reshape(shape, out_sharding=P(*(None,) * 4)).mean((1, 3))
+
+    measured = [means(channel) for channel in _measure(pixels, grid, patch_size, merge_size)]
     y, x = (jnp.linspace(0, 1, n) if n > 1 else jnp.full(1, 0.5) for n in regions)
-    zero = 0 * means[:, :, 0]  # placed as the image's, which a stack asks of all that it is of
+    zero = 0 * measured[0]  # placed as the image's, which a stack asks of all that it is of
     is_used = zero + grid[0] > 0
-    by_channel = [means[:, :, i] for i in range(means.shape[2])]
     y, x = zero + jnp.expand_dims(y, 1), zero + jnp.expand_dims(x, 0)
-    channels = _complete(by_channel, y, x, is_used, axis=-1)
+    channels = _complete(measured, y, x, is_used, axis=-1)
     return channels.reshape(-1, len(CHANNELS), out_sharding=P(None, None))
 
 
@@ -161,18 +163,6 @@ def _with_edges(patches: jax.Array, grid: jax.Array, merge_size: int) -> jax.Arr
     first, last = patches[:, :, 0], patches[:, :, -1]
     before, after = neighbors(last, first, 0, -1), neighbors(first, last, 0, 1)
     return jnp.concatenate([jnp.expand_dims(before, 2), patches, jnp.expand_dims(after, 2)], 2)
-
-
-def _shares(place: jax.Array, num_patches: jax.Array, parts: int, size: int) -> jax.Array:
-    """Return [parts, P, p]: each pixel's weight in the mean of each of equal parts of a side."""
-    length = num_patches * size
-    pixel = jnp.expand_dims(place * size, 1) + jnp.arange(size).reshape(1, size)
-    edge = (jnp.arange(parts + 1) * length / parts).reshape(
-        -1, 1, 1, out_sharding=P(None, None, None)
-    )
-    pixel = jnp.expand_dims(pixel, 0)
-    overlap = jnp.minimum(edge[1:], pixel + 1) - jnp.maximum(edge[:-1], pixel)
-    return jnp.maximum(overlap, 0) * parts / jnp.maximum(length, 1)
 
 
 def _complete(

@@ -15,12 +15,14 @@ from megajax.model.bert import MaskedHead, OrderHead
 from megajax.model.block import Block, parts_of_rows
 from megajax.model.computation import IN_FP32, Computation
 from megajax.model.cross_attention import AfterGroups, CrossAttention, Seen, in_groups
+from megajax.model.detail import Detail, detail_of
 from megajax.model.dropout import dropout, fold_in
 from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, VocabParallelEmbedding
-from megajax.model.images import Images, add_deep, merge_images
+from megajax.model.images import Images, Merged, add_deep, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters
+from megajax.model.relevance import RelevanceNetworks
 from megajax.model.vision import Encoder
 from megajax.parallel.layout import Layout
 
@@ -33,7 +35,8 @@ NO_ROWS: Rows = None, None, None, None
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
 
 
-VISION, CROSS = 7, 8  # differ from every index that the key of a model is split by
+# They differ from every index that the key of a model is split by.
+VISION, CROSS, RELEVANCE = 7, 8, 9
 
 
 class Transformer(nnx.Module):
@@ -71,6 +74,12 @@ class Transformer(nnx.Module):
         self.cross = (
             CrossAttention(config, parameters['cross'], key=cross_key)
             if 'cross' in parameters
+            else None
+        )
+        relevance_key = jax.random.fold_in(key, RELEVANCE)
+        self.relevance = (
+            RelevanceNetworks(config, parameters['relevance'], key=relevance_key)
+            if 'relevance' in parameters
             else None
         )
         self.norm = make_norm(config, parameters['norm'])
@@ -147,25 +156,35 @@ class Transformer(nnx.Module):
         weights: 'Transformer | None' = None,
     ) -> jax.Array:
         """x_BTD after the final norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
-        deep_BTAD, seen = None, None
+        merged, seen = None, None
         x_BTD = self.embed(
             token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
         )
-        if images is not None and self.cross is not None:
-            assert self.vision is not None
-            dtype, recompute = computation.dtype, computation.recompute
-            seen = self.cross.see(self.vision, images, segment_BS, dtype, recompute)
-        elif images is not None:
-            x_BTD, deep_BTAD = self.with_images(x_BTD, images, computation)
-        rows = position_BS, segment_BS, key_B, deep_BTAD
+        if images is not None:
+            detail = self.detail(x_BTD, images)
+            if self.cross is not None:
+                assert self.vision is not None
+                seen = self.cross.see(self.vision, images, segment_BS, computation, detail)
+            else:
+                merged = self.with_images(x_BTD, images, computation, detail)
+                x_BTD = merged.x_BTD
+                position_BS, segment_BS = merged.beside(position_BS, segment_BS)
+        rows = position_BS, segment_BS, key_B, None if merged is None else merged.deep_BTAD
         return self.finish(self.blocks(x_BTD, computation, rows, weights=weights, seen=seen))
 
+    def detail(self, x_BTD: jax.Array, images: Images) -> Detail | None:
+        """The detail that relevance gives to images, if the model has it."""
+        if self.relevance is None or self.vision is None:
+            return None
+        return detail_of(self.relevance, self.vision.config, x_BTD, images, self.layout)
+
     def with_images(
-        self, x_BTD: jax.Array, images: Images, computation: Computation
-    ) -> tuple[jax.Array, jax.Array]:
-        """Put the vectors of images in their places; return also what DeepStack adds later."""
+        self, x_BTD: jax.Array, images: Images, computation: Computation, detail: Detail | None
+    ) -> Merged:
+        """Put the vectors of images in their places."""
         assert self.vision is not None
-        return merge_images(self.vision, x_BTD, images, self.layout, computation.recompute)
+        recompute = computation.recompute
+        return merge_images(self.vision, x_BTD, images, self.layout, recompute, detail)
 
     def blocks(
         self,

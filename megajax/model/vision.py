@@ -5,11 +5,12 @@ own dims, which no mesh axis shards; E is the D of the model, W the width of a u
 patches, V its vectors, Q frames and A DeepStack's taps.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.typing import DTypeLike
 
 from megajax.config import ModelConfig, VisionConfig
 from megajax.model.activation import activate
@@ -19,6 +20,7 @@ from megajax.model.linear import add_bias
 from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters
 from megajax.model.product import product
+from megajax.model.texture import texture
 
 
 class Encoder(nnx.Module):
@@ -45,15 +47,22 @@ class Encoder(nnx.Module):
         )
 
     def __call__(
-        self, pixel_IPX: jax.Array, grid_I2: jax.Array, dtype: DTypeLike, *, recompute: str = 'none'
+        self,
+        numbers_IPX: jax.Array,
+        grid_I2: jax.Array,
+        place_IP2: jax.Array,
+        segment_IP: jax.Array,
+        *,
+        recompute: str = 'none',
     ) -> jax.Array:
         """Return the vectors [I, V, 1 + taps, E] of images; those of empty places mean nothing.
 
-        `grid_I2` has the rows and columns of patches of each image.
+        `grid_I2` has the rows and columns of patches of each image, `place_IP2` the row and column
+        of each patch; attention stays within a segment.
         """
-        place_IP2, segment_IP = places(grid_I2, self.config)
+        dtype = numbers_IPX.dtype
         with jax.named_scope('patch'):
-            x_IPD = self.patch(pixel_IPX, dtype)
+            x_IPD = self.patch(numbers_IPX)
             x_IPD = (x_IPD.astype(jnp.float32) + self.position(place_IP2, grid_I2)).astype(dtype)
         x_IPD, tap_AIPD = self._run_layers(x_IPD, place_IP2, segment_IP, recompute)
         with jax.named_scope('merger'):
@@ -98,14 +107,13 @@ class PatchEmbedding(nnx.Module):
         self.weight = parameters.make('weight', key)
         self.bias = parameters.make('bias')
 
-    def __call__(self, pixel_IPX: jax.Array, dtype: DTypeLike) -> jax.Array:
-        """Return x_IPD of the bytes of each patch, taken as -1 to 1; all frames show the image."""
-        x_IPX = (pixel_IPX.astype(jnp.float32) / 127.5 - 1).astype(dtype)
+    def __call__(self, x_IPX: jax.Array) -> jax.Array:
+        """Return x_IPD of the numbers of each patch; all frames show the image."""
         channels, _, size = self.shape
         shape = *x_IPX.shape[:2], channels, size
         x_IPYX = x_IPX.reshape(shape, out_sharding=self.layout('IPYX'))
         x_IPYQX = jnp.broadcast_to(x_IPYX[:, :, :, None], (*x_IPX.shape[:2], *self.shape))
-        x_IPD = product('IPYQX,YQXD->IPD', x_IPYQX, self.weight, self.layout, dtype)
+        x_IPD = product('IPYQX,YQXD->IPD', x_IPYQX, self.weight, self.layout, x_IPX.dtype)
         return add_bias(x_IPD, jnp.expand_dims(self.bias[...], (0, 1)))
 
 
@@ -160,6 +168,14 @@ class Linear(nnx.Module):
         """Return the result in the dtype of x."""
         y = product(self.equation, x, self.weight, self.layout, x.dtype)
         return add_bias(y, jnp.expand_dims(self.bias[...], (0, 1)))
+
+
+def numbers_of(pixel_IPX: jax.Array, grid_I2: jax.Array, config: VisionConfig) -> jax.Array:
+    """Return what the encoder reads of the bytes of each patch, in fp32: -1 to 1."""
+    if config.channels == 'rgb':
+        return pixel_IPX.astype(jnp.float32) / 127.5 - 1
+    of_image = partial(texture, patch_size=config.patch_size, merge_size=config.merge_size)
+    return 2 * jax.vmap(of_image)(pixel_IPX, grid_I2) - 1
 
 
 def places(grid_I2: jax.Array, config: VisionConfig) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,8 @@ The name of an array ends in its dims, as in x_BTD. A letter means one thing in 
 The vision encoder has the same letters for its own dims, circled in the declarations of its
 parameters: Ⓓ is its D. Besides it has Y channels and Q frames of a patch, W the width of merged
 patches, E the D of the model, A mergers of DeepStack, and Ⓘ copies of a parameter, one for each
-shard of the images.
+shard of the images. Relevance has P slots of G scorers, Z features of a region and R hidden units
+of a slot, T channels of texture, M summaries of scores, and B hidden units of the smaller networks.
 
 A lowercase letter is the same dim unsharded in every computation: in `sD` every device has every
 position. `-` is a part of the dim before it, where that dim is split in several: `BT-D`.
@@ -90,6 +91,9 @@ class Layout:
             every = (*model, *shards) if at_rest else model
             at_rest |= {'Ⓓ': every, 'Ⓦ': every}
             widths |= {'Ⓓ': config.vision.hidden_size, 'Ⓦ': config.vision.merged_size}
+            if config.relevance is not None:
+                at_rest['Ⓡ'] = every
+                widths['Ⓡ'] = config.relevance.scorer_size // config.relevance.scorer_shards
         counts = {
             letter: prod(mesh.sizes.get(axis, 1) for axis in every if axis != 'row')
             for letter, every in at_rest.items()

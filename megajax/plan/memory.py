@@ -134,10 +134,10 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     From ZeRO-2 on only the shards of gradients stay, but the head's gradient is not summed over
     `data` before the backward pass of the layers has begun.
     """
-    table = FLOAT32 * sizes.table
-    all_of_them, of_layers = sizes.parameters, sizes.parameters - sizes.tables
+    table = FLOAT32 * sizes.table if sizes.learned_tables else 0
+    all_of_them, of_layers = sizes.learned, sizes.learned - sizes.learned_tables * sizes.table
     if sizes.sums_early:
-        all_of_them, of_layers = sizes.at_rest.all, sizes.at_rest.layers
+        all_of_them, of_layers = sizes.at_rest.learned, sizes.at_rest.learned_layers
     summed = FLOAT32 * all_of_them if sizes.config.train.microbatches > 1 else 0
     in_layers = FLOAT32 * of_layers
     gradients = summed + table + in_layers

@@ -70,11 +70,15 @@ def traffic_of_weights(
     the part that a data shard keeps, at `accumulated_bytes` an element.
     """
     mesh, optim = config.mesh, config.optim
-    count = megatron_counts(config.model, mesh.model, mesh.stages).all / mesh.model_rows
+    every, count = (
+        megatron_counts(config.model, mesh.model, mesh.stages, learned=learned).all
+        / mesh.model_rows
+        for learned in (False, True)
+    )
     own = count / (mesh.data_shards * mesh.context if optim.shard != 'none' else 1)
     microbatches = config.train.microbatches
     if BYTES[config.train.dtype] == 2:
-        yield Traffic(name='cast of weights', bytes=6 * count, times=1)
+        yield Traffic(name='cast of weights', bytes=6 * every, times=1)
     if microbatches > 1:
         adds_shards = adds_shards or optim.shard in ('gradients', 'weights')
         yield Traffic(

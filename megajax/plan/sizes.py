@@ -41,6 +41,9 @@ class Sizes:
         self.num_tables = 1 if model.tie_embeddings else 2
         self.tables = self.num_tables * self.table
         self.at_rest = at_rest(config.model, layout)
+        self.learned = own_counts(config, learned=True).all
+        is_frozen = config.vision is not None and 'decoder' in config.vision.freeze
+        self.learned_tables = 0 if is_frozen else self.num_tables
 
         of_tokens = self.itemsize * self.tokens
         between = self.tokens // shards('D') * self.itemsize  # tokens between two products
@@ -107,7 +110,7 @@ class Sizes:
     @property
     def moments(self) -> int:
         """The bytes of AdamW's two moments."""
-        return 2 * BYTES[self.config.optim.moments_dtype] * self.at_rest.all
+        return 2 * BYTES[self.config.optim.moments_dtype] * self.at_rest.learned
 
     @cached_property
     def logits(self) -> tuple[int, int, int]:
@@ -171,6 +174,8 @@ class AtRest(NamedTuple):
     table: int
     early: int  # in a step, of the matrices that ZeRO-3 gathers at its start
     layer: int  # in a step, of the matrices of a layer
+    learned: int  # those of `all` that are not frozen
+    learned_layers: int  # those of `layers`
 
 
 @functools.cache
@@ -197,4 +202,6 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
         table=counts['embedding.table'][1],
         early=sum(num_elements(x, sizes, layout.shards) for x, _ in matrices if x.partial),
         layer=layer * layout.num_shards('L') // model.num_layers,
+        learned=sum(size for x, size in counts.values() if not x.is_frozen),
+        learned_layers=sum(size for x, size in counts.values() if x.is_stacked and not x.is_frozen),
     )

@@ -9,14 +9,16 @@ import numpy as np
 from flax import nnx
 
 from megajax.config import Config
+from megajax.config.relevance_rules import FEWEST, MOST
 from megajax.data import Tokenizer
 from megajax.data.picture_batches import PictureBatches
 from megajax.data.picture_sheet import marked, write_sheet
 from megajax.data.pictures import Picture
-from megajax.generate import Generator, PromptImages, Request, Sampling, prompt_of
+from megajax.generate import Continuation, Generator, PromptImages, Request, Sampling, prompt_of
 from megajax.run.log.report import Report
 
 SHOWN = 8  # pictures whose readings are printed and drawn
+DETAILED = 300  # tokens of a region from which it counts as seen in detail
 GREEDY = Sampling(temperature=0.0)
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,8 @@ class Reader:
 
         All processes must call this; `check` is called every few letters.
         """
-        readings = self._readings(params, check)
+        rows = self._read(params, check)
+        readings = [row.text for row in rows]
         right = [
             picture.answer == reading
             for picture, reading in zip(self._pictures, readings, strict=True)
@@ -54,21 +57,42 @@ class Reader:
             report.say(f'  {picture.answer:12} {marked(picture.answer, reading)}')
         if jax.process_index() == 0:
             self._draw(step, readings[:SHOWN])
-        return {'validation_read': share}
+        return {'validation_read': share} | self._detail(step, rows, report)
+
+    def _detail(self, step: int, rows: Sequence[Continuation], report: Report) -> dict[str, float]:
+        """Report how relevance has distributed the tokens of pictures, if it has."""
+        tokens = [row.region_tokens[0] for row in rows if row.region_tokens is not None]
+        if not tokens:
+            return {}
+        given = np.array([x[p.line] for x, p in zip(tokens, self._pictures, strict=True)])
+        values = {
+            'budget_used': float(np.mean(np.sum(tokens, 1))),
+            'budget_right_line': float((given >= DETAILED).mean()),
+            'budget_fewest': float((np.array(tokens) == FEWEST).mean()),
+            'budget_most': float((np.array(tokens) == MOST).mean()),
+        }
+        report.say(
+            f'step {step}  {100 * values["budget_right_line"]:.1f}% of the lines asked for have '
+            f'{DETAILED} tokens or more; {values["budget_used"]:.0f} of a picture are used, '
+            f'{100 * values["budget_fewest"]:.0f}% of the regions have {FEWEST}, '
+            f'{100 * values["budget_most"]:.0f}% {MOST}'
+        )
+        return values
 
     def _prompt(self, picture: Picture) -> tuple[list[int], PromptImages]:
         """Return the tokens before the answer, and their pictures."""
         document = self._batches.document(picture)
         return prompt_of(document, self._batches.shape, int(np.argmax(document.answered)))
 
-    def _readings(self, params: nnx.State, check: Callable[[], None]) -> Sequence[str]:
+    def _read(self, params: nnx.State, check: Callable[[], None]) -> list[Continuation]:
         prompts, images = zip(*self._prompts, strict=True)
         request = Request(max_tokens=self._config.train.seq_len, sampling=GREEDY)
-        generator, readings = Generator(self._config, params, self._tokenizer), ['']
-        for rows in generator.stream(prompts, request, images):
+        generator = Generator(self._config, params, self._tokenizer)
+        rows: list[Continuation | None] = []
+        for grown in generator.stream(prompts, request, images):
+            rows = grown
             check()
-            readings = [row.text if row else '' for row in rows]
-        return readings
+        return [row for row in rows if row]
 
     def _draw(self, step: int, readings: Sequence[str]) -> None:
         path = self._folder / f'readings-{step}.png'

@@ -9,13 +9,20 @@ from typing import Any
 import jax
 
 from megajax.checkpoint.digests import SUMS, find_sound, find_steps
-from megajax.checkpoint.record import START_FROM, config_differences, make_record, read_record
+from megajax.checkpoint.record import (
+    OF_ROWS,
+    START_FROM,
+    config_differences,
+    make_record,
+    read_record,
+)
 from megajax.config import CheckpointError, Config, ConfigError, Problem, RunError
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.processes.agree import from_first
 from megajax.run.named import candidates_of_start, tokenizer_of
 
-HARMLESS = ('model.dropout', 'model.init_std')  # keys that do not change what the weights mean
+# Keys that do not change what the weights mean.
+HARMLESS = ('model.dropout', 'model.init_std', 'vision.freeze', *OF_ROWS)
 # Keys that longer contexts change.
 ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')
 
@@ -77,12 +84,12 @@ def _find_sound(wanted: Path) -> Path:
 def _check_same_model(start: Path, config: Config) -> None:
     there = read_record(start)
     different = config_differences(there, make_record(config, there.step))
-    free = HARMLESS + (ROTARY if config.model.position == 'rope' else ())
+    free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
     problems = []
     for key, (old, new) in different.items():
         if key in free:
             logger.info('start      %s: %s -> %s', key, old, new)
-        elif key.startswith('model.'):
+        elif key.startswith(('model.', 'vision.')):
             message = (
                 f'{_text(new)}, but {_text(old)} in {start}, the checkpoint of {START_FROM}; '
                 f'set {key}={_text(old)}'

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from megajax.config import Config
 from megajax.model.dropout import sequence_keys
 from megajax.model.images import Images
+from megajax.model.relevance import question
 from megajax.parallel.layout import Layout
 from megajax.parallel.zigzag import position_at
 from megajax.train.feed import Batch
@@ -20,7 +21,7 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     # distributed over the shards.
     mask_BS = batch['loss_mask']
     added = {'weights': mask_BS / jnp.maximum(mask_BS.sum(), 1)}
-    if config.model.dropout:
+    if config.model.dropout or config.relevance is not None:
         added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
     if 'swapped' in batch:
         real_B1 = real_rows(batch)
@@ -53,11 +54,16 @@ def beside_tokens(shard: Batch, key: jax.Array | None = None) -> dict[str, jax.A
     }
 
 
-def images_of(shard: Batch) -> Images | None:
-    """Return the images of a shard's rows, if the batch has any."""
+def images_of(shard: Batch, key: jax.Array | None = None) -> Images | None:
+    """Return the images of a shard's rows, if the batch has any.
+
+    `key` is that of dropout, from which the noise of relevance follows too.
+    """
     if 'pixels' not in shard:
         return None
-    return Images(shard['pixels'], shard['image_grid'], shard['image_index'])
+    index_BS, keys = shard['image_index'], beside_tokens(shard, key)['key_B']
+    is_question_BS = question(shard['weights'], index_BS)
+    return Images(shard['pixels'], shard['image_grid'], index_BS, is_question_BS, keys)
 
 
 def split(x: jax.Array, num_microbatches: int, layout: Layout) -> jax.Array:

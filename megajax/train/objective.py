@@ -12,7 +12,7 @@ from megajax.counts.parameters import Parameter
 from megajax.model.computation import Computation
 from megajax.model.gradient_slot import pair
 from megajax.model.loss import Loss
-from megajax.model.parameters import map_parameters
+from megajax.model.parameters import map_parameters, with_frozen
 from megajax.model.transformer import Bert, LanguageModel, make_model, model_graph
 from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch
@@ -64,7 +64,7 @@ class Objective:
         model, used = self.model(params, weights)
         rows = beside_tokens(shard, key)
         x_BTD = model.hidden(
-            shard['tokens'], self.computation, **rows, images=images_of(shard), weights=used
+            shard['tokens'], self.computation, **rows, images=images_of(shard, key), weights=used
         )
         return self._of_tokens(model, x_BTD, shard), self._of_rows(model, x_BTD, shard)
 
@@ -158,10 +158,11 @@ class Objective:
         if weights is None:
             return nnx.merge(self._graph, params), None
         computation, layout = self.computation, self.layout
+        params = with_frozen(params, weights)
 
-        def outside_layers(declared: Parameter, x: jax.Array, weight: jax.Array) -> jax.Array:
+        def outside_layers(declared: Parameter, x: jax.Array, weight: jax.Array) -> Any:
             if declared.is_of_encoder:
-                return pair(weight, x)
+                return pair(declared, weight, x)
             return x if declared.is_stacked else computation.value(weight, x, declared, layout)
 
         params = map_parameters(outside_layers, params, weights)

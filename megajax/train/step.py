@@ -10,6 +10,7 @@ from flax import nnx
 from jax.stages import Wrapped
 
 from megajax.config import Config
+from megajax.model.parameters import trainable, with_frozen
 from megajax.model.transformer import make_model
 from megajax.parallel.layout import Layout
 from megajax.train.compiler_options import step_options
@@ -55,7 +56,7 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
             step=zero,
             batches=zero,
             params=params if given is None else nnx.State({}),  # a result would be a copy
-            opt_state=optimizer.init(params),
+            opt_state=optimizer.init(trainable(params)),
             guard=init_guard(),
             loss_scale=init_loss_scale(config),
         )
@@ -99,11 +100,13 @@ def make_train_step(config: Config) -> Wrapped:
                 overflow=overflow,
                 spikes=config.train.spike != 'off',
             )
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            new = optax.apply_updates(state.params, updates), opt_state
-            params, opt_state = jax.tree.map(
-                partial(jnp.where, verdict.taken), new, (state.params, state.opt_state)
+            trained = trainable(state.params)
+            updates, opt_state = optimizer.update(grads, state.opt_state, trained)
+            new = optax.apply_updates(trained, updates), opt_state
+            trained, opt_state = jax.tree.map(
+                partial(jnp.where, verdict.taken), new, (trained, state.opt_state)
             )
+            params = with_frozen(trained, state.params)
         metrics = {
             'loss': loss,
             'nll': nll,

@@ -27,7 +27,7 @@ from megajax.counts.parameters import Parameter
 from megajax.model import at_rest
 from megajax.model.at_rest import reduced_in_backward
 from megajax.model.gradient_slot import separate
-from megajax.model.parameters import map_parameters
+from megajax.model.parameters import map_parameters, trainable
 from megajax.model.shard_copies import copied_dims
 from megajax.parallel.layout import Axes, Layout
 
@@ -65,10 +65,13 @@ def weights_and_primals(params: Any, config: Config, layout: Layout) -> tuple[An
     """Return the weights to compute with, and the tree to differentiate with respect to.
 
     The latter has the matrices at rest whose gradients the backward pass sums over `data`, and
-    gradient slots for the others. Both are as `gradient_slot.separate` returns them.
+    gradient slots for the others. Both are as `gradient_slot.separate` returns them; frozen
+    parameters are among the weights alone.
     """
     gathered = gather_once(params, config, layout)
     weights, slots = separate(gathered)
+    if config.vision is not None and config.vision.freeze:
+        weights, params, slots = gathered, trainable(params), trainable(slots)
     if config.optim.shard not in ('gradients', 'weights'):
         return weights, slots
 

@@ -90,6 +90,7 @@ def test_a_task_gets_its_files_and_the_stride_if_one_is_given(
                 tokenizer,
             ),
         )
+    monkeypatch.setattr('megajax.evaluate.are_documents', lambda scorer, files: False)
     monkeypatch.setattr('megajax.evaluate.Scorer', lambda config, params: f'{params} of {config}')
     opened = SimpleNamespace(config='config', params='parameters')
     *found, scorer, tokenizer = cli_generate._evaluate(

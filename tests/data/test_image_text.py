@@ -366,9 +366,9 @@ def test_files_of_a_folder_are_read_and_text_needs_no_pictures(folder: Path) -> 
 @pytest.mark.parametrize('content', ['', '\n\n'])
 def test_an_empty_corpus_is_refused(folder: Path, content: str) -> None:
     (folder / 'data.jsonl').write_text(content)
-    with pytest.raises(ConfigError, match='holds no lines; give'):
+    with pytest.raises(ConfigError, match='holds no JSON lines'):
         load_rows(folder / 'data.jsonl')
-    with pytest.raises(ConfigError, match='is no file or folder with JSON lines'):
+    with pytest.raises(ConfigError, match='holds no JSON lines'):
         load_rows(folder / 'a.png')
 
 
@@ -383,7 +383,8 @@ def test_a_prompt_is_the_beginning_of_the_document_that_was_trained_on(folder: P
     line = {'text': 'see <image> and <image>', 'images': images}
     (document,) = documents(write(folder, line))
     trained = document.read(SHAPE)
-    prompt = encode_prompt(line['text'], [folder / name for name in images], SHAPE, TOKENIZER)
+    files = [folder / name for name in images]
+    prompt = encode_prompt(line['text'], files, SHAPE, TOKENIZER).read(SHAPE)
     np.testing.assert_array_equal(prompt.tokens, trained.tokens[:-1])
     assert prompt.grids == trained.grids
     for ours, theirs in zip(prompt.patches, trained.patches, strict=True):

@@ -36,6 +36,9 @@ cross = functools.partial(vlm, crossed=True)
         slow(vlm(4, 2, mesh={'replicas': 2}, optim={'shard': 'gradients'})),
         slow(vlm(3, 2, optim={'shard': 'weights'}, train={'batch_size': 24})),
         slow(vlm(2, 1)),
+        slow(vlm(2, 2, **SP, vision={'freeze': ('encoder',)}, train={'recompute': 'full'})),
+        slow(vlm(2, 2, vision={'freeze': ('merger',)}, optim={'shard': 'weights'})),
+        slow(vlm(2, 2, **SP, vision={'freeze': ('decoder',)}, optim={'shard': 'optimizer'})),
         cross(2, 2),
         cross(1, 4, **SP, **ROWS),
         slow(cross(2, 2, **SP, **TWICE)),
@@ -67,4 +70,16 @@ def test_no_row_sends_more_than_is_stated(config: Config) -> None:
             times = config.model.num_cross_layers * runs
             assert [x.times for x in of_layers if x.kind == kind] == [times]
     # Each device encodes its part of the images, and of the slots that fill up the last part.
+    assert found.products.ratio == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize('shard', ['none', slow('gradients')])
+def test_a_frozen_encoder_sends_its_vectors_forward_alone(shard: str) -> None:
+    frozen = {'freeze': ('encoder', 'merger')}
+    config = vlm(2, 2, **SP, vision=frozen, optim={'shard': shard})
+    found = inspect_here(config)
+    assert found.ok, to_text(found)
+    rows = {(row.site, row.phase, row.axis): row for row in found.rows}
+    assert rows['vision', 'forward', 'model'].wire_bytes > 0
+    assert not rows['vision', 'backward', 'model'].wire_bytes
     assert found.products.ratio == pytest.approx(1, abs=1e-3)

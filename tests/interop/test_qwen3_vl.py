@@ -14,7 +14,7 @@ from megajax.config import Config, ConfigError, ModelConfig, load
 from megajax.interop.directories import export_huggingface, import_huggingface
 from megajax.interop.folder import settings
 from megajax.interop.huggingface.families import read_family, write_family
-from megajax.interop.huggingface.preprocessor import check_preprocessor, write_preprocessor
+from megajax.interop.huggingface.preprocessor import read_preprocessor, write_preprocessor
 from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.tensors import read_tensors
 
@@ -186,7 +186,15 @@ def test_import_then_export_gives_the_same_tensors_bit_for_bit(tied: bool, tmp_p
     folder.mkdir()
     (folder / 'config.json').write_text(json.dumps(config_json(tied)))
     save_file(expected, folder / 'model.safetensors')
-    import_huggingface(folder, tmp_path / 'run', ['mesh.model=2', 'vision.max_patches=16'])
+    import_huggingface(
+        folder,
+        tmp_path / 'run',
+        [
+            'mesh.model=2',
+            'vision.max_patches=16',
+            'vision.min_patches=8',
+        ],
+    )
     assert export_huggingface(tmp_path / 'run', tmp_path / 'out') == ('qwen3_vl', 'float32')
     written = read_tensors(tmp_path / 'out')
     assert written.keys() == expected.keys()
@@ -194,9 +202,10 @@ def test_import_then_export_gives_the_same_tensors_bit_for_bit(tied: bool, tmp_p
         np.testing.assert_array_equal(written[name], x, name)
     again = json.loads((tmp_path / 'out' / 'config.json').read_text())
     assert read_family(again, '') == read_family(config_json(tied), '')
-    check_preprocessor(tmp_path / 'out', read_family(again, '')[1]['vision'])
     size = json.loads((tmp_path / 'out' / 'preprocessor_config.json').read_text())['size']
-    assert size == {'shortest_edge': 16 * 16, 'longest_edge': 16 * 16}
+    assert size == {'shortest_edge': 8 * 16, 'longest_edge': 16 * 16}
+    config = import_huggingface(tmp_path / 'out', tmp_path / 'again', ['vision.max_patches=16'])
+    assert config.vision.min_patches == 8
 
 
 @pytest.mark.parametrize(
@@ -207,6 +216,7 @@ def test_import_then_export_gives_the_same_tensors_bit_for_bit(tied: bool, tmp_p
         ('resample', 2),
         ('patch_size', 14),
         ('image_processor_type', 'CLIPImageProcessor'),
+        ('min_pixels', 100),
     ],
 )
 def test_pictures_that_are_prepared_otherwise_are_refused(key, value, tmp_path: Path) -> None:
@@ -214,10 +224,26 @@ def test_pictures_that_are_prepared_otherwise_are_refused(key, value, tmp_path: 
     keys = write_preprocessor(model.vision)
     file = tmp_path / 'preprocessor_config.json'
     file.write_text(json.dumps(keys))
-    check_preprocessor(tmp_path, model.vision.model_dump())
+    assert read_preprocessor(tmp_path, model.vision.model_dump()) == {'min_patches': 256}
     file.write_text(json.dumps(keys | {key: value}))
     with pytest.raises(ConfigError, match=re.escape(f'{key}: {json.dumps(value)}: only ')):
-        check_preprocessor(tmp_path, model.vision.model_dump())
+        read_preprocessor(tmp_path, model.vision.model_dump())
+
+
+@pytest.mark.parametrize(
+    ('keys', 'patches'),
+    [
+        ({}, 256),
+        ({'size': {'shortest_edge': 1024, 'longest_edge': 4096}}, 4),
+        ({'size': {'shortest_edge': 0, 'longest_edge': 4096}}, 0),
+        ({'size': {'longest_edge': 4096}}, 256),
+        ({'min_pixels': 512, 'size': {'shortest_edge': 1024}}, 2),
+    ],
+)
+def test_the_least_area_of_a_picture_is_read_in_patches(keys, patches, tmp_path: Path) -> None:
+    (tmp_path / 'preprocessor_config.json').write_text(json.dumps(keys))
+    vision = load('qwen3_vl_2b').vision.model_dump()
+    assert read_preprocessor(tmp_path, vision) == {'min_patches': patches}
 
 
 def test_the_encoders_heads_have_their_own_queries_keys_and_values() -> None:

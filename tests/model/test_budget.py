@@ -11,23 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import P
 
-from megajax.model.budget import (
-    SIDES,
-    budget,
-    by_region,
-    cells,
-    check_relevance,
-    fill,
-    num_tokens,
-    places,
-)
+from megajax.model.budget import SIDES, budget, check_relevance, num_tokens, places
 from megajax.parallel.mesh import make_mesh
 
 TOKENS = np.square(SIDES)
 REGIONS = 2, 4, 16
 COLLECTIVES = 'all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute'
 relevances = st.one_of(
-    st.floats(0, 1, width=32),
+    st.floats(0, 1, width=32, allow_subnormal=False),  # XLA takes these as 0
     st.sampled_from([0.0, 0.25, 0.5, 1.0]),  # the latter make ties
 )
 
@@ -110,7 +101,12 @@ def of_image(level, total, regions):
 def test_every_cell_of_every_region_has_one_place():
     level, total = [6, 0, 3, 1, 0, 2], 1000
     found = of_image(level, total, (2, 3))
-    expected = [(r, c) for r, of_region in enumerate(level) for c in range(TOKENS[of_region])]
+    expected = [
+        (region, row * 20 + column)
+        for region, of_region in enumerate(level)
+        for row in range(SIDES[of_region])
+        for column in range(SIDES[of_region])
+    ]
     used = len(expected)
     assert used < total
     assert list(zip(found.region[:used], found.cell[:used], strict=True)) == expected
@@ -125,77 +121,24 @@ def test_a_place_is_at_the_center_of_its_cell_on_the_finest_grid():
             continue
         side = SIDES[level[region]]
         corner = np.array(divmod(region, regions[1])) * 20
-        center = corner + (np.array(divmod(cell, side)) + 0.5) * 20 / side
+        center = corner + (np.array(divmod(cell, 20)) + 0.5) * 20 / side
         assert [row, column] == np.floor(center).tolist()
 
 
-def area_means(square: np.ndarray, side: int) -> np.ndarray:
-    """The means [side * side, D] of a square [20, 20, D], from one of lcm(20, side) cells."""
-    fine = square.repeat(side, 0).repeat(side, 1)
-    return fine.reshape(side, 20, side, 20, -1).mean((1, 3)).reshape(side**2, -1)
-
-
-def run(regions: tuple[int, int], vectors, level, gate):
-    """The vectors at the places of an image, and those cells that the places read."""
-    made = cells(by_region(vectors, regions), level, gate)
-    return fill(made, places(level, 1100, regions)), made
-
-
-def test_a_level_has_area_means_and_its_detail_is_multiplied_by_the_gate():
-    random = np.random.default_rng(0)
-    vectors, level = random.normal(size=(40 * 60, 3)).astype('f4'), np.array([6, 0, 3, 1, 0, 2])
-    gate = random.uniform(0, 2, 6).astype('f4')
-    with jax.set_mesh(make_mesh(1, 1)):
-        filled, made = jax.jit(functools.partial(run, (2, 3)))(vectors, level, gate)
-    image, expected = vectors.reshape(40, 60, 3).astype('f8'), []
-    for region, of_region in enumerate(level):
-        row, column = np.array(divmod(region, 3)) * 20
-        square, side = image[row : row + 20, column : column + 20], SIDES[of_region]
-        fine, coarse = area_means(square, side), area_means(square, 8).reshape(8, 8, 3)
-        # A cell of the level sees the part of each coarsest cell that it covers.
-        seen = coarse.repeat(side, 0).repeat(side, 1).reshape(side, 8, side, 8, 3).mean((1, 3))
-        seen = seen.reshape(side**2, 3)
-        expected.append(seen + gate[region] * (fine - seen))
-        np.testing.assert_allclose(made[region, : side**2], expected[-1], atol=1e-5)
-        assert not np.asarray(made[region, side**2 :]).any()
-    expected = np.concatenate(expected)
-    np.testing.assert_allclose(filled[: len(expected)], expected, atol=1e-5)
-    assert not np.asarray(filled[len(expected) :]).any()
-
-
-def test_relevance_learns_from_the_regions_with_detail_and_from_no_other():
-    random = np.random.default_rng(0)
-    vectors, level = random.normal(size=(40 * 60, 3)).astype('f4'), np.array([6, 0, 3, 1, 0, 2])
-
-    def loss(gate, vectors):
-        filled, _ = run((2, 3), vectors, level, gate)
-        return jnp.square(filled).sum()
-
-    with jax.set_mesh(make_mesh(1, 1)):
-        gradient = jax.jit(jax.grad(loss))(jnp.ones(6), vectors)
-    np.testing.assert_array_equal(np.asarray(gradient) != 0, level > 0)
-
-
-def row(relevance, vectors):
+def row(relevance):
     level = budget(relevance, 1100)
-    filled, _ = run((2, 3), vectors, level, 1 + relevance)
-    return num_tokens(level), filled, places(level, 1100, (2, 3))
+    return num_tokens(level), places(level, 1100, (2, 3))
 
 
 @pytest.mark.parametrize('mesh', [(2, 4), (8, 1), (1, 8)])
 def test_budgets_are_the_same_on_every_mesh_and_communicate_nothing(mesh):
-    random = np.random.default_rng(0)
-    arrays = random.random((8, 6), 'f4'), random.normal(size=(8, 40 * 60, 3)).astype('f4')
+    relevance = np.random.default_rng(0).random((8, 6), 'f4')
     results = []
     for shape in ((1, 1), mesh):
         with jax.set_mesh(make_mesh(*shape)):
-            spec = [P('data', *(None,) * (x.ndim - 1)) for x in arrays]
-            mapped = jax.jit(jax.vmap(row, spmd_axis_name='data'))
-            compiled = mapped.lower(*map(jax.device_put, arrays, spec)).compile()
-            results.append(jax.tree.map(np.asarray, compiled(*map(jax.device_put, arrays, spec))))
-            text = compiled.as_text()
+            placed = jax.device_put(relevance, P('data', None))
+            mapped = jax.jit(jax.vmap(row, spmd_axis_name='data')).lower(placed).compile()
+            results.append(jax.tree.map(np.asarray, mapped(placed)))
+            text = mapped.as_text()
             assert not any(f' {name}(' in text for name in COLLECTIVES)
-    (tokens, vectors, found), (again, vectors_again, found_again) = results
-    np.testing.assert_array_equal(again, tokens)
-    np.testing.assert_array_equal(found_again, found)
-    np.testing.assert_allclose(vectors_again, vectors, atol=1e-6)
+    jax.tree.map(np.testing.assert_array_equal, *results)

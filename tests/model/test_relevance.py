@@ -224,9 +224,11 @@ def test_the_question_is_the_text_before_the_answer():
     assert question(0 * jnp.array(loss), jnp.array(image)).tolist() == [[False] * 2 + [True] * 7]
 
 
-def test_the_query_is_the_mean_of_the_question_and_no_other_token_matters():
+def test_the_query_is_the_sum_of_the_question_of_rms_one_and_no_other_token_matters():
     x_BSD = random.normal(size=(2, 5, 8)).astype('f4')
     asked = np.array([[False, True, True, False, False], [False] * 5])
     other = np.where(asked[:, :, None], x_BSD, np.nan)
     found = np.asarray(query(jnp.asarray(other), jnp.asarray(asked)))
-    np.testing.assert_allclose(found, [x_BSD[0, 1:3].mean(0), np.zeros(8)], atol=1e-6)
+    total = x_BSD[0, 1:3].sum(0)
+    expected = total / np.sqrt((total * total).mean())
+    np.testing.assert_allclose(found, [expected, np.zeros(8)], atol=1e-6)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from checkpoints import make_state, tiny
 from support import by_name, on_mesh
+from vlm import vlm
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.open import restore_params
@@ -20,6 +21,7 @@ from megajax.config import CheckpointError, Config, ConfigError, dump
 from megajax.data.text.tokenizer import byte_tokenizer, train_bpe
 from megajax.run.named import config_of_overrides
 from megajax.run.start import check_tokenizer, find_start, origin_of
+from megajax.train.step import init_state
 
 ROTARY = {'position': 'rope', 'max_seq_len': 64}
 
@@ -140,6 +142,19 @@ def test_what_leaves_the_weights_their_meaning_may_differ_and_is_said(
         'start      model.max_seq_len: 64 -> 128',
         'start      model.rope_theta: 10000.0 -> 500000.0',
     ]
+
+
+def test_frozen_parts_may_change_where_a_run_begins_and_the_encoder_may_not(
+    tmp_path: Path,
+) -> None:
+    old = vlm()
+    with on_mesh(old), Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
+        checkpoints.save(init_state(old), 1)
+    run = {'start_from': str(tmp_path / 'source')}
+    frozen = {'freeze': ('encoder',), 'images': 1, 'min_patches': 4}
+    assert find_start(vlm(vision=frozen, run=run), tmp_path / 'new')
+    with pytest.raises(ConfigError, match=r'vision.num_heads: 2, but 4 .* set vision.num_heads=4'):
+        find_start(vlm(vision={'num_heads': 2}, run=run), tmp_path / 'new')
 
 
 def test_weights_are_not_given_the_ids_of_another_tokenizer(source: Path) -> None:

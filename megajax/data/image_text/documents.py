@@ -67,23 +67,23 @@ def read_documents(
 
 def encode_prompt(
     prompt: str, images: Sequence[str | Path], shape: RowShape, tokenizer: Tokenizer
-) -> ImageDocument:
+) -> FileDocument:
     """Return the beginning of a document: a text in which each <image> is the next of `images`.
 
-    Raises ConfigError if their numbers differ, or if one is no picture.
+    Raises ConfigError if their numbers differ, or if one is no picture by its header.
     """
     line = {'text': prompt, 'images': [str(path) for path in images]}
     pieces = pieces_of_text(line, _vocabulary(shape, tokenizer), 'prompt')
     grids = [shape.patches.fit(*read_size(path), name=str(path)) for path in images]
     tokens, answered = _encode(pieces, grids, shape, tokenizer)
-    prompt_document = FileDocument(
-        place='prompt',
+    _check_slots(grids, shape, 'prompt')
+    return FileDocument(
+        place='',
         tokens=tokens[:-1],
         answered=answered[:-1],
         paths=list(map(Path, images)),
         grids=grids,
     )
-    return prompt_document.read(shape)
 
 
 def _vocabulary(shape: RowShape, tokenizer: Tokenizer) -> Vocabulary:
@@ -118,20 +118,27 @@ def _encode(
     return np.array(ids, np.int32), np.array(answered, bool)
 
 
-def _check_fit(tokens: np.ndarray, grids: Sequence[Grid], shape: RowShape, place: str) -> None:
+def _check_slots(grids: Sequence[Grid], shape: RowShape, place: str) -> None:
+    if grids and not shape.images:
+        message = f'has {len(grids)} pictures, and the model reads text alone; leave them out'
+        raise ConfigError(Problem(path=place, message=message))
     if len(grids) > shape.images:
         message = (
             f'has {len(grids)} pictures, and a row holds {shape.images}; '
             f'use vision.images={len(grids)}, or split the line'
         )
         raise ConfigError(Problem(path=place, message=message, others=('vision.images',)))
+
+
+def _check_fit(tokens: np.ndarray, grids: Sequence[Grid], shape: RowShape, place: str) -> None:
+    _check_slots(grids, shape, place)
     if len(tokens) > shape.seq_len + 1:
         of_images = sum(map(shape.patches.tokens, grids))
         smaller = ', a smaller vision.max_patches' if of_images > len(grids) else ''
         message = (
             f'has {len(tokens)} tokens, {of_images} of them for pictures, and a row holds '
-            f'{shape.seq_len + 1}; use train.seq_len={len(tokens) - 1}'
+            f'{shape.seq_len + 1}; use {shape.limited_by}={len(tokens) - 1}'
             f'{smaller}, or split the line'
         )
-        others = ('train.seq_len', 'vision.max_patches')
+        others = (shape.limited_by, 'vision.max_patches')
         raise ConfigError(Problem(path=place, message=message, others=others))

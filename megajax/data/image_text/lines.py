@@ -66,6 +66,17 @@ def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield place, _parse(line, place)
 
 
+def spelled(line: dict[str, Any]) -> str:
+    """Return the texts of a line, which need not keep the rules, to train a tokenizer on."""
+    texts = [line.get('text')]
+    messages = line.get('messages')
+    for message in messages if isinstance(messages, list) else ():
+        content = message.get('content') if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else [{'text': content}]
+        texts += [part.get('text') for part in parts if isinstance(part, dict)]
+    return '\n'.join(text for text in texts if isinstance(text, str)).replace(MARKER, '')
+
+
 def pieces_of(line: dict[str, Any], vocabulary: Vocabulary, chat: Chat, place: str) -> list[Piece]:
     """Return the pieces of a line; raises ConfigError with its place if it breaks a rule."""
     if ('text' in line) == ('messages' in line):

@@ -1,17 +1,17 @@
 """The path from JSON lines with pictures to batches."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from megajax.config.errors import ConfigError, Problem
+from megajax.config import Config, ConfigError, Problem
 from megajax.data.batches import Batch, Batches, Order
 from megajax.data.image_rows import RowShape
 from megajax.data.image_text.chat import Chat, PlainChat, TemplateChat
 from megajax.data.image_text.documents import FileDocument, read_documents
-from megajax.data.image_text.lines import Vocabulary
+from megajax.data.image_text.lines import Vocabulary, read_lines, spelled
 from megajax.data.text.corpus import JSON_LINES, Document, split_documents
 from megajax.data.text.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ class ImageTextData:
     train: ImageTextBatches  # endless and shuffled
     validation: ImageTextBatches  # once and in order
     summary: str
-    fingerprint: str  # of tokens, and of the names and sizes of pictures
+    fingerprint: str  # of tokens, and of the pictures' names, and sizes in bytes and patches
 
 
 def load_image_text(
@@ -58,7 +58,7 @@ def load_image_text(
     split: str,
     template: str | Path | None = None,
 ) -> ImageTextData:
-    """Open a JSON-lines file with pictures, or all of a folder.
+    """Open a JSON-lines file, or all of a folder; of a folder no other text is read.
 
     Documents are split by the hash of file and line, as text is, and packed into rows whole and in
     that order; training draws rows, reshuffled in each epoch. `template` is a chat template of
@@ -67,14 +67,13 @@ def load_image_text(
     from megajax.data import stateless_order
 
     documents: dict[str, FileDocument] = {}
-    chat = _chat(tokenizer, shape.image_token, template)
-    with chat if isinstance(chat, TemplateChat) else nullcontext():
-        for path, name in _files(corpus):
+    with open_chat(tokenizer, shape.image_token, template) as chat:
+        for path, name in files_of(corpus):
             for document in read_documents(path, shape, tokenizer, chat):
-                number = document.place.rpartition(':')[2]
-                documents[f'{name}:{int(number):012}'] = document
+                documents[_name(name, document.place)] = document
     if not documents:
-        raise _problem(f'{corpus!r} holds no lines; give a .jsonl file that does')
+        kinds = ', '.join(JSON_LINES)
+        raise _problem(f'{corpus!r} holds no JSON lines ({kinds}); give a file or folder that does')
     train, validation = (
         pack([documents[name] for name in names], shape) for names in _split(list(documents), split)
     )
@@ -120,27 +119,56 @@ def pack(documents: Iterable[FileDocument], shape: RowShape) -> list[list[FileDo
     return rows
 
 
-def _chat(tokenizer: Tokenizer, image_token: int, template: str | Path | None) -> Chat:
+def read_training_texts(corpus: str, split: str) -> list[str]:
+    """Return the texts of the documents to train on, for a tokenizer that is trained on them."""
+    texts = {
+        _name(name, place): spelled(line)
+        for path, name in files_of(corpus)
+        for place, line in read_lines(path)
+    }
+    return [texts[name] for name in _split(list(texts), split)[0]] if texts else []
+
+
+@contextmanager
+def open_chat(
+    tokenizer: Tokenizer, image_token: int, template: str | Path | None
+) -> Iterator[Chat]:
+    """Open a chat template of Hugging Face, or without one the plain form of a tokenizer."""
     special = tokenizer.special_tokens()
     eod = next((name for name, i in special.items() if i == tokenizer.eod), '')
     if template is None:
         image = Vocabulary(special=special, image_token=image_token).image
-        return PlainChat(special, image=image, eod=eod)
+        yield PlainChat(special, image=image, eod=eod)
+        return
     bos = next((name for name, i in special.items() if [i] == tokenizer.start[:1]), '')
-    return TemplateChat(template, bos=bos, eos=eod)
+    with TemplateChat(template, bos=bos, eos=eod) as chat:
+        yield chat
 
 
-def _files(corpus: str) -> list[tuple[Path, str]]:
-    """Return the JSON-lines files of a corpus, each with its name inside it."""
+def files_of(corpus: str) -> list[tuple[Path, str]]:
+    """Return the JSON-lines files of a corpus, each with its name inside it; none of a text."""
     root = Path(corpus).expanduser()
-    if root.is_file() and root.name.endswith(JSON_LINES):
-        return [(root, root.name)]
+    if root.is_file():
+        return [(root, root.name)] if root.name.endswith(JSON_LINES) else []
     paths = [path for path in sorted(root.rglob('*')) if path.name.endswith(JSON_LINES)]
-    files = [(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
-    if not files:
-        kinds = ', '.join(JSON_LINES)
-        raise _problem(f'{corpus!r} is no file or folder with JSON lines ({kinds}); give one')
-    return files
+    return [(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
+
+
+def keeps_documents(config: Config, corpus: str) -> bool:
+    """Whether a corpus is JSON lines whose documents stay whole in a row.
+
+    They are where a model sees, and where a text model is to learn the turns of messages.
+    """
+    files = files_of(corpus)
+    if config.vision is not None or config.data.chat_template is not None:
+        return bool(files)
+    lines = (line for path, _ in files for _, line in read_lines(path))
+    return 'messages' in next(lines, {})
+
+
+def _name(file: str, place: str) -> str:
+    """Return the name of a line, which sorts by file and number."""
+    return f'{file}:{int(place.rpartition(":")[2]):012}'
 
 
 def _split(names: Sequence[str], split: str) -> tuple[list[str], list[str]]:
@@ -154,8 +182,8 @@ def _fingerprint(documents: dict[str, FileDocument]) -> str:
     digest = sha256()
     for name in sorted(documents):
         document = documents[name]
-        names = [path.name for path in document.paths]
-        digest.update(f'{name} {len(document.tokens)} {names} {document.grids}'.encode())
+        files = [(path.name, path.stat().st_size) for path in document.paths]
+        digest.update(f'{name} {len(document.tokens)} {files} {document.grids}'.encode())
         digest.update(document.tokens.tobytes())
     return digest.hexdigest()
 

@@ -13,17 +13,18 @@ CLASS = 'Qwen2VLImageProcessorFast'
 CLASSES = (CLASS, 'Qwen2VLImageProcessor', 'Qwen2VLImageProcessorPil')
 MIDDLE = [0.5, 0.5, 0.5]  # the mean and the standard deviation that bring bytes to -1 to 1
 BICUBIC = 3
-MIN_PATCHES = 256  # of a picture; a smaller one is enlarged
+MIN_PATCHES = 256  # of a picture, where the file does not say
 
 
-def check_preprocessor(folder: Path, vision: Mapping[str, Any]) -> None:
-    """Refuse a directory whose pictures are prepared otherwise than megajax does it.
+def read_preprocessor(folder: Path, vision: Mapping[str, Any]) -> Keys:
+    """Read how a directory's pictures are prepared: keys of the config's section `vision`.
 
-    `vision` has the keys of the config's section. Raises ConfigError with every key and value.
+    `vision` has its other keys. A directory without the file has none. Raises ConfigError with
+    every key and value that megajax does otherwise.
     """
     file = folder / FILE
     if not file.is_file():
-        return
+        return {}
     try:
         keys = json.loads(file.read_bytes())
     except ValueError as error:
@@ -40,8 +41,25 @@ def check_preprocessor(folder: Path, vision: Mapping[str, Any]) -> None:
     own = {'patch_size': 'patch_size', 'temporal_patch_size': 'frames', 'merge_size': 'merge_size'}
     for key, name in own.items():
         read.only(key, vision[name], default=vision[name])
+    min_patches = _min_patches(read, vision['patch_size'] ** 2)
     if read.problems:
         raise ConfigError(*read.problems)
+    return {'min_patches': min_patches}
+
+
+def _min_patches(read: Reader, area: int) -> int:
+    """Return the least number of patches of a picture, whose `area` is in pixels."""
+    size = read.get('size', None)
+    least = read.get('min_pixels', None)  # the older name, which transformers reads first
+    key = 'min_pixels' if least is not None else 'size.shortest_edge'
+    if least is None:
+        least = size.get('shortest_edge', MIN_PATCHES * area) if isinstance(size, dict) else None
+    if least is None:
+        return MIN_PATCHES
+    if not isinstance(least, int) or least < 0 or least % area:
+        read.refuse(key, least, f'only multiples of a patch, {area} pixels, are supported')
+        return MIN_PATCHES
+    return least // area
 
 
 def write_preprocessor(vision: VisionConfig) -> Keys:
@@ -56,7 +74,7 @@ def write_preprocessor(vision: VisionConfig) -> Keys:
         'temporal_patch_size': vision.frames,
         'merge_size': vision.merge_size,
         'size': {
-            'shortest_edge': min(MIN_PATCHES, vision.max_patches) * area,
+            'shortest_edge': vision.min_patches * area,
             'longest_edge': vision.max_patches * area,
         },
     }

@@ -28,8 +28,8 @@ UNSUPPORTED = {  # what a user may well have, and why it is refused
 }
 # Keys of `model` that only some families have a key for.
 IN_TRAINING = frozenset({'dropout', 'init_std'})
-# Keys of `vision` that are a run's, not a model's.
-OF_A_RUN = frozenset({'images', 'max_patches'})
+# Keys of `vision` that config.json does not have: those of a run and of preprocessor_config.json.
+OF_A_RUN = frozenset({'images', 'max_patches', 'min_patches', 'freeze'})
 
 
 def _families() -> Iterator[Family]:

@@ -1,0 +1,72 @@
+"""`megajax generate` with a folder of pictures, and the drawing of relevance's budget."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megajax.config import ConfigError
+from megajax.files.outputs import output_problems
+
+if TYPE_CHECKING:
+    from megajax.checkpoint.open import Opened
+    from megajax.config import Config
+    from megajax.generate import Continuation, Request
+
+
+def check_budget(path: Path, images: Sequence[Path]) -> None:
+    """Raise ConfigError unless the budget over one picture can be written to a file."""
+    problems = [*output_problems(path)]
+    if len(images) != 1:
+        problems.append(f'--show-budget draws over one picture, and --image gives {len(images)}')
+    if problems:
+        raise ConfigError(*problems)
+
+
+def draw_budget(
+    path: Path, file: Path, config: 'Config', rows: 'Sequence[Continuation | None]'
+) -> None:
+    """Write the picture with the tokens that the only row's regions have."""
+    from PIL import Image
+
+    from megajax.data.budget_sheet import write_budget
+    from megajax.data.images import read_image
+
+    (row,) = rows
+    assert row is not None
+    assert row.region_tokens is not None
+    assert config.relevance is not None
+    tokens = row.region_tokens[0].reshape(config.relevance.regions)
+    write_budget(path, Image.fromarray(read_image(file)), tokens)
+
+
+def check_images(
+    images: Path | None, image: list[Path] | None, prompts: Path | None, texts: Sequence[str]
+) -> None:
+    """Raise ConfigError for what does not go with a folder of pictures, before jax is imported."""
+    if images is None:
+        return
+    if image or prompts:
+        raise ConfigError('--images answers one --prompt: leave out --image and --prompts')
+    if len(texts) > 1 or any(text.count('<image>') != 1 for text in texts):
+        raise ConfigError('--images puts each picture where the --prompt has <image>: give one')
+    if not images.is_dir():
+        raise ConfigError(f'--images {images}: no such folder')
+
+
+def answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: 'Request') -> None:
+    """Print the answer for each picture of a folder as JSON, in order."""
+    from megajax.generate import Generator, PromptReader, answer_all, check_prompts, find_pictures
+
+    reader = PromptReader(opened.config, opened.tokenizer)
+    documents = check_prompts(reader, prompt, find_pictures(folder))
+    with jax.set_mesh(opened.mesh):
+        generator = Generator(opened.config, opened.params, opened.tokenizer)
+        for picture, row in answer_all(generator, reader, documents, request):
+            line = {
+                'image': picture.name,
+                'text': row.text,
+                'tokens': len(row.ids),
+                'end': row.end,
+            }
+            print(json.dumps(line, ensure_ascii=False), flush=True)

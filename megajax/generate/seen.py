@@ -1,0 +1,56 @@
+"""The images of prompts, as the layers of a model see them."""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+
+from megajax.model.budget import num_tokens
+from megajax.model.cross_attention import Seen
+from megajax.model.detail import detail_of
+from megajax.model.images import Images, merge_images_of_shards, of_shards
+from megajax.model.transformer import LanguageModel
+from megajax.parallel.layout import Layout
+
+
+class SeenPrompts(NamedTuple):
+    """Prompts before the first layer, and what images add to the layers."""
+
+    x_BSD: jax.Array
+    position_BS: jax.Array
+    segment_BS: jax.Array
+    deep_BSAD: jax.Array | None = None
+    seen: Seen | None = None  # by the layers of cross-attention
+    is_empty_BS: jax.Array | None = None  # tokens of images that relevance has left empty
+    tokens_BIR: jax.Array | None = None  # of each region of each image, on every device
+
+
+def see(
+    decoder: LanguageModel, prompts: SeenPrompts, images: Images, layout: Layout
+) -> SeenPrompts:
+    """Return the prompts with their images.
+
+    Unless `images` tell relevance's question, it is the whole text of a prompt.
+    """
+    assert decoder.vision is not None
+    x_BSD, position_BS, segment_BS, *_ = prompts
+    if images.is_question_BS is None:
+        is_text_BS = jax.reshard(images.index_BS, layout('BS')) < 0
+        images = images._replace(is_question_BS=(segment_BS > 0) & is_text_BS)
+    detail = tokens_BIR = None
+    if decoder.relevance is not None:
+        of_shard = partial(
+            detail_of, decoder.relevance, decoder.vision.config, layout=layout.per_shard
+        )
+        detail = of_shards(of_shard, layout, x_BSD, images)
+        tokens_BIR = jax.reshard(num_tokens(detail.level), layout('---'))
+    if decoder.cross is not None:
+        dtype = str(x_BSD.dtype)
+        seen = decoder.cross.see_of_shards(decoder.vision, images, segment_BS, dtype, detail)
+        return prompts._replace(seen=seen, tokens_BIR=tokens_BIR)
+    merged = merge_images_of_shards(decoder.vision, x_BSD, images, layout, detail)
+    positions, segments = merged.beside(position_BS, segment_BS)
+    assert positions is not None
+    assert segments is not None
+    deep_BSAD, is_empty_BS = merged.deep_BTAD, merged.is_empty_BS
+    return SeenPrompts(merged.x_BTD, positions, segments, deep_BSAD, None, is_empty_BS, tokens_BIR)
