@@ -171,15 +171,16 @@ def _attend_xla(
     causal: bool,
     rate: float,
 ) -> jax.Array:
+    score_RKGSY = _scores(q_RSNH, k_RYKH, layout)
     allowed = _allowed(q_RSNH.shape[1], segment_RS, causal=causal)
-    return attend_where(q_RSNH, k_RYKH, v_RYKH, allowed, key_R, layout=layout, rate=rate)
+    return _weighted(score_RKGSY, v_RYKH, allowed, key_R, layout, rate)
 
 
 def attend_where(
     q_RSNH: jax.Array,
     k_RYKH: jax.Array,
     v_RYKH: jax.Array,
-    allowed: jax.Array | None,
+    allowed: jax.Array,
     key_R: jax.Array | None,
     *,
     layout: Layout,
@@ -187,22 +188,36 @@ def attend_where(
 ) -> jax.Array:
     """Attention o_RSNH with softmax in fp32, in which each query sees the `allowed` keys.
 
-    `allowed` broadcasts against [R, K, G, S, Y]; None allows all.
+    `allowed` broadcasts against [R, K, G, S, Y].
     """
+    return _weighted(_scores(q_RSNH, k_RYKH, layout), v_RYKH, allowed, key_R, layout, rate)
+
+
+def _scores(q_RSNH: jax.Array, k_RYKH: jax.Array, layout: Layout) -> jax.Array:
     batch, length, heads, head_dim = q_RSNH.shape
     groups = k_RYKH.shape[2]
     grouped = batch, length, groups, heads // groups, head_dim
     # In fp32, because 128**-0.5 has no close number in 16 bits.
     scaled_RSNH = (q_RSNH.astype(jnp.float32) * head_dim**-0.5).astype(q_RSNH.dtype)
     q_RSKGH = scaled_RSNH.reshape(grouped, out_sharding=layout('RSN-h'))
-    score_RKGSY = jnp.einsum(
-        'rskgh,rykh->rkgsy', q_RSKGH, k_RYKH, preferred_element_type=jnp.float32
-    )
+    return jnp.einsum('rskgh,rykh->rkgsy', q_RSKGH, k_RYKH, preferred_element_type=jnp.float32)
+
+
+def _weighted(
+    score_RKGSY: jax.Array,
+    v_RYKH: jax.Array,
+    allowed: jax.Array | None,
+    key_R: jax.Array | None,
+    layout: Layout,
+    rate: float,
+) -> jax.Array:
     if allowed is not None:
         score_RKGSY = jnp.where(allowed, score_RKGSY, jnp.finfo(jnp.float32).min)
     weight_RKGSY = dropout(jax.nn.softmax(score_RKGSY, axis=-1), rate, key_R, layout('N-sy'))
     o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY.astype(v_RYKH.dtype), v_RYKH)
-    return o_RSKGH.reshape(q_RSNH.shape, out_sharding=layout('RSNh'))
+    rows, length, groups, per_group, head_dim = o_RSKGH.shape
+    shape = rows, length, groups * per_group, head_dim
+    return o_RSKGH.reshape(shape, out_sharding=layout('RSNh'))
 
 
 def _allowed(length: int, segment_RS: jax.Array | None, *, causal: bool) -> jax.Array | None:

@@ -59,6 +59,16 @@ def test_no_row_sends_more_than_is_stated(config: Config) -> None:
         assert rows['vision', 'forward', 'model'].megatron_wire_bytes > vectors.wire_bytes
         is_summed = ('vision', 'backward', 'model') in rows
         assert is_summed
+    if config.model.num_cross_layers and config.mesh.model > 1:
+        # Once, however many layers read the vectors, and a layer sends what any other does.
+        summed = rows['vision', 'backward', 'model'].placed
+        runs = config.train.microbatches
+        assert [(x.kind, x.times) for x in summed] == [('reduce-scatter', runs)]
+        kind = 'reduce-scatter' if config.mesh.sequence_parallel else 'all-reduce'
+        for phase in ('forward', 'backward'):
+            of_layers = rows['cross_attention', phase, 'model'].placed
+            times = config.model.num_cross_layers * runs
+            assert [x.times for x in of_layers if x.kind == kind] == [times]
     # Each device encodes its part of the images, and of the slots that fill up the last part.
     assert found.products.ratio == pytest.approx(1, abs=1e-3)
 

@@ -22,7 +22,7 @@ from support import (
     relative_error,
 )
 
-from megajax.config import Config, schema
+from megajax.config import Config
 from megajax.counts.parameters import Parameter, Role, dim_sizes
 from megajax.model import attention, block, transformer
 from megajax.model.attention import attention_core
@@ -209,7 +209,7 @@ def test_more_padding_changes_no_logit(monkeypatch):
     with on_mesh(config):
         model = make_decoder(config)
         expected = logits(model)
-        monkeypatch.setattr(schema, 'VOCAB_MULTIPLE', 2048)
+        monkeypatch.setattr('megajax.config.model.VOCAB_MULTIPLE', 2048)
         monkeypatch.setattr('megajax.model.parameters.dim_sizes', inspect.unwrap(dim_sizes))
         wider = make_decoder(config)
         assert wider.head_Vd.shape[0] == 2 * model.head_Vd.shape[0] == 2048
