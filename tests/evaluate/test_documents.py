@@ -3,11 +3,12 @@
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
-from support import on_mesh, random_params, relative_error
+from support import on_mesh, random_params, relative_error, slow
 from vlm import vlm
 
 from megajax.config import Config, ConfigError
@@ -40,7 +41,7 @@ def corpus(tmp_path: Path) -> Path:
     return tmp_path / 'data.jsonl'
 
 
-def config(corpus: Path, data: int = 1, model: int = 1, **sections: dict[str, object]) -> Config:
+def config(corpus: Path, data: int = 1, model: int = 1, **sections: Any) -> Config:
     return vlm(
         data,
         model,
@@ -58,15 +59,16 @@ def evaluate(config: Config, *files: Path) -> DocumentPerplexity:
         return document_perplexity(scorer, TOKENIZER, list(map(str, files)))
 
 
-def test_it_is_the_loss_of_training_on_rows_of_one_document(corpus: Path) -> None:
-    of_corpus = config(corpus)
+@pytest.mark.parametrize('crossed', [False, slow(True)])
+def test_it_is_the_loss_of_training_on_rows_of_one_document(corpus: Path, crossed: bool) -> None:
+    of_corpus = config(corpus, crossed=crossed)
     found = evaluate(of_corpus, corpus)
     assert (found.documents, found.pictures) == (5, 4)
     nll = tokens = 0.0
     for i, line in enumerate(corpus.read_text().splitlines()):
         one = corpus.with_name(f'{i}.jsonl')
         one.write_text(line)
-        here = config(one)
+        here = config(one, crossed=crossed)
         with on_mesh(here):
             sums = make_eval_step(here)(
                 random_params(here, std=0.1), place_batch(load_data(here).train[0])
