@@ -18,7 +18,8 @@ import tokenizers
 from flax import nnx
 
 from megajax.config import Config
-from megajax.counts.parameters import Parameter, dim_sizes, shape_of
+from megajax.counts.declaration import Parameter
+from megajax.counts.parameters import dim_sizes, shape_of
 from megajax.data.text.tokenizer import byte_tokenizer
 from megajax.model.parameters import map_parameters
 from megajax.model.transformer import LanguageModel, model_graph

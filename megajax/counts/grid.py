@@ -22,7 +22,8 @@ from megajax.counts.collective import (
     activation,
     passes,
 )
-from megajax.counts.parameters import declare, dim_sizes, named, num_elements, parameters, shape_of
+from megajax.counts.declaration import named
+from megajax.counts.parameters import declare, dim_sizes, num_elements, parameters, shape_of
 from megajax.counts.products import Phase
 from megajax.hlo.program import Array
 from megajax.parallel.layout import Layout

@@ -12,7 +12,8 @@ from typing import Literal
 
 from megajax.config.model import Part
 from megajax.config.schema import Config
-from megajax.counts.parameters import Parameter, declare, dim_sizes, parameters
+from megajax.counts.declaration import Parameter
+from megajax.counts.parameters import declare, dim_sizes, parameters
 from megajax.counts.schedule import num_passes
 from megajax.parallel.layout import Layout
 

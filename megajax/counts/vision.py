@@ -23,7 +23,8 @@ from megajax.counts.collective import (
     axes_text,
     passes,
 )
-from megajax.counts.parameters import Parameter, dim_sizes, num_elements, parameters, shape_of
+from megajax.counts.declaration import Parameter
+from megajax.counts.parameters import dim_sizes, num_elements, parameters, shape_of
 from megajax.hlo.program import Array
 from megajax.parallel.layout import BATCH_AXES, Layout
 

@@ -95,13 +95,7 @@ class Engine:
             jax.reshard(x, layout('B')) for x in (length_B, left_B, number_B)
         )
         first_B = token_BS.shape[1] - length_B
-        position_BS = jnp.arange(token_BS.shape[1])[None] - first_B[:, None]
-        segment_BS = (position_BS >= 0).astype(jnp.int32)  # padding is a separate document
-        position_BS, origin_B = jnp.maximum(position_BS, 0), first_B
-        if image_position_BS is not None:
-            position_BS = jax.reshard(image_position_BS, layout('BS'))
-            last_B = position_BS.max(range(1, position_BS.ndim))
-            origin_B = token_BS.shape[1] - 1 - last_B
+        position_BS, segment_BS, origin_B = _places(token_BS, first_B, image_position_BS, layout)
         decoder, dtype = nnx.merge(self._graphs.decoder, weights.rest), self.config.train.dtype
         x_BSD = decoder.embed(token_BS, dtype, position_BS=position_BS)  # all-reduce
         prompts = SeenPrompts(x_BSD, position_BS, segment_BS)
@@ -230,6 +224,23 @@ class Engine:
             return rows._replace(token_B=token_B, slot=slot, left_B=left_B), jnp.where(
                 ended_B, NO_TOKEN, token_B
             )
+
+
+def _places(
+    token_BS: jax.Array, first_B: jax.Array, image_position_BS: jax.Array | None, layout: Layout
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the positions of prompts, their segments, and the slot less position of new tokens.
+
+    Padding is a separate document.
+    """
+    length = token_BS.shape[1]
+    position_BS = jnp.arange(length)[None] - first_B[:, None]
+    segment_BS = (position_BS >= 0).astype(jnp.int32)
+    if image_position_BS is None:
+        return jnp.maximum(position_BS, 0), segment_BS, first_B
+    position_BS = jax.reshard(image_position_BS, layout('BS'))
+    last_B = position_BS.max(range(1, position_BS.ndim))
+    return position_BS, segment_BS, length - 1 - last_B
 
 
 def _in_slots(is_empty_BS: jax.Array, num_slots: int) -> jax.Array:

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.config import Config, ConfigError
-from megajax.counts.parameters import Parameter
+from megajax.counts.declaration import Parameter
 from megajax.model.block import Block
 from megajax.model.cross_attention import CrossAttention, CrossBlock
 from megajax.model.parameters import cast_matrices, map_parameters

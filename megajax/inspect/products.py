@@ -6,8 +6,8 @@ from typing import Any
 
 from megajax.config import Config
 from megajax.counts import products as counts
+from megajax.counts.declaration import NUM_SEGMENTS
 from megajax.counts.flops import uses_flash
-from megajax.counts.parameters import NUM_SEGMENTS
 from megajax.hlo.products import is_rematerialized, products
 from megajax.hlo.program import Program
 from megajax.inspect.result import Finding, Products

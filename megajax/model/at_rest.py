@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from megajax.counts.parameters import Parameter
+from megajax.counts.declaration import Parameter
 from megajax.model.gradient_slot import Slotted
 from megajax.parallel.layout import Layout
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.config import ModelConfig
-from megajax.counts.parameters import NUM_SEGMENTS
+from megajax.counts.declaration import NUM_SEGMENTS
 from megajax.model.activation import activate
 from megajax.model.linear import add_bias
 from megajax.model.norm import make_norm

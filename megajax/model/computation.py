@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
-from megajax.counts.parameters import Parameter
+from megajax.counts.declaration import Parameter
 from megajax.model import at_rest
 from megajax.model.at_rest import gather, reduced_in_backward
 from megajax.model.gradient_slot import pair, value

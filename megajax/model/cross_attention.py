@@ -36,7 +36,7 @@ AfterGroups = tuple[Callable[[Any, Any], Any], Any]
 
 
 class Seen(NamedTuple):
-    """What the layers of cross-attention read; the first dim of keys and values is the layer."""
+    """The images as the layers of cross-attention read them: keys and values by layer."""
 
     k_JBYNH: jax.Array
     v_JBYNH: jax.Array

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Detail(NamedTuple):
-    """What the regions of images [B, I, regions] get."""
+    """The detail of the regions of images, [B, I, regions]."""
 
     level: jax.Array  # an index of `budget.SIDES`
     gate: jax.Array  # what detail is multiplied with

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from megajax.counts.parameters import NUM_SEGMENTS
+from megajax.counts.declaration import NUM_SEGMENTS
 from megajax.model import grid
 from megajax.model.parameters import Parameters
 from megajax.parallel.layout import Layout

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megajax.counts.parameters import Parameter
+from megajax.counts.declaration import Parameter
 
 
 @jax.tree_util.register_dataclass

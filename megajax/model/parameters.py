@@ -10,16 +10,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from megajax.config import ModelConfig
-from megajax.counts.parameters import (
-    Declared,
-    Parameter,
-    declare,
-    declare_vision,
-    dim_sizes,
-    in_model,
-    shape_of,
-    vision_sizes,
-)
+from megajax.counts.declaration import Declared, Parameter
+from megajax.counts.parameters import declare, dim_sizes, shape_of
+from megajax.counts.vision_parameters import declare_vision, in_model, vision_sizes
 from megajax.model.at_rest import gather
 from megajax.parallel.layout import Layout
 

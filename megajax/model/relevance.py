@@ -19,7 +19,7 @@ from flax import nnx
 from jax import P, lax
 
 from megajax.config import ModelConfig
-from megajax.counts.parameters import SCORER_FEATURES, SUMMARIES, declare_scorers
+from megajax.counts.vision_parameters import SCORER_FEATURES, SUMMARIES, declare_scorers
 from megajax.model.dropout import fold_in
 from megajax.model.gradient_slot import Slotted, value
 from megajax.model.parameters import Parameters

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from megajax.counts.parameters import Parameter
+from megajax.counts.declaration import Parameter
 from megajax.model.parameters import map_parameters
 from megajax.parallel.layout import Layout
 

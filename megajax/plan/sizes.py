@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from megajax.config import Config, ModelConfig
 from megajax.counts.chunks import chunk_sizes
+from megajax.counts.declaration import Parameter
 from megajax.counts.flops import uses_flash
-from megajax.counts.parameters import Parameter, dim_sizes, num_elements, own_counts, parameters
+from megajax.counts.parameters import dim_sizes, num_elements, own_counts, parameters
 from megajax.parallel.layout import Layout
 
 FLOAT32, MASK = 4, 1  # bytes of a number in fp32, and of an element of a dropout mask

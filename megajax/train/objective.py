@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from megajax.config import Config
-from megajax.counts.parameters import Parameter
+from megajax.counts.declaration import Parameter
 from megajax.model.computation import Computation
 from megajax.model.gradient_slot import pair
 from megajax.model.loss import Loss

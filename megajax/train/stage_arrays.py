@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import P
 
-from megajax.counts.parameters import Parameter
+from megajax.counts.declaration import Parameter
 from megajax.model.parameters import map_parameters
 from megajax.model.shard_copies import copied_dims
 from megajax.parallel.layout import STAGE, Layout

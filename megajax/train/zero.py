@@ -23,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from megajax.config import Config
-from megajax.counts.parameters import Parameter
+from megajax.counts.declaration import Parameter
 from megajax.model import at_rest
 from megajax.model.at_rest import reduced_in_backward
 from megajax.model.gradient_slot import separate

@@ -41,9 +41,17 @@ def problems(*overrides: str) -> list[str]:
             'one token for each image',
             'vision.deepstack=[]',
         ),
-        ('model.mrope_section=[8,5,5]', 'add up to 16', 'model.mrope_section=[6,5,5]'),
-        ('model.mrope_section=[4,6,6]', 'at most 5', 'model.mrope_section=[6,5,5]'),
-        ('model.position=rope_2d', 'use mrope', 'model.position=mrope'),
+        (
+            'model.position=mrope model.mrope_section=[8,5,5]',
+            'add up to 16',
+            'model.mrope_section=[6,5,5]',
+        ),
+        (
+            'model.position=mrope model.mrope_section=[4,6,6]',
+            'at most 5',
+            'model.mrope_section=[6,5,5]',
+        ),
+        ('model.mrope_section=[6,5,5] model.position=rope_2d', 'use mrope', 'model.position=mrope'),
     ],
 )
 def test_the_message_offers_what_works(wrong: str, said: str, right: str) -> None:

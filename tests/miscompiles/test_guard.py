@@ -15,7 +15,7 @@ from flax import nnx
 from support import make_config
 
 from megajax.config import Config, ConfigError, MiscompileError
-from megajax.counts.parameters import Parameter, Role
+from megajax.counts.declaration import Parameter, Role
 from megajax.hardware.records import hardware
 from megajax.hardware.targets import GPUS, gpu_devices, has_compiler
 from megajax.hlo.program import Program

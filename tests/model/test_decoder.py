@@ -23,7 +23,8 @@ from support import (
 )
 
 from megajax.config import Config
-from megajax.counts.parameters import Parameter, Role, dim_sizes
+from megajax.counts.declaration import Parameter, Role
+from megajax.counts.parameters import dim_sizes
 from megajax.model import attention, block, transformer
 from megajax.model.attention import attention_core
 from megajax.model.computation import IN_FP32, Computation

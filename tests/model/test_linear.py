@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support import make_config, on_mesh, relative_error
 
-from megajax.counts.parameters import Parameter, Role
+from megajax.counts.declaration import Parameter, Role
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.parameters import Parameters
 from megajax.model.product import product

@@ -20,7 +20,8 @@ from support import ROOT, assert_close, by_name, gather, make_batch, make_config
 
 from megajax.config import Config, ConfigError, ModelConfig, load, presets
 from megajax.counts import parameters as counts
-from megajax.counts.parameters import Declared, Parameter, Role, named, shape_of
+from megajax.counts.declaration import Declared, Parameter, Role, named
+from megajax.counts.parameters import shape_of
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_for
 from megajax.interop.huggingface.weights import from_huggingface

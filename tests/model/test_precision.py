@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import by_name, make_config, on_mesh
 
-from megajax.counts.parameters import Parameter, Role
+from megajax.counts.declaration import Parameter, Role
 from megajax.model.linear import add_bias
 from megajax.model.norm import LayerNorm, RMSNorm
 from megajax.model.parameters import Parameters, cast_matrices

@@ -22,7 +22,7 @@ from support import (
 )
 
 from megajax.config import Config, OptimConfig
-from megajax.counts.parameters import Parameter, Role
+from megajax.counts.declaration import Parameter, Role
 from megajax.train.evaluation import make_eval_step
 from megajax.train.feed import place_batch
 from megajax.train.gradients import make_loss_and_gradients

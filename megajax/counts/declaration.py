@@ -1,0 +1,168 @@
+"""How a parameter is declared: its dims, its role and its initial values, and those of a layer.
+
+Imports no jax.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Iterator, Mapping
+
+from megajax.config.model import ModelConfig
+
+NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders
+IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
+
+
+class Role(enum.Enum):
+    """The role of a parameter, which decides its dtype in a step, its decay and its ZeRO shards."""
+
+    MATRIX = 'matrix'  # computed with in train.dtype, decayed, sharded by ZeRO
+    TABLE = 'table'  # in fp32, decayed, not sharded by ZeRO: a lookup, a router
+    VECTOR = 'vector'  # in fp32, not decayed, not sharded by ZeRO: norms and biases
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """The declaration of a parameter.
+
+    The initial values are N(0, std) or, without `std`, `value`. `partial` is the dim of an
+    activation that the parameter is applied along: if that dim is sharded, each shard computes a
+    partial gradient of the parameter, and the partial gradients are summed once a step.
+    """
+
+    dims: str
+    role: Role
+    std: float = 0.0
+    value: float = 0.0
+    partial: str = ''
+    is_frozen: bool = False  # has neither gradient nor moments, and does not decay
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies."""
+        return self.role is not Role.VECTOR
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the array holds the parameters of all layers, or of all that attend to images."""
+        return self.dims[0] in 'LJ'
+
+    @property
+    def dims_of_layer(self) -> str:
+        """The dims without those of stacked layers."""
+        return self.dims[1:] if self.is_stacked else self.dims
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether a step computes with it in `train.dtype`, and ZeRO shards it."""
+        return self.role is Role.MATRIX
+
+    @property
+    def is_in_microbatches(self) -> bool:
+        """Whether ZeRO-2 and ZeRO-3 sum its gradient, and ZeRO-3 gathers it, in each microbatch.
+
+        The others are vectors and tables, and the layer of BERT that has a copy on each shard of
+        the sequence.
+        """
+        return self.is_matrix and not self.partial
+
+    @property
+    def is_of_encoder(self) -> bool:
+        """Whether it is the vision encoder's: whole on each device in the computation."""
+        return self.partial == IMAGES
+
+
+Declared = Mapping[str, 'Parameter | Declared']
+
+
+def block(model: ModelConfig) -> Declared:
+    """Declare a layer: attention and a feed-forward network, each after a norm."""
+    std, last_std = model.init_std, out_std(model)
+    attention: dict[str, Parameter | Declared] = {
+        'qkv': linear('DKCH', std, bias='KCH' if model.qkv_bias else None),
+        'out': linear('NhD', last_std, bias='D' if model.bias else None, partial='T'),
+    }
+    if model.qk_norm:
+        attention |= {name: norm(model, 'h', partial='N') for name in ('query_norm', 'key_norm')}
+    up = 'UF' if model.activation == 'swiglu' else 'F'
+    return {
+        'attention_norm': norm(model, 'D', partial='T'),
+        'attention': attention,
+        'mlp_norm': norm(model, 'D', partial='T'),
+        'mlp': {
+            'up': linear(f'D{up}', std, bias=up if model.bias else None),
+            'down': linear('FD', last_std, bias='D' if model.bias else None, partial='T'),
+        },
+    }
+
+
+def out_std(model: ModelConfig) -> float:
+    """Return the std of the weights of a product that adds to the residual stream."""
+    # Each layer adds to the residual stream twice; this scale preserves its initial variance
+    # (Radford et al., 2019).
+    return model.init_std / (2 * model.num_layers) ** 0.5
+
+
+def linear(dims: str, std: float, *, bias: str | None, partial: str = '') -> Declared:
+    """Declare a linear layer's weight and bias; `partial` is that of the bias."""
+    weight = {'weight': Parameter(dims, Role.MATRIX, std)}
+    return weight | ({'bias': Parameter(bias, Role.VECTOR, partial=partial)} if bias else {})
+
+
+def norm(model: ModelConfig, dims: str, *, partial: str) -> Declared:
+    """Declare a norm of the model's kind."""
+    scale = {'weight': Parameter(dims, Role.VECTOR, value=1.0, partial=partial)}
+    if model.norm == 'rmsnorm':
+        return scale
+    return scale | {'bias': Parameter(dims, Role.VECTOR, partial=partial)}
+
+
+def stacked(declared: Declared) -> Declared:
+    """Return the same parameters with a leading dim L, one entry for each layer."""
+    return prefixed(declared, 'L')
+
+
+def prefixed(declared: Declared, dim: str) -> Declared:
+    """Return the same parameters with one more leading dim."""
+    return {
+        name: dataclasses.replace(x, dims=dim + x.dims)
+        if isinstance(x, Parameter)
+        else prefixed(x, dim)
+        for name, x in declared.items()
+    }
+
+
+def named(declared: Declared, prefix: str = '') -> Iterator[tuple[str, Parameter]]:
+    """Yield each parameter with its dotted name, such as `layers.attention.qkv.weight`."""
+    for name, x in declared.items():
+        if isinstance(x, Parameter):
+            yield prefix + name, x
+        else:
+            yield from named(x, f'{prefix}{name}.')
+
+
+def frozen(declared: Declared) -> Declared:
+    """Return the same parameters without gradients and moments."""
+    return {
+        name: dataclasses.replace(x, is_frozen=True) if isinstance(x, Parameter) else frozen(x)
+        for name, x in declared.items()
+    }
+
+
+def base_sizes(model: ModelConfig) -> Mapping[str, int]:
+    """Return the size of each letter that is not circled."""
+    return {
+        'C': model.queries_per_kv + 2,
+        'D': model.hidden_size,
+        'E': model.hidden_size,
+        'F': model.ffn_size,
+        'H': model.head_dim,
+        'J': model.num_cross_layers,
+        'K': model.num_kv_heads,
+        'L': model.num_layers,
+        'N': model.num_heads,
+        'O': NUM_SEGMENTS,
+        'S': model.max_seq_len,
+        'U': 2,
+        'V': model.padded_vocab_size,
+    }
