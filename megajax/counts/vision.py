@@ -121,14 +121,17 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
 
 @functools.cache
 def shapes(config: Config) -> frozenset[tuple[int, ...]]:
-    """Return the dims above 1 of the encoder's parameters, as they are and as padded at rest."""
+    """Return the dims above 1 of the encoder's parameters, as they are and as padded at rest.
+
+    They are sorted: XLA for GPUs transposes a weight before it is gathered.
+    """
     layout, sizes = Layout.of(config), dim_sizes(config.model)
     found = set()
     for _, x in parameters(config.model):
         if x.is_of_encoder:
             shape = shape_of(x.dims, sizes)
             padded = tuple(map(sum, zip(shape, layout.padding(x.dims), strict=True)))
-            found |= {tuple(n for n in one if n > 1) for one in (shape, padded)}
+            found |= {tuple(sorted(n for n in one if n > 1)) for one in (shape, padded)}
     return frozenset(found)
 
 

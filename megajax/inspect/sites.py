@@ -78,7 +78,7 @@ def _of_encoder(collective: Collective, config: Config) -> Site | None:
         return None
     if dims == vectors(config).dims and collective.kind in ('all-gather', 'reduce-scatter'):
         return Site('vision', 'forward' if collective.kind == 'all-gather' else 'backward', axis)
-    if dims not in shapes(config):
+    if tuple(sorted(dims)) not in shapes(config):
         return None
     return Site('parameters' if collective.kind == 'all-gather' else 'gradients', 'step', axis)
 
