@@ -21,7 +21,11 @@ if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     os.environ['JAX_COMPILATION_CACHE_DIR'] = compiled.name
     os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+# No property is about time, and a busy machine may be late.
+hypothesis.settings.register_profile('without a deadline', deadline=None)
+hypothesis.settings.load_profile('without a deadline')

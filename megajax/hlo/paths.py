@@ -118,7 +118,7 @@ def destination(
     the array for later, or adds it to a sum, does not count as a reader. A product to which XLA
     gave the path of the operation after it counts only if no other product reads the array.
     """
-    first, product, ahead = '', '', [producer]
+    first, product, ahead, known = '', '', [producer], {producer.name}
     for source in ahead:
         for user in computation.users.get(source.name, ()):
             if (
@@ -131,9 +131,10 @@ def destination(
                 if user.op_name.endswith('/dot_general'):
                     return user.op_name
                 product = product or user.op_name
-            if user.opcode in SAME or user.opcode.endswith('-done') or user.opcode == 'fusion':
-                ahead.append(user)
             passes_on = user.opcode in SAME or user.opcode.endswith('-done')
+            if (passes_on or user.opcode == 'fusion') and user.name not in known:
+                ahead.append(user)
+                known.add(user.name)
             if (
                 not passes_on
                 and is_path(user.op_name)

@@ -77,7 +77,7 @@ class Instruction:
     is_root: bool
     line: str
 
-    @property
+    @cached_property
     def op_name(self) -> str:
         """The path of the jax transformations and named scopes that made the instruction.
 

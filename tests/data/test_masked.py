@@ -53,7 +53,7 @@ def read_all(pieces: DocumentPieces) -> list[tuple[list[int], list[int]]]:
 
 
 @given(documents=sizes, eod=st.booleans())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_a_piece_is_of_one_document_in_order_and_has_two_tokens_at_least(
     documents: list[list[int]], eod: bool
 ) -> None:

@@ -57,7 +57,6 @@ def test_whatever_is_allowed_has_the_gradients_of_one_device(name: str) -> None:
     @seed(SEED)
     @settings(
         max_examples=EXAMPLES,
-        deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
         print_blob=True,
