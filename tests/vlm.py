@@ -53,3 +53,36 @@ def vlm(
         train=train,
         **sections,
     )
+
+
+RELEVANCE = {'regions': (2, 1), 'total_tokens': 400, 'scorer_size': 16}
+SMALL = {
+    'vision': {
+        'num_layers': 1,
+        'hidden_size': 16,
+        'num_heads': 2,
+        'ffn_size': 32,
+        'patch_size': 2,
+        'merge_size': 1,
+        'max_patches': 800,
+        'images': 1,
+        'deepstack': (),
+    },
+    'model': {'num_layers': 2, 'max_seq_len': 416},
+}
+
+
+def relevant(data: int = 1, model: int = 1, /, **sections: Any) -> Config:
+    """A small model that gives the two regions of an image 400 tokens."""
+    relevance = RELEVANCE | sections.pop('relevance', {})
+    vision = SMALL['vision'] | sections.pop('vision', {})
+    train = {'batch_size': 8, 'seq_len': 416} | sections.pop('train', {})
+    return vlm(
+        data,
+        model,
+        relevance=relevance,
+        vision=vision,
+        model=SMALL['model'],
+        train=train,
+        **sections,
+    )

@@ -35,7 +35,7 @@ from megajax.counts.stages import (
     gradients_of_stages,
     head_input,
 )
-from megajax.counts.vision import encoder_in_parallel, images_over_devices
+from megajax.counts.vision import encoder_in_parallel, images_over_devices, relevance_over_devices
 from megajax.hlo.program import Array
 
 __all__ = [
@@ -78,7 +78,11 @@ def stated(config: Config) -> list[Expected]:
     """
     mesh, runs = config.mesh, Runs.of_stages(config)
     if config.vision is not None:
-        return [*images_over_devices(config), *_vectors(config, Runs.of_megatron(config))]
+        return [
+            *images_over_devices(config),
+            *relevance_over_devices(config),
+            *_vectors(config, Runs.of_megatron(config)),
+        ]
     context = own_over_context(config, runs.layers) if mesh.context > 1 else ()
     if mesh.stages == 1:
         return [*context]

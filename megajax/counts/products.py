@@ -14,6 +14,7 @@ from megajax.config.model import Part
 from megajax.config.schema import Config
 from megajax.counts.declaration import Parameter
 from megajax.counts.parameters import declare, dim_sizes, parameters
+from megajax.counts.relevance import level_products, network_products
 from megajax.counts.schedule import num_passes
 from megajax.parallel.layout import Layout
 
@@ -73,6 +74,7 @@ def products(
         *counted.heads(),
         *_of_encoder(config, rows, layout, flash=flash, recomputes_last=recomputes_last),
         *_of_cross_attention(config, rows, layout),
+        *_of_relevance(config, rows, layout),
     ]
     if config.vision is None or not config.vision.freeze:
         return every
@@ -119,7 +121,9 @@ def _of_encoder(
         ('position', D, vision.positions**2),
     )
     for name, n, k in first:
-        yield from _product_and_gradients(f'vision {name}', patches, n, k, runs, of_input=False)
+        # But for the gates of relevance, which a patch is multiplied with.
+        of_input = name == 'patch' and config.relevance is not None
+        yield from _product_and_gradients(f'vision {name}', patches, n, k, runs, of_input=of_input)
     for name, n, k in (('merger up', W, W), ('merger down', config.model.hidden_size, W)):
         units = images * vision.vectors
         yield from _product_and_gradients(f'vision {name}', units, n, k, mergers)
@@ -143,6 +147,25 @@ def _of_cross_attention(config: Config, rows: int, layout: Layout) -> Iterator[P
     keys = vision.images * vision.vectors
     for product in counted.attention(flash=False, keys=keys):
         yield dataclasses.replace(product, name=f'cross {product.name}')
+
+
+def _of_relevance(config: Config, rows: int, layout: Layout) -> Iterator[Product]:
+    """Yield the products of relevance: regions at their levels, and small networks."""
+    vision, runs = config.vision, config.train.microbatches
+    if config.relevance is None or vision is None:
+        return
+    shards = layout.num_shards('I')
+    for batch, sizes in level_products(config, -(-rows * vision.images // shards)):
+        yield Product(
+            name='relevance means',
+            where='layers',
+            phase='forward',
+            sizes=sizes,
+            batch=batch,
+            times=runs,
+        )
+    for name, m, n, k, learns in network_products(config, rows * vision.images, shards):
+        yield from _product_and_gradients(f'relevance {name}', m, n, k, runs, of_input=learns)
 
 
 def _product_and_gradients(

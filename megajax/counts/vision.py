@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from megajax.config import Config
+from megajax.config.model import TEXTURE_CHANNELS
 from megajax.counts.collective import (
     GATHER,
     HLO_DTYPES,
@@ -25,6 +26,8 @@ from megajax.counts.collective import (
 )
 from megajax.counts.declaration import Parameter
 from megajax.counts.parameters import dim_sizes, num_elements, parameters, shape_of
+from megajax.counts.products import Phase
+from megajax.counts.relevance import num_slots
 from megajax.hlo.program import Array
 from megajax.parallel.layout import BATCH_AXES, Layout
 
@@ -117,6 +120,42 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
         gradients = Array(HLO_DTYPES[config.optim.reduce_dtype], (learned,))
         yield sent(Site('gradients', 'step', 'model'), SCATTER, gradients, 1, model)
         yield sent(Site('gradients', 'step', every), REDUCE, Array('f32', (others,)), 1, devices)
+
+
+def relevance_over_devices(config: Config) -> Iterator[Expected]:
+    """Yield what `model/detail.py` and `model/relevance.py` send; Megatron has nothing like it."""
+    if config.relevance is None or config.mesh.model == 1:
+        return
+    arrays = relevance_arrays(config)
+    sent: list[tuple[Phase, str, Array]] = [
+        ('forward', GATHER, arrays['texture']),
+        ('forward', GATHER, arrays['scores']),
+        ('backward', GATHER, arrays['gate']),
+    ]
+    if config.mesh.sequence_parallel:
+        sent.append(('forward', REDUCE, arrays['query']))
+    for phase, kind, array in sent:
+        yield Expected(
+            site=Site('relevance', phase, 'model'),
+            kind=kind,
+            array=array,
+            times=config.train.microbatches,
+            size=config.mesh.model,
+            source='one scorer, or a part of one, on each device',
+        )
+
+
+def relevance_arrays(config: Config) -> dict[str, Array]:
+    """Return what relevance sends over `model` in a microbatch."""
+    relevance, rows, shards = config.relevance, images_of_microbatch(config), config.mesh.model
+    assert relevance is not None
+    images, regions = images_of_device(config) * shards, relevance.num_regions
+    return {
+        'texture': Array('f32', (images, regions, TEXTURE_CHANNELS)),
+        'scores': Array('f32', (num_slots(config, shards), rows, regions)),
+        'gate': Array('f32', (shards, images // shards, regions)),
+        'query': Array('f32', (config.microbatch_rows, config.model.hidden_size)),
+    }
 
 
 @functools.cache

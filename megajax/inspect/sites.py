@@ -13,7 +13,7 @@ from megajax.counts.collective import Site, activation
 from megajax.counts.context import keys
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
 from megajax.counts.products import Phase
-from megajax.counts.vision import shapes, vectors
+from megajax.counts.vision import relevance_arrays, shapes, vectors
 from megajax.hlo.collectives import Collective
 from megajax.parallel.layout import Layout
 from megajax.train.passes import RECOMPUTE
@@ -24,6 +24,7 @@ _SCOPES = ('optimizer', 'embedding', 'cross_attention', 'attention', 'mlp', 'hea
 ORDER = (
     'parameters',
     'stage',
+    'relevance',
     'vision',
     'embedding',
     'attention',
@@ -76,6 +77,11 @@ def _of_encoder(collective: Collective, config: Config) -> Site | None:
     axis, dims = collective.axis, collective.whole.dims
     if 'model' not in collective.axes:
         return None
+    if config.relevance is not None:
+        names = {'all-gather': ('texture', 'scores', 'gate'), 'all-reduce': ('query',)}
+        for name in names.get(collective.kind, ()):
+            if dims == relevance_arrays(config)[name].dims:
+                return Site('relevance', 'backward' if name == 'gate' else 'forward', axis)
     if dims == vectors(config).dims and collective.kind in ('all-gather', 'reduce-scatter'):
         return Site('vision', 'forward' if collective.kind == 'all-gather' else 'backward', axis)
     if tuple(sorted(dims)) not in shapes(config):

@@ -75,8 +75,7 @@ def relevance_of(
         texture = texture.reshape(-1, *texture.shape[2:], out_sharding=layout('I--'))
         texture = jax.reshard(texture, layout('---'))[: rows * slots]
     with jax.named_scope('query'):
-        x_BSD = jax.reshard(jax.lax.stop_gradient(x_BTD), layout('BSD'))
-        query_BD = query(x_BSD, images.is_question_BS)
+        query_BD = query(x_BTD, jax.reshard(images.is_question_BS, layout('BT')))
         query_BD = _for_slots(query_BD, slots, layout)
     return networks(texture, query_BD, axis, _keys_of_slots(images.key_B, slots))
 

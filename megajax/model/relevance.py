@@ -150,13 +150,14 @@ def question(loss_mask_BS: jax.Array, image_index_BS: jax.Array) -> jax.Array:
     return (jnp.cumsum(counts_BS, 1) == counts_BS) & (image_index_BS < 0)
 
 
-def query(x_BSD: jax.Array, is_question_BS: jax.Array) -> jax.Array:
+def query(x_BTD: jax.Array, is_question_BT: jax.Array) -> jax.Array:
     """Return the sum [B, D] of the question's embeddings in fp32, brought to an RMS of 1.
 
-    It has no gradient. A row without a question has 0.
+    It has no gradient. A row without a question has 0. Where T is sharded, the sums of the shards
+    are reduced.
     """
-    weight = jnp.expand_dims(is_question_BS, 2)
-    total = jnp.where(weight, lax.stop_gradient(x_BSD).astype(jnp.float32), 0).sum(1)
+    weight = jnp.expand_dims(is_question_BT, 2)
+    total = jnp.where(weight, lax.stop_gradient(x_BTD).astype(jnp.float32), 0).sum(1)
     square = (total * total).mean(1, keepdims=True)
     return total * lax.rsqrt(jnp.maximum(square, _EPSILON**2))
 

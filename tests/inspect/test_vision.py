@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from support import slow
-from vlm import SP, vlm
+from vlm import SP, relevant, vlm
 
 from megajax.config import Config
 from megajax.inspect.audit import audit
@@ -45,6 +45,9 @@ cross = functools.partial(vlm, crossed=True)
         slow(cross(1, 4, train=ROWS['train'] | HALF['train'])),
         slow(cross(2, 4, optim={'shard': 'weights'}, **TWICE)),
         slow(cross(4, 2, **SP, optim={'shard': 'gradients'}, **HALF)),
+        slow(relevant(2, 2, **SP)),
+        slow(relevant(1, 4, **HALF, relevance={'scorer_shards': 2})),
+        slow(relevant(2, 2, crossed=True, optim={'shard': 'weights'}, train={'seq_len': 32})),
     ],
 )
 def test_no_row_sends_more_than_is_stated(config: Config) -> None:

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from support import assert_close, gather, make_batch, on_mesh, random_params, relative_error, slow
-from vlm import SP, vlm
+from vlm import RELEVANCE, SP, relevant
 
 from megajax.config import Config
 from megajax.config.relevance_rules import FEWEST, MOST
@@ -25,37 +25,6 @@ from megajax.train.microbatches import images_of, split, with_weights
 from megajax.train.objective import Objective
 
 LIMIT = 5e-6
-RELEVANCE = {'regions': (2, 1), 'total_tokens': 400, 'scorer_size': 16}
-SMALL = {
-    'vision': {
-        'num_layers': 1,
-        'hidden_size': 16,
-        'num_heads': 2,
-        'ffn_size': 32,
-        'patch_size': 2,
-        'merge_size': 1,
-        'max_patches': 800,
-        'images': 1,
-        'deepstack': (),
-    },
-    'model': {'num_layers': 2, 'max_seq_len': 416},
-}
-
-
-def relevant(data: int = 1, model: int = 1, /, **sections: Any) -> Config:
-    """A small model that gives the two regions of an image 400 tokens."""
-    relevance = RELEVANCE | sections.pop('relevance', {})
-    vision = SMALL['vision'] | sections.pop('vision', {})
-    train = {'batch_size': 8, 'seq_len': 416} | sections.pop('train', {})
-    return vlm(
-        data,
-        model,
-        relevance=relevance,
-        vision=vision,
-        model=SMALL['model'],
-        train=train,
-        **sections,
-    )
 
 
 def pictures(config: Config) -> dict[str, np.ndarray]:
