@@ -76,13 +76,8 @@ def relevant(data: int = 1, model: int = 1, /, **sections: Any) -> Config:
     """A small model that gives the two regions of an image 400 tokens."""
     relevance = RELEVANCE | sections.pop('relevance', {})
     vision = SMALL['vision'] | sections.pop('vision', {})
+    sizes = SMALL['model'] | sections.pop('model', {})
     train = {'batch_size': 8, 'seq_len': 416} | sections.pop('train', {})
     return vlm(
-        data,
-        model,
-        relevance=relevance,
-        vision=vision,
-        model=SMALL['model'],
-        train=train,
-        **sections,
+        data, model, relevance=relevance, vision=vision, model=sizes, train=train, **sections
     )

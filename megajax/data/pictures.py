@@ -132,7 +132,7 @@ def draw_lines(
     *,
     line_size: tuple[int, int] = WORD_SIZE,
 ) -> np.ndarray:
-    """Return a picture of words below each other, each after a square of its color.
+    """Return a picture of words below each other, each after a bar of its color.
 
     uint8 [lines H, W, 3] for a line of `line_size`. Letters are enlarged to fill it, and stand in
     its middle or one row below.
@@ -149,7 +149,7 @@ def draw_lines(
         draw = ImageDraw.Draw(part)
         y = (inner_height - LETTER_HEIGHT) // 2 + int(random.integers(0, 2))
         y = min(y, inner_height - LETTER_HEIGHT)
-        draw.rectangle((1, y + 1, 2 * LETTER_WIDTH - 4, y + LETTER_HEIGHT - 2), fill=MARKS[color])
+        draw.rectangle((1, 1, 2 * LETTER_WIDTH - 4, inner_height - 2), fill=MARKS[color])
         draw.text((2 * LETTER_WIDTH, y), line, fill=(ink,) * 3, font=_bitmap_font())
         large = part.resize((inner_width * scale, inner_height * scale), Image.Resampling.NEAREST)
         image.paste(large, (0, number * height))
