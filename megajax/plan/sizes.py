@@ -6,13 +6,20 @@ the batch over `row`, those around the products have D over it (`parallel/layout
 
 import functools
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from megajax.config import Config, ModelConfig
 from megajax.counts.chunks import chunk_sizes
 from megajax.counts.declaration import Parameter
 from megajax.counts.flops import uses_flash
-from megajax.counts.parameters import dim_sizes, num_elements, own_counts, parameters
+from megajax.counts.parameters import (
+    dim_sizes,
+    num_elements,
+    own_counts,
+    parameters,
+    shape_of,
+)
 from megajax.parallel.layout import Layout
 
 FLOAT32, MASK = 4, 1  # bytes of a number in fp32, and of an element of a dropout mask
@@ -91,11 +98,16 @@ class Sizes:
     def batch(self) -> int:
         """The bytes of tokens, labels and loss mask, and with document masks of what these need.
 
-        For BERT also of segments and token types, and of each row's sentence order.
+        For BERT also of segments and token types, and of each row's sentence order; with an encoder
+        of the images, and of the vectors and places of tokens.
         """
         rows, length = self.config.microbatch_rows, self.length
         of_row = (5 if self.is_masked else 3) * length + (1 if self.model.is_bert else 0)
-        return 4 * of_row * rows * self.config.train.microbatches
+        pixels, vision = 0, self.config.vision
+        if vision is not None:
+            pixels = vision.images * vision.max_patches * vision.pixels
+            of_row += length * (4 if self.model.position == 'mrope' else 1) + 2 * vision.images
+        return (4 * of_row + pixels) * rows * self.config.train.microbatches
 
     @property
     def gathered(self) -> int:
@@ -186,9 +198,9 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
 
     def count(x: Parameter) -> int:
         if x.is_matrix:
-            added = sum(layout.padding(x.dims))  # of D, the one dim that ZeRO shards
-            padded = {**sizes, 'D': sizes['D'] + added}
-            return num_elements(x, padded, layout.shards_at_rest(x.dims))
+            shape = map(sum, zip(shape_of(x.dims, sizes), layout.padding(x.dims), strict=True))
+            shards = layout.shards_at_rest(x.dims)
+            return prod(shape) // prod(shards.get(letter, 1) for letter in x.dims)
         return num_elements(x, sizes, layout.shards)
 
     counts = {name: (x, count(x)) for name, x in parameters(model)}

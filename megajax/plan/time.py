@@ -11,9 +11,10 @@ from collections import defaultdict
 from functools import cached_property
 
 from megajax.config import Config, ConfigError
-from megajax.counts.flops import Flops, step_flops
+from megajax.counts.flops import Flops, step_flops, uses_flash
 from megajax.counts.products import Phase, Product, products
 from megajax.counts.stages import ticks
+from megajax.plan.encoder import as_model
 from megajax.plan.launches import launch_seconds
 from megajax.plan.layouts import changed
 from megajax.plan.memory_traffic import (
@@ -198,6 +199,9 @@ class Timer:
             product_seconds(product, config, cluster, program.attention) for product in work
         ]
         moved = [*traffic_of_layers(config, flash=flash), *traffic_of_loss(at_head)]
+        if config.vision is not None:
+            encoder = as_model(config)
+            moved += traffic_of_layers(encoder, flash=flash and uses_flash(encoder))
         of_traffic = [traffic_seconds(operation, cluster) for operation in moved]
         times = [product.times for product in work] + [operation.times for operation in moved]
         seconds = defaultdict[tuple[str, Phase], float](float)
