@@ -77,8 +77,8 @@ def _cross_attention(model: ModelConfig) -> Declared:
         'query_norm': norm(model, 'h', partial='N'),
         'out': {'weight': Parameter('NhD', Role.MATRIX, out_std(model))},
     }
-    # Closed gates: at the start the model is that of text.
-    gates = Parameter('U', Role.VECTOR, partial='T')
+    assert model.vision is not None
+    gates = Parameter('U', Role.VECTOR, value=model.vision.cross_gate, partial='T')
     return {
         'key_value': {'weight': Parameter('DJKUH', Role.MATRIX, model.init_std)},
         'key_norm': prefixed(norm(model, 'h', partial='N'), 'J'),

@@ -81,7 +81,7 @@ def lines_picture(
 ) -> Picture:
     """Draw picture `index` of four words, each beside a mark of another color; one is asked for.
 
-    A line has `line_size` pixel rows and columns, so regions 4 x 1 hold one line each.
+    Those to train on have one to four words, since a reader learns first from a single one. A line has `line_size` pixel rows and columns, so regions 4 x 1 hold one line each.
     """
     random = np.random.default_rng([seed, index])
     colors = [str(name) for name in random.choice(list(MARKS), LINES, replace=False)]
@@ -90,9 +90,12 @@ def lines_picture(
         word = _choose(part, random, index * LINES + len(chosen))
         chosen += [word] if word not in chosen else []
     line = int(random.integers(LINES))
+    if part == 'train':
+        kept = random.permutation(LINES)[: random.integers(LINES)]
+        chosen = [word if i in (line, *kept) else '' for i, word in enumerate(chosen)]
     return Picture(
         image_HWC=draw_lines(chosen, colors, random, line_size=line_size),
-        question=f'the line at {colors[line]}? {IMAGE}:',
+        question=f'the line at {colors[line]:>6}? {IMAGE}:',
         answer=chosen[line],
         line=line,
     )
@@ -149,7 +152,8 @@ def draw_lines(
         draw = ImageDraw.Draw(part)
         y = (inner_height - LETTER_HEIGHT) // 2 + int(random.integers(0, 2))
         y = min(y, inner_height - LETTER_HEIGHT)
-        draw.rectangle((1, 1, 2 * LETTER_WIDTH - 4, inner_height - 2), fill=MARKS[color])
+        if line:
+            draw.rectangle((1, 1, 2 * LETTER_WIDTH - 4, inner_height - 2), fill=MARKS[color])
         draw.text((2 * LETTER_WIDTH, y), line, fill=(ink,) * 3, font=_bitmap_font())
         large = part.resize((inner_width * scale, inner_height * scale), Image.Resampling.NEAREST)
         image.paste(large, (0, number * height))
