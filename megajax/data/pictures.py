@@ -81,7 +81,8 @@ def lines_picture(
 ) -> Picture:
     """Draw picture `index` of four words, each beside a mark of another color; one is asked for.
 
-    Those to train on have one to four words, since a reader learns first from a single one. A line has `line_size` pixel rows and columns, so regions 4 x 1 hold one line each.
+    Those to train on have one to four words, since a reader learns first from a single one. A line
+    has `line_size` pixel rows and columns, so regions 4 x 1 hold one line each.
     """
     random = np.random.default_rng([seed, index])
     colors = [str(name) for name in random.choice(list(MARKS), LINES, replace=False)]

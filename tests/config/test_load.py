@@ -172,7 +172,7 @@ def test_a_missing_file_names_the_nearest_preset() -> None:
     (message,) = mistakes('configs/llama3_8.yaml')
     assert message.startswith(
         'configs/llama3_8.yaml: no such file or preset; did you mean llama3_8b? presets: '
-        'bert_1.3b, '
+        'arr_coc_32b, bert_1.3b, '
     )
 
 

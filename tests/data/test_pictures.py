@@ -89,7 +89,7 @@ def test_the_answer_is_the_line_beside_the_mark(line_size: tuple[int, int]) -> N
     for i in range(20):
         picture = lines_picture('held_out', 1, i, line_size=line_size)
         assert picture.image_HWC.shape == (4 * height, width, 3)
-        color = picture.question.removeprefix('the line at ').removesuffix('? <image>:')
+        color = picture.question.removeprefix('the line at ').removesuffix('? <image>:').strip()
         assert picture.answer in words()['held_out']
         lines = picture.image_HWC.reshape(4, height, width, 3).astype(int)
         matches = (np.abs(lines - MARKS[color]).max(axis=-1) < 40).sum(axis=(1, 2))
