@@ -67,7 +67,10 @@ def _error(rule: str, message: str) -> Finding:
 def _replicated(config: Config, compiled: CompiledStep) -> Iterator[Finding]:
     declared = dict(parameters(config.model))
     for parameter in replicated_over_model(compiled):
-        dims = declared[parameter.name].dims
+        declaration = declared[parameter.name]
+        if declaration.is_of_encoder and not declaration.is_matrix:
+            continue  # small, and gathering them would take longer than it saves
+        dims = declaration.dims
         is_sharded_by_megatron = any(dim in SHARDED_BY_MEGATRON for dim in dims)
         if parameter.bytes_per_device > REPLICATED_LIMIT and is_sharded_by_megatron:
             message = (

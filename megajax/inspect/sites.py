@@ -78,7 +78,9 @@ def _of_encoder(collective: Collective, config: Config) -> Site | None:
     if 'model' not in collective.axes:
         return None
     if config.relevance is not None:
-        names = {'all-gather': ('texture', 'scores', 'gate'), 'all-reduce': ('query',)}
+        names: dict[str, tuple[str, ...]] = {'all-gather': ('texture', 'scores', 'gate')}
+        if 'query' in re.findall(r'\w+', collective.op_name):
+            names['all-reduce'] = ('query',)
         for name in names.get(collective.kind, ()):
             if dims == relevance_arrays(config)[name].dims:
                 return Site('relevance', 'backward' if name == 'gate' else 'forward', axis)
