@@ -118,7 +118,8 @@ def destination(
     the array for later, or adds it to a sum, does not count as a reader. A product to which XLA
     gave the path of the operation after it counts only if no other product reads the array.
     """
-    first, product, ahead, known = '', '', [producer], {producer.name}
+    first, product = '', ''
+    ahead, known = [producer], {producer.name}
     for source in ahead:
         for user in computation.users.get(source.name, ()):
             if (

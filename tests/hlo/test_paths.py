@@ -51,3 +51,31 @@ def test_the_product_behind_what_hands_an_array_on_is_its_destination(between):
 def test_without_a_product_the_first_reader_is_its_destination():
     text = program('sine(%gather), metadata={op_name="jit(f)/norm/sin"}')
     assert destination(text, text.entry, text.entry.by_name['gather'], 0) == 'jit(f)/norm/sin'
+
+
+def test_a_reader_is_found_however_many_ways_lead_to_it():
+    """Each of 60 sums doubles the ways, of which there are 2^60."""
+    square = 'f32[8,8]{1,0}'
+    sums = [
+        f'%left{i} = {square} copy(%sum{i})\n  %right{i} = {square} copy(%sum{i})\n'
+        f'  %sum{i + 1} = {square} fusion(%left{i}, %right{i}), kind=kLoop, calls=%added'
+        for i in range(60)
+    ]
+    body = '\n  '.join(sums)
+    text = Program(f"""HloModule jit_f, is_scheduled=true
+
+%added (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {{
+  %a = {square} parameter(0)
+  %b = {square} parameter(1)
+  ROOT %both = {square} add(%a, %b)
+}}
+
+ENTRY %main (p: f32[2,8]) -> f32[8,8] {{
+  %p = f32[2,8]{{1,0}} parameter(0)
+  %sum0 = {square} all-gather(%p), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}
+  {body}
+  ROOT %sine = {square} sine(%sum60), metadata={{op_name="jit(f)/norm/sin"}}
+}}
+""")
+    gather = text.entry.by_name['sum0']
+    assert destination(text, text.entry, gather, 0) == 'jit(f)/norm/sin'

@@ -98,8 +98,8 @@ def test_a_disk_that_fails_costs_checkpoints_and_only_the_last_ends_the_run_with
     wait_for(lambda: max(find_steps(disk)) > failed)
     breaks(disk)
     broken = len(losses(run))
-    wait_for(lambda: len(losses(run)) > broken + 40)  # the save that was begun has failed
-    breaks(disk)  # what it had written was room again
+    wait_for(lambda: len(losses(run)) > broken + 40)
+    breaks(disk)  # A save that was under way has failed, and its files have left room.
     kept = find_steps(disk)
     process.send_signal(signal.SIGTERM)
     code, said = finish(process)

@@ -174,6 +174,4 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = pytest.mark.faults(Run.TestCase)
-TestRun.settings = settings(
-    max_examples=12, stateful_step_count=10, deadline=None, derandomize=True
-)
+TestRun.settings = settings(max_examples=12, stateful_step_count=10, derandomize=True)
