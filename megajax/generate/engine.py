@@ -1,6 +1,7 @@
-"""The two compiled functions of generation: one reads prompts, the other generates tokens.
+"""The compiled functions of generation: one reads prompts, another generates tokens.
 
-The second generates several tokens per dispatch.
+The second generates several tokens per dispatch. A third encodes the images of the first of several
+batches; those of the others are encoded beside the layers that read the batch before.
 """
 
 import functools
@@ -14,11 +15,11 @@ from jax import lax
 from megajax.config import Config
 from megajax.generate.cache import KeysValues, decode, prefill, write
 from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
-from megajax.generate.seen import SeenPrompts, see
+from megajax.generate.seen import PromptBatch, SeenPrompts, look
 from megajax.generate.weights import LayerWeights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
 from megajax.model.cross_attention import Seen
-from megajax.model.images import Images, add_deep
+from megajax.model.images import add_deep
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 
@@ -44,6 +45,8 @@ class Rows(NamedTuple):
     seen: Seen | None = None  # the keys and values of images, and those that later tokens see
 
 
+# Prompts before the first layer, and the slot less position of new tokens [B].
+Start = tuple[SeenPrompts, jax.Array]
 # Rows, new tokens [B, S], their number, whether any row continues.
 Carry = tuple[Rows, jax.Array, jax.Array, jax.Array]
 
@@ -59,6 +62,7 @@ class Engine:
         self._layout = Layout.of(config)
         self._graphs = graphs(config)
         options = cures(target)
+        self.look = jax.jit(self._look, compiler_options=options)
         self.read = jax.jit(
             self._read, static_argnames=('num_slots', 'sampling'), compiler_options=options
         )
@@ -69,38 +73,40 @@ class Engine:
             compiler_options=options,
         )
 
+    def _look(self, weights: LayerWeights, batch: PromptBatch, *, is_beside: bool = False) -> Start:
+        """Do for prompts all that comes before the layers, alone or beside the layers of others."""
+        decoder = nnx.merge(self._graphs.decoder, weights.rest)
+        if decoder.vision is not None:
+            decoder.vision.is_unrolled = is_beside
+        return look(decoder, batch, self.config.train.dtype, self._layout)
+
     def _read(
         self,
         weights: LayerWeights,
-        token_BS: jax.Array,
-        length_B: jax.Array,
+        batch: PromptBatch,
         left_B: jax.Array,
         number_B: jax.Array,
         seed: jax.Array,
         eod: jax.Array,
-        images: Images | None = None,
-        image_position_BS: jax.Array | None = None,
+        start: Start | None = None,
+        following: PromptBatch | None = None,
         *,
         num_slots: int,
         sampling: Sampling,
-    ) -> tuple[Rows, jax.Array]:
+    ) -> tuple[Rows, jax.Array, Start | None]:
         """Read prompts and generate their first tokens [B, 1].
 
-        A prompt is the last `length_B` tokens of its row. With images their tokens have positions
-        of their own, [B, S] or [B, S, 3].
+        `start` is what `look` returned for them. With a `following` batch the last result is its
+        start: nothing in it waits for these prompts, so XLA encodes its images while the layers'
+        all-reduces are under way. A prompt's own images come before its layers.
         """
         layout = self._layout
-        token_BS = jax.reshard(token_BS, layout('BS'))
-        length_B, left_B, number_B = (
-            jax.reshard(x, layout('B')) for x in (length_B, left_B, number_B)
-        )
-        first_B = token_BS.shape[1] - length_B
-        position_BS, segment_BS, origin_B = _places(token_BS, first_B, image_position_BS, layout)
-        decoder, dtype = nnx.merge(self._graphs.decoder, weights.rest), self.config.train.dtype
-        x_BSD = decoder.embed(token_BS, dtype, position_BS=position_BS)  # all-reduce
-        prompts = SeenPrompts(x_BSD, position_BS, segment_BS)
-        if images is not None:
-            prompts = see(decoder, prompts, images, layout)
+        left_B, number_B = (jax.reshard(x, layout('B')) for x in (left_B, number_B))
+        prompts, origin_B = self._look(weights, batch) if start is None else start
+        after = None if following is None else self._look(weights, following, is_beside=True)
+        decoder = nnx.merge(self._graphs.decoder, weights.rest)
+        token_BS = jax.reshard(batch.token_BS, layout('BS'))
+        first_B = token_BS.shape[1] - jax.reshard(batch.length_B, layout('B'))
         x_BSD, position_BS, segment_BS, deep_BSAD, seen, is_empty_BS, tokens_BIR = prompts
         core, caches = prefill(layout, segment_BS, num_slots), []
         for index, layer in enumerate(weights.layers):
@@ -124,7 +130,7 @@ class Engine:
             None if seen is None else seen._replace(seen_BSY=seen.seen_BSY[:, -1:]),
         )
         rows, token_B = self._sample(decoder, x_BSD[:, -1:], rows, seed, eod, sampling)
-        return rows, jax.reshard(token_B[:, None], layout('--'))
+        return rows, jax.reshard(token_B[:, None], layout('--')), after
 
     def _make(
         self,
@@ -224,23 +230,6 @@ class Engine:
             return rows._replace(token_B=token_B, slot=slot, left_B=left_B), jnp.where(
                 ended_B, NO_TOKEN, token_B
             )
-
-
-def _places(
-    token_BS: jax.Array, first_B: jax.Array, image_position_BS: jax.Array | None, layout: Layout
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the positions of prompts, their segments, and the slot less position of new tokens.
-
-    Padding is a separate document.
-    """
-    length = token_BS.shape[1]
-    position_BS = jnp.arange(length)[None] - first_B[:, None]
-    segment_BS = (position_BS >= 0).astype(jnp.int32)
-    if image_position_BS is None:
-        return jnp.maximum(position_BS, 0), segment_BS, first_B
-    position_BS = jax.reshard(image_position_BS, layout('BS'))
-    last_B = position_BS.max(range(1, position_BS.ndim))
-    return position_BS, segment_BS, length - 1 - last_B
 
 
 def _in_slots(is_empty_BS: jax.Array, num_slots: int) -> jax.Array:

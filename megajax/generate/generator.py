@@ -1,7 +1,9 @@
 """Generation of texts from prompts: rows of different lengths, a few tokens per dispatch."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator as GeneratorType
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from flax import nnx
@@ -9,9 +11,10 @@ from flax import nnx
 from megajax.config import Config, ConfigError
 from megajax.data import Tokenizer
 from megajax.generate.continuation import Continuation
-from megajax.generate.engine import NO_TOKEN, engine
+from megajax.generate.engine import NO_TOKEN, Start, engine
 from megajax.generate.image_prompts import PromptImages, stack
 from megajax.generate.sampling import Sampling
+from megajax.generate.seen import PromptBatch
 from megajax.generate.weights import inference_config, make_weights
 
 TOKENS_AT_ONCE = 16  # tokens generated per dispatch, between two searches for stops
@@ -20,6 +23,7 @@ SLOTS = 64  # divisor of the cache's number of slots, so that other lengths seld
 SHORTEST = 16  # tokens; prompts are padded to this length or a larger power of two
 
 Prompt = Sequence[int]
+T = TypeVar('T')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,19 @@ class Request:
             )
 
 
+class Batch(NamedTuple):
+    """Prompts that are continued together."""
+
+    first: int  # number of the first prompt
+    rows: list[Continuation]
+    arrays: PromptBatch
+    limit_B: np.ndarray  # the most tokens that each row can have
+
+
+# The number of a batch's first prompt and its rows; at the end the start of the next batch.
+_Growth = GeneratorType[tuple[int, list[Continuation]], None, Start | None]
+
+
 class Generator:
     """A model that generates text on the current mesh.
 
@@ -72,86 +89,96 @@ class Generator:
         prompts: Sequence[Prompt],
         request: Request,
         images: Sequence[PromptImages] | None = None,
-        *,
-        first: int = 0,
-        size: int | None = None,
     ) -> Iterator[list[Continuation | None]]:
         """Yield all continuations each time they grow, with None for those that have not begun.
 
         A prompt has at least one token; `images` are those of each prompt. The random numbers of a
-        prompt follow from its number: the first one has the number `first`. A batch has at least
-        `size` rows, so that calls with fewer prompts compile nothing again.
+        prompt follow from its number.
         """
         all_rows: list[Continuation | None] = [None] * len(prompts)
-        for start in range(0, len(prompts), BATCH_SIZE):
-            batch = prompts[start : start + BATCH_SIZE]
-            rows = [self._continuation(prompt, request) for prompt in batch]
-            all_rows[start : start + len(batch)] = rows
-            for _ in self._grow(
-                batch,
-                rows,
-                first + start,
-                size=size or min(len(prompts), BATCH_SIZE),
-                request=request,
-                images=images and images[start : start + len(batch)],
-            ):
-                yield all_rows
+        parts = [slice(at, at + BATCH_SIZE) for at in range(0, len(prompts), BATCH_SIZE)]
+        batches = ((prompts[part], images and images[part]) for part in parts)
+        for first, rows in self.batches(batches, request, min(len(prompts), BATCH_SIZE)):
+            all_rows[first : first + len(rows)] = rows
+            yield all_rows
+
+    def batches(
+        self,
+        batches: Iterable[tuple[Sequence[Prompt], Sequence[PromptImages] | None]],
+        request: Request,
+        size: int,
+    ) -> Iterator[tuple[int, list[Continuation]]]:
+        """Yield the continuations of a batch each time they grow, and the number of the first.
+
+        A batch of fewer than `size` prompts is padded instead of compiled. The images of the next
+        batch are encoded beside the layers that read the prompts of this one.
+        """
+        start: Start | None = None
+        for batch, following in with_next(self._prepared(batches, request, size)):
+            if start is None and following is not None and batch.arrays.images is not None:
+                start = self._engine.look(self._weights, batch.arrays)
+            # The last of several batches looks at itself again: no other `read` is compiled.
+            ahead = None if start is None else following or batch
+            start = yield from self._grow(batch, request, start, ahead)
 
     def _continuation(self, prompt: Prompt, request: Request) -> Continuation:
         eod = self.tokenizer.eod if self.tokenizer and request.to_eod else NO_TOKEN
         limit = min(request.max_tokens, self.config.model.max_seq_len - len(prompt))
         return Continuation(prompt, self.tokenizer, limit=limit, eod=eod, stops=request.stops)
 
-    def _grow(
+    def _prepared(
         self,
-        prompts: Sequence[Prompt],
-        rows: Sequence[Continuation],
-        number: int,
-        *,
-        size: int,
+        batches: Iterable[tuple[Sequence[Prompt], Sequence[PromptImages] | None]],
         request: Request,
-        images: Sequence[PromptImages] | None = None,
-    ) -> Iterator[None]:
-        """Grow rows, the first of which has this `number`, to their ends.
+        size: int,
+    ) -> Iterator[Batch]:
+        """Yield the arrays of each batch, and the continuations of its prompts."""
+        size, first = -(-size // self.config.mesh.data) * self.config.mesh.data, 0
+        for prompts, images in batches:
+            longest = max(map(len, prompts))
+            length = max(SHORTEST, 1 << (longest - 1).bit_length())
+            length = min(length, self.config.model.max_seq_len)
+            rows = [self._continuation(prompt, request) for prompt in prompts]
+            token_BS = np.zeros((size, length), np.int32)
+            length_B, limit_B = np.ones(size, np.int32), np.zeros(size, np.int32)
+            for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
+                token_BS[i, length - len(prompt) :] = prompt
+                length_B[i], limit_B[i] = len(prompt), row.limit
+            beside = () if images is None else stack(images, size, length)
+            yield Batch(first, rows, PromptBatch(token_BS, length_B, *beside), limit_B)
+            first += len(prompts)
 
-        A batch of fewer than `size` rows is padded instead of compiled.
-        """
-        size = -(-size // self.config.mesh.data) * self.config.mesh.data
-        longest = max(map(len, prompts))
-        length = min(max(SHORTEST, 1 << (longest - 1).bit_length()), self.config.model.max_seq_len)
-        token_BS = np.zeros((size, length), np.int32)
-        count_B, wanted_B = np.ones(size, np.int32), np.zeros(size, np.int32)
-        for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
-            token_BS[i, length - len(prompt) :] = prompt
-            count_B[i], wanted_B[i] = len(prompt), row.limit
-        number_B = number + np.arange(size, dtype=np.int32)
+    def _grow(
+        self, batch: Batch, request: Request, start: Start | None, ahead: Batch | None
+    ) -> _Growth:
+        """Yield as `batches` does to the end of all rows, and return the start of those ahead."""
+        size, length = batch.arrays.token_BS.shape
         seed = np.uint32(request.seed)
         eod = np.int32(self.tokenizer.eod if self.tokenizer and request.to_eod else NO_TOKEN)
-        num_slots = (
-            -(-(length + min(request.max_tokens, self.config.model.max_seq_len)) // SLOTS) * SLOTS
-        )
-        state, new_BS = self._engine.read(
+        limit = length + min(request.max_tokens, self.config.model.max_seq_len)
+        state, new_BS, after = self._engine.read(
             self._weights,
-            token_BS,
-            count_B,
-            wanted_B,
-            number_B,
+            batch.arrays,
+            batch.limit_B,
+            batch.first + np.arange(size, dtype=np.int32),
             seed,
             eod,
-            *(() if images is None else stack(images, size, length)),
-            num_slots=num_slots,
+            start,
+            None if ahead is None else ahead.arrays,
+            num_slots=-(-limit // SLOTS) * SLOTS,
             sampling=request.sampling,
         )
+        rows = batch.rows
         if state.tokens_BIR is not None:
             for row, tokens_IR in zip(rows, np.asarray(state.tokens_BIR), strict=False):
                 row.region_tokens = tokens_IR
         while True:
             for row, ids in zip(rows, np.asarray(new_BS), strict=False):
                 row.add(ids[ids != NO_TOKEN].tolist())
-            yield
+            yield batch.first, rows
             is_wanted_B = np.array([row.end is None for row in rows] + [False] * (size - len(rows)))
             if not is_wanted_B.any():
-                return
+                return after
             state, new_BS = self._engine.make(
                 self._weights,
                 state,
@@ -161,6 +188,25 @@ class Generator:
                 num_tokens=TOKENS_AT_ONCE,
                 sampling=request.sampling,
             )
+
+
+def with_next(items: Iterable[T]) -> Iterator[tuple[T, T | None]]:
+    """Yield each item with the one after it, or None.
+
+    What making that one raises is raised in its turn.
+    """
+    rest = iter(items)
+    item, failure = next(rest, None), None
+    while item is not None:
+        following = None
+        try:
+            following = next(rest, None)
+        except ConfigError as error:
+            failure = error
+        yield item, following
+        if failure is not None:
+            raise failure
+        item = following
 
 
 def generate(

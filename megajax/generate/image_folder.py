@@ -69,16 +69,13 @@ def answer_all(
     An answer does not depend on the batch. Raises ConfigError with the name of a picture that
     breaks off, once all pictures of the batches before are answered.
     """
-    first = 0
-    for prompts in read_ahead(reader, documents, batch_size):
-        tokens, images = zip(*prompts, strict=True)
-        answered = 0
-        size = min(len(documents), batch_size)
-        for rows in generator.stream(tokens, request, images, first=first, size=size):
-            while answered < len(rows) and (row := rows[answered]) and row.end:
-                yield Answer(documents[first + answered].paths[0], row)
-                answered += 1
-        first += len(prompts)
+    read = read_ahead(reader, documents, batch_size)
+    batches = (tuple(zip(*prompts, strict=True)) for prompts in read)
+    answered = 0
+    for first, rows in generator.batches(batches, request, min(len(documents), batch_size)):
+        while answered < first + len(rows) and (row := rows[answered - first]).end:
+            yield Answer(documents[answered].paths[0], row)
+            answered += 1
 
 
 def read_ahead(

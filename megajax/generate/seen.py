@@ -4,6 +4,8 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from megajax.model.budget import num_tokens
 from megajax.model.cross_attention import Seen
@@ -11,6 +13,17 @@ from megajax.model.detail import detail_of
 from megajax.model.images import Images, merge_images_of_shards, of_shards
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
+
+
+class PromptBatch(NamedTuple):
+    """Prompts, each the last `length_B` tokens of its row, and their images."""
+
+    token_BS: jax.Array | np.ndarray
+    length_B: jax.Array | np.ndarray
+    images: Images | None = None
+    position_BS: jax.Array | np.ndarray | None = (
+        None  # of tokens, where there are images: [B, S] or [B, S, 3]
+    )
 
 
 class SeenPrompts(NamedTuple):
@@ -54,3 +67,36 @@ def see(
     assert segments is not None
     deep_BSAD, is_empty_BS = merged.deep_BTAD, merged.is_empty_BS
     return SeenPrompts(merged.x_BTD, positions, segments, deep_BSAD, None, is_empty_BS, tokens_BIR)
+
+
+def look(
+    decoder: LanguageModel, batch: PromptBatch, dtype: str, layout: Layout
+) -> tuple[SeenPrompts, jax.Array]:
+    """Return prompts before the first layer, and the slot less position of new tokens [B].
+
+    This is all that comes before the layers: for images relevance and the encoder, which
+    communicate little.
+    """
+    token_BS = jax.reshard(batch.token_BS, layout('BS'))
+    position_BS, segment_BS, origin_B = _places(batch, layout)
+    x_BSD = decoder.embed(token_BS, dtype, position_BS=position_BS)  # all-reduce
+    prompts = SeenPrompts(x_BSD, position_BS, segment_BS)
+    return prompts if batch.images is None else see(
+        decoder, prompts, batch.images, layout
+    ), origin_B
+
+
+def _places(batch: PromptBatch, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the positions of prompts, their segments, and the slot less position of new tokens.
+
+    Padding is a separate document.
+    """
+    length = batch.token_BS.shape[1]
+    first_B = length - jax.reshard(batch.length_B, layout('B'))
+    position_BS = jnp.arange(length)[None] - first_B[:, None]
+    segment_BS = (position_BS >= 0).astype(jnp.int32)
+    if batch.position_BS is None:
+        return jnp.maximum(position_BS, 0), segment_BS, first_B
+    position_BS = jax.reshard(batch.position_BS, layout('BS'))
+    last_B = position_BS.max(range(1, position_BS.ndim))
+    return position_BS, segment_BS, length - 1 - last_B

@@ -128,8 +128,8 @@ class Graphs(NamedTuple):
 
 def graphs(config: Config) -> Graphs:
     """Return the graph definitions of a model's parts."""
-    layout, key = Layout.of(config), jax.random.key(0)
-    decoder = jax.eval_shape(lambda: LanguageModel(config.model, layout, key=key))
+    layout = Layout.of(config)
+    decoder = jax.eval_shape(lambda: LanguageModel(config.model, layout, key=jax.random.key(0)))
     block, cross = nnx.graphdef(decoder.layers), None
     del decoder.layers
     if decoder.cross is not None:

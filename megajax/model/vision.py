@@ -29,6 +29,9 @@ class Encoder(nnx.Module):
     def __init__(self, model: ModelConfig, *, key: jax.Array):
         assert model.vision is not None
         self.config, blocks = model.vision, model.vision.blocks
+        # Whether the layers are separate instructions, which XLA can run beside collectives; a loop
+        # is one.
+        self.is_unrolled = False
         parameters = Parameters.of_encoder(model)
         patch_key, position_key, layers_key, merger_key, deep_key = jax.random.split(key, 5)
         self.patch = PatchEmbedding(parameters['patch'], key=patch_key)
@@ -95,7 +98,8 @@ class Encoder(nnx.Module):
         tap_AIPD = jnp.broadcast_to(0 * x_IPD[None], (len(taps), *x_IPD.shape))
         with jax.named_scope('layers'):
             index = jnp.arange(blocks.num_layers)
-            return lax.scan(layer, (x_IPD, tap_AIPD), (self.layers, index))[0]
+            layers = self.layers, index
+            return lax.scan(layer, (x_IPD, tap_AIPD), layers, unroll=self.is_unrolled)[0]
 
 
 class PatchEmbedding(nnx.Module):

@@ -5,7 +5,7 @@ import pytest
 import megajax
 from megajax.config import presets
 from megajax.counts.megatron import Expected, expected
-from megajax.counts.parameters import num_parameters
+from megajax.counts.parameters import own_counts
 
 
 def config(name: str = 'megatron_8.3b', *overrides: str) -> megajax.Config:
@@ -87,7 +87,7 @@ def test_a_mesh_of_one_sends_nothing():
 def test_each_number_of_a_device_is_reduced_over_data_once_in_fp32(name):
     one_microbatch = 'mesh.model=1', 'mesh.context=1', 'optim.shard=none', 'train.microbatches=1'
     loaded = config(name, 'mesh.data=8', *one_microbatch)
-    gradients = 4 * num_parameters(loaded.model, padded=True)
+    gradients = 4 * own_counts(loaded, learned=True).all
     assert wire_bytes(expected(loaded), 'gradients') == 2 * 7 / 8 * gradients
 
 

@@ -208,7 +208,8 @@ def test_each_token_but_the_first_is_predicted_once_from_what_a_window_holds(
     num_tokens: int, length: int, stride: int
 ) -> None:
     predicted: list[int] = []
-    for number, (tokens, num_targets) in enumerate(windows(range(num_tokens), length, stride)):
+    for number, window in enumerate(windows(range(num_tokens), length, stride)):
+        tokens, num_targets = window.tokens, window.num_targets
         assert list(tokens) == list(range(tokens[0], tokens[-1] + 1))
         assert len(tokens) <= length + 1
         assert num_targets <= stride or number == 0

@@ -21,6 +21,7 @@ from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer
 from megajax.generate import Continuation, Generator, Request, Sampling, encode_prompts, generate
 from megajax.generate.engine import Rows, _any_left, engine
 from megajax.generate.sampling import choose, most_probable, row_keys
+from megajax.generate.seen import PromptBatch
 from megajax.generate.weights import LayerWeights, make_weights
 from megajax.inspect import assert_collectives
 from megajax.interop.huggingface.families import read_config_json
@@ -139,10 +140,9 @@ def abstract_rows(config: Config, count: int) -> tuple[LayerWeights, Rows]:
     """The arguments of a decode step in shapes and places."""
     weights = make_weights(config, make_params(config))
     zeros = np.zeros(count, np.int32)
-    rows, _ = engine(config).read(
+    rows, *_ = engine(config).read(
         weights,
-        np.zeros((count, 16), np.int32),
-        zeros + 16,
+        PromptBatch(np.zeros((count, 16), np.int32), zeros + 16),
         zeros + 9,
         zeros,
         np.uint32(0),
@@ -349,32 +349,51 @@ class FakeEngine:
         self.wanted: list[list[bool]] = []
 
     def read(
-        self, _: object, *arrays: np.ndarray, num_slots: int, sampling: Sampling
-    ) -> tuple[np.ndarray, np.ndarray]:
-        names = ('token_BS', 'length_B', 'left_B', 'number_B', 'seed', 'eod')
-        asked = SimpleNamespace(
-            **dict(zip(names, arrays, strict=True)), num_slots=num_slots, sampling=sampling
+        self,
+        _: object,
+        batch: PromptBatch,
+        left_B: np.ndarray,
+        number_B: np.ndarray,
+        seed: int,
+        eod: int,
+        *ahead: None,
+        num_slots: int,
+        sampling: Sampling,
+    ) -> tuple[SimpleNamespace, np.ndarray, None]:
+        assert ahead == (None, None)  # without images there is nothing to look at
+        self.reads.append(
+            SimpleNamespace(
+                token_BS=batch.token_BS,
+                length_B=batch.length_B,
+                left_B=left_B,
+                number_B=number_B,
+                seed=seed,
+                eod=eod,
+                num_slots=num_slots,
+                sampling=sampling,
+            )
         )
-        self.reads.append(asked)
-        return asked.left_B - 1, np.where(asked.left_B > 0, asked.number_B, -1)[:, None]
+        state = SimpleNamespace(left_B=left_B - 1, tokens_BIR=None)
+        return state, np.where(left_B > 0, number_B, -1)[:, None], None
 
     def make(
         self,
         _: object,
-        left_B: np.ndarray,
+        state: SimpleNamespace,
         is_wanted_B: np.ndarray,
         seed: int,
         eod: int,
         *,
         num_tokens: int,
         sampling: Sampling,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        asked = self.reads[-1]
+    ) -> tuple[SimpleNamespace, np.ndarray]:
+        asked, left_B = self.reads[-1], state.left_B
         assert (seed, eod, sampling) == (asked.seed, asked.eod, asked.sampling)
         self.wanted.append(is_wanted_B.tolist())
         assert len(self.wanted) < 100, 'a row never ends'
         is_made_BM = (np.arange(num_tokens) < np.minimum(left_B, 2)[:, None]) & is_wanted_B[:, None]
-        return left_B - 2, np.where(is_made_BM, asked.number_B[:, None], -1)
+        state = SimpleNamespace(left_B=left_B - 2)
+        return state, np.where(is_made_BM, asked.number_B[:, None], -1)
 
 
 @pytest.fixture(name='fake')

@@ -9,7 +9,7 @@ from support import make_config, on_mesh
 from megajax.config import ModelConfig
 from megajax.model.parameters import Parameters
 from megajax.model.rotary import position_frequencies, rotate
-from megajax.model.vision import Encoder, PatchPosition, places
+from megajax.model.vision import Encoder, PatchPosition, numbers_of, places
 
 VISION = {
     'num_layers': 2,
@@ -69,9 +69,12 @@ def test_an_image_does_not_see_what_stands_in_the_empty_places_of_its_slot() -> 
     grid = jnp.array([[4, 4], [2, 2]])
     with on_mesh(make_config('llama')):
         encoder = Encoder(config, key=jax.random.key(0))
-        first = encoder(jnp.array(pixels), grid, jnp.float32)
+        place, segment = places(grid, config.vision)
+        numbers = numbers_of(jnp.array(pixels), grid, config.vision)
+        first = encoder(numbers, grid, place, segment)
         pixels[0, 16:], pixels[1, 4:] = 0, 255
-        second = encoder(jnp.array(pixels), grid, jnp.float32)
+        numbers = numbers_of(jnp.array(pixels), grid, config.vision)
+        second = encoder(numbers, grid, place, segment)
     np.testing.assert_array_equal(first[0, :4], second[0, :4])
     np.testing.assert_array_equal(first[1, :1], second[1, :1])
     assert first.shape == (2, 6, 2, config.hidden_size)

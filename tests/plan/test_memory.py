@@ -9,7 +9,7 @@ import pytest
 
 import megajax
 from megajax.config import presets
-from megajax.counts.parameters import num_parameters
+from megajax.counts.parameters import num_parameters, own_counts
 from megajax.plan.memory import StepMemory, kept_by_layer, largest_microbatch, memory
 
 GPU = 85 * 10**9
@@ -69,9 +69,10 @@ def test_without_flash_attention_a_layer_keeps_its_scores(
 
 
 @pytest.mark.parametrize('name', presets())
-def test_state_is_twelve_bytes_a_parameter(name: str) -> None:
+def test_state_is_four_bytes_a_parameter_and_eight_more_if_it_is_learned(name: str) -> None:
     loaded = config(name, 'mesh.context=1', model=1)
-    assert memory(loaded).state == 12 * num_parameters(loaded.model, padded=True)
+    learned = own_counts(loaded, learned=True).all
+    assert memory(loaded).state == 4 * num_parameters(loaded.model, padded=True) + 8 * learned
 
 
 def rung(shard: str, *overrides: str, **choices: Any) -> StepMemory:
