@@ -39,7 +39,7 @@ from megajax.train.step import init_state
 TARGET, DEVICES = 'h100', 8
 PRESETS = 'qwen3_vl_8b', 'arr_coc_32b'
 # of the source of an instruction: what comes before the layers of the decoder
-BEFORE_LAYERS = re.compile(r'/(vision|relevance)\b')
+BEFORE_LAYERS = re.compile(r'\b(vision|relevance)\b')
 TEXT = 64  # tokens beside those of the picture
 
 
@@ -134,8 +134,7 @@ def encodes_beside(program: Program, collective: Collective) -> bool:
         return False
     home, begin, end = under_way
     return any(
-        flops(program, home, instruction)
-        and BEFORE_LAYERS.search(program.source(instruction) + instruction.line)
+        flops(program, home, instruction) and BEFORE_LAYERS.search(instruction.op_name)
         for instruction in home.instructions[begin + 1 : end]
     )
 

@@ -45,9 +45,16 @@ class PromptReader:
         """Return a prompt in which each `<image>` stands for the next of the files `images`.
 
         Only the headers of the files are read. Raises ConfigError if one is no picture, if their
-        numbers differ, and for a prompt that leaves no room in `model.max_seq_len`.
+        numbers differ, for a prompt that leaves no room in `model.max_seq_len`, and with relevance
+        for one that ends with a picture.
         """
         document = encode_prompt(text, images, self._shape, self._tokenizer)
+        patches, last = self._shape.patches, int(document.tokens[-1])
+        if patches.budget and not patches.marked and last == self._shape.image_token:
+            raise ConfigError(
+                f'the prompt ends with {images[-1]}, whose last places relevance may leave empty: '
+                'write text after <image>'
+            )
         if (length := len(document.tokens)) >= self._shape.seq_len:
             names = ', '.join(map(str, images))
             raise ConfigError(

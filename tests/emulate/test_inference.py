@@ -1,6 +1,7 @@
 """The H100's programs of evaluation and of generation compute what one device computes."""
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from megajax.config import Config
 from megajax.emulate.result import GpuRun
 from megajax.generate.engine import Engine
 from megajax.generate.sampling import Sampling
+from megajax.generate.seen import PromptBatch
 from megajax.generate.weights import make_weights
 from megajax.hardware.targets import has_compiler
 from megajax.train.evaluation import make_eval_step
@@ -42,12 +44,14 @@ def noisy_params(config: Config):
     )
 
 
-def prompts() -> dict[str, np.ndarray]:
+def prompts() -> dict[str, Any]:
     """Prompts of several lengths, one row of which nothing is wanted."""
     random = np.random.default_rng(0)
     return {
-        'token_BS': random.integers(1000, size=(NUM_ROWS, 16), dtype=np.int32),
-        'length_B': np.array([16, 3, 9, 1], np.int32),
+        'batch': PromptBatch(
+            random.integers(1000, size=(NUM_ROWS, 16), dtype=np.int32),
+            np.array([16, 3, 9, 1], np.int32),
+        ),
         'left_B': np.array([20, 20, 0, 20], np.int32),
         'number_B': np.arange(NUM_ROWS, dtype=np.int32),
         'seed': np.uint32(7),
@@ -61,7 +65,7 @@ def run_prefill_and_decode(config: Config, sampling: Sampling, **options: bool) 
         given = prompts()
         read = functools.partial(engine._read, num_slots=NUM_SLOTS, sampling=sampling)
         make = functools.partial(engine._make, num_tokens=NUM_TOKENS, sampling=sampling)
-        rows, _ = jax.jit(read)(weights, *given.values())
+        rows, *_ = jax.jit(read)(weights, *given.values())
         wanted_B = np.ones(NUM_ROWS, bool)
         run = functools.partial(megajax.inspect.run, compiler_options=options)
         return [

@@ -23,6 +23,7 @@ from megajax.generate import (
     check_prompts,
     find_pictures,
 )
+from megajax.generate.engine import engine
 from megajax.generate.image_folder import read_ahead
 from megajax.train.step import init_state
 
@@ -61,6 +62,32 @@ def test_an_answer_is_the_same_in_every_batch(folder: Path, temperature: float) 
     assert list(together) == [f'{i}.png' for i in range(5)]
     assert len(set(together.values())) == 5
     assert answers(CONFIG, folder, 2, temperature) == together
+
+
+def test_batches_of_a_shape_compile_one_function_that_reads_and_one_that_looks(
+    folder: Path,
+) -> None:
+    config = vlm(model={'vocab_size': 258, 'max_seq_len': 47}, vision={'image_token': 257})
+    answers(config, folder, 2, 0.0)
+    compiled = engine(config)
+    assert (compiled.look._cache_size(), compiled.read._cache_size()) == (1, 1)
+
+
+def test_a_broken_picture_is_told_after_the_answers_of_the_batches_before(folder: Path) -> None:
+    class Broken(PromptReader):
+        def read(self, document):
+            if document.paths[0].stem == '2':
+                raise ConfigError('2.png breaks off')
+            return super().read(document)
+
+    reader, answered = Broken(CONFIG, TOKENIZER), []
+    documents = check_prompts(reader, '<image>', find_pictures(folder))
+    with on_mesh(CONFIG):
+        generator = Generator(CONFIG, random_params(CONFIG, std=0.3), TOKENIZER)
+        found = answer_all(generator, reader, documents, Request(max_tokens=2), batch_size=2)
+        with pytest.raises(ConfigError, match='breaks off'):
+            answered.extend(picture.name for picture, _ in found)
+    assert answered == ['0.png', '1.png']
 
 
 def test_it_is_the_same_on_another_mesh(folder: Path) -> None:
