@@ -11,6 +11,7 @@ from jax import P
 
 from megajax.model.dropout import sequence_keys
 from megajax.model.relevance import (
+    DECISION,
     NUM_FEATURES,
     NUM_SUMMARIES,
     Balance,
@@ -121,12 +122,12 @@ def results(data: int, model: int, shards: int, noise: bool = False):
 @pytest.mark.parametrize('shards', [1, 2])
 @pytest.mark.parametrize(('data', 'model'), [(1, 1), (1, 2), (2, 4), (1, 8)])
 def test_relevance_and_gradients_are_the_same_wherever_the_scorers_are(data, model, shards):
-    for expected, actual in zip(
-        jax.tree.leaves(results(1, 1, 1)),
-        jax.tree.leaves(results(data, model, shards)),
-        strict=True,
-    ):
-        assert np.abs(actual - expected).max() <= 1e-6 * max(1, np.abs(expected).max())
+    (relevance, *values), gradients = results(1, 1, 1)
+    (other, *others), also = results(data, model, shards)
+    assert np.abs(other - relevance).max() <= DECISION * 1e-6
+    expected, actual = jax.tree.leaves((values, gradients)), jax.tree.leaves((others, also))
+    for x, y in zip(expected, actual, strict=True):
+        assert np.abs(y - x).max() <= 1e-6 * max(1, np.abs(x).max())
 
 
 def test_every_parameter_of_each_scorer_has_a_gradient():
@@ -164,7 +165,7 @@ def test_noise_depends_on_the_row_alone_and_changes_no_gate():
         (relevance, gate, *_), _ = results(*place, 1, noise=True)
         np.testing.assert_allclose(relevance, results(1, 1, 1, noise=True)[0][0], atol=1e-6)
         np.testing.assert_allclose(gate, quiet[1], atol=1e-6)
-        assert np.abs(relevance - quiet[0]).max(1).min() > 0.01
+        assert np.abs(relevance - quiet[0]).max(1).mean() > 0.1
         assert (relevance.min(1) == 0).all()
         assert relevance.max(1) == pytest.approx(np.ones(ROWS))
 
