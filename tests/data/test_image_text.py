@@ -1,5 +1,6 @@
 """JSON lines with pictures become rows that hold whole documents; mistakes name file and line."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -333,6 +334,13 @@ def test_rows_hold_whole_documents(
         else:
             assert 'positions' not in view
     assert sorted(found) == sorted(document.place for document in sources)
+
+
+def test_with_relevance_a_row_has_one_question(folder: Path) -> None:
+    path = write(folder, *({'text': 'a<image>b', 'images': ['a.png']} for _ in range(3)))
+    patches = dataclasses.replace(SHAPE.patches, budget=6)
+    for options, rows in (({}, 1), ({'patches': patches}, 3)):
+        assert len(load_rows(path, make_shape(images=3, **options)).train._packed) == rows
 
 
 def test_a_batch_depends_on_the_seed_and_the_step_alone(folder: Path) -> None:

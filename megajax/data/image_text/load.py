@@ -106,13 +106,17 @@ def load_image_text(
 
 
 def pack(documents: Iterable[FileDocument], shape: RowShape) -> list[list[FileDocument]]:
-    """Return rows of whole documents, in order; a document that no longer fits begins a row."""
+    """Return rows of whole documents, in order; a document that no longer fits begins a row.
+
+    With relevance each begins one, since a row has one question.
+    """
     rows: list[list[FileDocument]] = []
     tokens = images = 0
     for document in documents:
         tokens += len(document.tokens)
         images += len(document.grids)
-        if not rows or tokens > shape.seq_len + 1 or images > shape.images:
+        is_full = tokens > shape.seq_len + 1 or images > shape.images or shape.patches.budget
+        if not rows or is_full:
             rows.append([])
             tokens, images = len(document.tokens), len(document.grids)
         rows[-1].append(document)
