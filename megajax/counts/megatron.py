@@ -35,7 +35,12 @@ from megajax.counts.stages import (
     gradients_of_stages,
     head_input,
 )
-from megajax.counts.vision import encoder_in_parallel, images_over_devices, relevance_over_devices
+from megajax.counts.vision import (
+    encoder_in_parallel,
+    images_over_devices,
+    padding_at_rest,
+    relevance_over_devices,
+)
 from megajax.hlo.program import Array
 
 __all__ = [
@@ -78,7 +83,10 @@ def stated(config: Config) -> list[Expected]:
     """
     mesh, runs = config.mesh, Runs.of_stages(config)
     if config.vision is not None:
+        padding = padding_at_rest(config)
+        beside = [x for x in over_data(config) if padding and x.site == padding.site]
         return [
+            *([padding, *beside] if padding else ()),
             *images_over_devices(config),
             *relevance_over_devices(config),
             *_vectors(config, Runs.of_megatron(config)),

@@ -103,8 +103,9 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
         if is_learned and (mesh.sequence_parallel or config.model.num_cross_layers):
             yield sent(Site('vision', 'backward', 'model'), SCATTER, vectors(config), runs, model)
     own = [x for _, x in parameters(config.model) if x.is_of_encoder]
-    matrices = _count(config, [x for x in own if x.is_matrix])
-    learned = _count(config, [x for x in own if x.is_matrix and not x.is_frozen])
+    matrices = _padded(config, [x for x in own if x.is_matrix])
+    to_learn = [x for x in own if x.is_matrix and not x.is_frozen]
+    learned = _padded(config, to_learn)
     others = _count(config, [x for x in own if not x.is_matrix and not x.is_frozen])
     every = axes_text(config, *BATCH_AXES, 'model')
     devices = prod(mesh.sizes.get(axis, 1) for axis in (*BATCH_AXES, 'model'))
@@ -120,6 +121,30 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
         gradients = Array(HLO_DTYPES[config.optim.reduce_dtype], (learned,))
         yield sent(Site('gradients', 'step', 'model'), SCATTER, gradients, 1, model)
         yield sent(Site('gradients', 'step', every), REDUCE, Array('f32', (others,)), 1, devices)
+
+
+def padding_at_rest(config: Config) -> Expected | None:
+    """Return what the encoder's gradients have more over `data` where its dims are uneven.
+
+    Megatron pads buckets of all parameters instead, by less.
+    """
+    chosen = [
+        x
+        for _, x in parameters(config.model)
+        if x.is_of_encoder and x.is_matrix and not x.is_frozen
+    ]
+    added = _padded(config, chosen) - _count(config, chosen)
+    mesh, optim = config.mesh, config.optim
+    if not added or optim.shard == 'none' or mesh.data_shards == 1:
+        return None
+    return Expected(
+        site=Site('gradients', 'step' if optim.shard == 'optimizer' else 'backward', 'data'),
+        kind=SCATTER,
+        array=Array(HLO_DTYPES[optim.reduce_dtype], (added // mesh.model,)),
+        times=1,
+        size=mesh.data_shards,
+        source=WHOLE,
+    )
 
 
 def relevance_over_devices(config: Config) -> Iterator[Expected]:
@@ -172,6 +197,15 @@ def shapes(config: Config) -> frozenset[tuple[int, ...]]:
             padded = tuple(map(sum, zip(shape, layout.padding(x.dims), strict=True)))
             found |= {tuple(sorted(n for n in one if n > 1)) for one in (shape, padded)}
     return frozenset(found)
+
+
+def _padded(config: Config, chosen: list[Parameter]) -> int:
+    """Count elements at rest, where a dim is padded that its shards do not divide."""
+    layout, sizes = Layout.of(config), dim_sizes(config.model)
+    return sum(
+        prod(map(sum, zip(shape_of(x.dims, sizes), layout.padding(x.dims), strict=True)))
+        for x in chosen
+    )
 
 
 def _count(config: Config, chosen: list[Parameter]) -> int:

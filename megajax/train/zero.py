@@ -158,8 +158,9 @@ def _sum_over_images(
     of_images = layout.at_rest_over(layout.mesh_axes(declared.partial))
     spec = of_images.stacked(dims, layout.mapped, at_rest=True)
     of_data = lax.reduce_sum(padded, (shards,), out_sharding=spec)
-    spec = layout(dims, at_rest=True)
-    return lax.reduce_sum(of_data, tuple(range(shards)), out_sharding=spec).astype(jnp.float32)
+    spec = layout.stacked(dims, layout.mapped[:-1], at_rest=True)
+    of_replicas = lax.reduce_sum(of_data, (shards - 1,), out_sharding=spec)
+    return _sum_over_replicas(of_replicas, dims, layout, dtype).astype(jnp.float32)
 
 
 def _sum_within_replicas(

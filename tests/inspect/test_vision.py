@@ -47,7 +47,16 @@ cross = functools.partial(vlm, crossed=True)
         slow(cross(4, 2, **SP, optim={'shard': 'gradients'}, **HALF)),
         slow(relevant(2, 2, **SP)),
         slow(relevant(1, 4, **HALF, relevance={'scorer_shards': 2})),
-        slow(relevant(2, 2, crossed=True, optim={'shard': 'weights'}, train={'seq_len': 32})),
+        slow(
+            relevant(
+                2,
+                2,
+                crossed=True,
+                model={'num_layers': 4},
+                optim={'shard': 'weights'},
+                train={'seq_len': 32},
+            )
+        ),
     ],
 )
 def test_no_row_sends_more_than_is_stated(config: Config) -> None:
