@@ -27,6 +27,7 @@ SCORERS = 3
 # Of a region: its texture, how it differs from the others, and its first scores.
 SCORER_FEATURES = 2 * TEXTURE_CHANNELS + SCORERS
 SUMMARIES = 3 * SCORERS  # mean, greatest and standard deviation of each score
+POSITION_STD = 0.5  # as large as what a patch adds to it, or places are long alike
 RELEVANCE_HIDDEN = 64  # hidden units of relevance's two networks beside the scorers
 
 
@@ -47,7 +48,7 @@ def declare_vision(vision: VisionConfig) -> Declared:
 
     declared: dict[str, Parameter | Declared] = {
         'patch': linear('YQXD', patch_std, bias='D'),
-        'position': {'table': Parameter('SD', Role.TABLE, blocks.init_std)},
+        'position': {'table': Parameter('SD', Role.TABLE, POSITION_STD)},
         'layers': stacked(block(blocks)),
         'merger': merger('D'),
     }
