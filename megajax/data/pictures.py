@@ -24,6 +24,7 @@ NUM_HELD_OUT = 256
 LETTER_HEIGHT, LETTER_WIDTH = 11, 6  # pixels of a letter of pillow's bitmap font
 WORD_SIZE = 12, 72  # pixels of a picture of a word: a jitter of one row, and room for 12 letters
 LINES = 4
+NUM_SINGLE = 4800
 MARKS = {
     'red': (220, 40, 40),
     'green': (30, 160, 60),
@@ -81,8 +82,9 @@ def lines_picture(
 ) -> Picture:
     """Draw picture `index` of four words, each beside a mark of another color; one is asked for.
 
-    Those to train on have one to four words, since a reader learns first from a single one. A line
-    has `line_size` pixel rows and columns, so regions 4 x 1 hold one line each.
+    The first `NUM_SINGLE` to train on have a single word, from which a reader learns letters, and
+    the others one to four. A line has `line_size` pixel rows and columns, so regions 4 x 1 hold one
+    line each.
     """
     random = np.random.default_rng([seed, index])
     colors = [str(name) for name in random.choice(list(MARKS), LINES, replace=False)]
@@ -92,7 +94,8 @@ def lines_picture(
         chosen += [word] if word not in chosen else []
     line = int(random.integers(LINES))
     if part == 'train':
-        kept = random.permutation(LINES)[: random.integers(LINES)]
+        added = 0 if index < NUM_SINGLE else int(random.integers(LINES))
+        kept = random.permutation(LINES)[:added]
         chosen = [word if i in (line, *kept) else '' for i, word in enumerate(chosen)]
     return Picture(
         image_HWC=draw_lines(chosen, colors, random, line_size=line_size),

@@ -28,9 +28,11 @@ from megajax.model.texture import SALIENCY
 SCORES = 'propositional', 'perspectival', 'participatory'
 NUM_FEATURES, NUM_SUMMARIES = SCORER_FEATURES, SUMMARIES
 SHARPNESS = 3.0  # scores are in [0, 1] at first, where a softmax hardly distinguishes them
-# A region's relevance is its probability to this power, so that one of half the probability asks
-# for 1/16: what has to be seen in detail cannot be read at half of it.
-DECISION = 4.0
+# Standard Gumbel noise would choose regions without anything to read half of the time.
+NOISE = 0.3
+# A region asks for tokens by its probability to this power, so that at nine tenths of the most
+# probable one it asks for a quarter: what has to be seen in detail cannot be read at half of it.
+DECISION = 4 / NOISE
 _EPSILON = 1e-8
 _NOISE = 0x67756D62  # differs from the layers, whose indices dropout's keys are derived by
 
@@ -186,7 +188,7 @@ def assess(
         weight = jnp.expand_dims(weights.swapaxes(0, 1), 2)  # [3, B, 1]
         logits = SHARPNESS * (weight * scores).sum(0)
         gate = jax.nn.softmax(logits, 1) * logits.shape[1]
-        noisy = lax.stop_gradient(logits + _gumbel(logits, key_B))
+        noisy = lax.stop_gradient(logits + NOISE * _gumbel(logits, key_B))
         power = jnp.exp(DECISION * (noisy - noisy.max(1, keepdims=True)))
         return Relevance(_from_zero_to_one(power), gate, scores, weights)
 
