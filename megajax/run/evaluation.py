@@ -70,8 +70,12 @@ class Evaluation:
         self.report.say(f'step {step}  validation {text}')
         if step and self._reader is not None:
             self.watchdog.beat('reading', 'compile')
-            losses |= self._reader.read(step, params, self.report, self.stop.check)
+            losses |= self._reader.read(step, params, self.report, self._check)
         return losses | {'evaluation_ms': 1e3 * (self.clock.begin('other') - start)}
+
+    def _check(self) -> None:
+        self.watchdog.beat('reading', 'compile')  # another shape of prompts may follow
+        self.stop.check()
 
     def _losses(self, sums: Counter[str]) -> tuple[dict[str, float], str]:
         """The losses of all batches by name, and as text."""
