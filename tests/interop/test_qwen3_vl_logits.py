@@ -120,7 +120,7 @@ def test_the_likeliest_text_after_a_picture_is_that_of_transformers(data: int, m
     for row in range(len(tokens)):
         length = tokens.shape[1] - row  # the second lacks its last token
         prompts.append(tokens[row, :length].tolist())
-        pixels, grid, index = (x[row] for x in images)
+        pixels, grid, index = (x[row] for x in images[:3])
         beside.append(PromptImages(pixels, grid, index[:length], positions[row, :length]))
     expected = stored()['new']
     greedy = Request(max_tokens=expected.shape[1], sampling=Sampling(temperature=0), to_eod=False)

@@ -73,7 +73,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, corpus: Path, name:
         np.testing.assert_array_equal(x, expected[parameter], parameter)
 
 
-@pytest.mark.parametrize('name', ['lines', more('words')])
+@pytest.mark.parametrize('name', [more('lines'), more('words')])
 def test_on_another_mesh_the_same_pictures_follow(tmp_path: Path, corpus: Path, name: str) -> None:
     data = f'data.corpus={corpus if name == "lines" else "words"}'
     train(tmp_path / 'straight', 6, data)
