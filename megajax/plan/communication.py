@@ -95,6 +95,8 @@ def over_data_shards(config: Config) -> list[Expected]:
     """Return the collectives of data parallelism."""
     if config.mesh.stages > 1:
         return [*gradients_of_lockstep_stages(config)]
+    if config.vision is not None:  # whose matrices are summed over `data` in parts over `model`
+        return [*over_data(config)]
     return [*over_data(config, own_counts(config))]
 
 
