@@ -208,19 +208,24 @@ def gather(params: nnx.State) -> dict[str, np.ndarray]:
     arrays = by_name(params)
     if 'norm.weight' not in arrays:  # a part of a model, which is never at rest
         return {name: np.asarray(x) for name, x in arrays.items()}
-    width = arrays['norm.weight'].shape[0]  # D, which no vector pads
+    every = by_name(map_parameters(lambda declared, _: declared, params))
+    widths = {  # of the letters that are padded, which no vector is
+        letter.upper(): size
+        for name, declared in every.items()
+        if not declared.is_matrix
+        for letter, size in zip(declared.dims, arrays[name].shape, strict=True)
+    }
 
     def unpadded(dims: str, x: jax.Array) -> np.ndarray:
-        sizes = (
-            width if letter in 'Dd' else own for letter, own in zip(dims, x.shape, strict=True)
+        kept = tuple(
+            slice(min(own, widths.get(letter.upper(), own)))
+            for letter, own in zip(dims, x.shape, strict=True)
         )
-        kept = tuple(slice(size) for size in sizes)
         whole, part = np.asarray(x), np.asarray(x)[kept]
         assert np.count_nonzero(whole) == np.count_nonzero(part)
         return part
 
-    dims = by_name(map_parameters(lambda declared, _: declared.dims, params))
-    return {name: unpadded(dims[name], x) for name, x in arrays.items()}
+    return {name: unpadded(every[name].dims, x) for name, x in arrays.items()}
 
 
 def in_layer_order(arrays: Mapping[str, np.ndarray], config: Config) -> dict[str, np.ndarray]:

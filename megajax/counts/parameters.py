@@ -163,12 +163,13 @@ def count(
         if (modules is None or name.split('.')[0] in modules)
         and not (learned and parameter.is_frozen)
     ]
-    in_microbatches = [(x.is_stacked, size) for x, size in sizes if x.is_in_microbatches]
+    # The keys and values of all layers of cross-attention are gathered again, as each layer's are.
+    in_microbatches = [('J' in x.dims or x.is_stacked, n) for x, n in sizes if x.is_in_microbatches]
     return Counts(
         matrices=sum(size for x, size in sizes if x.is_matrix),
         all=sum(size for _, size in sizes),
-        layers=sum(size for is_stacked, size in in_microbatches if is_stacked),
-        tables=sum(size for is_stacked, size in in_microbatches if not is_stacked),
+        layers=sum(size for is_of_layers, size in in_microbatches if is_of_layers),
+        tables=sum(size for is_of_layers, size in in_microbatches if not is_of_layers),
     )
 
 

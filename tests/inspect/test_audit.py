@@ -15,10 +15,10 @@ from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_step
 from megajax.inspect.result import Inspection
 from megajax.model import at_rest
+from megajax.model import computation as computation_module
 from megajax.model import linear as linear_module
 from megajax.model import norm as norm_module
 from megajax.model import product as product_module
-from megajax.model import transformer as transformer_module
 from megajax.model.computation import Computation
 from megajax.model.embedding import VocabParallelEmbedding
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -292,7 +292,7 @@ def gathered_in_fp32(patch):
     def gather_wide(x: jax.Array, dims: str, layout: Layout) -> jax.Array:
         return gather(x.astype(jnp.float32) + 1e-9, dims, layout)  # no number of the narrow dtype
 
-    for module in (at_rest, product_module, transformer_module):
+    for module in (at_rest, product_module, computation_module):
         patch(module, 'gather', gather_wide)
 
 

@@ -130,7 +130,7 @@ def renamed(folder: Path, names: dict[str, str]) -> Path:
     """
     shutil.copytree(ROOT / 'megajax', folder / 'megajax')
     any_name = '|'.join(names)
-    attributes = re.compile(rf'(?<!megajax\.)\b(?:self|model|weights\))(?:\.(?:{any_name})\b)+')
+    attributes = re.compile(rf'(?<!megajax\.)\b(?:self|model|weights)(?:\.(?:{any_name})\b)+')
     looked_up = re.compile(
         rf"(?:\[|(?:get|make|maybe|dims)\()'(?:{any_name})'"
         rf"|'(?:{any_name})' in (?:parameters|self)\b|\('query_norm', 'key_norm'\)"
@@ -142,8 +142,9 @@ def renamed(folder: Path, names: dict[str, str]) -> Path:
         if file.name not in ('product.py', 'gradient_slot.py'):  # whose weights are not modules'
             text = attributes.sub(lambda x: rename(x.group(), names, r'\.'), file.read_text())
             file.write_text(looked_up.sub(lambda x: rename(x.group(), names, "'"), text))
-    file = folder / 'megajax/counts/parameters.py'
-    file.write_text(as_text.sub(lambda x: rename(x.group(), names, "'"), file.read_text()))
+    for declarations in ('declaration', 'parameters', 'vision_parameters'):
+        file = folder / f'megajax/counts/{declarations}.py'
+        file.write_text(as_text.sub(lambda x: rename(x.group(), names, "'"), file.read_text()))
     return folder
 
 
