@@ -5,7 +5,6 @@ The first process reads and deletes; with several processes all call the same me
 
 import contextlib
 import logging
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from megajax.checkpoint.digests import (
     problems,
     strangers,
 )
-from megajax.checkpoint.strays import move_aside, sweep, warn_of_strays
+from megajax.checkpoint.strays import delete_folder, move_aside, sweep, warn_of_strays
 from megajax.config import CheckpointError
 from megajax.processes.agree import from_first
 
@@ -112,7 +111,7 @@ class StepFolders:
                 else:
                     with contextlib.suppress(OSError):
                         (path / COMMIT).unlink(missing_ok=True)
-                    shutil.rmtree(path, ignore_errors=True)
+                    delete_folder(path)
         from_first(0)  # the others wait
 
     def remove_after(self, step: int) -> None:

@@ -6,6 +6,7 @@ They are left alone, named once, and moved aside if they are in the way.
 import contextlib
 import logging
 import shutil
+import time
 from pathlib import Path
 
 from megajax.checkpoint.digests import STAMP, foreign_step, is_finished, is_step_name
@@ -54,4 +55,13 @@ def sweep(folder: Path) -> None:
             and (path / STAMP).is_file()
             and not is_finished(path)
         ):
-            shutil.rmtree(path, ignore_errors=True)
+            delete_folder(path)
+
+
+def delete_folder(path: Path) -> None:
+    """Delete a folder, also if a thread of a save that failed still writes into it for a moment."""
+    for pause in (0.01, 0.1, 1.0, 0.0):
+        shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            return
+        time.sleep(pause)
