@@ -4,8 +4,8 @@
 Bytes of memory, FLOPs of the matrix products, kernels and bytes on the wire of each H100 by mesh
 axis, with the share of these that matrix products overlap, for every line of STEPS. No GPU is
 needed (`pip install 'megajax[gpu-compile]'`). What OUT.csv has of compiled steps is not compiled
-again, so that the run, about an hour on one core, can be interrupted, and what is predicted can be
-computed anew in seconds.
+again, so that the run, some five quarters of an hour on one core, can be interrupted, and what is
+predicted can be computed anew in seconds.
 """
 
 import argparse
@@ -191,14 +191,21 @@ gpt2_345m      2x1 tp none      2 1 mesh.context=4
 llama3_8b      2x8 sp full      1 16 mesh.stages=2 train.seq_len=4096
 llama3_8b      2x2 sp full      1 4 mesh.stages=2 train.seq_len=4096
 llama3_8b      2x2 sp full      1 8 mesh.stages=4 mesh.context=2 train.seq_len=8192
+qwen3_vl_2b    8x8 sp full      8 1
+qwen3_vl_2b    2x2 sp none      4 2 train.seq_len=2048
+qwen3_vl_2b    8x1 tp full      2 1 optim.shard=weights
+qwen3_vl_2b    2x4 sp full      8 1 vision.fusion=cross_attention vision.deepstack=[]
+qwen3_vl_2b    2x4 sp none      4 1 vision.fusion=cross_attention vision.deepstack=[] \
+    train.seq_len=2048
+qwen3_vl_4b    2x4 sp selective 4 1 optim.shard=gradients train.seq_len=2048
+qwen3_vl_8b    8x8 sp full      8 1
+qwen3_vl_8b    8x8 tp none      8 1 train.seq_len=2048
+qwen3_vl_8b    2x8 sp full      8 2 vision.freeze=[encoder,merger]
+qwen3_vl_32b   8x8 sp full      8 1 optim.shard=weights
+arr_coc_32b    1x8 sp full      8 1
 """
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
-PREDICTED = [
-    'predicted_bytes',
-    'predicted_gflops',
-    'predicted_launches',
-    'predicted_wire',
-]
+PREDICTED = ['predicted_bytes', 'predicted_gflops', 'predicted_launches', 'predicted_wire']
 COMPILED = [
     'compiled_bytes',
     'arguments',

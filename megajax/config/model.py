@@ -104,7 +104,7 @@ class VisionConfig(Section):
     fusion: Literal['tokens', 'cross_attention'] = 'tokens'
     cross_every: PositiveInt = 4
     # Initial value of the gates of cross-attention: 0 leaves a model of text as it is, and a model
-    # that learns from nothing learns faster where they are open, as at 0.5.
+    # that learns from nothing learns faster where they are open, as at 1.
     cross_gate: float = 0.0
     images: PositiveInt = 1  # at most, in a row of the batch
     max_patches: PositiveInt = 1024  # of an image
@@ -225,6 +225,11 @@ class ModelConfig(Section):
     def is_bert(self) -> bool:
         """Whether the model predicts masked tokens and sentence order."""
         return self.objective == 'masked_lm'
+
+    @property
+    def is_decoder_frozen(self) -> bool:
+        """Whether `vision.freeze` names the decoder, of which nothing is learned then."""
+        return self.vision is not None and 'decoder' in self.vision.freeze
 
     @property
     def padded_vocab_size(self) -> int:

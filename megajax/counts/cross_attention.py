@@ -55,6 +55,12 @@ def cross_layers(config: Config) -> Iterator[Expected]:
             yield _sent(config, SITE, phase, kind, _keys_values(config), count, KEYS_VALUES)
 
 
+def is_left_out(sent: Expected, config: Config) -> bool:
+    """Whether keys and values that are made once, for all layers, need no such collective."""
+    is_of_vectors = sent.array == vectors(config) or sent.site.phase == 'recompute'
+    return sent.source == KEYS_VALUES and is_of_vectors
+
+
 def _keys_values(config: Config) -> Array:
     """Return the keys and values of a layer, which Megatron gathers as it does all of QKV."""
     model, of_images = config.model, vectors(config)

@@ -34,18 +34,24 @@ SHARDS = 'data', 'context'  # the mesh axes whose devices have the same weights 
 
 
 def over_data(
-    config: Config, counts: Counts | None = None, axes: tuple[str, ...] = SHARDS
+    config: Config,
+    counts: Counts | None = None,
+    axes: tuple[str, ...] = SHARDS,
+    *,
+    learned: Counts | None = None,
 ) -> Iterator[Expected]:
     """Yield the collectives over `data`, `context` and `replica`.
 
     `counts` are the parameters of a device without data parallelism, by default as Megatron shards
-    them. The devices along `axes`, in each replica, have the same ones.
+    them, and `learned` those with gradients. The devices along `axes`, in each replica, have the
+    same ones.
     """
     sizes = config.mesh.sizes
     group = _Group(config, axes, prod(sizes.get(axis, 1) for axis in axes))
     if group.size * config.mesh.replicas == 1:
         return
-    every, learned = (counts or _counts(config, learned=learned) for learned in (False, True))
+    every = counts or _counts(config, learned=False)
+    learned = learned or counts or _counts(config, learned=True)
     if config.optim.shard == 'none':
         yield group.sum_replicated(learned.all)
         return

@@ -143,7 +143,8 @@ def _embedding(config: Config, runs: Runs) -> Iterator[Expected]:
     stream, times = activation(config), runs.embedding
     if config.mesh.sequence_parallel:
         yield from _over_model(config, 'embedding', 'forward', (SCATTER,), stream, times)
-        yield from _over_model(config, 'embedding', 'backward', (GATHER,), stream, times)
+        if not config.model.is_decoder_frozen:
+            yield from _over_model(config, 'embedding', 'backward', (GATHER,), stream, times)
     else:
         yield from _over_model(config, 'embedding', 'forward', (REDUCE,), stream, times)
 
@@ -151,9 +152,7 @@ def _embedding(config: Config, runs: Runs) -> Iterator[Expected]:
 def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
     sequence_parallel = config.mesh.sequence_parallel
     forward = (GATHER, SCATTER) if sequence_parallel else (REDUCE,)
-    # With sequence parallelism Megatron keeps a layer's input sharded and gathers it again for the
-    # weight gradient.
-    backward = (GATHER, SCATTER, GATHER) if sequence_parallel else (REDUCE,)
+    backward = (GATHER, SCATTER, *_again(config)) if sequence_parallel else (REDUCE,)
     for name in ('attention', 'mlp'):
         for phase in passes(config):
             yield from _over_model(
@@ -164,6 +163,13 @@ def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
                 activation(config),
                 runs.layers,
             )
+
+
+def _again(config: Config) -> tuple[str, ...]:
+    """With sequence parallelism Megatron keeps the input of a product sharded, and gathers it again
+    for the weight gradient.
+    """
+    return () if config.model.is_decoder_frozen else (GATHER,)
 
 
 def few_kv_heads(config: Config, runs: Runs | None = None) -> Iterator[Expected]:
@@ -187,7 +193,8 @@ def _head(config: Config, runs: Runs) -> Iterator[Expected]:
     gathered = [stream, *([activation(config)] if config.model.is_bert else [])]
     for array, count in Counter(gathered).items():  # the pooler's first token is one of them all
         yield from _over_model(config, 'head', 'forward', (GATHER,), array, count * times)
-    yield from _over_model(config, 'head', 'backward', (SCATTER, GATHER), stream, times)
+    backward = (SCATTER, *_again(config))
+    yield from _over_model(config, 'head', 'backward', backward, stream, times)
 
 
 def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
@@ -203,8 +210,9 @@ def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
 
     Each device sees a part of the sequence, or of the heads, that the vector is applied along.
     """
-    heads = [x for _, x in parameters(config.model) if x.partial == 'N']
-    tokens = [x for _, x in parameters(config.model) if x.partial == 'T']
+    learned = [x for _, x in parameters(config.model) if not x.is_frozen]
+    heads = [x for x in learned if x.partial == 'N']
+    tokens = [x for x in learned if x.partial == 'T']
     partial = heads + (tokens if config.mesh.sequence_parallel else [])
     if partial:
         sizes, shards = dim_sizes(config.model), {'L': config.mesh.stages}

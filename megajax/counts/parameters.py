@@ -57,7 +57,7 @@ def declare(model: ModelConfig) -> Declared:
     if model.is_bert:
         declared |= _bert(model)
     if model.vision is not None:
-        if 'decoder' in model.vision.freeze:
+        if model.is_decoder_frozen:
             declared = dict(frozen(declared))
         declared['vision'] = of_encoder(declare_vision(model.vision))
         if model.vision.relevance is not None:

@@ -25,7 +25,14 @@ from megajax.counts.collective import (
     passes,
 )
 from megajax.counts.declaration import Parameter
-from megajax.counts.parameters import dim_sizes, num_elements, parameters, shape_of
+from megajax.counts.parameters import (
+    Counts,
+    dim_sizes,
+    num_elements,
+    own_counts,
+    parameters,
+    shape_of,
+)
 from megajax.counts.products import Phase
 from megajax.counts.relevance import num_slots
 from megajax.hlo.program import Array
@@ -88,6 +95,13 @@ def encoder_in_parallel(config: Config, runs: 'Runs') -> Iterator[Expected]:
             )
 
 
+def is_learned(config: Config) -> bool:
+    """Whether anything of the encoder, or before it, has gradients."""
+    vision = config.vision
+    assert vision is not None
+    return bool(config.relevance) or not {'encoder', 'merger'} <= set(vision.freeze)
+
+
 def images_over_devices(config: Config) -> Iterator[Expected]:
     """Yield what `model/images.py` and `train/zero.py` send."""
     mesh, runs = config.mesh, config.train.microbatches
@@ -97,10 +111,9 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
         return Expected(site=site, kind=kind, array=array, times=times, size=size, source=WHOLE)
 
     model = mesh.model
-    is_learned = bool(config.relevance) or not {'encoder', 'merger'} <= set(config.vision.freeze)
     if model > 1:
         yield sent(Site('vision', 'forward', 'model'), GATHER, vectors(config), runs, model)
-        if is_learned and (mesh.sequence_parallel or config.model.num_cross_layers):
+        if is_learned(config) and (mesh.sequence_parallel or config.model.num_cross_layers):
             yield sent(Site('vision', 'backward', 'model'), SCATTER, vectors(config), runs, model)
     own = [x for _, x in parameters(config.model) if x.is_of_encoder]
     matrices = _padded(config, [x for x in own if x.is_matrix])
@@ -116,7 +129,7 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
         size *= mesh.data_shards if is_over_data else 1
         place = Site('parameters', 'step', axes_text(config, *axes))
         yield sent(place, GATHER, weights, 1, size)
-        if not is_learned:
+        if not is_learned(config):
             return
         gradients = Array(HLO_DTYPES[config.optim.reduce_dtype], (learned,))
         yield sent(Site('gradients', 'step', 'model'), SCATTER, gradients, 1, model)
@@ -145,6 +158,29 @@ def padding_at_rest(config: Config) -> Expected | None:
         size=mesh.data_shards,
         source=WHOLE,
     )
+
+
+def counts_over_data(config: Config) -> tuple[Counts, Counts]:
+    """Count the parameters that data parallelism gathers on a device, and whose gradients it sums.
+
+    An encoder's matrices are gathered over `model` too, and are not counted; their gradients come
+    in parts over `model`, and those of its vectors are summed over all axes.
+    """
+    every, learned = (own_counts(config, learned=only) for only in (False, True))
+    if config.mesh.model == 1:
+        return every, learned
+    own = [x for _, x in parameters(config.model) if x.is_of_encoder]
+    to_learn = [x for x in own if not x.is_frozen]
+    every = every._replace(matrices=every.matrices - _count(config, _matrices(own)))
+    others = learned.all - learned.matrices - _count(config, to_learn)
+    others += _count(config, _matrices(to_learn))
+    matrices = learned.matrices - _count(config, _matrices(to_learn))
+    matrices += _padded(config, _matrices(to_learn)) // config.mesh.model
+    return every, learned._replace(matrices=matrices, all=matrices + others)
+
+
+def _matrices(chosen: list[Parameter]) -> list[Parameter]:
+    return [x for x in chosen if x.is_matrix]
 
 
 def relevance_over_devices(config: Config) -> Iterator[Expected]:

@@ -42,7 +42,7 @@ class Loss:
             vocab_size=config.model.vocab_size,
             label_smoothing=config.loss.label_smoothing,
             z_loss=config.loss.z_loss,
-            is_head_frozen=config.vision is not None and 'decoder' in config.vision.freeze,
+            is_head_frozen=config.model.is_decoder_frozen,
             layout=layout,
         )
 

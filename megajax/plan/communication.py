@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from megajax.config import Config
 from megajax.counts.collective import activation
 from megajax.counts.context import own_over_context
+from megajax.counts.cross_attention import cross_layers, is_left_out
 from megajax.counts.grid import over_grid
 from megajax.counts.megatron import (
     GATHER,
@@ -24,6 +25,12 @@ from megajax.counts.megatron import (
 )
 from megajax.counts.parameters import own_counts
 from megajax.counts.stages import Runs, between_lockstep_stages, gradients_of_lockstep_stages
+from megajax.counts.vision import (
+    counts_over_data,
+    encoder_in_parallel,
+    images_over_devices,
+    relevance_over_devices,
+)
 from megajax.hlo.program import Array
 
 ALL_TO_ALL = 'all-to-all'
@@ -54,6 +61,7 @@ def over_tensor(config: Config) -> list[Expected]:
         return [*over_grid(config)]
     runs = Runs.of_stages(config)
     gathered = [*few_kv_heads(config, runs)]
+    cross, encoder = [*cross_layers(config)], [*encoder_in_parallel(config, runs)]
     kept = list[Expected]()
     for collective in over_model(config, runs):
         # Megatron gathers the full QKV; here the queries are exchanged instead.
@@ -61,10 +69,18 @@ def over_tensor(config: Config) -> list[Expected]:
             gathered.remove(collective)
         elif not (
             _is_kept_from_forward(collective, kept)
-            or (config.mesh.stages == 1 and _is_last_of_layer(collective))
+            or collective in encoder
+            or (collective in cross and is_left_out(collective, config))
+            # The gates of cross-attention need its output.
+            or (config.mesh.stages == 1 and _is_last_of_layer(collective, cross))
         ):
             kept.append(collective)
-    return [*_first_tokens(config, kept), *_exchanged_heads(config, runs.layers)]
+    return [
+        *_first_tokens(config, kept),
+        *_exchanged_heads(config, runs.layers),
+        *(images_over_devices(config) if config.vision else ()),
+        *relevance_over_devices(config),
+    ]
 
 
 def _over_context(config: Config) -> Iterator[Expected]:
@@ -95,8 +111,9 @@ def over_data_shards(config: Config) -> list[Expected]:
     """Return the collectives of data parallelism."""
     if config.mesh.stages > 1:
         return [*gradients_of_lockstep_stages(config)]
-    if config.vision is not None:  # whose matrices are summed over `data` in parts over `model`
-        return [*over_data(config)]
+    if config.vision is not None:
+        every, learned = counts_over_data(config)
+        return [*over_data(config, every, learned=learned)]
     return [*over_data(config, own_counts(config))]
 
 
@@ -121,14 +138,15 @@ def _is_kept_from_forward(collective: Expected, before: list[Expected]) -> bool:
     )
 
 
-def _is_last_of_layer(collective: Expected) -> bool:
+def _is_last_of_layer(collective: Expected, cross: list[Expected]) -> bool:
     """Whether it is a layer's last reduction, in recomputation.
 
     XLA omits it, because the backward pass does not need a layer's output, unless a stage of a
     pipeline recomputes all of its layers in one pass.
     """
     site = collective.site
-    return site.name == 'mlp' and site.phase == 'recompute' and collective.kind != GATHER
+    is_last = site.name == 'mlp' and site.phase == 'recompute' and collective.kind != GATHER
+    return is_last and collective not in cross
 
 
 def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:

@@ -4,7 +4,7 @@ import dataclasses
 from math import sqrt
 
 from megajax.config import Config
-from megajax.counts.parameters import num_parameters
+from megajax.counts.parameters import dim_sizes, num_elements, parameters
 from megajax.plan.network import Cluster
 from megajax.plan.sizes import BYTES, FLOAT32
 from megajax.plan.time import StepTime
@@ -66,8 +66,12 @@ def faults(
 
     `storage` is the bytes per second that it takes from all hosts together.
     """
-    state = FLOAT32 + 2 * BYTES[config.optim.moments_dtype]  # a parameter and its moments
-    size = state * num_parameters(config.model, padded=True)
+    sizes = dim_sizes(config.model)
+    moments = 2 * BYTES[config.optim.moments_dtype]
+    size = sum(
+        num_elements(one, sizes) * (FLOAT32 + (0 if one.is_frozen else moments))
+        for _, one in parameters(config.model)
+    )
     mesh = config.mesh
     kept_apart = mesh.data_shards if config.optim.shard != 'none' else 1
     own = size / (mesh.tensor_parallel * kept_apart)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from megajax.config import Config
 from megajax.counts.stages import Runs, ticks
+from megajax.counts.vision import is_learned
 from megajax.plan.memory import num_logit_chunks
 
 # Seconds from one kernel to the next, launched back to back: Gray (2019), Getting Started with CUDA
@@ -15,6 +16,8 @@ from megajax.plan.memory import num_logit_chunks
 LAUNCH = 3.8e-6
 # Kernels outside the layers, in each chunk of the loss, and in each tick of a pipeline.
 OF_STEP, OF_CHUNK, OF_TICK = 100, 27, 65
+# In a layer of a vision encoder, in one without gradients, and in a layer of cross-attention.
+OF_ENCODER, OF_FROZEN, OF_CROSS = 135, 65, 140
 
 
 def num_launches(config: Config) -> int:
@@ -41,7 +44,18 @@ def num_launches(config: Config) -> int:
     of_layer += of_block * (mesh.context - 1)
     of_ticks = OF_TICK * ticks(config) if mesh.stages > 1 else 0
     of_chunks = OF_CHUNK * num_logit_chunks(config) * train.microbatches
-    return OF_STEP + of_ticks + Runs.of_stages(config).layers * of_layer + of_chunks
+    of_layers = Runs.of_stages(config).layers * of_layer + _of_images(config)
+    return OF_STEP + of_ticks + of_layers + of_chunks
+
+
+def _of_images(config: Config) -> int:
+    """Return the kernels of an encoder's layers, and of those that attend to images."""
+    vision, runs = config.vision, config.train.microbatches
+    if vision is None:
+        return 0
+    of_layer = OF_ENCODER if is_learned(config) else OF_FROZEN
+    cross = config.model.num_cross_layers
+    return runs * (vision.num_layers * of_layer + cross * OF_CROSS)
 
 
 def _of_sharding(config: Config) -> int:

@@ -14,7 +14,7 @@ t is the number of devices of the `model` axis.
 import dataclasses
 
 from megajax.config import Config
-from megajax.plan.encoder import encoder_bytes
+from megajax.plan.encoder import with_encoder
 from megajax.plan.held import Held
 from megajax.plan.sizes import FLOAT32, Sizes
 from megajax.plan.stage_memory import moments_of_stage
@@ -112,7 +112,7 @@ def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
     is_staged = sizes.config.mesh.stages > 1
     moments = moments_of_stage(sizes, early=early) if is_staged else _moments(sizes, early=early)
     if sizes.config.vision is not None:
-        moments = _with_encoder(sizes, moments)
+        moments = with_encoder(sizes, moments, early=early)
     moment = max(moments, key=lambda name: moments[name].total)
     return StepMemory(
         parameters=FLOAT32 * sizes.at_rest.all,
@@ -146,7 +146,10 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     gradients = summed + table + in_layers
     chunks, logits, dlogits = sizes.logits
     # Several chunks add up the head's gradient, and XLA transposes the head once for all of them.
+    # But what ZeRO-2 and ZeRO-3 gather of a tied table they gather as the head reads it.
     added, transposed = (table, table) if chunks > 1 else (0, 0)
+    if sizes.sums_early and sizes.model.tie_embeddings:
+        transposed = 0
     is_kept_free = not (sizes.model.tie_embeddings or (sizes.sums_early and sizes.is_scattered))
     kept_free = transposed if is_kept_free else 0
     copies, in_passes = _transposed(sizes), _gathered_in_layers(sizes)
@@ -176,30 +179,6 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             buffers=_embedded(sizes),
         ),
     }
-
-
-def _with_encoder(sizes: Sizes, moments: dict[str, Held]) -> dict[str, Held]:
-    """Return the moments with what the vision encoder holds in them, and one more.
-
-    - encoder: in the backward pass of a layer of the encoder, after that of the embedding.
-    """
-    encoder = encoder_bytes(sizes.config)
-    # Gathered once a step whatever the rung, and counted with the others where it gathers these.
-    is_counted = sizes.config.optim.shard in ('optimizer', 'gradients')
-    weights = 0 if is_counted else encoder.weights
-    gradients = encoder.gradients if sizes.sums_early else 0  # else counted with the others
-
-    def beside(held: Held) -> Held:
-        return dataclasses.replace(
-            held,
-            weights=held.weights + weights,
-            gradients=held.gradients + gradients,
-            activations=held.activations + encoder.kept + encoder.vectors,
-        )
-
-    ended = moments['embedding']
-    in_encoder = dataclasses.replace(ended, buffers=encoder.buffers + encoder.vectors)
-    return {name: beside(held) for name, held in {**moments, 'encoder': in_encoder}.items()}
 
 
 def _gathered_in_layers(sizes: Sizes) -> int:

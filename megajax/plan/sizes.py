@@ -50,8 +50,7 @@ class Sizes:
         self.tables = self.num_tables * self.table
         self.at_rest = at_rest(config.model, layout)
         self.learned = own_counts(config, learned=True).all
-        is_frozen = config.vision is not None and 'decoder' in config.vision.freeze
-        self.learned_tables = 0 if is_frozen else self.num_tables
+        self.learned_tables = 0 if model.is_decoder_frozen else self.num_tables
 
         of_tokens = self.itemsize * self.tokens
         between = self.tokens // shards('D') * self.itemsize  # tokens between two products

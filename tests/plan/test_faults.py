@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from megajax.config import load
+from megajax.counts.parameters import num_parameters
 from megajax.hardware.records import hardware
 from megajax.plan.faults import Faults, faults
 from megajax.plan.network import Cluster
@@ -60,3 +61,10 @@ def test_a_checkpoint_of_moments_in_16_bits_is_a_third_smaller_and_replicas_hold
     plain, rounded = found(), found('optim.moments_dtype=bfloat16')
     assert rounded.checkpoint_bytes == plain.checkpoint_bytes * 8 / 12
     assert found('mesh.replicas=4').hold_up == 4 * plain.hold_up
+
+
+def test_a_checkpoint_has_no_moments_of_what_is_frozen():
+    config = load('arr_coc_32b')
+    cluster = Cluster.of(hardware('a100'), 8)
+    found = faults(config, step_time(config, cluster), cluster)
+    assert found.checkpoint_bytes == pytest.approx(4 * num_parameters(config.model), rel=0.03)

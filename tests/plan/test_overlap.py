@@ -32,7 +32,7 @@ FITS = 50e9  # bytes of temporaries beside which an H100 holds the state of thes
 RESULTS = Path(__file__).parents[2] / 'benchmarks/results/2026-11-22_overlap.csv'
 LINES = [*csv.DictReader(RESULTS.open(newline=''))]
 MEMORY = [
-    *csv.DictReader((RESULTS.parent / '2026-11-23_plan_memory.csv').open(newline='')),
+    *csv.DictReader((RESULTS.parent / '2026-11-24_plan_memory.csv').open(newline='')),
 ]
 
 
@@ -170,8 +170,8 @@ def test_what_overlaps_over_data_is_near_in_all_stored_steps() -> None:
                 errors.append(abs(over_data(config) - compiled))
                 is_alone = config.mesh.model == config.mesh.context == 1
                 assert not is_alone or errors[-1] < 0.09, (preset, name)
-    assert len(errors) == 32
-    assert fmean(errors) < 0.11
+    assert len(errors) == 35
+    assert fmean(errors) < 0.12
 
 
 def test_the_more_zero_shards_the_more_overlaps() -> None:
