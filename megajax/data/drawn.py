@@ -49,6 +49,9 @@ def draw_pictures(config: Config) -> Drawn:
     )
     train = make(partial(draw, 'train', seed))
     validation = make(partial(draw, 'held_out', seed), count=NUM_HELD_OUT)
+    if config.data.corpus == 'words':
+        scalable = partial(draw, 'held_out', seed, font='scalable')
+        validation.unlike = make(scalable, count=NUM_HELD_OUT)
     _check(config, tokenizer, validation)
     known = words()['train']
     return Drawn(
@@ -86,7 +89,7 @@ def _of_relevance(config: Config) -> dict[str, Any]:
 def _check(config: Config, tokenizer: Tokenizer, batches: PictureBatches) -> None:
     """Raise ConfigError if the image token is another, or a picture with its answer too long."""
     check_image_token(config, tokenizer)
-    longest = max(len(batches.document(batches.draw(i)).tokens) for i in range(NUM_HELD_OUT))
+    longest = max(len(batches.document(picture).tokens) for picture in batches.pictures)
     if longest > config.train.seq_len + 1:
         message = (
             f'{config.train.seq_len} is too short for pictures of {config.data.corpus}, '

@@ -17,7 +17,7 @@ class PictureBatches(Batches):
 
     `draw(i)` is picture i; the batch of a step holds pictures step B up to (step + 1) B, without
     end or up to `count`. The loss counts the answer and its end. The arrays are those of
-    `RowShape`.
+    `RowShape`. `unlike` are batches with the same answers in pictures unlike any trained on.
     """
 
     def __init__(
@@ -28,14 +28,15 @@ class PictureBatches(Batches):
         *,
         batch_size: int,
         count: int | None = None,
+        unlike: 'PictureBatches | None' = None,
     ):
-        self.batch_size, self.draw, self.shape = batch_size, draw, shape
+        self.batch_size, self.draw, self.shape, self.unlike = batch_size, draw, shape, unlike
         self._tokenizer, self._order = tokenizer, ENDLESS if count is None else range(count)
 
     @property
-    def num_pictures(self) -> int:
-        """Number of pictures, of batches that end."""
-        return len(self._order)
+    def pictures(self) -> list[Picture]:
+        """All pictures, of batches that end."""
+        return [self.draw(i) for i in self._order]
 
     def document(self, picture: Picture) -> ImageDocument:
         """Return the tokens and patches of a picture with question and answer."""

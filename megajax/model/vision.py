@@ -5,6 +5,7 @@ own dims, which no mesh axis shards; E is the D of the model, W the width of a u
 patches, V its vectors, Q frames and A DeepStack's taps.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -67,39 +68,45 @@ class Encoder(nnx.Module):
         with jax.named_scope('patch'):
             x_IPD = self.patch(numbers_IPX)
             x_IPD = (x_IPD.astype(jnp.float32) + self.position(place_IP2, grid_I2)).astype(dtype)
-        x_IPD, tap_AIPD = self._run_layers(x_IPD, place_IP2, segment_IP, recompute)
+        x_IPD, tapped = self._run_layers(x_IPD, place_IP2, segment_IP, recompute)
         with jax.named_scope('merger'):
             vectors = [self.merger(x_IPD)[None]]
             if self.deep_mergers is not None:
-                vectors.append(jax.vmap(lambda merger, x: merger(x))(self.deep_mergers, tap_AIPD))
+                vectors.append(
+                    jax.vmap(lambda merger, x: merger(x))(self.deep_mergers, jnp.stack(tapped))
+                )
             return jnp.moveaxis(jnp.concatenate(vectors), 0, 2)
 
     def _run_layers(
         self, x_IPD: jax.Array, place_IP2: jax.Array, segment_IP: jax.Array, recompute: str
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, list[jax.Array]]:
         """Return the output of the last layer, and of those that DeepStack taps."""
         blocks, layout = self.config.blocks, self.patch.layout
-        taps = jnp.array(self.config.deepstack, jnp.int32)
+        taps = self.config.deepstack
         core = attention_core(
             blocks, layout, recompute=recompute == 'selective', segment_BS=segment_IP
         )
 
         def layer(
-            carry: tuple[jax.Array, jax.Array], layer: tuple[Block, jax.Array]
-        ) -> tuple[tuple[jax.Array, jax.Array], None]:
-            (x_IPD, tap_AIPD), (block, index) = carry, layer
+            carry: tuple[jax.Array, ...], layer: tuple[Block, jax.Array]
+        ) -> tuple[tuple[jax.Array, ...], None]:
+            (x_IPD, *tapped), (block, index) = carry, layer
             x_IPD, _ = block(x_IPD, core, position_BS=place_IP2)
-            is_tap = jnp.expand_dims(taps == index, (1, 2, 3))
-            return (x_IPD, jnp.where(is_tap, x_IPD[None], tap_AIPD)), None
+            # A condition for each tap: one of all would be kept with the shape of their arrays.
+            chosen = (
+                lax.select_n(index == tap, old, x_IPD)
+                for tap, old in zip(taps, tapped, strict=True)
+            )
+            return (x_IPD, *chosen), None
 
         if recompute == 'full':
             layer = jax.checkpoint(layer, prevent_cse=False)
         # Zeros of the image's own, so that they are mapped as it is.
-        tap_AIPD = jnp.broadcast_to(0 * x_IPD[None], (len(taps), *x_IPD.shape))
+        carry = (x_IPD, *(0 * x_IPD for _ in taps))
         with jax.named_scope('layers'):
-            index = jnp.arange(blocks.num_layers)
-            layers = self.layers, index
-            return lax.scan(layer, (x_IPD, tap_AIPD), layers, unroll=self.is_unrolled)[0]
+            layers = self.layers, jnp.arange(blocks.num_layers)
+            (x_IPD, *tapped), _ = lax.scan(layer, carry, layers, unroll=self.is_unrolled)
+        return x_IPD, tapped
 
 
 class PatchEmbedding(nnx.Module):
@@ -122,11 +129,18 @@ class PatchEmbedding(nnx.Module):
 
 
 class PatchPosition(nnx.Module):
-    """A learned vector for each place of a square grid, interpolated to the grid of an image."""
+    """A learned vector for each place of a square grid, interpolated to the grid of an image.
+
+    At first it is the sum of one for the row and one for the column, so that what is learned of a
+    column in one row holds in all rows.
+    """
 
     def __init__(self, parameters: Parameters, config: VisionConfig, *, key: jax.Array):
         self.side, self.layout = config.positions, parameters.layout
         self.table = parameters.make('table', key)
+        table = self.table[...].reshape(self.side, self.side, -1)
+        table = (table[:, :1] + table[:1]) / math.sqrt(2)
+        self.table[...] = table.reshape(self.table.shape)
 
     def __call__(self, place_IP2: jax.Array, grid_I2: jax.Array) -> jax.Array:
         """Return the vectors [I, P, D] in fp32, bilinear between the four nearest ones."""

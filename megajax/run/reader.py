@@ -33,8 +33,8 @@ class Reader:
     def __init__(self, config: Config, batches: PictureBatches, tokenizer: Tokenizer, folder: Path):
         self._config, self._batches, self._folder = config, batches, folder
         self._tokenizer = tokenizer
-        self._pictures = [batches.draw(i) for i in range(batches.num_pictures)]
-        self._prompts = [self._prompt(picture) for picture in self._pictures]
+        self._pictures = batches.pictures
+        self._unlike = batches.unlike.pictures if batches.unlike else []
 
     def read(
         self, step: int, params: nnx.State, report: Report, check: Callable[[], None]
@@ -43,21 +43,21 @@ class Reader:
 
         All processes must call this; `check` is called every few letters.
         """
-        rows = self._read(params, check)
-        readings = [row.text for row in rows]
-        right = [
-            picture.answer == reading
-            for picture, reading in zip(self._pictures, readings, strict=True)
-        ]
-        share = sum(right) / len(right)
-        report.say(
-            f'step {step}  {100 * share:.1f}% of {len(right)} held-out pictures read exactly'
-        )
-        for picture, reading in zip(self._pictures[:SHOWN], readings, strict=False):
+        rows = self._read(self._pictures, params, check)
+        share, readings = _share_right(self._pictures, rows), [row.text for row in rows[:SHOWN]]
+        report.say(f'step {step}  {100 * share:.1f}% of {len(rows)} held-out pictures read exactly')
+        for picture, reading in zip(self._pictures, readings, strict=False):
             report.say(f'  {picture.answer:12} {marked(picture.answer, reading)}')
         if jax.process_index() == 0:
-            self._draw(step, readings[:SHOWN])
-        return {'validation_read': share} | self._detail(step, rows, report)
+            self._draw(step, readings)
+        values = {'validation_read': share} | self._detail(step, rows, report)
+        if self._unlike:
+            share = _share_right(self._unlike, self._read(self._unlike, params, check))
+            report.say(
+                f'step {step}  {100 * share:.1f}% in a font, at places and in sizes not trained on'
+            )
+            values['validation_read_unlike'] = share
+        return values
 
     def _detail(self, step: int, rows: Sequence[Continuation], report: Report) -> dict[str, float]:
         """Report how relevance has distributed the tokens of pictures, if it has."""
@@ -84,8 +84,10 @@ class Reader:
         document = self._batches.document(picture)
         return prompt_of(document, self._batches.shape, int(np.argmax(document.answered)))
 
-    def _read(self, params: nnx.State, check: Callable[[], None]) -> list[Continuation]:
-        prompts, images = zip(*self._prompts, strict=True)
+    def _read(
+        self, pictures: Sequence[Picture], params: nnx.State, check: Callable[[], None]
+    ) -> list[Continuation]:
+        prompts, images = zip(*map(self._prompt, pictures), strict=True)
         request = Request(max_tokens=self._config.train.seq_len, sampling=GREEDY)
         generator = Generator(self._config, params, self._tokenizer)
         rows: list[Continuation | None] = []
@@ -100,3 +102,8 @@ class Reader:
             write_sheet(path, self._pictures[: len(readings)], readings)
         except OSError as error:
             logger.warning('%s cannot be written (%s); the run continues', path, error.strerror)
+
+
+def _share_right(pictures: Sequence[Picture], rows: Sequence[Continuation]) -> float:
+    pairs = zip(pictures, rows, strict=True)
+    return sum(picture.answer == row.text for picture, row in pairs) / len(rows)

@@ -1,5 +1,7 @@
 """The vision encoder: places and positions of patches, and rotary angles of several numbers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from support import make_config, on_mesh
 
 from megajax.config import ModelConfig
+from megajax.counts.vision_parameters import POSITION_STD
 from megajax.model.parameters import Parameters
 from megajax.model.rotary import position_frequencies, rotate
 from megajax.model.vision import Encoder, PatchPosition, numbers_of, places
@@ -46,7 +49,7 @@ def test_positions_are_bilinear_between_those_of_the_table(grid: tuple[int, int]
         parameters = Parameters.of_encoder(config)['position']
         position = PatchPosition(parameters, vision, key=jax.random.key(0))
         place, _ = places(jnp.array([grid]), vision)
-        found = position(place, jnp.array([grid]))[0, : grid[0] * grid[1]]
+        found = jax.jit(position.__call__)(place, jnp.array([grid]))[0, : grid[0] * grid[1]]
     table = np.asarray(position.table[...]).reshape(5, 5, -1)
     at = [np.linspace(0, 4, size) for size in grid]
     for x, (row, column) in zip(found, np.asarray(place[0]), strict=False):
@@ -62,6 +65,22 @@ def test_positions_are_bilinear_between_those_of_the_table(grid: tuple[int, int]
         np.testing.assert_allclose(x, expected, atol=1e-6)
 
 
+def test_places_start_as_the_sum_of_a_row_and_a_column() -> None:
+    config = model()
+    with on_mesh(make_config('llama')):
+        parameters = Parameters.of_encoder(config)['position']
+        position = PatchPosition(parameters, config.vision, key=jax.random.key(0))
+    table = np.asarray(position.table[...]).reshape(5, 5, -1)
+    columns = table - table[:, :1]
+    np.testing.assert_allclose(columns, np.broadcast_to(columns[:1], columns.shape), atol=1e-6)
+    assert table[1:, 1:].std() == pytest.approx(POSITION_STD, rel=0.3)
+
+
+def encoded(encoder: Encoder, config: ModelConfig, pixels: jax.Array, grid: jax.Array) -> jax.Array:
+    place, segment = places(grid, config.vision)
+    return encoder(numbers_of(pixels, grid, config.vision), grid, place, segment)
+
+
 def test_an_image_does_not_see_what_stands_in_the_empty_places_of_its_slot() -> None:
     config = model(deepstack=(0,))
     random = np.random.default_rng(0)
@@ -69,12 +88,10 @@ def test_an_image_does_not_see_what_stands_in_the_empty_places_of_its_slot() -> 
     grid = jnp.array([[4, 4], [2, 2]])
     with on_mesh(make_config('llama')):
         encoder = Encoder(config, key=jax.random.key(0))
-        place, segment = places(grid, config.vision)
-        numbers = numbers_of(jnp.array(pixels), grid, config.vision)
-        first = encoder(numbers, grid, place, segment)
+        encode = jax.jit(functools.partial(encoded, encoder, config))
+        first = encode(pixels, grid)
         pixels[0, 16:], pixels[1, 4:] = 0, 255
-        numbers = numbers_of(jnp.array(pixels), grid, config.vision)
-        second = encoder(numbers, grid, place, segment)
+        second = encode(pixels, grid)
     np.testing.assert_array_equal(first[0, :4], second[0, :4])
     np.testing.assert_array_equal(first[1, :1], second[1, :1])
     assert first.shape == (2, 6, 2, config.hidden_size)

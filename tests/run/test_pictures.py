@@ -61,7 +61,7 @@ def parameters(folder: Path, config: Config) -> dict[str, Any]:
         return {name: np.asarray(x) for name, x in by_name(params).items()}
 
 
-@pytest.mark.parametrize('name', ['lines', more('words')])
+@pytest.mark.parametrize('name', [more('lines'), more('words')])
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, corpus: Path, name: str) -> None:
     data = f'data.corpus={corpus if name == "lines" else "words"}'
     config = train(tmp_path / 'straight', 6, data)

@@ -115,8 +115,8 @@ def pack(documents: Iterable[FileDocument], shape: RowShape) -> list[list[FileDo
     for document in documents:
         tokens += len(document.tokens)
         images += len(document.grids)
-        is_full = tokens > shape.seq_len + 1 or images > shape.images or shape.patches.budget
-        if not rows or is_full:
+        is_full = tokens > shape.seq_len + 1 or images > shape.images
+        if not rows or is_full or shape.patches.budget:
             rows.append([])
             tokens, images = len(document.tokens), len(document.grids)
         rows[-1].append(document)
