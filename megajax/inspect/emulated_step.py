@@ -20,6 +20,7 @@ from megajax.emulate.compare import Difference, difference, largest
 from megajax.emulate.execute import GpuProgram, compile_for_gpu, quick, run_on_cpu, stored_program
 from megajax.hardware.targets import gpu_devices
 from megajax.inspect.limits import limits
+from megajax.inspect.random_batch import make_batch
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.parallel.placements import parameter_name
@@ -194,24 +195,3 @@ def _by_name(tree: Any) -> Values:
         parameter_name(path): x
         for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     }
-
-
-def make_batch(config: Config) -> dict[str, np.ndarray]:
-    """Make a batch of random tokens, with more weighted tokens in later rows.
-
-    It has all arrays that a step of the config reads.
-    """
-    random, rows, length = np.random.default_rng(0), config.train.batch_size, config.train.seq_len
-    token = random.integers(config.model.vocab_size, size=(rows, length + 1))
-    position = np.arange(length)[None].repeat(rows, 0)
-    counts = random.random((rows, length)) < np.linspace(0.2, 1, rows)[:, None]
-    batch = {'tokens': token[:, :-1], 'labels': token[:, 1:], 'loss_mask': counts}
-    if config.data.document_mask:
-        document = length // 2 + 1
-        batch |= {'segment_ids': position // document, 'positions': position % document}
-    if config.model.is_bert:
-        padding = position >= length - np.arange(rows)[:, None]
-        batch |= {'token_types': position > length // 2, 'segment_ids': padding}
-        batch |= {'loss_mask': counts & ~padding, 'swapped': random.integers(2, size=(rows, 1))}
-    dtypes = {'loss_mask': np.float32}
-    return {name: np.ascontiguousarray(x, dtypes.get(name, np.int32)) for name, x in batch.items()}

@@ -2,11 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 from megajax.config import Config
 from megajax.counts import products as counts
-from megajax.counts.declaration import NUM_SEGMENTS
 from megajax.counts.flops import uses_flash
 from megajax.hlo.products import is_rematerialized, products
 from megajax.hlo.program import Program
@@ -14,6 +14,8 @@ from megajax.inspect.result import Finding, Products
 
 TOLERANCE = 1e-3
 PADDED = 8  # elements; XLA pads the sizes of cuBLAS's 16-bit products to a multiple of it
+TILE, MULTIPROCESSORS = 64, 132  # of a product's result, and of an H100
+LEAST_PART = 24  # of a contraction that XLA splits
 
 
 def count_products(config: Config, program: Program, target: str) -> Products:
@@ -36,15 +38,25 @@ def count_products(config: Config, program: Program, target: str) -> Products:
 def padding(config: Config) -> int:
     """FLOPs that XLA may add on one device where it pads 16-bit products for cuBLAS.
 
-    It pads sizes to multiples of 8. Only the products of BERT's first tokens, with one row per
-    sequence, have smaller sizes; the difference shows only in tiny models.
+    It pads sizes to multiples of 8, and so each part of a contraction that it splits because the
+    result is too small for all multiprocessors. Such sizes are rare: those of BERT's first tokens
+    with a row of each sequence, of the numbers of a patch, and of tiny models.
     """
-    if not config.model.is_bert or config.train.dtype == 'float32':
+    if config.train.dtype == 'float32':
         return 0
-    D, rows = config.model.hidden_size, config.microbatch_rows
-    padded = -(-rows // PADDED) * PADDED
-    added = D * (padded * (D + PADDED) - rows * (D + NUM_SEGMENTS))
-    return 3 * 2 * added * config.train.microbatches
+    return sum(
+        product.times * 2 * product.batch * (_padded(product.sizes) - prod(product.sizes))
+        for product in counts.products(config, flash=uses_flash(config))
+        if product.where != 'attention'
+    )
+
+
+def _padded(sizes: tuple[int, int, int]) -> int:
+    m, n, k = (-(-size // PADDED) * PADDED for size in sizes)
+    if -(-m // TILE) * -(-n // TILE) < MULTIPROCESSORS:
+        parts = [count for count in (2, 4, 8, 16) if sizes[2] >= count * LEAST_PART]
+        k = max(k, *(-(-sizes[2] // (count * PADDED)) * count * PADDED for count in (1, *parts)))
+    return m * n * k
 
 
 def products_run_twice(config: Config, program: Program, products: Products) -> Iterator[Finding]:

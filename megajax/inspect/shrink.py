@@ -1,6 +1,7 @@
 """A smaller model of the same family, mesh, layout and options, for execution on a CPU."""
 
 import math
+from typing import Any
 
 from megajax.config import Config
 from megajax.counts.parameters import num_parameters
@@ -10,6 +11,7 @@ MOST_TOKENS = 8192  # maximum number of tokens in its step
 MOST_DEVICES = 16  # maximum number of devices in its mesh, which one process simulates
 HEAD_DIM = 64  # Triton cannot tile every product of smaller heads
 MAX_SEQ_LEN = 64
+REGIONS, TOTAL_TOKENS = (2, 1), 160  # two regions, between which a budget has to choose
 VOCAB_SIZE = 1000  # padded to 1024 rows, so that the padding is executed too
 
 
@@ -38,7 +40,7 @@ def _is_small(config: Config) -> bool:
     )
 
 
-def _changes(config: Config) -> dict[str, int]:
+def _changes(config: Config) -> dict[str, Any]:
     mesh = _mesh(config)
     data, rows = mesh['mesh.replicas'] * mesh['mesh.data'], mesh['mesh.model_rows']
     stages, chunks = mesh['mesh.stages'], mesh['mesh.virtual_stages']
@@ -47,13 +49,12 @@ def _changes(config: Config) -> dict[str, int]:
     kv_heads, heads = _heads(config, mesh['mesh.model'])
     # Two chunks for each context shard, which sequence parallelism divides.
     divisor = mesh['mesh.context'] * math.lcm(2, mesh['mesh.model'])
-    seq_len = min(config.train.seq_len, math.ceil(MAX_SEQ_LEN / divisor) * divisor)
+    longest = MAX_SEQ_LEN if config.relevance is None else 2 * TOTAL_TOKENS
+    seq_len = min(config.train.seq_len, math.ceil(longest / divisor) * divisor)
     layers = config.model.num_layers // (config.mesh.stages * config.mesh.virtual_stages)
     # A size that the data shards divide stays one, and a size that they do not does too.
     divisor = rows * (1 if _is_uneven(config) else mesh['mesh.data'])
     batch_rows = min(config.microbatch_rows, 2 * rows)
-    # Two groups of layers, with a layer of cross-attention after each.
-    crossed = {'vision.cross_every': 1} if config.model.num_cross_layers else {}
     changes = mesh | {
         'model.num_layers': stages * chunks * min(layers, 2),
         'model.hidden_size': min(config.model.hidden_size, math.lcm(HEAD_DIM, divisor) * 2),
@@ -68,7 +69,46 @@ def _changes(config: Config) -> dict[str, int]:
         'train.microbatches': microbatches,
         'mesh.data': data,
     }
-    return changes | crossed
+    return changes | _of_encoder(config, changes['model.head_dim'], seq_len)
+
+
+def _of_encoder(config: Config, head_dim: int, seq_len: int) -> dict[str, Any]:
+    """Two layers of the encoder with at most two taps, and images that fit into the sequence."""
+    vision, relevance = config.vision, config.relevance
+    if vision is None:
+        return {}
+    heads, taps = min(vision.num_heads, 2), min(len(vision.deepstack), 2)
+    patches = vision.unit * (seq_len // 4 // vision.images)
+    if relevance is not None:
+        patches = vision.max_patches // relevance.num_regions * math.prod(REGIONS)
+    changes = {
+        'vision.num_layers': min(vision.num_layers, 2),
+        'vision.num_heads': heads,
+        'vision.hidden_size': min(vision.hidden_size, heads * HEAD_DIM),
+        'vision.ffn_size': min(vision.ffn_size, 4 * HEAD_DIM),
+        'vision.patch_size': min(vision.patch_size, 8),
+        'vision.positions': min(vision.positions, 8),
+        'vision.deepstack': list(range(taps)),
+        'vision.max_patches': min(vision.max_patches, patches),
+        'vision.min_patches': 0,
+        'vision.image_token': min(vision.image_token, VOCAB_SIZE - 1),
+        # A layer of cross-attention after each layer.
+        'vision.cross_every': 1 if vision.is_crossed else vision.cross_every,
+    }
+    if relevance is not None:
+        changes |= {
+            'relevance.regions': list(REGIONS),
+            'relevance.total_tokens': TOTAL_TOKENS,
+            'relevance.scorer_size': min(relevance.scorer_size, HEAD_DIM),
+        }
+    if config.model.position == 'mrope':
+        pairs = head_dim // 2
+        others = [
+            section * pairs // (config.model.head_dim // 2)
+            for section in config.model.mrope_section[1:]
+        ]
+        changes['model.mrope_section'] = [pairs - sum(others), *others]
+    return changes
 
 
 def _mesh(config: Config) -> dict[str, int]:

@@ -5,13 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from support import make_config, on_mesh
+from support import make_config
 
 from megajax.config import Config
 from megajax.counts import chunks
 from megajax.emulate.compare import Difference
 from megajax.hardware.targets import has_compiler
-from megajax.inspect import emulated_step
 from megajax.inspect.emulated_step import EmulatedStep
 from megajax.inspect.limits import judged
 from megajax.inspect.reduce import smallest
@@ -20,7 +19,6 @@ from megajax.inspect.shrink import shrink
 from megajax.model import product
 from megajax.parallel.layout import Layout
 from megajax.train import feed, pipeline
-from megajax.train.feed import abstract_batch
 
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
@@ -381,20 +379,3 @@ def test_limits_follow_from_the_dtype(dtype, exact, gradient, loss):
         one.ok for one in judge([Difference('loss', loss), Difference('loss', 1.01 * loss)])
     ] == [True, False]
     assert not judge([Difference('loss', float('inf'))])[0].ok
-
-
-@pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
-def test_a_batch_has_all_that_a_step_reads_and_no_padding_counts(name):
-    config = step(name, 2, 4)
-    batch = emulated_step.make_batch(config)
-    with on_mesh(config):
-        read = abstract_batch(config)
-    assert {key: (x.shape, x.dtype) for key, x in batch.items()} == {
-        key: (x.shape, x.dtype) for key, x in read.items()
-    }
-    counted = batch['loss_mask'].sum(-1)
-    assert (counted > 0).all()
-    assert len(set(counted)) > 1
-    if not config.model.causal:
-        assert batch['segment_ids'].any()
-        assert not batch['loss_mask'][batch['segment_ids'] == 1].any()

@@ -7,11 +7,16 @@ import pytest
 from support import slow
 from vlm import SP, relevant, vlm
 
-from megajax.config import Config
+from megajax.config import Config, load
+from megajax.counts.parameters import num_parameters
+from megajax.hardware.targets import has_compiler
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_for
+from megajax.inspect.emulated_step import EmulatedStep
+from megajax.inspect.limits import judged
 from megajax.inspect.report import to_text
 from megajax.inspect.result import Inspection
+from megajax.inspect.shrink import LARGEST, shrink
 
 
 def inspect_here(config: Config) -> Inspection:
@@ -39,8 +44,8 @@ cross = functools.partial(vlm, crossed=True)
         slow(vlm(2, 2, **SP, vision={'freeze': ('encoder',)}, train={'recompute': 'full'})),
         slow(vlm(2, 2, vision={'freeze': ('merger',)}, optim={'shard': 'weights'})),
         slow(vlm(2, 2, **SP, vision={'freeze': ('decoder',)}, optim={'shard': 'optimizer'})),
-        cross(2, 2),
-        cross(1, 4, **SP, **ROWS),
+        slow(cross(2, 2)),
+        slow(cross(1, 4, **SP, **ROWS)),
         slow(cross(2, 2, **SP, **TWICE)),
         slow(cross(1, 4, train=ROWS['train'] | HALF['train'])),
         slow(cross(2, 4, optim={'shard': 'weights'}, **TWICE)),
@@ -95,3 +100,28 @@ def test_a_frozen_encoder_sends_its_vectors_forward_alone(shard: str) -> None:
     assert rows['vision', 'forward', 'model'].wire_bytes > 0
     assert not rows['vision', 'backward', 'model'].wire_bytes
     assert found.products.ratio == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize('preset', ['qwen3_vl_2b', 'qwen3_vl_32b', 'arr_coc_32b'])
+def test_a_smaller_config_keeps_what_an_encoder_does(preset):
+    config = load(preset)
+    small, _ = shrink(config)
+    assert num_parameters(small.model) < LARGEST
+    assert small.vision.freeze == config.vision.freeze
+    assert small.vision.channels == config.vision.channels
+    assert len(small.vision.deepstack) == min(2, len(config.vision.deepstack))
+    assert (small.relevance is None) == (config.relevance is None)
+    if small.relevance is not None:  # the budget has a choice
+        assert 64 * 2 < small.relevance.total_tokens < 400 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
+@pytest.mark.parametrize('preset', ['tiny_vlm', 'arr_coc_32b'])
+def test_the_program_for_gpus_computes_what_one_device_does(preset):
+    config, _ = shrink(load(preset, ['train.dtype=bfloat16']))
+    results = judged(EmulatedStep(config, 'h100').differences(exact=True), config, exact=True)
+    assert [one for one in results if not one.ok] == []
+    assert {one.name for one in results} >= {'gradient of vision.patch.weight', 'loss'}
