@@ -4,7 +4,7 @@
 pictures of the next batch. Compiled for eight H100s (model=8) in bf16, with that batch and without:
 the seconds of the matrix products, those that all-reduces take on the wire, the share of them that
 products hide, and the number of all-reduces beside which the encoder or the scorers run. No GPU is
-needed (`pip install 'megajax[gpu-compile]'`); some three minutes on two cores.
+needed (`pip install 'megajax[gpu-compile]'`).
 """
 
 import argparse

@@ -28,7 +28,7 @@ def read(name: str) -> list[dict[str, str]]:
 
 ROWS = read('2026-11-22_collectives.csv')
 OVERLAP = read('2026-11-22_overlap.csv')
-MEMORY = read('2026-11-23_plan_memory.csv')
+MEMORY = read('2026-11-24_plan_memory.csv')
 
 
 def quoted() -> Iterator[tuple[Path, str, str]]:

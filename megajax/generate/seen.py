@@ -21,9 +21,8 @@ class PromptBatch(NamedTuple):
     token_BS: jax.Array | np.ndarray
     length_B: jax.Array | np.ndarray
     images: Images | None = None
-    position_BS: jax.Array | np.ndarray | None = (
-        None  # of tokens, where there are images: [B, S] or [B, S, 3]
-    )
+    # Of tokens, where there are images: [B, S] or [B, S, 3].
+    position_BS: jax.Array | np.ndarray | None = None
 
 
 class SeenPrompts(NamedTuple):
@@ -81,9 +80,9 @@ def look(
     position_BS, segment_BS, origin_B = _places(batch, layout)
     x_BSD = decoder.embed(token_BS, dtype, position_BS=position_BS)  # all-reduce
     prompts = SeenPrompts(x_BSD, position_BS, segment_BS)
-    return prompts if batch.images is None else see(
-        decoder, prompts, batch.images, layout
-    ), origin_B
+    if batch.images is not None:
+        prompts = see(decoder, prompts, batch.images, layout)
+    return prompts, origin_B
 
 
 def _places(batch: PromptBatch, layout: Layout) -> tuple[jax.Array, jax.Array, jax.Array]:

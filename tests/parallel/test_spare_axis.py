@@ -1,6 +1,7 @@
 """A strategy is a changed mapping: F over one more axis of the mesh, and everything follows."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -38,6 +39,7 @@ def spare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Layout, 'of', with_spare)
 
 
+@functools.cache
 def compiled() -> CompiledStep:
     mesh = make_mesh(2, 2, spare=2)
     with jax.set_mesh(mesh):

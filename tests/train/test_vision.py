@@ -61,7 +61,7 @@ cross = functools.partial(vlm, crossed=True)
     'config',
     [
         vlm(2, 2, **SP),
-        vlm(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'}),
+        slow(vlm(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
         slow(vlm(2, 1, **TWICE)),
         slow(vlm(1, 2)),
         slow(vlm(2, 4)),
@@ -75,7 +75,7 @@ cross = functools.partial(vlm, crossed=True)
         slow(vlm(3, 2, **SP, optim={'shard': 'weights'}, train={'batch_size': 24})),
         slow(vlm(2, 2, **SP, train={'overlap': 'batch_split', 'recompute': 'selective'})),
         cross(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'}),
-        cross(1, 4, **TWICE),
+        slow(cross(1, 4, **TWICE)),
         slow(cross(2, 2)),
         slow(cross(1, 8, **SP)),
         slow(cross(2, 2, **SP, model={'dropout': 0.1}, **TWICE)),
