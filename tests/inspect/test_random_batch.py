@@ -41,3 +41,13 @@ def test_a_batch_of_a_smaller_config_has_pictures_of_several_sizes_where_sizes_m
     assert (len(set(patches[patches > 0])) > 1) == (config.relevance is None)
     assert ((batch['image_index'] >= 0).any(1) == (patches > 0).any(1)).all()
     assert not batch['loss_mask'][batch['labels'] == config.vision.image_token].any()
+    assert _brightness_differs(batch)
+
+
+def _brightness_differs(batch: dict[str, np.ndarray]) -> bool:
+    """Whether the first patch of each picture is fainter than its last: regions can be told apart."""
+    pictures = batch['pixels'].reshape(-1, *batch['pixels'].shape[-2:])
+    counts = batch['image_grid'].prod(-1).reshape(-1)
+    return all(
+        x[0].mean() < x[n - 1].mean() / 2 for x, n in zip(pictures, counts, strict=True) if n
+    )
