@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Traced
 
 from megajax.emulate.translate import for_cpu
-from megajax.hardware.targets import WITHOUT_GPU
+from megajax.hardware.targets import compile_without_gpu
 
 Index = tuple[slice, ...]
 
@@ -65,7 +65,9 @@ def compile_for_gpu(
             _on(devices, sharding) if isinstance(sharding, NamedSharding) else sharding
             for sharding in computation.compile_args[part]
         )
-    compiled = computation.compile({**WITHOUT_GPU, **options}, device_assignment=tuple(devices))
+    compiled = compile_without_gpu(
+        lambda options: computation.compile(options, device_assignment=tuple(devices)), options
+    )
     return GpuProgram(
         text=full_text(compiled.xla_executable.hlo_modules()[0]),
         kept=tuple(sorted(compiled._kept_var_idx)),

@@ -1,6 +1,7 @@
 """Compile targets: abstract devices of GPUs that are not present, and their hosts."""
 
 import importlib.util
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megajax.config import ConfigError
@@ -26,6 +27,24 @@ def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
         target_config=_description(hardware(target)),
     )
     return list(topology.devices)
+
+
+def compile_without_gpu(
+    compile: Callable[[dict[str, Any]], Any], options: Mapping[str, Any]
+) -> Any:
+    """Call `compile` with these options and those that a compiler without a GPU needs.
+
+    XLA of jax 0.10 begins with tiles of Triton's that do not fit every product in fp32, and has no
+    GPU to find others on. Then it is called again, with the products left to cuBLAS.
+    """
+    import jax
+
+    try:
+        return compile({**WITHOUT_GPU, **options})
+    except jax.errors.JaxRuntimeError as error:
+        if "Couldn't find output tile sizes" not in str(error):
+            raise
+        return compile({**WITHOUT_GPU, **options, 'xla_gpu_enable_triton_gemm': False})
 
 
 def has_compiler() -> bool:

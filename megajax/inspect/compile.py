@@ -14,7 +14,7 @@ from jax import P
 from jax.sharding import Mesh
 
 from megajax.config import Config
-from megajax.hardware.targets import WITHOUT_GPU, gpu_devices
+from megajax.hardware.targets import compile_without_gpu, gpu_devices
 from megajax.hlo.text import program_text
 from megajax.inspect.child import call_in_child, telling_parent
 from megajax.parallel.mesh import concrete, mesh_for, mesh_of
@@ -53,11 +53,10 @@ def compile_step(
     with jax.set_mesh(mesh):
         state = concrete(jax.eval_shape(lambda: init_state(config)))
         on_cpu = mesh.devices.flat[0].platform == 'cpu'
-        options: dict[str, Any] = {} if on_cpu else WITHOUT_GPU
+        options = dict(compiler_options or {})
+        lowered = make_train_step(config).lower(state, abstract_batch(config))
         compiled = (
-            make_train_step(config)
-            .lower(state, abstract_batch(config))
-            .compile(options | dict(compiler_options or {}))
+            lowered.compile(options) if on_cpu else compile_without_gpu(lowered.compile, options)
         )
         memory = compiled.memory_analysis()
         assert memory is not None

@@ -7,8 +7,8 @@ import pytest
 from emulate import others
 from emulate.texts import module, random
 
-from megajax.emulate import execute
 from megajax.emulate.execute import GpuProgram, compile_for_gpu, num_devices, run_on_cpu, widened
+from megajax.hardware import targets
 
 P = jax.P
 
@@ -58,7 +58,7 @@ def test_the_compiler_gets_options_for_absent_gpus_and_the_users_over_them(trace
         return compile_for_gpu(traced, jax.devices()[:4], options)
 
     for of_user, of_absent in (('unknown', 0), ('unknown', 'unknown'), (None, 'unknown')):
-        monkeypatch.setattr(execute, 'WITHOUT_GPU', {'xla_gpu_autotune_level': of_absent})
+        monkeypatch.setattr(targets, 'WITHOUT_GPU', {'xla_gpu_autotune_level': of_absent})
         options = {} if of_user is None else {'xla_gpu_autotune_level': of_user}
         with pytest.raises(jax.errors.JaxRuntimeError, match='xla_gpu_autotune_level'):
             compiled_with(options)

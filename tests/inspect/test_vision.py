@@ -119,9 +119,12 @@ def test_a_smaller_config_keeps_what_an_encoder_does(preset):
 @pytest.mark.skipif(
     not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
 )
-@pytest.mark.parametrize('preset', ['tiny_vlm', 'arr_coc_32b'])
-def test_the_program_for_gpus_computes_what_one_device_does(preset):
-    config, _ = shrink(load(preset, ['train.dtype=bfloat16']))
+@pytest.mark.parametrize(
+    ('preset', 'dtype'),
+    [('tiny_vlm', 'float32'), ('tiny_arr_coc', 'bfloat16'), ('arr_coc_32b', 'bfloat16')],
+)
+def test_the_program_for_gpus_computes_what_one_device_does(preset, dtype):
+    config, _ = shrink(load(preset, [f'train.dtype={dtype}']))
     results = judged(EmulatedStep(config, 'h100').differences(exact=True), config, exact=True)
     assert [one for one in results if not one.ok] == []
     assert {one.name for one in results} >= {'gradient of vision.patch.weight', 'loss'}
