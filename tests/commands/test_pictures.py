@@ -263,6 +263,7 @@ def test_train_and_eval_refuse_a_template_that_loops(
         assert 'takes too long, in line 1' in said
 
 
+@pytest.mark.slow
 def test_a_picture_that_breaks_off_ends_the_command_with_2(trained: Path, tmp_path: Path) -> None:
     truncated(tmp_path / 'bad.png')
     data = tmp_path / 'data.jsonl'

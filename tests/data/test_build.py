@@ -19,7 +19,7 @@ import pyarrow
 import pytest
 import zstandard
 from pyarrow import parquet
-from support import start_token
+from support import slow, start_token
 
 from megajax.config import ConfigError
 from megajax.data.build.build import build
@@ -205,7 +205,7 @@ def test_the_manifest_says_what_the_files_are(corpus: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ('name', 'options'),
-    [('corpus.jsonl', {}), ('corpus.jsonl.gz', {'train_bpe': 300}), ('long.txt', {})],
+    [slow('corpus.jsonl', {}), ('corpus.jsonl.gz', {'train_bpe': 300}), slow('long.txt', {})],
 )
 def test_a_killed_build_goes_on(
     name: str, options: dict[str, object], corpus: Path, tmp_path: Path

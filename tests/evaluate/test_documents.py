@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support import on_mesh, random_params, relative_error, slow
+from support import on_mesh, random_params, relative_error
 from vlm import vlm
 
 from megajax.config import Config, ConfigError
@@ -59,7 +59,8 @@ def evaluate(config: Config, *files: Path) -> DocumentPerplexity:
         return document_perplexity(scorer, TOKENIZER, list(map(str, files)))
 
 
-@pytest.mark.parametrize('crossed', [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize('crossed', [False, True])
 def test_it_is_the_loss_of_training_on_rows_of_one_document(corpus: Path, crossed: bool) -> None:
     of_corpus = config(corpus, crossed=crossed)
     found = evaluate(of_corpus, corpus)

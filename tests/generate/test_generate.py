@@ -622,6 +622,7 @@ def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_same_on_another_mesh(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

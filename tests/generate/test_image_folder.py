@@ -90,6 +90,7 @@ def test_a_broken_picture_is_told_after_the_answers_of_the_batches_before(folder
     assert answered == ['0.png', '1.png']
 
 
+@pytest.mark.slow
 def test_it_is_the_same_on_another_mesh(folder: Path) -> None:
     mesh = CONFIG.mesh.model_copy(update={'data': 2, 'model': 2})
     other = CONFIG.model_copy(update={'mesh': mesh})

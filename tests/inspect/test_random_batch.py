@@ -45,7 +45,7 @@ def test_a_batch_of_a_smaller_config_has_pictures_of_several_sizes_where_sizes_m
 
 
 def _brightness_differs(batch: dict[str, np.ndarray]) -> bool:
-    """Whether the first patch of each picture is fainter than its last: regions can be told apart."""
+    """Whether the first patch of each picture is fainter than its last, as regions differ."""
     pictures = batch['pixels'].reshape(-1, *batch['pixels'].shape[-2:])
     counts = batch['image_grid'].prod(-1).reshape(-1)
     return all(

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 import pytest
-from support import slow
+from support import exhaustive, slow
 from vlm import SP, relevant, vlm
 
 from megajax.config import Config, load
@@ -35,23 +35,23 @@ cross = functools.partial(vlm, crossed=True)
     [
         vlm(2, 2, **SP),
         slow(vlm(2, 2, **TWICE)),
-        slow(vlm(1, 4, **SP, **HALF)),
+        exhaustive(vlm(1, 4, **SP, **HALF)),
         slow(vlm(4, 2, **SP, optim={'shard': 'optimizer'}, **HALF)),
         slow(vlm(2, 4, optim={'shard': 'weights'}, **TWICE)),
         slow(vlm(4, 2, mesh={'replicas': 2}, optim={'shard': 'gradients'})),
-        slow(vlm(3, 2, optim={'shard': 'weights'}, train={'batch_size': 24})),
-        slow(vlm(2, 1)),
+        exhaustive(vlm(3, 2, optim={'shard': 'weights'}, train={'batch_size': 24})),
+        exhaustive(vlm(2, 1)),
         slow(vlm(2, 2, **SP, vision={'freeze': ('encoder',)}, train={'recompute': 'full'})),
-        slow(vlm(2, 2, vision={'freeze': ('merger',)}, optim={'shard': 'weights'})),
+        exhaustive(vlm(2, 2, vision={'freeze': ('merger',)}, optim={'shard': 'weights'})),
         slow(vlm(2, 2, **SP, vision={'freeze': ('decoder',)}, optim={'shard': 'optimizer'})),
-        slow(cross(2, 2)),
+        exhaustive(cross(2, 2)),
         slow(cross(1, 4, **SP, **ROWS)),
-        slow(cross(2, 2, **SP, **TWICE)),
-        slow(cross(1, 4, train=ROWS['train'] | HALF['train'])),
+        exhaustive(cross(2, 2, **SP, **TWICE)),
+        exhaustive(cross(1, 4, train=ROWS['train'] | HALF['train'])),
         slow(cross(2, 4, optim={'shard': 'weights'}, **TWICE)),
-        slow(cross(4, 2, **SP, optim={'shard': 'gradients'}, **HALF)),
+        exhaustive(cross(4, 2, **SP, optim={'shard': 'gradients'}, **HALF)),
         slow(relevant(2, 2, **SP)),
-        slow(relevant(1, 4, **HALF, relevance={'scorer_shards': 2})),
+        exhaustive(relevant(1, 4, **HALF, relevance={'scorer_shards': 2})),
         slow(
             relevant(
                 2,

@@ -131,6 +131,7 @@ def test_the_loss_and_every_gradient(name: str, mesh: dict[str, Any]) -> None:
         assert_close(to_megatron(config, gradients), under('g', oracle), LIMIT)
 
 
+@pytest.mark.slow
 @for_each_oracle
 @on_each_mesh
 def test_five_steps_of_adamw(name: str, mesh: dict[str, Any]) -> None:

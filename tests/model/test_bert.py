@@ -18,7 +18,6 @@ from support import (
     on_mesh,
     random_params,
     relative_error,
-    slow,
 )
 
 from megajax.config import Config, ConfigError
@@ -144,7 +143,8 @@ def by_the_book() -> tuple[float, float, dict[str, np.ndarray]]:
         return float(masked), float(order), gather(gradients)
 
 
-@pytest.mark.parametrize('mesh', [slow((1, 1, False)), (2, 2, True)])
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', [(1, 1, False), (2, 2, True)])
 def test_loss_and_gradients_are_those_of_masked_tokens_and_of_the_order(mesh):
     config = small(*mesh[:2], sequence_parallel=mesh[2])
     masked, order, expected = by_the_book()

@@ -31,6 +31,7 @@ def test_bandwidth_and_latency_are_recovered(devices):
     assert found.latency == pytest.approx(4e-6)
 
 
+@pytest.mark.slow
 def test_the_devices_at_hand_are_measured_and_planned_for(tmp_path, monkeypatch):
     for name, value in {
         'SIZES': (32, 64),

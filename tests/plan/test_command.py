@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support import slow
 from typer.testing import CliRunner
 
 import megajax
@@ -70,7 +71,7 @@ def test_a_config_on_its_own_mesh_is_planned_as_it_is():
     assert plan.memory_available == int(USABLE * hardware('h100').memory / (1 + UNDERCOUNT))
 
 
-@pytest.mark.parametrize('recompute', ['none', 'full'])
+@pytest.mark.parametrize('recompute', [slow('none'), 'full'])
 def test_the_papers_rate_counts_recomputation_where_there_is_some(recompute):
     config = megajax.load(
         'gpt2_345m', ['mesh.data=2', 'mesh.model=4', f'train.recompute={recompute}']
@@ -101,6 +102,7 @@ def test_what_is_sharded_is_named_and_written():
     assert {replicas for _, replicas in kinds} > {1, 2}
 
 
+@pytest.mark.slow
 def test_a_grid_is_named_with_what_it_sends():
     plan = megajax.plan(megajax.load('llama3_8b'), gpu='h100', gpus=8)
     assert plan.grids is not None

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support import load_script, slow
+from support import load_script
 
 from megajax.hardware.records import hardware, hardware_names
 from megajax.plan.fit import fit, residuals
@@ -68,7 +68,8 @@ def test_the_results_are_those_of_today():
         assert '| ' + ' | '.join(cells) + ' |' in text
 
 
-@pytest.mark.parametrize('table', [slow('narayanan'), 'core'])
+@pytest.mark.slow
+@pytest.mark.parametrize('table', ['narayanan', 'core'])
 def test_the_published_mesh_is_the_fastest_or_within_three_percent_of_it(table: str) -> None:
     ranks = load_script('plan_ranks')
     for row in rows(table):

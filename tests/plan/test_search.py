@@ -7,7 +7,7 @@ import time
 from collections import Counter
 
 import pytest
-from support import make_config
+from support import make_config, slow
 
 from megajax.config import Config, ConfigError, load
 from megajax.config.mesh_rules import replicas_within_hosts
@@ -42,7 +42,7 @@ def test_no_tensor_parallelism_where_the_model_fits_and_the_batch_allows():
 
 @pytest.mark.parametrize(
     ('name', 'gpu', 'gpus'),
-    [('llama3_8b', 'h100', 64), ('llama3_8b', 'a100', 64), ('gpt2_345m', 'h200', 16)],
+    [('llama3_8b', 'h100', 64), slow('llama3_8b', 'a100', 64), slow('gpt2_345m', 'h200', 16)],
 )
 def test_tensor_parallelism_stays_inside_a_host(name, gpu, gpus):
     found = ranking(load(name), gpu, gpus)
@@ -117,9 +117,7 @@ def random_case(seed: int) -> tuple[Config, Cluster]:
     return config, Cluster.of(record.model_copy(update={'memory': memory}), gpus, per_host)
 
 
-@pytest.mark.parametrize(
-    'seed', [*range(10), *(pytest.param(n, marks=pytest.mark.slow) for n in range(10, 50))]
-)
+@pytest.mark.parametrize('seed', [*range(4), *map(slow, range(4, 50))])
 def test_the_best_of_a_pruned_search_is_the_best_of_all(seed):
     config, cluster = random_case(seed)
     pruned, exhaustive = (search(config, cluster, prune=prune) for prune in (True, False))
@@ -247,6 +245,7 @@ def test_zero_2_beats_zero_1_in_one_microbatch():
     assert sent[0] == sent[1]
 
 
+@pytest.mark.slow
 def test_where_the_network_is_slow_replicas_beat_zero_3_over_hosts():
     config = changed(load('llama3_8b'), train__batch_size=512)
     fast = Cluster.of(hardware('h100'), 32)

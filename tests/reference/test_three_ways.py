@@ -49,6 +49,7 @@ def test_all_have_the_same_loss_and_gradients(sp: bool) -> None:
         assert_close(way.gradients, expected.gradients, LIMIT)
 
 
+@pytest.mark.slow
 def test_all_send_the_same_over_the_model_axis() -> None:
     counted = {name: sent(way, 'model') for name, way in ways().items()}
     assert counted['explicit'] == counted['by hand']

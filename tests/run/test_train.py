@@ -36,6 +36,7 @@ def losses(folder: Path) -> list[float]:
     return [line['loss'] for line in lines if 'loss' in line]
 
 
+@pytest.mark.slow
 def test_a_script_trains_and_a_mistake_has_the_exit_code_of_the_command(tmp_path: Path) -> None:
     folder = write_run(tmp_path, CONFIG)
     for is_finished in (False, True):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from steps import Setting, evaluate, loss_and_gradients, train
-from support import assert_close, relative_error, slow
+from support import assert_close, exhaustive, relative_error, slow
 
 SP = {'sequence_parallel': True}
 RING = {'context_exchange': 'ring'}
@@ -23,14 +23,14 @@ def sharded(name: str, context: int, data: int = 1, model: int = 1, **fields: An
     'setting',
     [
         sharded('llama', 2, model=2, data=2, **SP, **RING),
-        slow(sharded('llama', 2)),
+        exhaustive(sharded('llama', 2)),
         slow(sharded('llama', 2, **RING)),
-        slow(sharded('llama', 4, model=2)),
+        exhaustive(sharded('llama', 4, model=2)),
         slow(sharded('llama', 4, model=2, **SP, **RING, recompute='full')),
         slow(sharded('llama', 2, model=4, **SP)),  # more devices than key/value heads
         slow(sharded('gpt', 4, model=2, **SP)),
         slow(sharded('gpt', 2, data=2, microbatches=2, recompute='selective', **RING)),
-        slow(sharded('gpt', 8)),
+        exhaustive(sharded('gpt', 8)),
     ],
     ids=str,
 )
@@ -45,7 +45,7 @@ def test_loss_and_gradients_are_those_of_whole_sequences(setting: Setting) -> No
 @pytest.mark.parametrize(
     'setting',
     [
-        slow(sharded('llama', 2, data=2, model=2, shard='optimizer', **SP)),
+        exhaustive(sharded('llama', 2, data=2, model=2, shard='optimizer', **SP)),
         slow(sharded('llama', 2, data=2, model=2, shard='weights', **SP, **RING)),
         slow(sharded('gpt', 2, data=2, shard='gradients', microbatches=2)),
         slow(sharded('llama', 2, data=3, shard='weights')),  # padded shards

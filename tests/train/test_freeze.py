@@ -12,6 +12,7 @@ import pytest
 from support import (
     assert_close,
     by_name,
+    exhaustive,
     gather,
     make_batch,
     on_mesh,
@@ -61,7 +62,7 @@ def gradients(config: Config) -> tuple[float, dict[str, np.ndarray]]:
     'sections',
     [
         {},
-        slow({'train': {'dtype': 'bfloat16'}}),
+        exhaustive({'train': {'dtype': 'bfloat16'}}),
         slow({'optim': {'shard': 'weights'}, 'train': {'recompute': 'full', 'microbatches': 2}}),
     ],
 )
@@ -82,7 +83,7 @@ def test_the_other_parts_have_the_gradients_of_the_run_that_freezes_nothing(
         slow({'optim': {'shard': 'none'}}),
         slow({'optim': {'shard': 'gradients'}, 'train': {'dtype': 'bfloat16', 'microbatches': 2}}),
         slow({'optim': {'shard': 'weights'}, 'train': {'recompute': 'full'}}),
-        slow({'optim': {'shard': 'weights', 'moments_dtype': 'bfloat16'}}),
+        exhaustive({'optim': {'shard': 'weights', 'moments_dtype': 'bfloat16'}}),
     ],
 )
 @pytest.mark.parametrize('freeze', [('encoder', 'merger'), slow(('decoder',))])
@@ -104,6 +105,7 @@ def test_a_step_changes_only_what_is_not_frozen_and_keeps_no_moments_of_the_rest
     assert float(metrics['grad_norm']) > 0
 
 
+@pytest.mark.slow
 def test_the_gradient_norm_is_of_what_is_learned() -> None:
     config = vlm(vision={'freeze': ('decoder',)})
     _, found = gradients(config)
@@ -166,6 +168,7 @@ def test_the_state_is_counted_with_moments_of_what_is_learned(
     assert [sizes.parameters, sizes.optimizer] == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('sections', [{}, slow({'optim': {'shard': 'weights'}})])
 def test_layers_of_cross_attention_learn_beside_what_is_frozen(
     sections: dict[str, dict[str, object]],

@@ -194,6 +194,7 @@ def test_a_scale_that_the_config_gives_is_the_first():
     )
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_no_matter_of_the_scale():
     config = make_config(train={'dtype': 'float16', 'nonfinite': 'stop'})
     bad = make_batch(config)

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, note, reject, seed, settings
 from hypothesis import strategies as st
 from steps import Setting, loss_and_gradients
-from support import assert_close, relative_error
+from support import assert_close, exhaustive, relative_error, slow
 
 DEVICES = 8
 ROWS = 96  # of a batch: a multiple of all data shards x microbatches
 SEED = 20261123
-EXAMPLES = 25
 
 
 @st.composite
@@ -51,19 +50,28 @@ def compositions(draw: Any, name: str) -> Setting:
     return setting
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['gpt', 'llama'])
-def test_whatever_is_allowed_has_the_gradients_of_one_device(name: str) -> None:
-    @seed(SEED)
+@pytest.mark.parametrize(
+    ('name', 'start', 'examples'),
+    [
+        slow('gpt', SEED, 8),
+        slow('llama', SEED, 8),
+        exhaustive('gpt', SEED + 1, 40),
+        exhaustive('llama', SEED + 1, 40),
+    ],
+)
+def test_whatever_is_allowed_has_the_gradients_of_one_device(
+    name: str, start: int, examples: int
+) -> None:
+    @seed(start)
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         database=None,
         suppress_health_check=list(HealthCheck),
         print_blob=True,
     )
     @given(setting=compositions(name))
     def check(setting: Setting) -> None:
-        note(f'seed {SEED}: {setting}')
+        note(f'seed {start}: {setting}')
         assume(setting.on_one_device != setting)
         in_one_pass = setting.on_one_device._replace(
             microbatches=1, recompute='none', overlap='none'

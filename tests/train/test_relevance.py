@@ -68,7 +68,7 @@ def results(config: Config) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
 @pytest.mark.parametrize(
     'config',
     [
-        relevant(2, 2, **SP),
+        slow(relevant(2, 2, **SP)),
         slow(relevant(1, 4)),
         slow(relevant(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
         slow(relevant(2, 4, **SP, relevance={'scorer_shards': 2})),

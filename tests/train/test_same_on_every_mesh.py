@@ -12,7 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import assert_close, gather, make_batch, make_config, on_mesh, pack, relative_error
+from support import (
+    assert_close,
+    exhaustive,
+    gather,
+    make_batch,
+    make_config,
+    on_mesh,
+    pack,
+    relative_error,
+    slow,
+)
 
 from megajax.config import Config
 from megajax.model.attention import attend
@@ -35,7 +45,8 @@ PLACES = [
     if model > 1 or not parallel
 ]
 
-QUICK = [(1, 4, False), (2, 2, True), (2, 4, True)]  # the others are for `make test-slow`
+QUICK = [(1, 4, False), (2, 2, True), (2, 4, True)]
+SLOW = [(2, 2, False), (1, 2, True), (4, 2, True), (1, 8, False)]  # `.ci/full` has the others
 
 
 def place_id(place: tuple[int, int, bool]) -> str:
@@ -47,7 +58,8 @@ both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
 
 
 def at(place: tuple[int, int, bool], *values: str, quick: bool | None = None) -> Any:
-    marks = () if (place in QUICK if quick is None else quick) else pytest.mark.slow
+    quick = place in QUICK if quick is None else quick
+    marks = () if quick else slow().marks if place in SLOW else exhaustive().marks
     return pytest.param(*values, place, id='-'.join([*values, place_id(place)]), marks=marks)
 
 
@@ -128,7 +140,7 @@ def test_loss_gradients_and_parameters_after_five_steps_are_those_of_one_device(
     assert_close(actual.params, expected.params, LIMIT['float32'])
 
 
-@pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
+@pytest.mark.parametrize('name', ['gpt', 'llama', slow('bert')])
 def test_five_steps_move_every_parameter_far_beyond_the_limit(name):
     before, after = gather(start(name).params), train_on_one_device(name).params
     for parameter, x in before.items():

@@ -56,7 +56,8 @@ def test_four_microbatches_have_the_loss_and_gradients_of_one_with_dropout_on(me
     assert_same_as_plain(make_config('gpt', *mesh, train={'microbatches': 4}))
 
 
-@pytest.mark.parametrize('sequence_parallel', [slow(False), True], ids=['tp', 'sp'])
+@pytest.mark.slow
+@pytest.mark.parametrize('sequence_parallel', [False, True], ids=['tp', 'sp'])
 def test_halves_that_take_turns_change_nothing(sequence_parallel):
     assert_same_as_plain(
         make_config(

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from support import (
     assert_close,
+    exhaustive,
     gather,
     make_batch,
     make_config,
@@ -62,27 +63,27 @@ cross = functools.partial(vlm, crossed=True)
     [
         vlm(2, 2, **SP),
         slow(vlm(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
-        slow(vlm(2, 1, **TWICE)),
-        slow(vlm(1, 2)),
-        slow(vlm(2, 4)),
+        exhaustive(vlm(2, 1, **TWICE)),
+        exhaustive(vlm(1, 2)),
+        exhaustive(vlm(2, 4)),
         slow(vlm(4, 2, **SP, train={'microbatches': 2, 'recompute': 'full'})),
         slow(vlm(1, 8, **SP)),
-        slow(vlm(1, 8, **TWICE)),
+        exhaustive(vlm(1, 8, **TWICE)),
         slow(vlm(8, 1)),
         slow(vlm(1, 4, **SP, **TWICE)),
-        slow(vlm(2, 2, **SP, optim={'shard': 'optimizer'})),
+        exhaustive(vlm(2, 2, **SP, optim={'shard': 'optimizer'})),
         slow(vlm(4, 2, optim={'shard': 'gradients'}, **TWICE)),
         slow(vlm(3, 2, **SP, optim={'shard': 'weights'}, train={'batch_size': 24})),
-        slow(vlm(2, 2, **SP, train={'overlap': 'batch_split', 'recompute': 'selective'})),
+        exhaustive(vlm(2, 2, **SP, train={'overlap': 'batch_split', 'recompute': 'selective'})),
         cross(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'}),
         slow(cross(1, 4, **TWICE)),
-        slow(cross(2, 2)),
-        slow(cross(1, 8, **SP)),
+        exhaustive(cross(2, 2)),
+        exhaustive(cross(1, 8, **SP)),
         slow(cross(2, 2, **SP, model={'dropout': 0.1}, **TWICE)),
-        slow(cross(8, 1)),
+        exhaustive(cross(8, 1)),
         slow(cross(3, 2, **SP, train={'batch_size': 24})),
-        slow(cross(2, 2, **SP, optim={'shard': 'optimizer'})),
-        slow(cross(4, 2, optim={'shard': 'gradients'}, **TWICE)),
+        exhaustive(cross(2, 2, **SP, optim={'shard': 'optimizer'})),
+        exhaustive(cross(4, 2, optim={'shard': 'gradients'}, **TWICE)),
         slow(cross(4, 2, mesh={'replicas': 2}, optim={'shard': 'weights'})),
         slow(cross(2, 2, **SP, train={'overlap': 'batch_split', 'recompute': 'selective'})),
     ],
@@ -100,7 +101,7 @@ def test_loss_and_gradients_are_those_of_one_device(config: Config) -> None:
     assert_close(gradients, expected, LIMIT)
 
 
-@pytest.mark.parametrize('crossed', [False, True])
+@pytest.mark.parametrize('crossed', [False, slow(True)])
 def test_only_the_images_of_a_row_matter_to_it(crossed: bool) -> None:
     config = vlm(crossed=crossed)
     batch = make_batch(config)
