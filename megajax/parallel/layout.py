@@ -27,12 +27,12 @@ position. `-` is a part of the dim before it, where that dim is split in several
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megajax.config import Config
+from megajax.config import Config, MeshConfig
 
 if TYPE_CHECKING:
     from jax import P
@@ -69,42 +69,13 @@ class Layout:
         Layers are over `stage`. ZeRO also shards over `context`, whose devices have the same
         weights, and what is outside the layers over `stage`.
         """
-        mesh, model = config.mesh, ('model',)
-        batch = BATCH_AXES if mesh.replicas > 1 else BATCH_AXES[1:]
-        axes: dict[str, Axes] = {'B': batch, 'R': batch, 'F': model, 'N': model, 'V': model}
-        axes |= {'K': model} if config.model.num_kv_heads % mesh.model == 0 else {'H': model}
-        if mesh.sequence_parallel and mesh.model > 1:
-            axes['T'] = model
-        if mesh.is_grid:
-            axes |= {'D': ('row',), 'R': (*batch, 'row'), 'V': ('row', 'model')}
-        if mesh.stages > 1:
-            axes['L'] = (STAGE,)
-        if mesh.context > 1:
-            axes['S'] = (CONTEXT,)
-        at_rest: dict[str, Axes] = {}
-        if config.optim.shard != 'none':
-            shards = (*axes.get('L', ()), 'data', *axes.get('S', ()))
-            at_rest = {'D': (*axes.get('D', ()), *shards), 'd': shards}
         widths = dict.fromkeys('Dd', config.model.hidden_size)
         if config.vision is not None:
-            axes |= {'I': model, 'Ⓘ': model}
-            every = (*model, *shards) if at_rest else model
-            at_rest |= {'Ⓓ': every, 'Ⓦ': every}
             widths |= {'Ⓓ': config.vision.hidden_size, 'Ⓦ': config.vision.merged_size}
-            if config.relevance is not None:
-                at_rest['Ⓡ'] = every
-                widths['Ⓡ'] = config.relevance.scorer_size // config.relevance.scorer_shards
-        counts = {
-            letter: prod(mesh.sizes.get(axis, 1) for axis in every if axis != 'row')
-            for letter, every in at_rest.items()
-        }
-        return cls(
-            axes=tuple(axes.items()),
-            at_rest=tuple(at_rest.items()),
-            sizes=tuple(mesh.sizes.items()),
-            uneven=tuple((x, widths[x]) for x, count in counts.items() if widths[x] % count),
-            chunks=mesh.virtual_stages,
-        )
+        if config.relevance is not None:
+            widths['Ⓡ'] = config.relevance.scorer_size // config.relevance.scorer_shards
+        of_each = tuple(widths.items())
+        return _layout(config.mesh, config.optim.shard, config.model.num_kv_heads, of_each)
 
     def __call__(self, dims: str, *, at_rest: bool = False) -> 'P':
         """Return the PartitionSpec of an array with these dims.
@@ -243,6 +214,44 @@ def batch_layout(mesh_axes: Sequence[str]) -> Layout:
     batch = tuple(axis for axis in mesh_axes if axis in BATCH_AXES)
     sequence = tuple(axis for axis in mesh_axes if axis == CONTEXT)
     return Layout(axes=(('B', batch), ('S', sequence)))
+
+
+@cache  # a search asks for the same few many thousands of times
+def _layout(
+    mesh: MeshConfig, shard: str, num_kv_heads: int, widths: tuple[tuple[str, int], ...]
+) -> Layout:
+    """Return the layout of a mesh; `widths` has the size of each letter that ZeRO shards."""
+    sizes, model, letters = mesh.sizes, ('model',), dict(widths)
+    batch = BATCH_AXES if mesh.replicas > 1 else BATCH_AXES[1:]
+    axes: dict[str, Axes] = {'B': batch, 'R': batch, 'F': model, 'N': model, 'V': model}
+    axes |= {'K': model} if num_kv_heads % mesh.model == 0 else {'H': model}
+    if mesh.sequence_parallel and mesh.model > 1:
+        axes['T'] = model
+    if mesh.is_grid:
+        axes |= {'D': ('row',), 'R': (*batch, 'row'), 'V': ('row', 'model')}
+    if mesh.stages > 1:
+        axes['L'] = (STAGE,)
+    if mesh.context > 1:
+        axes['S'] = (CONTEXT,)
+    at_rest: dict[str, Axes] = {}
+    if shard != 'none':
+        shards = (*axes.get('L', ()), 'data', *axes.get('S', ()))
+        at_rest = {'D': (*axes.get('D', ()), *shards), 'd': shards}
+    if 'Ⓓ' in letters:
+        axes |= {'I': model, 'Ⓘ': model}
+        every = (*model, *shards) if at_rest else model
+        at_rest |= {letter: every for letter in letters if letter not in 'Dd'}
+    counts = {
+        letter: prod(sizes.get(axis, 1) for axis in every if axis != 'row')
+        for letter, every in at_rest.items()
+    }
+    return Layout(
+        axes=tuple(axes.items()),
+        at_rest=tuple(at_rest.items()),
+        sizes=tuple(sizes.items()),
+        uneven=tuple((x, letters[x]) for x, count in counts.items() if letters[x] % count),
+        chunks=mesh.virtual_stages,
+    )
 
 
 def _entry(axes: Axes) -> 'Axes | str | None':

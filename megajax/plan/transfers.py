@@ -7,7 +7,7 @@ from typing import Self
 from megajax.config import Config
 from megajax.counts.megatron import Expected
 from megajax.counts.products import Phase
-from megajax.plan.network import Cluster
+from megajax.plan.network import Cluster, Ring
 from megajax.plan.programs import Software
 
 ProductKey = tuple[str, Phase]  # the name and the phase of products
@@ -75,13 +75,14 @@ def transfers(
     Of each transfer the smaller of its time and of the products beside it is hidden. If only a
     share of the transfers overlaps, that share of the products runs beside them.
     """
-    sent = []
+    sent, rings = [], dict[str, Ring]()
     for collective in collectives:
         site = collective.site
         wire = collective.wire_bytes * (
             program.gradient_bytes / 4 if site.name == 'gradients' else 1
         )
-        ring = cluster.ring(config, site.axis)
+        ring = rings.get(site.axis) or cluster.ring(config, site.axis)
+        rings[site.axis] = ring
         needed = collective.times * ring.seconds(collective.kind, wire)
         share, names, phase = program.beside(collective, config)
         hidden = 0.0
