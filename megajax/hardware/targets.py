@@ -30,9 +30,9 @@ def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
 
 
 def compile_without_gpu(
-    compile: Callable[[dict[str, Any]], Any], options: Mapping[str, Any]
+    compile_with: Callable[[dict[str, Any]], Any], options: Mapping[str, Any]
 ) -> Any:
-    """Call `compile` with these options and those that a compiler without a GPU needs.
+    """Call `compile_with` with these options and those that a compiler without a GPU needs.
 
     XLA of jax 0.10 begins with tiles of Triton's that do not fit every product in fp32, and has no
     GPU to find others on. Then it is called again, with the products left to cuBLAS.
@@ -40,11 +40,11 @@ def compile_without_gpu(
     import jax
 
     try:
-        return compile({**WITHOUT_GPU, **options})
+        return compile_with({**WITHOUT_GPU, **options})
     except jax.errors.JaxRuntimeError as error:
         if "Couldn't find output tile sizes" not in str(error):
             raise
-        return compile({**WITHOUT_GPU, **options, 'xla_gpu_enable_triton_gemm': False})
+        return compile_with({**WITHOUT_GPU, **options, 'xla_gpu_enable_triton_gemm': False})
 
 
 def has_compiler() -> bool:
