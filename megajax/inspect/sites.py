@@ -46,6 +46,8 @@ def site_of(collective: Collective, config: Config) -> Site:
         return Site('metrics', 'step', axis)
     words = re.findall(r'[\w.]+', op_name)
     scope = next((scope for scope in _SCOPES if scope in words), None)
+    if scope is None and 'vision_place' in words:
+        scope = 'embedding'  # whose gradient passes the places that images have taken
     if config.vision is not None and (site := _of_encoder(collective, config)) is not None:
         return site
     if (site := _over_stages(collective, words, config)) is not None:

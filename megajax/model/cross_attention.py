@@ -138,9 +138,9 @@ class CrossAttention(nnx.Module):
     def split(self, kv_BYJNUH: jax.Array, seen_BSY: jax.Array) -> Seen:
         """Return the keys, normed, and the values of each layer."""
         with jax.named_scope('cross_attention'):
-            k_JBYNH, v_JBYNH = jnp.moveaxis(kv_BYJNUH, (4, 2), (0, 1))
-            k_JBYNH = jax.vmap(lambda norm, k_BYNH: norm(k_BYNH))(self.key_norm, k_JBYNH)
-            return Seen(k_JBYNH, v_JBYNH, seen_BSY)
+            kv_UJBYNH = jnp.moveaxis(kv_BYJNUH, (4, 2), (0, 1))
+            k_JBYNH = jax.vmap(lambda norm, k_BYNH: norm(k_BYNH))(self.key_norm, kv_UJBYNH[0])
+            return Seen(k_JBYNH, kv_UJBYNH[1], seen_BSY)
 
 
 class KeyValue(nnx.Module):
