@@ -47,7 +47,7 @@ def site_of(collective: Collective, config: Config) -> Site:
     words = re.findall(r'[\w.]+', op_name)
     scope = next((scope for scope in _SCOPES if scope in words), None)
     if scope is None and 'vision_place' in words:
-        scope = 'embedding'  # whose gradient passes the places that images have taken
+        scope = 'embedding'  # its gradient, gathered where the backward pass removes the images
     if config.vision is not None and (site := _of_encoder(collective, config)) is not None:
         return site
     if (site := _over_stages(collective, words, config)) is not None:

@@ -81,8 +81,9 @@ def transfers(
         wire = collective.wire_bytes * (
             program.gradient_bytes / 4 if site.name == 'gradients' else 1
         )
-        ring = rings.get(site.axis) or cluster.ring(config, site.axis)
-        rings[site.axis] = ring
+        if site.axis not in rings:
+            rings[site.axis] = cluster.ring(config, site.axis)
+        ring = rings[site.axis]
         needed = collective.times * ring.seconds(collective.kind, wire)
         share, names, phase = program.beside(collective, config)
         hidden = 0.0
