@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megajax.hlo.program import Computation, Program
+from megajax.hlo.program import Computation, Instruction, Program
 
 _NAMES_MEMORY = {
     'parameter',
@@ -26,11 +26,12 @@ def num_launches(program: Program) -> int:
     several.
     """
     return sum(
-        program.times[computation.name] * _own(computation) for computation in _launching(program)
+        program.times[computation.name] * sum(map(is_launched, computation.instructions))
+        for computation in launching(program)
     )
 
 
-def _launching(program: Program) -> Iterator[Computation]:
+def launching(program: Program) -> Iterator[Computation]:
     """Yield the computations whose instructions are launched individually, not inside a kernel."""
     todo, seen = [program.entry], set[str]()
     while todo:
@@ -44,8 +45,6 @@ def _launching(program: Program) -> Iterator[Computation]:
                 todo += [program.computations[name] for name in instruction.called]
 
 
-def _own(computation: Computation) -> int:
-    return sum(
-        instruction.opcode not in _WITHOUT_KERNEL and not instruction.opcode.endswith('-done')
-        for instruction in computation.instructions
-    )
+def is_launched(instruction: Instruction) -> bool:
+    """Whether an instruction is a kernel, a library call, a copy or a collective."""
+    return instruction.opcode not in _WITHOUT_KERNEL and not instruction.opcode.endswith('-done')

@@ -54,6 +54,17 @@ def flops(program: Program, computation: Computation, instruction: Instruction) 
     return in_all(instruction, inside)
 
 
+def inside(
+    program: Program, computation: Computation, instruction: Instruction
+) -> Iterator[Product]:
+    """Yield the products of one kernel: of an instruction, or of the computations it calls."""
+    if product := product_of(computation, instruction):
+        yield product
+    for called in (program.computations[name] for name in instruction.called):
+        for each in called.instructions:
+            yield from inside(program, called, each)
+
+
 def in_all(instruction: Instruction, inside: list[Number]) -> Number:
     """The total work of an instruction, from the work in one run of each computation it calls."""
     if not inside or instruction.opcode in ('async-update', 'async-done'):
