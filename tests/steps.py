@@ -28,7 +28,7 @@ MESH = (
     *('data', 'replicas', 'stages', 'virtual_stages', 'context', 'context_exchange'),
     *('model_rows', 'model', 'sequence_parallel'),
 )
-TRAIN = ('dtype', 'microbatches', 'schedule', 'recompute', 'overlap')
+TRAIN = ('dtype', 'microbatches', 'schedule', 'recompute', 'overlap', 'unroll')
 
 
 class Setting(NamedTuple):
@@ -52,6 +52,7 @@ class Setting(NamedTuple):
     reduce_dtype: str = 'float32'
     moments_dtype: str = 'float32'
     overlap: str = 'none'
+    unroll: bool = False
     num_layers: int = 2
     hidden_size: int = 64
     num_kv_heads: int | None = None  # those of the model

@@ -28,7 +28,15 @@ class Combination(NamedTuple):
         return Problem(path=path, message=f'{self.reason}; {self.instead}', others=(key,))
 
 
+def _both(
+    one: Callable[['Config'], bool], other: Callable[['Config'], bool]
+) -> Callable[['Config'], bool]:
+    return lambda config: one(config) and other(config)
+
+
 MASKED = 'model.objective=masked_lm'
+TOKENS = 'train.overlap=sequence_split'
+UNROLLED = 'train.unroll=true'
 COMBINATIONS = (
     Combination(
         MASKED,
@@ -151,6 +159,62 @@ COMBINATIONS = (
         'DeepStack adds vectors to the tokens of an image, and cross-attention has one token for '
         'each image',
         'use vision.deepstack=[], or vision.fusion=tokens',
+    ),
+    *(
+        Combination(
+            TOKENS,
+            key,
+            _both(lambda config: config.train.overlap == 'sequence_split', is_in),
+            reason,
+            f'use train.overlap=batch_split, or {instead}',
+        )
+        for key, is_in, reason, instead in (
+            (
+                'model.dropout',
+                lambda config: config.model.dropout > 0,
+                'a mask of dropout is drawn for all tokens of a row at once',
+                'model.dropout=0',
+            ),
+            (
+                'mesh.stages',
+                lambda config: config.mesh.stages > 1,
+                'the stages of a pipeline already have microbatches that take turns',
+                'mesh.stages=1',
+            ),
+            (
+                'mesh.context',
+                lambda config: config.mesh.context > 1,
+                'context shards cut the sequence already',
+                'mesh.context=1',
+            ),
+            (
+                'mesh.model_rows',
+                lambda config: config.mesh.is_grid,
+                'a grid needs all tokens of the rows that it shards',
+                'mesh.model_rows=1',
+            ),
+            (
+                'vision',
+                lambda config: config.vision is not None,
+                "an image's vectors stand beside each other, and halves would cut them apart",
+                'no vision',
+            ),
+        )
+    ),
+    *(
+        Combination(
+            UNROLLED,
+            key,
+            _both(lambda config: config.train.unroll is True, is_in),
+            f'train.unroll=true runs the layers in an order that does not know {what}',
+            'use train.unroll=false',
+        )
+        for key, is_in, what in (
+            ('mesh.stages', lambda config: config.mesh.stages > 1, 'the ticks of a pipeline'),
+            ('mesh.context', lambda config: config.mesh.context > 1, 'context shards'),
+            ('mesh.model_rows', lambda config: config.mesh.is_grid, 'a grid'),
+            ('vision', lambda config: config.vision is not None, 'images'),
+        )
     ),
     Combination(
         'model.position=learned',

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megajax.config import mesh_rules, relevance_rules, vision_rules
+from megajax.config import mesh_rules, overlap_rules, relevance_rules, vision_rules
 from megajax.config.combinations import excluded
 from megajax.config.divisors import divides, divisors, multiples, nearest
 from megajax.config.errors import Problem
@@ -29,6 +29,7 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         mesh_rules.of_grid,
         mesh_rules.of_stages,
         mesh_rules.of_context,
+        overlap_rules.of_halves,
         vision_rules.of_positions,
         vision_rules.of_encoder,
         relevance_rules.of_relevance,
@@ -164,7 +165,7 @@ def _batches(config: 'Config') -> Iterator[Problem]:
         )
         return
     reasons = {}
-    if train.overlap == 'batch_split':
+    if train.overlap == 'batch_split' and overlap_rules.num_parts(config) > 1:
         reasons['train.overlap'] = 'train.overlap=batch_split cuts them in half'
     if rows > 1:
         reasons['mesh.model_rows'] = f'mesh.model_rows={rows} shards them in attention and MLP'

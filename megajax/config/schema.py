@@ -131,9 +131,13 @@ class TrainConfig(Section):
     loss_scale: FirstLossScale = 'auto'
     # What the backward pass recomputes: nothing, the attention core, or entire layers.
     recompute: Literal['none', 'selective', 'full'] = 'none'
-    # Overlap of collectives and matrix products. batch_split: the two halves of a microbatch
-    # alternate, see `train/overlap.py`; auto: none.
-    overlap: Literal['auto', 'none', 'batch_split'] = 'auto'
+    # Overlap of collectives and matrix products. Two halves take turns, of the rows of a microbatch
+    # (batch_split) or of the tokens of each row (sequence_split), see `train/overlap.py`; auto: on
+    # GPUs without dropout the one that fits, otherwise none.
+    overlap: Literal['auto', 'none', 'batch_split', 'sequence_split'] = 'auto'
+    # Whether each layer is compiled on its own, in an order of ours, or one loop over all layers;
+    # auto: on its own where `overlap` would be auto's choice, or where a GPU sends nothing.
+    unroll: Literal['auto'] | bool = 'auto'
     eval_every: PositiveInt = 500  # steps
     eval_batches: PositiveInt = 16
     log_every: PositiveInt = 10  # steps

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from math import prod
 
 from megajax.config import Config
+from megajax.config.overlap_rules import rung
 from megajax.counts.collective import GATHER, HLO_DTYPES, REDUCE, SCATTER, Expected, Site, axes_text
 from megajax.counts.parameters import Counts, megatron_counts, own_counts
 from megajax.counts.products import Phase
@@ -103,7 +104,7 @@ class _Group:
 
     def scatters(self, counts: Counts) -> Iterator[Expected]:
         """Yield the reduce-scatters of the gradients of matrices."""
-        if self.config.optim.shard == 'optimizer':
+        if rung(self.config) == 'optimizer':
             yield from self._scatter('step', counts.matrices, 1)
             return
         often, runs = counts.layers + counts.tables, self.config.train.microbatches

@@ -86,10 +86,15 @@ def _slot_forward(x: jax.Array, dims: str, layout: Layout, dtype: str) -> tuple[
 def _slot_backward(
     dims: str, layout: Layout, dtype: str, _: None, gradient: jax.Array
 ) -> tuple[jax.Array]:
-    return (_sum_over_data(dims, layout, dtype)(gradient),)
+    return (sum_over_data(gradient, dims, layout, dtype),)
 
 
 _slot.defvjp(_slot_forward, _slot_backward)
+
+
+def sum_over_data(gradient: jax.Array, dims: str, layout: Layout, dtype: str) -> jax.Array:
+    """Sum a gradient over the data shards that a `vmap` maps, to the shards at rest."""
+    return _sum_over_data(dims, layout, dtype)(gradient)
 
 
 @cache

@@ -50,19 +50,24 @@ class Attention(nnx.Module):
 
         The first is placed as the residual stream is.
         """
-        position_RS = _reshard(position_BS, self.layout('RS'))
-        qkv = self._heads(x_BSD, position_RS)
-        with jax.named_scope('core'):
-            o_RSNH, kept = core(*qkv)
+        # column-parallel: no communication (grid: reduce-scatter over row, forward)
+        o_RSNH, kept = self.attend(self.qkv(x_BSD), position_BS, core)
         return self.out(o_RSNH), kept  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
 
+    def attend(
+        self, qkv_RSKCH: jax.Array, position_BS: jax.Array | None, core: Core[Kept]
+    ) -> tuple[jax.Array, Kept]:
+        """Return the attention of fused queries, keys and values, and the second result of core."""
+        heads = self._heads(qkv_RSKCH, _reshard(position_BS, self.layout('RS')))
+        with jax.named_scope('core'):
+            return core(*heads)
+
     def _heads(
-        self, x_BSD: jax.Array, position_RS: jax.Array | None
+        self, qkv_RSKCH: jax.Array, position_RS: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, normed and rotated, with complete heads on each shard."""
         config = self.config
-        # column-parallel: no communication (grid: reduce-scatter over row, forward)
-        q_RSNH, k_RSKH, v_RSKH = self._split(self.qkv(x_BSD))
+        q_RSNH, k_RSKH, v_RSKH = self._split(qkv_RSKCH)
         if self.query_norm is not None and self.key_norm is not None:
             q_RSNH, k_RSKH = self.query_norm(q_RSNH), self.key_norm(k_RSKH)
         if config.position != 'learned':

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.config import Config
+from megajax.config.overlap_rules import gathers_ahead, rung
 from megajax.counts.declaration import Parameter
 from megajax.model import at_rest
 from megajax.model.at_rest import gather, reduced_in_backward
@@ -21,7 +22,11 @@ class Computation(NamedTuple):
     recompute: str = 'none'  # in the backward pass: none, selective (attention's core) or full
     # Parts of the rows, independent within a layer: batch-split overlap (Domino).
     num_parts: int = 1
-    shard: str = 'none'  # what is sharded over `data` (`optim.shard`)
+    in_order: bool = False  # whether the parts take turns (`ordered.py`), or XLA orders them
+    splits_tokens: bool = False  # whether the parts are of the tokens, not of the rows
+    unroll: bool = False  # whether each layer is compiled on its own, or a loop over layers
+    shard: str = 'none'  # what is sharded over `data` (`overlap_rules.rung`)
+    gathers_ahead: bool = False  # whether layers in order gather weights, and keep them
     reduce_dtype: str = 'float32'  # of gradients summed over `data` in the backward pass
     exchange: str | None = None  # of keys and values between context shards, if there are several
 
@@ -32,7 +37,8 @@ class Computation(NamedTuple):
         return cls(
             config.train.dtype,
             config.train.recompute,
-            shard=optim.shard,
+            shard=rung(config),
+            gathers_ahead=gathers_ahead(config),
             reduce_dtype=optim.reduce_dtype,
             exchange=mesh.context_exchange if mesh.context > 1 else None,
         )

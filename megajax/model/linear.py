@@ -24,12 +24,16 @@ class ColumnParallelLinear(nnx.Module):
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
         dims = parameters.dims('weight')
-        self.equation = f'BSD,{dims}->RS{dims[1:]}'
+        self.outputs = dims[1:]
+        self.equation = f'BSD,{dims}->RS{self.outputs}'
         self.weight = parameters.make('weight', key)
         self.bias = parameters.maybe('bias')
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        y = product(self.equation, x_BSD, self.weight, self.layout, x_BSD.dtype)
+        return self.with_bias(product(self.equation, x_BSD, self.weight, self.layout, x_BSD.dtype))
+
+    def with_bias(self, y: jax.Array) -> jax.Array:
+        """Add the bias, if there is one, to the product."""
         return y if self.bias is None else add_bias(y, jnp.expand_dims(self.bias[...], (0, 1)))
 
 
@@ -53,7 +57,10 @@ class RowParallelLinear(nnx.Module):
         # grid: all-gather over row forward, reduce-scatter backward
         x = jax.reshard(x, self.layout(f'BS{self.inputs}'))
         # g: all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
-        y_BTD = product(self.equation, x, self.weight, self.layout, x.dtype)
+        return self.with_bias(product(self.equation, x, self.weight, self.layout, x.dtype))
+
+    def with_bias(self, y_BTD: jax.Array) -> jax.Array:
+        """Add the bias, if there is one, to the reduced product."""
         if self.bias is None:
             return y_BTD
         return add_bias(y_BTD, along_last(self.bias[...], y_BTD, 'TD', self.layout))

@@ -41,6 +41,70 @@ def product(
     return _product(x, value.weight, value.slot, equation, layout, dtype, value.at_rest)
 
 
+def partial_sums(equation: str, x: jax.Array, w: jax.Array, layout: Layout) -> jax.Array:
+    """Multiply as `product` does, and leave the sum over `model` to `sum_over_shards`.
+
+    Return [shard of the input dims, ...].
+    """
+    dims = _parse(equation)
+    return _partial(x, w, dims.x, dims.w, dims.x[-dims.num_summed :], layout)
+
+
+def partial_gradient(equation: str, dy: jax.Array, w: jax.Array, layout: Layout) -> jax.Array:
+    """The gradient of x in `product`, before its sum over `model`: [shard of the output dims, ...].
+
+    dy has the placement of the result before it is scattered.
+    """
+    dims = _parse(equation)
+    return _partial(dy, w, dims.rows, dims.w, dims.w[dims.num_summed :], layout)
+
+
+def sum_over_shards(y: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -> jax.Array:
+    """Add partial sums [shard, ...] over `model`: one all-reduce, or reduce-scatter if T is."""
+    return lax.reduce_sum(y, (0,), out_sharding=layout(dims)).astype(dtype)
+
+
+def input_gradient(equation: str, dy: jax.Array, w: jax.Array, layout: Layout) -> jax.Array:
+    """The gradient of x in a product whose output dims are not sharded over `model`."""
+    return _input_gradient(dy, w, _parse(equation), layout)
+
+
+def weight_gradient(equation: str, x: jax.Array, dy: jax.Array, layout: Layout) -> jax.Array:
+    """The gradient of w in a product, in fp32."""
+    dims = _parse(equation)
+    rows = tuple(range(x.ndim - dims.num_summed))
+    return _dot(x, dy, (rows, rows), layout(dims.w), jnp.float32)
+
+
+def _partial(
+    x: jax.Array, w: jax.Array, dims_x: str, dims_w: str, summed: str, layout: Layout
+) -> jax.Array:
+    """Sum the last dims of x with dims of w, the part of each shard on its own."""
+    (letter,) = (letter for letter in summed if layout.is_sharded(letter))
+    x, w = (_with_shards(y, dims, letter, layout) for y, dims in ((x, dims_x), (w, dims_w)))
+    dims_x, dims_w = (dims.replace(letter, letter + '-') for dims in (dims_x, dims_w))
+    parts = summed.replace(letter, '-')
+    contracted = [dims_x.index(part) for part in parts], [dims_w.index(part) for part in parts]
+    shards = (dims_x.index(letter),), (dims_w.index(letter),)
+    rows, outputs = (
+        ''.join(part for part in dims if part not in letter + parts) for dims in (dims_x, dims_w)
+    )
+    return lax.dot_general(
+        x,
+        w,
+        (contracted, shards),
+        preferred_element_type=_preferred(x, x.dtype),
+        out_sharding=layout(letter + rows + outputs),
+    )
+
+
+def _with_shards(x: jax.Array, dims: str, letter: str, layout: Layout) -> jax.Array:
+    """Split the dim of a letter in its shards and the part of each."""
+    place, shards = dims.index(letter), layout.num_shards(letter)
+    shape = *x.shape[:place], shards, x.shape[place] // shards, *x.shape[place + 1 :]
+    return x.reshape(shape, out_sharding=layout(dims.replace(letter, letter + '-')))
+
+
 class _Equation(NamedTuple):
     """The dims of a product's operands and result.
 
@@ -118,8 +182,7 @@ def _backward(
         dx = grid.input_gradient(dy, weight, dims.out[:-1], layout, x.dtype)
     else:
         dx = _input_gradient(dy, weight, dims, layout)
-    rows = tuple(range(x.ndim - dims.num_summed))
-    dw = _dot(x, dy, (rows, rows), layout(dims.w), jnp.float32)
+    dw = weight_gradient(equation, x, dy, layout)
     return (dx, dw, None) if has_slot is None else (dx, None, dw)
 
 
@@ -188,11 +251,19 @@ def _dot(
     out_sharding: P,
     dtype: DTypeLike,
 ) -> jax.Array:
+    y = lax.dot_general(
+        x,
+        w,
+        (summed, ((), ())),
+        preferred_element_type=_preferred(x, dtype),
+        out_sharding=out_sharding,
+    )
+    return y.astype(dtype)
+
+
+def _preferred(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
+    """The dtype to multiply into, for a result in `dtype`."""
     # XLA's CPU backend multiplies bf16 fast only into an fp32 result. Elsewhere the result, and
     # with it the reduction over `model`, is in the requested dtype.
     on_cpu = jax.typeof(x).sharding.mesh.abstract_device.platform == 'cpu'
-    preferred = jnp.float32 if on_cpu else dtype
-    y = lax.dot_general(
-        x, w, (summed, ((), ())), preferred_element_type=preferred, out_sharding=out_sharding
-    )
-    return y.astype(dtype)
+    return jnp.float32 if on_cpu else dtype

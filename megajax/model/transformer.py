@@ -21,6 +21,8 @@ from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, Vocab
 from megajax.model.images import Images, Merged, add_deep, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
+from megajax.model.ordered.branch import RowArrays
+from megajax.model.ordered.order import Order
 from megajax.model.parameters import Parameters
 from megajax.model.relevance import RelevanceNetworks
 from megajax.model.vision import Encoder
@@ -201,6 +203,11 @@ class Transformer(nnx.Module):
         `weights` has the weights to compute with, where they differ, and `first` is as in
         `run_layers`.
         """
+        if computation.in_order:
+            order = Order(self.config, self.layout, computation)
+            of_layers = None if weights is None else weights.layers
+            with jax.named_scope('layers'):
+                return order(x_BTD, self.layers, of_layers, RowArrays(*rows[:3]), first)
         num_parts = computation.num_parts
         parts = parts_of_rows(rows, num_parts)
 

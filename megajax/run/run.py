@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.open import restore_params
 from megajax.config import CheckpointError, Config, ConfigError, NumericError, StopRequested, dump
+from megajax.config.overlap_rules import resolved
 from megajax.counts.parameters import num_parameters
 from megajax.data import Data, load_data
 from megajax.parallel.mesh import mesh_for
@@ -88,7 +89,7 @@ def run(config: Config, *, name: str) -> Run:
         mesh = mesh_for(config)
         report = Report()
         report.mesh(mesh)
-        report.parallelism(config)
+        report.parallelism(resolved(config, on_gpu=mesh.devices.flat[0].platform != 'cpu'))
         folder = _run_folder(config, name)
         watchdog = Watchdog(
             folder, _limits(config), index=jax.process_index(), count=jax.process_count()

@@ -9,6 +9,8 @@ from flax import nnx
 from jax import lax
 
 from megajax.config import Config
+from megajax.config.overlap_rules import resolved
+from megajax.miscompiles import mesh_target
 from megajax.model.shard_copies import add_copies, copy_to_shards
 from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards
@@ -31,6 +33,7 @@ def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.Sta
     gives one gradient per data shard; their sum, after the last microbatch, is a step's only
     reduction over `data`. From ZeRO-2 on (`zero.py`) the backward pass sums those of matrices.
     """
+    config = resolved(config, on_gpu=mesh_target() != 'cpu')
     layout = Layout.of(config)
     of_microbatches = (
         pipelined(config, layout) if config.mesh.stages > 1 else _accumulated(config, layout)

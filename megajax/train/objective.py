@@ -17,7 +17,7 @@ from megajax.model.transformer import Bert, LanguageModel, make_model, model_gra
 from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch
 from megajax.train.microbatches import beside_tokens, images_of
-from megajax.train.overlap import num_parts
+from megajax.train.overlap import computation_of
 
 Sums = tuple[jax.Array, jax.Array]  # the objective and the negative log-likelihood in nats
 
@@ -37,8 +37,7 @@ class Objective:
     @classmethod
     def of(cls, config: Config, layout: Layout) -> Self:
         """The objective of a run's training steps."""
-        computation = Computation.of(config)._replace(num_parts=num_parts(config))
-        return cls(config, layout.per_shard, computation)
+        return cls(config, layout.per_shard, computation_of(config))
 
     @classmethod
     def of_evaluation(cls, config: Config, layout: Layout) -> Self:

@@ -10,6 +10,8 @@ from flax import nnx
 from jax.stages import Wrapped
 
 from megajax.config import Config
+from megajax.config.overlap_rules import resolved
+from megajax.miscompiles import mesh_target
 from megajax.model.parameters import trainable, with_frozen
 from megajax.model.transformer import make_model
 from megajax.parallel.layout import Layout
@@ -83,6 +85,7 @@ def make_train_step(config: Config) -> Wrapped:
     is the former. A step whose loss or gradients are not finite leaves parameters and optimizer
     unchanged, bit for bit; so does a spike if `train.spike` says so.
     """
+    config = resolved(config, on_gpu=mesh_target() != 'cpu')
     optimizer, schedule = make_optimizer(config), make_schedule(config.optim, config.train.steps)
     loss_and_gradients = make_loss_and_gradients(config)
 

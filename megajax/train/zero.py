@@ -23,6 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from megajax.config import Config
+from megajax.config.overlap_rules import gathers_ahead, rung
 from megajax.counts.declaration import Parameter
 from megajax.model import at_rest
 from megajax.model.at_rest import reduced_in_backward
@@ -52,7 +53,8 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
 
     def gathered(declared: Parameter, x: jax.Array) -> jax.Array:
         is_whole = shard == 'none' and not declared.is_of_encoder
-        is_gathered_later = shard == 'weights' and declared.is_in_microbatches
+        is_ahead = gathers_ahead(config) and declared.is_stacked
+        is_gathered_later = (shard == 'weights' or is_ahead) and declared.is_in_microbatches
         if not declared.is_matrix or is_whole or is_gathered_later:
             return x
         return at_rest.gather(x.astype(dtype), declared.dims, layout)
@@ -72,11 +74,11 @@ def weights_and_primals(params: Any, config: Config, layout: Layout) -> tuple[An
     weights, slots = separate(gathered)
     if config.vision is not None and config.vision.freeze:
         weights, params, slots = gathered, trainable(params), trainable(slots)
-    if config.optim.shard not in ('gradients', 'weights'):
+    if rung(config) not in ('gradients', 'weights'):
         return weights, slots
 
     def choose(declared: Parameter, x: jax.Array, slot: jax.Array) -> jax.Array:
-        return x if reduced_in_backward(declared, config.optim.shard) else slot
+        return x if reduced_in_backward(declared, rung(config)) else slot
 
     return gathered, map_parameters(choose, params, slots)
 
@@ -85,7 +87,7 @@ def mapped_axes(primals: Any, config: Config) -> Any:
     """Return the dim of data shards in each gradient, None if the backward pass has summed it."""
 
     def axis(declared: Parameter, _: jax.Array) -> int | None:
-        return None if reduced_in_backward(declared, config.optim.shard) else 0
+        return None if reduced_in_backward(declared, rung(config)) else 0
 
     return map_parameters(axis, primals)
 
@@ -98,7 +100,7 @@ def zero_gradients(primals: Any, config: Config, layout: Layout) -> Any:
     """
 
     def zeros(declared: Parameter, x: jax.Array) -> jax.Array:
-        is_summed = reduced_in_backward(declared, config.optim.shard)
+        is_summed = reduced_in_backward(declared, rung(config))
         stack = layout.mapped[:-1] if is_summed else layout.mapped
         spec = layout.stacked(copied_dims(declared, layout), stack, at_rest=is_summed)
         return jnp.zeros((*layout.sizes_of(stack), *x.shape), x.dtype, out_sharding=spec)
@@ -121,7 +123,7 @@ def sum_over_data(gradients: Any, config: Config, layout: Layout) -> Any:
             return _sum_over_images(gradient, declared, layout, dtype)
         if not declared.is_matrix:
             return _sum_of_vector(gradient, dims, shards_of(declared, layout), layout)
-        if not reduced_in_backward(declared, config.optim.shard):
+        if not reduced_in_backward(declared, rung(config)):
             gradient = _sum_within_replicas(gradient, dims, layout, dtype)
         return _sum_over_replicas(gradient, dims, layout, dtype)
 

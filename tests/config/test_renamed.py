@@ -51,6 +51,7 @@ def test_a_run_goes_on_as_it_was_under_the_new_name() -> None:
 
 def test_a_wrong_value_is_a_mistake_of_the_new_key() -> None:
     with pytest.raises(
-        ValueError, match=r"train\.overlap: must be 'auto', 'none' or 'batch_split'"
+        ValueError,
+        match=r"train\.overlap: must be 'auto', 'none', 'batch_split' or 'sequence_split'",
     ):
         load('tiny', ['train.xla=on'])

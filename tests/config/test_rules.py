@@ -77,7 +77,7 @@ def problems(*overrides: str) -> list[Problem]:
             'train.batch_size=528',
         ),
         (
-            'train.microbatches=64 train.overlap=batch_split',
+            'mesh.model=2 train.microbatches=64 train.overlap=batch_split',
             'train.batch_size',
             'cuts them in half; use 1024, or train',
             'train.microbatches=32',

@@ -6,6 +6,7 @@ import pytest
 from jax import P
 from support import make_config
 
+from megajax.config.overlap_rules import resolved
 from megajax.counts.flops import step_flops
 from megajax.parallel.placements import Placement
 from megajax.run.log.report import Report
@@ -142,6 +143,19 @@ def test_a_parameter_has_its_shape_its_axes_and_its_bytes_in_this_order(
     assert head.split() == ['parameter', 'shape', 'placement', 'bytes', 'per', 'device']
     assert row.split() == ['embedding.table', '4096x256', 'model,-', '2,097,152']
     assert total.split() == ['1,048,576', 'parameters', '2,097,152']
+
+
+def test_what_overlaps_is_told_and_how_the_layers_are_compiled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sizes = {'dropout': 0.0}
+    for mesh, on_gpu in (({'model': 2}, True), ({'model': 2}, False), ({}, True)):
+        config = make_config('gpt', model=sizes, mesh=mesh)
+        Report().parallelism(resolved(config, on_gpu=on_gpu))
+    assert capsys.readouterr().out.splitlines() == [
+        'overlap    batch_split, each layer compiled on its own',
+        'overlap    none, each layer compiled on its own',
+    ]
 
 
 def test_a_pipeline_is_told_with_its_bubble_and_a_context_with_its_exchange(

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.config import Config
+from megajax.config.overlap_rules import is_split
 from megajax.counts.schedule import schedule_of
 from megajax.hardware.targets import is_nvidia
 from megajax.parallel.mesh import is_simulated
@@ -66,8 +67,15 @@ class Report:
             )
 
     def parallelism(self, config: Config) -> None:
-        """Print what the stages of a pipeline and the shards of a sequence do, if there are any."""
+        """Print what overlaps, and what stages and the shards of a sequence do, if there are any.
+
+        The config has no `auto` left (`overlap_rules.resolved`).
+        """
         mesh, train = config.mesh, config.train
+        if is_split(config) or train.unroll is True:
+            is_unrolled = train.unroll is True
+            how = 'each layer compiled on its own' if is_unrolled else 'layers in a loop'
+            self.say(f'overlap    {train.overlap}, {how}')
         if mesh.stages > 1:
             schedule = schedule_of(config)
             layers = config.model.num_layers // (mesh.stages * mesh.virtual_stages)

@@ -1,0 +1,114 @@
+"""Which steps overlap communication and computation in an order of ours.
+
+`train/overlap.py` says what stands beside what; `model/ordered/` has the order.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megajax.config.divisors import divides
+from megajax.config.errors import Problem
+
+if TYPE_CHECKING:
+    from megajax.config.schema import Config
+
+SPLITS = 'batch_split', 'sequence_split'
+PARTS = 2  # halves; `benchmarks/gpu_overlap.py` tries quarters
+
+
+def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
+    """Return the config with what `auto` stands for in `train.overlap` and `train.unroll`.
+
+    On GPUs the halves of the rows take turns, or those of the tokens where a microbatch has an odd
+    number of rows, and each layer is compiled on its own. With dropout neither is so: XLA takes
+    six seconds a layer to compile the random numbers of its masks.
+    """
+    is_ordered = on_gpu and _has_order(config) and config.model.dropout == 0
+    if config.train.overlap == 'auto':
+        is_worth_it = is_ordered and _sends(config) and config.train.unroll is not False
+        splits = (_with(config, overlap=name) for name in SPLITS if is_worth_it)
+        config = next(filter(_fits, splits), _with(config, overlap='none'))
+    if config.train.unroll == 'auto':
+        config = _with(config, unroll=is_ordered and (is_split(config) or not _sends(config)))
+    return config
+
+
+def in_a_loop(config: 'Config', *, on_gpu: bool) -> 'Config':
+    """Return the config with the overlap of `resolved`, in a loop over layers.
+
+    It compiles sooner, and overlaps less.
+    """
+    return _with(resolved(config, on_gpu=on_gpu), unroll=False)
+
+
+def _has_order(config: 'Config') -> bool:
+    """Whether there is an order of the layers.
+
+    Stages, context shards and grids have loops and placements that it does not know, and so have
+    the vectors of images.
+    """
+    return config.mesh.is_one_dimensional and config.vision is None
+
+
+def _sends(config: 'Config') -> bool:
+    """Whether the layers send something, over `model` or over `data`."""
+    mesh = config.mesh
+    return mesh.model > 1 or (mesh.data > 1 and config.optim.shard != 'none')
+
+
+def _fits(config: 'Config') -> bool:
+    """Whether the rows or the tokens of a microbatch can be cut in parts."""
+    parts, train = num_parts(config), config.train
+    if train.overlap == 'batch_split':
+        return config.microbatch_rows % parts == 0
+    return train.seq_len % (parts * _shards_of_tokens(config)) == 0
+
+
+def _shards_of_tokens(config: 'Config') -> int:
+    return config.mesh.model if config.mesh.sequence_parallel else 1
+
+
+def _with(config: 'Config', **keys: object) -> 'Config':
+    return config.model_copy(update={'train': config.train.model_copy(update=keys)})
+
+
+def is_split(config: 'Config') -> bool:
+    """Whether `train.overlap` asks for halves."""
+    return config.train.overlap in SPLITS
+
+
+def in_order(config: 'Config') -> bool:
+    """Whether the layers run in an order of ours; otherwise XLA chooses one."""
+    return _has_order(config) and (is_split(config) or config.train.unroll is True)
+
+
+def num_parts(config: 'Config') -> int:
+    """Return the number of parts of a microbatch, which do not depend on each other in a layer."""
+    # Without tensor parallelism nothing is cut: all products hide what is sent over `data`.
+    return PARTS if is_split(config) and not (in_order(config) and config.mesh.model == 1) else 1
+
+
+def rung(config: 'Config') -> str:
+    """Return the value of `optim.shard` whose gradients a step sums, and when.
+
+    With one microbatch in an order of ours, ZeRO-1 sums the gradients of each layer beside the
+    backward pass of the next, as ZeRO-2 does: the bytes are the same.
+    """
+    shard = config.optim.shard
+    return 'gradients' if shard == 'optimizer' and gathers_ahead(config) else shard
+
+
+def gathers_ahead(config: 'Config') -> bool:
+    """Whether the forward pass gathers the weights of layers a little ahead, and keeps them.
+
+    ZeRO-1 and ZeRO-2 do with one microbatch in an order of ours, and gather all at first otherwise.
+    """
+    is_gathered_once = config.optim.shard in ('optimizer', 'gradients')
+    return is_gathered_once and in_order(config) and config.train.microbatches == 1
+
+
+def of_halves(config: 'Config') -> Iterator[Problem]:
+    """Yield what the halves of a sequence need; those of the rows are a rule of the batch."""
+    if config.train.overlap == 'sequence_split' and num_parts(config) > 1:
+        length, key = config.train.seq_len, 'train.overlap=sequence_split'
+        yield from divides('train.seq_len', length, key, PARTS * _shards_of_tokens(config))

@@ -1,0 +1,230 @@
+"""The two branches of a block, cut into steps.
+
+A branch is x + leave(second(middle(first(enter(x))))), where `first` and `second` are the products
+with its column-parallel and its row-parallel matrix. `megajax.model.ordered` chooses when each step
+runs.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from megajax.config import ModelConfig
+from megajax.model import at_rest
+from megajax.model.activation import activate
+from megajax.model.attention import Attention, attention_core
+from megajax.model.block import Block
+from megajax.model.dropout import dropout, fold_in
+from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
+from megajax.model.mlp import MLP
+from megajax.model.norm import LayerNorm, RMSNorm
+from megajax.model.ordered.token_parts import join_tokens, split_tokens
+from megajax.model.parameters import map_parameters
+from megajax.model.product import (
+    input_gradient,
+    partial_gradient,
+    partial_sums,
+    product,
+    sum_over_shards,
+    weight_gradient,
+)
+from megajax.parallel.layout import Layout
+
+
+class RowArrays(NamedTuple):
+    """Arrays beside the tokens of some rows, or None; `key_B` is that of a layer's dropout."""
+
+    position_BS: jax.Array | None
+    segment_BS: jax.Array | None
+    key_B: jax.Array | None
+
+
+class Modules(NamedTuple):
+    """The modules of a branch, with some of their parameters, or with gradients in their place."""
+
+    norm: LayerNorm | RMSNorm
+    layer: Attention | MLP
+
+    @property
+    def first(self) -> ColumnParallelLinear:
+        """The first of the two linear layers."""
+        return self.layer.up if isinstance(self.layer, MLP) else self.layer.qkv
+
+    @property
+    def second(self) -> RowParallelLinear:
+        """The second of the two linear layers."""
+        return self.layer.down if isinstance(self.layer, MLP) else self.layer.out
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """One of the two branches of a block, for some rows.
+
+    Steps that are differentiated take the `vectors` as an argument.
+    """
+
+    place: int  # among the branches of all layers
+    index: int  # of the layer
+    scope: str
+    vectors: Modules  # norms and biases
+    matrices: Modules  # those of all layers
+    rows: RowArrays
+    config: ModelConfig
+    layout: Layout
+    dtype: DTypeLike
+    recompute: bool  # what attention would save
+
+    def enter(self, vectors: Modules, x_BTD: jax.Array) -> jax.Array:
+        """Return the normed residual stream."""
+        return vectors.norm(x_BTD)
+
+    def gather(self, h_BTD: jax.Array) -> jax.Array:
+        """Gather the sequence: of an input forward, of a gradient backward."""
+        return jax.reshard(h_BTD, self.layout('BSD'))
+
+    def first(self, weight: jax.Array, h_BSD: jax.Array) -> jax.Array:
+        """Multiply by the column-parallel matrix."""
+        equation = self.matrices.first.equation
+        return product(equation, h_BSD, weight, self.layout, self.dtype)
+
+    def middle(self, vectors: Modules, y: jax.Array) -> jax.Array:
+        """Compute attention, or the activation, from the first product."""
+        position_BS, segment_BS, key_B = self.rows
+        y = vectors.first.with_bias(y)
+        if isinstance(vectors.layer, MLP):
+            return activate(y, vectors.layer.activation)
+        core = attention_core(
+            self.config,
+            self.layout,
+            recompute=self.recompute,
+            segment_BS=segment_BS,
+            key_B=fold_in(key_B, 0),
+        )
+        return vectors.layer.attend(y, position_BS, core)[0]
+
+    def middle_and_pull(self, *ys: jax.Array) -> Sequence[Any]:
+        """Do what `middle` does, for parts of the tokens; return the results and the transpose."""
+
+        def of_parts(vectors: Modules, *ys: jax.Array) -> tuple[jax.Array, ...]:
+            if len(ys) == 1:
+                return (self.middle(vectors, *ys),)
+            y = join_tokens(ys, 'BS' + self.matrices.first.outputs, self.layout)
+            z = self.middle(vectors, y)
+            dims = 'BS' + self.matrices.second.inputs
+            return tuple(split_tokens(z, dims, len(ys), self.layout))
+
+        zs, pull = jax.vjp(of_parts, self.vectors, *ys)
+        return *zs, pull
+
+    def second(self, weight: jax.Array, z: jax.Array) -> jax.Array:
+        """Multiply by the row-parallel matrix, up to the sum over its shards."""
+        return partial_sums(self.matrices.second.equation, z, weight, self.layout)
+
+    def sum(self, partial: jax.Array) -> jax.Array:
+        """Add partial sums: of the second product forward, of an input's gradient backward."""
+        return sum_over_shards(partial, 'BTD', self.layout, self.dtype)
+
+    def leave(self, vectors: Modules, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+        """Add the second product to the residual stream."""
+        keys = fold_in(self.rows.key_B, 2 if self.is_mlp else 1)
+        h_BTD = vectors.second.with_bias(y_BTD)
+        return x_BTD + dropout(h_BTD, self.config.dropout, keys, self.layout('TD'))
+
+    def gradient_of_leave(self, dx_BTD: jax.Array) -> tuple[jax.Array, Modules]:
+        """Return the gradients of the second product and of the vectors."""
+        zeros = jnp.zeros_like(dx_BTD)  # `leave` is linear: the gradients do not depend on x and y
+        _, pull = jax.vjp(lambda *given: self.leave(given[0], zeros, given[1]), self.vectors, zeros)
+        vectors, dy_BTD = pull(dx_BTD)
+        return dy_BTD, vectors
+
+    def gradient_of_second(self, weight: jax.Array, dy_BSD: jax.Array) -> jax.Array:
+        """Return the gradient of what `middle` returned."""
+        return input_gradient(self.matrices.second.equation, dy_BSD, weight, self.layout)
+
+    def gradient_of_first(self, weight: jax.Array, dy: jax.Array) -> jax.Array:
+        """Return the gradient of what `gather` returned, up to the sum over the shards."""
+        return partial_gradient(self.matrices.first.equation, dy, weight, self.layout)
+
+    def gradient_of_enter(self, x_BTD: jax.Array, dh_BTD: jax.Array) -> tuple[jax.Array, Modules]:
+        """Return the gradients of the residual stream, by way of the norm, and of the vectors."""
+        _, pull = jax.vjp(self.enter, self.vectors, x_BTD)
+        vectors, dx_BTD = pull(dh_BTD)
+        return dx_BTD, vectors
+
+    def gradient_of_weight(
+        self, linear: str, x: jax.Array, dy: jax.Array, before: jax.Array | None = None
+    ) -> jax.Array:
+        """Add the gradient of the `first` or the `second` matrix to that of other parts."""
+        gradient = weight_gradient(self._linear(linear).equation, x, dy, self.layout)
+        return gradient if before is None else before + gradient
+
+    def weights(self, linear: str) -> jax.Array:
+        """Return the `first` or the `second` matrices of all layers."""
+        return self._linear(linear).weight[...]
+
+    def own(self, weights: jax.Array) -> jax.Array:
+        """Return the matrix of this layer, in the dtype of the computation."""
+        return weights[self.index].astype(self.dtype)
+
+    def gathered(self, linear: str, weight: jax.Array) -> jax.Array:
+        """Gather a matrix at rest over `data`."""
+        return at_rest.gather(weight, self._dims(linear), self.layout)
+
+    def reduced(self, linear: str, dtype: str, gradient: jax.Array) -> jax.Array:
+        """Sum a gradient over `data` to the shards at rest, in a dtype."""
+        return at_rest.sum_over_data(gradient, self._dims(linear), self.layout, dtype)
+
+    def gradients(self, vectors: Modules, first: jax.Array, second: jax.Array) -> Modules:
+        """Return the modules with gradients in the place of their parameters."""
+        modules = jax.tree.map(lambda x: x, self.matrices)
+        modules.first.weight.set_value(first)
+        modules.second.weight.set_value(second)
+        return map_parameters(
+            lambda declared, x, y: x if declared.is_matrix else y, modules, vectors
+        )
+
+    @property
+    def again(self) -> 'Branch':
+        """The same branch for full recomputation, under the name that jax gives it."""
+        return dataclasses.replace(self, scope=f'rematted_computation/{self.scope}')
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether the residual stream is sharded over the sequence."""
+        return self.layout.num_shards('T') > 1
+
+    @property
+    def is_mlp(self) -> bool:
+        """Whether it is the feed-forward branch, in which tokens do not meet."""
+        return isinstance(self.vectors.layer, MLP)
+
+    def _linear(self, linear: str) -> ColumnParallelLinear | RowParallelLinear:
+        return self.matrices.first if linear == 'first' else self.matrices.second
+
+    def _dims(self, linear: str) -> str:
+        return self._linear(linear).weight.declared.dims_of_layer
+
+
+def modules_of(block: Block, name: str) -> Modules:
+    """Return the modules of the branch `attention` or `mlp` of a block."""
+    return Modules(getattr(block, f'{name}_norm'), getattr(block, name))
+
+
+def select(modules: Modules, *, matrices: bool) -> Modules:
+    """Return modules that have only their matrices, or only their vectors."""
+    return map_parameters(
+        lambda declared, x: x if declared.is_matrix is matrices else None, modules
+    )
+
+
+def replaced(block: Block, attention: Modules, mlp: Modules) -> Block:
+    """Return a copy of a block with these modules."""
+    block = jax.tree.map(lambda x: x, block)
+    for name, modules in (('attention', attention), ('mlp', mlp)):
+        setattr(block, f'{name}_norm', modules.norm)
+        setattr(block, name, modules.layer)
+    return block

@@ -1,0 +1,116 @@
+"""Steps of a program in an order that XLA's scheduler keeps.
+
+XLA may run operations that do not depend on each other in any order. It starts a collective as
+early as it can, but which products are then left to run beside it is a matter of luck. Here a
+barrier makes each step depend on the step before it. A collective is not a step: it starts after
+the last step, and is done before the first step that takes its result.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+
+class Box:
+    """A value, and the copies of it that barriers make: who reads it late runs late."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+Steps = Generator[None, None, Any]  # yields where it has just started a collective
+
+
+class Clock:
+    """One step at a time; `scope` is the name that the compiled program shows for a step."""
+
+    def __init__(self) -> None:
+        self._last: list[Box] = []
+
+    def tick(self, scope: str, step: Callable[..., Any], *boxes: Box) -> Box:
+        """Run a step after the last one."""
+        (result,) = self.ticks(scope, lambda *values: (step(*values),), *boxes)
+        return result
+
+    def ticks(self, scope: str, step: Callable[..., Sequence[Any]], *boxes: Box) -> list[Box]:
+        """Run a step of several results; the next step comes after all of them."""
+        with jax.named_scope(scope):
+            self._wait(boxes)
+            values = step(*(box.value for box in boxes))
+        once = {id(value): Box(value) for value in values}
+        results = [once[id(value)] for value in values]
+        self._last = results
+        return results
+
+    def send(self, scope: str, collective: Callable[[Any], Any], box: Box) -> Box:
+        """Start a collective after the last step."""
+        with jax.named_scope(scope):
+            self._wait([box])
+            return Box(collective(box.value))
+
+    def wait(self, scope: str, box: Box) -> None:
+        """Let the next step wait for a collective that it does not read."""
+        with jax.named_scope(scope):
+            self._wait([box])
+
+    def _wait(self, boxes: Sequence[Box]) -> None:
+        every = list({id(box): box for box in [*boxes, *self._last]}.values())
+        values = lax.optimization_barrier([box.value for box in every])
+        for box, value in zip(every, values, strict=True):
+            box.value = value
+
+
+class Meeting:
+    """A step that several generators have in common, which runs when the last of them has come."""
+
+    def __init__(self, size: int):
+        self._size = size
+        self._boxes: dict[int, Sequence[Box]] = {}
+        self._results: list[Box] = []
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all but one have come."""
+        return len(self._boxes) == self._size - 1
+
+    def join(
+        self,
+        index: int,
+        boxes: Sequence[Box],
+        step: Callable[..., list[Box]],
+        meanwhile: Callable[[], None],
+    ) -> Generator[None, None, list[Box]]:
+        """Bring the boxes of generator `index`; return what `step` makes of those of all."""
+        is_last = self.is_last
+        self._boxes[index] = boxes
+        if is_last:
+            every = [box for _, boxes in sorted(self._boxes.items()) for box in boxes]
+            self._results, self._boxes = step(*every), {}
+        else:
+            self._results = []
+            while not self._results:
+                meanwhile()
+                yield
+        return self._results
+
+
+def in_turn(parts: Iterable[Steps]) -> list[Any]:
+    """Run generators in turn, each to its next `yield`; return their results.
+
+    Each starts one turn after the one before it, so that their collectives do not meet.
+    """
+    waiting, running = deque(enumerate(parts)), list[tuple[int, Steps]]()
+    results: dict[int, Any] = {}
+    while waiting or running:
+        if waiting:
+            running.append(waiting.popleft())
+        for index, steps in [*running]:
+            try:
+                next(steps)
+            except StopIteration as end:
+                results[index] = end.value
+                running.remove((index, steps))
+    return [results[index] for index in sorted(results)]

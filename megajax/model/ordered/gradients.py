@@ -1,0 +1,51 @@
+"""The gradients of the layers' parameters, which the parts of a batch add up as they take turns."""
+
+from collections import Counter, defaultdict
+from functools import partial
+
+import jax
+
+from megajax.model.ordered.branch import Branch, Modules
+from megajax.model.ordered.clock import Box, Clock
+
+
+class Gradients:
+    """Gradients of all branches, which are sums over the parts."""
+
+    def __init__(self, clock: Clock, num_parts: int, reduce_dtype: str | None):
+        self._clock, self._num_parts, self._reduce_dtype = clock, num_parts, reduce_dtype
+        self._matrices: dict[tuple[int, str], Box] = {}
+        self._num_added = Counter[tuple[int, str]]()
+        self._vectors = defaultdict[int, list[Box]](list)
+
+    def add(self, branch: Branch, linear: str, x: Box, dy: Box) -> None:
+        """Add the gradient of a branch's `first` or `second` matrix, as one step.
+
+        After that of the last part the sum over `data` begins, if the backward pass has one.
+        """
+        key = branch.place, linear
+        before = [self._matrices[key]] if key in self._matrices else []
+        step = partial(branch.gradient_of_weight, linear)
+        self._matrices[key] = self._clock.tick(branch.scope, step, x, dy, *before)
+        self._num_added[key] += 1
+        if self._reduce_dtype is not None and self._num_added[key] == self._num_parts:
+            if later := self._matrices.get((branch.place + 2, linear)):
+                # That of the layer after it is done: one at a time is under way, and in memory.
+                self._clock.wait(branch.scope, later)
+            reduce = partial(branch.reduced, linear, self._reduce_dtype)
+            self._matrices[key] = self._clock.send(branch.scope, reduce, self._matrices[key])
+
+    def add_vectors(self, branch: Branch, vectors: Box) -> None:
+        """Add gradients of some of a branch's vectors, and zeros for the others."""
+        # Their value is read at the end, and so after the step that comes next: otherwise XLA puts
+        # off all sums over tokens to the end of the pass, and keeps what they are sums of.
+        self._vectors[branch.place].append(vectors)
+
+    def of(self, branch: Branch) -> Modules:
+        """Return the gradients of all parameters of a branch."""
+        first, second = (
+            self._matrices[branch.place, linear].value for linear in ('first', 'second')
+        )
+        vectors = [box.value for box in self._vectors[branch.place]]
+        total = jax.tree.map(lambda *each: sum(each[1:], each[0]), *vectors)
+        return branch.gradients(total, first, second)

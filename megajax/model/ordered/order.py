@@ -1,0 +1,177 @@
+"""The layers in an order that puts products beside every collective.
+
+Two parts of a batch take turns: what one of them has just sent is under way while the other one
+computes (Domino, Wang et al., 2024). In the backward pass the gradients of weights, which no
+collective waits for, run beside what the same part has sent; what is sent over `data` stands beside
+the products of the layer before or after. The numbers are those of `Block`, which says what a layer
+computes; only the order, and where a reduction starts, is different.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.config import ModelConfig
+from megajax.model.block import Block, parts_of_rows
+from megajax.model.computation import Computation
+from megajax.model.dropout import fold_in
+from megajax.model.ordered.branch import Branch, Modules, RowArrays, modules_of, replaced, select
+from megajax.model.ordered.clock import Box, Clock, in_turn
+from megajax.model.ordered.gradients import Gradients
+from megajax.model.ordered.matrices import Matrices
+from megajax.model.ordered.token_parts import join_tokens, split_tokens
+from megajax.model.ordered.turns import Kept, Turns
+from megajax.parallel.layout import Layout
+
+Parts = tuple[jax.Array, ...]  # x_BTD of each part
+BRANCHES, LINEARS = ('attention', 'mlp'), ('first', 'second')
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The layers of a model, all of them compiled on their own or each in a loop."""
+
+    config: ModelConfig
+    layout: Layout
+    computation: Computation
+
+    def __call__(
+        self,
+        x_BTD: jax.Array,
+        layers: Block,
+        weights: Block | None,
+        rows: RowArrays,
+        first: jax.Array | int,
+    ) -> jax.Array:
+        """Return the residual stream after `layers`.
+
+        `weights` and `first` are as in `Transformer.blocks`.
+        """
+        count = self.computation.num_parts
+        if self.computation.splits_tokens:
+            xs_BTD = tuple(split_tokens(x_BTD, 'BTD', count, self.layout))
+            xs_BTD = self._run(xs_BTD, layers, weights, [rows] * count, first)
+            return join_tokens(xs_BTD, 'BTD', self.layout)
+        xs_BTD = tuple(parts_of_rows(x_BTD, count))
+        return jnp.concatenate(
+            self._run(xs_BTD, layers, weights, parts_of_rows(rows, count), first)
+        )
+
+    def _run(
+        self,
+        xs_BTD: Parts,
+        layers: Block,
+        weights: Block | None,
+        rows: Sequence[RowArrays],
+        first: jax.Array | int,
+    ) -> Parts:
+        @jax.custom_vjp
+        def run(xs_BTD: Parts, *given: Any) -> Parts:
+            return forward(xs_BTD, *given)[0]
+
+        def forward(xs_BTD: Parts, *given: Any) -> tuple[Parts, Any]:
+            outputs, kept = self._forward(xs_BTD, self._branches(*given))
+            return outputs, (kept, given)
+
+        def backward(saved: Any, dxs_BTD: Parts) -> tuple[Any, ...]:
+            kept, given = saved
+            dxs_BTD, modules = self._backward(dxs_BTD, kept, self._branches(*given))
+            block = jax.tree.map(lambda w: w[0], given[0])
+            pairs = zip(modules[::2], modules[1::2], strict=True)
+            blocks = [replaced(block, attention, mlp) for attention, mlp in pairs]
+            gradients = jax.tree.map(lambda *of_blocks: jnp.stack(of_blocks), *blocks)
+            return dxs_BTD, gradients, None, None, None
+
+        run.defvjp(forward, backward)
+        if self.computation.unroll:
+            return run(xs_BTD, layers, weights, rows, first)
+
+        def layer(xs_BTD: Parts, layer: tuple[Block, Block | None, jax.Array]) -> Any:
+            block, weight, index = layer
+            one, of_one = jax.tree.map(lambda w: w[None], (block, weight))
+            return run(xs_BTD, one, of_one, rows, index), None
+
+        count = len(jax.tree.leaves(layers)[0])
+        return lax.scan(layer, xs_BTD, (layers, weights, first + jnp.arange(count)))[0]
+
+    def _branches(
+        self, layers: Block, weights: Block | None, rows: Sequence[RowArrays], first: Any
+    ) -> list[list[Branch]]:
+        """The branches of all layers in turn, for each part of the rows."""
+        count = len(jax.tree.leaves(layers)[0])
+        blocks = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(count)]
+        stacked = [select(modules_of(weights or layers, name), matrices=True) for name in BRANCHES]
+
+        def of_part(rows: RowArrays) -> Iterator[Branch]:
+            for index, block in enumerate(blocks):
+                of_layer = rows._replace(key_B=fold_in(rows.key_B, first + index))
+                for offset, name in enumerate(BRANCHES):
+                    yield Branch(
+                        place=2 * index + offset,
+                        index=index,
+                        scope=name,
+                        vectors=select(modules_of(block, name), matrices=False),
+                        matrices=stacked[offset],
+                        rows=of_layer,
+                        config=self.config,
+                        layout=self.layout,
+                        dtype=self.computation.dtype,
+                        recompute=self.computation.recompute == 'selective',
+                    )
+
+        return [[*of_part(part)] for part in rows]
+
+    def _forward(self, xs_BTD: Parts, branches: Sequence[list[Branch]]) -> tuple[Parts, Any]:
+        clock = Clock()
+        uses = [(branch, linear) for branch in branches[0] for linear in LINEARS]
+        matrices = Matrices(clock, uses, at_rest=self._gathers)
+        turns = Turns(clock, matrices, len(xs_BTD), meets=self.computation.splits_tokens)
+        results = in_turn(
+            turns.forward(part, Box(x), of_part)
+            for part, (x, of_part) in enumerate(zip(xs_BTD, branches, strict=True))
+        )
+        kept = [[Kept(*(box.value for box in each)) for each in kept] for _, kept in results]
+        if self.computation.recompute == 'full':
+            kept = [[each.x_BTD for each in of_part[::2]] for of_part in kept]
+        gathered = matrices.values() if self.computation.gathers_ahead else {}
+        return tuple(x.value for x, _ in results), (kept, gathered)
+
+    def _backward(
+        self, dxs_BTD: Parts, saved: tuple[Any, Any], branches: Sequence[list[Branch]]
+    ) -> tuple[Parts, list[Modules]]:
+        """Return the gradients of the residual streams, and of each branch."""
+        clock, (kept, gathered) = Clock(), saved
+        boxes: list[list[Any]]
+        if self.computation.recompute == 'full':
+            boxes = [[*map(Box, of_part)] for of_part in kept]
+            blocks = [branches[0][i : i + 2] for i in range(0, len(branches[0]), 2)]
+            in_turn_again = [branch for block in reversed(blocks) for branch in block]
+            uses = [(branch, linear) for branch in in_turn_again for linear in LINEARS]
+        else:
+            boxes = [[Kept(*map(Box, each)) for each in of_part] for of_part in kept]
+            uses = [(b, linear) for b in reversed(branches[0]) for linear in reversed(LINEARS)]
+        matrices = Matrices(clock, uses, at_rest=self._gathers, gathered=gathered)
+        turns = Turns(clock, matrices, len(dxs_BTD), meets=self.computation.splits_tokens)
+        gradients = Gradients(clock, len(dxs_BTD), self._reduce_dtype)
+        results = in_turn(
+            turns.backward(part, Box(dx), of_part, of_branches, gradients)
+            for part, (dx, of_part, of_branches) in enumerate(
+                zip(dxs_BTD, boxes, branches, strict=True)
+            )
+        )
+        return tuple(dx.value for dx in results), [*map(gradients.of, branches[0])]
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether the layers gather their matrices over `data`."""
+        return self.computation.shard == 'weights' or self.computation.gathers_ahead
+
+    @property
+    def _reduce_dtype(self) -> str | None:
+        """The dtype in which the backward pass sums gradients over `data`, if it does."""
+        is_reduced = self.computation.shard in ('gradients', 'weights')
+        return self.computation.reduce_dtype if is_reduced else None

@@ -1,0 +1,218 @@
+"""The turns that parts of a batch take in the layers, forward and backward.
+
+Each part is a generator, which yields where another one should go on: where it has sent something,
+and between two products while the other one has something to send. So what one part sends is under
+way while the other one multiplies.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from megajax.model.ordered.branch import Branch, Modules
+from megajax.model.ordered.clock import Box, Clock, Meeting, Steps
+from megajax.model.ordered.gradients import Gradients
+from megajax.model.ordered.matrices import Matrices
+
+
+class Kept(NamedTuple):
+    """The values that a branch keeps of a part for its backward pass, in boxes or as arrays."""
+
+    x_BTD: Any
+    h_BSD: Any  # the input of the first product
+    pull: Any  # the transpose of what is between the products
+    z: Any  # the input of the second product
+
+
+class Pending(NamedTuple):
+    """A branch that has sent the gradient of what its norm returned."""
+
+    branch: Branch
+    x_BTD: Box
+    dh_BTD: Box
+
+
+class Turns:
+    """The parts of a batch in one pass over the layers.
+
+    The parts have different rows or, with `meets`, different tokens of the same rows, all of which
+    attention needs.
+    """
+
+    def __init__(self, clock: Clock, matrices: Matrices, num_parts: int, *, meets: bool):
+        self.clock, self.matrices = clock, matrices
+        self._meets, self._early = meets, set[int]()
+        self._later: dict[int, Callable[[], None]] = {}
+        self._meetings = defaultdict[int, Meeting](lambda: Meeting(num_parts))
+
+    def forward(
+        self, part: int, x: Box, branches: Sequence[Branch], *, again: bool = False
+    ) -> Steps:
+        """Return the residual stream and what each branch keeps.
+
+        What is done `again` ends before the products of the last branch.
+        """
+        clock, start, kept = self.clock, branches[0], list[Kept]()
+        h = clock.tick(start.scope, partial(start.enter, start.vectors), x)
+        for branch, after in zip(branches, [*branches[1:], None], strict=True):
+            if branch.is_scattered:
+                h = clock.send(branch.scope, branch.gather, h)
+            if again and after is None:
+                return x, [*kept, Kept(x, h, None, None)]
+            if branch.is_scattered:
+                yield
+            y = self._first(branch, h)
+            if branch.is_scattered:
+                yield
+            pull, z = yield from self._middle(part, branch, y)
+            kept.append(Kept(x, h, pull, z))
+            sums = clock.tick(branch.scope, branch.second, self.matrices(branch, 'second'), z)
+            yield from self._let_ahead(part, branch)
+            total = clock.send(branch.scope, branch.sum, sums)
+            yield
+            x, *entered = clock.ticks(branch.scope, partial(_turn, branch, after), x, total)
+            h = entered[0] if entered else x
+        return x, kept
+
+    def _first(self, branch: Branch, h: Box) -> Box:
+        return self.clock.tick(branch.scope, branch.first, self.matrices(branch, 'first'), h)
+
+    def _middle(self, part: int, branch: Branch, y: Box) -> Generator[None, None, tuple[Box, Box]]:
+        """Return the transpose of what is between the products, and the second one's input."""
+        *zs, pull = yield from self._together(part, branch, branch.middle_and_pull, y)
+        # Parts that meet have one transpose, which the first of them keeps.
+        return pull if len(zs) == 1 or part == 0 else Box(None), zs[part % len(zs)]
+
+    def backward(
+        self,
+        part: int,
+        dx: Box,
+        kept: Sequence[Any],
+        branches: Sequence[Branch],
+        gradients: Gradients,
+    ) -> Steps:
+        """Return the gradient of the residual stream before the branches.
+
+        `kept` has what each branch has kept or, with full recomputation, the residual stream before
+        each block.
+        """
+        pending = None
+        for first in reversed(range(0, len(branches), 2)):
+            block, saved = branches[first : first + 2], kept[first : first + 2]
+            if len(kept) < len(branches):
+                again = [branch.again for branch in block]
+                _, saved = yield from self.forward(part, kept[first // 2], again, again=True)
+            for branch, of_branch in zip(reversed(block), reversed(saved), strict=True):
+                dx, dy = self._turn_back(pending, branch, dx, gradients)
+                dh = yield from self._products_back(part, branch, of_branch, dy, gradients)
+                pending = Pending(branch, of_branch.x_BTD, dh)
+        self._do_one(part)
+        dx, _ = self._turn_back(pending, None, dx, gradients)
+        return dx
+
+    def _products_back(
+        self, part: int, branch: Branch, kept: Kept, dy: Box, gradients: Gradients
+    ) -> Steps:
+        """Return the gradient of what a branch's norm returned, whose sum is under way."""
+        clock, scope = self.clock, branch.scope
+        if branch.is_scattered:
+            dy = clock.send(scope, branch.gather, dy)
+            yield
+        if kept.z is None:
+            again = branch.again
+            pull, z = yield from self._middle(part, again, self._first(again, kept.h_BSD))
+            kept = kept._replace(pull=pull, z=z)
+        second = self.matrices(branch, 'second')
+        dz = clock.tick(scope, branch.gradient_of_second, second, dy)
+        if branch.is_scattered:
+            yield
+        pulls = [] if kept.pull.value is None else [kept.pull]
+        *dys, vectors = yield from self._together(part, branch, _pull, *pulls, dz)
+        d_first = dys[part % len(dys)]
+        if pulls:
+            gradients.add_vectors(branch, vectors)
+        first = self.matrices(branch, 'first')
+        sums = clock.tick(scope, branch.gradient_of_first, first, d_first)
+        was_early = yield from self._let_ahead(part, branch)
+        dh = clock.send(scope, branch.sum, sums)
+        gradients.add(branch, 'second', kept.z, dy)
+        self._do_later(part, partial(gradients.add, branch, 'first', kept.h_BSD, d_first))
+        if was_early:
+            self._do_one(part)
+        yield
+        return dh
+
+    def _turn_back(
+        self, pending: Pending | None, branch: Branch | None, dx: Box, gradients: Gradients
+    ) -> tuple[Box, Box]:
+        """Return the gradients of the residual stream and of what `branch` adds to it."""
+        turned = pending.branch if pending else branch
+        assert turned is not None
+
+        def step(dx_BTD: jax.Array, *sent: jax.Array) -> Sequence[Any]:
+            vectors = list[Modules]()
+            if pending:
+                entered_BTD, of_norm = pending.branch.gradient_of_enter(*sent)
+                dx_BTD, vectors = dx_BTD + entered_BTD, [of_norm]
+            if branch is None:
+                return dx_BTD, *vectors
+            dy_BTD, of_leave = branch.gradient_of_leave(dx_BTD)
+            return dx_BTD, *vectors, of_leave, dy_BTD
+
+        sent = [pending.x_BTD, pending.dh_BTD] if pending else []
+        dx, *results = self.clock.ticks(turned.scope, step, dx, *sent)
+        if pending:
+            gradients.add_vectors(pending.branch, results.pop(0))
+        if branch is None:
+            return dx, dx
+        of_leave, dy = results
+        gradients.add_vectors(branch, of_leave)
+        return dx, dy
+
+    def _together(
+        self, part: int, branch: Branch, step: Callable[..., Sequence[Any]], *boxes: Box
+    ) -> Generator[None, None, list[Box]]:
+        """Run a step of this part, or of all parts where they meet."""
+        run = partial(self.clock.ticks, branch.scope, step)
+        if not self._meets or branch.is_mlp:
+            return run(*boxes)
+        meeting = self._meetings[branch.place]
+        if not meeting.is_last:
+            self._early.add(part)
+        return (yield from meeting.join(part, boxes, run, meanwhile=partial(self._do_one, part)))
+
+    def _let_ahead(self, part: int, branch: Branch) -> Steps:
+        """After a meeting, let those that came late send before those that came early."""
+        was_early = part in self._early and branch.is_scattered
+        self._early.discard(part)
+        if was_early:
+            self._do_one(part)
+            yield
+        return was_early
+
+    def _do_later(self, part: int, step: Callable[[], None]) -> None:
+        """Run a step that nothing waits for: where tokens meet, when this part waits."""
+        self._do_one(part)
+        self._later[part] = step
+        if not self._meets:
+            self._do_one(part)
+
+    def _do_one(self, part: int) -> None:
+        if part in self._later:
+            self._later.pop(part)()
+
+
+def _turn(
+    branch: Branch, after: Branch | None, x_BTD: jax.Array, y_BTD: jax.Array
+) -> Sequence[jax.Array]:
+    """Leave a branch and enter the one after it."""
+    x_BTD = branch.leave(branch.vectors, x_BTD, y_BTD)
+    return (x_BTD,) if after is None else (x_BTD, after.enter(after.vectors, x_BTD))
+
+
+def _pull(pull: Any, *dzs: jax.Array) -> Sequence[Any]:
+    vectors, *d_first = pull(dzs)
+    return *d_first, vectors

@@ -1,0 +1,73 @@
+"""Layers whose parts take turns have the loss and the gradients of the plain layers.
+
+The loss is equal to the bit; errors of gradients are relative to the largest element.
+"""
+
+import pytest
+from steps import Setting, loss_and_gradients
+from support import assert_close, exhaustive, slow
+
+SP = {'sequence_parallel': True}
+
+
+def assert_as_plain(setting: Setting) -> None:
+    """The same step without overlap, in a loop over layers, has the same numbers."""
+    expected_loss, expected = loss_and_gradients(setting._replace(overlap='none', unroll=False))
+    loss, gradients = loss_and_gradients(setting)
+    assert loss == expected_loss
+    assert_close(gradients, expected, 2e-6 if setting.dtype == 'bfloat16' else 1e-6)
+
+
+@pytest.mark.parametrize('unroll', [False, True], ids=['loop', 'unrolled'])
+@pytest.mark.parametrize(
+    'setting',
+    [
+        Setting('llama', 2, 4, **SP, rows=8),  # with document masks
+        slow(Setting('llama', 1, 4, num_kv_heads=2)),
+        slow(Setting('gpt', 2, 2, dtype='bfloat16')),  # with dropout and biases
+        slow(Setting('gpt', 2, 2, **SP, recompute='full')),
+        slow(Setting('llama', 2, 2, **SP, recompute='selective', microbatches=2, rows=16)),
+        exhaustive(Setting('bert', 2, 2, **SP)),
+        exhaustive(Setting('llama', 1, 8, num_kv_heads=2, recompute='full')),
+    ],
+    ids=str,
+)
+def test_halves_of_the_rows_change_nothing(setting: Setting, unroll: bool) -> None:
+    assert_as_plain(setting._replace(overlap='batch_split', unroll=unroll))
+
+
+@pytest.mark.parametrize('unroll', [slow(False), True], ids=['loop', 'unrolled'])
+@pytest.mark.parametrize(
+    'setting',
+    [
+        Setting('llama', 2, 4, **SP, rows=2),  # one row a shard, with document masks
+        slow(Setting('llama', 1, 4, rows=4, num_kv_heads=2)),
+        slow(Setting('gpt', 2, 2, **SP, plain=True, dtype='bfloat16', recompute='full')),
+        exhaustive(Setting('bert', 2, 2, **SP, plain=True, microbatches=2)),
+    ],
+    ids=str,
+)
+def test_halves_of_the_tokens_change_nothing(setting: Setting, unroll: bool) -> None:
+    assert_as_plain(setting._replace(overlap='sequence_split', unroll=unroll))
+
+
+@pytest.mark.parametrize('shard', ['optimizer', 'gradients', 'weights'])
+@pytest.mark.parametrize(
+    'setting',
+    [
+        Setting('llama', 4, 1, rows=4),  # one part: only what is sent over `data` is in order
+        slow(Setting('gpt', 2, 2, **SP, recompute='full')),
+        slow(Setting('llama', 3, 2, **SP, rows=24)),  # 3 divides no dim: padded at rest
+        slow(Setting('llama', 4, 2, replicas=2, microbatches=2, rows=32)),
+        exhaustive(Setting('gpt', 2, 2, dtype='bfloat16')),
+    ],
+    ids=str,
+)
+def test_windows_over_data_change_nothing(setting: Setting, shard: str) -> None:
+    assert_as_plain(setting._replace(overlap='batch_split', unroll=True, shard=shard))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('shard', ['none', 'weights'])
+def test_layers_on_their_own_have_the_numbers_of_a_loop(shard: str) -> None:
+    assert_as_plain(Setting('gpt', 2, 2, shard, **SP, unroll=True))
