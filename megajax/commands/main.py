@@ -173,6 +173,14 @@ BisectOption = Annotated[
         help='With --run: name the compiler pass that makes the result wrong.',
     ),
 ]
+ScanOption = Annotated[
+    bool,
+    typer.Option(
+        '--scan',
+        help='Compile a loop over layers where a run compiles each on its own: quicker, and less '
+        'overlaps.',
+    ),
+]
 ReduceOption = Annotated[
     bool,
     typer.Option('--reduce', help='With --run: print the smallest config with a wrong result.'),
@@ -190,6 +198,7 @@ def inspect(
     run: RunOption = False,
     bisect: BisectOption = False,
     reduce: ReduceOption = False,
+    scan: ScanOption = False,
 ) -> None:
     """Show the collectives that XLA inserted next to those that Megatron places manually.
 
@@ -202,7 +211,7 @@ def inspect(
     from megajax.inspect import inspect_with_text
     from megajax.inspect.report import tables
 
-    inspection, text = inspect_with_text(config, target=target, hosts=hosts)
+    inspection, text = inspect_with_text(config, target=target, hosts=hosts, scan=scan)
     if run:
         runs = _run_with_progress(config, target, bisect=bisect, reduce=reduce)
         inspection = inspection.model_copy(update={'runs': runs})

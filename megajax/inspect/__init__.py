@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megajax.config import Config, ConfigError
+from megajax.config.overlap_rules import in_a_loop, resolved
 from megajax.hardware.targets import check_target, num_hosts
 from megajax.inspect.result import Inspection
 
@@ -22,20 +23,26 @@ __all__ = ['Inspection', 'assert_collectives', 'inspect', 'known_miscompiles', '
 
 
 def inspect(
-    config: Config, *, target: str = 'cpu', hosts: int | None = None, run: bool = False
+    config: Config,
+    *,
+    target: str = 'cpu',
+    hosts: int | None = None,
+    run: bool = False,
+    scan: bool = False,
 ) -> Inspection:
     """Compile the training step of `config` for its mesh and compare its collectives to Megatron's.
 
     The mesh is of `target` devices; nothing is allocated. Unless given, `hosts` is the smallest
     number that the mesh needs with at most 8 devices each. With `run` the program for a GPU is also
-    executed, on simulated CPU devices, and compared with one device. Raises ConfigError for an
+    executed, on simulated CPU devices, and compared with one device. With `scan` the layers are
+    in a loop also where a run compiles each on its own, which is quicker. Raises ConfigError for an
     impossible target or number of hosts.
     """
     if run and target == 'cpu':
         raise ConfigError(
             "run=True executes the program for a GPU: give target='h100', or a100, h200, b200"
         )
-    inspection, _ = inspect_with_text(config, target=target, hosts=hosts)
+    inspection, _ = inspect_with_text(config, target=target, hosts=hosts, scan=scan)
     if not run:
         return inspection
     from megajax.inspect.step_run import run_in_child
@@ -44,15 +51,23 @@ def inspect(
     return inspection.model_copy(update={'runs': runs})
 
 
-def inspect_with_text(config: Config, *, target: str, hosts: int | None) -> tuple[Inspection, str]:
+def inspect_with_text(
+    config: Config, *, target: str, hosts: int | None, scan: bool = False
+) -> tuple[Inspection, str]:
     """Do what `inspect` does, and return the compiled HLO too."""
     check_target(target)
     hosts = num_hosts(config.mesh.num_devices, hosts)
     from megajax.inspect.audit import audit  # here, because it imports jax
     from megajax.inspect.compile import compile_in_child
 
+    on_gpu = target != 'cpu'
+    config = resolved(config, on_gpu=on_gpu)
+    is_quick = scan and config.train.unroll is True
+    if is_quick:
+        config = in_a_loop(config, on_gpu=on_gpu)
     compiled = compile_in_child(config, target, hosts)
-    return audit(config, compiled, target), compiled.text
+    inspection = audit(config, compiled, target)
+    return inspection.model_copy(update={'scan': is_quick}), compiled.text
 
 
 def assert_collectives(
@@ -162,9 +177,15 @@ class Inspect(types.ModuleType):
     run = staticmethod(run)
 
     def __call__(
-        self, config: Config, *, target: str = 'cpu', hosts: int | None = None, run: bool = False
+        self,
+        config: Config,
+        *,
+        target: str = 'cpu',
+        hosts: int | None = None,
+        run: bool = False,
+        scan: bool = False,
     ) -> Inspection:
-        return inspect(config, target=target, hosts=hosts, run=run)
+        return inspect(config, target=target, hosts=hosts, run=run, scan=scan)
 
 
 sys.modules[__name__].__class__ = Inspect

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from megajax.config import Config, dump
+from megajax.config.overlap_rules import resolved
 from megajax.counts.collective import Expected, Site
 from megajax.counts.megatron import expected, stated
 from megajax.counts.stages import ticks
@@ -16,7 +17,7 @@ from megajax.inspect.compile import CompiledStep
 from megajax.inspect.kept_weights import kept_weights
 from megajax.inspect.lint import known_miscompiles, lint, replicated_over_model
 from megajax.inspect.moves import gathered_at_edges, kept_gradients, undeclared_permutes
-from megajax.inspect.overlap import rates_of, transfer_seconds
+from megajax.inspect.overlap import rates_of, timeline_of, transfer_seconds
 from megajax.inspect.products import count_products, products_run_twice
 from megajax.inspect.result import (
     CollectiveInstruction,
@@ -35,12 +36,16 @@ NUM_REPLICATED = 5
 
 def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     """Return everything that `megajax inspect` reports on a compiled step."""
+    config = resolved(config, on_gpu=target != 'cpu')
     program = Program(compiled.text)
     every = collectives(program, compiled.mesh)
     placed = [collective for collective in every if collective.times]
     wanted = expected(config)
     rows = _rows(config, placed, wanted)
     schedule = _schedule(config, program, placed, target, compiled.devices_per_host)
+    times = None
+    if target != 'cpu':
+        times = timeline_of(program, placed, target, compiled.devices_per_host)
     products = count_products(config, program, target)
     twice = () if target == 'cpu' else products_run_twice(config, program, products)
     return Inspection(
@@ -48,6 +53,8 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         target=target,
         mesh=compiled.mesh,
         devices_per_host=compiled.devices_per_host,
+        overlap=config.train.overlap,
+        unrolled=config.train.unroll is True,
         jax_version=compiled.jax_version,
         compile_seconds=compiled.seconds,
         rows=rows,
@@ -57,6 +64,8 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         schedule=schedule,
         overlapped_share={} if target == 'cpu' else _overlapped_share(placed, compiled.mesh),
         rates=None if target == 'cpu' else rates_of(config, target),
+        compute_seconds=times and times.compute,
+        exposed_seconds=times and times.exposed,
         wire_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.seconds),
         hidden_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.hidden_seconds),
         products=products,
@@ -71,7 +80,9 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
                 *twice,
                 *kept_weights(config, program, placed),
                 *undeclared_permutes(compiled.mesh, placed),
-                *gathered_at_edges(placed),
+                *gathered_at_edges(
+                    placed, few_kv_heads=config.model.num_kv_heads < config.mesh.model
+                ),
                 *kept_gradients(config, program),
             ],
         ),

@@ -144,7 +144,8 @@ def updated(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 def _on_one_device(config: Config, *, exact: bool) -> Config:
     """The config of the reference, which all variants of a model share."""
-    train = {'microbatches': 1, 'recompute': 'none', 'overlap': 'none', 'schedule': '1f1b'}
+    train = {'microbatches': 1, 'recompute': 'none', 'schedule': '1f1b'}
+    train |= {'overlap': 'none', 'unroll': False}
     if exact:
         train['dtype'] = 'float32'
     optim = {'shard': 'none', 'reduce_dtype': 'float32'}

@@ -53,18 +53,17 @@ def kept_weights(
 def _stacked(config: Config) -> dict[tuple[int, ...], int]:
     """The sorted dims, on a device, of the matrices of all layers, gathered over `data`.
 
-    Each has the number of its layers, which is more than one.
+    Each has the number of its layers, which is more than one. Those that also are the dims of a
+    single layer's matrix are left out.
     """
     sizes, shards = dict(dim_sizes(config.model)), Layout.of(config).shards
     sizes['D'] = with_padding(config, sizes['D'])
-    return {
-        tuple(
-            sorted(
-                size
-                for letter in x.dims
-                if (size := sizes[letter.upper()] // shards.get(letter, 1)) > 1
-            )
-        ): sizes[x.dims[0]]
-        for _, x in parameters(config.model)
-        if x.is_stacked and x.is_in_microbatches and sizes[x.dims[0]] > 1
-    }
+
+    def on_device(dims: str) -> tuple[int, ...]:
+        each = (sizes[letter.upper()] // shards.get(letter, 1) for letter in dims)
+        return tuple(sorted(size for size in each if size > 1))
+
+    dims = [x.dims for _, x in parameters(config.model) if x.is_stacked and x.is_in_microbatches]
+    of_a_layer = {on_device(letters[1:]) for letters in dims}
+    stacked = {on_device(letters): sizes[letters[0]] for letters in dims if sizes[letters[0]] > 1}
+    return {shape: count for shape, count in stacked.items() if shape not in of_a_layer}

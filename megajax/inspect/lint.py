@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from megajax.config import Config
+from megajax.config.overlap_rules import num_parts
 from megajax.counts.collective import Expected, Site, activation
 from megajax.counts.megatron import stated
 from megajax.counts.parameters import SHARDED_BY_MEGATRON, parameters
@@ -137,6 +138,7 @@ def _gathered_weights(
             shapes = [parameter.shape, parameter.shape[1:]] if stacked else [parameter.shape]
             weights |= {dims: parameter.name for shape in shapes for dims in _spellings(shape)}
     tokens = prod(activation(config).shape[:2])
+    counts = tokens, tokens // num_parts(config)
     for collective in placed:
         dims = collective.whole.dims
         name = weights.get(tuple(sorted(dims)))
@@ -144,7 +146,8 @@ def _gathered_weights(
         # own.
         is_known = site_of(collective, config).name in ('parameters', 'vision')
         has_row = is_known or collective.axes in ((STAGE,), (CONTEXT,))
-        if collective.kind == 'all-gather' and name and not has_row and prod(dims[:-1]) != tokens:
+        has_tokens = prod(dims[:-1]) in counts
+        if collective.kind == 'all-gather' and name and not has_row and not has_tokens:
             message = (
                 f'{name} is gathered over {collective.axis} at {_place(collective)}: '
                 'multiply by its shards in place'

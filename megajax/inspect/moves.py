@@ -54,14 +54,17 @@ def _declared(mesh: Mapping[str, int], permute: Collective) -> tuple[list[tuple[
     return [], 'nothing is declared to move along these axes here'
 
 
-def gathered_at_edges(placed: Sequence[Collective]) -> Iterator[Finding]:
+def gathered_at_edges(
+    placed: Sequence[Collective], *, few_kv_heads: bool = False
+) -> Iterator[Finding]:
     """Yield an error for each array that enters or leaves a mapped region through an all-gather.
 
     A region that is manual over some axes only leaves its arrays no placement over the others.
-    What is gathered inside of a region is along `stage` or `context`.
+    What is gathered inside of a region is along `stage` or `context`; with fewer key/value heads
+    than shards, attention has all of them on each.
     """
     for gather in placed:
-        moves = {STAGE, CONTEXT} & {*gather.axes}
+        moves = {STAGE, CONTEXT} & {*gather.axes} or (few_kv_heads and 'core' in _words(gather))
         if gather.kind == 'all-gather' and not moves and REGION in _words(gather):
             message = (
                 f'{gather.whole} is gathered over {gather.axis} at {_place(gather)}, where it '

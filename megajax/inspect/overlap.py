@@ -8,9 +8,11 @@ from megajax.counts.megatron import HLO_DTYPES
 from megajax.hardware.records import Hardware, hardware
 from megajax.hlo.collectives import Collective
 from megajax.hlo.groups import Groups, crosses_hosts
-from megajax.hlo.products import Product
-from megajax.hlo.program import Program
+from megajax.hlo.memory import bytes_moved
+from megajax.hlo.products import Product, inside
+from megajax.hlo.program import Computation, Instruction, Program
 from megajax.hlo.schedule import Place, Sent, hidden_seconds
+from megajax.hlo.timeline import Timeline, timeline
 from megajax.inspect.result import Rates
 
 
@@ -24,6 +26,7 @@ def rates_of(config: Config, target: str) -> Rates:
         dtype=dtype,
         products=products,
         attention=attention,
+        memory=gpu.memory_bandwidth * gpu.reference.memory,
         inside_host=gpu.inside_host.bandwidth,
         between_hosts=gpu.across_hosts.bandwidth,
     )
@@ -40,20 +43,42 @@ def transfer_seconds(
     Arrays that XLA joined in one instruction share its hidden seconds in proportion to their bytes.
     """
     gpu = hardware(target)
-    places = [(collective.computation, collective.instruction) for collective in placed]
-    seconds = [
-        collective.wire_bytes / _bandwidth(gpu, collective.groups, devices_per_host)
-        for collective in placed
-    ]
-    sent: dict[Place, Sent] = {}
-    totals = defaultdict[Place, float](float)
-    for collective, place, on_wire in zip(placed, places, seconds, strict=True):
-        totals[place] += on_wire
-        crosses = crosses_hosts(collective.groups, devices_per_host)
-        sent[place] = Sent('between hosts' if crosses else 'inside a host', totals[place])
+    sent = sent_by(placed, gpu, devices_per_host)
     hidden = hidden_seconds(program, sent, lambda product: product_seconds(product, gpu))
-    shares = {place: hidden[place] / total if total else 0.0 for place, total in totals.items()}
-    return [(on_wire, on_wire * shares[at]) for at, on_wire in zip(places, seconds, strict=True)]
+    seconds = []
+    for collective in placed:
+        on_wire = _seconds(collective, gpu, devices_per_host)
+        total = sent[_place(collective)].seconds
+        share = hidden[_place(collective)] / total if total else 0.0
+        seconds.append((on_wire, share * on_wire))
+    return seconds
+
+
+def timeline_of(
+    program: Program, placed: Sequence[Collective], target: str, devices_per_host: int
+) -> Timeline:
+    """The timeline of a program for a GPU target, at the rates of `rates_of`."""
+    gpu = hardware(target)
+    bandwidth = gpu.memory_bandwidth * gpu.reference.memory
+
+    def kernel_seconds(computation: Computation, instruction: Instruction) -> float:
+        products = sum(product_seconds(x, gpu) for x in inside(program, computation, instruction))
+        return max(products, bytes_moved(program, computation, instruction) / bandwidth)
+
+    return timeline(program, sent_by(placed, gpu, devices_per_host), kernel_seconds)
+
+
+def sent_by(
+    placed: Sequence[Collective], gpu: Hardware, devices_per_host: int
+) -> dict[Place, Sent]:
+    """Return the transfer of each instruction, the sum of the arrays that XLA joined in it."""
+    totals = defaultdict[Place, float](float)
+    links: dict[Place, str] = {}
+    for collective in placed:
+        totals[_place(collective)] += _seconds(collective, gpu, devices_per_host)
+        crosses = crosses_hosts(collective.groups, devices_per_host)
+        links[_place(collective)] = 'between hosts' if crosses else 'inside a host'
+    return {place: Sent(links[place], seconds) for place, seconds in totals.items()}
 
 
 def product_seconds(product: Product, gpu: Hardware) -> float:
@@ -61,6 +86,14 @@ def product_seconds(product: Product, gpu: Hardware) -> float:
     name = next((name for name, dtype in HLO_DTYPES.items() if dtype == product.dtype), '')
     flops = product.flops / 2 if product.is_causal else product.flops
     return flops / gpu.product_rate(name, is_attention=product.is_attention)
+
+
+def _place(collective: Collective) -> Place:
+    return collective.computation, collective.instruction
+
+
+def _seconds(collective: Collective, gpu: Hardware, devices_per_host: int) -> float:
+    return collective.wire_bytes / _bandwidth(gpu, collective.groups, devices_per_host)
 
 
 def _bandwidth(gpu: Hardware, groups: Groups, devices_per_host: int) -> float:

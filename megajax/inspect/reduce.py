@@ -11,7 +11,7 @@ _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'train': {'dtype': 'float32'}},
     {'train': {'microbatches': 1}},
     {'train': {'recompute': 'none'}},
-    {'train': {'overlap': 'none'}},
+    {'train': {'overlap': 'none', 'unroll': False}},
     {'optim': {'reduce_dtype': 'float32'}},
     {'mesh': {'replicas': 1}},
     {'mesh': {'model_rows': 1}},

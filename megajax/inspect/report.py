@@ -42,9 +42,12 @@ def to_html(inspection: Inspection) -> str:
 def tables(inspection: Inspection) -> RenderableType:
     """The complete report, for a rich console."""
     axes = ' x '.join(f'{name}={size}' for name, size in inspection.mesh.items())
+    layers = 'each layer on its own' if inspection.unrolled else 'a loop over layers'
+    layers += ' (--scan; a run compiles each on its own)' if inspection.scan else ''
     parts: list[RenderableType] = [
         Text(
             f'{axes}, target {inspection.target}, jax {inspection.jax_version}, '
+            f'overlap {inspection.overlap}, {layers}, '
             f'compiled in {inspection.compile_seconds:.0f} s'
         ),
         Text(),
@@ -216,12 +219,20 @@ def _seconds(inspection: Inspection) -> list[Text]:
     parts.append(
         _hidden('in all', total, sum(overlap.hidden_seconds for overlap in inspection.schedule))
     )
+    compute, exposed = inspection.compute_seconds, inspection.exposed_seconds
+    assert compute is not None
+    assert exposed is not None
     return [
         Text(f'ms on the wire  {", ".join(parts)}'),
         Text(
+            f'ms of a step  {_ms(compute)} of kernels + {_ms(exposed)} waiting for transfers = '
+            f'{_ms(compute + exposed)}, by a timeline of the schedule; not measured'
+        ),
+        Text(
             f'at {rates.products / 1e12:.4g} TFLOP/s of {rates.dtype} products, '
-            f'{rates.attention / 1e12:.4g} of attention, {rates.inside_host / 1e9:.4g} GB/s inside '
-            f'a host, {rates.between_hosts / 1e9:.4g} a GPU between hosts; without latency',
+            f'{rates.attention / 1e12:.4g} of attention, {rates.memory / 1e12:.4g} TB/s of memory, '
+            f'{rates.inside_host / 1e9:.4g} GB/s inside a host, {rates.between_hosts / 1e9:.4g} a '
+            'GPU between hosts; without latency',
             style='dim',
         ),
     ]

@@ -128,6 +128,7 @@ class Rates(_Result):
             'FLOP/s of attention kernels; for causal kernels only FLOPs that the mask does not hide'
         ),
     )
+    memory: float = Field(description='bytes per second that kernels read and write')
     inside_host: float = Field(description='bytes per second that a GPU sends')
     between_hosts: float = Field(
         description=(
@@ -226,6 +227,12 @@ class Inspection(_Result):
     mesh: dict[str, int]
     devices_per_host: int
     jax_version: str
+    overlap: str = Field(description='`train.overlap`, or what auto stands for')
+    unrolled: bool = Field(description='whether each layer is compiled on its own')
+    scan: bool = Field(
+        default=False,
+        description='whether this is a loop over layers that a run compiles on their own',
+    )
     compile_seconds: float
     rows: list[Row]
     collectives: list[CollectiveInstruction]
@@ -241,6 +248,15 @@ class Inspection(_Result):
     )
     rates: Rates | None = Field(
         description='rates from which the seconds are computed; None for a CPU'
+    )
+    compute_seconds: float | None = Field(
+        description='seconds of all kernels of a step, one after the other; None for a CPU'
+    )
+    exposed_seconds: float | None = Field(
+        description=(
+            'seconds of a step in which no kernel runs because one waits for a transfer, by a '
+            'timeline of the schedule; None for a CPU'
+        )
     )
     wire_seconds: dict[str, float] = Field(
         description='per axis, seconds of the transfers in `schedule`, per step',

@@ -9,6 +9,7 @@ import re
 from math import prod
 
 from megajax.config import Config
+from megajax.config.overlap_rules import rung
 from megajax.counts.collective import Site, activation
 from megajax.counts.context import keys
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
@@ -125,15 +126,15 @@ def _over_data(collective: Collective, words: list[str], config: Config) -> Site
     that of the array: ZeRO-1 gathers weights and sums gradients once a step, ZeRO-2 scatters sums
     of matrices in the backward pass, and ZeRO-3 gathers weights in both passes.
     """
-    axis, rung = collective.axis, config.optim.shard
+    axis, shard = collective.axis, rung(config)
     over_shards = {*collective.axes} <= {'stage', 'data', 'context'}
     if collective.kind == 'all-gather' and over_shards and axis:
         is_forward = phase_of(collective.op_name) == 'forward'
         passes: tuple[Phase, Phase] = ('forward', 'backward')
-        return Site('parameters', passes[not is_forward] if rung == 'weights' else 'step', axis)
+        return Site('parameters', passes[not is_forward] if shard == 'weights' else 'step', axis)
     is_sum = collective.kind in ('all-reduce', 'reduce-scatter')
     if is_sum and {'replica', 'stage', 'data', 'context'} & {*collective.axes}:
-        is_early = rung in ('gradients', 'weights') and collective.kind == 'reduce-scatter'
+        is_early = shard in ('gradients', 'weights') and collective.kind == 'reduce-scatter'
         return Site('gradients', 'backward' if is_early else 'step', axis)
     return Site('gradients', 'step', axis) if 'data_parallel' in words else None
 

@@ -127,6 +127,18 @@ def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
     assert inspection.products.ratio == pytest.approx(1, abs=1e-3)
 
 
+def test_a_quick_look_compiles_a_loop_and_says_so() -> None:
+    keys = 'mesh.data=1', 'mesh.model=2', 'train.batch_size=4', 'train.microbatches=1'
+    split = 'train.overlap=batch_split', 'train.unroll=true', 'train.seq_len=64'
+    config = megajax.load('tiny', [*keys, *split, 'model.dropout=0', 'model.num_layers=2'])
+    whole, quick = (megajax.inspect(config, scan=scan) for scan in (False, True))
+    assert (whole.unrolled, quick.unrolled) == (True, False)
+    assert (whole.scan, quick.scan) == (False, True)
+    assert 'overlap batch_split, each layer on its own' in str(whole)
+    assert 'a loop over layers (--scan; a run compiles each on its own)' in str(quick)
+    assert whole.ratios == quick.ratios
+
+
 @pytest.mark.skipif(
     not has_compiler(),
     reason=(
@@ -143,10 +155,10 @@ def test_halves_that_take_turns_hide_more_of_the_same_bytes():
     )
     plain, overlap = (
         megajax.inspect(
-            megajax.load('llama3_8b', [*overrides, 'train.microbatches=1', f'train.xla={xla}']),
+            megajax.load('llama3_8b', [*overrides, 'train.microbatches=1', f'train.overlap={how}']),
             target='h100',
         )
-        for xla in ('default', 'overlap')
+        for how in ('none', 'auto')
     )
     assert plain.ok
     assert overlap.ok
