@@ -20,6 +20,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
 import megajax
+from megajax.config.overlap_rules import resolved
 from megajax.counts.flops import uses_flash
 from megajax.counts.products import products
 from megajax.hardware.records import hardware
@@ -76,7 +77,6 @@ megatron_8.3b  1x8 sp none      32 1
 gpt3_175b      1x8 sp full      1 1
 gpt3_175b      64x8 tp full     8 1
 gpt3_175b      1x32 sp selective 4 1
-megatron_8.3b  2x8 tp full      8 1 train.overlap=batch_split
 gpt2_345m      2x4 sp none      4 2 train.dtype=float16
 gpt2_345m      8x1 tp none      4 1 optim.shard=true
 megatron_1.2b  8x1 tp full      4 4 optim.shard=true
@@ -118,7 +118,6 @@ llama3_8b      8x1 tp full      1 4 optim.shard=weights
 llama3_8b      8x1 tp none      1 1 optim.shard=weights train.seq_len=2048
 llama3_8b      4x2 sp full      2 1 optim.shard=optimizer
 llama3_8b      4x2 sp full      2 1 optim.shard=weights
-llama3_8b      4x2 sp full      2 1 optim.shard=weights train.overlap=batch_split
 llama3_8b      4x2 sp full      2 4 optim.shard=gradients
 llama3_8b      8x8 sp full      8 1 optim.shard=optimizer
 llama3_8b      8x8 sp full      8 1 optim.shard=weights
@@ -133,7 +132,6 @@ qwen3_8b       6x2 sp full      2 1 optim.shard=weights
 qwen3_8b       8x2 sp selective 1 1 optim.shard=weights train.seq_len=4096
 bert_336m      8x1 tp none      8 2 optim.shard=weights
 megatron_8.3b  8x8 sp none      4 1 optim.shard=weights
-megatron_8.3b  8x8 sp full      4 4 optim.shard=weights train.overlap=batch_split
 llama3_8b      16x4 sp full     2 1 optim.shard=weights mesh.replicas=2
 llama3_8b      16x1 tp full     1 2 optim.shard=gradients mesh.replicas=2
 llama3_8b      32x1 tp none     1 1 optim.shard=gradients mesh.replicas=4 train.seq_len=2048
@@ -203,7 +201,26 @@ qwen3_vl_8b    8x8 tp none      8 1 train.seq_len=2048
 qwen3_vl_8b    2x8 sp full      8 2 vision.freeze=[encoder,merger]
 qwen3_vl_32b   8x8 sp full      8 1 optim.shard=weights
 arr_coc_32b    1x8 sp full      8 1
+gpt2_345m      1x1 tp none      4 1 IN_ORDER
+gpt2_345m      1x1 tp full      4 2 IN_ORDER
+megatron_1.2b  1x1 tp none      8 1 IN_ORDER
+megatron_1.2b  1x1 tp full      8 1 IN_ORDER
+gpt2_345m      8x1 tp none      4 2 optim.shard=optimizer IN_ORDER
+megatron_1.2b  8x1 tp none      4 1 optim.shard=optimizer IN_ORDER
+megatron_1.2b  8x1 tp full      4 4 optim.shard=weights IN_ORDER
+llama3_8b      8x1 tp none      1 1 optim.shard=weights IN_ORDER
+llama3_8b      8x1 tp full      1 1 optim.shard=weights IN_ORDER
+llama3_8b      8x1 tp full      1 1 optim.shard=gradients IN_ORDER
+llama3_8b      8x1 tp full      1 1 optim.shard=optimizer IN_ORDER
+llama3_8b      8x1 tp full      1 4 optim.shard=gradients IN_ORDER
+llama3_8b      4x2 sp none      2 1 optim.shard=weights IN_ORDER
+llama3_8b      4x2 sp full      2 1 optim.shard=weights IN_ORDER
+llama3_8b      4x2 sp full      2 1 optim.shard=optimizer IN_ORDER
+llama3_8b      4x2 tp full      2 2 optim.shard=weights IN_ORDER
+llama3_8b      1x8 sp none      2 1 IN_ORDER
+llama3_8b      1x8 sp none      1 1 IN_ORDER
 """
+IN_ORDER = 'IN_ORDER'  # layers as GPUs have them by default; else in a loop, in XLA's order
 KEYS = ['preset', 'mesh', 'parallel', 'recompute', 'rows', 'microbatches', 'overrides']
 PREDICTED = ['predicted_bytes', 'predicted_gflops', 'predicted_launches', 'predicted_wire']
 COMPILED = [
@@ -281,7 +298,11 @@ def load(line: Line) -> megajax.Config:
         'train.dtype=bfloat16',
         'model.dropout=0.0',
     ]
-    return megajax.load(line['preset'], [*overrides, *line['overrides'].split()])
+    others = line['overrides'].split()
+    config = megajax.load(
+        line['preset'], [*overrides, *(each for each in others if each != IN_ORDER)]
+    )
+    return resolved(config, on_gpu=IN_ORDER in others)
 
 
 def predict(config: megajax.Config) -> Line:

@@ -7,6 +7,7 @@ counted in programs that jax 0.10.2 compiled for H100s (`benchmarks/plan_memory.
 from collections.abc import Sequence
 
 from megajax.config import Config
+from megajax.config.overlap_rules import in_order, is_split, num_parts
 from megajax.counts.stages import Runs, ticks
 from megajax.counts.vision import is_learned
 from megajax.plan.memory import num_logit_chunks
@@ -27,6 +28,10 @@ def num_launches(config: Config) -> int:
     """
     model, mesh, train = config.model, config.mesh, config.train
     is_full = train.recompute == 'full'
+    if in_order(config) and train.unroll is True:
+        of_layers = model.num_layers * _of_layer_in_order(config)
+        of_chunks = OF_CHUNK * num_logit_chunks(config)
+        return OF_STEP + (of_layers + of_chunks) * train.microbatches
     of_layer = 65
     of_layer += 15 if model.bias else 0
     of_layer += 15 if model.qk_norm else 0
@@ -34,7 +39,7 @@ def num_launches(config: Config) -> int:
     of_layer += 15 if mesh.model > 1 else 0
     of_layer += 10 if mesh.model > 1 and mesh.sequence_parallel else 0
     of_layer += 20 if model.num_kv_heads < mesh.model else 0
-    of_layer += 35 if train.overlap == 'batch_split' else 0
+    of_layer += 35 if is_split(config) else 0
     of_layer += _of_sharding(config)
     if mesh.is_grid:
         of_layer += 40 if is_full else 25
@@ -46,6 +51,23 @@ def num_launches(config: Config) -> int:
     of_chunks = OF_CHUNK * num_logit_chunks(config) * train.microbatches
     of_layers = Runs.of_stages(config).layers * of_layer + _of_images(config)
     return OF_STEP + of_ticks + of_layers + of_chunks
+
+
+def _of_layer_in_order(config: Config) -> int:
+    """Return the kernels of a layer that is compiled on its own, for all its parts."""
+    model, train = config.model, config.train
+    is_full = train.recompute == 'full'
+    of_part = 44
+    of_part += 4 if model.bias else 0
+    of_part += 15 if model.qk_norm else 0
+    of_part += 25 if model.dropout else 0
+    of_part += 10 if config.mesh.model > 1 else 0
+    of_part += 10 if is_full else 0
+    of_part += 4 if is_full and config.optim.shard == 'weights' else 0
+    added = 16 if model.bias and train.microbatches > 1 else 0  # gradients of vectors
+    # Halves of the tokens have attention's kernels in common.
+    shared = 15 if train.overlap == 'sequence_split' and num_parts(config) > 1 else 0
+    return num_parts(config) * of_part - shared + added
 
 
 def _of_images(config: Config) -> int:
@@ -65,7 +87,7 @@ def _of_sharding(config: Config) -> int:
         return 3 if config.optim.shard == 'gradients' else 0
     kernels = 18 if mesh.tensor_parallel == 1 else 0
     kernels = 15 if train.recompute == 'full' else kernels
-    kernels += 20 if train.overlap == 'batch_split' else 0
+    kernels += 20 if is_split(config) else 0
     return kernels + (20 if config.model.hidden_size % mesh.data_shards else 0)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple, Self
 from megajax.config import Config
 from megajax.config.divisors import divisors
 from megajax.config.mesh_rules import replicas_within_hosts
+from megajax.config.overlap_rules import resolved
 from megajax.counts.flops import uses_flash
 
 SHORTEST = 4096  # tokens of a sequence on a context shard, at least
@@ -105,6 +106,7 @@ def deep_layouts(config: Config, mesh: Mesh) -> Iterator[Config]:
         mesh__sequence_parallel=mesh.model > 1,
         train__schedule='1f1b',
         train__overlap='none',
+        train__unroll=False,
     )
     rows = config.train.batch_size // mesh.data
     most = max(1, MOST_TOKENS * mesh.context // config.train.seq_len)
@@ -151,20 +153,25 @@ def layouts(config: Config, mesh: Mesh, per_host: int) -> Iterator[Config]:
     sequence_parallel = (True,) if mesh.rows > 1 else (False, True) if group > 1 else (False,)
     # With flash attention, selective recomputation has nothing to do.
     recomputes = ('none', 'full') if uses_flash(config) else ('none', 'selective', 'full')
-    overlaps = ('none', 'batch_split') if group > 1 else ('none',)
     counts = divisors(config.train.batch_size // mesh.data)
-    for microbatches, sp, overlap, recompute in product(
-        counts, sequence_parallel, overlaps, recomputes
-    ):
+    for microbatches, sp, recompute in product(counts, sequence_parallel, recomputes):
         trained = changed(
             on_mesh,
             mesh__sequence_parallel=sp,
             train__microbatches=microbatches,
             train__recompute=recompute,
-            train__overlap=overlap,
         )
         for shard, replicas in _shards(mesh.data, group, per_host):
-            yield changed(trained, mesh__replicas=replicas, optim__shard=shard)
+            yield from _overlaps(changed(trained, mesh__replicas=replicas, optim__shard=shard))
+
+
+def _overlaps(config: Config) -> Iterator[Config]:
+    """Yield a layout with the overlap that it has on GPUs, or with none and with halves."""
+    layout = resolved(config, on_gpu=True)
+    yield layout
+    is_auto = config.train.overlap == 'auto'
+    if is_auto and layout.train.overlap == 'none' and config.mesh.tensor_parallel > 1:
+        yield changed(layout, train__overlap='batch_split')
 
 
 def is_frugal(config: Config) -> bool:

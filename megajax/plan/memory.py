@@ -14,6 +14,7 @@ t is the number of devices of the `model` axis.
 import dataclasses
 
 from megajax.config import Config
+from megajax.config.overlap_rules import gathers_ahead, num_parts
 from megajax.plan.encoder import with_encoder
 from megajax.plan.held import Held
 from megajax.plan.sizes import FLOAT32, Sizes
@@ -70,8 +71,8 @@ def memory(config: Config, *, capacity_bytes: int | None = None) -> StepMemory:
 
 def largest_microbatch(config: Config, capacity_bytes: int) -> int:
     """Return the most rows that a data shard can have in a microbatch; 0 if not even one fits."""
-    # Batch-split overlap halves the rows, and a grid shards them.
-    halves = 2 if config.train.overlap == 'batch_split' else 1
+    # Halves of the rows take turns, and a grid shards them.
+    halves = num_parts(config) if config.train.overlap == 'batch_split' else 1
     step = halves * config.mesh.model_rows
 
     def fits(rows: int) -> bool:
@@ -153,9 +154,12 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
     is_kept_free = not (sizes.model.tie_embeddings or (sizes.sums_early and sizes.is_scattered))
     kept_free = transposed if is_kept_free else 0
     copies, in_passes = _transposed(sizes), _gathered_in_layers(sizes)
+    # The head is among the buffers.
+    is_ahead = sizes.is_ordered and gathers_ahead(sizes.config)
+    at_loss = in_passes if is_ahead else sizes.gathered
     return {
         'loss': Held(
-            weights=sizes.gathered,
+            weights=at_loss,
             gradients=summed + table,
             activations=sizes.kept,
             logits=max(logits, added) + dlogits,
@@ -163,22 +167,42 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
         ),
         'layout': Held(
             weights=in_passes,
-            gradients=gradients if early else gradients - in_layers,
+            gradients=gradients if early and not sizes.is_ordered else gradients - in_layers,
             activations=sizes.kept,
-            buffers=sizes.layers * sizes.copied + copies,
+            buffers=(0 if sizes.is_ordered else sizes.layers * sizes.copied) + copies,
         ),
         'backward': Held(
             weights=in_passes + _weights_of_layer(sizes),
-            gradients=gradients,
+            gradients=summed + table + _of_layers(sizes, in_layers),
             activations=sizes.kept,
             buffers=_buffers_of_layer(sizes) + kept_free + copies,
         ),
         'embedding': Held(
-            weights=in_passes,
+            weights=0 if is_ahead else in_passes,
             gradients=gradients + table,
-            buffers=_embedded(sizes),
+            buffers=_embedded(sizes) + _stacks(sizes, in_layers),
         ),
     }
+
+
+def _of_layers(sizes: Sizes, in_layers: int) -> int:
+    """Return the bytes of the layers' gradients that a step holds as their backward pass begins.
+
+    A loop has allocated all of them. In an order of ours they take the place of activations, and
+    those of one layer or two are there; sums over `data` of several microbatches are added to.
+    """
+    adds_sums = sizes.sums_early and sizes.config.train.microbatches > 1
+    if not sizes.is_ordered or adds_sums:
+        return in_layers
+    return FLOAT32 * sizes.at_rest.layer * (1 if sizes.sums_early else 2)
+
+
+def _stacks(sizes: Sizes, in_layers: int) -> int:
+    """Return the bytes of stacks that an order of ours makes of the sums of single layers.
+
+    XLA makes one after the other, the largest of more than half of all, and then frees its parts.
+    """
+    return 3 * in_layers // 5 if sizes.is_ordered and sizes.sums_early else 0
 
 
 def _gathered_in_layers(sizes: Sizes) -> int:
@@ -217,8 +241,9 @@ def _transposed(sizes: Sizes) -> int:
     XLA copies the row-parallel matrices before the loop over layers and, with several microbatches,
     the tables before the loop over these.
     """
-    if sizes.config.optim.shard != 'weights':
+    is_in_one_pass = sizes.is_ordered and sizes.config.train.microbatches == 1
+    if sizes.config.optim.shard != 'weights' or is_in_one_pass:
         return 0
-    tables = sizes.num_tables * sizes.at_rest.table
+    tables = 0 if sizes.is_ordered else sizes.num_tables * sizes.at_rest.table
     count = sizes.at_rest.inputs + (tables if sizes.config.train.microbatches > 1 else 0)
     return FLOAT32 * count

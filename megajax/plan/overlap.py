@@ -14,9 +14,11 @@ ZeRO-2 on, the share is within 9 points without tensor parallelism, and 10 point
 30 compiled steps (`benchmarks/plan_memory.py`). In a step that does not fit, nothing overlaps.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from megajax.config import Config
+from megajax.config.overlap_rules import gathers_ahead, in_order, is_split, num_parts
 from megajax.counts.collective import PERMUTE
 from megajax.counts.flops import uses_flash
 from megajax.counts.megatron import GATHER, REDUCE, SCATTER, Expected
@@ -80,6 +82,44 @@ _OVER_DATA = {
 }
 
 
+# In an order of ours the traffic of the layers runs beside all products of its pass
+# (`model/ordered/`), but for what is sent beside a short one; halves of the tokens wait for each
+# other where attention needs both. In a loop the first and the last transfer of a layer have
+# nothing beside them.
+_IN_ORDER = {'batch_split': 0.92, 'sequence_split': 0.75}
+_IN_LOOP = 0.8
+_OF_LAYER = 'qkv', 'attention', 'out', 'up', 'down'
+
+
+def _beside_others(collective: Expected, config: Config) -> Beside | None:
+    """Return what hides the traffic of layers in an order of ours; None for other traffic."""
+    site, phase = collective.site, collective.site.phase
+    in_loop = 1.0 if config.train.unroll is True else _IN_LOOP
+    if is_over_data(collective):
+        if site.name == 'parameters' and phase == 'step' and gathers_ahead(config):
+            phase = 'forward'
+        if phase == 'step':
+            return None
+        counts = own_counts(config)
+        # In a single microbatch the sum of the head's gradient runs beside the last layer's.
+        has_head = gathers_ahead(config) and not config.model.tie_embeddings
+        head = counts.tables / 2 if has_head and site.name == 'gradients' else 0.0
+        share = in_loop * (counts.layers + head) / (counts.layers + counts.tables)
+        return Beside(share, tuple(_in_pass(phase)), phase)
+    if site.axis == 'model' and site.name in ('attention', 'mlp') and num_parts(config) > 1:
+        return Beside(in_loop * _IN_ORDER[config.train.overlap], tuple(_in_pass(phase)))
+    return None
+
+
+def _in_pass(phase: Phase) -> Iterator[str]:
+    """Yield the names of a layer's products in a pass."""
+    for name in _OF_LAYER:
+        if phase == 'backward' and name != 'attention':
+            yield from (f'{name} input', f'{name} weight')
+        else:
+            yield name
+
+
 def is_over_data(collective: Expected) -> bool:
     """Whether a collective is one of data parallelism, over context shards and stages too."""
     axes = {*collective.site.axis.split('+')}
@@ -107,7 +147,7 @@ def beside_ticks(collective: Expected, config: Config) -> Beside:
 def _shares_over_data(config: Config) -> dict[str, float]:
     if config.mesh.tensor_parallel == 1:
         return _OVER_DATA['alone']
-    if config.train.overlap == 'batch_split':
+    if is_split(config):
         return _OVER_DATA['halves']
     if config.mesh.is_grid:
         return _OVER_DATA['grid']
@@ -145,6 +185,8 @@ def beside(collective: Expected, config: Config) -> Beside:
 
     Of a grid's collectives less than a tenth overlaps in the programs, none here.
     """
+    if in_order(config) and (others := _beside_others(collective, config)):
+        return others
     if is_over_data(collective):
         return _beside_layers(collective, config)
     if config.mesh.is_grid:
@@ -154,7 +196,7 @@ def beside(collective: Expected, config: Config) -> Beside:
         return beside_ticks(collective, config)
     if collective.site.axis == 'context':
         return _beside_blocks(collective, config)
-    if config.train.overlap == 'batch_split':
+    if is_split(config):
         tables = {
             'forward': _FORWARD_OF_HALVES,
             'recompute': _RECOMPUTE_OF_HALVES,

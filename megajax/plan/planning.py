@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import Config, ConfigError, ModelConfig, dump
+from megajax.config.overlap_rules import resolved
 from megajax.config.rules import incompatibilities
 from megajax.counts.flops import narayanan_flops
 from megajax.hardware.records import Hardware, hardware
@@ -53,8 +54,10 @@ def plan(
     is_own = cluster.num_devices == own
     if is_own and (problems := incompatibilities(config)):  # the new batch may not divide
         raise ConfigError(*problems)
+    if not BY_NAME[program].has_order:
+        config = changed(config, train__overlap='none', train__unroll=False)
     ranking = search(config, cluster, BY_NAME[program])
-    planned = config if is_own else ranking.best.config
+    planned = resolved(config, on_gpu=True) if is_own else ranking.best.config
     time = step_time(planned, cluster, BY_NAME[program])
     lost = faults(
         planned, time, cluster, storage=storage, gpu_hours_to_failure=gpu_hours_to_failure
@@ -184,7 +187,8 @@ def _layout(choice: Choice, ranking: Ranking, available: int) -> Candidate:
         microbatches=config.train.microbatches,
         microbatch_rows=config.microbatch_rows,
         shard=config.optim.shard,
-        overlap=config.train.overlap == 'batch_split',
+        overlap=config.train.overlap,
+        unroll=config.train.unroll is True,
         bytes=choice.bytes,
         fits=choice.bytes <= available,
         seconds=time.total if time else None,

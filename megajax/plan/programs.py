@@ -49,6 +49,7 @@ class Software:
     # The number of kernels of a step; 0 if they have not been counted.
     num_launches: Callable[[Config], int] = lambda _: 0
     has_grids: bool = False  # has 2-D tensor parallelism
+    has_order: bool = False  # has the overlap that `train.overlap` says
     # Whether each stage of a pipeline has a part of the tokens of the head, or the last one all.
     shares_head: bool = False
 
@@ -176,6 +177,7 @@ MEGAJAX = Software(
     uses_flash=uses_flash,
     num_launches=num_launches,
     has_grids=True,
+    has_order=True,
     shares_head=True,
 )
 MEGATRON = Software(

@@ -91,7 +91,8 @@ class Candidate(_Result):
         description='what ZeRO shards over the data shards of a group: none, optimizer, gradients '
         'or weights'
     )
-    overlap: bool = Field(description='batch-split overlap: the halves of a microbatch take turns')
+    overlap: str = Field(description='`train.overlap`, or what auto stands for on GPUs')
+    unroll: bool = Field(description='whether each layer is compiled on its own')
     bytes: int
     fits: bool
     seconds: float | None = Field(

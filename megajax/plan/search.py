@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 
 from megajax.config import Config, ConfigError
+from megajax.config.overlap_rules import is_split
 from megajax.config.rules import incompatibilities
 from megajax.plan.layouts import Mesh, changed, deep_meshes, is_frugal, layouts, meshes
 from megajax.plan.memory import UNDERCOUNT, memory
@@ -158,7 +159,7 @@ def _order(choice: Choice) -> tuple[float | int, ...]:
         config.mesh.context_exchange == 'ring',
         config.mesh.tensor_parallel,
         config.mesh.model_rows,
-        config.train.overlap == 'batch_split',
+        is_split(config),
         [*RUNGS].index(config.optim.shard),
         config.mesh.replicas,
         ('none', 'selective', 'full').index(config.train.recompute),

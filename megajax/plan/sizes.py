@@ -10,6 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from megajax.config import Config, ModelConfig
+from megajax.config.overlap_rules import in_order, rung
 from megajax.counts.chunks import chunk_sizes
 from megajax.counts.declaration import Parameter
 from megajax.counts.flops import uses_flash
@@ -41,7 +42,8 @@ class Sizes:
         self.length = train.seq_len // shards('S')  # tokens of a sequence
         self.tokens = config.microbatch_rows * self.length
         self.is_scattered = shards('T') > 1
-        self.sums_early = config.optim.shard in ('gradients', 'weights')
+        self.sums_early = rung(config) in ('gradients', 'weights')
+        self.is_ordered = in_order(config) and config.train.unroll is True
 
         self.counts = own_counts(config)
         self.matrices, self.parameters = self.counts.matrices, self.counts.all

@@ -11,6 +11,7 @@ from collections import defaultdict
 from functools import cached_property
 
 from megajax.config import Config, ConfigError
+from megajax.config.overlap_rules import in_order, num_parts
 from megajax.counts.flops import Flops, step_flops, uses_flash
 from megajax.counts.products import Phase, Product, products
 from megajax.counts.stages import ticks
@@ -177,7 +178,8 @@ class Timer:
         key = (
             *(mesh.data, mesh.model_rows, mesh.model, mesh.sequence_parallel),
             *(mesh.stages, mesh.virtual_stages, mesh.context, mesh.context_exchange),
-            *(train.microbatches, train.recompute, train.overlap, train.schedule),
+            *(train.microbatches, train.recompute, train.schedule),
+            *(train.overlap, train.unroll),
         )
         if key not in self._in_groups:
             self._in_groups[key] = self._time_group(config)
@@ -195,6 +197,8 @@ class Timer:
             at_head = changed(config, mesh__stages=1, mesh__virtual_stages=1)
             alone = [x for x in products(at_head, flash=flash) if x.where == 'head']
             work = [*(product for product in work if product.where != 'head'), *alone]
+        if program.has_order and in_order(config):
+            work = [in_parts(product, num_parts(config)) for product in work]
         of_products = [
             product_seconds(product, config, cluster, program.attention) for product in work
         ]
@@ -241,6 +245,18 @@ def peak_flops(config: Config, cluster: Cluster) -> float:
             f'{", ".join(peaks)}; use one of them'
         )
     return peaks[config.train.dtype]
+
+
+def in_parts(product: Product, count: int) -> Product:
+    """Return a product of a layer as its parts compute it, which have a share of the tokens.
+
+    Attention is one kernel for all tokens, or one for each part of the rows.
+    """
+    if product.where == 'head' or product.name == 'attention':
+        return product
+    m, n, k = product.sizes
+    sizes = (m, n, k // count) if product.name.endswith(' weight') else (m // count, n, k)
+    return dataclasses.replace(product, sizes=sizes, times=product.times * count)
 
 
 def product_seconds(

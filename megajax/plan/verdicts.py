@@ -94,7 +94,7 @@ def _apart_from_sharding(config: Config) -> tuple[object, ...]:
         *Mesh.of(config),
         *(mesh.virtual_stages, mesh.context_exchange),
         mesh.sequence_parallel,
-        *(train.microbatches, train.recompute, train.overlap),
+        *(train.microbatches, train.recompute, train.overlap, train.unroll),
     )
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from megajax.config import Config
+from megajax.config.overlap_rules import is_split
 from megajax.plan.layouts import Mesh
 from megajax.plan.time import StepTime
 
@@ -37,7 +38,7 @@ def describe(config: Config) -> str:
     words += [f'{count} microbatch{"es" if count > 1 else ""} of {config.microbatch_rows}']
     words += [RUNGS[config.optim.shard]] if config.optim.shard != 'none' else []
     words += [f'{config.mesh.replicas} replicas'] if config.mesh.replicas > 1 else []
-    words += ['overlap'] if config.train.overlap == 'batch_split' else []
+    words += [config.train.overlap] if is_split(config) else []
     return ', '.join(words)
 
 

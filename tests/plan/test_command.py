@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import megajax
 from megajax.commands.main import app
 from megajax.config import ConfigError
+from megajax.config.overlap_rules import resolved
 from megajax.hardware.records import hardware
 from megajax.hardware.targets import has_compiler
 from megajax.plan import Plan
@@ -62,7 +63,7 @@ def test_a_config_on_its_own_mesh_is_planned_as_it_is():
     config = megajax.load('gpt2_345m', ['mesh.data=2', 'mesh.model=4'])
     plan = megajax.plan(config, gpu='h100')
     assert not plan.is_from_search
-    assert plan.planned() == config
+    assert plan.planned() == resolved(config, on_gpu=True)
     assert plan.layout.reason.startswith('+')
     assert plan.seconds > plan.best.seconds
     assert sum(line.bytes for line in plan.memory) == plan.layout.bytes
@@ -112,7 +113,10 @@ def test_a_grid_is_named_with_what_it_sends():
     )
     assert 'model=2x2, sequence parallel' in str(plan)
     config = changed(
-        megajax.load('gpt3_175b'), mesh__data=8, train__batch_size=32, train__microbatches=1
+        megajax.load('gpt3_175b', ['train.overlap=none']),
+        mesh__data=8,
+        train__batch_size=32,
+        train__microbatches=1,
     )
     plan = megajax.plan(config, gpu='h100', gpus=512)
     assert plan.layout.model_rows == plan.fastest().mesh.model_rows > 1
@@ -157,7 +161,7 @@ def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
     )
     assert done.returncode == 1
     assert 'does not fit in 76.2 GB' in done.stdout
-    assert 'data=8 x model=1, 8 microbatches of 1, ZeRO-3 ' in done.stdout
+    assert 'data=8 x model=1, 8 microbatches of 1, ZeRO-3, batch_split ' in done.stdout
     assert re.search(
         r'sharding over data  ZeRO-[23]; .*no ZeRO needs [\d.]+ GB of 76.2 GB', done.stdout
     )

@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import pytest
-from support import make_config
+from support import load_script, make_config
 
-from megajax.config import Config, load
+from megajax.config import Config
 from megajax.config.rules import incompatibilities
 from megajax.counts.flops import step_flops, uses_flash
 from megajax.counts.products import Product, products
@@ -30,30 +30,13 @@ from megajax.plan.layouts import changed
 from megajax.plan.memory import FRAGMENTS, UNDERCOUNT, memory
 from megajax.train.step import init_state
 
-RESULTS = Path(__file__).parents[2] / 'benchmarks/results/2026-11-24_plan_memory.csv'
+RESULTS = Path(__file__).parents[2] / 'benchmarks/results/2026-11-25_plan_memory.csv'
 LINES = [*csv.DictReader(RESULTS.open(newline=''))]
 SMALL = 100e6  # bytes of a program of which some array that is not counted may be a tenth
 
 
 def config_of(line: dict[str, str]) -> Config:
-    data, model = map(int, line['mesh'].split('x'))
-    train = {
-        'recompute': line['recompute'],
-        'microbatches': line['microbatches'],
-        'dtype': 'bfloat16',
-    }
-    train['batch_size'] = str(data * int(line['rows']) * int(line['microbatches']))
-    overrides = [
-        f'mesh.data={data}',
-        f'mesh.model={model}',
-        f'mesh.sequence_parallel={str(line["parallel"] == "sp").lower()}',
-    ]
-    overrides += [
-        *(f'train.{key}={value}' for key, value in train.items()),
-        'model.dropout=0.0',
-        *line['overrides'].split(),
-    ]
-    return load(line['preset'], overrides)
+    return load_script('plan_memory').load(line)
 
 
 def name(line: dict[str, str]) -> str:

@@ -53,7 +53,7 @@ def test_tensor_parallelism_stays_inside_a_host(name, gpu, gpus):
         choice.config.mesh.allow_model_across_hosts for choice in across
     )  # so that `megajax train` takes what --write wrote
     if across:
-        assert across[0].timed.total > 1.3 * inside[0].timed.total
+        assert across[0].timed.total > 1.15 * inside[0].timed.total
 
 
 def test_sequence_parallelism_wherever_there_is_tensor_parallelism():
@@ -68,10 +68,10 @@ def test_every_layout_is_there_once_and_in_order():
     found = ranking(small('train.batch_size=32'), 'h100', 4)
     configs = [choice.config for choice in found.all]
     # data x model of 4x1, 2x2, 1x4 and 1x2x2. Four rungs of ZeRO where there are data shards, two
-    # ways with sequence parallelism, which a grid has; two recomputations; 4, 5 and 6 microbatches,
-    # of which the halves of all but one row can take turns, and in a grid those of more than two.
+    # ways with sequence parallelism, which a grid has; two recomputations; 4, 5 and 6 microbatches.
+    # Only a grid is tried with halves and without, if they have more than two rows.
     flat = [choice for choice in found.all if choice.mesh.is_flat]
-    one_d = 4 * 4 + 2 * 4 * (5 + 4) + 2 * (6 + 5)
+    one_d = 4 * 4 + 2 * 4 * 5 + 2 * 6
     grid = 5 + 4  # microbatches of one row cannot be
     assert len(flat) == 2 * (one_d + grid)
     assert len(configs) == len(set(configs)) > len(flat)
@@ -152,7 +152,7 @@ def test_the_reason_says_by_how_much():
     loser = next(choice for choice in found.fitting if choice.mesh == Mesh(2, 1, 4))
     excess = loser.timed.total / found.best.timed.total - 1
     why = why_slower(loser.timed, found.best.timed)
-    assert why.startswith(f'{excess:+.1%}: collectives over model ')
+    assert why.startswith(f'{excess:+.1%}: matrix products ')  # those of halves are smaller
 
 
 def test_a_mesh_that_cannot_be_says_why():
@@ -227,7 +227,8 @@ def test_a_program_without_grids_has_none():
 
 def test_zero_2_beats_zero_1_in_one_microbatch():
     """It sends as many bytes, hides most of its gradients, and keeps only shards of them."""
-    config = load('llama3_8b', ['train.batch_size=8', 'train.microbatches=1', 'mesh.data=8'])
+    size = 'train.batch_size=8', 'train.microbatches=1', 'mesh.data=8'
+    config = load('llama3_8b', [*size, 'train.overlap=none'])
     found = search(config, Cluster.of(hardware('b200'), 8), prune=False)
     one, two = (
         next(
@@ -245,9 +246,25 @@ def test_zero_2_beats_zero_1_in_one_microbatch():
     assert sent[0] == sent[1]
 
 
+def test_one_microbatch_of_zero_1_in_an_order_of_ours_is_zero_2() -> None:
+    """Both sum the gradients of a layer beside the backward pass of the next."""
+    size = 'train.batch_size=8', 'train.microbatches=1', 'mesh.data=8'
+    config = load('llama3_8b', [*size, 'train.recompute=full', 'model.dropout=0'])
+    found = search(config, Cluster.of(hardware('b200'), 8), prune=False)
+    one, two = (
+        [
+            (choice.timed.total, choice.bytes)
+            for choice in found.fitting
+            if choice.mesh == Mesh(8, 1, 1) and choice.config.optim.shard == shard
+        ]
+        for shard in ('optimizer', 'gradients')
+    )
+    assert one == two
+
+
 @pytest.mark.slow
 def test_where_the_network_is_slow_replicas_beat_zero_3_over_hosts():
-    config = changed(load('llama3_8b'), train__batch_size=512)
+    config = changed(load('llama3_8b', ['train.overlap=none']), train__batch_size=512)
     fast = Cluster.of(hardware('h100'), 32)
     slow = Cluster.of(slow_network('h100', 2e9), 32)
     found = search(config, slow, prune=False)
@@ -290,7 +307,7 @@ def test_replicas_within_hosts_are_those_whose_groups_divide_a_host():
 
 
 def test_a_grid_wins_where_many_gpus_share_a_small_batch():
-    config = load('gpt3_175b')
+    config = load('gpt3_175b', ['train.overlap=none'])
     few, many = (
         next(choice for choice in found.fitting if choice.mesh.is_flat)
         for found in (

@@ -9,6 +9,7 @@ import pytest
 from support import make_config
 
 from megajax.config import Config, ConfigError, load
+from megajax.config.overlap_rules import num_parts
 from megajax.counts.flops import step_flops
 from megajax.counts.parameters import num_parameters
 from megajax.counts.products import products
@@ -18,7 +19,7 @@ from megajax.plan.launches import LAUNCH, launch_seconds
 from megajax.plan.network import Cluster
 from megajax.plan.overlap import beside
 from megajax.plan.programs import FSDP, MEGATRON, MEGATRON_2021
-from megajax.plan.time import Timer, product_seconds, step_time
+from megajax.plan.time import Timer, in_parts, product_seconds, step_time
 
 H100 = hardware('h100')
 LLAMA = (
@@ -128,7 +129,8 @@ def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(overlap,
     config = load('gpt2_345m', [*sizes, *layout, *fixed])
     cluster, seconds = Cluster.of(H100, 4), defaultdict[tuple[str, str], float](float)
     for one in products(config, flash=True):
-        seconds[one.name, one.phase] += product_seconds(one, config, cluster)
+        part = in_parts(one, num_parts(config))
+        seconds[one.name, one.phase] += product_seconds(part, config, cluster)
     limited = 0
     sent = zip(communication(config), step_time(config, cluster).transfers, strict=True)
     for one, transfer in sent:
@@ -136,7 +138,7 @@ def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(overlap,
         there = sum(seconds[name, transfer.phase] for name in names)
         assert transfer.hidden <= share * min(transfer.seconds, there) * (1 + 1e-9)
         limited += 0 < transfer.hidden < 0.999 * share * transfer.seconds
-    assert limited  # the share of the bytes alone would say more
+    assert limited or overlap == 'batch_split'  # the share of the bytes alone would say more
 
 
 def test_halves_that_take_turns_wait_less():

@@ -1,0 +1,79 @@
+"""On Megatron-Core's published rows without a pipeline, megajax's step is predicted to keep up.
+
+What our step hides is what its programs for these rows hide (`test_overlap.py`).
+
+Megatron's program and the GPU's record are frozen: what is compared with must not move.
+"""
+
+import hashlib
+import inspect
+import itertools
+from collections.abc import Iterator
+from importlib import resources
+
+import pytest
+
+from megajax.config import Config
+from megajax.config.overlap_rules import resolved
+from megajax.config.rules import incompatibilities
+from megajax.hardware.records import hardware
+from megajax.plan import programs
+from megajax.plan.layouts import changed
+from megajax.plan.memory import memory
+from megajax.plan.network import Cluster
+from megajax.plan.programs import MEGAJAX, MEGATRON, Software
+from megajax.plan.published_rates import PublishedRate
+from megajax.plan.published_tables import rows
+from megajax.plan.search import usable_memory
+from megajax.plan.time import step_time
+
+ROWS = [row for row in rows('core') if row.config.mesh.stages == 1]
+FROZEN = {
+    'megatron': '2b809530bfc45738',
+    'h100': '23b2957c5e8176a3',
+}
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256('\n'.join(texts).encode()).hexdigest()[:16]
+
+
+def test_what_is_compared_with_is_frozen() -> None:
+    parts = 'in_passes', 'over_data', 'beside'
+    sources = [inspect.getsource(getattr(MEGATRON, part)) for part in parts]
+    megatron = digest(*sources, inspect.getsource(programs._beside_everything))
+    record = resources.files('megajax') / 'hardware/gpus/h100.yaml'
+    assert {'megatron': megatron, 'h100': digest(record.read_text())} == FROZEN
+
+
+def steps(config: Config, overlaps: tuple[str, ...]) -> Iterator[Config]:
+    """The steps on the row's mesh with each number of microbatches, recomputation and overlap."""
+    config = changed(config, train__unroll='auto' if 'none' not in overlaps else False)
+    counts = range(1, config.microbatch_rows * config.train.microbatches + 1)
+    settings = itertools.product(counts, ('none', 'selective', 'full'), overlaps)
+    for count, recompute, overlap in settings:
+        keys = {'train__microbatches': count, 'train__recompute': recompute}
+        step = resolved(changed(config, **keys, train__overlap=overlap), on_gpu=True)
+        if not incompatibilities(step):
+            yield step
+
+
+def fastest(row: PublishedRate, program: Software, *overlaps: str) -> float:
+    """Seconds of the fastest step that fits."""
+    cluster = Cluster.of(hardware('h100'), row.config.mesh.num_devices)
+    limit = usable_memory(cluster)
+    return min(
+        step_time(step, cluster, program).total
+        for step in steps(row.config, overlaps)
+        if memory(step, capacity_bytes=limit).total <= limit
+    )
+
+
+@pytest.mark.parametrize('row', ROWS, ids=lambda row: row.name)
+def test_a_step_takes_no_more_than_a_20th_longer_than_megatrons(row: PublishedRate) -> None:
+    ours = fastest(row, MEGAJAX, 'batch_split', 'sequence_split')
+    assert round(fastest(row, MEGATRON, 'none') / ours, 3) >= 0.95
+
+
+def test_there_are_four_rows_with_1_to_8_gpus_a_group() -> None:
+    assert [row.config.mesh.model for row in ROWS] == [1, 2, 4, 8]
