@@ -2,7 +2,7 @@
 `python benchmarks/collectives.py OUT.csv`.
 
 Meshes 1x2, 2x4, 8x8 and 64x8, sequence parallelism off and on, 1 and 4 microbatches, every
-recompute, in bf16, 4 rows for each data shard. No GPU is needed
+recompute, in bf16, 4 rows for each data shard, in a loop over layers. No GPU is needed
 (`pip install 'megajax[gpu-compile]'`). Lines that OUT.csv has already are not done again, so that
 the run, about an hour on one core, can be interrupted.
 """
@@ -114,6 +114,7 @@ def load(
         f'train.recompute={recompute}',
         f'train.batch_size={4 * int(data)}',
     ]
+    overrides += ['train.overlap=none', 'train.unroll=false']
     return megajax.load(preset, [*overrides, 'train.dtype=bfloat16', 'model.dropout=0.0'])
 
 

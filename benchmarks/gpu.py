@@ -51,6 +51,7 @@ MEASUREMENTS = (
     Measurement(
         'trace-1.2b-8', 120, 'a trace, the compiled text and the choices of the autotuner', 70
     ),
+    Measurement('overlap', 120, 'halves, quarters and slots for collectives, on several GPUs', 70),
     Measurement('step-1.2b-32', 100, 'megatron_1.2b, 32 rows at once', 130),
     Measurement('step-4.2b', 110, 'megatron_4.2b, 8 rows', 130),
     Measurement('step-llama', 110, 'llama3_8b of 16 layers, 2 rows of 8192', 130),

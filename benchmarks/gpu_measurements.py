@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_overlap
+
 SMALL = bool(os.environ.get('MEGAJAX_SMALL'))
 WARM_UP, STEPS = 3, 3 if SMALL else 20
 STEP = (
@@ -43,6 +45,7 @@ def main() -> None:
     name, out = sys.argv[1], Path(sys.argv[2])
     kind, _, size = name.partition('-')
     found = {'machine': machine, 'products': products, 'attention': attention, 'losses': losses}
+    found['overlap'] = gpu_overlap.overlap
     if kind in found:
         line = found[kind]()
     elif kind == 'torch':

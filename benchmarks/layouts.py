@@ -2,7 +2,8 @@
 
 For every line of STEPS: bytes that a GPU holds and sends in a training step of one row of 8192
 tokens a data shard and `model`, in bf16 with full recomputation, and the share of the bytes that
-matrix products overlap. No GPU is needed (`pip install 'megajax[gpu-compile]'`). Lines that OUT.csv
+matrix products overlap, in a loop over layers in XLA's order (`benchmarks/overlap.py` has ours). No
+GPU is needed (`pip install 'megajax[gpu-compile]'`). Lines that OUT.csv
 has already are not compiled again, so that the run, about half an hour on one core, can be
 interrupted.
 """
@@ -34,7 +35,6 @@ ZeRO-3, 8x1                | llama3_8b 8 8 optim.shard=weights
 ZeRO-3 in bf16, 8x1        | llama3_8b 8 8 optim.shard=weights optim.reduce_dtype=bfloat16
 ZeRO-3 4 microbatches, 8x1 | llama3_8b 8 32 optim.shard=weights train.microbatches=4
 ZeRO-3, 4x2                | llama3_8b 4 8 optim.shard=weights mesh.model=2
-ZeRO-3 in halves, 4x2 | llama3_8b 4 8 optim.shard=weights mesh.model=2 train.overlap=batch_split
 ZeRO-3 four slots, 8x1     | llama3_8b 8 8 optim.shard=weights SLOTS
 ZeRO-3 four slots, 4x2     | llama3_8b 4 8 optim.shard=weights mesh.model=2 SLOTS
 ZeRO-3 pipelined, 8x1      | llama3_8b 8 8 optim.shard=weights PIPELINED
@@ -98,6 +98,8 @@ def load(words: list[str]) -> Config:
         'train.dtype': 'bfloat16',
         'mesh.sequence_parallel': str('mesh.model' in keys).lower(),
         'model.dropout': '0.0',
+        'train.overlap': 'none',
+        'train.unroll': 'false',
         **keys,
     }
     return megajax.load(preset, [f'{key}={value}' for key, value in keys.items()])

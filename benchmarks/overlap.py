@@ -1,49 +1,122 @@
-"""What of the communication over `model` overlaps: `python benchmarks/overlap.py OUT.csv`.
+"""What of the communication runs beside products: `python benchmarks/overlap.py OUT.csv`.
 
-The share of the bytes, and of the seconds on the wire those that products hide, of three presets'
-training steps compiled for 2x4 H100s: with and without sequence parallelism, recompute none and
-full, train.xla default and overlap, in bf16, one microbatch of 4 rows on each data shard, without
-dropout. No GPU is needed (`pip install 'megajax[gpu-compile]'`). Lines that OUT.csv has already
-are not done again, so that the run, some ten minutes on two cores, can be interrupted.
+For every line of STEPS, compiled for H100s in bf16 without dropout: the share of the bytes that are
+on the wire while matrix products run, the share of the seconds on the wire that these products
+hide, milliseconds of a step by a timeline of the schedule, bytes on the wire beside Megatron's, and
+bytes that kernels without products move. Nothing is timed. No GPU is needed
+(`pip install 'megajax[gpu-compile]'`). Lines that OUT.csv has already are not compiled again, so
+that the run, some 40 minutes on one core, can be interrupted. `--only WORD` takes the lines whose
+name has a word.
 """
 
 import argparse
 import csv
-import itertools
 import os
 from pathlib import Path
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
+import jax
+
 import megajax
+from megajax.config import Config
+from megajax.hardware.targets import num_hosts
+from megajax.hlo.memory import moved_without_products
+from megajax.hlo.program import Program
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_for
+from megajax.plan.layouts import changed
+from megajax.plan.published_tables import rows as published
+from megajax.train.overlap import EARLY, OPTIONS, SLOTS
 
-PRESETS = 'gpt2_345m', 'megatron_8.3b', 'llama3_8b'
-KEYS = ['preset', 'sequence_parallel', 'recompute', 'xla']
-SETTINGS = [*itertools.product(PRESETS, (False, True), ('none', 'full'), ('default', 'overlap'))]
-MEASURED = ['share', 'hidden', 'wire_ms', 'hidden_ms', 'temporaries', 'products', 'errors', 'jax']
+# name | preset, data x model, parallelism, rows of a data shard, further overrides; PLAIN is a loop
+# over layers in XLA's order, and a word that begins with NO takes away some of XLA's options.
+STEPS = """
+8 layers, one row, plain       | llama3_8b 1x8 sp 1 LAYERS PLAIN
+8 layers, one row              | llama3_8b 1x8 sp 1 LAYERS
+8 layers, one row, full        | llama3_8b 1x8 sp 1 LAYERS train.recompute=full
+8 layers, one row, TP          | llama3_8b 1x8 tp 1 LAYERS
+8 layers, one row, TP, full    | llama3_8b 1x8 tp 1 LAYERS train.recompute=full
+8 layers, two rows, plain      | llama3_8b 1x8 sp 2 LAYERS PLAIN
+8 layers, two rows             | llama3_8b 1x8 sp 2 LAYERS
+8 layers, two rows, full       | llama3_8b 1x8 sp 2 LAYERS train.recompute=full
+8 layers, two rows, TP         | llama3_8b 1x8 tp 2 LAYERS
+8 layers, two rows, TP, full   | llama3_8b 1x8 tp 2 LAYERS train.recompute=full
+32 layers, one row             | llama3_8b 1x8 sp 1
+32 layers, one row, full       | llama3_8b 1x8 sp 1 train.recompute=full
+32 layers, two rows            | llama3_8b 1x8 sp 2
+32 layers, two rows, full      | llama3_8b 1x8 sp 2 train.recompute=full
+32 layers, two rows, TP        | llama3_8b 1x8 tp 2
+32 layers, two microbatches    | llama3_8b 1x8 sp 2 train.microbatches=2
+8x1, weights, plain            | llama3_8b 8x1 tp 1 optim.shard=weights PLAIN
+8x1, weights                   | llama3_8b 8x1 tp 1 optim.shard=weights
+8x1, weights, full             | llama3_8b 8x1 tp 1 optim.shard=weights train.recompute=full
+8x1, gradients                 | llama3_8b 8x1 tp 1 optim.shard=gradients
+8x1, gradients, full           | llama3_8b 8x1 tp 1 optim.shard=gradients train.recompute=full
+8x1, optimizer, plain          | llama3_8b 8x1 tp 1 optim.shard=optimizer PLAIN
+8x1, optimizer                 | llama3_8b 8x1 tp 1 optim.shard=optimizer
+4x2, weights, plain, full      | llama3_8b 4x2 sp 2 optim.shard=weights train.recompute=full PLAIN
+4x2, weights                   | llama3_8b 4x2 sp 2 optim.shard=weights
+4x2, weights, full             | llama3_8b 4x2 sp 2 optim.shard=weights train.recompute=full
+4x2, gradients                 | llama3_8b 4x2 sp 2 optim.shard=gradients
+4x2, optimizer                 | llama3_8b 4x2 sp 2 optim.shard=optimizer
+gpt2_345m 2x4, plain           | gpt2_345m 2x4 sp 4 PLAIN
+gpt2_345m 2x4                  | gpt2_345m 2x4 sp 4
+megatron_1.2b 1x1, plain       | megatron_1.2b 1x1 tp 8 PLAIN
+megatron_1.2b 1x1              | megatron_1.2b 1x1 tp 8
+core 1.7B                      | core 48x1 0
+core 7.1B                      | core 48x2 1
+core 16B                       | core 48x4 2
+core 32B                       | core 48x8 3
+options: two rows, no slots    | llama3_8b 1x8 sp 2 LAYERS NO_SLOTS
+options: two rows, not early   | llama3_8b 1x8 sp 2 LAYERS NOT_EARLY
+options: two rows, combining   | llama3_8b 1x8 sp 2 LAYERS NO_THRESHOLDS
+options: two rows, merging     | llama3_8b 1x8 sp 2 LAYERS NO_DOT_MERGER
+options: 8x1, no slots         | llama3_8b 8x1 tp 1 optim.shard=weights NO_SLOTS
+options: 8x1, not early        | llama3_8b 8x1 tp 1 optim.shard=weights NOT_EARLY
+"""
+WORDS = {
+    'LAYERS': 'model.num_layers=8',
+    'PLAIN': 'train.overlap=none train.unroll=false',
+}
+DEFAULTS: dict[str, dict[str, str | bool]] = {  # XLA's, in the place of ours
+    'NO_SLOTS': dict.fromkeys(SLOTS, '1'),
+    'NOT_EARLY': dict.fromkeys(EARLY, False),
+    'NO_THRESHOLDS': {name: '31457280' for name in OPTIONS if 'threshold_bytes' in name},
+    'NO_DOT_MERGER': {name: '32' for name in OPTIONS if 'dot_merger' in name},
+}
+AXES = 'data', 'model'
+BY_AXIS = 'share', 'hidden', 'wire_ms', 'of_megatron'
+COLUMNS = ['name', 'overlap', 'unrolled', *(f'{key}_{axis}' for axis in AXES for key in BY_AXIS)]
+COLUMNS += ['compute_ms', 'exposed_ms', 'moved', 'state', 'temporaries', 'findings', 'jax']
+COLUMNS += ['seconds']
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument('out', type=Path)
+    parser.add_argument('--only', default='', metavar='WORD')
     arguments = parser.parse_args()
-    rows = read(arguments.out) if arguments.out.exists() else []
-    done = {tuple(row[key] for key in KEYS) for row in rows}
+    lines = read(arguments.out) if arguments.out.exists() else []
+    done = {(line['name'], line['jax']) for line in lines}
     with arguments.out.open('a', newline='') as file:
-        writer = csv.DictWriter(file, KEYS + MEASURED)
-        if not done:
+        writer = csv.DictWriter(file, COLUMNS)
+        if not lines:
             writer.writeheader()
-        for setting in SETTINGS:
-            line = dict(zip(KEYS, map(str, setting), strict=True))
-            if tuple(line.values()) not in done:
-                line |= measure(**line)
-                writer.writerow(line)
+        for name, words in steps():
+            if arguments.only in name and (name, jax.__version__) not in done:
+                writer.writerow(measure(name, words))
                 file.flush()
-                print(*line.values(), flush=True)
     print(table(read(arguments.out)))
+
+
+def steps() -> list[tuple[str, list[str]]]:
+    """The names of the lines of STEPS, and their words."""
+    lines = [line.split('|') for line in STEPS.strip().splitlines()]
+    return [(name.strip(), words.split()) for name, words in lines]
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -51,47 +124,80 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def measure(*, preset: str, sequence_parallel: str, recompute: str, xla: str) -> dict[str, str]:
-    overrides = {
-        'mesh.data': 2,
-        'mesh.model': 4,
-        'mesh.sequence_parallel': sequence_parallel.lower(),
-        'train.recompute': recompute,
-        'train.overlap': {'default': 'none', 'overlap': 'batch_split'}[xla],
-        'train.batch_size': 8,
-        'train.microbatches': 1,
+def load(words: list[str]) -> Config:
+    preset, mesh, *others = words
+    if preset == 'core':
+        # The fastest layout by `plan` of the step on the row's mesh.
+        row = [row for row in published('core') if row.config.mesh.stages == 1][int(others[0])]
+        return changed(row.config, train__microbatches=1)
+    parallel, rows, *overrides = others
+    data, model = mesh.split('x')
+    keys = {
+        'mesh.data': data,
+        'mesh.model': model,
+        'mesh.sequence_parallel': str(parallel == 'sp').lower(),
+        'train.batch_size': str(int(data) * int(rows)),
+        'train.microbatches': '1',
+        'train.recompute': 'none',
         'train.dtype': 'bfloat16',
-        'model.dropout': 0.0,
+        'model.dropout': '0.0',
     }
-    config = megajax.load(preset, [f'{key}={value}' for key, value in overrides.items()])
-    found = audit(config, compile_for(config, 'h100', 1), 'h100')
-    on_wire, hidden = found.wire_seconds['model'], found.hidden_seconds['model']
-    return {
-        'share': f'{found.overlapped_share["model"]:.4f}',
-        'hidden': f'{hidden / on_wire:.4f}',
-        'wire_ms': f'{1e3 * on_wire:.3f}',
-        'hidden_ms': f'{1e3 * hidden:.3f}',
-        'temporaries': str(found.memory.temporaries),
-        'products': f'{found.products.ratio:.6f}',
-        'errors': '; '.join(one.rule for one in found.findings if one.level == 'error'),
-        'jax': found.jax_version,
+    if preset == 'llama3_8b':
+        keys['train.seq_len'] = '8192'
+    given = ' '.join(WORDS.get(word, word) for word in overrides if word not in DEFAULTS).split()
+    return megajax.load(preset, [*(f'{key}={value}' for key, value in keys.items()), *given])
+
+
+def measure(name: str, words: list[str]) -> dict[str, object]:
+    config = load(words)
+    step = compile_for(config, 'h100', num_hosts(config.mesh.num_devices), DEFAULTS.get(words[-1]))
+    told = audit(config, step, 'h100')
+    line: dict[str, object] = {'name': name, 'overlap': told.overlap, 'unrolled': told.unrolled}
+    for axis in AXES:
+        if on_wire := told.wire_seconds.get(axis):
+            line[f'share_{axis}'] = f'{told.overlapped_share[axis]:.4f}'
+            line[f'hidden_{axis}'] = f'{told.hidden_seconds[axis] / on_wire:.4f}'
+            line[f'wire_ms_{axis}'] = f'{1e3 * on_wire:.3f}'
+            line[f'of_megatron_{axis}'] = f'{of_megatron(told, axis):.4f}'
+    assert told.compute_seconds is not None
+    assert told.exposed_seconds is not None
+    return line | {
+        'compute_ms': f'{1e3 * told.compute_seconds:.3f}',
+        'exposed_ms': f'{1e3 * told.exposed_seconds:.3f}',
+        'moved': moved_without_products(Program(step.text)),
+        'state': step.arguments,
+        'temporaries': step.temporaries,
+        'findings': sum(finding.level == 'error' for finding in told.findings)
+        + sum(row.verdict == 'MORE' for row in told.rows),
+        'jax': step.jax_version,
+        'seconds': f'{step.seconds:.0f}',
     }
 
 
-def table(rows: list[dict[str, str]]) -> str:
-    """As the README has it: share of bytes, share of seconds hidden, temporaries."""
-    lines = ['| preset | layout | recompute | default | overlap |', '|---|---|---|---|---|']
-    for _, pair in itertools.groupby(rows, key=lambda row: [row[key] for key in KEYS[:-1]]):
-        default, overlap = pair
-        layout = 'TP + SP' if default['sequence_parallel'] == 'True' else 'TP'
-        names = default['preset'], layout, default['recompute']
-        lines.append(f'| {" | ".join([*names, cell(default), cell(overlap)])} |')
-    return '\n'.join(lines)
+def of_megatron(told: megajax.inspect.Inspection, axis: str) -> float:
+    """Bytes on the wire over an axis over those of Megatron."""
+    rows = [row for row in told.rows if row.axis == axis and row.site != 'metrics']
+    return sum(row.wire_bytes for row in rows) / sum(row.megatron_wire_bytes for row in rows)
 
 
-def cell(row: dict[str, str]) -> str:
-    size = int(row['temporaries']) / 1e9
-    return f'{float(row["share"]):.0%}, {float(row["hidden"]):.0%} ({size:.1f} GB)'
+def table(lines: list[dict[str, str]]) -> str:
+    """The lines as Markdown, in ms, GB and percent."""
+    rows = ['| step | jax | bytes, seconds beside products | ms | moved | temporaries |']
+    rows.append('|---|---|---|---|---|---|')
+    for line in lines:
+        parts = [
+            f'{axis} {float(line[f"share_{axis}"]):.0%}, {float(line[f"hidden_{axis}"]):.1%}'
+            for axis in AXES
+            if line[f'share_{axis}']
+        ]
+        compute, exposed = float(line['compute_ms']), float(line['exposed_ms'])
+        cells = (
+            *(line['name'], line['jax'], '; '.join(parts)),
+            f'{compute:.1f} + {exposed:.1f} = {compute + exposed:.1f}',
+            *(f'{int(line[key]) / 1e9:.1f} GB' for key in ('moved', 'temporaries')),
+        )
+        rows.append(f'| {" | ".join(cells)} |')
+    return '\n'.join(rows)
 
 
 if __name__ == '__main__':
