@@ -6,7 +6,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megajax.config.divisors import divides
+from megajax.config.divisors import multiples
 from megajax.config.errors import Problem
 
 if TYPE_CHECKING:
@@ -109,6 +109,11 @@ def gathers_ahead(config: 'Config') -> bool:
 
 def of_halves(config: 'Config') -> Iterator[Problem]:
     """Yield what the halves of a sequence need; those of the rows are a rule of the batch."""
-    if config.train.overlap == 'sequence_split' and num_parts(config) > 1:
-        length, key = config.train.seq_len, 'train.overlap=sequence_split'
-        yield from divides('train.seq_len', length, key, PARTS * _shards_of_tokens(config))
+    length, count = config.train.seq_len, PARTS * _shards_of_tokens(config)
+    if config.train.overlap == 'sequence_split' and num_parts(config) > 1 and length % count:
+        message = (
+            f'{length} tokens have no {PARTS} equal parts on each shard, and '
+            f'train.overlap=sequence_split needs a multiple of {count}; '
+            f'use {multiples(length, count)}, or train.overlap=batch_split'
+        )
+        yield Problem(path='train.seq_len', message=message, others=('train.overlap', 'mesh.model'))
