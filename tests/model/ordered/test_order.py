@@ -3,6 +3,8 @@
 The loss is equal to the bit; errors of gradients are relative to the largest element.
 """
 
+from importlib.metadata import version
+
 import pytest
 from steps import Setting, loss_and_gradients
 from support import assert_close, exhaustive, slow
@@ -15,7 +17,9 @@ def assert_as_plain(setting: Setting) -> None:
     expected_loss, expected = loss_and_gradients(setting._replace(overlap='none', unroll=False))
     loss, gradients = loss_and_gradients(setting)
     assert loss == expected_loss
-    assert_close(gradients, expected, 2e-6 if setting.dtype == 'bfloat16' else 1e-6)
+    # jax 0.12 sums the gradient of the norm of queries over rows in another order: 1.4e-6.
+    is_exact = setting.dtype == 'float32' and version('jax').startswith('0.10.')
+    assert_close(gradients, expected, 1e-6 if is_exact else 2e-6)
 
 
 @pytest.mark.parametrize('unroll', [False, True], ids=['loop', 'unrolled'])
