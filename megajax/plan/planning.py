@@ -54,8 +54,7 @@ def plan(
     is_own = cluster.num_devices == own
     if is_own and (problems := incompatibilities(config)):  # the new batch may not divide
         raise ConfigError(*problems)
-    if not BY_NAME[program].has_order:
-        config = changed(config, train__overlap='none', train__unroll=False)
+    config = BY_NAME[program].without_order(config)
     ranking = search(config, cluster, BY_NAME[program])
     planned = resolved(config, on_gpu=True) if is_own else ranking.best.config
     time = step_time(planned, cluster, BY_NAME[program])

@@ -53,6 +53,13 @@ class Software:
     # Whether each stage of a pipeline has a part of the tokens of the head, or the last one all.
     shares_head: bool = False
 
+    def without_order(self, config: Config) -> Config:
+        """Return the config, without our overlap for a program that does not have it."""
+        if self.has_order:
+            return config
+        train = config.train.model_copy(update={'overlap': 'none', 'unroll': False})
+        return config.model_copy(update={'train': train})
+
 
 def fully_sharded(config: Config) -> list[Expected]:
     """Return the collectives of FSDP.

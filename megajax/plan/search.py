@@ -78,6 +78,7 @@ def search(
     none fits; the error says what would.
     """
     peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
+    config = program.without_order(config)
     timer, available = Timer(cluster, program), usable_memory(cluster)
     fitting, slower, too_large = list[Choice](), list[Choice](), list[Choice]()
     impossible = dict[Mesh, str]()

@@ -46,7 +46,7 @@ def overlap_options(config: Config) -> dict[str, str | bool]:
     rings = mesh.context > 1 and mesh.context_exchange == 'ring'
     needs_slots = mesh.stages > 1 or rings or is_ordered or (is_split(config) and sends_in_layers)
     return (
-        (OPTIONS if is_split(config) and not is_ordered else {})
+        (OPTIONS if is_split(config) else {})
         | (SLOTS if needs_slots else {})
         | (EARLY if is_ordered else {})
     )

@@ -94,11 +94,12 @@ def test_the_share_is_that_of_a_compiled_step(sequence_parallel, recompute, over
         f'train.recompute={recompute}',
         f'train.overlap={overlap}',
     )
-    config = megajax.load('gpt2_345m', [*STEP, *overrides])
+    config = resolved(megajax.load('gpt2_345m', [*STEP, *overrides]), on_gpu=True)
     found = megajax.inspect(config, target='h100')
     assert found.overlapped_share['model'] == pytest.approx(share(config), abs=0.12)
     beside_products = found.hidden_seconds['model'] / found.wire_seconds['model']
-    assert beside_products == pytest.approx(hidden(config), abs=0.1)
+    least = -0.1 if overlap == 'none' else -0.25  # of small products the plan counts less
+    assert least < hidden(config) - beside_products < 0.1
 
 
 @pytest.mark.parametrize('line', LINES, ids=lambda line: ' '.join([*line.values()][:4]))

@@ -278,9 +278,6 @@ def test_where_the_network_is_slow_replicas_beat_zero_3_over_hosts():
         for replicas in (4, 1)
     )
     assert in_hosts < 0.9 * over_hosts
-    best = found.best.config
-    assert best.mesh.replicas == 4
-    assert best.mesh.data_shards * best.mesh.tensor_parallel == 8  # a host
     assert search(config, fast).best.config.mesh.replicas == 1
 
 
