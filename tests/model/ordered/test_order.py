@@ -17,7 +17,7 @@ def assert_as_plain(setting: Setting) -> None:
     expected_loss, expected = loss_and_gradients(setting._replace(overlap='none', unroll=False))
     loss, gradients = loss_and_gradients(setting)
     assert loss == expected_loss
-    # jax 0.12 sums the gradient of the norm of queries over rows in another order: 1.4e-6.
+    # On jax 0.12 the gradient of the norm of queries differs by 1.4e-6; the cause is not known.
     is_exact = setting.dtype == 'float32' and version('jax').startswith('0.10.')
     assert_close(gradients, expected, 1e-6 if is_exact else 2e-6)
 
