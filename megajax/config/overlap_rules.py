@@ -41,6 +41,11 @@ def in_a_loop(config: 'Config', *, on_gpu: bool) -> 'Config':
     return _with(resolved(config, on_gpu=on_gpu), unroll=False)
 
 
+def without_order(config: 'Config') -> 'Config':
+    """Return the config with its layers in a loop that XLA orders."""
+    return _with(config, overlap='none', unroll=False)
+
+
 def _has_order(config: 'Config') -> bool:
     """Whether there is an order of the layers.
 
@@ -105,6 +110,16 @@ def gathers_ahead(config: 'Config') -> bool:
     """
     is_gathered_once = config.optim.shard in ('optimizer', 'gradients')
     return is_gathered_once and in_order(config) and config.train.microbatches == 1
+
+
+def has_head(config: 'Config') -> bool:
+    """Whether an order of ours gathers the head's matrix and sums its gradient, too.
+
+    A head that is the embedding's table is needed before the layers, and its gradient after them.
+    """
+    is_sent = gathers_ahead(config) or config.optim.shard == 'weights'
+    is_ordered = in_order(config) and config.train.unroll is True
+    return is_sent and is_ordered and not config.model.tie_embeddings
 
 
 def of_halves(config: 'Config') -> Iterator[Problem]:

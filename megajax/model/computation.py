@@ -27,6 +27,7 @@ class Computation(NamedTuple):
     unroll: bool = False  # whether each layer is compiled on its own, or a loop over layers
     shard: str = 'none'  # what is sharded over `data` (`overlap_rules.rung`)
     gathers_ahead: bool = False  # whether layers in order gather weights, and keep them
+    has_head: bool = False  # whether layers in order gather the head, too
     reduce_dtype: str = 'float32'  # of gradients summed over `data` in the backward pass
     exchange: str | None = None  # of keys and values between context shards, if there are several
 

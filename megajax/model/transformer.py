@@ -48,6 +48,8 @@ class Transformer(nnx.Module):
     same on every mesh.
     """
 
+    head: nnx.Param[jax.Array] | None = None  # that of a language model, unless it is the embedding
+
     def __init__(self, config: ModelConfig, layout: Layout, *, key: jax.Array):
         self.config, self.layout = config, layout
         parameters = Parameters.of(config, layout)
@@ -204,10 +206,7 @@ class Transformer(nnx.Module):
         `run_layers`.
         """
         if computation.in_order:
-            order = Order(self.config, self.layout, computation)
-            of_layers = None if weights is None else weights.layers
-            with jax.named_scope('layers'):
-                return order(x_BTD, self.layers, of_layers, RowArrays(*rows[:3]), first)
+            return self._in_order(x_BTD, computation, RowArrays(*rows[:3]), weights, first)
         num_parts = computation.num_parts
         parts = parts_of_rows(rows, num_parts)
 
@@ -246,6 +245,25 @@ class Transformer(nnx.Module):
             after_groups=after_groups,
         )
         return xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD)
+
+    def _in_order(
+        self,
+        x_BTD: jax.Array,
+        computation: Computation,
+        rows: RowArrays,
+        weights: 'Transformer | None',
+        first: jax.Array | int,
+    ) -> jax.Array:
+        """Do what `blocks` does in an order of ours, which gathers a head at rest by the way."""
+        order = Order(self.config, self.layout, computation)
+        head = self.head if computation.has_head else None
+        of_layers = None if weights is None else weights.layers
+        at_rest = None if head is None else head[...]
+        with jax.named_scope('layers'):
+            x_BTD, head_Vd = order(x_BTD, self.layers, of_layers, rows, first, at_rest)
+        if head is not None and head_Vd is not None:
+            head.set_value(head_Vd)
+        return x_BTD
 
 
 class LanguageModel(Transformer):

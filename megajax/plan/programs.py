@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from megajax.config import Config
+from megajax.config.overlap_rules import without_order
 from megajax.counts.context import over_context
 from megajax.counts.flops import uses_flash
 from megajax.counts.megatron import (
@@ -55,10 +56,7 @@ class Software:
 
     def without_order(self, config: Config) -> Config:
         """Return the config, without our overlap for a program that does not have it."""
-        if self.has_order:
-            return config
-        train = config.train.model_copy(update={'overlap': 'none', 'unroll': False})
-        return config.model_copy(update={'train': train})
+        return config if self.has_order else without_order(config)
 
 
 def fully_sharded(config: Config) -> list[Expected]:

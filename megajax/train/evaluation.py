@@ -7,6 +7,7 @@ from flax import nnx
 from jax.stages import Wrapped
 
 from megajax.config import Config
+from megajax.config.overlap_rules import without_order
 from megajax.model.shard_copies import copy_encoder
 from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards
@@ -27,7 +28,7 @@ def make_eval_step(config: Config) -> Wrapped:
     `nll` and `tokens` are of masked-token prediction, `order_nll` and `rows` of sentence-order
     prediction.
     """
-    layout = Layout.of(config)
+    config, layout = without_order(config), Layout.of(config)
     objective = Objective.of_evaluation(config, layout)
 
     def eval_step(params: nnx.State, batch: Batch) -> Metrics:

@@ -164,5 +164,7 @@ class Objective:
                 return pair(declared, weight, x)
             return x if declared.is_stacked else computation.value(weight, x, declared, layout)
 
-        params = map_parameters(outside_layers, params, weights)
-        return nnx.merge(self._graph, params), nnx.merge(self._graph, weights)
+        ready = map_parameters(outside_layers, params, weights)
+        if computation.has_head:
+            ready['head'] = params['head']  # at rest until the layers gather it
+        return nnx.merge(self._graph, ready), nnx.merge(self._graph, weights)

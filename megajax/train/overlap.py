@@ -8,7 +8,7 @@ stages, context shards, grids and images, the halves are left to XLA's scheduler
 """
 
 from megajax.config import Config
-from megajax.config.overlap_rules import in_order, is_split, num_parts, rung
+from megajax.config.overlap_rules import has_head, in_order, is_split, num_parts, rung
 from megajax.model.computation import Computation
 
 MEBIBYTE = 2**20
@@ -36,6 +36,7 @@ def computation_of(config: Config) -> Computation:
         in_order=in_order(config),
         splits_tokens=config.train.overlap == 'sequence_split',
         unroll=config.train.unroll is True,
+        has_head=has_head(config),
     )
 
 

@@ -23,7 +23,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from megajax.config import Config
-from megajax.config.overlap_rules import gathers_ahead, rung
+from megajax.config.overlap_rules import gathers_ahead, has_head, rung
 from megajax.counts.declaration import Parameter
 from megajax.model import at_rest
 from megajax.model.at_rest import reduced_in_backward
@@ -60,7 +60,10 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
         return at_rest.gather(x.astype(dtype), declared.dims, layout)
 
     with jax.named_scope('parameters'):
-        return map_parameters(gathered, params)
+        weights = map_parameters(gathered, params)
+    if has_head(config):
+        weights['head'] = params['head']
+    return weights
 
 
 def weights_and_primals(params: Any, config: Config, layout: Layout) -> tuple[Any | None, Any]:

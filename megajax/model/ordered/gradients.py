@@ -7,13 +7,24 @@ import jax
 
 from megajax.model.ordered.branch import Branch, Modules
 from megajax.model.ordered.clock import Box, Clock
+from megajax.model.ordered.head import Head
 
 
 class Gradients:
-    """Gradients of all branches, which are sums over the parts."""
+    """Gradients of all branches, which are sums over the parts.
 
-    def __init__(self, clock: Clock, num_parts: int, reduce_dtype: str | None):
+    That of the head, if there is one, is here to be summed over `data`.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        num_parts: int,
+        reduce_dtype: str | None,
+        head: tuple[Head | None, jax.Array | None],
+    ):
         self._clock, self._num_parts, self._reduce_dtype = clock, num_parts, reduce_dtype
+        self._head, self._of_head = head[0], Box(head[1])
         self._matrices: dict[tuple[int, str], Box] = {}
         self._num_added = Counter[tuple[int, str]]()
         self._vectors = defaultdict[int, list[Box]](list)
@@ -27,6 +38,10 @@ class Gradients:
         before = [self._matrices[key]] if key in self._matrices else []
         step = partial(branch.gradient_of_weight, linear)
         self._matrices[key] = self._clock.tick(branch.scope, step, x, dy, *before)
+        if self._head and self._reduce_dtype and not self._num_added:
+            # Not before the matrices of the first products, which would wait for it.
+            reduce = partial(self._head.reduced, self._reduce_dtype)
+            self._of_head = self._clock.send(self._head.scope, reduce, self._of_head)
         self._num_added[key] += 1
         if self._reduce_dtype is not None and self._num_added[key] == self._num_parts:
             if later := self._matrices.get((branch.place + 2, linear)):
@@ -40,6 +55,11 @@ class Gradients:
         # Their value is read at the end, and so after the step that comes next: otherwise XLA puts
         # off all sums over tokens to the end of the pass, and keeps what they are sums of.
         self._vectors[branch.place].append(vectors)
+
+    @property
+    def of_head(self) -> jax.Array | None:
+        """The gradient of the head at rest."""
+        return self._of_head.value
 
     def of(self, branch: Branch) -> Modules:
         """Return the gradients of all parameters of a branch."""

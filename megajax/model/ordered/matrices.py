@@ -7,10 +7,12 @@ import jax
 
 from megajax.model.ordered.branch import Branch
 from megajax.model.ordered.clock import Box, Clock
+from megajax.model.ordered.head import Head
 
 AHEAD = 2  # gathers that have started when a product begins, beside its own
 
 Key = tuple[int, str]  # the place of a branch, and 'first' or 'second'
+Use = tuple[Branch | Head, str]
 
 
 class Matrices:
@@ -24,7 +26,7 @@ class Matrices:
     def __init__(
         self,
         clock: Clock,
-        uses: Sequence[tuple[Branch, str]],
+        uses: Sequence[Use],
         *,
         at_rest: bool,
         gathered: Mapping[Key, jax.Array] | None = None,
@@ -33,7 +35,7 @@ class Matrices:
         self._uses, self._boxes = uses, list[Box]()
         self._places = {(branch.place, linear): i for i, (branch, linear) in enumerate(uses)}
 
-    def __call__(self, branch: Branch, linear: str) -> Box:
+    def __call__(self, branch: Branch | Head, linear: str) -> Box:
         """Return the `first` or `second` matrix of a branch, which the next step multiplies by."""
         place = self._places[branch.place, linear]
         for sender, name in self._uses[len(self._boxes) : place + 1 + AHEAD]:
@@ -44,7 +46,7 @@ class Matrices:
         """Return the matrices of the pass."""
         return {key: self._boxes[place].value for key, place in self._places.items()}
 
-    def _send(self, branch: Branch, linear: str) -> Box:
+    def _send(self, branch: Branch | Head, linear: str) -> Box:
         if (branch.place, linear) in self._gathered:
             return Box(self._gathered[branch.place, linear])
         weights = branch.weights(linear)

@@ -22,7 +22,8 @@ from megajax.model.dropout import fold_in
 from megajax.model.ordered.branch import Branch, Modules, RowArrays, modules_of, replaced, select
 from megajax.model.ordered.clock import Box, Clock, in_turn
 from megajax.model.ordered.gradients import Gradients
-from megajax.model.ordered.matrices import Matrices
+from megajax.model.ordered.head import Head
+from megajax.model.ordered.matrices import Matrices, Use
 from megajax.model.ordered.token_parts import join_tokens, split_tokens
 from megajax.model.ordered.turns import Kept, Turns
 from megajax.parallel.layout import Layout
@@ -46,57 +47,67 @@ class Order:
         weights: Block | None,
         rows: RowArrays,
         first: jax.Array | int,
-    ) -> jax.Array:
-        """Return the residual stream after `layers`.
+        head_Vd: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the residual stream after `layers`, and the head at rest as products take it.
 
         `weights` and `first` are as in `Transformer.blocks`.
         """
         count = self.computation.num_parts
         if self.computation.splits_tokens:
             xs_BTD = tuple(split_tokens(x_BTD, 'BTD', count, self.layout))
-            xs_BTD = self._run(xs_BTD, layers, weights, [rows] * count, first)
-            return join_tokens(xs_BTD, 'BTD', self.layout)
-        xs_BTD = tuple(parts_of_rows(x_BTD, count))
-        return jnp.concatenate(
-            self._run(xs_BTD, layers, weights, parts_of_rows(rows, count), first)
-        )
+            xs_BTD, head_Vd = self._run(xs_BTD, head_Vd, layers, weights, [rows] * count, first)
+            return join_tokens(xs_BTD, 'BTD', self.layout), head_Vd
+        xs_BTD, of_parts = tuple(parts_of_rows(x_BTD, count)), parts_of_rows(rows, count)
+        xs_BTD, head_Vd = self._run(xs_BTD, head_Vd, layers, weights, of_parts, first)
+        return jnp.concatenate(xs_BTD), head_Vd
 
     def _run(
         self,
         xs_BTD: Parts,
+        head_Vd: jax.Array | None,
         layers: Block,
         weights: Block | None,
         rows: Sequence[RowArrays],
         first: jax.Array | int,
-    ) -> Parts:
+    ) -> tuple[Parts, jax.Array | None]:
         @jax.custom_vjp
-        def run(xs_BTD: Parts, *given: Any) -> Parts:
-            return forward(xs_BTD, *given)[0]
+        def run(xs_BTD: Parts, head_Vd: jax.Array | None, *given: Any) -> Any:
+            return forward(xs_BTD, head_Vd, *given)[0]
 
-        def forward(xs_BTD: Parts, *given: Any) -> tuple[Parts, Any]:
-            outputs, kept = self._forward(xs_BTD, self._branches(*given))
-            return outputs, (kept, given)
+        def forward(xs_BTD: Parts, head_Vd: jax.Array | None, *given: Any) -> tuple[Any, Any]:
+            outputs, kept = self._forward(xs_BTD, self._branches(*given), self._head(head_Vd))
+            return outputs, (kept, head_Vd, given)
 
-        def backward(saved: Any, dxs_BTD: Parts) -> tuple[Any, ...]:
-            kept, given = saved
-            dxs_BTD, modules = self._backward(dxs_BTD, kept, self._branches(*given))
+        def backward(saved: Any, gradients: tuple[Parts, jax.Array | None]) -> tuple[Any, ...]:
+            kept, head_Vd, given = saved
+            dxs_BTD, dhead_Vd, modules = self._backward(
+                *gradients, kept, self._branches(*given), self._head(head_Vd)
+            )
             block = jax.tree.map(lambda w: w[0], given[0])
             pairs = zip(modules[::2], modules[1::2], strict=True)
             blocks = [replaced(block, attention, mlp) for attention, mlp in pairs]
-            gradients = jax.tree.map(lambda *of_blocks: jnp.stack(of_blocks), *blocks)
-            return dxs_BTD, gradients, None, None, None
+            of_layers = jax.tree.map(lambda *of_blocks: jnp.stack(of_blocks), *blocks)
+            return dxs_BTD, dhead_Vd, of_layers, None, None, None
 
         run.defvjp(forward, backward)
         if self.computation.unroll:
-            return run(xs_BTD, layers, weights, rows, first)
+            return run(xs_BTD, head_Vd, layers, weights, rows, first)
 
         def layer(xs_BTD: Parts, layer: tuple[Block, Block | None, jax.Array]) -> Any:
             block, weight, index = layer
             one, of_one = jax.tree.map(lambda w: w[None], (block, weight))
-            return run(xs_BTD, one, of_one, rows, index), None
+            return run(xs_BTD, None, one, of_one, rows, index)[0], None
 
         count = len(jax.tree.leaves(layers)[0])
-        return lax.scan(layer, xs_BTD, (layers, weights, first + jnp.arange(count)))[0]
+        xs_BTD, _ = lax.scan(layer, xs_BTD, (layers, weights, first + jnp.arange(count)))
+        return xs_BTD, head_Vd
+
+    def _head(self, head_Vd: jax.Array | None) -> Head | None:
+        if head_Vd is None:
+            return None
+        place = len(BRANCHES) * self.config.num_layers
+        return Head(place, head_Vd, self.layout, self.computation.dtype)
 
     def _branches(
         self, layers: Block, weights: Block | None, rows: Sequence[RowArrays], first: Any
@@ -125,9 +136,12 @@ class Order:
 
         return [[*of_part(part)] for part in rows]
 
-    def _forward(self, xs_BTD: Parts, branches: Sequence[list[Branch]]) -> tuple[Parts, Any]:
+    def _forward(
+        self, xs_BTD: Parts, branches: Sequence[list[Branch]], head: Head | None
+    ) -> tuple[tuple[Parts, jax.Array | None], Any]:
         clock = Clock()
-        uses = [(branch, linear) for branch in branches[0] for linear in LINEARS]
+        uses: list[Use] = [(branch, linear) for branch in branches[0] for linear in LINEARS]
+        uses += [(head, 'first')] if head else []
         matrices = Matrices(clock, uses, at_rest=self._gathers)
         turns = Turns(clock, matrices, len(xs_BTD), meets=self.computation.splits_tokens)
         results = in_turn(
@@ -138,12 +152,18 @@ class Order:
         if self.computation.recompute == 'full':
             kept = [[each.x_BTD for each in of_part[::2]] for of_part in kept]
         gathered = matrices.values() if self.computation.gathers_ahead else {}
-        return tuple(x.value for x, _ in results), (kept, gathered)
+        head_Vd = matrices(head, 'first').value.astype(jnp.float32) if head else None
+        return (tuple(x.value for x, _ in results), head_Vd), (kept, gathered)
 
     def _backward(
-        self, dxs_BTD: Parts, saved: tuple[Any, Any], branches: Sequence[list[Branch]]
-    ) -> tuple[Parts, list[Modules]]:
-        """Return the gradients of the residual streams, and of each branch."""
+        self,
+        dxs_BTD: Parts,
+        dhead_Vd: jax.Array | None,
+        saved: tuple[Any, Any],
+        branches: Sequence[list[Branch]],
+        head: Head | None,
+    ) -> tuple[Parts, jax.Array | None, list[Modules]]:
+        """Return the gradients of the residual streams, of the head, and of each branch."""
         clock, (kept, gathered) = Clock(), saved
         boxes: list[list[Any]]
         if self.computation.recompute == 'full':
@@ -156,14 +176,15 @@ class Order:
             uses = [(b, linear) for b in reversed(branches[0]) for linear in reversed(LINEARS)]
         matrices = Matrices(clock, uses, at_rest=self._gathers, gathered=gathered)
         turns = Turns(clock, matrices, len(dxs_BTD), meets=self.computation.splits_tokens)
-        gradients = Gradients(clock, len(dxs_BTD), self._reduce_dtype)
+        gradients = Gradients(clock, len(dxs_BTD), self._reduce_dtype, (head, dhead_Vd))
         results = in_turn(
             turns.backward(part, Box(dx), of_part, of_branches, gradients)
             for part, (dx, of_part, of_branches) in enumerate(
                 zip(dxs_BTD, boxes, branches, strict=True)
             )
         )
-        return tuple(dx.value for dx in results), [*map(gradients.of, branches[0])]
+        dxs_BTD = tuple(dx.value for dx in results)
+        return dxs_BTD, gradients.of_head, [*map(gradients.of, branches[0])]
 
     @property
     def _gathers(self) -> bool:

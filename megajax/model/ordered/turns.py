@@ -49,18 +49,19 @@ class Turns:
         self._meetings = defaultdict[int, Meeting](lambda: Meeting(num_parts))
 
     def forward(
-        self, part: int, x: Box, branches: Sequence[Branch], *, again: bool = False
+        self, part: int, x: Box, branches: Sequence[Branch], entered: Box | None = None
     ) -> Steps:
         """Return the residual stream and what each branch keeps.
 
-        What is done `again` ends before the products of the last branch.
+        What is done again in a backward pass has `entered` the first branch, and ends before the
+        products of the last one.
         """
-        clock, start, kept = self.clock, branches[0], list[Kept]()
-        h = clock.tick(start.scope, partial(start.enter, start.vectors), x)
+        clock, kept = self.clock, list[Kept]()
+        h = entered or self._enter(branches[0], x)
         for branch, after in zip(branches, [*branches[1:], None], strict=True):
-            if branch.is_scattered:
+            if branch.place > branches[0].place and branch.is_scattered:
                 h = clock.send(branch.scope, branch.gather, h)
-            if again and after is None:
+            if entered and after is None:
                 return x, [*kept, Kept(x, h, None, None)]
             if branch.is_scattered:
                 yield
@@ -73,9 +74,13 @@ class Turns:
             yield from self._let_ahead(part, branch)
             total = clock.send(branch.scope, branch.sum, sums)
             yield
-            x, *entered = clock.ticks(branch.scope, partial(_turn, branch, after), x, total)
-            h = entered[0] if entered else x
+            x, *normed = clock.ticks(branch.scope, partial(_turn, branch, after), x, total)
+            h = normed[0] if normed else x
         return x, kept
+
+    def _enter(self, branch: Branch, x: Box) -> Box:
+        h = self.clock.tick(branch.scope, partial(branch.enter, branch.vectors), x)
+        return self.clock.send(branch.scope, branch.gather, h) if branch.is_scattered else h
 
     def _first(self, branch: Branch, h: Box) -> Box:
         return self.clock.tick(branch.scope, branch.first, self.matrices(branch, 'first'), h)
@@ -99,14 +104,18 @@ class Turns:
         `kept` has what each branch has kept or, with full recomputation, the residual stream before
         each block.
         """
-        pending = None
+        pending, again = None, [branch.again for branch in branches]
+        is_full = len(kept) < len(branches)
+        entered = self._enter(again[-2], kept[-1]) if is_full else None
         for first in reversed(range(0, len(branches), 2)):
-            block, saved = branches[first : first + 2], kept[first : first + 2]
-            if len(kept) < len(branches):
-                again = [branch.again for branch in block]
-                _, saved = yield from self.forward(part, kept[first // 2], again, again=True)
-            for branch, of_branch in zip(reversed(block), reversed(saved), strict=True):
+            block, saved = slice(first, first + 2), kept[first : first + 2]
+            if is_full:
+                _, saved = yield from self.forward(part, kept[first // 2], again[block], entered)
+            for branch, of_branch in zip(reversed(branches[block]), reversed(saved), strict=True):
                 dx, dy = self._turn_back(pending, branch, dx, gradients)
+                if is_full and not branch.is_mlp and first:
+                    # What the layer before this one gathers again runs beside these products.
+                    entered = self._enter(again[first - 2], kept[first // 2 - 1])
                 dh = yield from self._products_back(part, branch, of_branch, dy, gradients)
                 pending = Pending(branch, of_branch.x_BTD, dh)
         self._do_one(part)

@@ -16,10 +16,15 @@ def assert_as_plain(setting: Setting) -> None:
     """The same step without overlap, in a loop over layers, has the same numbers."""
     expected_loss, expected = loss_and_gradients(setting._replace(overlap='none', unroll=False))
     loss, gradients = loss_and_gradients(setting)
+    gradients, expected = {**gradients}, {**expected}
     assert loss == expected_loss
-    # On jax 0.12 the gradient of the norm of queries differs by 1.4e-6; the cause is not known.
-    is_exact = setting.dtype == 'float32' and version('jax').startswith('0.10.')
-    assert_close(gradients, expected, 1e-6 if is_exact else 2e-6)
+    limit = 1e-6 if setting.dtype == 'float32' else 2e-6
+    # The norm of queries has the gradients of tokens that nearly cancel: their sizes add up to 11
+    # times the sum, where it is 4 times at most elsewhere. On jax 0.12 rounding shows there.
+    name = 'layers.attention.query_norm.weight'
+    if not version('jax').startswith('0.10.') and name in gradients:
+        assert_close({name: gradients.pop(name)}, {name: expected.pop(name)}, 2e-6)
+    assert_close(gradients, expected, limit)
 
 
 @pytest.mark.parametrize('unroll', [False, True], ids=['loop', 'unrolled'])
