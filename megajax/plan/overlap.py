@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megajax.config import Config
-from megajax.config.overlap_rules import gathers_ahead, in_order, is_split, num_parts
+from megajax.config.overlap_rules import gathers_ahead, has_head, in_order, is_split, num_parts
 from megajax.counts.collective import PERMUTE
 from megajax.counts.flops import uses_flash
 from megajax.counts.megatron import GATHER, REDUCE, SCATTER, Expected
@@ -100,15 +100,20 @@ def _beside_others(collective: Expected, config: Config) -> Beside | None:
             phase = 'forward'
         if phase == 'step':
             return None
-        counts = own_counts(config)
-        # In a single microbatch the sum of the head's gradient runs beside the last layer's.
-        has_head = gathers_ahead(config) and not config.model.tie_embeddings
-        head = counts.tables / 2 if has_head and site.name == 'gradients' else 0.0
-        share = in_loop * (counts.layers + head) / (counts.layers + counts.tables)
+        # The backward pass gathers the layers alone.
+        layers_alone = site.name == 'parameters' and phase == 'backward'
+        share = in_loop if layers_alone else in_loop * _in_order_over_data(config)
         return Beside(share, tuple(_in_pass(phase)), phase)
     if site.axis == 'model' and site.name in ('attention', 'mlp') and num_parts(config) > 1:
         return Beside(in_loop * _IN_ORDER[config.train.overlap], tuple(_in_pass(phase)))
     return None
+
+
+def _in_order_over_data(config: Config) -> float:
+    """Return the share of what a pass sends over `data` that the order of the layers has."""
+    counts = own_counts(config)
+    ordered = counts.layers + (counts.tables / 2 if has_head(config) else 0.0)
+    return ordered / (counts.layers + counts.tables)
 
 
 def _in_pass(phase: Phase) -> Iterator[str]:

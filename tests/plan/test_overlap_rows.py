@@ -72,7 +72,7 @@ def fastest(row: PublishedRate, program: Software, *overlaps: str) -> float:
 @pytest.mark.parametrize('row', ROWS, ids=lambda row: row.name)
 def test_a_step_takes_no_more_than_a_20th_longer_than_megatrons(row: PublishedRate) -> None:
     ours = fastest(row, MEGAJAX, 'batch_split', 'sequence_split')
-    assert round(fastest(row, MEGATRON, 'none') / ours, 3) >= 0.95
+    assert fastest(row, MEGATRON, 'none') >= 0.95 * ours
 
 
 def test_there_are_four_rows_with_1_to_8_gpus_a_group() -> None:

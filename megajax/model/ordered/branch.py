@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from megajax.config import ModelConfig
-from megajax.model import at_rest
 from megajax.model.activation import activate
 from megajax.model.attention import Attention, attention_core
 from megajax.model.block import Block
@@ -22,6 +21,7 @@ from megajax.model.dropout import dropout, fold_in
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.mlp import MLP
 from megajax.model.norm import LayerNorm, RMSNorm
+from megajax.model.ordered.matrices import Matrix
 from megajax.model.ordered.token_parts import join_tokens, split_tokens
 from megajax.model.parameters import map_parameters
 from megajax.model.product import (
@@ -162,21 +162,18 @@ class Branch:
         gradient = weight_gradient(self._linear(linear).equation, x, dy, self.layout)
         return gradient if before is None else before + gradient
 
-    def weights(self, linear: str) -> jax.Array:
-        """Return the `first` or the `second` matrices of all layers."""
-        return self._linear(linear).weight[...]
-
-    def own(self, weights: jax.Array) -> jax.Array:
-        """Return the matrix of this layer, in the dtype of the computation."""
-        return weights[self.index].astype(self.dtype)
-
-    def gathered(self, linear: str, weight: jax.Array) -> jax.Array:
-        """Gather a matrix at rest over `data`."""
-        return at_rest.gather(weight, self._dims(linear), self.layout)
-
-    def reduced(self, linear: str, dtype: str, gradient: jax.Array) -> jax.Array:
-        """Sum a gradient over `data` to the shards at rest, in a dtype."""
-        return at_rest.sum_over_data(gradient, self._dims(linear), self.layout, dtype)
+    def matrix(self, linear: str) -> Matrix:
+        """Return the `first` or the `second` matrix."""
+        weight = self._linear(linear).weight
+        return Matrix(
+            key=(self.place, linear),
+            scope=self.scope,
+            stored=weight[...],
+            index=self.index,
+            dims=weight.declared.dims_of_layer,
+            layout=self.layout,
+            dtype=self.dtype,
+        )
 
     def gradients(self, vectors: Modules, first: jax.Array, second: jax.Array) -> Modules:
         """Return the modules with gradients in the place of their parameters."""
@@ -204,9 +201,6 @@ class Branch:
 
     def _linear(self, linear: str) -> ColumnParallelLinear | RowParallelLinear:
         return self.matrices.first if linear == 'first' else self.matrices.second
-
-    def _dims(self, linear: str) -> str:
-        return self._linear(linear).weight.declared.dims_of_layer
 
 
 def modules_of(block: Block, name: str) -> Modules:

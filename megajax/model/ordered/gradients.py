@@ -7,7 +7,7 @@ import jax
 
 from megajax.model.ordered.branch import Branch, Modules
 from megajax.model.ordered.clock import Box, Clock
-from megajax.model.ordered.head import Head
+from megajax.model.ordered.matrices import Key, Matrix
 
 
 class Gradients:
@@ -21,12 +21,12 @@ class Gradients:
         clock: Clock,
         num_parts: int,
         reduce_dtype: str | None,
-        head: tuple[Head | None, jax.Array | None],
+        head: tuple[Matrix | None, jax.Array | None],
     ):
         self._clock, self._num_parts, self._reduce_dtype = clock, num_parts, reduce_dtype
         self._head, self._of_head = head[0], Box(head[1])
-        self._matrices: dict[tuple[int, str], Box] = {}
-        self._num_added = Counter[tuple[int, str]]()
+        self._matrices: dict[Key, Box] = {}
+        self._num_added = Counter[Key]()
         self._vectors = defaultdict[int, list[Box]](list)
 
     def add(self, branch: Branch, linear: str, x: Box, dy: Box) -> None:
@@ -47,7 +47,7 @@ class Gradients:
             if later := self._matrices.get((branch.place + 2, linear)):
                 # That of the layer after it is done: one at a time is under way, and in memory.
                 self._clock.wait(branch.scope, later)
-            reduce = partial(branch.reduced, linear, self._reduce_dtype)
+            reduce = partial(branch.matrix(linear).reduced, self._reduce_dtype)
             self._matrices[key] = self._clock.send(branch.scope, reduce, self._matrices[key])
 
     def add_vectors(self, branch: Branch, vectors: Box) -> None:

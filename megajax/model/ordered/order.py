@@ -2,9 +2,9 @@
 
 Two parts of a batch take turns: what one of them has just sent is under way while the other one
 computes (Domino, Wang et al., 2024). In the backward pass the gradients of weights, which no
-collective waits for, run beside what the same part has sent; what is sent over `data` stands beside
-the products of the layer before or after. The numbers are those of `Block`, which says what a layer
-computes; only the order, and where a reduction starts, is different.
+collective waits for, run beside what the same part has sent; what is sent over `data`, for layers
+and head, stands beside the products of the layer before or after. The numbers are those of `Block`,
+which says what a layer computes; only the order, and where a reduction starts, is different.
 """
 
 import dataclasses
@@ -22,8 +22,7 @@ from megajax.model.dropout import fold_in
 from megajax.model.ordered.branch import Branch, Modules, RowArrays, modules_of, replaced, select
 from megajax.model.ordered.clock import Box, Clock, in_turn
 from megajax.model.ordered.gradients import Gradients
-from megajax.model.ordered.head import Head
-from megajax.model.ordered.matrices import Matrices, Use
+from megajax.model.ordered.matrices import Matrices, Matrix
 from megajax.model.ordered.token_parts import join_tokens, split_tokens
 from megajax.model.ordered.turns import Kept, Turns
 from megajax.parallel.layout import Layout
@@ -103,11 +102,11 @@ class Order:
         xs_BTD, _ = lax.scan(layer, xs_BTD, (layers, weights, first + jnp.arange(count)))
         return xs_BTD, head_Vd
 
-    def _head(self, head_Vd: jax.Array | None) -> Head | None:
+    def _head(self, head_Vd: jax.Array | None) -> Matrix | None:
         if head_Vd is None:
             return None
-        place = len(BRANCHES) * self.config.num_layers
-        return Head(place, head_Vd, self.layout, self.computation.dtype)
+        key = len(BRANCHES) * self.config.num_layers, 'first'
+        return Matrix(key, 'head', head_Vd, None, 'Vd', self.layout, self.computation.dtype)
 
     def _branches(
         self, layers: Block, weights: Block | None, rows: Sequence[RowArrays], first: Any
@@ -137,11 +136,11 @@ class Order:
         return [[*of_part(part)] for part in rows]
 
     def _forward(
-        self, xs_BTD: Parts, branches: Sequence[list[Branch]], head: Head | None
+        self, xs_BTD: Parts, branches: Sequence[list[Branch]], head: Matrix | None
     ) -> tuple[tuple[Parts, jax.Array | None], Any]:
         clock = Clock()
-        uses: list[Use] = [(branch, linear) for branch in branches[0] for linear in LINEARS]
-        uses += [(head, 'first')] if head else []
+        uses = [branch.matrix(linear) for branch in branches[0] for linear in LINEARS]
+        uses += [head] if head else []
         matrices = Matrices(clock, uses, at_rest=self._gathers)
         turns = Turns(clock, matrices, len(xs_BTD), meets=self.computation.splits_tokens)
         results = in_turn(
@@ -152,7 +151,7 @@ class Order:
         if self.computation.recompute == 'full':
             kept = [[each.x_BTD for each in of_part[::2]] for of_part in kept]
         gathered = matrices.values() if self.computation.gathers_ahead else {}
-        head_Vd = matrices(head, 'first').value.astype(jnp.float32) if head else None
+        head_Vd = matrices(head).value.astype(jnp.float32) if head else None
         return (tuple(x.value for x, _ in results), head_Vd), (kept, gathered)
 
     def _backward(
@@ -161,7 +160,7 @@ class Order:
         dhead_Vd: jax.Array | None,
         saved: tuple[Any, Any],
         branches: Sequence[list[Branch]],
-        head: Head | None,
+        head: Matrix | None,
     ) -> tuple[Parts, jax.Array | None, list[Modules]]:
         """Return the gradients of the residual streams, of the head, and of each branch."""
         clock, (kept, gathered) = Clock(), saved
@@ -170,10 +169,10 @@ class Order:
             boxes = [[*map(Box, of_part)] for of_part in kept]
             blocks = [branches[0][i : i + 2] for i in range(0, len(branches[0]), 2)]
             in_turn_again = [branch for block in reversed(blocks) for branch in block]
-            uses = [(branch, linear) for branch in in_turn_again for linear in LINEARS]
+            uses = [branch.matrix(linear) for branch in in_turn_again for linear in LINEARS]
         else:
             boxes = [[Kept(*map(Box, each)) for each in of_part] for of_part in kept]
-            uses = [(b, linear) for b in reversed(branches[0]) for linear in reversed(LINEARS)]
+            uses = [b.matrix(name) for b in reversed(branches[0]) for name in reversed(LINEARS)]
         matrices = Matrices(clock, uses, at_rest=self._gathers, gathered=gathered)
         turns = Turns(clock, matrices, len(dxs_BTD), meets=self.computation.splits_tokens)
         gradients = Gradients(clock, len(dxs_BTD), self._reduce_dtype, (head, dhead_Vd))

@@ -70,7 +70,9 @@ class Turns:
                 yield
             pull, z = yield from self._middle(part, branch, y)
             kept.append(Kept(x, h, pull, z))
-            sums = clock.tick(branch.scope, branch.second, self.matrices(branch, 'second'), z)
+            sums = clock.tick(
+                branch.scope, branch.second, self.matrices(branch.matrix('second')), z
+            )
             yield from self._let_ahead(part, branch)
             total = clock.send(branch.scope, branch.sum, sums)
             yield
@@ -83,7 +85,7 @@ class Turns:
         return self.clock.send(branch.scope, branch.gather, h) if branch.is_scattered else h
 
     def _first(self, branch: Branch, h: Box) -> Box:
-        return self.clock.tick(branch.scope, branch.first, self.matrices(branch, 'first'), h)
+        return self.clock.tick(branch.scope, branch.first, self.matrices(branch.matrix('first')), h)
 
     def _middle(self, part: int, branch: Branch, y: Box) -> Generator[None, None, tuple[Box, Box]]:
         """Return the transpose of what is between the products, and the second one's input."""
@@ -134,7 +136,7 @@ class Turns:
             again = branch.again
             pull, z = yield from self._middle(part, again, self._first(again, kept.h_BSD))
             kept = kept._replace(pull=pull, z=z)
-        second = self.matrices(branch, 'second')
+        second = self.matrices(branch.matrix('second'))
         dz = clock.tick(scope, branch.gradient_of_second, second, dy)
         if branch.is_scattered:
             yield
@@ -143,7 +145,7 @@ class Turns:
         d_first = dys[part % len(dys)]
         if pulls:
             gradients.add_vectors(branch, vectors)
-        first = self.matrices(branch, 'first')
+        first = self.matrices(branch.matrix('first'))
         sums = clock.tick(scope, branch.gradient_of_first, first, d_first)
         was_early = yield from self._let_ahead(part, branch)
         dh = clock.send(scope, branch.sum, sums)
