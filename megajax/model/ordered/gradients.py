@@ -44,11 +44,16 @@ class Gradients:
             self._of_head = self._clock.send(self._head.scope, reduce, self._of_head)
         self._num_added[key] += 1
         if self._reduce_dtype is not None and self._num_added[key] == self._num_parts:
-            if later := self._matrices.get((branch.place + 2, linear)):
+            if later := self._after(branch, linear):
                 # That of the layer after it is done: one at a time is under way, and in memory.
                 self._clock.wait(branch.scope, later)
             reduce = partial(branch.matrix(linear).reduced, self._reduce_dtype)
             self._matrices[key] = self._clock.send(branch.scope, reduce, self._matrices[key])
+
+    def _after(self, branch: Branch, linear: str) -> Box | None:
+        """The sum of the same matrix in the layer after this one, or that of the head."""
+        of_head = self._of_head if self._head and not branch.is_mlp else None
+        return self._matrices.get((branch.place + 2, linear), of_head)
 
     def add_vectors(self, branch: Branch, vectors: Box) -> None:
         """Add gradients of some of a branch's vectors, and zeros for the others."""
