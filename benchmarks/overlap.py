@@ -22,7 +22,7 @@ import jax
 import megajax
 from megajax.config import Config
 from megajax.hardware.targets import num_hosts
-from megajax.hlo.memory import moved_without_products
+from megajax.hlo.kernels import moved_without_products
 from megajax.hlo.program import Program
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_for

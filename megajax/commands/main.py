@@ -5,7 +5,7 @@ import logging
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,17 +14,14 @@ from rich.table import Column, Table
 from megajax.commands.checkpoint import checkpoint_app
 from megajax.commands.data import data_app
 from megajax.commands.generate import evaluate, generate
+from megajax.commands.inspect import inspect_app
 from megajax.commands.interop import export_app, import_app
 from megajax.commands.plan import plan_app
 from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, presets
 from megajax.config.combinations import COMBINATIONS
 from megajax.counts.parameters import num_parameters
-from megajax.files.outputs import check_outputs
 from megajax.processes.signals import leave_when_asked
 from megajax.run.named import config_of_overrides
-
-if TYPE_CHECKING:
-    from megajax.inspect.result import StepRun
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -39,6 +36,7 @@ app.add_typer(checkpoint_app, name='checkpoint')
 app.add_typer(import_app, name='import')
 app.add_typer(export_app, name='export')
 app.add_typer(plan_app, name='plan')
+app.add_typer(inspect_app, name='inspect')
 app.command()(generate)
 app.command('eval')(evaluate)
 
@@ -149,85 +147,6 @@ def launch(
         raise typer.Exit(launch(plan))
 
 
-ConfigSource = Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')]
-Target = Annotated[
-    str, typer.Option(help='cpu, or a GPU, which need not be present: a100, b200, h100, h200.')
-]
-NumHosts = Annotated[
-    int | None,
-    typer.Option(help='Number of hosts of the mesh; 8 devices per host if left out.'),
-]
-JsonFile = Annotated[Path | None, typer.Option(help='Write everything to this file.')]
-HloFile = Annotated[Path | None, typer.Option(help='Write the compiled program to this file.')]
-RunOption = Annotated[
-    bool,
-    typer.Option(
-        '--run',
-        help='Execute the GPU program on simulated CPU devices and compare with one device.',
-    ),
-]
-BisectOption = Annotated[
-    bool,
-    typer.Option(
-        '--bisect',
-        help='With --run: name the compiler pass that makes the result wrong.',
-    ),
-]
-ScanOption = Annotated[
-    bool,
-    typer.Option(
-        '--scan',
-        help='Compile a loop over layers where a run compiles each on its own: quicker, and less '
-        'overlaps.',
-    ),
-]
-ReduceOption = Annotated[
-    bool,
-    typer.Option('--reduce', help='With --run: print the smallest config with a wrong result.'),
-]
-
-
-@app.command()
-def inspect(
-    source: ConfigSource,
-    overrides: Overrides = None,
-    target: Target = 'cpu',
-    hosts: NumHosts = None,
-    json: JsonFile = None,
-    hlo: HloFile = None,
-    run: RunOption = False,
-    bisect: BisectOption = False,
-    reduce: ReduceOption = False,
-    scan: ScanOption = False,
-) -> None:
-    """Show the collectives that XLA inserted next to those that Megatron places manually.
-
-    Exits with 1 if XLA inserted more. With --run the compiled step is also executed, without a GPU,
-    and every gradient is compared with that of one device.
-    """
-    config = load(source, overrides or ())
-    _check_run(target, run, explained=bisect or reduce)
-    check_outputs(json, hlo)
-    from megajax.inspect import inspect_with_text
-    from megajax.inspect.report import tables
-
-    inspection, text = inspect_with_text(config, target=target, hosts=hosts, scan=scan)
-    if run:
-        runs = _run_with_progress(config, target, bisect=bisect, reduce=reduce)
-        inspection = inspection.model_copy(update={'runs': runs})
-    if json:
-        json.write_text(inspection.model_dump_json(indent=2))
-    if hlo:
-        hlo.write_text(text)
-    console = Console(highlight=False)
-    console.print(
-        tables(inspection) if console.is_terminal else str(inspection),
-        soft_wrap=not console.is_terminal,
-        markup=False,
-    )
-    raise typer.Exit(0 if inspection.ok else 1)
-
-
 @app.command()
 def doctor(
     folder: Annotated[Path, typer.Option('--dir', help='The folder for runs.')] = Path('.'),
@@ -242,7 +161,7 @@ def doctor(
 
 @config_app.command()
 def show(
-    source: ConfigSource,
+    source: Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')],
     overrides: Overrides = None,
 ) -> None:
     """Print the resolved config and the model's parameter count."""
@@ -281,31 +200,6 @@ def _read(arguments: list[str] | None) -> tuple[Config, str]:
     if '=' in source:
         return config_of_overrides([source, *overrides])
     return load(source, overrides), Path(source).name.removesuffix('.yaml')
-
-
-def _check_run(target: str, run: bool, *, explained: bool) -> None:
-    if explained and not run:
-        raise ConfigError('--bisect and --reduce explain what --run finds wrong: add --run')
-    if run and target == 'cpu':
-        raise ConfigError(
-            '--run executes the program of a GPU: add --target h100, or a100, h200, b200'
-        )
-
-
-def _run_with_progress(
-    config: Config, target: str, *, bisect: bool, reduce: bool
-) -> 'list[StepRun]':
-    """Execute the step in another process, which says on standard error how far it is."""
-    from megajax.inspect.step_run import run_in_child
-
-    progress = Console(stderr=True, highlight=False)
-    return run_in_child(
-        config,
-        target,
-        bisect=bisect,
-        reduce=reduce,
-        say=lambda line: progress.print(line, style='dim', markup=False),
-    )
 
 
 def _parameters(model: ModelConfig) -> str:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
+from megajax.commands.default_command import DefaultGroup
 from megajax.config import ConfigError, load
 from megajax.files.outputs import check_outputs
 
@@ -14,16 +14,12 @@ if TYPE_CHECKING:
     from megajax.plan import Plan
 
 
-class _PlanGroup(TyperGroup):
-    """A group that turns `megajax plan CONFIG` into `megajax plan for CONFIG` for click."""
-
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        is_verb = args and (args[0] in self.commands or args[0] == '--help')
-        return super().parse_args(ctx, args if is_verb or not args else ['for', *args])
+class _Group(DefaultGroup):
+    default = 'for'
 
 
 plan_app = typer.Typer(
-    cls=_PlanGroup,
+    cls=_Group,
     no_args_is_help=True,
     rich_markup_mode=None,
     help='Will it fit, how fast, on which mesh: megajax plan CONFIG [KEY=VALUE ...] '

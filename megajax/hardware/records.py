@@ -8,14 +8,13 @@ import functools
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from megajax.config.errors import ConfigError
 from megajax.config.model import Section
+from megajax.config.records import read_record
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal['float32', 'bfloat16', 'float16']
@@ -176,22 +175,4 @@ def _folder() -> Traversable:
 
 
 def _read(file: Path | Traversable) -> Hardware:
-    try:
-        values: Any = YAML(typ='safe', pure=True).load(file.read_text(encoding='utf-8'))
-        return Hardware.model_validate(values)
-    except FileNotFoundError:
-        raise ConfigError(
-            f'{file}: no such file; known by name: {", ".join(hardware_names())}'
-        ) from None
-    except OSError as error:
-        raise ConfigError(f'{file}: cannot be read: {error.strerror}') from error
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f'{file}: not valid YAML: {str(error).splitlines()[0]}') from error
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-        raise ConfigError(
-            *(
-                f'{file}: {".".join(map(str, detail["loc"])) or "the file"}: {detail["msg"]}'
-                for detail in details
-            )
-        ) from error
+    return read_record(file, Hardware, hint=f'; known by name: {", ".join(hardware_names())}')

@@ -3,10 +3,7 @@
 from collections.abc import Iterator
 from math import prod
 
-from megajax.hlo.launches import is_launched, launching
-from megajax.hlo.products import inside
 from megajax.hlo.program import DTYPE_BITS, Array, Computation, Instruction, Program
-from megajax.hlo.transfers import kind_of
 
 _READS_PART = 'dynamic-slice', 'slice', 'gather'
 # Operands that are changed in place, and the operand that holds what is written.
@@ -28,18 +25,6 @@ def bytes_moved(program: Program, computation: Computation, instruction: Instruc
     if instruction.opcode == 'custom-call':
         results = tuple(array for array in results if array.dtype not in _WITHOUT_NUMBERS)
     return read + _size(results)
-
-
-def moved_without_products(program: Program) -> int:
-    """Bytes that all kernels without products read and write in one run of a program."""
-    return sum(
-        program.times[computation.name] * bytes_moved(program, computation, instruction)
-        for computation in launching(program)
-        for instruction in computation.instructions
-        if is_launched(instruction)
-        and kind_of(instruction) is None
-        and not any(inside(program, computation, instruction))
-    )
 
 
 def _of_fusion(computation: Computation) -> int:

@@ -6,15 +6,11 @@ counted, nor do kernels and transfers slow each other down.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from megajax.hlo.launches import is_launched
 from megajax.hlo.program import Computation, Instruction, Program
 from megajax.hlo.schedule import Place, Sent, span
-from megajax.hlo.transfers import kind_of
-
-KernelSeconds = Callable[[Computation, Instruction], float]
 
 
 class Timeline(NamedTuple):
@@ -25,7 +21,7 @@ class Timeline(NamedTuple):
 
 
 def timeline(
-    program: Program, sent: Mapping[Place, Sent], kernel_seconds: KernelSeconds
+    program: Program, sent: Mapping[Place, Sent], kernel_seconds: Mapping[Place, float]
 ) -> Timeline:
     """Compute the timeline of a program that sends `sent`, from the seconds of its kernels."""
     walk = _Walk(program, sent, kernel_seconds)
@@ -43,7 +39,12 @@ class _Walk:
     each link is free.
     """
 
-    def __init__(self, program: Program, sent: Mapping[Place, Sent], kernel_seconds: KernelSeconds):
+    def __init__(
+        self,
+        program: Program,
+        sent: Mapping[Place, Sent],
+        kernel_seconds: Mapping[Place, float],
+    ):
         self.program, self.sent, self.kernel_seconds = program, sent, kernel_seconds
         self.seconds = defaultdict[str, float](float)
         self.starts = defaultdict[str, dict[int, list[Place]]](lambda: defaultdict(list))
@@ -74,8 +75,8 @@ class _Walk:
             self._loop(instruction)
         elif instruction.opcode in ('call', 'conditional'):
             self._longest([self.program.computations[name] for name in instruction.called])
-        elif is_launched(instruction) and kind_of(instruction) is None:
-            seconds = self.kernel_seconds(computation, instruction)
+        elif place in self.kernel_seconds:
+            seconds = self.kernel_seconds[place]
             self.seconds[NOW] += seconds
             self.seconds[COMPUTE] += seconds
 

@@ -12,9 +12,11 @@ from megajax.hardware.records import hardware
 from megajax.hardware.targets import GPUS
 from megajax.hlo.collectives import Collective, collectives
 from megajax.hlo.groups import crosses_hosts, groups_text
+from megajax.hlo.kernels import kernels
 from megajax.hlo.program import Program
 from megajax.inspect.compile import CompiledStep
 from megajax.inspect.kept_weights import kept_weights
+from megajax.inspect.kernels import records
 from megajax.inspect.lint import known_miscompiles, lint, replicated_over_model
 from megajax.inspect.moves import gathered_at_edges, kept_gradients, undeclared_permutes
 from megajax.inspect.overlap import rates_of, timeline_of, transfer_seconds
@@ -43,9 +45,10 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
     wanted = expected(config)
     rows = _rows(config, placed, wanted)
     schedule = _schedule(config, program, placed, target, compiled.devices_per_host)
-    times = None
+    times, launched = None, []
     if target != 'cpu':
-        times = timeline_of(program, placed, target, compiled.devices_per_host)
+        launched = [*kernels(program)]
+        times = timeline_of(program, placed, launched, target, compiled.devices_per_host)
     products = count_products(config, program, target)
     twice = () if target == 'cpu' else products_run_twice(config, program, products)
     return Inspection(
@@ -69,6 +72,7 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         wire_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.seconds),
         hidden_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.hidden_seconds),
         products=products,
+        kernels=records(program, launched, target) if launched else [],
         memory=_memory(compiled, target),
         findings=lint(
             config,

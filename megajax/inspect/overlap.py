@@ -8,9 +8,9 @@ from megajax.counts.megatron import HLO_DTYPES
 from megajax.hardware.records import Hardware, hardware
 from megajax.hlo.collectives import Collective
 from megajax.hlo.groups import Groups, crosses_hosts
-from megajax.hlo.memory import bytes_moved
-from megajax.hlo.products import Product, inside
-from megajax.hlo.program import Computation, Instruction, Program
+from megajax.hlo.kernels import Kernel
+from megajax.hlo.products import Product
+from megajax.hlo.program import Program
 from megajax.hlo.schedule import Place, Sent, hidden_seconds
 from megajax.hlo.timeline import Timeline, timeline
 from megajax.inspect.result import Rates
@@ -55,17 +55,25 @@ def transfer_seconds(
 
 
 def timeline_of(
-    program: Program, placed: Sequence[Collective], target: str, devices_per_host: int
+    program: Program,
+    placed: Sequence[Collective],
+    kernels: Sequence[Kernel],
+    target: str,
+    devices_per_host: int,
 ) -> Timeline:
     """The timeline of a program for a GPU target, at the rates of `rates_of`."""
     gpu = hardware(target)
-    bandwidth = gpu.memory_bandwidth * gpu.reference.memory
+    seconds = {
+        (kernel.computation.name, kernel.instruction.name): kernel_seconds(kernel, gpu)
+        for kernel in kernels
+    }
+    return timeline(program, sent_by(placed, gpu, devices_per_host), seconds)
 
-    def kernel_seconds(computation: Computation, instruction: Instruction) -> float:
-        products = sum(product_seconds(x, gpu) for x in inside(program, computation, instruction))
-        return max(products, bytes_moved(program, computation, instruction) / bandwidth)
 
-    return timeline(program, sent_by(placed, gpu, devices_per_host), kernel_seconds)
+def kernel_seconds(kernel: Kernel, gpu: Hardware) -> float:
+    """Seconds of one run of a kernel by a roofline: of its products, or of its bytes if longer."""
+    products = sum(product_seconds(product, gpu) for product in kernel.products)
+    return max(products, kernel.bytes / (gpu.memory_bandwidth * gpu.reference.memory))
 
 
 def sent_by(

@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from megajax.inspect.kernel_table import kernel_tables
 from megajax.inspect.result import Inspection, Overlap, Row, Transfer
 from megajax.inspect.run_report import run_lines
 from megajax.render.console import as_html, as_text
@@ -29,9 +30,9 @@ _SHORT = {
 }
 
 
-def to_text(inspection: Inspection, *, width: int = 150) -> str:
+def to_text(inspection: Inspection, *, width: int = 150, kernels: bool = False) -> str:
     """Render an inspection as plain text."""
-    return as_text(tables(inspection), width=width)
+    return as_text(tables(inspection, kernels=kernels), width=width)
 
 
 def to_html(inspection: Inspection) -> str:
@@ -39,8 +40,8 @@ def to_html(inspection: Inspection) -> str:
     return as_html(tables(inspection))
 
 
-def tables(inspection: Inspection) -> RenderableType:
-    """The complete report, for a rich console."""
+def tables(inspection: Inspection, *, kernels: bool = False) -> RenderableType:
+    """The complete report, for a rich console; with the tables of `kernels` on demand."""
     axes = ' x '.join(f'{name}={size}' for name, size in inspection.mesh.items())
     layers = 'each layer on its own' if inspection.unrolled else 'a loop over layers'
     layers += ' (--scan; a run compiles each on its own)' if inspection.scan else ''
@@ -57,7 +58,10 @@ def tables(inspection: Inspection) -> RenderableType:
         _products(inspection),
     ]
     if inspection.schedule:
-        parts += [Text(), schedule_table(inspection), _shares(inspection), *_seconds(inspection)]
+        parts += [Text(), schedule_table(inspection), _shares(inspection)]
+    parts += _seconds(inspection)
+    if kernels:
+        parts += [Text(), kernel_tables(inspection)]
     parts += [Text(), _memory(inspection), Text()]
     parts += [*run_lines(inspection.runs), *_findings(inspection), _conclusion(inspection)]
     return Group(*parts)

@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megajax.counts.products import Phase
+from megajax.hlo.kernels import Kind
 
 Verdict = Literal['equal', 'less', 'stated', 'MORE']
 
@@ -109,6 +110,21 @@ class Overlap(_Result):
         ),
     )
     crosses_hosts: bool
+    source: str = Field(description='Python frames, innermost first')
+
+
+class Kernel(_Result):
+    """One kernel of a GPU program, with what all its runs in a step amount to."""
+
+    instruction: str
+    computation: str
+    kind: Kind
+    site: str = Field(description='the part of the step that its path names')
+    phase: Phase
+    times: int = Field(description='runs per step')
+    bytes: int = Field(description='bytes read and written, per step and device')
+    flops: int = Field(description='FLOPs of matrix products, per step and device')
+    seconds: float = Field(description='by a roofline: those of the products, or of the bytes')
     source: str = Field(description='Python frames, innermost first')
 
 
@@ -265,6 +281,7 @@ class Inspection(_Result):
         description='per axis, those of `wire_seconds` that lie beside matrix products',
     )
     products: Products
+    kernels: list[Kernel] = Field(description='every kernel, longest first; empty for a CPU')
     memory: Memory
     findings: list[Finding]
     runs: list[StepRun] = Field(default=[], description='with --run, the executions of the program')

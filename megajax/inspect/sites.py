@@ -21,7 +21,7 @@ from megajax.train.passes import RECOMPUTE
 from megajax.train.pipeline import TO_NEXT, TO_PREVIOUS
 
 # In order of precedence: the first scope that is in the path names the site.
-_SCOPES = ('optimizer', 'embedding', 'cross_attention', 'attention', 'mlp', 'head', 'loss', 'norm')
+SCOPES = ('optimizer', 'embedding', 'cross_attention', 'attention', 'mlp', 'head', 'loss', 'norm')
 ORDER = (
     'parameters',
     'stage',
@@ -46,7 +46,7 @@ def site_of(collective: Collective, config: Config) -> Site:
     if collective.is_scalar:
         return Site('metrics', 'step', axis)
     words = re.findall(r'[\w.]+', op_name)
-    scope = next((scope for scope in _SCOPES if scope in words), None)
+    scope = next((scope for scope in SCOPES if scope in words), None)
     if scope is None and 'vision_place' in words:
         scope = 'embedding'  # its gradient, gathered where the backward pass removes the images
     if config.vision is not None and (site := _of_encoder(collective, config)) is not None:

@@ -3,7 +3,8 @@
 import pytest
 from schedules import product, program, start
 
-from megajax.hlo.memory import bytes_moved, moved_without_products
+from megajax.hlo.kernels import moved_without_products
+from megajax.hlo.memory import bytes_moved
 from megajax.hlo.program import Program
 
 STACK, LAYER = 8 * 16 * 4, 16 * 4

@@ -3,23 +3,22 @@
 import pytest
 from schedules import LOOP, body, done, product, program, start
 
-from megajax.hlo.program import Computation, Instruction, Program
+from megajax.hlo.program import Program
 from megajax.hlo.schedule import Sent
 from megajax.hlo.timeline import Timeline, timeline
 
 
-def seconds(computation: Computation, instruction: Instruction) -> float:
-    return 2.0 if instruction.opcode == 'dot' else 0.0
-
-
 def time(program: Program, *links: str) -> Timeline:
     """The timeline, with all transfers on one link or each on its own."""
-    places = [
-        (computation.name, instruction.name)
+    opcodes = {
+        (computation.name, instruction.name): instruction.opcode
         for computation in program.computations.values()
         for instruction in computation.instructions
-        if instruction.opcode.startswith('all-reduce') and not instruction.opcode.endswith('-done')
+    }
+    places = [
+        place for place, name in opcodes.items() if name in ('all-reduce', 'all-reduce-start')
     ]
+    seconds = {place: 2.0 for place, name in opcodes.items() if name == 'dot'}
     each = links or ('wire',) * len(places)
     sent = {place: Sent(link, 3.0) for place, link in zip(places, each, strict=True)}
     return timeline(program, sent, seconds)

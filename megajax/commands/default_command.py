@@ -1,0 +1,16 @@
+"""Groups of commands one of which need not be named."""
+
+from typing import ClassVar
+
+import typer
+from typer.core import TyperGroup
+
+
+class DefaultGroup(TyperGroup):
+    """A group that turns `megajax GROUP CONFIG` into `megajax GROUP DEFAULT CONFIG` for click."""
+
+    default: ClassVar[str]
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        is_verb = args and (args[0] in self.commands or args[0] == '--help')
+        return super().parse_args(ctx, args if is_verb or not args else [self.default, *args])

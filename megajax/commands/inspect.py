@@ -1,0 +1,217 @@
+"""`megajax inspect`: parse, call, render."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from megajax.commands.default_command import DefaultGroup
+from megajax.config import Config, ConfigError, load
+from megajax.config.records import read_record
+from megajax.files.outputs import check_outputs
+
+if TYPE_CHECKING:
+    from megajax.inspect.result import Inspection, StepRun
+
+
+class _Group(DefaultGroup):
+    default = 'step'
+
+
+inspect_app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help='What XLA inserted, beside Megatron: megajax inspect CONFIG [KEY=VALUE ...] '
+    '[--target h100] (megajax inspect step --help).',
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar='KEY=VALUE', help='For example mesh.model=4.'),
+]
+ConfigSource = Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')]
+Target = Annotated[
+    str, typer.Option(help='cpu, or a GPU, which need not be present: a100, b200, h100, h200.')
+]
+NumHosts = Annotated[
+    int | None,
+    typer.Option(help='Number of hosts of the mesh; 8 devices per host if left out.'),
+]
+JsonFile = Annotated[Path | None, typer.Option(help='Write everything to this file.')]
+HloFile = Annotated[Path | None, typer.Option(help='Write the compiled program to this file.')]
+RunOption = Annotated[
+    bool,
+    typer.Option(
+        '--run',
+        help='Execute the GPU program on simulated CPU devices and compare with one device.',
+    ),
+]
+BisectOption = Annotated[
+    bool,
+    typer.Option(
+        '--bisect',
+        help='With --run: name the compiler pass that makes the result wrong.',
+    ),
+]
+ScanOption = Annotated[
+    bool,
+    typer.Option(
+        '--scan',
+        help='Compile a loop over layers where a run compiles each on its own: quicker, and less '
+        'overlaps.',
+    ),
+]
+ReduceOption = Annotated[
+    bool,
+    typer.Option('--reduce', help='With --run: print the smallest config with a wrong result.'),
+]
+
+
+KernelsOption = Annotated[
+    bool, typer.Option('--kernels', help='With a GPU: show the kernels and their bytes and FLOPs.')
+]
+BudgetFile = Annotated[
+    Path | None,
+    typer.Option(help='A YAML file of limits; exits with 1 if the step exceeds one.'),
+]
+
+
+@inspect_app.command()
+def step(
+    source: ConfigSource,
+    overrides: Overrides = None,
+    target: Target = 'cpu',
+    hosts: NumHosts = None,
+    json: JsonFile = None,
+    hlo: HloFile = None,
+    run: RunOption = False,
+    bisect: BisectOption = False,
+    reduce: ReduceOption = False,
+    scan: ScanOption = False,
+    kernels: KernelsOption = False,
+    budget: BudgetFile = None,
+) -> None:
+    """Show the collectives that XLA inserted next to those that Megatron places manually.
+
+    Exits with 1 if XLA inserted more. With --run the compiled step is also executed, without a GPU,
+    and every gradient is compared with that of one device.
+    """
+    config = load(source, overrides or ())
+    _check_run(target, run, explained=bisect or reduce)
+    _check_gpu(target, kernels=kernels, budget=budget)
+    check_outputs(json, hlo)
+    from megajax.inspect import inspect_with_text
+    from megajax.inspect.budget import Budget, over_budget
+
+    limits = read_record(budget, Budget) if budget else Budget()
+    inspection, text = inspect_with_text(config, target=target, hosts=hosts, scan=scan)
+    if run:
+        runs = _run_with_progress(config, target, bisect=bisect, reduce=reduce)
+        inspection = inspection.model_copy(update={'runs': runs})
+    findings = [*inspection.findings, *over_budget(inspection, limits)]
+    inspection = inspection.model_copy(update={'findings': findings})
+    if json:
+        json.write_text(inspection.model_dump_json(indent=2))
+    if hlo:
+        hlo.write_text(text)
+    _print(inspection, kernels=kernels)
+    raise typer.Exit(0 if inspection.ok else 1)
+
+
+Compared = Annotated[
+    str,
+    typer.Argument(help='A file that inspect --json has written, or a preset or a YAML file.'),
+]
+
+
+@inspect_app.command()
+def diff(
+    before: Compared,
+    after: Compared,
+    target: Target = 'cpu',
+    markdown: Annotated[
+        bool, typer.Option('--markdown', help='Print Markdown, for a pull request.')
+    ] = False,
+) -> None:
+    """Show what differs between the steps of two commits, configs or versions of jax.
+
+    A config is compiled now, for the target. Exits with 1 if there is a new error.
+    """
+    sources = _read_inspection(before), _read_inspection(after)
+    from megajax.inspect import inspect
+    from megajax.inspect.diff import difference
+    from megajax.inspect.diff_report import to_markdown, to_tables
+    from megajax.render.console import as_text
+
+    old, new = (
+        inspect(source, target=target) if isinstance(source, Config) else source
+        for source in sources
+    )
+    found = difference(old, new)
+    print(to_markdown(found) if markdown else as_text(to_tables(found), width=120), end='')
+    raise typer.Exit(any(finding.level == 'error' for finding in found.new))
+
+
+def _read_inspection(source: str) -> 'Inspection | Config':
+    path = Path(source)
+    if path.suffix != '.json':
+        return load(source, ())
+    from megajax.inspect.result import Inspection
+
+    try:
+        return Inspection.model_validate_json(path.read_text())
+    except OSError as error:
+        raise ConfigError(f'{path} cannot be read: {error.strerror}') from error
+    except ValueError as error:
+        raise ConfigError(
+            f'{path} is not what this version of megajax inspect --json writes: '
+            f'{str(error).splitlines()[0]}; write it again'
+        ) from error
+
+
+def _print(inspection: 'Inspection', *, kernels: bool) -> None:
+    from megajax.inspect.report import tables, to_text
+
+    console = Console(highlight=False)
+    console.print(
+        tables(inspection, kernels=kernels)
+        if console.is_terminal
+        else to_text(inspection, kernels=kernels),
+        soft_wrap=not console.is_terminal,
+        markup=False,
+    )
+
+
+def _check_gpu(target: str, *, kernels: bool, budget: Path | None) -> None:
+    wanted = '--kernels' if kernels else '--budget' if budget else None
+    if wanted and target == 'cpu':
+        raise ConfigError(
+            f'{wanted} is about the program of a GPU: add --target h100, or a100, h200, b200'
+        )
+
+
+def _check_run(target: str, run: bool, *, explained: bool) -> None:
+    if explained and not run:
+        raise ConfigError('--bisect and --reduce explain what --run finds wrong: add --run')
+    if run and target == 'cpu':
+        raise ConfigError(
+            '--run executes the program of a GPU: add --target h100, or a100, h200, b200'
+        )
+
+
+def _run_with_progress(
+    config: Config, target: str, *, bisect: bool, reduce: bool
+) -> 'list[StepRun]':
+    """Execute the step in another process, which says on standard error how far it is."""
+    from megajax.inspect.step_run import run_in_child
+
+    progress = Console(stderr=True, highlight=False)
+    return run_in_child(
+        config,
+        target,
+        bisect=bisect,
+        reduce=reduce,
+        say=lambda line: progress.print(line, style='dim', markup=False),
+    )

@@ -1,0 +1,78 @@
+"""The kernels of a GPU program: a record of each, and sums by what they do and where."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from megajax.counts.products import Phase
+from megajax.hardware.records import hardware
+from megajax.hlo.kernels import Kernel as Launched
+from megajax.hlo.program import Program
+from megajax.inspect.overlap import kernel_seconds
+from megajax.inspect.result import Kernel
+from megajax.inspect.sites import SCOPES, phase_of
+
+# Scopes of the step that send nothing of their own, after those that do.
+_MORE_SCOPES = {'parameters': 'parameters', 'data_parallel': 'gradients', 'layers': 'layers'}
+
+
+class Total(NamedTuple):
+    """What some kernels of a step amount to, on one device."""
+
+    launches: int
+    bytes: int
+    flops: int
+    seconds: float
+
+
+def records(program: Program, launched: Sequence[Launched], target: str) -> list[Kernel]:
+    """Return a record of each kernel, at the rates of a GPU target, longest first."""
+    gpu = hardware(target)
+    found = [
+        Kernel(
+            instruction=kernel.instruction.name,
+            computation=kernel.computation.name,
+            kind=kernel.kind,
+            site=_site_of(kernel.instruction.op_name),
+            phase=_phase_of(kernel.instruction.op_name),
+            times=kernel.times,
+            bytes=kernel.times * kernel.bytes,
+            flops=kernel.times * kernel.flops,
+            seconds=kernel.times * kernel_seconds(kernel, gpu),
+            source=program.source(kernel.instruction),
+        )
+        for kernel in launched
+    ]
+    return sorted(found, key=lambda kernel: -kernel.seconds)
+
+
+def totals(
+    kernels: Iterable[Kernel], key: Callable[[Kernel], tuple[str, ...]]
+) -> dict[tuple[str, ...], Total]:
+    """Return the sums over kernels with the same key, longest first."""
+    groups = defaultdict[tuple[str, ...], list[Kernel]](list)
+    for kernel in kernels:
+        groups[key(kernel)].append(kernel)
+    sums = {key: total(group) for key, group in groups.items()}
+    return dict(sorted(sums.items(), key=lambda item: -item[1].seconds))
+
+
+def total(kernels: Sequence[Kernel]) -> Total:
+    """Return the sum over kernels."""
+    return Total(
+        sum(kernel.times for kernel in kernels),
+        sum(kernel.bytes for kernel in kernels),
+        sum(kernel.flops for kernel in kernels),
+        sum(kernel.seconds for kernel in kernels),
+    )
+
+
+def _site_of(op_name: str) -> str:
+    words = set(re.findall(r'\w+', op_name))
+    sites = {scope: scope for scope in SCOPES} | _MORE_SCOPES
+    return next((site for scope, site in sites.items() if scope in words), 'other')
+
+
+def _phase_of(op_name: str) -> Phase:
+    return 'step' if _site_of(op_name) in ('optimizer', 'gradients', 'other') else phase_of(op_name)
