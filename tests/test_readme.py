@@ -100,7 +100,7 @@ def test_a_command_of_a_page_is_one_that_megajax_reads(page: Path, line: str, re
     verb, words = read_command(line)
     overrides = [word for word in words if re.match(r'[a-z]+\.\w+=', word)]
     assert {word.partition('=')[0] for word in overrides} <= KEYS.keys()
-    if verb.split()[-1] in ('train', 'inspect', 'for', 'show', 'launch'):
+    if verb.split()[-1] in ('train', 'step', 'for', 'show', 'launch'):
         sources = [x for x in words if x == 'my.yaml' or (ROOT / f'configs/{x}.yaml').exists()]
         load(sources[0] if sources else 'tiny', overrides)
 
@@ -110,8 +110,8 @@ def test_a_command_inside_a_sentence_has_known_verbs_and_options(page: Path, rea
     for line in spans(page):
         words = shlex.split(line)[1:]
         verbs = [word for word in words if re.fullmatch(r'[a-z]+', word)]
-        if words[-1].startswith('-') or verbs[:1] == ['plan']:
-            continue  # an option without its value; CONFIG may stand for a verb of plan
+        if words[-1].startswith('-'):
+            continue  # an option without its value
         known = options_of(verbs)
         assert {word for word in words if word.startswith('--')} <= known, line
 
@@ -119,11 +119,12 @@ def test_a_command_inside_a_sentence_has_known_verbs_and_options(page: Path, rea
 def options_of(verbs: list[str]) -> set[str]:
     """The options of the command that the first words name."""
     command: Any = get_command(app)
-    for verb in verbs:
+    for verb in [*verbs, '']:
         if not hasattr(command, 'commands'):
             break
-        assert verb in command.commands, verb
-        command = command.commands[verb]
+        default = getattr(command, 'default', None)  # a config stands for it
+        assert default or verb in command.commands, verb
+        command = command.commands.get(verb) or command.commands[default]
     return {option for param in command.params for option in param.opts}
 
 

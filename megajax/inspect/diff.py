@@ -1,4 +1,4 @@
-"""What differs between two inspections: of two commits, two configs or two versions of jax."""
+"""The differences of two inspections: of two commits, two configs or two versions of jax."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator

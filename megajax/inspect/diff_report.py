@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.inspect.diff import LEAST, Change, Difference
-from megajax.inspect.report import si
+from megajax.render.units import si
 
 NOT_MEASURED = 'Milliseconds are those of a roofline on compiled programs; nothing was timed.'
 

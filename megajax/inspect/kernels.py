@@ -18,7 +18,7 @@ _MORE_SCOPES = {'parameters': 'parameters', 'data_parallel': 'gradients', 'layer
 
 
 class Total(NamedTuple):
-    """What some kernels of a step amount to, on one device."""
+    """The sums over some kernels of a step, on one device."""
 
     launches: int
     bytes: int

@@ -12,6 +12,7 @@ from megajax.inspect.kernel_table import kernel_tables
 from megajax.inspect.result import Inspection, Overlap, Row, Transfer
 from megajax.inspect.run_report import run_lines
 from megajax.render.console import as_html, as_text
+from megajax.render.units import si
 
 _STYLES = {
     'equal': 'green',
@@ -158,15 +159,6 @@ def _matched(overlap: Overlap) -> str:
 
 def _link(overlap: Overlap) -> str:
     return 'between hosts' if overlap.crosses_hosts else 'inside a host'
-
-
-def si(count: float) -> str:
-    """Format bytes in the largest unit that leaves a digit before the point: 25.4 GB."""
-    for unit in ('B', 'kB', 'MB', 'GB'):
-        if count < 1000:
-            return f'{count:.0f} B' if unit == 'B' else f'{count:.1f} {unit}'
-        count /= 1000
-    return f'{count:.1f} TB'
 
 
 def _cell(transfers: list[Transfer], limit: int = 3) -> str:

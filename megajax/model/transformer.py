@@ -29,16 +29,13 @@ from megajax.model.vision import Encoder
 from megajax.parallel.layout import Layout
 
 Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
-# Arrays beside the tokens, or None: position_BS, segment_BS, key_B, which turns dropout on, and
-# deep_BTAD, which the first layers add.
+# Beside the tokens, or None: position_BS, segment_BS, key_B (dropout), deep_BTAD (added at first).
 Rows = tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]
 NO_ROWS: Rows = None, None, None, None
 # (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
 
-
-# They differ from every index that the key of a model is split by.
-VISION, CROSS, RELEVANCE = 7, 8, 9
+VISION, CROSS, RELEVANCE = 7, 8, 9  # none is an index that the key of a model is split by
 
 
 class Transformer(nnx.Module):
@@ -187,8 +184,7 @@ class Transformer(nnx.Module):
     ) -> Merged:
         """Put the vectors of images in their places."""
         assert self.vision is not None
-        recompute = computation.recompute
-        return merge_images(self.vision, x_BTD, images, self.layout, recompute, detail)
+        return merge_images(self.vision, x_BTD, images, self.layout, computation.recompute, detail)
 
     def blocks(
         self,
@@ -256,13 +252,12 @@ class Transformer(nnx.Module):
     ) -> jax.Array:
         """Do what `blocks` does in an order of ours, which gathers a head at rest by the way."""
         order = Order(self.config, self.layout, computation)
-        head = self.head if computation.has_head else None
         of_layers = None if weights is None else weights.layers
-        at_rest = None if head is None else head[...]
+        at_rest = self.head[...] if self.head is not None and computation.has_head else None
         with jax.named_scope('layers'):
             x_BTD, head_Vd = order(x_BTD, self.layers, of_layers, rows, first, at_rest)
-        if head is not None and head_Vd is not None:
-            head.set_value(head_Vd)
+        if self.head is not None and head_Vd is not None:
+            self.head.set_value(head_Vd)
         return x_BTD
 
 

@@ -14,15 +14,16 @@ ZeRO-2 on, the share is within 9 points without tensor parallelism, and 10 point
 30 compiled steps (`benchmarks/plan_memory.py`). In a step that does not fit, nothing overlaps.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megajax.config import Config
+from megajax.config import Config, ModelConfig
 from megajax.config.overlap_rules import gathers_ahead, has_head, in_order, is_split, num_parts
 from megajax.counts.collective import PERMUTE
 from megajax.counts.flops import uses_flash
 from megajax.counts.megatron import GATHER, REDUCE, SCATTER, Expected
-from megajax.counts.parameters import own_counts
+from megajax.counts.parameters import dim_sizes, num_elements, own_counts, parameters
 from megajax.counts.products import Phase
 from megajax.counts.stages import ticks
 
@@ -30,12 +31,13 @@ from megajax.counts.stages import ticks
 class Beside(NamedTuple):
     """The share of a collective's transfers that can be hidden, and the products beside them.
 
-    The same share of the products hides them.
+    The same share of the products hides them, or `of_products`.
     """
 
     share: float
     products: tuple[str, ...]
     phase: Phase | None = None  # phase of the products; None for the phase of the collective
+    of_products: float | None = None
 
 
 NOTHING = Beside(0.0, ())
@@ -103,17 +105,34 @@ def _beside_others(collective: Expected, config: Config) -> Beside | None:
         # The backward pass gathers the layers alone.
         layers_alone = site.name == 'parameters' and phase == 'backward'
         share = in_loop if layers_alone else in_loop * _in_order_over_data(config)
-        return Beside(share, tuple(_in_pass(phase)), phase)
+        return Beside(share, tuple(_in_pass(phase)), phase, of_products=in_loop)
     if site.axis == 'model' and site.name in ('attention', 'mlp') and num_parts(config) > 1:
         return Beside(in_loop * _IN_ORDER[config.train.overlap], tuple(_in_pass(phase)))
     return None
 
 
 def _in_order_over_data(config: Config) -> float:
-    """Return the share of what a pass sends over `data` that the order of the layers has."""
+    """Return the share of what a pass sends over `data` that has products beside it.
+
+    The matrices of the first attention are needed before any product, and their gradients come
+    last.
+    """
     counts = own_counts(config)
-    ordered = counts.layers + (counts.tables / 2 if has_head(config) else 0.0)
-    return ordered / (counts.layers + counts.tables)
+    first = _share_of_attention(config.model) / config.model.num_layers
+    head = counts.tables / 2 if has_head(config) else 0.0
+    return (counts.layers * (1 - first) + head) / (counts.layers + counts.tables)
+
+
+@functools.cache
+def _share_of_attention(model: ModelConfig) -> float:
+    """Return the share of a layer's matrices that is attention's."""
+    sizes = dim_sizes(model)
+    matrices = {name: x for name, x in parameters(model) if x.is_stacked and x.is_matrix}
+    of_attention = [x for name, x in matrices.items() if 'attention' in name.split('.')]
+    attention, layer = (
+        sum(num_elements(x, sizes) for x in group) for group in (of_attention, matrices.values())
+    )
+    return attention / layer
 
 
 def _in_pass(phase: Phase) -> Iterator[str]:

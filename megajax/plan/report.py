@@ -6,10 +6,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from megajax.inspect.report import si
 from megajax.plan.result import Candidate, Plan
 from megajax.plan.search import USABLE
 from megajax.render.console import as_html, as_text
+from megajax.render.units import si
 
 _DEFAULT_FRACTION = 0.75  # share of the GPU's memory that jax takes by default
 _SHOWN = 5e-4  # share of the step above which short kernels have a line

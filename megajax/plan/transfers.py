@@ -72,8 +72,7 @@ def transfers(
     """Return the transfers of collectives, which take from the seconds of `products`.
 
     Collectives that overlap with the same products share the seconds of these, in the order given.
-    Of each transfer the smaller of its time and of the products beside it is hidden. If only a
-    share of the transfers overlaps, that share of the products runs beside them.
+    Of each transfer the smaller of its time and of the products beside it is hidden.
     """
     sent, rings = [], dict[str, Ring]()
     for collective in collectives:
@@ -85,10 +84,11 @@ def transfers(
             rings[site.axis] = cluster.ring(config, site.axis)
         ring = rings[site.axis]
         needed = collective.times * ring.seconds(collective.kind, wire)
-        share, names, phase = program.beside(collective, config)
-        hidden = 0.0
+        share, names, phase, of_products = program.beside(collective, config)
+        of_products, hidden = share if of_products is None else of_products, 0.0
         for name in names:
-            hidden += products.hide((name, phase or site.phase), share, share * needed - hidden)
+            key = name, phase or site.phase
+            hidden += products.hide(key, of_products, share * needed - hidden)
         sent.append(
             PlannedTransfer(
                 site=site.name,

@@ -39,8 +39,8 @@ def on_tensor_parallelism(ranking: Ranking, available: int) -> str:
 def on_sharding(ranking: Ranking, available: int) -> str:
     """Say what is sharded over data shards in the fastest layout, and why not more or less.
 
-    The others are the same layout with another rung of ZeRO, or in other replicas: of each rung
-    without replicas and with the best number of them.
+    The others are the same layout with another rung of ZeRO, or in other replicas, and with the
+    overlap that is best for it: of each rung without replicas and with the best number of them.
     """
     best = ranking.best
     if best.mesh.data == 1:
@@ -94,7 +94,7 @@ def _apart_from_sharding(config: Config) -> tuple[object, ...]:
         *Mesh.of(config),
         *(mesh.virtual_stages, mesh.context_exchange),
         mesh.sequence_parallel,
-        *(train.microbatches, train.recompute, train.overlap, train.unroll),
+        *(train.microbatches, train.recompute),
     )
 
 

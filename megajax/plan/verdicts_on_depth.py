@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 
 from megajax.config import Config
-from megajax.inspect.report import si
 from megajax.plan.layouts import changed
 from megajax.plan.memory import memory
 from megajax.plan.search import Choice, Ranking
 from megajax.plan.words import describe, too_large
+from megajax.render.units import si
 
 
 def bubble(config: Config) -> float:

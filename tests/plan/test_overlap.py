@@ -168,7 +168,7 @@ def test_only_products_of_the_same_phase_hide_and_never_more_than_all():
             ],
         )
         for one in communication(config):
-            part, names, phase = beside(one, config)
+            part, names, phase, _ = beside(one, config)
             assert phase is None
             assert 0 <= part <= 1
             assert bool(part) == bool(names)
@@ -242,7 +242,7 @@ def test_over_data_only_what_layers_send_in_a_pass_is_hidden() -> None:
     assert len(steps) >= 3
     for config, _ in steps:
         for one in communication(config):
-            part, names, _ = beside(one, config)
+            part, names, *_ = beside(one, config)
             if one.site.phase == 'step' or one.site.axis == 'replica+data':
                 assert (part, names) == (0, ())
             elif one.site.axis == 'data':

@@ -134,7 +134,7 @@ def test_what_overlaps_is_hidden_as_far_as_the_products_beside_it_reach(overlap,
     limited = 0
     sent = zip(communication(config), step_time(config, cluster).transfers, strict=True)
     for one, transfer in sent:
-        share, names, _ = beside(one, config)
+        share, names, *_ = beside(one, config)
         there = sum(seconds[name, transfer.phase] for name in names)
         assert transfer.hidden <= share * min(transfer.seconds, there) * (1 + 1e-9)
         limited += 0 < transfer.hidden < 0.999 * share * transfer.seconds
