@@ -280,7 +280,7 @@ def _conclusion(inspection: Inspection) -> Text:
     ]
     errors = sum(finding.level == 'error' for finding in inspection.findings)
     reasons = ([f'MORE than {inspection.reference}: {"; ".join(more)}'] if more else []) + (
-        [f'{errors} lint errors'] if errors else []
+        [f'{errors} lint error{"s" * (errors > 1)}'] if errors else []
     )
     reasons += (
         ['the results of the program differ from those of one device']
