@@ -45,5 +45,4 @@ def _compared(inspection: Inspection, budget: Budget) -> Iterator[tuple[str, flo
         found = by_kind[kind,].bytes if (kind,) in by_kind else 0
         yield f'kinds.{kind}', found / 1e9, budget.kinds.get(kind)
     for axis, limit in budget.wire.items():
-        rows = [row for row in inspection.rows if axis in row.axis.split('+')]
-        yield f'wire.{axis}', sum(row.wire_bytes for row in rows) / 1e9, limit
+        yield f'wire.{axis}', inspection.sent_over(axis) / 1e9, limit

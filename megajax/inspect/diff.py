@@ -119,8 +119,7 @@ def _totals(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
         yield 'launches', '', whole.launches
     yield 'matrix products', 'TFLOP', inspection.products.compiled / 1e12
     for axis in inspection.mesh:
-        rows = [row for row in inspection.rows if axis in row.axis.split('+')]
-        yield f'sent over {axis}', 'B', sum(row.wire_bytes for row in rows)
+        yield f'sent over {axis}', 'B', inspection.sent_over(axis)
     yield 'state and batch', 'B', memory.arguments
     yield 'temporaries', 'B', memory.temporaries
 

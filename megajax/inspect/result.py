@@ -291,6 +291,10 @@ class Inspection(_Result):
         """The name of what collectives are compared with: Megatron has no 2-D layout."""
         return 'Megatron and Pope et al.' if self.mesh.get('row', 1) > 1 else 'Megatron'
 
+    def sent_over(self, axis: str) -> float:
+        """Bytes that a device sends over a mesh axis in a step, alone or together with others."""
+        return sum(row.wire_bytes for row in self.rows if axis in row.axis.split('+'))
+
     @property
     def ok(self) -> bool:
         """Whether nothing is MORE than Megatron, no finding is an error and all runs are right."""
