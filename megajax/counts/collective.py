@@ -8,7 +8,7 @@ from megajax.counts.products import Phase
 from megajax.hlo.program import Array
 from megajax.hlo.transfers import ring_bytes
 
-HLO_DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16'}
+HLO_DTYPES = {'float32': 'f32', 'bfloat16': 'bf16', 'float16': 'f16', 'fp8': 'bf16'}
 GATHER, REDUCE, SCATTER = 'all-gather', 'all-reduce', 'reduce-scatter'
 EXCHANGE, PERMUTE = 'all-to-all', 'collective-permute'
 

@@ -19,6 +19,7 @@ class Role(enum.Enum):
     MATRIX = 'matrix'  # computed with in train.dtype, decayed, sharded by ZeRO
     TABLE = 'table'  # in fp32, decayed, not sharded by ZeRO: a lookup, a router
     VECTOR = 'vector'  # in fp32, not decayed, not sharded by ZeRO: norms and biases
+    SCALES = 'scales'  # of a product in fp8, in a step alone: not a parameter of the model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,7 +81,8 @@ def _of_each_product(layout: Layout) -> Layout:
 
 def uses_flash(config: Config) -> bool:
     """Whether training on a GPU runs cuDNN's flash attention."""
-    return config.model.dropout == 0 and fits_flash(config.train.dtype, config.model.head_dim)
+    model = config.model
+    return model.attention_dropout == 0 and fits_flash(config.train.dtype, model.head_dim)
 
 
 def narayanan_flops(model: ModelConfig, *, batch_size: int, seq_len: int, recompute: bool) -> int:

@@ -137,13 +137,13 @@ def _loss(config: Config) -> Iterator[Expected]:
 def _norms(config: Config) -> Iterator[Expected]:
     """Yield the all-reduces of norms, which see a part of each token, in all passes together.
 
-    RMSNorm sums the squares, LayerNorm also the tokens themselves. The backward pass computes these
-    sums again, because only a norm's input is saved, and as many sums of the gradient.
+    RMSNorm sums the squares, LayerNorm also the tokens themselves. These statistics are saved, and
+    the backward pass computes as many sums of the gradient.
     """
     sums = 1 if config.model.norm == 'rmsnorm' else 2
     rows, tokens, _ = _residual(config, over=('model',)).shape
-    runs = 3 + (config.train.recompute == 'full')
-    times = sums * (2 * runs * config.model.num_layers + 3)
+    runs = 2 + (config.train.recompute == 'full')
+    times = sums * (2 * runs * config.model.num_layers + 2)
     yield from _send(config, 'norm', 'forward', 'row', REDUCE, Array('f32', (rows, tokens)), times)
 
 

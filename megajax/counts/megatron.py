@@ -8,6 +8,7 @@ and of long sequences in `context.py`. A grid has those of another paper (`grid.
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
+from math import prod
 
 from megajax.config import Config
 from megajax.counts.collective import (
@@ -18,6 +19,7 @@ from megajax.counts.collective import (
     Expected,
     Site,
     activation,
+    axes_text,
     passes,
 )
 from megajax.counts.context import over_context, own_over_context
@@ -65,10 +67,12 @@ def expected(config: Config) -> list[Expected]:
     (`grid.py`). On the stages of a pipeline they are those of the rank that sends most at a site.
     """
     mesh, runs = config.mesh, Runs.of_megatron(config)
+    exponents = over_products(config) if config.train.dtype == 'fp8' else ()
     if mesh.is_grid:
-        return [*over_grid(config), *over_data(config)]
+        return [*over_grid(config), *over_data(config), *exponents]
     return [
         *over_model(config, runs),
+        *exponents,
         *(over_context(config, runs.layers) if mesh.context > 1 else ()),
         *(between_stages(config) if mesh.stages > 1 else ()),
         *(gradients_of_stages(config) if mesh.stages > 1 else over_data(config)),
@@ -121,6 +125,7 @@ SOURCES = {
     'mlp': f'{_LINEAR}, RowParallelLinear.forward',
     'head': _LINEAR,
     'loss': 'tensor_parallel/cross_entropy.py _VocabParallelCrossEntropy.forward',
+    'fp8': 'transformer_engine/pytorch FP8GlobalStateManager.reduce_and_update_fp8_tensors',
     'gradients': 'distributed/finalize_model_grads.py _allreduce_non_tensor_model_parallel_grads',
 }
 
@@ -150,18 +155,36 @@ def _embedding(config: Config, runs: Runs) -> Iterator[Expected]:
 
 
 def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
-    sequence_parallel = config.mesh.sequence_parallel
-    forward = (GATHER, SCATTER) if sequence_parallel else (REDUCE,)
-    backward = (GATHER, SCATTER, *_again(config)) if sequence_parallel else (REDUCE,)
+    """In fp8 what a product multiplies is gathered in 8 bits, and its result reduced in 16."""
+    stream, is_scattered = activation(config), config.mesh.sequence_parallel
+    narrow = stream._replace(dtype='f8e4m3fn') if config.train.dtype == 'fp8' else stream
+    gradient = stream._replace(dtype='f8e5m2') if config.train.dtype == 'fp8' else stream
     for name in ('attention', 'mlp'):
         for phase in passes(config):
-            yield from _over_model(
-                config,
-                name,
-                phase,
-                backward if phase == 'backward' else forward,
-                activation(config),
-                runs.layers,
+            is_backward = phase == 'backward'
+            gathered = (gradient if is_backward else narrow, (GATHER,)), (stream, (SCATTER,))
+            again = ((narrow, _again(config)),) if is_backward else ()
+            sent = (*gathered, *again) if is_scattered else ((stream, (REDUCE,)),)
+            for array, kinds in sent:
+                yield from _over_model(config, name, phase, kinds, array, runs.layers)
+
+
+def over_products(config: Config) -> Iterator[Expected]:
+    """Yield the maxima of what products in fp8 multiply, over all devices.
+
+    Those of the weights are the same on all data shards.
+    """
+    products = 4 * config.model.num_layers
+    for axes, count in ((config.mesh.sizes, 3 * products), (('row', 'model'), products)):
+        size = prod(config.mesh.sizes[axis] for axis in axes if axis in config.mesh.sizes)
+        if size > 1:
+            yield Expected(
+                site=Site('gradients', 'step', axes_text(config, *axes)),
+                kind=REDUCE,
+                array=Array('f32', (count,)),
+                times=1,
+                size=size,
+                source=SOURCES['fp8'],
             )
 
 

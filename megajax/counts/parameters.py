@@ -132,6 +132,16 @@ def num_elements(
     return math.prod(shape_of(parameter.dims, sizes)) // sharding
 
 
+def num_at_rest(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
+    """Return the elements of a parameter on a device between steps, with their padding."""
+    sizes = dim_sizes(model)
+    if not parameter.is_matrix:
+        return num_elements(parameter, sizes, layout.shards)
+    dims, shards = parameter.dims, layout.shards_at_rest(parameter.dims)
+    shape = map(sum, zip(shape_of(dims, sizes), layout.padding(dims), strict=True))
+    return math.prod(shape) // math.prod(shards.get(letter, 1) for letter in dims)
+
+
 class Counts(NamedTuple):
     """Numbers of elements of the parameters on a device.
 

@@ -191,7 +191,7 @@ def fits_flash(dtype: str, head_dim: int) -> bool:
 
     It needs a 16-bit dtype and a head dim that is a multiple of 8, at most 128.
     """
-    return dtype in ('bfloat16', 'float16') and head_dim % 8 == 0 and head_dim <= 128
+    return dtype in ('bfloat16', 'float16', 'fp8') and head_dim % 8 == 0 and head_dim <= 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,13 +232,12 @@ class _Counted:
         """Yield the products of the attention core, with a sequence's own keys or this many.
 
         The forward pass has two of the same FLOPs, with keys and with values, and the backward pass
-        four. With a flash kernel the backward pass also runs the forward kernel again, and the
-        backward kernel recomputes the scores.
+        four. With a flash kernel the backward pass also computes the scores again.
         """
         model, train = self.config.model, self.config.train
         rows = self.rows * self.shards.get('B', 1) // self.shards.get('R', 1)
         heads = rows * model.num_heads // self.shards.get('N', 1)
-        counts: dict[Phase, int] = {'forward': 2, 'backward': 7 if flash else 4, 'recompute': 0}
+        counts: dict[Phase, int] = {'forward': 2, 'backward': 5 if flash else 4, 'recompute': 0}
         if train.recompute == 'full' or (train.recompute == 'selective' and not flash):
             counts['recompute'] = 2 if train.recompute == 'full' else 1
         if 'S' in self.shards:

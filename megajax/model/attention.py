@@ -126,7 +126,7 @@ def attention_core(
             layout,
             segment_RS=segment_RS,
             causal=config.causal,
-            rate=config.dropout,
+            rate=config.attention_dropout,
             key_R=key_R,
             recompute=recompute,
             exchange=exchange,

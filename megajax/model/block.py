@@ -47,14 +47,14 @@ class Block(nnx.Module):
         Without sequence parallelism T is S and the gathers before the two branches do nothing: the
         backward pass of `product` makes f's all-reduce.
         """
-        gathered, row = self.layout('BSD'), self.layout('TD')
+        row = self.layout('TD')
         with jax.named_scope('attention'):
             # SP: all-gather forward, reduce-scatter backward
-            h_BSD = jax.reshard(self.attention_norm(x_BTD), gathered)
+            h_BSD = self.attention.qkv.gather(self.attention_norm(x_BTD))
             h_BTD, kept = self.attention(h_BSD, position_BS, core)
             x_BTD = x_BTD + dropout(h_BTD, self.rate, fold_in(key_B, 1), row)
         with jax.named_scope('mlp'):
             # SP: all-gather forward, reduce-scatter backward
-            h_BSD = jax.reshard(self.mlp_norm(x_BTD), gathered)
+            h_BSD = self.mlp.up.gather(self.mlp_norm(x_BTD))
             h_BTD = self.mlp(h_BSD)
             return x_BTD + dropout(h_BTD, self.rate, fold_in(key_B, 2), row), kept

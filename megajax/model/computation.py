@@ -1,5 +1,6 @@
 """The settings of a forward and backward pass, and the parameters as its products take them."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -10,6 +11,7 @@ from megajax.config.overlap_rules import gathers_ahead, rung
 from megajax.counts.declaration import Parameter
 from megajax.model import at_rest
 from megajax.model.at_rest import gather, reduced_in_backward
+from megajax.model.fp8 import cast, is_fp8
 from megajax.model.gradient_slot import pair, value
 from megajax.model.parameters import map_parameters
 from megajax.parallel.layout import Layout
@@ -36,7 +38,7 @@ class Computation(NamedTuple):
         """The computation of a run's config, with the rows of a microbatch in one part."""
         mesh, optim = config.mesh, config.optim
         return cls(
-            config.train.dtype,
+            config.train.compute_dtype,
             config.train.recompute,
             shard=rung(config),
             gathers_ahead=gathers_ahead(config),
@@ -53,15 +55,16 @@ class Computation(NamedTuple):
         def join(declared: Parameter, x: jax.Array, weight: Any) -> Any:
             if not reduced_in_backward(declared, self.shard):
                 return pair(declared, weight, x)
-            dims = declared.dims_of_layer
+            dims, stored = declared.dims_of_layer, weight if is_fp8(weight) else x
             if self.shard == 'weights':
                 # Full recomputation gathers once for itself and for the backward pass. Otherwise
                 # a weight that is gathered here would be kept from the forward pass.
                 is_kept = self.recompute != 'full'
-                weight = None if is_kept else gather(x.astype(self.dtype), dims, layout)
+                weight = None if is_kept else gather(cast(stored, self.dtype), dims, layout)
             if declared.is_frozen:
                 return at_rest.without_slot(x, weight)
-            return at_rest.slotted(x, weight, dims, layout, self.reduce_dtype)
+            slotted = at_rest.slotted(x, weight, dims, layout, self.reduce_dtype)
+            return replace(slotted, weight=stored) if slotted.at_rest else slotted
 
         return map_parameters(join, params, weights)
 

@@ -213,7 +213,7 @@ class ImageAttention(nnx.Module):
     """Queries of the text (column-parallel), and the output projection (row-parallel)."""
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
-        self.layout, self.rate = parameters.layout, config.dropout
+        self.layout, self.rate = parameters.layout, config.attention_dropout
         query_key, out_key = jax.random.split(key)
         self.query = ColumnParallelLinear(parameters['query'], key=query_key)
         self.query_norm = make_norm(config, parameters['query_norm'], 'Nh')

@@ -5,8 +5,10 @@ import logging
 from collections.abc import Callable
 
 import jax
+from jax import P
 
 from megajax.counts.products import fits_flash
+from megajax.model.kernels import KERNELS
 from megajax.model.per_device import per_device
 
 logger = logging.getLogger(__name__)
@@ -41,9 +43,13 @@ def flash_attention(
 ) -> jax.Array:
     """Attention o_RSNH, causal or bidirectional, placed as q; within segments if they are given.
 
-    No scores are saved: the backward pass runs the kernel again.
+    No scores are saved for the backward pass, which computes them again from the result and the
+    log-sum-exp of each query, 4 bytes per query and head.
     """
-    return _kernels(causal)[0](*_given(q_RSNH, k_RSKH, v_RSKH, segment_RS))[0]
+    return _forward(q_RSNH, k_RSKH, v_RSKH, segment_RS, causal)[0]
+
+
+Saved = tuple[jax.Array | None, ...]
 
 
 def _forward(
@@ -52,15 +58,15 @@ def _forward(
     v_RSKH: jax.Array,
     segment_RS: jax.Array | None,
     causal: bool,
-) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    arrays = q_RSNH, k_RSKH, v_RSKH, segment_RS
-    return _kernels(causal)[0](*_given(*arrays))[0], arrays
+) -> tuple[jax.Array, Saved]:
+    forward, _ = _kernels(causal)
+    o_RSNH, lse_RNS = forward(*_given(q_RSNH, k_RSKH, v_RSKH, segment_RS))
+    return o_RSNH, (q_RSNH, k_RSKH, v_RSKH, o_RSNH, lse_RNS, segment_RS)
 
 
-def _backward(
-    causal: bool, arrays: tuple[jax.Array | None, ...], do_RSNH: jax.Array
-) -> tuple[jax.Array | None, ...]:
-    return *_kernels(causal)[1](do_RSNH, *_given(*arrays)), None
+def _backward(causal: bool, saved: Saved, do_RSNH: jax.Array) -> Saved:
+    _, backward = _kernels(causal)
+    return *backward(do_RSNH, *_given(*saved)), None
 
 
 flash_attention.defvjp(_forward, _backward)
@@ -72,31 +78,28 @@ def _given(*arrays: jax.Array | None) -> tuple[jax.Array, ...]:
 
 @functools.cache
 def _kernels(causal: bool) -> tuple[Callable[..., tuple[jax.Array, ...]], ...]:
-    """Attention of (q, k, v[, segments]) and its gradients of (do, q, k, v[, segments])."""
-    core = functools.partial(_cudnn, causal=causal)
+    """The two passes, of (q, k, v[, segments]) and of (do, q, k, v, o, lse[, segments])."""
 
-    def gradient(
-        do: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        return jax.vjp(lambda *qkv: core(*qkv, *segments), q, k, v)[1](do)
+    def forward(
+        q: jax.Array, k: jax.Array, v: jax.Array, *segment_RS: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        return KERNELS['cudnn'].forward(q, k, v, causal, *map(_within, segment_RS))
+
+    def backward(do: jax.Array, *saved: jax.Array) -> tuple[jax.Array, ...]:
+        arrays, segment_RS = saved[:5], saved[5:]
+        return KERNELS['cudnn'].backward(*arrays, do, causal, *map(_within, segment_RS))
 
     return (
-        per_device(lambda *arrays: (core(*arrays),), lambda specs: specs[:1]),
-        per_device(gradient, lambda specs: specs[1:4]),
+        per_device(forward, lambda specs: (specs[0], _of_lse(specs[0]))),
+        per_device(backward, lambda specs: specs[1:4]),
     )
 
 
-def _cudnn(
-    q_RSNH: jax.Array,
-    k_RSKH: jax.Array,
-    v_RSKH: jax.Array,
-    segment_RS: jax.Array | None = None,
-    *,
-    causal: bool,
-) -> jax.Array:
-    mask_R1SY = (
-        None if segment_RS is None else segment_RS[:, None, :, None] == segment_RS[:, None, None, :]
-    )
-    return jax.nn.dot_product_attention(
-        q_RSNH, k_RSKH, v_RSKH, mask=mask_R1SY, is_causal=causal, implementation='cudnn'
-    )
+def _of_lse(spec_RSNH: P) -> P:
+    rows, tokens, heads, _ = spec_RSNH
+    return P(rows, heads, tokens)
+
+
+def _within(segment_RS: jax.Array) -> jax.Array:
+    """The mask [R, 1, S, Y] of attention within segments."""
+    return segment_RS[:, None, :, None] == segment_RS[:, None, None, :]

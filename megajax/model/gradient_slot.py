@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megajax.counts.declaration import Parameter
+from megajax.counts.declaration import Parameter, Role
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +48,8 @@ def pair(declared: Parameter, weight: jax.Array, slot: jax.Array) -> jax.Array |
     """Return a weight with its slot, if it is not in fp32; a frozen matrix has none in any case."""
     if declared.is_frozen:
         return Slotted(weight=weight, slot=None) if declared.is_matrix else weight
+    if declared.role is Role.SCALES:
+        return Slotted(weight=weight, slot=slot)
     return slot if weight.dtype == slot.dtype else Slotted(weight=weight, slot=slot)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from megajax.model.platform import accumulation_dtype
 from megajax.parallel.layout import Layout
 
 
@@ -56,12 +57,7 @@ def input_gradient(
         dy,
         head,
         (((dy.ndim - 1,), (2,)), ((dy.ndim - 2,), (1,))),
-        preferred_element_type=_accumulated(dy, dtype),
+        preferred_element_type=accumulation_dtype(dy, dtype),
         out_sharding=layout(f'D{scattered}d'),
     ).astype(dtype)
     return lax.reduce_sum(partial, (0,), out_sharding=layout(f'{scattered}D'))
-
-
-def _accumulated(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
-    on_cpu = jax.typeof(x).sharding.mesh.abstract_device.platform == 'cpu'
-    return jnp.float32 if on_cpu else dtype

@@ -2,7 +2,8 @@
 
 Blocks of different keys are merged by their log-sum-exp (Dao et al., 2022): `lse_RNS` is that of
 each query's scores. The backward pass takes the merged output and log-sum-exp and returns what
-these keys contribute. Both are cuDNN's kernels, or matrix products and softmax in fp32.
+these keys contribute. Both are cuDNN's kernels, or matrix products and softmax in fp32. A query
+sees the keys that `mask_R1SY` allows, if it is given.
 """
 
 import inspect
@@ -19,20 +20,29 @@ Three = tuple[jax.Array, jax.Array, jax.Array]
 class Kernel(NamedTuple):
     """The two passes; `causal` means that key and query at the same place are the same token."""
 
-    forward: Callable[..., tuple[jax.Array, jax.Array]]  # (q, k, v, causal) -> o_RSNH, lse_RNS
-    backward: Callable[..., Three]  # (q, k, v, o, lse, do, causal) -> dq, dk, dv
+    # (q, k, v, causal[, mask]) -> o_RSNH, lse_RNS
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    backward: Callable[..., Three]  # (q, k, v, o, lse, do, causal[, mask]) -> dq, dk, dv
 
 
 def _cudnn_forward(
-    q_RSNH: jax.Array, k_RYKH: jax.Array, v_RYKH: jax.Array, causal: bool
+    q_RSNH: jax.Array,
+    k_RYKH: jax.Array,
+    v_RYKH: jax.Array,
+    causal: bool,
+    mask_R1SY: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
-    scale = q_RSNH.shape[-1] ** -0.5
     # jax.nn.dot_product_attention would round the log-sum-exp to the dtype of q.
     return cudnn.dot_product_attention(
-        q_RSNH, k_RYKH, v_RYKH, scale=scale, mask_type=mask, return_residual=True
+        q_RSNH,
+        k_RYKH,
+        v_RYKH,
+        mask=mask_R1SY,
+        scale=q_RSNH.shape[-1] ** -0.5,
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        return_residual=True,
     )
 
 
@@ -44,37 +54,44 @@ def _cudnn_backward(
     lse_RNS: jax.Array,
     do_RSNH: jax.Array,
     causal: bool,
+    mask_R1SY: jax.Array | None = None,
 ) -> Three:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    absent = (jnp.zeros(0, q_RSNH.dtype),) * 7  # bias, lengths, offsets and page tables
+    absent = jnp.zeros(0, q_RSNH.dtype)
+    bias_R1SY = cudnn.combine_bias_and_mask(None, mask_R1SY, q_RSNH.dtype)
+    has_bias = bias_R1SY is not None
     parameters = inspect.signature(cudnn._dot_product_attention_bwd_impl).parameters
     newer = {name: None for name in ('score_mod',) if name in parameters}  # since jax 0.11
-    return tuple(
-        cudnn._dot_product_attention_bwd_p_wrapper.bind(
-            q_RSNH,
-            k_RYKH,
-            v_RYKH,
-            *absent,
-            lse_RNS,
-            o_RSNH,
-            do_RSNH,
-            scale=q_RSNH.shape[-1] ** -0.5,
-            seed=42,
-            dropout_rate=0.0,
-            variadic_args=(False, False),
-            mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
-            layout=cudnn.AttentionLayout.BTNH.value,
-            sliding_window_length=None,
-            **newer,
-        )
+    dq_RSNH, dk_RYKH, dv_RYKH, *_ = cudnn._dot_product_attention_bwd_p_wrapper.bind(
+        q_RSNH,
+        k_RYKH,
+        v_RYKH,
+        bias_R1SY if has_bias else absent,
+        *(absent,) * 6,  # lengths, offsets and page tables
+        lse_RNS,
+        o_RSNH,
+        do_RSNH,
+        scale=q_RSNH.shape[-1] ** -0.5,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(has_bias, has_bias),  # a gradient of the bias comes with it
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        layout=cudnn.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+        **newer,
     )
+    return dq_RSNH, dk_RYKH, dv_RYKH
 
 
 def _xla_forward(
-    q_RSNH: jax.Array, k_RYKH: jax.Array, v_RYKH: jax.Array, causal: bool
+    q_RSNH: jax.Array,
+    k_RYKH: jax.Array,
+    v_RYKH: jax.Array,
+    causal: bool,
+    mask_R1SY: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    score_RKGSY = _scores(q_RSNH, k_RYKH, causal)
+    score_RKGSY = _scores(q_RSNH, k_RYKH, causal, mask_R1SY)
     lse_RKGS = jax.nn.logsumexp(score_RKGSY, axis=-1)
     weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None]).astype(v_RYKH.dtype)
     o_RSKGH = jnp.einsum('rkgsy,rykh->rskgh', weight_RKGSY, v_RYKH)
@@ -90,10 +107,11 @@ def _xla_backward(
     lse_RNS: jax.Array,
     do_RSNH: jax.Array,
     causal: bool,
+    mask_R1SY: jax.Array | None = None,
 ) -> Three:
     groups, dtype = k_RYKH.shape[2], q_RSNH.dtype
     q_RSKGH, do_RSKGH = _grouped(_scaled(q_RSNH), groups), _grouped(do_RSNH, groups)
-    score_RKGSY = _scores(q_RSNH, k_RYKH, causal)
+    score_RKGSY = _scores(q_RSNH, k_RYKH, causal, mask_R1SY)
     lse_RKGS = lse_RNS.reshape(score_RKGSY.shape[:-1])
     weight_RKGSY = jnp.exp(score_RKGSY - lse_RKGS[..., None])
     # The gradient of a softmax is weight * (dweight - sum of weight * dweight over the keys), and
@@ -109,9 +127,13 @@ def _xla_backward(
     return dq_RSNH.astype(dtype), dk_RYKH.astype(dtype), dv_RYKH.astype(dtype)
 
 
-def _scores(q_RSNH: jax.Array, k_RYKH: jax.Array, causal: bool) -> jax.Array:
+def _scores(
+    q_RSNH: jax.Array, k_RYKH: jax.Array, causal: bool, mask_R1SY: jax.Array | None
+) -> jax.Array:
     q_RSKGH = _grouped(_scaled(q_RSNH), k_RYKH.shape[2])
     score_RKGSY = _product('rskgh,rykh->rkgsy', q_RSKGH, k_RYKH)
+    if mask_R1SY is not None:
+        score_RKGSY = jnp.where(mask_R1SY[:, :, None], score_RKGSY, LOWEST)
     if not causal:
         return score_RKGSY
     place = jnp.arange(q_RSNH.shape[1])

@@ -4,12 +4,16 @@ A column-parallel product needs no communication; a row-parallel product ends in
 weight is stored [input dims, output dims], the transpose of Megatron's.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from megajax.model import fp8
 from megajax.model.parameters import Parameters
+from megajax.model.platform import is_on_cpu
 from megajax.model.product import product
 from megajax.model.shard_copies import along_last
 
@@ -21,6 +25,8 @@ class ColumnParallelLinear(nnx.Module):
     shards D, over `row`: its partial sums are reduced and scattered over the rows R of the batch.
     """
 
+    scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
+
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
         dims = parameters.dims('weight')
@@ -30,7 +36,18 @@ class ColumnParallelLinear(nnx.Module):
         self.bias = parameters.maybe('bias')
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return self.with_bias(product(self.equation, x_BSD, self.weight, self.layout, x_BSD.dtype))
+        return self.with_bias(self.product(x_BSD))
+
+    def gather(self, x_BTD: jax.Array) -> jax.Array:
+        """Gather the sequence, if it is sharded; `product` gathers in 8 bits, if it is in fp8."""
+        # SP: all-gather forward, reduce-scatter backward
+        return x_BTD if self.scales is not None else jax.reshard(x_BTD, self.layout('BSD'))
+
+    def product(self, x_BSD: jax.Array) -> jax.Array:
+        """Multiply by the weight what `gather` returned."""
+        if self.scales is None:
+            return product(self.equation, x_BSD, self.weight, self.layout, x_BSD.dtype)
+        return fp8.product(self.equation, x_BSD, self.weight, self.scales, self.layout, 'BTD')
 
     def with_bias(self, y: jax.Array) -> jax.Array:
         """Add the bias, if there is one, to the product."""
@@ -45,6 +62,8 @@ class RowParallelLinear(nnx.Module):
     over `row` first, and some columns D of the weight.
     """
 
+    scales: nnx.Param[Any] | None = None  # in a step that computes in fp8
+
     def __init__(self, parameters: Parameters, *, key: jax.Array):
         self.layout = parameters.layout
         dims = parameters.dims('weight')
@@ -57,7 +76,14 @@ class RowParallelLinear(nnx.Module):
         # grid: all-gather over row forward, reduce-scatter backward
         x = jax.reshard(x, self.layout(f'BS{self.inputs}'))
         # g: all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
-        return self.with_bias(product(self.equation, x, self.weight, self.layout, x.dtype))
+        return self.with_bias(self.product(x))
+
+    def product(self, x: jax.Array) -> jax.Array:
+        """Multiply by the weight, and reduce."""
+        if self.scales is None:
+            return product(self.equation, x, self.weight, self.layout, x.dtype)
+        dims = f'BS{self.inputs}'
+        return fp8.product(self.equation, x, self.weight, self.scales, self.layout, dims)
 
     def with_bias(self, y_BTD: jax.Array) -> jax.Array:
         """Add the bias, if there is one, to the reduced product."""
@@ -68,7 +94,7 @@ class RowParallelLinear(nnx.Module):
 
 def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     """Add a bias in fp32, so that its gradient is summed in fp32; the result has the dtype of y."""
-    if y.dtype == jnp.float32 and jax.typeof(y).sharding.mesh.abstract_device.platform != 'cpu':
+    if y.dtype == jnp.float32 and not is_on_cpu(y):
         # Keep the bias out of cuBLAS's epilogue: XLA has added it along the wrong dim of a square
         # result (openxla/xla#46897), and has left it unscaled where a factor followed
         # (openxla/xla#46110). The operation that reads the sum is a separate kernel anyway.

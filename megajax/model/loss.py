@@ -4,6 +4,7 @@ No device has all columns, and no moment has all tokens: they are computed in ch
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -12,8 +13,10 @@ from jax import lax
 
 from megajax.config import Config
 from megajax.counts.chunks import chunk_sizes
+from megajax.model.gradient_slot import Slotted
 from megajax.model.grid import is_grid
 from megajax.model.linear import add_bias
+from megajax.model.platform import is_on_cpu
 from megajax.model.product import product
 from megajax.parallel.layout import Layout
 
@@ -66,7 +69,11 @@ class Loss:
         return objective, nll
 
     def logits(
-        self, x: jax.Array, head_dV: jax.Array, bias_V: jax.Array | None = None, rows: str = 'BS'
+        self,
+        x: jax.Array,
+        head_dV: jax.Array | Slotted,
+        bias_V: jax.Array | None = None,
+        rows: str = 'BS',
     ) -> jax.Array:
         """Logits [*rows, V] of x [*rows, d] in fp32, sharded over V: no communication.
 
@@ -75,7 +82,7 @@ class Loss:
         logits = product(f'{rows}d,dV->{rows}V', x, head_dV, self.layout, jnp.float32)
         if bias_V is not None:
             logits = add_bias(logits, jnp.expand_dims(bias_V, tuple(range(logits.ndim - 1))))
-        if self.vocab_size == head_dV.shape[-1]:
+        if self.vocab_size == logits.shape[-1]:
             return logits
         return jnp.where(self._token_ids(logits) < self.vocab_size, logits, LOWEST)
 
@@ -108,9 +115,11 @@ Chunk = tuple[jax.Array, ...]  # x, labels and weights of some tokens of every s
 def _sum_over_tokens(
     x_BTD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, loss: Loss
 ) -> Sums:
+    of_chunk = _casting_once(head, x_BTD, loss)
+
     def add_chunk(sums: Sums, chunk: Chunk) -> tuple[Sums, None]:
         x, label, weight = chunk
-        return _add(sums, _sum_over_chunk(x, head, label, weight, loss)), None
+        return _add(sums, of_chunk(x, head, label, weight)), None
 
     chunks = _chunks(x_BTD, head, label_BS, weight_BS, loss.layout)
     sums, _ = lax.scan(add_chunk, _zero_sums(loss.layout), chunks)
@@ -121,13 +130,14 @@ def _forward(
     x_BTD: jax.Array, head: Head, label_BS: jax.Array, weight_BS: jax.Array, loss: Loss
 ) -> tuple[Sums, tuple[jax.Array, Head | None]]:
     wanted = (0,) if loss.is_head_frozen else (0, 1)
-    chunk_with_gradient = jax.value_and_grad(_sum_over_chunk, argnums=wanted, has_aux=True)
+    of_chunk = _casting_once(head, x_BTD, loss)
+    chunk_with_gradient = jax.value_and_grad(of_chunk, argnums=wanted, has_aux=True)
 
     def add_chunk(
         carry: tuple[Sums, list[Head]], chunk: Chunk
     ) -> tuple[tuple[Sums, list[Head]], jax.Array]:
         (sums, dhead), (x, label, weight) = carry, chunk
-        new_sums, (dx, *new_dhead) = chunk_with_gradient(x, head, label, weight, loss)
+        new_sums, (dx, *new_dhead) = chunk_with_gradient(x, head, label, weight)
         return (_add(sums, new_sums), jax.tree.map(jnp.add, dhead, new_dhead)), dx
 
     chunks = _chunks(x_BTD, head, label_BS, weight_BS, loss.layout)
@@ -149,8 +159,29 @@ def _backward(
 _sum_over_tokens.defvjp(_forward, _backward)
 
 
+def _casting_once(
+    head: Head, x: jax.Array, loss: Loss
+) -> Callable[[jax.Array, Head, jax.Array, jax.Array], Sums]:
+    """Return `_sum_over_chunk`, with the head's weight in the dtype of x, to which it is cast here.
+
+    The gradient of the head is in fp32; its value is not read.
+    """
+    weight_dV = head[0].astype(x.dtype)
+
+    def of_chunk(x: jax.Array, head: Head, label: jax.Array, weight: jax.Array) -> Sums:
+        head_dV, bias_V = head
+        slotted = Slotted(weight=weight_dV, slot=head_dV)
+        return _sum_over_chunk(x, (slotted, bias_V), label, weight, loss)
+
+    return of_chunk
+
+
 def _sum_over_chunk(
-    x: jax.Array, head: Head, label: jax.Array, weight: jax.Array, loss: Loss
+    x: jax.Array,
+    head: tuple[Slotted, jax.Array | None],
+    label: jax.Array,
+    weight: jax.Array,
+    loss: Loss,
 ) -> Sums:
     """The two weighted sums over x [B, shards of T, tokens, D].
 
@@ -176,7 +207,7 @@ def _chunks(
     shards = layout.num_shards('T')
     logit_bytes = 4 * batch * length * head[0].shape[-1] // layout.num_shards('V')
     tokens = length // shards
-    count, size = chunk_sizes(logit_bytes, tokens)
+    count, size = chunk_sizes(logit_bytes, tokens, on_gpu=not is_on_cpu(x_BTD))
 
     def split(x: jax.Array, rows: str, rest: str = '') -> jax.Array:
         if padding := count * size - tokens:

@@ -25,5 +25,16 @@ class MLP(nnx.Module):
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         """Transform the normed and gathered x_BSD; place the result as the residual stream is."""
-        h_RSF = activate(self.up(x_BSD), self.activation)  # column-parallel: no communication
+        h_RSF = self.activate(self.up.product(x_BSD))  # column-parallel: no communication
         return self.down(h_RSF)  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
+
+    def activate(self, y_RSF: jax.Array) -> jax.Array:
+        """Add the bias, if there is one, to the first product, and apply the activation.
+
+        Only the product is saved for the backward pass, which adds the bias again.
+        """
+
+        def of_product(y_RSF: jax.Array) -> jax.Array:
+            return activate(self.up.with_bias(y_RSF), self.activation)
+
+        return of_product(y_RSF) if self.up.bias is None else jax.checkpoint(of_product)(y_RSF)

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from megajax.config import ModelConfig
 from megajax.model.parameters import Parameters
 from megajax.model.shard_copies import along_last
 from megajax.parallel.layout import Layout
+
+SAVED = 'statistics of a norm'
 
 
 class LayerNorm(nnx.Module):
@@ -49,20 +52,26 @@ def make_norm(config: ModelConfig, parameters: Parameters, dims: str = 'TD') -> 
     return kind(parameters, dims=dims, eps=config.norm_eps)
 
 
-# Only x is saved for the backward pass: the rest is cheaper to recompute than to read.
-@partial(jax.checkpoint, static_argnums=(3, 4, 5))
+# For the backward pass x is saved, and the statistics, which are one or two numbers per token. With
+# both, its kernel reads x once; without the statistics XLA writes an array in fp32 between two.
+_saving = partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(SAVED))
+
+
+@partial(_saving, static_argnums=(3, 4, 5))
 def _layer_norm(
     x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float, dims: str, layout: Layout
 ) -> jax.Array:
     y = x.astype(jnp.float32)
-    y = y - y.mean(-1, keepdims=True)
-    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    y = y - checkpoint_name(y.mean(-1, keepdims=True), SAVED)
     scale, shift = (along_last(vector, y, dims, layout) for vector in (weight, bias))
-    return (y * scale + shift).astype(x.dtype)
+    return (y * _inverse_rms(y, eps) * scale + shift).astype(x.dtype)
 
 
-@partial(jax.checkpoint, static_argnums=(2, 3, 4))
+@partial(_saving, static_argnums=(2, 3, 4))
 def _rms_norm(x: jax.Array, weight: jax.Array, eps: float, dims: str, layout: Layout) -> jax.Array:
     y = x.astype(jnp.float32)
-    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
-    return (y * along_last(weight, y, dims, layout)).astype(x.dtype)
+    return (y * _inverse_rms(y, eps) * along_last(weight, y, dims, layout)).astype(x.dtype)
+
+
+def _inverse_rms(y: jax.Array, eps: float) -> jax.Array:
+    return lax.rsqrt(checkpoint_name(jnp.square(y).mean(-1, keepdims=True), SAVED) + eps)

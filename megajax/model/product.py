@@ -5,6 +5,7 @@ fp32, like Megatron's `main_grad`.
 """
 
 from functools import cache, partial
+from math import prod
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +17,14 @@ from jax.typing import DTypeLike
 from megajax.model import grid
 from megajax.model.at_rest import gather
 from megajax.model.gradient_slot import Slotted
+from megajax.model.platform import accumulation_dtype, with_fast_rows
 from megajax.parallel.layout import Layout
 
 
 def product(
     equation: str,
     x: jax.Array,
-    w: nnx.Variable[Any] | jax.Array,
+    w: nnx.Variable[Any] | jax.Array | Slotted,
     layout: Layout,
     dtype: DTypeLike,
 ) -> jax.Array:
@@ -41,22 +43,26 @@ def product(
     return _product(x, value.weight, value.slot, equation, layout, dtype, value.at_rest)
 
 
-def partial_sums(equation: str, x: jax.Array, w: jax.Array, layout: Layout) -> jax.Array:
+def partial_sums(
+    equation: str, x: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
     """Multiply as `product` does, and leave the sum over `model` to `sum_over_shards`.
 
     Return [shard of the input dims, ...].
     """
-    dims = _parse(equation)
-    return _partial(x, w, dims.x, dims.w, dims.x[-dims.num_summed :], layout)
+    dims = parse(equation)
+    return _partial(x, w, dims.x, dims.w, dims.x[-dims.num_summed :], layout, dtype)
 
 
-def partial_gradient(equation: str, dy: jax.Array, w: jax.Array, layout: Layout) -> jax.Array:
+def partial_gradient(
+    equation: str, dy: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
     """The gradient of x in `product`, before its sum over `model`: [shard of the output dims, ...].
 
     dy has the placement of the result before it is scattered.
     """
-    dims = _parse(equation)
-    return _partial(dy, w, dims.rows, dims.w, dims.w[dims.num_summed :], layout)
+    dims = parse(equation)
+    return _partial(dy, w, dims.rows, dims.w, dims.w[dims.num_summed :], layout, dtype)
 
 
 def sum_over_shards(y: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -> jax.Array:
@@ -64,20 +70,29 @@ def sum_over_shards(y: jax.Array, dims: str, layout: Layout, dtype: DTypeLike) -
     return lax.reduce_sum(y, (0,), out_sharding=layout(dims)).astype(dtype)
 
 
-def input_gradient(equation: str, dy: jax.Array, w: jax.Array, layout: Layout) -> jax.Array:
+def input_gradient(
+    equation: str, dy: jax.Array, w: jax.Array, layout: Layout, dtype: DTypeLike
+) -> jax.Array:
     """The gradient of x in a product whose output dims are not sharded over `model`."""
-    return _input_gradient(dy, w, _parse(equation), layout)
+    dims = parse(equation)
+    return dot(dy, w, output_dims(dy, w, dims), layout(dims.x), dtype)
 
 
 def weight_gradient(equation: str, x: jax.Array, dy: jax.Array, layout: Layout) -> jax.Array:
     """The gradient of w in a product, in fp32."""
-    dims = _parse(equation)
+    dims = parse(equation)
     rows = tuple(range(x.ndim - dims.num_summed))
-    return _dot(x, dy, (rows, rows), layout(dims.w), jnp.float32)
+    return dot(x, dy, (rows, rows), layout(dims.w), jnp.float32)
 
 
 def _partial(
-    x: jax.Array, w: jax.Array, dims_x: str, dims_w: str, summed: str, layout: Layout
+    x: jax.Array,
+    w: jax.Array,
+    dims_x: str,
+    dims_w: str,
+    summed: str,
+    layout: Layout,
+    dtype: DTypeLike,
 ) -> jax.Array:
     """Sum the last dims of x with dims of w, the part of each shard on its own."""
     (letter,) = (letter for letter in summed if layout.is_sharded(letter))
@@ -93,7 +108,7 @@ def _partial(
         x,
         w,
         (contracted, shards),
-        preferred_element_type=_preferred(x, x.dtype),
+        preferred_element_type=accumulation_dtype(x, dtype),
         out_sharding=layout(letter + rows + outputs),
     )
 
@@ -105,7 +120,7 @@ def _with_shards(x: jax.Array, dims: str, letter: str, layout: Layout) -> jax.Ar
     return x.reshape(shape, out_sharding=layout(dims.replace(letter, letter + '-')))
 
 
-class _Equation(NamedTuple):
+class Equation(NamedTuple):
     """The dims of a product's operands and result.
 
     The last dims of x are the first dims of w, its input dims, and are summed.
@@ -117,6 +132,7 @@ class _Equation(NamedTuple):
 
     @property
     def num_summed(self) -> int:
+        """The number of the input dims."""
         return sum(letter in self.w for letter in self.x)
 
     @property
@@ -126,10 +142,11 @@ class _Equation(NamedTuple):
 
 
 @cache
-def _parse(equation: str) -> _Equation:
+def parse(equation: str) -> Equation:
+    """Return the dims of a product like `'BSF,FD->BTD'`."""
     operands, out = equation.split('->')
     x, w = operands.split(',')
-    return _Equation(x, w, out)
+    return Equation(x, w, out)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -142,13 +159,16 @@ def _product(
     dtype: DTypeLike,
     at_rest: bool,
 ) -> jax.Array:
-    dims = _parse(equation)
+    dims = parse(equation)
     summed = tuple(range(x.ndim - dims.num_summed, x.ndim)), tuple(range(dims.num_summed))
     weight = w.astype(x.dtype)
     if at_rest:
         weight = gather(weight, dims.w, layout)
     x = jax.reshard(x, layout(dims.x))  # nothing, but for the head of a grid: all-gather
-    return _dot(x, weight, summed, layout(dims.out), dtype)
+    *rows, last = x.shape[: x.ndim - dims.num_summed]
+    with_zeros = with_fast_rows(x, len(rows), prod(rows) * last // layout.num_shards('B'))
+    y = dot(with_zeros, weight, summed, layout(dims.out), dtype)
+    return y if with_zeros is x else lax.slice_in_dim(y, 0, last, axis=len(rows))
 
 
 Saved = tuple[jax.Array, jax.Array, tuple[()] | None]
@@ -173,15 +193,15 @@ def _backward(
     equation: str, layout: Layout, dtype: DTypeLike, at_rest: bool, saved: Saved, dy: jax.Array
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     x, w, has_slot = saved
-    dims = _parse(equation)
-    dy, weight = _gathered(dy.astype(x.dtype), dims, layout), w.astype(x.dtype)
+    dims = parse(equation)
+    dy, weight = gather_gradient(dy.astype(x.dtype), dims, layout), w.astype(x.dtype)
     if at_rest:
         weight = gather(weight, dims.w, layout)
     if jax.typeof(x).sharding.spec != layout(dims.x):
         x = jax.reshard(x, layout(dims.x))
         dx = grid.input_gradient(dy, weight, dims.out[:-1], layout, x.dtype)
     else:
-        dx = _input_gradient(dy, weight, dims, layout)
+        dx = input_gradient(equation, dy, weight, layout, x.dtype)
     dw = weight_gradient(equation, x, dy, layout)
     return (dx, dw, None) if has_slot is None else (dx, None, dw)
 
@@ -216,16 +236,17 @@ def _frozen_backward(
     w: jax.Array,
     dy: jax.Array,
 ) -> tuple[jax.Array, None]:
-    dims, weight = _parse(equation), w.astype(x_dtype)
+    dims, weight = parse(equation), w.astype(x_dtype)
     if at_rest:
         weight = gather(weight, dims.w, layout)
-    return _input_gradient(_gathered(dy.astype(x_dtype), dims, layout), weight, dims, layout), None
+    dy = gather_gradient(dy.astype(x_dtype), dims, layout)
+    return input_gradient(equation, dy, weight, layout, x_dtype), None
 
 
 _frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
-def _gathered(dy: jax.Array, dims: _Equation, layout: Layout) -> jax.Array:
+def gather_gradient(dy: jax.Array, dims: Equation, layout: Layout) -> jax.Array:
     """Return the gradient of a result with all of the sequence, if that is sharded."""
     if layout(dims.out) != layout(dims.rows):  # SP: the result is sharded over the sequence
         # Gather once for both gradients. A cotangent that a loop carries has no placement yet, and
@@ -235,35 +256,30 @@ def _gathered(dy: jax.Array, dims: _Equation, layout: Layout) -> jax.Array:
     return dy
 
 
-def _input_gradient(dy: jax.Array, weight: jax.Array, dims: _Equation, layout: Layout) -> jax.Array:
+def output_dims(
+    dy: jax.Array, weight: jax.Array, dims: Equation
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the output dims of a product in the gradient of its result and in its weight."""
     num_out = weight.ndim - dims.num_summed
-    output_dims = (
+    return (
         tuple(range(dy.ndim - num_out, dy.ndim)),
         tuple(range(dims.num_summed, weight.ndim)),
     )
-    return _dot(dy, weight, output_dims, layout(dims.x), weight.dtype)
 
 
-def _dot(
+def dot(
     x: jax.Array,
     w: jax.Array,
     summed: tuple[tuple[int, ...], tuple[int, ...]],
     out_sharding: P,
     dtype: DTypeLike,
 ) -> jax.Array:
+    """Sum the products over these dims of x and of w, into a result in `dtype`."""
     y = lax.dot_general(
         x,
         w,
         (summed, ((), ())),
-        preferred_element_type=_preferred(x, dtype),
+        preferred_element_type=accumulation_dtype(x, dtype),
         out_sharding=out_sharding,
     )
     return y.astype(dtype)
-
-
-def _preferred(x: jax.Array, dtype: DTypeLike) -> DTypeLike:
-    """The dtype to multiply into, for a result in `dtype`."""
-    # XLA's CPU backend multiplies bf16 fast only into an fp32 result. Elsewhere the result, and
-    # with it the reduction over `model`, is in the requested dtype.
-    on_cpu = jax.typeof(x).sharding.mesh.abstract_device.platform == 'cpu'
-    return jnp.float32 if on_cpu else dtype

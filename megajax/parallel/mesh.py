@@ -15,7 +15,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from megajax.config import Config, ConfigError
+from megajax.config.extras import install
 from megajax.config.rules import incompatibilities
+from megajax.hardware.memory import claim_gpu_memory
 from megajax.processes.environment import visible_gpus
 
 # Mesh axes, outermost first; the axis that communicates most, and waits for it, is innermost.
@@ -36,14 +38,16 @@ def make_mesh(data: int = 1, model: int = 1, *, cross_hosts: bool = False, **axe
 
     A tensor-parallel group therefore consists of neighbors on one host. `axes` are the sizes of
     axes other than `data` and `model`; an axis of size 1 is not in the mesh, and an axis that is
-    not in AXES comes after `data`. If the machine has only CPUs and jax has not been used yet, the
-    required number of devices is simulated.
+    not in AXES comes after `data`. If jax has not been used yet, it is given the share of GPUs'
+    memory that `megajax plan` counts with and, if the machine has only CPUs, simulates the
+    required number of devices.
 
     Raises ConfigError if there are too few devices, or if groups of devices span hosts that need
     not (`check_hosts`). With several processes, all must call it.
     """
     sizes = axis_sizes(data, model, **axes)
     needed = math.prod(sizes.values())
+    claim_gpu_memory()
     _simulate_cpu_devices(needed)
     devices = _devices()
     if len(devices) < needed:
@@ -216,6 +220,11 @@ def _within_hosts(
     return devices
 
 
+def devices_per_host(mesh: Mesh) -> int:
+    """Return how many devices of the mesh each host has; all processes must call this."""
+    return mesh.size // (1 if jax.process_count() == 1 else len(set(_hosts())))
+
+
 def _hosts() -> list[str]:
     """Return the host name of each process."""
     name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b'\0')
@@ -240,8 +249,7 @@ def _devices() -> list[jax.Device]:
         ) from error
     if devices[0].platform == 'cpu' and not wanted and (gpus := visible_gpus()):
         fix = (
-            "see megajax doctor (pip install 'megajax[cuda]'?), "
-            'or set JAX_PLATFORMS=cpu to train on the CPU'
+            f'see megajax doctor ({install("cuda")}?), or set JAX_PLATFORMS=cpu to train on the CPU'
         )
         raise ConfigError(
             f'{gpus} GPUs are visible, and jax would leave them idle and use the CPU: {fix}'

@@ -101,7 +101,8 @@ def store(tree: Any, values: Any, index_Z: jax.Array) -> Any:
 
         return jax.tree.map(write, tree, values)
 
-    return _on_devices(own, jax.tree.map(_spec, tree), tree, values, index_Z)
+    with jax.named_scope('slots'):
+        return _on_devices(own, jax.tree.map(_spec, tree), tree, values, index_Z)
 
 
 def add(tree: Any, values: Any, index_Z: jax.Array) -> Any:

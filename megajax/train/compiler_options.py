@@ -1,10 +1,13 @@
-"""Options for XLA: for `train.overlap`, and as workarounds for known miscompiles."""
+"""Options for XLA: for `train.overlap` and `train.deterministic`, and around known miscompiles."""
 
 from megajax.config import Config
 from megajax.miscompiles import cures, mesh_target, refuse_bitten, refuse_pipelined_sends
 from megajax.train.overlap import overlap_options
 
 Options = dict[str, str | bool]
+# XLA sorts what it would otherwise add atomically, and takes kernels of cuDNN and cuBLAS whose sums
+# have one order. Which ones its autotuner took is in the run's cache of compiled programs.
+DETERMINISTIC: Options = {'xla_gpu_exclude_nondeterministic_ops': True}
 
 
 def step_options(config: Config) -> Options:
@@ -16,8 +19,10 @@ def step_options(config: Config) -> Options:
     target = mesh_target()
     refuse_bitten(config, target)
     refuse_pipelined_sends(config, target)
-    overlap = overlap_options(config) if target != 'cpu' else {}
-    return {**overlap, **cures(target)}
+    if target == 'cpu':
+        return cures(target)
+    deterministic = DETERMINISTIC if config.train.deterministic else {}
+    return {**overlap_options(config), **deterministic, **cures(target)}
 
 
 def evaluation_options() -> Options:

@@ -1,5 +1,6 @@
-"""The first step of a run in fp16, which finds the initial loss scale.
+"""The first step of a run in fp16 or fp8, which finds the initial scales.
 
+In fp8 the first batch gives the scale of every operand. In fp16 it gives the loss scale:
 The first gradient to overflow is not that of a logit, whose maximum is known, but one that grows
 during backpropagation: a norm divides by the standard deviation of its input, so the embedding's
 gradients are those of the first norm's output divided by the embedding's small numbers. How large
@@ -11,9 +12,10 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from megajax.config import Config
 from megajax.train.feed import Batch
 from megajax.train.loss_scale import HYSTERESIS, MARGIN, SMALLEST
-from megajax.train.step import Metrics, TrainState
+from megajax.train.step import Metrics, TrainState, make_calibration
 
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
@@ -40,6 +42,13 @@ def take_first_step(
         state = _with_scale(state, tried)._replace(
             step=_like(state.step, step), batches=_like(state.batches, batches)
         )
+
+
+def with_scales(config: Config, state: TrainState, batch: Batch) -> TrainState:
+    """Return the state with the scales that a batch gives in fp8, unless it has scales already."""
+    if state.recent is None or jax.device_get(state.recent).any():
+        return state
+    return state._replace(recent=make_calibration(config)(state.params, state.step, batch))
 
 
 def _with_scale(state: TrainState, value: float) -> TrainState:

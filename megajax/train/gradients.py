@@ -1,6 +1,7 @@
 """Loss and gradients of a batch, with the same numbers on every mesh."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,9 +12,11 @@ from jax import lax
 from megajax.config import Config
 from megajax.config.overlap_rules import resolved
 from megajax.miscompiles import mesh_target
+from megajax.model.ordered.apart import added, holds_totals, with_totals
 from megajax.model.shard_copies import add_copies, copy_to_shards
 from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards
+from megajax.train import scaling
 from megajax.train.feed import Batch
 from megajax.train.loss_scale import LossScale, scale_weights, unscale
 from megajax.train.microbatches import split, with_weights
@@ -25,32 +28,54 @@ from megajax.train.zero import mapped_axes, sum_over_data, weights_and_primals, 
 OfMicrobatches = Callable[[Any, Any, Batch, jax.Array], tuple[Sums, Any]]
 
 
-def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State]]:
-    """Return a function of parameters, batch, dropout key and loss scale.
+def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, jax.Array | None]]:
+    """Return a function of parameters, batch, dropout key, loss scale and the scales of fp8.
 
-    It returns the mean loss, the mean negative log-likelihood and the gradient of the loss. Every
-    data shard differentiates the loss of its own rows with respect to the shared parameters, which
-    gives one gradient per data shard; their sum, after the last microbatch, is a step's only
+    It returns the mean loss, the mean negative log-likelihood and the gradient of the loss, and in
+    fp8 the places of the largest exponents (`scaling.py`), which without scales it finds in bf16.
+
+    Every data shard differentiates the loss of its own rows with respect to the shared parameters,
+    which gives one gradient per data shard; their sum, after the last microbatch, is a step's only
     reduction over `data`. From ZeRO-2 on (`zero.py`) the backward pass sums those of matrices.
     """
     config = resolved(config, on_gpu=mesh_target() != 'cpu')
-    layout = Layout.of(config)
+    layout, is_fp8 = Layout.of(config), config.train.dtype == 'fp8'
     of_microbatches = (
         pipelined(config, layout) if config.mesh.stages > 1 else _accumulated(config, layout)
     )
 
     def loss_and_gradients(
-        params: nnx.State, batch: Batch, key: jax.Array, loss_scale: LossScale | None = None
-    ) -> tuple[Sums, nnx.State]:
+        params: nnx.State,
+        batch: Batch,
+        key: jax.Array,
+        loss_scale: LossScale | None = None,
+        scales: jax.Array | None = None,
+    ) -> tuple[Sums, nnx.State, jax.Array | None]:
         batch = scale_weights(loss_scale, with_weights(batch, config, layout))
-        weights, primals = weights_and_primals(params, config, layout)
+        narrow = scaling.narrowed(params, scales, config) if is_fp8 else params
+        weights, primals = weights_and_primals(params, config, layout, narrow)
+        if is_fp8:
+            weights, primals = scaling.attached(weights, primals, scales)
         weights, primals = copy_to_shards(weights, layout), copy_to_shards(primals, layout)
         microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
         sums, gradients = of_microbatches(primals, weights, microbatches, key)
+        gradients, counts = scaling.detached(gradients)
         with jax.named_scope('data_parallel'):
             sums = jax.tree.map(lambda x: x.sum(), sums)
             gradients = add_copies(sum_over_data(gradients, config, layout), layout)
-        return unscale(loss_scale, (sums, gradients))
+            places = scaling.largest(counts, narrow, scales, layout) if is_fp8 else None
+        return *unscale(loss_scale, (sums, gradients)), places
+
+    return loss_and_gradients
+
+
+def make_loss_and_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State]]:
+    """Return what `make_gradients` returns, without the last result."""
+    of_all = make_gradients(config)
+
+    def loss_and_gradients(*args: Any) -> tuple[Sums, nnx.State]:
+        sums, gradients, _ = of_all(*args)
+        return sums, gradients
 
     return loss_and_gradients
 
@@ -64,16 +89,22 @@ def _accumulated(config: Config, layout: Layout) -> OfMicrobatches:
     ) -> tuple[Sums, Any]:
         # This closes over the matrices at rest: jax refuses arguments of a mapped function that
         # are sharded over the mesh axis that it is mapped over.
-        def of_shard(shard: Batch) -> tuple[Sums, Any]:
-            return differentiate(primals, weights, shard, key)
+        def of_shard(shard: Batch, totals: Any) -> tuple[Sums, Any]:
+            slots = primals if totals is None else with_totals(primals, totals)
+            return differentiate(slots, weights, shard, key)
 
-        of_microbatch = over_shards(of_shard, layout, out_axes=(0, mapped_axes(primals, config)))
+        axes, is_added = mapped_axes(primals, config), holds_totals(primals, weights)
+        in_axes = 0, axes if is_added else None
+        of_microbatch = over_shards(of_shard, layout, in_axes, out_axes=(0, axes))
 
-        def accumulate(total: Any, microbatch: Batch) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, of_microbatch(microbatch)), None
+        def accumulate(total: tuple[Sums, Any], microbatch: Batch) -> tuple[Any, None]:
+            sums, totals = total
+            new_sums, gradients = of_microbatch(microbatch, totals if is_added else None)
+            add = added if is_added else partial(jax.tree.map, jnp.add)
+            return (jax.tree.map(jnp.add, sums, new_sums), add(totals, gradients)), None
 
         if config.train.microbatches == 1:
-            return of_microbatch(jax.tree.map(lambda x: x[0], microbatches))
+            return of_microbatch(jax.tree.map(lambda x: x[0], microbatches), None)
         shards = layout.mapped
         zero = jnp.zeros(layout.sizes_of(shards), out_sharding=layout.stacked('', shards))
         zeros = (zero, zero), zero_gradients(primals, config, layout)

@@ -21,7 +21,7 @@ def with_weights(batch: Batch, config: Config, layout: Layout) -> Batch:
     # distributed over the shards.
     mask_BS = batch['loss_mask']
     added = {'weights': mask_BS / jnp.maximum(mask_BS.sum(), 1)}
-    if config.model.dropout or config.relevance is not None:
+    if config.model.has_dropout or config.relevance is not None:
         added['rows'] = jnp.arange(mask_BS.shape[0], out_sharding=layout('B'))
     if 'swapped' in batch:
         real_B1 = real_rows(batch)

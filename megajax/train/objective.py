@@ -15,6 +15,7 @@ from megajax.model.loss import Loss
 from megajax.model.parameters import map_parameters, with_frozen
 from megajax.model.transformer import Bert, LanguageModel, make_model, model_graph
 from megajax.parallel.layout import Layout
+from megajax.train import scaling
 from megajax.train.feed import Batch
 from megajax.train.microbatches import beside_tokens, images_of
 from megajax.train.overlap import computation_of
@@ -155,7 +156,7 @@ class Objective:
         them in fp32.
         """
         if weights is None:
-            return nnx.merge(self._graph, params), None
+            return self._merged(params), None
         computation, layout = self.computation, self.layout
         params = with_frozen(params, weights)
 
@@ -167,4 +168,12 @@ class Objective:
         ready = map_parameters(outside_layers, params, weights)
         if computation.has_head:
             ready['head'] = params['head']  # at rest until the layers gather it
-        return nnx.merge(self._graph, ready), nnx.merge(self._graph, weights)
+        return self._merged(ready), self._merged(weights)
+
+    def _merged(self, params: nnx.State) -> LanguageModel:
+        params, scales = scaling.detached(params)
+        model = nnx.merge(self._graph, params)
+        if scales:
+            for (branch, linear), of_linear in zip(scaling.LINEARS, scales, strict=True):
+                getattr(getattr(model.layers, branch), linear).scales = of_linear
+        return model

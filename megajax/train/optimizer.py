@@ -35,12 +35,12 @@ def make_schedule(optim: OptimConfig, steps: int) -> Callable[[Any], jax.Array]:
     """Return the learning rate as a function of the step, which counts from 0.
 
     It rises linearly to `lr`, which the first step after the warm-up has, and then follows
-    `optim.schedule` down to `min_lr`.
+    `optim.schedule` down to `min_lr`, which it has from `optim.decay_steps` on.
     """
-    warmup = optim.warmup_steps
+    warmup, end = optim.warmup_steps, optim.decay_steps or steps
 
     def learning_rate(step: Any) -> jax.Array:
-        progress = jnp.clip((step - warmup) / max(steps - warmup, 1), 0, 1)
+        progress = jnp.clip((step - warmup) / max(end - warmup, 1), 0, 1)
         remaining = {
             'constant': jnp.ones_like(progress),
             'linear': 1 - progress,

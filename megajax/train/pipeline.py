@@ -189,7 +189,8 @@ def _backward(carry: Carry, dy: jax.Array, tick: Tick, model: StageModel, passes
     layers, given = load(model.layers, chunk_Z), model.given(tick.backward_Z3)
     dlayers, dx = backward(layers, given, load(carry.kept, slot_Z), dy)
     begins = model.is_first_Z & (chunk_Z == 0)
-    embedded = select(begins, dx, jnp.zeros_like(dx))
+    with jax.named_scope('transpose(embedding)'):  # XLA of jax 0.12 names the gather after it
+        embedded = select(begins, dx, jnp.zeros_like(dx))
     doutside = model.embedding_gradients(tick.returned, embedded)
     return carry._replace(
         dx=dx,

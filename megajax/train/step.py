@@ -10,17 +10,18 @@ from flax import nnx
 from jax.stages import Wrapped
 
 from megajax.config import Config
-from megajax.config.overlap_rules import resolved
+from megajax.config.overlap_rules import resolved, without_order
 from megajax.miscompiles import mesh_target
 from megajax.model.parameters import trainable, with_frozen
 from megajax.model.transformer import make_model
 from megajax.parallel.layout import Layout
 from megajax.train.compiler_options import step_options
 from megajax.train.feed import Batch
-from megajax.train.gradients import make_loss_and_gradients
+from megajax.train.gradients import make_gradients
 from megajax.train.guard import Guard, init_guard, judge
 from megajax.train.loss_scale import LossScale, adjust, init_loss_scale, overflows
 from megajax.train.optimizer import make_optimizer, make_schedule
+from megajax.train.scaling import are_finite, init_recent, nothing_seen, remember, scales_of
 from megajax.train.zero import shard_over_data
 
 Metrics = dict[str, jax.Array]
@@ -36,6 +37,7 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
     guard: Guard
     loss_scale: LossScale | None  # None unless in fp16
+    recent: jax.Array | None = None  # exponents seen in fp8 (`scaling.py`), None unless in fp8
 
 
 def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
@@ -61,10 +63,17 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
             opt_state=optimizer.init(trainable(params)),
             guard=init_guard(),
             loss_scale=init_loss_scale(config),
+            recent=init_recent(config),
         )
 
     state = init(params)
     return state if params is None else state._replace(params=params)
+
+
+def in_dtype(state: TrainState, config: Config) -> TrainState:
+    """Return a state that may be of a run in bf16 or in fp8 as the config's dtype needs it."""
+    is_kept = config.train.dtype == 'fp8' and state.recent is not None
+    return state if is_kept else state._replace(recent=init_recent(config))
 
 
 def before_skipped(state: TrainState) -> TrainState:
@@ -87,13 +96,16 @@ def make_train_step(config: Config) -> Wrapped:
     """
     config = resolved(config, on_gpu=mesh_target() != 'cpu')
     optimizer, schedule = make_optimizer(config), make_schedule(config.optim, config.train.steps)
-    loss_and_gradients = make_loss_and_gradients(config)
+    gradients = make_gradients(config)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = dropout_key(config.train.seed, state.step)
-        (loss, nll), grads = loss_and_gradients(state.params, batch, key, state.loss_scale)
+        scales = None if state.recent is None else scales_of(state.recent)
+        (loss, nll), grads, places = gradients(state.params, batch, key, state.loss_scale, scales)
         with jax.named_scope('optimizer'):
             grad_norm = optax.tree.norm(grads)
+            if places is not None:
+                grad_norm = jnp.where(are_finite(places), grad_norm, jnp.nan)
             overflow = overflows(state.loss_scale, loss, grad_norm)
             verdict, guard = judge(
                 state.guard,
@@ -120,8 +132,11 @@ def make_train_step(config: Config) -> Wrapped:
         if state.loss_scale is not None:
             metrics['loss_scale'] = state.loss_scale.value
         loss_scale = adjust(state.loss_scale, overflow)
+        recent = state.recent
+        if recent is not None and places is not None:
+            recent = jnp.where(verdict.taken, remember(recent, places), recent)
         return TrainState(
-            state.step + 1, state.batches + 1, params, opt_state, guard, loss_scale
+            state.step + 1, state.batches + 1, params, opt_state, guard, loss_scale, recent
         ), metrics
 
     return jax.jit(train_step, donate_argnums=0, compiler_options=step_options(config))
@@ -134,3 +149,20 @@ def dropout_key(seed: int, step: jax.Array | int) -> jax.Array:
     their masks with the keys that the parameters were initialised with.
     """
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), DROPOUT), step)
+
+
+def make_calibration(config: Config) -> Wrapped:
+    """Return `calibrate(params, step, batch) -> recent`, the first state of a run's scales in fp8.
+
+    It has the exponents of a batch in the passes of a step in bfloat16, in a loop over layers,
+    which compiles soon.
+    """
+    config = without_order(config)
+    gradients = make_gradients(config)
+
+    def calibrate(params: nnx.State, step: jax.Array, batch: Batch) -> jax.Array:
+        _, _, places = gradients(params, batch, dropout_key(config.train.seed, step))
+        assert places is not None
+        return remember(nothing_seen(config), places)
+
+    return jax.jit(calibrate, compiler_options=step_options(config))

@@ -23,11 +23,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from megajax.config import Config
-from megajax.config.overlap_rules import gathers_ahead, has_head, rung
+from megajax.config.overlap_rules import gathers_ahead, has_head, is_apart, rung
 from megajax.counts.declaration import Parameter
 from megajax.model import at_rest
 from megajax.model.at_rest import reduced_in_backward
+from megajax.model.fp8 import cast
 from megajax.model.gradient_slot import separate
+from megajax.model.ordered.apart import Stack, apart, together
 from megajax.model.parameters import map_parameters, trainable
 from megajax.model.shard_copies import copied_dims
 from megajax.parallel.layout import Axes, Layout
@@ -47,33 +49,39 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
 
     The others of ZeRO-3 are returned as they are; a step gathers them where it uses them.
     """
-    shard, dtype = config.optim.shard, config.train.dtype
-    if not layout.at_rest:
-        return params
+    shard, dtype = config.optim.shard, config.train.compute_dtype
 
-    def gathered(declared: Parameter, x: jax.Array) -> jax.Array:
+    def gathered(declared: Parameter, x: jax.Array) -> Stack:
         is_whole = shard == 'none' and not declared.is_of_encoder
         is_ahead = gathers_ahead(config) and declared.is_stacked
         is_gathered_later = (shard == 'weights' or is_ahead) and declared.is_in_microbatches
-        if not declared.is_matrix or is_whole or is_gathered_later:
+        if not declared.is_matrix or is_gathered_later:
             return x
-        return at_rest.gather(x.astype(dtype), declared.dims, layout)
+        weight = x if is_whole else at_rest.gather(cast(x, dtype), declared.dims, layout)
+        if not is_apart(config) or not declared.is_stacked:
+            return weight
+        return tuple(cast(of_layer, dtype) for of_layer in apart(weight))
 
     with jax.named_scope('parameters'):
         weights = map_parameters(gathered, params)
     if has_head(config):
         weights['head'] = params['head']
+    elif is_apart(config) and 'head' in weights:
+        # Else each microbatch casts it. A table that is also looked up is looked up in fp32.
+        weights['head'] = params['head'].replace(weights['head'].get_value().astype(dtype))
     return weights
 
 
-def weights_and_primals(params: Any, config: Config, layout: Layout) -> tuple[Any | None, Any]:
+def weights_and_primals(
+    params: Any, config: Config, layout: Layout, narrow: Any
+) -> tuple[Any | None, Any]:
     """Return the weights to compute with, and the tree to differentiate with respect to.
 
     The latter has the matrices at rest whose gradients the backward pass sums over `data`, and
     gradient slots for the others. Both are as `gradient_slot.separate` returns them; frozen
-    parameters are among the weights alone.
+    parameters are among the weights alone. `narrow` are the parameters to compute with in fp8.
     """
-    gathered = gather_once(params, config, layout)
+    gathered = gather_once(narrow, config, layout)
     weights, slots = separate(gathered)
     if config.vision is not None and config.vision.freeze:
         weights, params, slots = gathered, trainable(params), trainable(slots)
@@ -102,7 +110,11 @@ def zero_gradients(primals: Any, config: Config, layout: Layout) -> Any:
     sums over `data` are placed as the matrices at rest, for each replica.
     """
 
-    def zeros(declared: Parameter, x: jax.Array) -> jax.Array:
+    def zeros(declared: Parameter, x: Stack) -> Stack:
+        if isinstance(x, tuple):
+            spec = layout.stacked(declared.dims_of_layer, layout.mapped)
+            shape = *layout.sizes_of(layout.mapped), *x[0].shape
+            return tuple(jnp.zeros(shape, of_layer.dtype, out_sharding=spec) for of_layer in x)
         is_summed = reduced_in_backward(declared, rung(config))
         stack = layout.mapped[:-1] if is_summed else layout.mapped
         spec = layout.stacked(copied_dims(declared, layout), stack, at_rest=is_summed)
@@ -120,7 +132,8 @@ def sum_over_data(gradients: Any, config: Config, layout: Layout) -> Any:
     """
     dtype = config.optim.reduce_dtype
 
-    def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
+    def add(declared: Parameter, gradients: Stack) -> jax.Array:
+        gradient = together(gradients, axis=len(layout.mapped))
         dims = copied_dims(declared, layout)
         if declared.is_of_encoder:
             return _sum_over_images(gradient, declared, layout, dtype)

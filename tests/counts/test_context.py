@@ -20,6 +20,7 @@ def config(*overrides: str, context: int = 4, exchange: str = 'gather', model: i
             *('train.recompute=none', 'mesh.data=1', f'mesh.model={model}'),
             *(f'mesh.context={context}', f'mesh.context_exchange={exchange}'),
             *('train.batch_size=2', 'train.microbatches=2'),
+            *('mesh.sequence_parallel=true', 'optim.shard=none'),
             *overrides,
         ],
     )

@@ -12,6 +12,7 @@ from megajax.counts.parameters import megatron_counts, own_counts
 
 def config(*overrides: str, preset: str = 'llama3_8b') -> Config:
     base = ['mesh.data=8', 'mesh.model=1', 'train.batch_size=64', 'train.microbatches=4']
+    base += ['mesh.sequence_parallel=true', 'train.recompute=full', 'optim.shard=none']
     return megajax.load(preset, [*base, 'train.seq_len=512', 'train.dtype=bfloat16', *overrides])
 
 

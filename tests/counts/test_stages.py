@@ -22,7 +22,7 @@ def config(*overrides: str, stages: int = 4, data: int = 2, microbatches: int = 
         [
             *('train.seq_len=4096', 'train.dtype=bfloat16', 'train.recompute=none'),
             *(f'mesh.stages={stages}', f'mesh.data={data}', 'mesh.model=8'),
-            'mesh.sequence_parallel=true',
+            *('mesh.sequence_parallel=true', 'optim.shard=none'),
             f'train.batch_size={data * microbatches}',
             f'train.microbatches={microbatches}',
             *overrides,

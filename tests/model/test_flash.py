@@ -18,6 +18,7 @@ from support import (
 )
 
 from megajax.model import attention, flash
+from megajax.model.kernels import KERNELS
 from megajax.parallel.layout import Layout
 from megajax.train.feed import place_batch
 from megajax.train.gradients import make_loss_and_gradients
@@ -53,15 +54,13 @@ def test_the_kernel_sees_the_rows_and_heads_of_its_device_and_changes_nothing(
     name, data, model, microbatches, documents, monkeypatch
 ):
     loss, gradients = loss_and_gradients(name, data, model, microbatches, documents)
-    seen = []
-    on_gpu = jax.nn.dot_product_attention
+    seen, on_cpu = [], KERNELS['xla']
 
-    def kernel(q, k, v, *, implementation, **arguments):
-        assert implementation == 'cudnn'
+    def forward(q, k, v, *rest):
         seen.append(q.shape)
-        return on_gpu(q, k, v, implementation='xla', **arguments)
+        return on_cpu.forward(q, k, v, *rest)
 
-    monkeypatch.setattr(jax.nn, 'dot_product_attention', kernel)
+    monkeypatch.setitem(KERNELS, 'cudnn', on_cpu._replace(forward=forward))
     monkeypatch.setattr(attention, 'can_flash', lambda *_: True)
     flash_loss, flash_gradients = loss_and_gradients(name, data, model, microbatches, documents)
     assert set(seen) == {(8 // data // microbatches, 32, 8 // model, seen[0][-1])}

@@ -10,7 +10,7 @@ import optax
 import pytest
 from support import make_config, on_mesh, relative_error
 
-from megajax.counts.chunks import CHUNK_BYTES
+from megajax.counts.chunks import CPU_CHUNK_BYTES
 from megajax.model import loss as loss_module
 from megajax.model.loss import Loss
 from megajax.parallel.layout import Layout
@@ -96,7 +96,7 @@ def test_chunks_change_nothing(place, monkeypatch):
     whole = sums_and_gradients(place, 0.1, 1e-2)
     chunks = []
     split = loss_module._chunks
-    monkeypatch.setattr('megajax.counts.chunks.CHUNK_BYTES', 1)
+    monkeypatch.setattr('megajax.counts.chunks.CPU_CHUNK_BYTES', 1)
     monkeypatch.setattr(loss_module, '_chunks', lambda *a: chunks.append(split(*a)) or chunks[-1])
     chunked = sums_and_gradients(place, 0.1, 1e-2)
     assert len(chunks[0][0]) == (
@@ -128,9 +128,9 @@ def test_the_fewest_chunks_are_made_whose_logits_fit(
     count, tokens = len(chunks), length // layout.num_shards('T')
     logit_bytes = 4 * rows * length * vocab // shards
     assert 4 * math.prod(chunks.shape[1:]) * vocab // shards == logit_bytes // count
-    assert logit_bytes <= count * CHUNK_BYTES
+    assert logit_bytes <= count * CPU_CHUNK_BYTES
     assert not any(
-        logit_bytes <= fewer * CHUNK_BYTES for fewer in range(1, count) if tokens % fewer == 0
+        logit_bytes <= fewer * CPU_CHUNK_BYTES for fewer in range(1, count) if tokens % fewer == 0
     )
 
 

@@ -87,8 +87,8 @@ def test_an_image_does_not_see_what_stands_in_the_empty_places_of_its_slot() -> 
     pixels = random.integers(256, size=(2, 24, 12)).astype(np.uint8)
     grid = jnp.array([[4, 4], [2, 2]])
     with on_mesh(make_config('llama')):
-        encoder = Encoder(config, key=jax.random.key(0))
-        encode = jax.jit(functools.partial(encoded, encoder, config))
+        make = functools.partial(Encoder, config, key=jax.random.key(0))
+        encode = jax.jit(lambda pixels, grid: encoded(make(), config, pixels, grid))
         first = encode(pixels, grid)
         pixels[0, 16:], pixels[1, 4:] = 0, 255
         second = encode(pixels, grid)

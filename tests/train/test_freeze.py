@@ -206,7 +206,8 @@ def test_a_resumed_run_freezes_the_same_parts_and_an_import_any(tmp_path: Path) 
     assert {part_of(name) for name in moments} == {'encoder', 'merger'}
 
 
-@pytest.mark.parametrize('shard', ['optimizer', slow('weights')])
+@pytest.mark.slow
+@pytest.mark.parametrize('shard', ['optimizer', 'weights'])
 def test_a_checkpoint_holds_all_weights_and_resumes_to_the_bit(tmp_path: Path, shard: str) -> None:
     config = vlm(2, 2, vision={'freeze': ('encoder', 'merger')}, optim={'shard': shard})
     with on_mesh(config):

@@ -42,14 +42,15 @@ def test_loss_and_gradients_are_those_of_one_dimension(setting: Setting, twin: s
     assert_close(gradients, expected, LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'setting',
     [
         grid('llama', 2, 2, data=2, shard='weights', recompute='full', overlap='batch_split'),
-        slow(grid('gpt', 2, 2, data=2, shard='weights', recompute='selective')),
-        slow(grid('llama', 2, 2, data=2, shard='gradients', microbatches=2, dtype='bfloat16')),
-        slow(grid('gpt', 2, 2, data=2, shard='optimizer', overlap='batch_split')),
-        slow(grid('llama', 2, 1, data=4, shard='weights', replicas=2)),
+        grid('gpt', 2, 2, data=2, shard='weights', recompute='selective'),
+        grid('llama', 2, 2, data=2, shard='gradients', microbatches=2, dtype='bfloat16'),
+        grid('gpt', 2, 2, data=2, shard='optimizer', overlap='batch_split'),
+        grid('llama', 2, 1, data=4, shard='weights', replicas=2),
     ],
     ids=str,
 )
@@ -59,10 +60,13 @@ def test_rungs_of_zero_change_nothing_in_a_grid(setting: Setting) -> None:
     )
     # Without replicas to the bit; the sum over replicas has another order.
     assert relative_error(loss, expected_loss) <= (1e-6 if setting.replicas > 1 else 0)
-    assert_close(gradients, expected, 1e-6)
+    # In bf16 one rounding that falls the other way shows in the norms of queries and keys, whose
+    # gradients are small sums of tokens that nearly cancel: 5e-6, where meshes differ by 1e-2.
+    assert_close(gradients, expected, 1e-6 if setting.dtype == 'float32' else LIMIT)
     assert evaluate(setting) == pytest.approx(evaluate(setting.unsharded), rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'setting',
     [

@@ -54,7 +54,7 @@ def compositions(draw: Any, name: str) -> Setting:
     ('name', 'start', 'examples'),
     [
         slow('gpt', SEED, 8),
-        slow('llama', SEED, 8),
+        exhaustive('llama', SEED, 8),
         exhaustive('gpt', SEED + 1, 40),
         exhaustive('llama', SEED + 1, 40),
     ],

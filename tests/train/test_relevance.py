@@ -9,7 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import assert_close, gather, make_batch, on_mesh, random_params, relative_error, slow
+from support import (
+    assert_close,
+    exhaustive,
+    gather,
+    make_batch,
+    on_mesh,
+    random_params,
+    relative_error,
+    slow,
+)
 from vlm import RELEVANCE, SP, relevant
 
 from megajax.config import Config
@@ -69,11 +78,11 @@ def results(config: Config) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
     'config',
     [
         slow(relevant(2, 2, **SP)),
-        slow(relevant(1, 4)),
-        slow(relevant(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
-        slow(relevant(2, 4, **SP, relevance={'scorer_shards': 2})),
+        exhaustive(relevant(1, 4)),
+        exhaustive(relevant(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
+        exhaustive(relevant(2, 4, **SP, relevance={'scorer_shards': 2})),
         slow(relevant(1, 8, train={'recompute': 'full'})),
-        slow(relevant(2, 2, **SP, vision={'channels': 'texture'})),
+        exhaustive(relevant(2, 2, **SP, vision={'channels': 'texture'})),
         slow(relevant(2, 2, crossed=True, train={'seq_len': 32})),
     ],
     ids=lambda config: f'{config.mesh.data}x{config.mesh.model}',
@@ -92,6 +101,7 @@ def test_levels_loss_and_gradients_are_those_of_one_device(config: Config) -> No
     assert_close(gradients, expected, 2 * LIMIT if config.vision.is_crossed else LIMIT)
 
 
+@pytest.mark.slow
 def test_every_parameter_of_relevance_learns_and_the_budget_is_spent() -> None:
     _, gradients, level = results(relevant(2, 2, **SP))
     learned = {name: x for name, x in gradients.items() if name.startswith('relevance.')}

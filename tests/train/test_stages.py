@@ -27,10 +27,11 @@ SP = {'sequence_parallel': True}
 @pytest.mark.parametrize(
     'setting',
     [
-        staged('llama', 2, 2, model=2, data=2, **SP),
+        staged('llama', 2, model=2, **SP),
+        slow(staged('llama', 2, 2, model=2, data=2, **SP)),
         exhaustive(staged('gpt', 2)),
         exhaustive(staged('gpt', 2, model=2, num_layers=4, recompute='full')),
-        slow(staged('gpt', 2, 2, data=2, recompute='selective')),
+        exhaustive(staged('gpt', 2, 2, data=2, recompute='selective')),
         exhaustive(staged('gpt', 4, model=2, **SP)),
         exhaustive(staged('gpt', 4, 2, recompute='full')),
         exhaustive(staged('gpt', 4, 2, model=2, **SP)),
@@ -40,7 +41,7 @@ SP = {'sequence_parallel': True}
         slow(staged('gpt', 2, 2, model=2, schedule='gpipe', recompute='full', **SP)),
         exhaustive(staged('gpt', 2, model=2, data=2, schedule='gpipe', recompute='selective')),
         slow(staged('gpt', 2, 3, microbatches=6, overlap='batch_split')),
-        slow(staged('llama', 4, data=2, microbatches=6, recompute='full')),
+        exhaustive(staged('llama', 4, data=2, microbatches=6, recompute='full')),
         exhaustive(staged('llama', 4, 2, model=2, schedule='gpipe', **SP)),
         exhaustive(staged('llama', 8, microbatches=8)),
         slow(staged('bert', 2, 2, model=2, data=2, **SP)),
@@ -64,7 +65,7 @@ def test_loss_and_gradients_are_those_without_stages(setting: Setting) -> None:
         exhaustive(staged('gpt', 2, 2, data=2, shard='optimizer')),
         staged('llama', 2, data=3, shard='optimizer', **SP, microbatches=2),  # padded shards
         exhaustive(staged('llama', 2, data=4, shard='optimizer', replicas=2, microbatches=2)),
-        staged('gpt', 4, data=2, shard='optimizer', dtype='bfloat16'),
+        exhaustive(staged('gpt', 4, data=2, shard='optimizer', dtype='bfloat16')),
     ],
     ids=str,
 )
@@ -77,7 +78,7 @@ def test_zero_changes_nothing_on_stages(setting: Setting) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
+@pytest.mark.parametrize('dtype', ['bfloat16', exhaustive('float16')])
 def test_in_16_bits_losses_and_gradients_differ_by_rounding_alone(dtype: str) -> None:
     setting = staged('llama', 2, 2, model=2, dtype=dtype, **SP)
     (expected_loss, expected), (loss, gradients) = map(

@@ -12,6 +12,7 @@ from flax import nnx
 from support import (
     assert_close,
     by_name,
+    exhaustive,
     gather,
     make_batch,
     make_config,
@@ -57,7 +58,7 @@ def test_four_microbatches_have_the_loss_and_gradients_of_one_with_dropout_on(me
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('sequence_parallel', [False, True], ids=['tp', 'sp'])
+@pytest.mark.parametrize('sequence_parallel', [exhaustive(False), True], ids=['tp', 'sp'])
 def test_halves_that_take_turns_change_nothing(sequence_parallel):
     assert_same_as_plain(
         make_config(
@@ -155,6 +156,8 @@ STEPS, WARMUP, LR, LOW = 100, 10, 1e-3, 1e-4
 def test_learning_rate(schedule, step, expected):
     optim = OptimConfig(lr=LR, min_lr=LOW, warmup_steps=WARMUP, schedule=schedule)
     assert float(make_schedule(optim, STEPS)(step)) == pytest.approx(expected, rel=2e-5)
+    longer = make_schedule(optim.model_copy(update={'decay_steps': STEPS}), 5 * STEPS)
+    assert float(longer(step)) == pytest.approx(expected, rel=2e-5)
 
 
 @pytest.mark.parametrize('name', ['gpt', 'llama'])

@@ -66,17 +66,17 @@ cross = functools.partial(vlm, crossed=True)
         exhaustive(vlm(2, 1, **TWICE)),
         exhaustive(vlm(1, 2)),
         exhaustive(vlm(2, 4)),
-        slow(vlm(4, 2, **SP, train={'microbatches': 2, 'recompute': 'full'})),
+        exhaustive(vlm(4, 2, **SP, train={'microbatches': 2, 'recompute': 'full'})),
         slow(vlm(1, 8, **SP)),
         exhaustive(vlm(1, 8, **TWICE)),
-        slow(vlm(8, 1)),
+        exhaustive(vlm(8, 1)),
         slow(vlm(1, 4, **SP, **TWICE)),
         exhaustive(vlm(2, 2, **SP, optim={'shard': 'optimizer'})),
-        slow(vlm(4, 2, optim={'shard': 'gradients'}, **TWICE)),
+        exhaustive(vlm(4, 2, optim={'shard': 'gradients'}, **TWICE)),
         slow(vlm(3, 2, **SP, optim={'shard': 'weights'}, train={'batch_size': 24})),
         exhaustive(vlm(2, 2, **SP, train={'overlap': 'batch_split', 'recompute': 'selective'})),
-        cross(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'}),
-        slow(cross(1, 4, **TWICE)),
+        slow(cross(2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
+        exhaustive(cross(1, 4, **TWICE)),
         exhaustive(cross(2, 2)),
         exhaustive(cross(1, 8, **SP)),
         slow(cross(2, 2, **SP, model={'dropout': 0.1}, **TWICE)),
@@ -84,7 +84,7 @@ cross = functools.partial(vlm, crossed=True)
         slow(cross(3, 2, **SP, train={'batch_size': 24})),
         exhaustive(cross(2, 2, **SP, optim={'shard': 'optimizer'})),
         exhaustive(cross(4, 2, optim={'shard': 'gradients'}, **TWICE)),
-        slow(cross(4, 2, mesh={'replicas': 2}, optim={'shard': 'weights'})),
+        exhaustive(cross(4, 2, mesh={'replicas': 2}, optim={'shard': 'weights'})),
         slow(cross(2, 2, **SP, train={'overlap': 'batch_split', 'recompute': 'selective'})),
     ],
     ids=lambda config: f'{config.mesh.data}x{config.mesh.model}',
@@ -150,6 +150,7 @@ def test_without_images_it_is_the_text_model_to_the_bit() -> None:
     assert loss(config, batch) == loss(text, of_text)
 
 
+@pytest.mark.slow
 def test_the_encoder_communicates_nothing_and_its_vectors_are_gathered_once() -> None:
     config = vlm(2, 4, **SP, vision={'deepstack': (0, 1)})
     with on_mesh(config):

@@ -119,11 +119,12 @@ def test_replicas_change_nothing(setting: Setting, replicas: int) -> None:
     assert_as_unsharded(setting._replace(replicas=replicas))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'setting',
     [
         Setting('gpt', 4, 2, 'weights', replicas=2, **SP, recompute='full'),
-        slow(Setting('llama', 4, 1, 'none', microbatches=4)),
+        Setting('llama', 4, 1, 'none', microbatches=4),
         *(exhaustive(Setting('llama', 4, 1, shard, microbatches=4)) for shard in RUNGS),
     ],
     ids=str,
@@ -269,7 +270,7 @@ def test_a_step_sends_what_megatrons_distributed_optimizer_sends(name: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('recompute', ['none', 'full'])
+@pytest.mark.parametrize('recompute', [exhaustive('none'), 'full'])
 def test_each_rung_holds_less_than_the_one_below(recompute: str) -> None:
     sizes = {'num_layers': 16, 'hidden_size': 256, 'vocab_size': 1000}
     train = {'dtype': 'bfloat16', 'recompute': recompute}

@@ -5,6 +5,8 @@ from functools import partial
 
 import jax
 
+from megajax.model import fp8
+from megajax.model.fp8 import Quantized
 from megajax.model.ordered.branch import Branch, Modules
 from megajax.model.ordered.clock import Box, Clock
 from megajax.model.ordered.matrices import Key, Matrix
@@ -27,6 +29,7 @@ class Gradients:
         self._head, self._of_head = head[0], Box(head[1])
         self._matrices: dict[Key, Box] = {}
         self._num_added = Counter[Key]()
+        self._counts: dict[Key, jax.Array] = {}  # of operands in fp8
         self._vectors = defaultdict[int, list[Box]](list)
 
     def add(self, branch: Branch, linear: str, x: Box, dy: Box) -> None:
@@ -35,6 +38,8 @@ class Gradients:
         After that of the last part the sum over `data` begins, if the backward pass has one.
         """
         key = branch.place, linear
+        if key not in self._matrices and (total := branch.total(linear)) is not None:
+            self._matrices[key] = Box(total)
         before = [self._matrices[key]] if key in self._matrices else []
         step = partial(branch.gradient_of_weight, linear)
         self._matrices[key] = self._clock.tick(branch.scope, step, x, dy, *before)
@@ -43,6 +48,10 @@ class Gradients:
             reduce = partial(self._head.reduced, self._reduce_dtype)
             self._of_head = self._clock.send(self._head.scope, reduce, self._of_head)
         self._num_added[key] += 1
+        if isinstance(x.value, Quantized):
+            self._counts[key] = fp8.counts(x.value.counts, dy.value.counts) + self._counts.get(
+                key, 0
+            )
         if self._reduce_dtype is not None and self._num_added[key] == self._num_parts:
             if later := self._after(branch, linear):
                 # That of the layer after it is done: one at a time is under way, and in memory.
@@ -73,4 +82,9 @@ class Gradients:
         )
         vectors = [box.value for box in self._vectors[branch.place]]
         total = jax.tree.map(lambda *each: sum(each[1:], each[0]), *vectors)
-        return branch.gradients(total, first, second)
+        counts = (
+            [self._counts[branch.place, linear] for linear in ('first', 'second')]
+            if self._counts
+            else None
+        )
+        return branch.gradients(total, first, second, counts)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.typing import DTypeLike
 
-from megajax.model import at_rest
+from megajax.model import at_rest, fp8
 from megajax.model.ordered.clock import Box, Clock
 from megajax.parallel.layout import Layout
 
@@ -29,7 +29,7 @@ class Matrix:
 
     def own(self, stored: jax.Array) -> jax.Array:
         """Return the matrix in the dtype of the computation."""
-        return (stored if self.index is None else stored[self.index]).astype(self.dtype)
+        return fp8.cast(stored if self.index is None else stored[self.index], self.dtype)
 
     def gathered(self, own: jax.Array) -> jax.Array:
         """Gather the matrix over `data`."""

@@ -19,6 +19,7 @@ from megajax.config import ModelConfig
 from megajax.model.block import Block, parts_of_rows
 from megajax.model.computation import Computation
 from megajax.model.dropout import fold_in
+from megajax.model.ordered.apart import holds_totals, of_all, of_layer
 from megajax.model.ordered.branch import Branch, Modules, RowArrays, modules_of, replaced, select
 from megajax.model.ordered.clock import Box, Clock, in_turn
 from megajax.model.ordered.gradients import Gradients
@@ -83,11 +84,10 @@ class Order:
             dxs_BTD, dhead_Vd, modules = self._backward(
                 *gradients, kept, self._branches(*given), self._head(head_Vd)
             )
-            block = jax.tree.map(lambda w: w[0], given[0])
+            block = of_layer(given[0], 0)
             pairs = zip(modules[::2], modules[1::2], strict=True)
             blocks = [replaced(block, attention, mlp) for attention, mlp in pairs]
-            of_layers = jax.tree.map(lambda *of_blocks: jnp.stack(of_blocks), *blocks)
-            return dxs_BTD, dhead_Vd, of_layers, None, None, None
+            return dxs_BTD, dhead_Vd, of_all(given[0], blocks), None, None, None
 
         run.defvjp(forward, backward)
         if self.computation.unroll:
@@ -112,13 +112,16 @@ class Order:
         self, layers: Block, weights: Block | None, rows: Sequence[RowArrays], first: Any
     ) -> list[list[Branch]]:
         """The branches of all layers in turn, for each part of the rows."""
-        count = len(jax.tree.leaves(layers)[0])
-        blocks = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(count)]
-        stacked = [select(modules_of(weights or layers, name), matrices=True) for name in BRANCHES]
+        count = len(layers.attention_norm.weight[...])
+        blocks = [of_layer(layers, index) for index in range(count)]
+        used = [modules_of(weights or layers, name) for name in BRANCHES]
+        stacked = [select(modules, matrices=True) for modules in used]
+        is_added = holds_totals(layers, weights)
+        totals = [modules_of(layers, name) if is_added else None for name in BRANCHES]
 
         def of_part(rows: RowArrays) -> Iterator[Branch]:
             for index, block in enumerate(blocks):
-                of_layer = rows._replace(key_B=fold_in(rows.key_B, first + index))
+                with_keys = rows._replace(key_B=fold_in(rows.key_B, first + index))
                 for offset, name in enumerate(BRANCHES):
                     yield Branch(
                         place=2 * index + offset,
@@ -126,11 +129,13 @@ class Order:
                         scope=name,
                         vectors=select(modules_of(block, name), matrices=False),
                         matrices=stacked[offset],
-                        rows=of_layer,
+                        totals=totals[offset],
+                        rows=with_keys,
                         config=self.config,
                         layout=self.layout,
                         dtype=self.computation.dtype,
                         recompute=self.computation.recompute == 'selective',
+                        scales=_scales(used[offset], index),
                     )
 
         return [[*of_part(part)] for part in rows]
@@ -150,7 +155,9 @@ class Order:
         kept = [[Kept(*(box.value for box in each)) for each in kept] for _, kept in results]
         if self.computation.recompute == 'full':
             kept = [[each.x_BTD for each in of_part[::2]] for of_part in kept]
-        gathered = matrices.values() if self.computation.gathers_ahead else {}
+        else:  # the norm's transpose has x
+            kept = [[each._replace(x_BTD=None) for each in of_part] for of_part in kept]
+        gathered = matrices.values() if self._keeps_matrices else {}
         head_Vd = matrices(head).value.astype(jnp.float32) if head else None
         return (tuple(x.value for x, _ in results), head_Vd), (kept, gathered)
 
@@ -191,7 +198,22 @@ class Order:
         return self.computation.shard == 'weights' or self.computation.gathers_ahead
 
     @property
+    def _keeps_matrices(self) -> bool:
+        """Whether the backward pass has the matrices as the forward pass gathered or cast them."""
+        computation = self.computation
+        is_cast_here = computation.shard == 'none' and computation.dtype != 'float32'
+        return computation.gathers_ahead or (computation.unroll and is_cast_here)
+
+    @property
     def _reduce_dtype(self) -> str | None:
         """The dtype in which the backward pass sums gradients over `data`, if it does."""
         is_reduced = self.computation.shard in ('gradients', 'weights')
         return self.computation.reduce_dtype if is_reduced else None
+
+
+def _scales(modules: Modules, index: int) -> tuple[jax.Array, jax.Array] | None:
+    """The scales [operand] of a layer's two products in a branch, in fp8."""
+    first, second = modules.first.scales, modules.second.scales
+    if first is None or second is None:
+        return None
+    return first.get_value()[index], second.get_value()[index]

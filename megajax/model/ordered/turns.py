@@ -22,6 +22,7 @@ class Kept(NamedTuple):
     """The values that a branch keeps of a part for its backward pass, in boxes or as arrays."""
 
     x_BTD: Any
+    enter: Any  # the transpose of the norm
     h_BSD: Any  # the input of the first product
     pull: Any  # the transpose of what is between the products
     z: Any  # the input of the second product
@@ -31,7 +32,7 @@ class Pending(NamedTuple):
     """A branch that has sent the gradient of what its norm returned."""
 
     branch: Branch
-    x_BTD: Box
+    enter: Box
     dh_BTD: Box
 
 
@@ -49,7 +50,11 @@ class Turns:
         self._meetings = defaultdict[int, Meeting](lambda: Meeting(num_parts))
 
     def forward(
-        self, part: int, x: Box, branches: Sequence[Branch], entered: Box | None = None
+        self,
+        part: int,
+        x: Box,
+        branches: Sequence[Branch],
+        entered: tuple[Box, Box] | None = None,
     ) -> Steps:
         """Return the residual stream and what each branch keeps.
 
@@ -57,19 +62,19 @@ class Turns:
         products of the last one.
         """
         clock, kept = self.clock, list[Kept]()
-        h = entered or self._enter(branches[0], x)
+        h, enter = entered or self._enter(branches[0], x)
         for branch, after in zip(branches, [*branches[1:], None], strict=True):
             if branch.place > branches[0].place and branch.is_scattered:
                 h = clock.send(branch.scope, branch.gather, h)
             if entered and after is None:
-                return x, [*kept, Kept(x, h, None, None)]
+                return x, [*kept, Kept(x, enter, h, None, None)]
             if branch.is_scattered:
                 yield
             y = self._first(branch, h)
             if branch.is_scattered:
                 yield
             pull, z = yield from self._middle(part, branch, y)
-            kept.append(Kept(x, h, pull, z))
+            kept.append(Kept(x, enter, h, pull, z))
             sums = clock.tick(
                 branch.scope, branch.second, self.matrices(branch.matrix('second')), z
             )
@@ -77,12 +82,14 @@ class Turns:
             total = clock.send(branch.scope, branch.sum, sums)
             yield
             x, *normed = clock.ticks(branch.scope, partial(_turn, branch, after), x, total)
-            h = normed[0] if normed else x
+            if normed:
+                h, enter = normed
         return x, kept
 
-    def _enter(self, branch: Branch, x: Box) -> Box:
-        h = self.clock.tick(branch.scope, partial(branch.enter, branch.vectors), x)
-        return self.clock.send(branch.scope, branch.gather, h) if branch.is_scattered else h
+    def _enter(self, branch: Branch, x: Box) -> tuple[Box, Box]:
+        """Return the first product's input and the transpose of the norm."""
+        h, pull = self.clock.ticks(branch.scope, branch.enter, x)
+        return self.clock.send(branch.scope, branch.gather, h) if branch.is_scattered else h, pull
 
     def _first(self, branch: Branch, h: Box) -> Box:
         return self.clock.tick(branch.scope, branch.first, self.matrices(branch.matrix('first')), h)
@@ -119,7 +126,7 @@ class Turns:
                     # What the layer before this one gathers again runs beside these products.
                     entered = self._enter(again[first - 2], kept[first // 2 - 1])
                 dh = yield from self._products_back(part, branch, of_branch, dy, gradients)
-                pending = Pending(branch, of_branch.x_BTD, dh)
+                pending = Pending(branch, of_branch.enter, dh)
         self._do_one(part)
         dx, _ = self._turn_back(pending, None, dx, gradients)
         return dx
@@ -141,7 +148,7 @@ class Turns:
         if branch.is_scattered:
             yield
         pulls = [] if kept.pull.value is None else [kept.pull]
-        *dys, vectors = yield from self._together(part, branch, _pull, *pulls, dz)
+        *dys, vectors = yield from self._together(part, branch, branch.pull_middle, *pulls, dz)
         d_first = dys[part % len(dys)]
         if pulls:
             gradients.add_vectors(branch, vectors)
@@ -163,17 +170,18 @@ class Turns:
         turned = pending.branch if pending else branch
         assert turned is not None
 
-        def step(dx_BTD: jax.Array, *sent: jax.Array) -> Sequence[Any]:
+        def step(dx_BTD: jax.Array, *sent: Any) -> Sequence[Any]:
             vectors = list[Modules]()
             if pending:
-                entered_BTD, of_norm = pending.branch.gradient_of_enter(*sent)
+                enter, dh_BTD = sent
+                of_norm, entered_BTD = enter(dh_BTD)
                 dx_BTD, vectors = dx_BTD + entered_BTD, [of_norm]
             if branch is None:
                 return dx_BTD, *vectors
             dy_BTD, of_leave = branch.gradient_of_leave(dx_BTD)
             return dx_BTD, *vectors, of_leave, dy_BTD
 
-        sent = [pending.x_BTD, pending.dh_BTD] if pending else []
+        sent = [pending.enter, pending.dh_BTD] if pending else []
         dx, *results = self.clock.ticks(turned.scope, step, dx, *sent)
         if pending:
             gradients.add_vectors(pending.branch, results.pop(0))
@@ -218,12 +226,7 @@ class Turns:
 
 def _turn(
     branch: Branch, after: Branch | None, x_BTD: jax.Array, y_BTD: jax.Array
-) -> Sequence[jax.Array]:
+) -> Sequence[Any]:
     """Leave a branch and enter the one after it."""
     x_BTD = branch.leave(branch.vectors, x_BTD, y_BTD)
-    return (x_BTD,) if after is None else (x_BTD, after.enter(after.vectors, x_BTD))
-
-
-def _pull(pull: Any, *dzs: jax.Array) -> Sequence[Any]:
-    vectors, *d_first = pull(dzs)
-    return *d_first, vectors
+    return (x_BTD,) if after is None else (x_BTD, *after.enter(x_BTD))

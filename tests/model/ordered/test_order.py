@@ -4,10 +4,18 @@ The loss is equal to the bit; errors of gradients are relative to the largest el
 """
 
 from importlib.metadata import version
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from steps import Setting, loss_and_gradients
 from support import assert_close, exhaustive, slow
+
+from megajax.counts.declaration import Parameter
+from megajax.model.ordered.apart import Stack
+from megajax.model.parameters import map_parameters
+from megajax.train import zero
 
 SP = {'sequence_parallel': True}
 
@@ -35,7 +43,7 @@ def assert_as_plain(setting: Setting) -> None:
         slow(Setting('llama', 1, 4, num_kv_heads=2)),
         slow(Setting('gpt', 2, 2, dtype='bfloat16')),  # with dropout and biases
         slow(Setting('gpt', 2, 2, **SP, recompute='full')),
-        slow(Setting('llama', 2, 2, **SP, recompute='selective', microbatches=2, rows=16)),
+        exhaustive(Setting('llama', 2, 2, **SP, recompute='selective', microbatches=2, rows=16)),
         exhaustive(Setting('bert', 2, 2, **SP)),
         exhaustive(Setting('llama', 1, 8, num_kv_heads=2, recompute='full')),
     ],
@@ -51,7 +59,7 @@ def test_halves_of_the_rows_change_nothing(setting: Setting, unroll: bool) -> No
     [
         Setting('llama', 2, 4, **SP, rows=2),  # one row a shard, with document masks
         slow(Setting('llama', 1, 4, rows=4, num_kv_heads=2)),
-        slow(Setting('gpt', 2, 2, **SP, plain=True, dtype='bfloat16', recompute='full')),
+        exhaustive(Setting('gpt', 2, 2, **SP, plain=True, dtype='bfloat16', recompute='full')),
         exhaustive(Setting('bert', 2, 2, **SP, plain=True, microbatches=2)),
     ],
     ids=str,
@@ -67,7 +75,7 @@ def test_halves_of_the_tokens_change_nothing(setting: Setting, unroll: bool) -> 
         Setting('llama', 4, 1, rows=4),  # one part: only what is sent over `data` is in order
         slow(Setting('gpt', 2, 2, **SP, recompute='full')),
         slow(Setting('llama', 3, 2, **SP, rows=24)),  # 3 divides no dim: padded at rest
-        slow(Setting('llama', 4, 2, replicas=2, microbatches=2, rows=32)),
+        exhaustive(Setting('llama', 4, 2, replicas=2, microbatches=2, rows=32)),
         exhaustive(Setting('gpt', 2, 2, dtype='bfloat16')),
     ],
     ids=str,
@@ -80,3 +88,30 @@ def test_windows_over_data_change_nothing(setting: Setting, shard: str) -> None:
 @pytest.mark.parametrize('shard', ['none', 'weights'])
 def test_layers_on_their_own_have_the_numbers_of_a_loop(shard: str) -> None:
     assert_as_plain(Setting('gpt', 2, 2, shard, **SP, unroll=True))
+
+
+@pytest.mark.parametrize(
+    'setting',
+    [
+        Setting('llama', 1, 1, microbatches=4, rows=8),
+        slow(Setting('gpt', 2, 2, **SP, microbatches=2, rows=16, overlap='batch_split')),
+        slow(Setting('llama', 2, 2, 'optimizer', microbatches=2, rows=16)),
+    ],
+    ids=str,
+)
+def test_products_that_add_to_the_gradients_of_earlier_microbatches_change_nothing(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights have slots that hold these gradients only in 16 bits; here they do in fp32."""
+    expected_loss, expected = loss_and_gradients(setting._replace(overlap='none'))
+
+    def with_slots(weights: Any) -> tuple[Any, Any]:
+        def slot(declared: Parameter, stack: Stack) -> Stack:
+            return jax.tree.map(jnp.zeros_like, stack) if isinstance(stack, tuple) else stack
+
+        return weights, map_parameters(slot, weights)
+
+    monkeypatch.setattr(zero, 'separate', with_slots)
+    loss, gradients = loss_and_gradients.__wrapped__(setting._replace(unroll=True))
+    assert loss == expected_loss
+    assert_close(gradients, expected, 1e-6)

@@ -1,0 +1,29 @@
+"""Options that a step asks of XLA, in the programs that it compiles for an H100."""
+
+import pytest
+from support import slow
+
+import megajax
+from megajax.config.overlap_rules import resolved
+from megajax.hardware.targets import has_compiler
+from megajax.hlo.program import Program
+from megajax.inspect.compile import compile_for
+
+
+@pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
+@pytest.mark.parametrize('deterministic', [slow(False), True])
+def test_a_deterministic_step_sorts_the_gradients_of_the_embedding(deterministic: bool) -> None:
+    """Otherwise they are added in the order in which they come."""
+    size = 'model.num_layers=1', 'model.vocab_size=1000', 'mesh.data=1', 'mesh.model=1'
+    keys = 'train.dtype=bfloat16', f'train.deterministic={str(deterministic).lower()}'
+    config = resolved(megajax.load('tiny', [*size, *keys]), on_gpu=True)
+    program = Program(compile_for(config, 'h100', 1).text)
+    opcodes = {
+        one.opcode
+        for computation in program.computations.values()
+        for one in computation.instructions
+    }
+    assert 'scatter' in opcodes
+    assert ('sort' in opcodes) == deterministic
