@@ -114,7 +114,7 @@ def run_on_cpu(
     """Run the program on the function's full arguments, all of them; return each result's pieces.
 
     A piece is the part of one device and its index in the full array, so all replicas are there.
-    With `exact`, 16-bit arrays are fp32 instead, arguments and results included.
+    With `exact`, arrays of 8 and 16 bits are fp32 instead, arguments and results included.
     """
     executable = compile_on_cpu(for_cpu(program.text, len(devices), exact=exact), devices)
     arrays = [
@@ -163,6 +163,6 @@ def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
 
 
 def widened(x: Any) -> Any:
-    """The array, in fp32 if it has 16 bits."""
-    narrow = x.dtype in (jnp.bfloat16, jnp.float16)
+    """The array, in fp32 if it has 8 or 16 bits."""
+    narrow = x.dtype in (jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2)
     return np.asarray(x, np.float32) if narrow else x

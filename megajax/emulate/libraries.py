@@ -26,6 +26,8 @@ def meaning(attributes: str, results: Sequence[Shape]) -> Callable[..., Arrays]:
     name = target[1] if target else ''
     if name in ('__cublas$gemm', '__cublas$lt$matmul'):
         return partial(_matmul, _gemm_config(attributes), results)
+    if name == '__cublas$lt$matmul$f8':
+        return partial(_scaled_matmul, _gemm_config(attributes), results)
     if attention := re.fullmatch(r'__cudnn\$fmha(ScaleBias)?Softmax(Backward)?', name):
         scale = re.search(r'"fmha_scale":\s*([\d.e+-]+)', attributes)
         mask = re.search(r'"mask_type":\s*"(CAUSAL|NO_MASK)"', attributes)
@@ -80,6 +82,17 @@ def _matmul(
         raise HloError(f'a product with {len(rest)} operands too many: {config}')
     outputs = [y, before_activation] if epilogue.endswith('_AUX') else [y]
     return _as_results(outputs, results)
+
+
+def _scaled_matmul(
+    config: dict, results: Sequence[Shape], a: jax.Array, b: jax.Array, *others: jax.Array
+) -> Arrays:
+    """cuBLASLt's product of 8-bit numbers; the scales of A and of B stand after C."""
+    if config.get('damax_output') or config.get('scale_mode', 1) != 1:
+        raise HloError(f'no translation for a product of 8-bit numbers like this: {config}')
+    count = 1 if config['beta'] else 0
+    c, (scale_a, scale_b, *rest) = others[:count], others[count:]
+    return _matmul(config, results, scale_a * _wide(a), scale_b * _wide(b), *c, *rest)
 
 
 def _attention(

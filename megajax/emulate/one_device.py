@@ -29,7 +29,7 @@ _CONSTRAINTS = {'sdy.sharding_constraint', 'sdy.reshard', 'sdy.propagation_barri
 _DECLARATIONS = {'sdy.mesh', 'sdy.sharding_group'}
 _MANUAL = re.compile(r'\bsdy\.manual_computation\b|@SPMDFullToShardShape\b')
 _BITS = re.compile(r'\bstablehlo\.bitcast_convert .*b?f16>')
-_NARROW = re.compile(r'tensor<(?:[^<>]*x)?b?f16(?:,|>)')
+_NARROW = re.compile(r'tensor<(?:[^<>]*x)?(?:b?f16|f8\w+)(?:,|>)')
 
 
 class CpuModule:
@@ -97,7 +97,7 @@ def _is_sharding_call(operation: Any) -> bool:
 
 
 def _widen(module: ir.Module) -> None:
-    """Turn 16-bit arrays into fp32; constants keep their values, rounded to 16 bits."""
+    """Turn arrays of 8 and 16 bits into fp32; constants keep their values, rounded."""
     for operation in _operations(module):
         inner = operation.operation
         if inner.name == 'stablehlo.constant' and _wide(inner.result.type) != inner.result.type:

@@ -13,6 +13,7 @@ _SHAPE = re.compile(r'(\w+)\[([\d,]*)\](?:\{([\d,]*)[^}]*\})?')
 _LAYOUT = re.compile(r'(?<=\])\{[^}]*\}')
 _DTYPES = {
     'pred': jnp.bool, 's8': jnp.int8, 'u8': jnp.uint8, 's32': jnp.int32, 'u32': jnp.uint32,
+    'f8e4m3fn': jnp.float8_e4m3fn, 'f8e5m2': jnp.float8_e5m2,
     'bf16': jnp.bfloat16, 'f16': jnp.float16, 'f32': jnp.float32, 'f64': jnp.float64,
 }  # fmt: skip
 

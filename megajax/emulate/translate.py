@@ -34,14 +34,14 @@ _UNTRANSLATABLE = {
     'collective-broadcast', 'async-update', 'custom-call',
 }  # fmt: skip
 _NARROW_CONSTANT = re.compile(
-    r' *(?P<root>ROOT )?%(?P<name>\S+) = (?P<dtype>b?f16)\[(?P<dims>[\d,]*)\]'
+    r' *(?P<root>ROOT )?%(?P<name>\S+) = (?P<dtype>b?f16|f8\w+)\[(?P<dims>[\d,]*)\]'
     r' constant\((?P<value>.*)\)'
 )
 _NARROW_FLOAT = re.compile(r'\b(?:b?f16|f8\w+)\[')
 
 
 def for_cpu(text: str, num_devices: int, *, exact: bool = False) -> str:
-    """The module for `num_devices` replicas; with `exact`, 16-bit arrays are fp32.
+    """The module for `num_devices` replicas; with `exact`, arrays of 8 and 16 bits are fp32.
 
     Raises HloError with the line of an instruction that has no translation.
     """
@@ -60,7 +60,7 @@ def _widened(text: str) -> str:
 
 
 def _widened_line(line: str) -> str:
-    """The line with fp32 for 16 bits; a constant is read in its own dtype and then converted.
+    """The line with fp32 for 8 and 16 bits; a constant is read in its own dtype and then converted.
 
     The text of a constant has only as many digits as its own dtype needs.
     """
@@ -68,7 +68,7 @@ def _widened_line(line: str) -> str:
         name, dims, root = constant['name'], constant['dims'], constant['root'] or ''
         narrow = f'  %{name}.narrow = {constant["dtype"]}[{dims}] constant({constant["value"]})'
         return f'{narrow}\n  {root}%{name} = f32[{dims}] convert(%{name}.narrow)'
-    return re.sub(r'\bb?f16\[', 'f32[', line)
+    return _NARROW_FLOAT.sub('f32[', line)
 
 
 def _computation(program: Program, computation: Computation, num_devices: int) -> Iterator[str]:

@@ -5,24 +5,27 @@ from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple, TypeVar
 
-from megajax.hlo.program import Computation, Instruction, Program
+from megajax.hlo.program import Array, Computation, Instruction, Program
 
 Number = TypeVar('Number', int, float)
 
 _CONTRACTED = re.compile(r'lhs_contracting_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
+_BATCH = re.compile(r'lhs_batch_dim(?:ension)?s"?[=:] ?[{\[]([^}\]]*)[}\]]')
 
 
 class Product(NamedTuple):
     """One matrix product on one device, or the products of one attention kernel.
 
     `flops` counts every pair of query and key, although a causal kernel skips the half that the
-    mask hides. `dtype` is the dtype of the operands.
+    mask hides. `dtype` is the dtype of the operands. `sizes` is (batch, m, n, k) of a product
+    [m, k] x [k, n]; of attention it is the shape of the first operand.
     """
 
     flops: int
     dtype: str
     is_attention: bool = False
     is_causal: bool = False
+    sizes: tuple[int, ...] = ()
 
 
 def product_of(computation: Computation, instruction: Instruction) -> Product | None:
@@ -34,13 +37,16 @@ def product_of(computation: Computation, instruction: Instruction) -> Product | 
         size = _score_elements(instruction) * operands[0].shape[-1]
         flops = (10 if 'Backward' in instruction.attributes else 4) * size
         is_causal = bool(re.search(r'"mask_type": ?"CAUSAL"', instruction.attributes))
-        return Product(flops, operands[0].dtype, is_attention=True, is_causal=is_causal)
+        dtype, sizes = operands[0]
+        return Product(flops, dtype, is_attention=True, is_causal=is_causal, sizes=sizes)
     match = _CONTRACTED.search(instruction.attributes)
     if not match:
         return None
-    dims = [int(number) for number in re.findall(r'\d+', match[1])]
-    length = prod(operands[0].shape[dim] for dim in dims)
-    return Product(2 * prod(instruction.results[0].shape) * length, operands[0].dtype)
+    left, result = operands[0], prod(instruction.results[0].shape)
+    k = _size_along(left, match)
+    batch = _size_along(left, _BATCH.search(instruction.attributes))
+    m = prod(left.shape) // (batch * k)
+    return Product(2 * result * k, left.dtype, sizes=(batch, m, result // (batch * m), k))
 
 
 def flops(program: Program, computation: Computation, instruction: Instruction) -> int:
@@ -88,6 +94,12 @@ def is_rematerialized(program: Program, computation: Computation, instruction: I
     """Whether XLA repeats an instruction, so that the program needs less memory."""
     callers = [caller for _, caller in program.callers.get(computation.name, ())]
     return any('.remat' in each.name for each in (instruction, *callers))
+
+
+def _size_along(array: Array, dims: re.Match[str] | None) -> int:
+    """The number of elements along the dims of an array that a match lists."""
+    numbers = re.findall(r'\d+', dims[1]) if dims else []
+    return prod(array.shape[int(number)] for number in numbers)
 
 
 def _score_elements(instruction: Instruction) -> int:

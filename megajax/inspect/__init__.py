@@ -55,7 +55,7 @@ def inspect_with_text(
     config: Config, *, target: str, hosts: int | None, scan: bool = False
 ) -> tuple[Inspection, str]:
     """Do what `inspect` does, and return the compiled HLO too."""
-    check_target(target)
+    check_target(target, config.train.dtype)
     hosts = num_hosts(config.mesh.num_devices, hosts)
     from megajax.inspect.audit import audit  # here, because it imports jax
     from megajax.inspect.compile import compile_in_child

@@ -14,17 +14,17 @@ from megajax.hlo.collectives import Collective, collectives
 from megajax.hlo.groups import crosses_hosts, groups_text
 from megajax.hlo.kernels import kernels
 from megajax.hlo.program import Program
-from megajax.inspect.compile import CompiledStep
 from megajax.inspect.kept_weights import kept_weights
 from megajax.inspect.kernels import records
 from megajax.inspect.lint import known_miscompiles, lint, replicated_over_model
+from megajax.inspect.memory_result import Memory
 from megajax.inspect.moves import gathered_at_edges, kept_gradients, undeclared_permutes
 from megajax.inspect.overlap import rates_of, timeline_of, transfer_seconds
+from megajax.inspect.peak import at_peak
 from megajax.inspect.products import count_products, products_run_twice
 from megajax.inspect.result import (
     CollectiveInstruction,
     Inspection,
-    Memory,
     Overlap,
     Pipeline,
     Row,
@@ -32,6 +32,7 @@ from megajax.inspect.result import (
     Verdict,
 )
 from megajax.inspect.sites import ORDER, site_of
+from megajax.train.compiled_step import CompiledStep
 
 NUM_REPLICATED = 5
 
@@ -73,7 +74,7 @@ def audit(config: Config, compiled: CompiledStep, target: str) -> Inspection:
         hidden_seconds=_by_axis(compiled.mesh, schedule, lambda overlap: overlap.hidden_seconds),
         products=products,
         kernels=records(program, launched, target) if launched else [],
-        memory=_memory(compiled, target),
+        memory=_memory(config, program, compiled, target),
         findings=lint(
             config,
             compiled,
@@ -297,7 +298,7 @@ def _overlapped_share(placed: list[Collective], mesh: dict[str, int]) -> dict[st
     return shares
 
 
-def _memory(compiled: CompiledStep, target: str) -> Memory:
+def _memory(config: Config, program: Program, compiled: CompiledStep, target: str) -> Memory:
     replicated = sorted(
         replicated_over_model(compiled), key=lambda placement: -placement.bytes_per_device
     )
@@ -306,6 +307,7 @@ def _memory(compiled: CompiledStep, target: str) -> Memory:
         temporaries=compiled.temporaries,
         outputs=compiled.outputs,
         device=hardware(target).memory if target in GPUS else None,
+        at_peak=at_peak(config, program, compiled) if compiled.buffers else [],
         largest_replicated=[
             (placement.name, placement.bytes_per_device)
             for placement in replicated[:NUM_REPLICATED]

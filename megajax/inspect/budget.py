@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat
 
-from megajax.config.model import Section
+from megajax.config.section import Section
 from megajax.hlo.kernels import KINDS, Kind
 from megajax.inspect.kernels import total, totals
 from megajax.inspect.result import Finding, Inspection

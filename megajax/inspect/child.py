@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 
 from megajax.config import ConfigError
+from megajax.config.extras import install
 
 MARK = 'megajax config: '  # before each line of a ConfigError, since plugins write to stderr too
 
@@ -36,7 +37,7 @@ def call_in_child(
     if 'cuDNN not found' in output:
         raise ConfigError(
             f"target {target}: flash attention needs cuDNN's library to compile: "
-            "pip install 'megajax[gpu-compile]'"
+            + install('gpu-compile')
         )
     if child.returncode == ConfigError.exit_code:
         raise ConfigError(

@@ -1,45 +1,23 @@
 """Compilation of the training step with abstract arguments, for devices that need not exist."""
 
-import dataclasses
-import json
+import functools
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
-from jax import P
 from jax.sharding import Mesh
 
 from megajax.config import Config
 from megajax.hardware.targets import compile_without_gpu, gpu_devices
-from megajax.hlo.text import program_text
+from megajax.hlo.dump import compile_with_buffers
 from megajax.inspect.child import call_in_child, telling_parent
 from megajax.parallel.mesh import concrete, mesh_for, mesh_of
-from megajax.parallel.placements import Placement, placements
+from megajax.train.compiled_step import CompiledStep, record_step
 from megajax.train.feed import abstract_batch
 from megajax.train.step import init_state, make_train_step
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompiledStep:
-    """A compiled step: its text, its memory plan and the placements of its state.
-
-    The plan has `arguments`, `temporaries` and `outputs`, in bytes per device.
-    """
-
-    text: str  # compiled HLO
-    mesh: dict[str, int]  # size of each axis
-    devices_per_host: int
-    arguments: int
-    temporaries: int
-    outputs: int  # without those that reuse the memory of arguments
-    parameters: list[Placement]
-    optimizer: list[Placement]
-    jax_version: str
-    seconds: float  # compile time
 
 
 def compile_step(
@@ -47,30 +25,32 @@ def compile_step(
     mesh: Mesh,
     devices_per_host: int,
     compiler_options: Mapping[str, str | bool] | None = None,
+    *,
+    buffers: bool = False,
 ) -> CompiledStep:
-    """Compile the training step in this process, for the devices of `mesh`."""
+    """Compile the training step in this process, for the devices of `mesh`.
+
+    With `buffers` jax's compilation cache is not used.
+    """
     start = time.perf_counter()
     with jax.set_mesh(mesh):
         state = concrete(jax.eval_shape(lambda: init_state(config)))
         on_cpu = mesh.devices.flat[0].platform == 'cpu'
         options = dict(compiler_options or {})
         lowered = make_train_step(config).lower(state, abstract_batch(config))
-        compiled = (
-            lowered.compile(options) if on_cpu else compile_without_gpu(lowered.compile, options)
+        compile_with = (
+            lowered.compile if on_cpu else functools.partial(compile_without_gpu, lowered.compile)
         )
-        memory = compiled.memory_analysis()
-        assert memory is not None
-        return CompiledStep(
-            text=program_text(compiled),
-            mesh=dict(mesh.shape),
+        compiled, at_peak = (
+            compile_with_buffers(compile_with, options) if buffers else (compile_with(options), ())
+        )
+        return record_step(
+            compiled,
+            state,
+            mesh,
             devices_per_host=devices_per_host,
-            arguments=memory.argument_size_in_bytes,
-            temporaries=memory.temp_size_in_bytes,
-            outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-            parameters=placements(state.params),
-            optimizer=placements(state.opt_state),
-            jax_version=jax.__version__,
             seconds=time.perf_counter() - start,
+            buffers=at_peak,
         )
 
 
@@ -79,6 +59,8 @@ def compile_for(
     target: str,
     hosts: int,
     compiler_options: Mapping[str, str | bool] | None = None,
+    *,
+    buffers: bool = False,
 ) -> CompiledStep:
     """Compile in this process, for the mesh of `config` over `hosts` of the target's devices.
 
@@ -90,7 +72,7 @@ def compile_for(
     else:
         devices = gpu_devices(target, hosts=hosts, per_host=per_host)
         mesh = mesh_of(devices, config.mesh.sizes)
-    return compile_step(config, mesh, per_host, compiler_options)
+    return compile_step(config, mesh, per_host, compiler_options, buffers=buffers)
 
 
 def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
@@ -99,28 +81,13 @@ def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
         task, result = Path(folder, 'task'), Path(folder, 'result')
         task.write_text(config.model_dump_json())
         call_in_child(__name__, task, result, target, hosts, target=target)
-        return _from_json(result.read_text())
-
-
-def _from_json(text: str) -> CompiledStep:
-    fields = json.loads(text)
-    for name in ('parameters', 'optimizer'):
-        fields[name] = [_placement(**placement) for placement in fields[name]]
-    return CompiledStep(**fields)
-
-
-def _placement(*, shape: list[int], spec: list[Any], **others: Any) -> Placement:
-    return Placement(
-        shape=tuple(shape),
-        spec=P(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec)),
-        **others,
-    )
+        return CompiledStep.from_json(result.read_text())
 
 
 def _main(task: str, result: str, target: str, hosts: str) -> None:
-    compiled = compile_for(Config.model_validate_json(Path(task).read_bytes()), target, int(hosts))
-    # `default=tuple` because a PartitionSpec is not a tuple.
-    Path(result).write_text(json.dumps(dataclasses.asdict(compiled), default=tuple))
+    config = Config.model_validate_json(Path(task).read_bytes())
+    compiled = compile_for(config, target, int(hosts), buffers=True)
+    Path(result).write_text(compiled.to_json())
 
 
 if __name__ == '__main__':

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ruamel.yaml import YAML
 
 from megajax.inspect.kernels import total, totals
+from megajax.inspect.peak_groups import by_file, grouped, total_bytes
 from megajax.inspect.result import Finding, Inspection
 
 LEAST = 1e-3  # of a step: smaller changes of its parts are left out
@@ -40,37 +41,46 @@ class Change(NamedTuple):
 class Difference(NamedTuple):
     """The differences of two inspections.
 
-    `totals` has all numbers of a step, `parts` those of its parts that differ by more than LEAST of
-    the sum of all parts.
+    `totals` has all numbers of a step, and `memory` what a device holds when most is in use, by
+    use. `parts` and `arrays` have those parts of the two that differ by more than LEAST of the sum
+    of all parts. Arrays are told apart by use, part of the step and file, because lines move.
     """
 
     keys: list[tuple[str, str, str]]  # of the config, with both values
     totals: list[Change]
     parts: list[Change]
+    memory: list[Change]
+    arrays: list[Change]
     new: list[Finding]
     gone: list[Finding]
 
 
 def difference(before: Inspection, after: Inspection) -> Difference:
     """Compare two inspections."""
-    parts = [*_changes(before, after, _parts)]
-    whole = defaultdict[str, float](float)
-    for change in parts:
-        whole[change.unit] += change.before
     return Difference(
         keys=[
             *_differing(_of_program(before), _of_program(after)),
             *_differing(*(_flat(YAML(typ='safe').load(each.config)) for each in (before, after))),
         ],
         totals=[*_changes(before, after, _totals)],
-        parts=[
-            change
-            for change in parts
-            if abs(change.after - change.before) > LEAST * whole[change.unit]
-        ],
+        parts=_large([*_changes(before, after, _parts)]),
+        memory=[*_changes(before, after, _memory)],
+        arrays=_large([*_changes(before, after, _arrays)]),
         new=[each for each in after.findings if each not in before.findings],
         gone=[each for each in before.findings if each not in after.findings],
     )
+
+
+def _large(changes: list[Change]) -> list[Change]:
+    """Return the changes of more than LEAST of the sum of all numbers with the same unit."""
+    whole = defaultdict[str, float](float)
+    for change in changes:
+        whole[change.unit] += change.before
+    return [
+        change
+        for change in changes
+        if abs(change.after - change.before) > LEAST * whole[change.unit]
+    ]
 
 
 def _of_program(inspection: Inspection) -> dict[str, Any]:
@@ -133,3 +143,15 @@ def _parts(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
     groups = totals(inspection.kernels, lambda kernel: (kernel.kind, kernel.site, kernel.phase))
     for key, group in groups.items():
         yield ' '.join(key), 'ms', 1e3 * group.seconds
+
+
+def _memory(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
+    """Yield what a device holds when most is in use, by use."""
+    for (use,), arrays in grouped(inspection.memory.at_peak, lambda each: (each.use,)).items():
+        yield use, 'B', total_bytes(arrays)
+
+
+def _arrays(inspection: Inspection) -> Iterator[tuple[str, str, float]]:
+    """Yield the same by use, part of the step and file."""
+    for key, arrays in grouped(inspection.memory.at_peak, by_file).items():
+        yield ' '.join(name for name in key if name != '-'), 'B', total_bytes(arrays)

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.inspect.diff import LEAST, Change, Difference
+from megajax.render.folded import Folded
 from megajax.render.units import si
 
 NOT_MEASURED = 'Milliseconds are those of a roofline on compiled programs; nothing was timed.'
@@ -22,7 +23,7 @@ def to_tables(found: Difference) -> RenderableType:
             table.add_column(name, justify='left' if index == 0 else 'right')
         for row in rows:
             table.add_row(*row)
-        parts += [table, Text()]
+        parts += [Folded(table), Text()]
     return Group(*parts, *map(Text, _lines(found)), Text(NOT_MEASURED, style='dim'))
 
 
@@ -47,6 +48,12 @@ def _sections(found: Difference) -> Iterator[tuple[str, Sequence[str], list[tupl
     if found.parts:
         title = f'parts that differ by more than {LEAST:.1%} of a step'
         yield title, columns, [_row(change) for change in found.parts]
+    columns = 'at the peak', 'before', 'after', 'change'
+    if found.memory:
+        yield 'memory of a device', columns, [_row(change) for change in found.memory]
+    if found.arrays:
+        title = f'arrays that differ by more than {LEAST:.1%} of it'
+        yield title, columns, [_row(change) for change in found.arrays]
 
 
 def _row(change: Change) -> tuple[str, ...]:
@@ -64,7 +71,7 @@ def _lines(found: Difference) -> Iterator[str]:
     for words, findings in (('new', found.new), ('gone', found.gone)):
         for finding in findings:
             yield f'{words} {finding.level}: {finding.rule}: {finding.message}'
-    if not (found.keys or found.parts or found.new or found.gone):
+    if not (found.keys or found.parts or found.arrays or found.new or found.gone):
         yield 'nothing differs'
 
 

@@ -26,6 +26,7 @@ from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.parallel.placements import parameter_name
 from megajax.train import feed
 from megajax.train.feed import abstract_batch, place_batch
+from megajax.train.first_step import with_scales
 from megajax.train.step import TrainState, init_state, make_train_step
 
 NOISE = 0.05
@@ -164,17 +165,26 @@ def first_state(config: Config) -> TrainState:
     )
     if state.loss_scale is not None:  # with the noise, a run's initial scale would overflow
         state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
-    return state._replace(params=noisy)
+    state = state._replace(params=noisy)
+    if state.recent is not None:
+        with jax.set_mesh(make_mesh()):
+            scaled = with_scales(config, _placed(state, config), place_batch(make_batch(config)))
+            state = state._replace(recent=np.array(scaled.recent))
+    return state
+
+
+def _placed(state: TrainState, config: Config) -> TrainState:
+    """Place a state as a step takes it, on the current mesh."""
+    abstract = concrete(jax.eval_shape(lambda: init_state(config)))
+    placed: TrainState = jax.device_put(state, jax.tree.map(lambda x: x.sharding, abstract))
+    return placed
 
 
 @functools.lru_cache(maxsize=32)
 def reference(config: Config) -> Values:
     """The results of a step on one device that are compared, by name."""
     with jax.set_mesh(make_mesh()):
-        placed = jax.tree.map(
-            lambda x: x.sharding, concrete(jax.eval_shape(lambda: init_state(config)))
-        )
-        state, batch = jax.device_put(first_state(config), placed), place_batch(make_batch(config))
+        state, batch = _placed(first_state(config), config), place_batch(make_batch(config))
         step = make_train_step(config).lower(state, batch).compile(quick())
         return jax.tree.map(np.asarray, _compared(*step(state, batch)))
 

@@ -6,7 +6,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from megajax.inspect.kernels import Total, total, totals
-from megajax.inspect.result import Inspection, Kernel
+from megajax.inspect.result import Inspection
+from megajax.render.folded import Folded
 
 LONGEST = 20  # groups of kernels that are listed one by one
 _NUMBERS = 'launches', 'GB', 'TFLOP', 'ms', 'share'
@@ -15,16 +16,17 @@ _NUMBERS = 'launches', 'GB', 'TFLOP', 'ms', 'share'
 def kernel_tables(inspection: Inspection) -> RenderableType:
     """The kernels of a GPU program by what they do and where, and the longest by source line."""
     by_kind = totals(inspection.kernels, lambda kernel: (kernel.kind, kernel.site, kernel.phase))
-    by_line = totals(inspection.kernels, lambda kernel: (kernel.kind, _line(kernel), kernel.phase))
+    by_line = totals(
+        inspection.kernels, lambda kernel: (kernel.kind, own_line(kernel.source), kernel.phase)
+    )
     whole = total(inspection.kernels)
     longest = [*by_line.items()][:LONGEST]
+    lines = 'kind', 'line', 'phase'
     title = 'kernels of a step, by a roofline at the rates above; none was timed'
     return Group(
-        _table(title, ('kind', 'site', 'phase'), by_kind.items(), whole),
+        Folded(_table(title, ('kind', 'site', 'phase'), by_kind.items(), whole)),
         '',
-        _table(
-            f'the {len(longest)} longest source lines', ('kind', 'line', 'phase'), longest, whole
-        ),
+        Folded(_table(f'the {len(longest)} longest source lines', lines, longest, whole)),
     )
 
 
@@ -56,8 +58,8 @@ def _numbers(group: Total, whole: Total) -> list[str]:
     ]
 
 
-def _line(kernel: Kernel) -> str:
-    """The innermost line of megajax that made a kernel, or that of a library."""
-    frames = kernel.source.split(' < ')
+def own_line(source: str) -> str:
+    """Return the innermost line of megajax among Python frames, or that of a library."""
+    frames = source.split(' < ')
     ours = (frame.rpartition('megajax/')[2] for frame in frames if 'megajax/' in frame)
     return next(ours, frames[0].rpartition('site-packages/')[2]) or '-'

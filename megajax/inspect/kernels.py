@@ -14,7 +14,12 @@ from megajax.inspect.result import Kernel
 from megajax.inspect.sites import SCOPES, phase_of
 
 # Scopes of the step that send nothing of their own, after those that do.
-_MORE_SCOPES = {'parameters': 'parameters', 'data_parallel': 'gradients', 'layers': 'layers'}
+_MORE_SCOPES = {
+    'parameters': 'parameters',
+    'data_parallel': 'gradients',
+    'layers': 'layers',
+    'slots': 'stage',
+}
 
 
 class Total(NamedTuple):
@@ -34,8 +39,8 @@ def records(program: Program, launched: Sequence[Launched], target: str) -> list
             instruction=kernel.instruction.name,
             computation=kernel.computation.name,
             kind=kernel.kind,
-            site=_site_of(kernel.instruction.op_name),
-            phase=_phase_of(kernel.instruction.op_name),
+            site=kernel_site(kernel.instruction.op_name),
+            phase=kernel_phase(kernel.instruction.op_name),
             times=kernel.times,
             bytes=kernel.times * kernel.bytes,
             flops=kernel.times * kernel.flops,
@@ -68,11 +73,15 @@ def total(kernels: Sequence[Kernel]) -> Total:
     )
 
 
-def _site_of(op_name: str) -> str:
+def kernel_site(op_name: str) -> str:
+    """Return the part of the step that a kernel belongs to, by the path that jax recorded."""
     words = set(re.findall(r'\w+', op_name))
     sites = {scope: scope for scope in SCOPES} | _MORE_SCOPES
     return next((site for scope, site in sites.items() if scope in words), 'other')
 
 
-def _phase_of(op_name: str) -> Phase:
-    return 'step' if _site_of(op_name) in ('optimizer', 'gradients', 'other') else phase_of(op_name)
+def kernel_phase(op_name: str) -> Phase:
+    """Return the phase of a kernel; `step` outside the layers."""
+    return (
+        'step' if kernel_site(op_name) in ('optimizer', 'gradients', 'other') else phase_of(op_name)
+    )

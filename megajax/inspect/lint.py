@@ -15,12 +15,12 @@ from megajax.counts.parameters import SHARDED_BY_MEGATRON, parameters
 from megajax.hlo.collectives import Collective
 from megajax.hlo.permutes import fault
 from megajax.hlo.program import Program
-from megajax.inspect.compile import CompiledStep
 from megajax.inspect.result import Finding
 from megajax.inspect.sites import site_of
 from megajax.miscompiles import confirmed, detect_in
 from megajax.parallel.layout import CONTEXT, STAGE
 from megajax.parallel.placements import Placement
+from megajax.train.compiled_step import CompiledStep
 
 REPLICATED_LIMIT = 64 * 1024  # bytes; smaller parameters cost more to shard than to replicate
 

@@ -20,7 +20,7 @@ def rates_of(config: Config, target: str) -> Rates:
     """The rates of a GPU target: its peaks, efficiencies and links, as `megajax plan` uses them."""
     gpu, dtype = hardware(target), config.train.dtype
     products = gpu.product_rate(dtype, is_attention=False)
-    attention = gpu.product_rate(dtype, is_attention=True)
+    attention = gpu.product_rate(config.train.compute_dtype, is_attention=True)
     return Rates(
         hardware=gpu.name,
         dtype=dtype,
@@ -92,6 +92,7 @@ def sent_by(
 def product_seconds(product: Product, gpu: Hardware) -> float:
     """Seconds of a matrix product or an attention kernel; a causal kernel skips half its FLOPs."""
     name = next((name for name, dtype in HLO_DTYPES.items() if dtype == product.dtype), '')
+    name = 'fp8' if product.dtype.startswith('f8') else name
     flops = product.flops / 2 if product.is_causal else product.flops
     return flops / gpu.product_rate(name, is_attention=product.is_attention)
 

@@ -15,7 +15,7 @@ _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'optim': {'reduce_dtype': 'float32'}},
     {'mesh': {'replicas': 1}},
     {'mesh': {'model_rows': 1}},
-    {'model': {'dropout': 0.0}},
+    {'model': {'dropout': 0.0, 'attention_dropout': 0.0}},
     {'loss': {'label_smoothing': 0.0, 'z_loss': 0.0}},
     {'model': {'qk_norm': False}},
     {'data': {'document_mask': False}},

@@ -9,9 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.inspect.kernel_table import kernel_tables
+from megajax.inspect.memory_table import memory_tables
 from megajax.inspect.result import Inspection, Overlap, Row, Transfer
 from megajax.inspect.run_report import run_lines
 from megajax.render.console import as_html, as_text
+from megajax.render.folded import Folded
 from megajax.render.units import si
 
 _STYLES = {
@@ -31,9 +33,11 @@ _SHORT = {
 }
 
 
-def to_text(inspection: Inspection, *, width: int = 150, kernels: bool = False) -> str:
+def to_text(
+    inspection: Inspection, *, width: int = 150, kernels: bool = False, memory: bool = False
+) -> str:
     """Render an inspection as plain text."""
-    return as_text(tables(inspection, kernels=kernels), width=width)
+    return as_text(tables(inspection, kernels=kernels, memory=memory), width=width)
 
 
 def to_html(inspection: Inspection) -> str:
@@ -41,8 +45,10 @@ def to_html(inspection: Inspection) -> str:
     return as_html(tables(inspection))
 
 
-def tables(inspection: Inspection, *, kernels: bool = False) -> RenderableType:
-    """The complete report, for a rich console; with the tables of `kernels` on demand."""
+def tables(
+    inspection: Inspection, *, kernels: bool = False, memory: bool = False
+) -> RenderableType:
+    """The complete report, for a rich console; with the tables of kernels and memory on demand."""
     axes = ' x '.join(f'{name}={size}' for name, size in inspection.mesh.items())
     layers = 'each layer on its own' if inspection.unrolled else 'a loop over layers'
     layers += ' (--scan; a run compiles each on its own)' if inspection.scan else ''
@@ -53,16 +59,21 @@ def tables(inspection: Inspection, *, kernels: bool = False) -> RenderableType:
             f'compiled in {inspection.compile_seconds:.0f} s'
         ),
         Text(),
-        collectives_table(inspection.rows, inspection.reference),
+        Folded(
+            collectives_table(inspection.rows, inspection.reference),
+            {4: 'XLA bytes', 6: 'Megatron bytes'},
+        ),
         _totals(inspection),
         *_stated(inspection),
         _products(inspection),
     ]
     if inspection.schedule:
-        parts += [Text(), schedule_table(inspection), _shares(inspection)]
+        parts += [Text(), Folded(schedule_table(inspection)), _shares(inspection)]
     parts += _seconds(inspection)
     if kernels:
         parts += [Text(), kernel_tables(inspection)]
+    if memory:
+        parts += [Text(), memory_tables(inspection.memory)]
     parts += [Text(), _memory(inspection), Text()]
     parts += [*run_lines(inspection.runs), *_findings(inspection), _conclusion(inspection)]
     return Group(*parts)
@@ -100,9 +111,9 @@ def collectives_table(rows: list[Row], reference: str = 'Megatron') -> Table:
             row.site,
             row.phase,
             row.axis or '-',
-            _cell(row.placed),
+            transfers_cell(row.placed),
             si(row.wire_bytes),
-            _cell(row.megatron),
+            transfers_cell(row.megatron),
             theirs,
             ratio,
         )
@@ -140,7 +151,7 @@ def schedule_table(inspection: Inspection) -> Table:
         )
         similar[key].append(overlap)
     for (site, phase, axis, _, matched, link), group in similar.items():
-        collective = _cell([group[0].transfer]) + (
+        collective = transfers_cell([group[0].transfer]) + (
             f' and {len(group) - 1} more' if len(group) > 1 else ''
         )
         size = si(sum(overlap.transfer.wire_bytes for overlap in group))
@@ -161,7 +172,8 @@ def _link(overlap: Overlap) -> str:
     return 'between hosts' if overlap.crosses_hosts else 'inside a host'
 
 
-def _cell(transfers: list[Transfer], limit: int = 3) -> str:
+def transfers_cell(transfers: list[Transfer], limit: int = 3) -> str:
+    """Return a line for each kind of array that is sent, of at most `limit`."""
     lines = [
         f'{"at most " * transfer.at_most}{transfer.times} '
         f'{_SHORT.get(transfer.kind, transfer.kind)} {transfer.array}'
@@ -251,14 +263,14 @@ def _products(inspection: Inspection) -> Text:
 
 def _memory(inspection: Inspection) -> Text:
     memory = inspection.memory
-    needed = memory.arguments + memory.temporaries + memory.outputs
     line = (
         f'memory per device  {si(memory.arguments)} state and batch + '
-        f'{si(memory.temporaries)} temporaries + {si(memory.outputs)} outputs = {si(needed)}'
+        f'{si(memory.temporaries)} temporaries + {si(memory.outputs)} outputs = {si(memory.needed)}'
     )
     if memory.device:
-        line += f', {needed / memory.device:.0%} of {si(memory.device)}'
+        line += f', {memory.needed / memory.device:.0%} of {si(memory.device)}'
     replicated = ', '.join(f'{name} {si(size)}' for name, size in memory.largest_replicated)
+    line += f'\n{memory.remedy}' if memory.remedy else ''
     return Text(line + (f'\nlargest replicated parameters  {replicated}' if replicated else ''))
 
 

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megajax.counts.products import Phase
 from megajax.hlo.kernels import Kind
+from megajax.inspect.memory_result import Memory
 
 Verdict = Literal['equal', 'less', 'stated', 'MORE']
 
@@ -168,18 +169,6 @@ class Products(_Result):
     def ratio(self) -> float:
         """The FLOPs of the compiled program over those that the config requires."""
         return self.compiled / self.expected
-
-
-class Memory(_Result):
-    """The compiler's memory plan, in bytes on one device."""
-
-    arguments: int
-    temporaries: int
-    outputs: int = Field(description='outputs that do not reuse the memory of arguments')
-    device: int | None = Field(description='memory of the device; None for a CPU')
-    largest_replicated: list[tuple[str, int]] = Field(
-        description='the largest parameters that are replicated over `model`, with their bytes'
-    )
 
 
 class Finding(_Result):

@@ -199,3 +199,25 @@ def attention(B: int, S: int, N: int, K: int, H: int, *, causal: bool, bias_rows
 def close(found: np.ndarray, expected: np.ndarray) -> None:
     expected = np.asarray(expected)
     np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_product_of_8_bit_numbers_has_a_scale_for_each_operand_and_adds_to_c():
+    a, b, c = random(1, 5, 8), random(1, 8, 4), random(1, 5, 4)
+    scales = np.float32([[0.5], [8.0]])
+    call = product('DEFAULT', alpha=1.0, beta=1.0).replace('matmul"', 'matmul$f8"')
+    lines = [
+        '%a.wide = f32[5,8]{1,0} parameter(0)',
+        '%b.wide = f32[8,4]{1,0} parameter(1)',
+        '%c = f32[5,4]{1,0} parameter(2)',
+        '%scale_a = f32[] parameter(3)',
+        '%scale_b = f32[] parameter(4)',
+        '%a = f8e4m3fn[5,8]{1,0} convert(%a.wide)',
+        '%b = f8e5m2[8,4]{1,0} convert(%b.wide)',
+        f'%y = f32[5,4]{{1,0}} custom-call(%a, %b, %c, %scale_a, %scale_b), {call}',
+    ]
+    [found] = executed(module(lines), a, b, c, *scales)
+    narrow = [
+        x[0].astype(dtype).astype(np.float32)
+        for x, dtype in ((a, jnp.float8_e4m3fn), (b, jnp.float8_e5m2))
+    ]
+    close(found, 0.5 * 8.0 * narrow[0] @ narrow[1] + c[0])

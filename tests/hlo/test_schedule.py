@@ -100,8 +100,31 @@ def test_an_attention_kernel_counts_in_full_causal_or_not(backward, of_scores, m
     call = ATTENTION.format(name='o', backward=backward, mask=mask)
     read = program('%q = bf16[2,64,4,8]{3,2,1,0} iota(), iota_dimension=0', call)
     size = of_scores * 2 * 2 * 4 * 64 * 64 * 8
-    expected = Product(size, 'bf16', is_attention=True, is_causal=mask == 'CAUSAL')
+    expected = Product(
+        size, 'bf16', is_attention=True, is_causal=mask == 'CAUSAL', sizes=(2, 64, 4, 8)
+    )
     assert product_of(read.entry, read.entry.by_name['o']) == expected
+
+
+GEMM = (
+    '%o = (f32[2,8,32]{2,1,0}, s8[64]{0}) custom-call(%p, %q), custom_call_target='
+    '"__cublas$gemm", backend_config={"gemm_backend_config":{"dot_dimension_numbers":'
+    '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"],'
+    '"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}'
+)
+DOT = (
+    '%o = f32[2,8,32]{2,1,0} dot(%p, %q), lhs_batch_dims={0}, lhs_contracting_dims={1}, '
+    'rhs_batch_dims={0}, rhs_contracting_dims={1}'
+)
+
+
+@pytest.mark.parametrize('line', [GEMM, DOT])
+def test_a_product_has_its_sizes_whether_it_is_a_dot_or_a_call_of_cublas(line):
+    sources = ('%p = f32[2,64,8]{2,1,0} iota()', '%q = f32[2,64,32]{2,1,0} iota()')
+    text = '\n  '.join((*sources, line, 'ROOT %result = f32[] constant(0)'))
+    read = Program(f'HloModule f\n\nENTRY %main () -> f32[] {{\n  {text}\n}}\n')
+    found = product_of(read.entry, read.entry.by_name['o'])
+    assert found == Product(2 * 2 * 8 * 32 * 64, 'f32', sizes=(2, 8, 32, 64))
 
 
 CHOICE = 'true_computation=%none, false_computation=%some'

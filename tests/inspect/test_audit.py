@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from support import AS_SHIPPED, make_config, slow
+from support import AS_SHIPPED, exhaustive, make_config, slow
 
 from megajax.config import Config
 from megajax.inspect.audit import audit
@@ -68,11 +68,11 @@ def caught(found: Inspection) -> set[str]:
 @pytest.mark.parametrize(
     ('name', 'recompute', 'sequence_parallel'),
     [
-        ('gpt', 'none', True),
-        slow('gpt', 'full', False),
+        slow('gpt', 'none', True),
+        exhaustive('gpt', 'full', False),
         slow('llama', 'none', False),
         ('llama', 'full', True),
-        slow('bert', 'none', False),
+        exhaustive('bert', 'none', False),
         slow('bert', 'full', True),
     ],
 )
@@ -140,7 +140,7 @@ def column_parallel_down(patch):
 
 
 def unfused(patch):
-    fused = ColumnParallelLinear.__call__
+    fused = ColumnParallelLinear.product
 
     def apart(self: ColumnParallelLinear, x_BSD: jax.Array) -> jax.Array:
         # of [D, K, C, H] and [D, U, F]
@@ -151,7 +151,7 @@ def unfused(patch):
         made = [product(self.equation, x_BSD, w, self.layout, x_BSD.dtype) for w in parts]
         return jnp.concatenate(made, dim + 1)
 
-    patch(ColumnParallelLinear, '__call__', apart)
+    patch(ColumnParallelLinear, 'product', apart)
 
 
 def replicated_embedding(patch):
@@ -222,7 +222,7 @@ def replicated_optimizer_state(patch):
 
 
 def reduced_for_each_microbatch(patch):
-    make = step_module.make_loss_and_gradients
+    make = step_module.make_gradients
 
     def make_worse(config: Config):
         count = config.train.microbatches
@@ -238,20 +238,22 @@ def reduced_for_each_microbatch(patch):
                 count, -1, *x.shape[3:], out_sharding=jax.P(None, 'data', None)
             )
 
-        def loss_and_gradients(params, batch, key, loss_scale):
+        def loss_and_gradients(params, batch, key, loss_scale, scales):
             def accumulate(total, microbatch):
-                return jax.tree.map(jnp.add, total, one(params, microbatch, key, loss_scale)), None
+                *sums, _ = one(params, microbatch, key, loss_scale, scales)
+                return jax.tree.map(jnp.add, total, tuple(sums)), None
 
             zero = jnp.zeros((), out_sharding=jax.P())
-            return jax.lax.scan(
+            total, _ = jax.lax.scan(
                 accumulate,
                 ((zero, zero), jax.tree.map(jnp.zeros_like, params)),
                 jax.tree.map(split, batch),
-            )[0]
+            )
+            return *total, None
 
         return loss_and_gradients
 
-    patch(step_module, 'make_loss_and_gradients', make_worse)
+    patch(step_module, 'make_gradients', make_worse)
 
 
 def wide_residual_stream(patch):
@@ -350,7 +352,7 @@ def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config
             on_rung('weights', recompute='full'),
             {'unsharded weights kept'},
         ),
-        (gathered_for_both_passes, on_rung('weights'), {'unsharded weights kept'}),
+        slow(gathered_for_both_passes, on_rung('weights'), {'unsharded weights kept'}),
         slow(
             gathered_in_fp32,
             on_rung('weights', dtype='bfloat16', recompute='full'),

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import megajax
+from megajax.config.extras import install
 from megajax.hardware.targets import has_compiler, num_hosts
 from megajax.inspect import Inspection, inspect_with_text
+from megajax.render.units import si
 
 SMALL = 'model.num_layers=2', 'model.vocab_size=1000', 'train.batch_size=8'
 
@@ -30,7 +32,9 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
 def inspected(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path, Path]:
     folder = tmp_path_factory.mktemp('inspected')
     return (
-        command('tiny', *SMALL, '--json', folder / 'it.json', '--hlo', folder / 'it.txt'),
+        command(
+            'tiny', *SMALL, '--memory', '--json', folder / 'it.json', '--hlo', folder / 'it.txt'
+        ),
         folder / 'it.json',
         folder / 'it.txt',
     )
@@ -45,6 +49,17 @@ def test_it_prints_the_table_and_exits_0_where_nothing_is_more(inspected):
         r'matrix products  \S+ TFLOP a step and device, 1.000 of what the config', done.stdout
     )
     assert done.stdout.rstrip().endswith('ok: no more than Megatron anywhere')
+
+
+def test_memory_is_shown_by_use_and_line_with_the_same_sum(inspected):
+    done, written, _ = inspected
+    memory = Inspection.model_validate_json(written.read_text()).memory
+    whole = si(memory.needed)
+    by_use, lines = re.findall(r'^in all +(\S+ \S+) +100.0%$', done.stdout, re.MULTILINE)
+    assert by_use == lines == whole
+    assert f'outputs = {whole}' in done.stdout
+    assert re.search(r'^activations +mlp +model/\S+\.py:\d+ +\d+ f32\[', done.stdout, re.MULTILINE)
+    assert sum(arrays.bytes for arrays in memory.at_peak) == memory.needed
 
 
 def test_json_holds_all_of_it_in_the_documented_schema(inspected):
@@ -103,7 +118,7 @@ def test_hosts_are_the_fewest_that_share_the_devices_with_at_most_8_each(devices
 def test_a_gpu_target_without_its_compiler_says_what_to_install():
     done = command('tiny', '--target', 'h100')
     assert (done.returncode, done.stdout) == (2, '')
-    assert "pip install 'megajax[gpu-compile]'" in done.stderr
+    assert install('gpu-compile') in done.stderr
 
 
 @pytest.mark.skipif(
@@ -127,6 +142,7 @@ def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
     assert inspection.products.ratio == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_quick_look_compiles_a_loop_and_says_so() -> None:
     keys = 'mesh.data=1', 'mesh.model=2', 'train.batch_size=4', 'train.microbatches=1'
     split = 'train.overlap=batch_split', 'train.unroll=true', 'train.seq_len=64'
@@ -150,8 +166,10 @@ def test_halves_that_take_turns_hide_more_of_the_same_bytes():
         'model.num_layers=2',
         'mesh.data=1',
         'mesh.model=2',
+        'mesh.sequence_parallel=true',
         'train.batch_size=4',
         'train.recompute=full',
+        'optim.shard=none',
     )
     plain, overlap = (
         megajax.inspect(

@@ -58,8 +58,8 @@ def with_kernels(inspection: Inspection, **milliseconds: float) -> Inspection:
 
 def test_a_step_does_not_differ_from_itself(one) -> None:
     found = difference(one, one)
-    assert not any([found.keys, found.parts, found.new, found.gone])
-    assert {change.text for change in found.totals} == {'same'}
+    assert not any([found.keys, found.parts, found.arrays, found.new, found.gone])
+    assert {change.text for change in (*found.totals, *found.memory)} == {'same'}
     assert '- nothing differs' in to_markdown(found)
 
 
@@ -72,6 +72,18 @@ def test_keys_bytes_and_memory_are_beside_each_other(one, two) -> None:
     assert sent.after == pytest.approx(row.wire_bytes)
     state = {change.name: change for change in found.totals}['state and batch']
     assert state.after == two.memory.arguments
+
+
+def test_memory_is_compared_by_use_and_the_arrays_that_differ_by_file(one, two) -> None:
+    found = difference(one, two)
+    assert sum(change.before for change in found.memory) == one.memory.needed
+    assert sum(change.after for change in found.memory) == two.memory.needed
+    changes = {change.name: change for change in found.arrays}
+    half = changes['parameters layers.mlp.up.weight']
+    assert half.after == half.before / 2
+    assert any(name.startswith('activations mlp model/') for name in changes)
+    assert not any(':' in name for name in changes)
+    assert f'| {half.name} |' in to_markdown(found)
 
 
 def test_kernels_are_compared_by_kind_and_place_and_small_changes_left_out(one) -> None:

@@ -71,11 +71,34 @@ def wrong(results: list[Compared]) -> dict[str, float]:
 )
 def test_every_gradient_is_that_of_one_device(config, options, monkeypatch):
     monkeypatch.setattr(
-        chunks, 'CHUNK_BYTES', 2**17
+        chunks, 'GPU_CHUNK_BYTES', 2**17
     )  # so that the loss has several chunks, as large models' have
     results = compared(config, **options)
     assert not wrong(results)
     assert max(one.error for one in results) > 0  # it was another program
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('config', 'options'),
+    [
+        (
+            step('llama', 2, 2, sequence_parallel=True, train={'dtype': 'fp8'}),
+            {'xla_gpu_enable_triton_gemm': False},
+        ),
+        (step('gpt', 2, 2, train=EVERYTHING | {'dtype': 'fp8'}, optim={'shard': True}), {}),
+        (
+            step('llama', 4, 1, train={'dtype': 'fp8'}, optim={'shard': 'weights'}),
+            {'xla_gpu_enable_triton_gemm': False},
+        ),
+    ],
+    ids=['llama-sp-cublas', 'gpt-tp-everything', 'llama-weights-cublas'],
+)
+def test_without_rounding_a_step_in_fp8_has_the_gradients_of_fp32(config, options):
+    step = EmulatedStep(config, 'h100', options)
+    for exact in (False, True):
+        assert not wrong(judged(step.differences(exact=exact), config, exact=exact))
 
 
 RUNGS = {

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 import megajax
 from megajax.config import ConfigError
 from megajax.config.records import read_record
+from megajax.counts.products import Product, products
 from megajax.hardware.targets import has_compiler
 from megajax.hlo.kernels import kernels
 from megajax.hlo.program import Program
@@ -85,3 +86,27 @@ def test_a_mistake_in_a_budget_is_named(tmp_path: Path) -> None:
     assert all(name in str(caught.value) for name in ('gigabyte', 'kinds.casts', 'wire.modle'))
     with pytest.raises(ValidationError):
         Budget.model_validate({'launches': -1})
+
+
+@pytest.mark.parametrize('microbatches', [1, 4])
+def test_weights_are_cast_once_a_step_and_attention_runs_forward_once(microbatches: int) -> None:
+    size = 'model.num_layers=4', 'model.vocab_size=1000', 'mesh.data=1', 'mesh.model=1'
+    step = 'train.dtype=bfloat16', f'train.microbatches={microbatches}', 'train.batch_size=32'
+    config = megajax.load('tiny', [*size, *step, 'model.hidden_size=512'])
+    inspection, _ = inspect_with_text(config, target='h100', hosts=None)
+    runs = dict.fromkeys(('attention', 'attention gradient'), 0)
+    for kernel in inspection.kernels:
+        if kernel.kind in runs:
+            runs[kernel.kind] += kernel.times
+    assert runs == dict.fromkeys(runs, 4 * microbatches)
+    cast = sum(
+        kernel.bytes
+        for kernel in inspection.kernels
+        if kernel.kind == 'cast' and kernel.site in ('attention', 'mlp', 'parameters')
+    )
+    matrices = sum(x.times * x.flops for x in products(config, flash=True) if is_of_layers(x))
+    assert cast == 6 * matrices // (2 * 32 * config.train.seq_len)
+
+
+def is_of_layers(product: Product) -> bool:
+    return (product.where, product.phase) == ('layers', 'forward')

@@ -5,7 +5,7 @@ import functools
 import re
 
 import pytest
-from support import make_config, slow
+from support import exhaustive, make_config, slow
 
 from megajax.config import Config
 from megajax.hardware.targets import gpu_devices, has_compiler
@@ -21,7 +21,7 @@ WIDE = {'num_layers': 3, 'hidden_size': 256, 'head_dim': 64, 'max_seq_len': 128,
 CASES = [
     ('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
     slow('llama', 2, 4, {'microbatches': 2}, {'optim': {'shard': True}}),
-    slow('gpt', 2, 4, {'recompute': 'selective'}, {'sequence_parallel': True}),
+    exhaustive('gpt', 2, 4, {'recompute': 'selective'}, {'sequence_parallel': True}),
     slow('gpt', 2, 4, {'recompute': 'full'}, {'model': {'dropout': 0.1}}),
     slow('gpt', 2, 4, {'recompute': 'none', 'overlap': 'batch_split'}, {}),
     slow(
@@ -29,9 +29,11 @@ CASES = [
     ),
     slow('llama', 2, 4, {'recompute': 'full', 'dtype': 'float32'}, {'sequence_parallel': True}),
     slow('llama', 1, 1, {'recompute': 'full'}, {}),
-    slow('llama', 4, 2, {'recompute': 'none'}, {'optim': {'shard': True}}),
+    exhaustive('llama', 4, 2, {'recompute': 'none'}, {'optim': {'shard': True}}),
     slow('bert', 2, 4, {'recompute': 'none'}, {}),
-    slow('bert', 2, 4, {'recompute': 'selective', 'microbatches': 2}, {'sequence_parallel': True}),
+    exhaustive(
+        'bert', 2, 4, {'recompute': 'selective', 'microbatches': 2}, {'sequence_parallel': True}
+    ),
     slow('bert', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
 ]
 

@@ -118,6 +118,7 @@ def test_the_gpus_program_of_a_grid_sends_the_formulas_bytes(preset, rows, model
             'train.seq_len=1024',
             'train.dtype=bfloat16',
             f'train.recompute={recompute}',
+            'optim.shard=none',
             'model.num_layers=2',
         ],
     )
