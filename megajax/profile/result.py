@@ -1,0 +1,137 @@
+"""The result of a profile: the one model behind the terminal and the JSON.
+
+Seconds, launches and bytes are those of one step on one device: means over the traced steps, of
+the median device and of the slowest. A share of the step is in seconds too: all shares and the idle
+time add up to the step.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+StepPart = Literal['products', 'other kernels', 'exposed transfers', 'idle', 'step']
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(frozen=True, extra='forbid')
+
+
+class Part(_Result):
+    """A part of the step; all parts of a device add up to its step."""
+
+    kind: Literal['kernels', 'exposed', 'idle']
+    name: str = Field(description='kind of kernel, or kind and axis of collectives, or when idle')
+    launches: float
+    median: float
+    slowest: float
+
+
+class MeasuredLine(_Result):
+    """One instruction, or several of the same kind, on the median and on the slowest device."""
+
+    kind: str
+    what: str = Field(description='sizes of the products, or the arrays that are sent')
+    site: str
+    phase: str
+    launches: float
+    seconds: float = Field(description='from beginning to end, on the median device')
+    slowest_seconds: float = Field(description='the same on the slowest device')
+    share: float = Field(description='share of the step in seconds, on the median device')
+    predicted_seconds: float | None = Field(description="by a roofline of the GPU's record")
+
+
+class ProductLine(MeasuredLine):
+    """The matrix products or attention kernels of one shape at one site."""
+
+    dtype: str
+    flops: float
+    flops_per_second: float | None = Field(description='None where no time was measured')
+    peak_share: float | None = Field(description='None where the peak is not known')
+
+
+class CollectiveLine(MeasuredLine):
+    """The collectives of one kind along one axis at one site."""
+
+    axis: str
+    wire_bytes: float = Field(description='bytes that a device sends, by the ring algorithm')
+    exposed_seconds: float = Field(description='seconds in which no kernel runs')
+    hidden_seconds: float = Field(description='seconds beside kernels, or beside other transfers')
+    transfer_seconds: float = Field(
+        description='of each run the seconds on the device that took least, which is the last to '
+        'come and waits for no other'
+    )
+    bytes_per_second: float | None = Field(description='wire_bytes over transfer_seconds')
+
+
+class InstructionLine(MeasuredLine):
+    """One instruction of the compiled program."""
+
+    name: str
+    axis: str
+    source: str = Field(description='Python frames, innermost first')
+
+
+class DeviceLine(_Result):
+    """The step of one device; kernels, exposed and idle add up to `step`."""
+
+    process: int
+    device: int = Field(description="the process's number for it")
+    step: float
+    kernels: float
+    exposed: float = Field(description='seconds in which only transfers run')
+    idle: float
+
+    @property
+    def own(self) -> float:
+        """Seconds that are not spent in exposed transfers: those for which other devices wait."""
+        return self.step - self.exposed
+
+
+class ProcessLine(_Result):
+    """The step of one process: the means over its devices."""
+
+    process: int
+    host: str
+    step: float
+    own: float = Field(description='seconds outside exposed transfers')
+    behind: float = Field(description='`own` minus that of the median process')
+
+
+class Prediction(_Result):
+    """A part of the step beside what `inspect` and `plan` predict for the GPU, in seconds."""
+
+    part: StepPart
+    measured: float
+    roofline: float
+    plan: float
+
+
+class Profile(_Result):
+    """Where the time of the traced steps went."""
+
+    schema_version: Literal[1] = 1
+    run: str
+    steps: list[int]
+    mesh: dict[str, int]
+    device: str = Field(description="jax's name of the GPUs, or cpu")
+    hardware: str | None = Field(description='the record whose peak and links are compared')
+    parts: list[Part]
+    products: list[ProductLine]
+    collectives: list[CollectiveLine]
+    instructions: list[InstructionLine]
+    devices: list[DeviceLine]
+    median_device: int = Field(description='index into `devices`')
+    slowest_device: int
+    processes: list[ProcessLine]
+    slowest_process: int
+    predictions: list[Prediction] = Field(description='empty without a record of the GPU')
+
+    @property
+    def median(self) -> DeviceLine:
+        """The device with the median of `own`."""
+        return self.devices[self.median_device]
+
+    @property
+    def slowest(self) -> DeviceLine:
+        """The device with the largest `own`."""
+        return self.devices[self.slowest_device]
