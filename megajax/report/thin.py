@@ -1,0 +1,36 @@
+"""Curves with fewer points: the mean of each bucket of steps, and its extremes."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+class Curve(NamedTuple):
+    """The points of a curve and the band around them; all arrays have one length."""
+
+    x: Floats
+    y: Floats  # mean of the bucket
+    low: Floats  # smallest value of the bucket
+    high: Floats  # largest value of the bucket
+
+
+def thin(x: Floats, y: Floats, buckets: int) -> Curve:
+    """Return at most `buckets` points; values that are not finite are left out.
+
+    A bucket is a stretch of as many values as any other, so that a gap in `x` stays one.
+    """
+    known = np.isfinite(y)
+    x, y = x[known], y[known]
+    if len(x) <= buckets:
+        return Curve(x, y, y, y)
+    starts = np.linspace(0, len(x), buckets, endpoint=False).astype(int)
+    counts = np.diff([*starts, len(x)])
+    return Curve(
+        np.add.reduceat(x, starts) / counts,
+        np.add.reduceat(y, starts) / counts,
+        np.minimum.reduceat(y, starts),
+        np.maximum.reduceat(y, starts),
+    )

@@ -1,0 +1,50 @@
+"""Axes have a few round ticks inside their range, with labels that differ."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megajax.report.scale import label, scale_of
+
+magnitudes = st.floats(-12, 12).map(lambda power: 10.0**power)
+
+
+@given(magnitudes, magnitudes, st.booleans())
+def test_an_axis_has_a_few_ticks_in_its_range_with_labels_that_differ(
+    low: float, width: float, is_log: bool
+) -> None:
+    if width < 1e-3 * low:
+        return
+    scale = scale_of([low, low + width], 0, 400, is_log=is_log)
+    assert 2 <= len(scale.ticks) <= 9
+    assert all(-1e-6 <= scale(tick) <= 400 + 1e-6 for tick in scale.ticks)
+    assert all(0 <= scale(value) <= 400 for value in (low, low + width))
+    labels = [label(tick, () if is_log else scale.ticks) for tick in scale.ticks]
+    assert len({*labels}) == len(labels)
+
+
+@pytest.mark.parametrize(
+    ('value', 'ticks', 'shown'),
+    [
+        (0, [0, 1], '0'),
+        (3, [2, 3, 4], '3'),
+        (2.5, [2, 2.5, 3], '2.5'),
+        (5000, [0, 5000], '5,000'),
+        (25_000, [0, 25_000], '25k'),
+        (1.5e6, [0, 1.5e6], '1.5M'),
+        (5e-4, [0, 5e-4], '0.0005'),
+        (0.001, (), '0.001'),
+    ],
+)
+def test_labels_are_as_short_as_their_ticks_allow(
+    value: float, ticks: list[float], shown: str
+) -> None:
+    assert label(value, ticks) == shown
+
+
+@pytest.mark.parametrize('values', [[], [5.0], [0.0, 0.0], [float('nan')]])
+@pytest.mark.parametrize('is_log', [False, True])
+def test_any_values_have_an_axis(values: list[float], is_log: bool) -> None:
+    scale = scale_of(values, 0, 400, is_log=is_log)
+    assert scale.low < scale.high
+    assert len(scale.ticks) >= 2
