@@ -1,0 +1,132 @@
+"""A config file from a command line of Megatron-LM. Imports no jax."""
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megajax.config import Config, ConfigError, dump, reload
+from megajax.config.load import dump_sections
+from megajax.config.schema import keys_of
+from megajax.interop.arguments import rejected
+from megajax.interop.megatron_line import Line
+from megajax.interop.megatron_settings import settings_of
+
+PLACE = 'the arguments'
+COLUMNS = 100
+# Values of arguments with which a run is one of ours, with what to do instead of others.
+VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    'optimizer': (('adam',), 'the optimizer is AdamW'),
+    'lr_decay_style': (
+        ('constant', 'linear', 'cosine', 'WSD'),
+        'give constant, linear, cosine or WSD',
+    ),
+    'weight_decay_incr_style': (('constant',), 'the decay is constant: give --weight-decay'),
+    'lr_warmup_init': ((0.0,), 'the warm-up begins at 0'),
+    'loss_scale': ((0.0,), 'the scale of fp16 is dynamic: leave it out'),
+    'fp8_format': (('hybrid',), 'products are e4m3 forward and e5m2 backward: give hybrid'),
+    'fp8_recipe': (('delayed',), 'scaling is delayed: give delayed'),
+    'cp_comm_type': (('p2p', 'all_gather'), 'give p2p, which is a ring, or all_gather'),
+    'dataloader_type': (('single',), 'samples are read in their order: give single'),
+    'softmax_type': (('vanilla',), 'give vanilla'),
+    'expert_model_parallel_size': ((1,), 'there are no experts here: leave it out'),
+    'expert_tensor_parallel_size': ((1,), 'there are no experts here: leave it out'),
+    'mask_prob': ((0.15,), 'give 0.15'),
+    'exp_avg_dtype': (('fp32', 'bf16'), 'give fp32 or bf16'),
+    'exp_avg_sq_dtype': (('fp32', 'bf16'), 'give fp32 or bf16'),
+    'recompute_granularity': (('full', 'selective'), 'give full or selective'),
+    'recompute_modules': ((['core_attn'],), 'give core_attn, or --recompute-granularity full'),
+    'data_parallel_sharding_strategy': (
+        ('no_shard', 'optim', 'optim_grads', 'optim_grads_params'),
+        'give no_shard, optim, optim_grads or optim_grads_params',
+    ),
+    'position_embedding_type': (('learned_absolute', 'rope'), 'give learned_absolute or rope'),
+    'normalization': (('LayerNorm', 'RMSNorm'), 'give LayerNorm or RMSNorm'),
+}
+
+
+def from_megatron(line: Line) -> str:
+    """Return the smallest YAML file that means the same; comments name what it leaves out.
+
+    Raises ConfigError for each argument that is not supported, and with all that are missing.
+    """
+    if problems := list(_problems(line)):
+        raise ConfigError(*problems)
+    settings = settings_of(line)
+    config = reload(settings, place=PLACE)
+    keys = dump_sections(_smallest(settings, config)).splitlines()
+    return '\n'.join([*_head(line, config), *keys, *_comments(line)]) + '\n'
+
+
+def _problems(line: Line) -> Iterator[str]:
+    yield from line.problems
+    for name, _, instead in rejected(line.arguments):
+        yield f'{line.spelled[name]}: is not supported: {instead}'
+    for name, (allowed, instead) in VALUES.items():
+        if name in line.arguments and line.arguments[name] not in allowed:
+            yield f'{line.spelled.get(name, name)}: is not supported: {instead}'
+    decay = line.get('weight_decay')
+    for name in ('start_weight_decay', 'end_weight_decay'):
+        if line.get(name) not in (None, decay):
+            yield f'{line.spelled[name]}: is not supported: the decay is constant'
+    if line.get('no_position_embedding') and line.get('position_embedding_type') != 'rope':
+        yield '--no-position-embedding: is not supported: give --position-embedding-type rope too'
+    if line.get('clip_grad') == 0:
+        yield f'{line.spelled["clip_grad"]}: is not supported: give a large number, such as 1e9'
+
+
+def _smallest(settings: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:
+    """Return the settings without those that change nothing."""
+    kept = {section: dict(keys) for section, keys in settings.items()}
+    expected = dump(config)
+    for section, keys in settings.items():
+        for key, value in keys.items():
+            del kept[section][key]
+            try:
+                is_same = dump(reload(kept, place=PLACE)) == expected
+            except ConfigError:  # a key that is required, or that another one needs
+                is_same = False
+            if not is_same:
+                kept[section][key] = value
+    return {
+        section: {key: kept[section][key] for key in keys_of(section) if key in kept[section]}
+        for section in kept
+        if kept[section]
+    }
+
+
+def _head(line: Line, config: Config) -> Iterator[str]:
+    mesh = config.mesh
+    yield f'# From the arguments of {line.program}.'
+    if line.world_size is None:
+        yield from _comment(
+            'The number of GPUs is not in the line, so that mesh.data is 1: '
+            'give --gpus N before the arguments.'
+        )
+    else:
+        sizes = ' x '.join(f'{axis} {size}' for axis, size in mesh.sizes.items() if size > 1)
+        yield f'# {line.world_size} GPUs: {sizes or "one"}'
+    if line.get('load'):
+        yield from _comment(
+            f'To go on from its checkpoint: `megajax import megatron {line.get("load")} RUN`, '
+            'and then run.start_from=RUN.'
+        )
+
+
+def _comments(line: Line) -> Iterator[str]:
+    if line.unused:
+        yield ''
+        yield '# Without a meaning here:'
+    for reason, arguments in line.unused.items():
+        yield from _comment(f'{", ".join(arguments)}: {reason}', indent='  ')
+
+
+def _comment(text: str, indent: str = '') -> list[str]:
+    text = ''.join(letter if letter.isprintable() else ' ' for letter in text)
+    return textwrap.wrap(
+        text,
+        COLUMNS,
+        initial_indent=f'# {indent}',
+        subsequent_indent=f'#   {indent}',
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

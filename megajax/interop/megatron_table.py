@@ -1,0 +1,262 @@
+"""The table of Megatron-LM's arguments: those that decide a key here, and why others do not.
+
+Names are written as Megatron-LM's own namespace has them, `num_layers` for `--num-layers`, from the
+first release (2019) to megatron-core 0.16. Arguments that only `pretrain_gpt.py` and
+`pretrain_bert.py` do not have, such as those of retrieval, are not listed. Imports no jax.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Arguments that decide keys of a config, by the type of their value. `bool` is a flag.
+READ: Mapping[type, str] = {
+    int: """
+        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels
+        max_position_embeddings vocab_size rotary_base
+        tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+        num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+        num_distributed_optimizer_instances
+        micro_batch_size global_batch_size seq_length train_iters train_samples seed
+        eval_iters eval_interval log_interval save_interval save_retain_interval
+        expert_model_parallel_size expert_tensor_parallel_size
+        lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples
+        lr_wsd_decay_iters lr_wsd_decay_samples profile_step_start profile_step_end
+    """,
+    float: """
+        norm_epsilon rotary_percent rope_scaling_factor hidden_dropout attention_dropout
+        init_method_std lr min_lr lr_warmup_fraction lr_warmup_init
+        weight_decay start_weight_decay end_weight_decay adam_beta1 adam_beta2 adam_eps clip_grad
+        loss_scale initial_loss_scale mask_prob exit_duration_in_mins
+    """,
+    str: """
+        position_embedding_type normalization recompute_granularity fp8_format fp8_recipe
+        lr_decay_style lr_wsd_decay_style weight_decay_incr_style optimizer
+        softmax_type cp_comm_type data_parallel_sharding_strategy exp_avg_dtype exp_avg_sq_dtype
+        split tokenizer_type tokenizer_model vocab_file load save wandb_project dataloader_type
+    """,
+    bool: """
+        group_query_attention swiglu openai_gelu add_qkv_bias qk_layernorm use_rope_scaling
+        untie_embeddings_and_output_weights sequence_parallel fp16 bf16
+        use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2 grad_reduce_in_bf16
+        use_precision_aware_optimizer profile deterministic_mode reset_position_ids
+        reset_attention_mask use_checkpoint_args no_position_embedding
+    """,
+    list: 'data_path recompute_modules',
+}
+# Flags that set another argument.
+SETS: Mapping[str, tuple[str, Any]] = {
+    'disable_bias_linear': ('add_bias_linear', False),
+    'no_bias_gelu_fusion': ('bias_gelu_fusion', False),
+    'use_rotary_position_embeddings': ('position_embedding_type', 'rope'),
+    'recompute_activations': ('recompute_granularity', 'selective'),
+    'checkpoint_activations': ('recompute_granularity', 'full'),
+}
+# Older names, and those of NeMo and Megatron-Bridge.
+RENAMED: Mapping[str, str] = {
+    'model_parallel_size': 'tensor_model_parallel_size',
+    'batch_size': 'micro_batch_size',
+    'warmup': 'lr_warmup_fraction',
+    'intermediate_size': 'ffn_hidden_size',
+    'layernorm_epsilon': 'norm_epsilon',
+    'encoder_num_layers': 'num_layers',
+    'encoder_seq_length': 'seq_length',
+    'activations_checkpoint_method': 'recompute_method',
+    'activations_checkpoint_num_layers': 'recompute_num_layers',
+    'checkpoint_num_layers': 'recompute_num_layers',
+    'use_custom_fsdp': 'use_megatron_fsdp',
+    'fp8': 'fp8_format',
+}
+KERNELS = 'XLA chooses and fuses kernels'
+SCHEDULE = 'XLA schedules collectives; train.overlap has the choice'
+NETWORK = 'jax finds the devices, and NCCL the network'
+PRECISION = 'softmax, norms, loss and sums of gradients are in fp32'
+MEMORY = 'XLA allocates memory'
+FORMAT = 'checkpoints have one format, and are read on every mesh'
+LOGS = 'a run logs to its directory, TensorBoard included; run.wandb'
+WATCH = 'always watched, see docs/when_a_run_breaks.md'
+READER = 'tokens are read by memory-mapped files'
+NO_MEANING: Mapping[str, str] = {
+    KERNELS: """
+        no_masked_softmax_fusion masked_softmax_fusion scaled_upper_triang_masked_softmax_fusion
+        scaled_masked_softmax_fusion no_bias_swiglu_fusion no_bias_dropout_fusion
+        bias_dropout_fusion
+        no_rope_fusion no_persist_layer_norm no_gradient_accumulation_fusion use_flash_attn
+        attention_backend transformer_impl use_mcore_models use_legacy_models
+        cross_entropy_loss_fusion cross_entropy_fusion_impl enable_cuda_graph cuda_graph_impl
+        cuda_graph_scope cuda_graph_warmup_steps external_cuda_graph te_rng_tracker
+        inference_rng_tracker apply_rope_fusion bias_activation_fusion memory_efficient_layer_norm
+        use_fused_weighted_squared_relu no_te_activation_func use_te_activation_func
+        disable_jit_fuser jit_fuser no_use_tokenizer_model_from_checkpoint_args onnx_safe
+    """,
+    'the loss of a step is the mean over its tokens': 'calculate_per_token_loss',
+    SCHEDULE: """
+        tp_comm_overlap tp_comm_overlap_cfg tp_comm_bootstrap_backend disable_tp_comm_overlap_ag
+        disable_tp_comm_overlap_rs tp_comm_overlap_rs_dgrad disable_tp_comm_bulk_dgrad
+        disable_tp_comm_bulk_wgrad disable_tp_comm_split_ag disable_tp_comm_split_rs
+        overlap_grad_reduce overlap_param_gather overlap_param_gather_with_optimizer_step
+        no_align_grad_reduce no_align_param_gather align_grad_reduce delay_param_gather
+        no_delay_grad_reduce delay_wgrad_compute no_overlap_p2p_communication
+        overlap_p2p_communication_warmup_flush batch_p2p_communication use_ring_exchange_p2p
+        no_scatter_gather_tensors_in_pipeline no_async_tensor_model_parallel_allreduce
+        async_tensor_model_parallel_allreduce defer_embedding_wgrad_compute
+        wgrad_deferral_limit ddp_bucket_size ddp_num_buckets ddp_average_in_collective
+        ddp_pad_buckets_for_high_nccl_busbw no_contiguous_buffers_in_local_ddp
+        use_contiguous_buffers_in_ddp microbatch_group_size_per_virtual_pipeline_stage
+    """,
+    NETWORK: """
+        distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init
+        local_rank rank world_size DDP_impl lazy_mpu_init nccl_communicator_config_path
+        nccl_ub use_sharp sharp_enabled_group use_tp_pp_dp_mapping disable_symmetric_registration
+        enable_gloo_process_groups disable_gloo_process_groups high_priority_stream_groups
+        replication replication_jump replication_factor init_model_with_meta_device
+    """,
+    PRECISION: """
+        accumulate_allreduce_grads_in_fp32 attention_softmax_in_fp32 apply_query_key_layer_scaling
+        no_query_key_layer_scaling fp32_residual_connection fp32_embedding fp32_layernorm
+        fp32_tokentypes fp32_allreduce fp16_lm_cross_entropy disable_bf16_reduced_precision_matmul
+        main_grads_dtype main_params_dtype no_fp32_embedding grad_scaling_factor
+    """,
+    'dynamic loss scaling has these constants': """
+        hysteresis loss_scale_window min_scale min_loss_scale dynamic_loss_scale
+    """,
+    'layers are recomputed one by one': """
+        recompute_method recompute_num_layers distribute_saved_activations
+        distribute_checkpointed_activations
+    """,
+    MEMORY: """
+        empty_unused_memory_level manual_gc manual_gc_interval no_manual_gc_eval
+        no_clone_scatter_output_in_embedding fp8_param_gather keep_fp8_weight_transpose_cache
+        reuse_grad_buf_for_mxfp8_param_ag torch_fsdp2_no_reshard_after_forward
+        suggested_communication_unit_size no_gradient_reduce_div_fusion
+    """,
+    'delayed scaling has these constants': """
+        fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo no_fp8_wgrad
+        first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+    """,
+    'the vocabulary is padded to a multiple of 1024 on every mesh': """
+        make_vocab_size_divisible_by padded_vocab_size
+    """,
+    'initial weights are the same on every mesh': """
+        use_cpu_initialization no_initialization perform_initialization deep_init
+        init_method_normal
+    """,
+    'a resumed run has the optimizer, the random state and the schedule of its checkpoint': """
+        no_load_optim no_load_rng no_save_optim no_save_rng override_lr_scheduler
+        override_opt_param_scheduler use_checkpoint_lr_scheduler use_checkpoint_opt_param_scheduler
+        exit_on_missing_checkpoint no_load_strict finetune ckpt_step resume_dataloader
+    """,
+    FORMAT: """
+        ckpt_format dist_ckpt_format use_dist_ckpt auto_detect_ckpt_format async_save
+        use_persistent_ckpt_worker ckpt_fully_parallel_save no_ckpt_fully_parallel_save
+        ckpt_fully_parallel_load ckpt_assume_constant_structure dist_ckpt_strictness
+        load_model_opt_format dist_ckpt_optim_fully_reshardable dist_ckpt_workers
+        non_persistent_ckpt_type non_persistent_save_interval ckpt_convert_format
+        ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format verify_integrity
+    """,
+    LOGS: """
+        tensorboard_dir tensorboard_log_interval tensorboard_queue_size log_params_norm
+        log_num_zeros_in_grad log_throughput log_progress log_timers_to_tensorboard
+        log_batch_size_to_tensorboard no_log_learnig_rate_to_tensorboard
+        no_log_learning_rate_to_tensorboard no_log_loss_scale_to_tensorboard
+        log_validation_ppl_to_tensorboard log_memory_to_tensorboard log_world_size_to_tensorboard
+        log_loss_scale_to_tensorboard log_learning_rate_to_tensorboard log_energy
+        timing_log_level timing_log_option no_barrier_with_level_1_timing logging_level
+        wandb_exp_name wandb_save_dir wandb_entity enable_one_logger no_one_logger
+        one_logger_project one_logger_entity one_logger_run_name one_logger_async
+        enable_msc disable_msc config_logger_dir record_memory_history memory_snapshot_path
+        profile_ranks use_pytorch_profiler log_memory_interval log_device_memory_used
+    """,
+    WATCH: """
+        log_straggler disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
+        exit_signal_handler exit_signal adlr_autoresume adlr_autoresume_interval
+        no_check_for_nan_in_loss_and_grad check_for_nan_in_loss_and_grad check_for_spiky_loss
+        check_for_large_grads check_weight_hash_across_dp_replicas_interval rerun_mode
+        error_injection_rate error_injection_type enable_ft_package calc_ft_timeouts
+        inprocess_restart train_sync_interval test_mode app_tag_run_name app_tag_run_version
+    """,
+    READER: """
+        num_workers data_cache_path no_mmap_bin_files data_impl mmap_warmup lazy_loader
+        no_create_attention_mask_in_dataloader num_dataset_builder_threads
+        object_storage_cache_path mid_level_dataset_surplus presplit_sentences
+        per_split_data_args_path dataloader_save
+    """,
+    'the corpus has its ids; data.tokenizer names a tokenizer.json': """
+        merge_file vocab_extra_ids tiktoken_pattern tiktoken_num_special_tokens
+        tiktoken_special_tokens tokenizer_prompt_format legacy_tokenizer trust_remote_code
+        tokenizer_hf_use_fast tokenizer_hf_include_special_tokens
+    """,
+    'without --data-path the corpus is that of data.corpus': 'mock_data',
+    'where steps are split between processes is found by jax': 'data_sharding no_data_sharding',
+    'it is only read together with an argument of its own': """
+        moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_grouped_gemm
+        moe_token_dispatcher_type moe_z_loss_coeff moe_permute_fusion moe_router_dtype
+        moe_layer_freq moe_expert_capacity_factor moe_pad_expert_input_to_capacity
+        moe_token_drop_policy moe_layer_recompute moe_extended_tp moe_input_jitter_eps
+        moe_per_layer_logging moe_ffn_hidden_size moe_shared_expert_intermediate_size
+        q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim window_attn_skip_freq
+        sgd_momentum short_seq_prob use_tokenizer_from_checkpoint_args
+    """,
+}
+# Arguments of which no value is supported, with what to do instead.
+NO_EXPERTS = 'there are no experts here: train a dense model, or Mixtral with MaxText'
+INSTEAD: Mapping[str, str] = {
+    'rampup_batch_size': 'train first with a small train.batch_size and then, from that run, '
+    'with run.start_from and a larger one',
+    'step_batch_size_schedule': 'use one train.batch_size, or several runs with run.start_from',
+    'num_moe_experts': NO_EXPERTS,
+    'init_method_xavier_uniform': 'weights are drawn from a normal distribution: '
+    'give --init-method-std',
+    'decoupled_lr': 'all parameters have one optim.lr',
+    'decoupled_min_lr': 'all parameters have one optim.min_lr',
+    'train_data_path': 'give one --data-path with --split',
+    'valid_data_path': 'give one --data-path with --split',
+    'test_data_path': 'give one --data-path with --split',
+    'data_args_path': 'give --data-path',
+    'sft': 'train on JSON lines with messages, with data.corpus and data.chat_template',
+    'full_validation': 'set train.eval_batches in the YAML',
+    'multiple_validation_sets': 'give one --data-path with --split',
+    'apply_wd_to_qk_layernorm': 'weight decay is not applied to norms: leave it out',
+    'train_data': 'build .bin and .idx with `megajax data build`, and give --data-path',
+    'bert_no_binary_head': 'BERT has its sentence-order head always',
+    'eod_mask_loss': 'the token at the end of a document has a loss: leave it out',
+    'exit_interval': 'end after a number of steps with --train-iters, or after a time with '
+    '--exit-duration-in-mins',
+    'skip_train': 'use `megajax eval`',
+    'pretrained_checkpoint': 'import it with `megajax import megatron`, '
+    'and begin with run.start_from',
+    'yaml_cfg': 'give the arguments themselves',
+    'spec': 'the layers of a decoder are those that `megajax config show` lists',
+    'cpu_offloading': 'use train.recompute, optim.shard, or more devices',
+    'cpu_offloading_num_layers': 'use train.recompute, optim.shard, or more devices',
+    'optimizer_cpu_offload': 'use optim.shard, or optim.moments_dtype=bfloat16',
+    'optimizer_offload_fraction': 'use optim.shard, or optim.moments_dtype=bfloat16',
+    'decoder_first_pipeline_num_layers': 'every stage has the same number of layers, and the '
+    'embedding and the head are divided over them',
+    'decoder_last_pipeline_num_layers': 'every stage has the same number of layers, and the '
+    'embedding and the head are divided over them',
+    'pipeline_model_parallel_layout': 'every stage has the same number of layers',
+    'account_for_embedding_in_pipeline_split': 'every stage has the same number of layers',
+    'account_for_loss_in_pipeline_split': 'every stage has the same number of layers',
+    'pipeline_model_parallel_split_rank': 'there is no encoder with a decoder here',
+    'standalone_embedding_stage': 'the embedding is divided over the stages: leave it out',
+    'data_parallel_random_init': 'replicas have the same weights: leave it out',
+    'mtp_num_layers': 'a decoder predicts the next token alone: leave it out',
+    'hierarchical_context_parallel_sizes': 'context shards are one group: leave it out',
+    'hybrid_attention_ratio': 'every layer has attention and an MLP',
+    'hybrid_override_pattern': 'every layer has attention and an MLP',
+    'fp4_format': 'give --fp8-format hybrid, or --bf16',
+    'label_smoothing': 'set loss.label_smoothing in the YAML',
+    'use_dion': 'the optimizer is AdamW',
+}
+
+
+def names(text: str) -> list[str]:
+    """Return the names of a block of the table."""
+    return text.split()
+
+
+def known_names() -> Iterator[str]:
+    """Yield every name of the tables of this file."""
+    for block in (*READ.values(), *NO_MEANING.values()):
+        yield from names(block)
+    yield from (*SETS, *RENAMED, *INSTEAD)

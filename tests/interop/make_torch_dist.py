@@ -1,0 +1,194 @@
+"""Write tests/interop/torch_dist: checkpoints that megatron-core saves, and its models' logits.
+
+    torchrun --nproc_per_node 4 tests/interop/make_torch_dist.py
+
+needs torch and megatron-core; the stored files are of torch 2.14.1 and megatron-core 0.16.1, on a
+CPU with gloo. megatron-core expects a GPU, so `use_the_cpu` replaces what asks for one.
+
+`gpt2` is written by 2 tensor-parallel ranks x 2 pipeline stages with the state of AdamW: its layers
+are stacked in one tensor. `llama` is written by 2 tensor-parallel ranks x 2 data shards: each layer
+has tensors of its own, gate and up too, and the vocabulary of 60 is padded to 64.
+"""
+
+import argparse
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import optimizer as sharded
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+FOLDER = Path(__file__).parent / 'torch_dist'
+VOCAB, PADDED, LENGTH = 60, 64, 24
+# Megatron-LM stores its arguments in a checkpoint; its training package is not in megatron-core.
+ARGUMENTS: dict[str, Any] = {
+    'num_layers': 2,
+    'hidden_size': 16,
+    'num_attention_heads': 4,
+    'max_position_embeddings': 32,
+    'seq_length': LENGTH,
+    'vocab_size': VOCAB,
+    'padded_vocab_size': PADDED,
+    'hidden_dropout': 0.0,
+    'attention_dropout': 0.0,
+    'params_dtype': torch.float32,
+    'bias_gelu_fusion': False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    'gpt2': {'ffn_hidden_size': 32, 'pipeline_model_parallel_size': 2},
+    'llama': {
+        'ffn_hidden_size': 24,
+        'group_query_attention': True,
+        'num_query_groups': 2,
+        'position_embedding_type': 'rope',
+        'normalization': 'RMSNorm',
+        'swiglu': True,
+        'add_bias_linear': False,
+        'untie_embeddings_and_output_weights': True,
+        'pipeline_model_parallel_size': 1,
+    },
+}
+
+
+def use_the_cpu() -> None:
+    torch.cuda.current_device = lambda: torch.device('cpu')
+    torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # there is no dropout
+    filesystem_async._process_memory = lambda: 0  # asks for psutil, only to log
+
+
+def make_model(arguments: dict[str, Any]) -> GPTModel:
+    swiglu, norm = arguments.get('swiglu', False), arguments.get('normalization', 'LayerNorm')
+    config = TransformerConfig(
+        num_layers=arguments['num_layers'],
+        hidden_size=arguments['hidden_size'],
+        num_attention_heads=arguments['num_attention_heads'],
+        num_query_groups=arguments.get('num_query_groups'),
+        ffn_hidden_size=arguments['ffn_hidden_size'],
+        normalization=norm,
+        gated_linear_unit=swiglu,
+        activation_func=torch.nn.functional.silu if swiglu else torch.nn.functional.gelu,
+        add_bias_linear=arguments.get('add_bias_linear', True),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=2,
+        pipeline_model_parallel_size=arguments['pipeline_model_parallel_size'],
+        pipeline_dtype=torch.float32,
+    )
+    return GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization=norm),
+        vocab_size=PADDED,
+        max_sequence_length=arguments['max_position_embeddings'],
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=False,
+        share_embeddings_and_output_weights=not arguments.get(
+            'untie_embeddings_and_output_weights', False
+        ),
+        position_embedding_type=arguments.get('position_embedding_type', 'learned_absolute'),
+    )
+
+
+def randomise(model: GPTModel) -> None:
+    """Give every vector values of its own, since biases of 0 and scales of 1 hide mistakes."""
+    for name, param in model.named_parameters():
+        generator = torch.Generator().manual_seed(sum(name.encode()))
+        if param.dim() == 1:
+            noise = torch.randn(4096, generator=generator)[: len(param)]
+            if getattr(param, 'tensor_model_parallel', False):
+                noise = noise * (1 + parallel_state.get_tensor_model_parallel_rank())
+            param.data += 0.1 * noise
+        else:
+            param.data *= 5  # so that the logits differ from one another
+
+
+def compute(model: GPTModel, token_BS: torch.Tensor) -> torch.Tensor | None:
+    """Return the logits [B, S, V] on the last stage."""
+    position_BS = torch.arange(LENGTH).expand_as(token_BS)
+    future = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+    previous = parallel_state.get_pipeline_model_parallel_prev_rank()
+    if not model.pre_process:
+        x_SBD = torch.empty(LENGTH, len(token_BS), model.config.hidden_size)
+        dist.recv(x_SBD, previous)
+        model.set_input_tensor(x_SBD)
+    y = model(token_BS, position_BS, future)
+    if model.post_process:
+        return y[:, :, :VOCAB]
+    dist.send(y.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
+    return None
+
+
+def optimizer_state(model: GPTModel, weights: dict[str, Any]) -> dict[str, Any]:
+    """AdamW's moments as megatron-core's optimizers shard them."""
+    adam = torch.optim.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = [param.data.clone() for param in model.parameters()]
+    adam.step()
+    for param, value in zip(model.parameters(), before, strict=True):
+        param.data.copy_(value)
+    state = adam.state_dict()
+    places = sharded.get_param_id_to_sharded_param_map(weights, model.parameters())
+    sharded.optim_state_to_sharding_state(state, places, exclude_keys='step')
+    return state
+
+
+def write(name: str) -> None:
+    arguments = ARGUMENTS | MODELS[name] | {'tensor_model_parallel_size': 2}
+    parallel_state.initialize_model_parallel(2, arguments['pipeline_model_parallel_size'])
+    torch.manual_seed(7)
+    model = make_model(arguments).eval()
+    randomise(model)
+    token_BS = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        logit_BSV = compute(model, token_BS)
+    whole = name == 'llama'
+    weights = model.sharded_state_dict(metadata={'singleton_local_shards': whole})
+    state = {
+        'args': argparse.Namespace(**arguments),
+        'checkpoint_version': 3.0,
+        'iteration': 5,
+        'model': weights,
+    }
+    if not whole:
+        state['optimizer'] = optimizer_state(model, weights)
+    folder = FOLDER / name / 'iter_0000005'
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+        (FOLDER / name / 'latest_checkpointed_iteration.txt').write_text('5')
+    dist.barrier()
+    dist_checkpointing.save(state, str(folder))
+    last = parallel_state.is_pipeline_last_stage()
+    if last and dist.get_rank() == dist.get_world_size() - 1:
+        assert logit_BSV is not None
+        np.savez(FOLDER / f'{name}.npz', tokens=token_BS, logits=logit_BSV)
+    parallel_state.destroy_model_parallel()
+
+
+if __name__ == '__main__':
+    dist.init_process_group('gloo')
+    use_the_cpu()
+    if dist.get_rank() == 0:
+        shutil.rmtree(FOLDER, ignore_errors=True)
+    dist.barrier()
+    for each in MODELS:
+        write(each)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for each in MODELS:
+            shutil.make_archive(str(FOLDER / each), 'xztar', FOLDER / each)
+            shutil.rmtree(FOLDER / each)

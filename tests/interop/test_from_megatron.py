@@ -1,0 +1,267 @@
+"""A command line of Megatron-LM becomes the config that means the same, or is refused by name."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megajax.commands.main import app
+from megajax.config import Config, ConfigError, load
+from megajax.interop.from_megatron import from_megatron
+from megajax.interop.megatron_line import KNOWN, read_line
+
+SMALL = (
+    'pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 '
+    '--max-position-embeddings 32 --train-iters 10 --lr 1e-3 --vocab-size 100 '
+)
+
+
+def convert(line: str, *, gpus: int | None = None) -> str:
+    return from_megatron(read_line(shlex.split(line), world_size=gpus))
+
+
+def config_of(line: str, folder: Path, *, gpus: int | None = None) -> Config:
+    (folder / 'my.yaml').write_text(convert(line, gpus=gpus))
+    return load(folder / 'my.yaml')
+
+
+def model_of(preset: str) -> dict[str, object]:
+    return load(preset).model.model_dump()
+
+
+PAPER = """
+    python -m torch.distributed.launch --nproc_per_node 8 --nnodes=64 --node_rank 0
+    pretrain_gpt2.py --model-parallel-size 8 --num-layers 72 --hidden-size 3072
+    --num-attention-heads 32 --batch-size 8 --seq-length 1024 --max-position-embeddings 1024
+    --train-iters 300000 --lr-decay-iters 300000 --lr 1.5e-4 --min-lr 1e-5 --lr-decay-style cosine
+    --warmup .01 --weight-decay 1e-2 --clip-grad 1.0 --hidden-dropout 0.1 --attention-dropout 0.1
+    --checkpoint-activations --checkpoint-num-layers 1 --distributed-backend nccl --fp16
+    --tokenizer-type GPT2BPETokenizer --data-path 0.5 web 0.5 books --split 949,50,1
+    --save runs/8b --save-interval 5000 --log-interval 10 --eval-interval 500 --eval-iters 16
+"""
+GPT3 = """
+    torchrun --nproc-per-node=8 --nnodes=128 pretrain_gpt.py --use-mcore-models
+    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
+    --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 1536
+    --train-samples 146484375 --lr-decay-samples 126953125 --lr-warmup-samples 183105
+    --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
+    --init-method-std 0.006 --hidden-dropout 0 --attention-dropout 0 --bf16
+    --tokenizer-type GPT2BPETokenizer --sequence-parallel --use-distributed-optimizer
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 8
+    --num-layers-per-virtual-pipeline-stage 4 --recompute-activations --overlap-grad-reduce
+"""
+LLAMA = """
+    pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+    --num-attention-heads 32 --group-query-attention --num-query-groups 8 --swiglu
+    --normalization RMSNorm --norm-epsilon 1e-5 --disable-bias-linear
+    --untie-embeddings-and-output-weights --no-position-embedding
+    --position-embedding-type rope --rotary-base 500000 --hidden-dropout 0.0
+    --attention-dropout 0.0 --vocab-size 128256 --max-position-embeddings 8192 --seq-length 8192
+    --train-iters 1000 --lr 3e-4 --micro-batch-size 1 --global-batch-size 128 --bf16
+    --tensor-model-parallel-size 2 --context-parallel-size 2 --cp-comm-type all_gather
+    --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+    --reset-position-ids=true --reset-attention-mask=false --reset-position-ids=false
+"""
+BERT = """
+    pretrain_bert.py --num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
+    --max-position-embeddings 512 --tokenizer-type BertWordPieceLowerCase --micro-batch-size 8
+    --global-batch-size 1024 --train-iters 2000000 --lr 1e-4 --lr-warmup-iters 10000
+    --lr-decay-style linear --no-bias-gelu-fusion --recompute-granularity full
+    --recompute-method uniform --recompute-num-layers 1 --data-path wiki --mask-prob 0.15 --bf16
+"""
+
+
+def test_the_line_of_the_paper(tmp_path: Path) -> None:
+    config, preset = config_of(PAPER, tmp_path), load('megatron_8.3b')
+    assert config.model == preset.model
+    assert config.mesh == preset.mesh
+    assert config.optim == preset.optim.model_copy()
+    assert (config.train.steps, config.train.batch_size, config.train.microbatches) == (
+        300_000,
+        512,
+        1,
+    )
+    assert (config.train.recompute, config.train.dtype) == ('full', 'float16')
+    assert (dict(config.data.blend), config.data.order) == ({'web': 0.5, 'books': 0.5}, 'megatron')
+    assert (config.run.dir, config.checkpoint.every) == ('runs/8b', 5000)
+
+
+def test_gpt3_in_stages(tmp_path: Path) -> None:
+    config = config_of(GPT3, tmp_path)
+    assert config.model.model_dump() == model_of('gpt3_175b') | {'init_std': 0.006}
+    assert config.mesh.sizes == {'stage': 8, 'data': 16, 'model': 8}
+    assert (config.mesh.virtual_stages, config.mesh.sequence_parallel) == (3, True)
+    train, optim = config.train, config.optim
+    assert (train.steps, train.batch_size, train.microbatches) == (95367, 1536, 96)
+    assert (optim.warmup_steps, optim.decay_steps, optim.shard) == (119, 82651, 'optimizer')
+    assert (train.recompute, optim.min_lr, optim.beta2) == ('selective', 6e-6, 0.95)
+
+
+def test_llama_on_context_shards(tmp_path: Path) -> None:
+    config = config_of(LLAMA, tmp_path, gpus=32)
+    assert config.model == load('llama3_8b').model
+    assert config.mesh.sizes == {'data': 8, 'context': 2, 'model': 2}
+    assert (config.optim.shard, config.train.microbatches) == ('weights', 16)
+    assert config.optim.schedule == 'linear'  # Megatron-LM's default
+    assert config.mesh.context_exchange == 'gather'
+
+
+def test_swiglu_has_the_width_of_megatron(tmp_path: Path) -> None:
+    config = config_of(SMALL.replace('64', '4096') + '--swiglu', tmp_path)
+    assert config.model.ffn_size == 10880  # two thirds of four hidden sizes, a multiple of 64
+
+
+@pytest.mark.parametrize(
+    ('program', 'size'), [('pretrain_gpt.py', 50257), ('pretrain_bert.py', 30522)]
+)
+def test_a_program_has_its_own_tokenizer(program: str, size: int, tmp_path: Path) -> None:
+    line = SMALL.replace('pretrain_gpt.py', program).replace('--vocab-size 100', '')
+    assert config_of(line, tmp_path).model.vocab_size == size
+
+
+def test_bert(tmp_path: Path) -> None:
+    config = config_of(BERT, tmp_path, gpus=128)
+    assert config.model == load('bert_336m').model
+    assert config.mesh == load('bert_336m').mesh
+    assert (config.train.batch_size, config.train.recompute) == (1024, 'full')
+    assert (config.data.order, config.data.tokenizer) == ('stateless', 'auto')
+    assert config.optim == load('bert_336m').optim
+
+
+def test_the_file_is_the_smallest_and_names_what_it_leaves_out(tmp_path: Path) -> None:
+    text = convert(SMALL + '--distributed-backend nccl --use-flash-attn --no-rope-fusion')
+    lines = [line for line in text.splitlines() if not line.startswith('#')]
+    whole = config_of(SMALL, tmp_path)
+    for index, line in enumerate(lines):
+        (tmp_path / 'less.yaml').write_text('\n'.join([*lines[:index], *lines[index + 1 :]]))
+        try:
+            less = load(tmp_path / 'less.yaml')
+        except ConfigError:
+            continue
+        assert less != whole or not line, line
+    assert '--distributed-backend nccl: jax finds the devices' in text
+    assert '--use-flash-attn, --no-rope-fusion: XLA chooses and fuses kernels' in text
+    assert 'give --gpus N' in text
+
+
+@pytest.mark.parametrize(
+    ('added', 'message'),
+    [
+        ('--num-experts 8', r'--num-experts 8: is not supported: .* use a dense model'),
+        ('--rotary-interleaved', '--rotary-interleaved: is not supported: .* leave it out'),
+        ('--rotary-percent 0.5', '--rotary-percent 0.5: is not supported'),
+        ('--position-embedding-type yarn', '--position-embedding-type yarn: .* rope'),
+        ('--no-position-embedding', '--no-position-embedding: .* give --position-embedding-type'),
+        ('--rampup-batch-size 16 16 5859375', '16 16 5859375: is not supported: .*start_from'),
+        ('--optimizer sgd', '--optimizer sgd: is not supported: the optimizer is AdamW'),
+        ('--lr-decay-style inverse-square-root', 'inverse-square-root: .* give constant'),
+        ('--lr-decay-style WSD', r'give --lr-wsd-decay-style linear --lr-wsd-decay-iters 2,'),
+        ('--end-weight-decay 0.3', '--end-weight-decay 0.3: .* constant'),
+        ('--clip-grad 0', '--clip-grad 0: .* large number'),
+        ('--loss-scale 4096', '--loss-scale 4096: .* dynamic'),
+        ('--fp8-format e4m3', '--fp8-format e4m3: .* hybrid'),
+        ('--cp-comm-type a2a', '--cp-comm-type a2a'),
+        ('--recompute-modules mlp', '--recompute-modules mlp: .* full'),
+        ('--eod-mask-loss', '--eod-mask-loss: is not supported'),
+        ('--reset-position-ids', 'data.document_mask does both: give both, or none'),
+        ('--data-path web books news', '--data-path web books news: give each prefix its weight'),
+        ('--fp16 --bf16', 'give one of the two'),
+        ('--hiden-size 4', r'--hiden-size 4: is no argument .* did you mean --hidden-size\?'),
+        ('--zzzz', '--zzzz: is no argument'),
+        ('--seed many', '--seed many: expected a whole number'),
+        ('--lr inf', '--lr inf: expected a number'),
+        ('--bf16 yes', '--bf16 yes: expected no value'),
+        ('--tensor-model-parallel-size 3', 'mesh.model'),
+        ('--tokenizer-type HuggingFaceTokenizer --tokenizer-model none', None),
+        ('--save $DIR', r'--save .*\$DIR.*: holds a variable'),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(added: str, message: str | None) -> None:
+    if message is None:
+        convert(SMALL + added)  # the size of the vocabulary is in the line
+        return
+    with pytest.raises(ConfigError, match=message):
+        convert(SMALL + added)
+
+
+@pytest.mark.parametrize(
+    ('removed', 'message'),
+    [
+        ('--lr 1e-3', '--lr: is missing'),
+        ('--train-iters 10', '--train-iters: is missing, and so is --train-samples'),
+        ('--num-layers 2', '--num-layers: is missing'),
+    ],
+)
+def test_what_is_missing_is_named(removed: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert(SMALL.replace(removed, ''))
+
+
+def test_a_tokenizer_of_unknown_size_is_named() -> None:
+    line = SMALL.replace('--vocab-size 100', '--tokenizer-type SentencePieceTokenizer')
+    with pytest.raises(ConfigError, match=r'SentencePieceTokenizer: .*add --vocab-size N'):
+        convert(line)
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        convert(SMALL + '--num-experts 8 --zzzz --clip-grad 0')
+    assert str(refused.value).count('\n') == 2
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ConfigError, match='12 GPUs are no multiple of tensor x pipeline'):
+        convert(SMALL + '--tensor-model-parallel-size 8', gpus=12)
+    with pytest.raises(ConfigError, match='--global-batch-size 9: is not a multiple'):
+        convert(SMALL + '--global-batch-size 9 --micro-batch-size 2', gpus=4)
+
+
+def test_overrides_of_nemo_are_read(tmp_path: Path) -> None:
+    line = ' '.join(
+        f'{word}'
+        for word in (
+            'pretrain.py model.num_layers=2 model.hidden_size=64 model.num_attention_heads=4',
+            '++model.seq_length=32 train.train_iters=10 optimizer.lr=1e-3 model.vocab_size=100',
+            'model.sequence_parallel=True model.tensor_model_parallel_size=2 model.bf16=false',
+            'model.num_moe_experts=null',
+        )
+    )
+    with pytest.raises(ConfigError, match='num_moe_experts=null: is not supported'):
+        convert(line)
+    config = config_of(line.replace('model.num_moe_experts=null', ''), tmp_path)
+    assert (config.model.num_layers, config.mesh.model, config.train.dtype) == (2, 2, 'float32')
+    assert config.mesh.sequence_parallel
+
+
+def test_a_script_is_read_without_running_it(tmp_path: Path) -> None:
+    script = tmp_path / 'train.sh'
+    script.write_text(
+        '#!/bin/bash\nexport X=1\nGPUS=8; NODES=2\nOUT=runs/out\n'
+        'DISTRIBUTED=(--nproc_per_node $GPUS\n --nnodes $NODES)\n'
+        'MODEL="--num-layers 2 --hidden-size 64"\n'
+        'ARGS=(\n  --num-attention-heads 4 # heads\n --seq-length 32 --train-iters 10\n'
+        '  --lr 1e-3 --vocab-size 100 --save ${OUT}/a --tensorboard-dir $TB\n)\n'
+        'torchrun ${DISTRIBUTED[@]} pretrain_gpt.py \\\n $MODEL "${ARGS[@]}"\n'
+    )
+    result = CliRunner().invoke(app, ['config', 'from-megatron', f'@{script}'])
+    assert result.exit_code == 0, result.output
+    assert '# 16 GPUs: data 16' in result.output
+    assert 'dir: runs/out/a' in result.output
+    piped = CliRunner().invoke(app, ['config', 'from-megatron', '-'], input=script.read_text())
+    assert piped.output == result.output
+    bomb = 'A=aaaaaaaaaa\n' + ''.join('A=$A$A$A$A\n' for _ in range(40))
+    script.write_text(bomb)
+    with pytest.raises(ConfigError, match='make more than 1,048,576 characters'):
+        read_line([f'@{script}'])
+    script.write_text('"open')
+    with pytest.raises(ConfigError, match='is not the text of a command'):
+        read_line([f'@{script}'])
+
+
+def test_no_argument_is_in_two_rows_of_the_table() -> None:
+    from megajax.interop.arguments import ONLY
+    from megajax.interop.megatron_table import known_names
+
+    names = [*known_names(), *(name for name in ONLY if name != 'rotary_percent')]
+    assert sorted(names) == KNOWN
