@@ -53,8 +53,12 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
     tensors = read_tensors(folder)
     if left:
         logger.warning('%s: unused keys: %s', folder / 'config.json', ', '.join(left))
-    if tokenizer is None:
-        logger.warning('%s has no tokenizer.json: the run works on token ids only', folder)
+    if config.data.tokenizer == 'none':
+        logger.warning(
+            '%s has no tokenizer.json: the run works on token ids only; for text, put the one of '
+            'transformers there, or give data.tokenizer=FILE',
+            folder,
+        )
     from megajax.interop.huggingface.weights import from_huggingface
     from megajax.interop.runs import start_run
 
@@ -93,14 +97,16 @@ def export_huggingface(
     dtype = dtype or record.data.get(DTYPE, 'float32')  # type: ignore[assignment]
     assert dtype is not None
     from megajax.checkpoint.compare import parameter_shapes
-    from megajax.interop.huggingface.weights import huggingface_pieces
+    from megajax.interop.huggingface.weights import huggingface_pieces, joined_tensors
     from megajax.interop.runs import parts
 
     pieces = huggingface_pieces(model, parameter_shapes(checkpoint), family=family)
+    joined = joined_tensors(pieces, family)
     plan = [
-        Tensor(piece.name, piece.shape, EXPORT_DTYPES[dtype])
-        for group in pieces.values()
-        for piece in group
+        Tensor(
+            name, (sum(part.shape[0] for part in group), *group[0].shape[1:]), EXPORT_DTYPES[dtype]
+        )
+        for name, group in joined.items()
     ]
     with new_folder(out) as partial:
         tokens = _write_tokenizer(checkpoint, partial, model)
@@ -109,9 +115,14 @@ def export_huggingface(
         if model.vision is not None:
             preprocessor = json.dumps(write_preprocessor(model.vision), indent=2)
             (partial / FILE).write_text(preprocessor + '\n')
-        arrays = (_cast(name, x, dtype) for _, name, x in parts(checkpoint, [pieces]))
+        cast = (_cast(name, x, dtype) for _, name, x in parts(checkpoint, [pieces]))
+        arrays = (_together([next(cast) for _ in group]) for group in joined.values())
         write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
     return family, dtype
+
+
+def _together(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:

@@ -94,14 +94,14 @@ def make_pieces(
     """
     stacked = next((letter for letter in STACKED if letter in here), None)
     if stacked is None:
-        return [_make_piece(name, there, here, shape, ranges, sizes)]
+        return [make_piece(name, there, here, shape, ranges, sizes)]
     return [
-        _make_piece(name.format(n), there, here, shape, {**ranges, stacked: slice(n, n + 1)}, sizes)
+        make_piece(name.format(n), there, here, shape, {**ranges, stacked: slice(n, n + 1)}, sizes)
         for n in range(shape[here.index(stacked)])
     ]
 
 
-def _make_piece(
+def make_piece(
     name: str,
     there: str,
     here: str,
@@ -109,13 +109,14 @@ def _make_piece(
     ranges: Mapping[str, slice],
     sizes: Mapping[str, int],
 ) -> Piece:
+    """Return the piece of a parameter that holds these ranges of its dims; see `make_pieces`."""
     lengths = dict(zip(here, shape, strict=True))
     at = {
         dim: slice(*ranges.get(dim, slice(None)).indices(length)[:2])
         for dim, length in lengths.items()
     }
     counts = {dim: sizes.get(dim, part.stop - part.start) for dim, part in at.items()}
-    groups = [''.join(dim for dim in group if dim in here) for group in _groups(there)]
+    groups = groups_of(there, here)
     # A dim that the piece lacks, such as the layer, has size 1.
     dims = ''.join(dim for dim in here if dim not in ''.join(groups)) + ''.join(groups)
     return Piece(
@@ -125,6 +126,11 @@ def _make_piece(
         order=tuple(dims.index(dim) for dim in here),
         at=tuple(at[dim] for dim in here),
     )
+
+
+def groups_of(there: str, here: str) -> list[str]:
+    """Return the dims of each dim of the other format that a parameter with dims `here` has."""
+    return [''.join(dim for dim in group if dim in here) for group in _groups(there)]
 
 
 def _groups(there: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ with several chunks of layers has them as `model0`, `model1` and so on. Imports 
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +60,7 @@ def find_ranks(
     `folder` is a checkpoint's folder, or one that holds several, of which the newest is used.
     Raises ConfigError if there are no ranks, not every one, or not `ranks` x `stages` of them.
     """
-    folder = _newest(folder)
+    folder = newest(folder)
     names = sorted(path.name for path in folder.glob('mp_rank_*') if path.is_dir())
     if not names:
         raise ConfigError(
@@ -94,12 +94,13 @@ def find_ranks(
     return paths
 
 
-def _newest(folder: Path) -> Path:
+def newest(folder: Path) -> Path:
+    """Return the newest checkpoint of a folder that holds several, or the folder itself."""
     tracker = folder / TRACKER
     if not tracker.is_file():
         return folder
-    newest = tracker.read_text().strip()
-    return folder / (f'iter_{int(newest):07}' if newest.isdecimal() else newest)
+    name = tracker.read_text().strip()
+    return folder / (f'iter_{int(name):07}' if name.isdecimal() else name)
 
 
 def read_rank(path: Path) -> RankFile:
@@ -114,35 +115,54 @@ def read_rank(path: Path) -> RankFile:
         isinstance(contents[name], Mapping) for name in names
     ):
         raise ConfigError(f"{path}: holds no 'model', nor 'model0', 'model1' and so on")
+    check_version(contents, path)
+    return RankFile(
+        path, arguments_of(contents), tuple(_tensors(contents[name], path) for name in names)
+    )
+
+
+def check_version(contents: Mapping[str, Any], path: Path) -> None:
+    """Raise ConfigError if a checkpoint's layout is older than is supported."""
     version = contents.get('checkpoint_version', VERSION)
-    if not isinstance(version, (int, float)) or version < 2:
+    if not (isinstance(version, (int, float)) and version >= 2):  # NaN is not
         raise ConfigError(
-            f'{path}: checkpoint_version {version} orders QKV differently; '
+            f'{path}: checkpoint_version {version!r:.80} orders QKV differently; '
             'only 2.0 and later are supported'
         )
+
+
+def arguments_of(contents: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return Megatron-LM's arguments by name, as a checkpoint holds them, or an empty mapping."""
     arguments = contents.get('args')
-    known = (
-        vars(arguments)
-        if isinstance(arguments, Namespace)
-        else arguments
-        if isinstance(arguments, Mapping)
-        else {}
-    )
-    return RankFile(path, known, tuple(dict(_tensors(contents[name], path)) for name in names))
+    if isinstance(arguments, Namespace):
+        return vars(arguments)
+    return arguments if isinstance(arguments, Mapping) else {}
 
 
-def _tensors(
-    model: Mapping[str, Any], path: Path, prefix: str = ''
-) -> Iterator[tuple[str, np.ndarray]]:
-    for key, value in model.items():
-        name = f'{prefix}{key}'
-        if IGNORED.fullmatch(name) or name == 'word_embeddings_for_head':
-            continue
-        if isinstance(value, Mapping):
-            yield from _tensors(value, path, f'{name}.')
-        elif isinstance(value, np.ndarray):
-            for pattern, replacement in ALIASES:
-                name = re.sub(pattern, replacement, name)
-            yield name, value
-        else:
-            raise ConfigError(f'{path}: {name} is not a tensor')
+def local_name(name: str) -> str:
+    """Return a tensor's name in megatron-core's local layer specification."""
+    for pattern, replacement in ALIASES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _tensors(model: Mapping[str, Any], path: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a model, whose names are those of nested dicts."""
+    tensors = {}
+    pending, visited = [('', model)], {id(model)}
+    while pending:
+        prefix, group = pending.pop()
+        for key, value in group.items():
+            name = f'{prefix}{key}'
+            if IGNORED.fullmatch(name) or name == 'word_embeddings_for_head':
+                continue
+            if isinstance(value, Mapping):
+                if id(value) in visited:
+                    raise ConfigError(f'{path}: {name:.200} is a dict that stands in two places')
+                visited.add(id(value))
+                pending.append((f'{name}.', value))
+            elif isinstance(value, np.ndarray):
+                tensors[local_name(name)] = value
+            else:
+                raise ConfigError(f'{path}: {name:.200} is not a tensor')
+    return tensors

@@ -5,7 +5,7 @@ each tensor-parallel rank.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +15,7 @@ from megajax.checkpoint.digests import find_sound
 from megajax.checkpoint.record import RECORD, read_record
 from megajax.config import Config, ConfigError, ModelConfig, dump, load, reload
 from megajax.interop.arguments import read_arguments
+from megajax.interop.dist_checkpoint import COMMON, is_dist, open_checkpoint
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.rank_files import (
     FILE,
@@ -24,6 +25,7 @@ from megajax.interop.rank_files import (
     RankFile,
     chunk_names,
     find_ranks,
+    newest,
     rank_name,
     read_rank,
 )
@@ -52,18 +54,36 @@ def import_megatron(
     than tensors, and for incomplete weights.
     """
     check_new(out)
+    folder = newest(folder)
+    if is_dist(folder):
+        return _import_dist(folder, out, overrides, ranks=ranks, stages=stages)
     files = [[read_rank(path) for path in group] for group in find_ranks(folder, ranks, stages)]
-    config = _config(folder, files[0][0], out, overrides)
+    first = files[0][0]
+    config = _config(folder, first.path, first.arguments, out, overrides)
+    _start(out, config, lambda config: _merge(config, files))
+    return config
+
+
+def _import_dist(
+    folder: Path, out: Path, overrides: Sequence[str], *, ranks: int | None, stages: int | None
+) -> Config:
+    if ranks or stages:
+        raise ConfigError(
+            f'{folder}: a torch_dist checkpoint has no ranks and no stages: '
+            'leave --tensor-parallel and --pipeline-parallel out'
+        )
+    checkpoint = open_checkpoint(folder)
+    config = _config(folder, folder / COMMON, checkpoint.arguments, out, overrides)
+    from megajax.interop.dist_import import merge_chunks
+
+    _start(out, config, lambda config: merge_chunks(config, checkpoint))
+    return config
+
+
+def _start(out: Path, config: Config, load: Callable[[Config], Any]) -> None:
     from megajax.interop.runs import start_run
 
-    start_run(
-        out,
-        config,
-        lambda config: _merge(config, files),
-        tokenizer=None,
-        origin={'imported from': 'megatron'},
-    )
-    return config
+    start_run(out, config, load, tokenizer=None, origin={'imported from': 'megatron'})
 
 
 def export_megatron(
@@ -141,21 +161,24 @@ def _check_stages(model: ModelConfig, stages: int, virtual_stages: int) -> None:
         )
 
 
-def _config(folder: Path, first: RankFile, out: Path, overrides: Sequence[str]) -> Config:
+def _config(
+    folder: Path, file: Path, arguments: Mapping[str, Any], out: Path, overrides: Sequence[str]
+) -> Config:
+    """Return the config of a run with the model of a file's arguments, or of a config.yaml."""
     beside = folder / 'config.yaml'
-    if not first.arguments and not beside.is_file():
+    if not arguments and not beside.is_file():
+        beside = folder.parent / 'config.yaml'
+    if not arguments and not beside.is_file():
         raise ConfigError(
-            f"{first.path}: holds no arguments ('args') that describe the model; "
-            f'write its config to {beside}'
+            f"{file}: holds no arguments ('args') that describe the model; "
+            f'write its config to {folder / beside.name}'
         )
     model = (
-        read_arguments(first.arguments, str(first.path))
-        if first.arguments
+        read_arguments(arguments, str(file))
+        if arguments
         else load(beside).model.model_dump(mode='json')
     )
-    return reload(
-        settings(model, out, None), overrides, place=str(first.path if first.arguments else beside)
-    )
+    return reload(settings(model, out, None), overrides, place=str(file if arguments else beside))
 
 
 class _Holder(NamedTuple):

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from megajax.config import ConfigError
+from megajax.interop.json_file import read_json
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 SHARD_BYTES = 5_000_000_000  # maximum bytes of a file, as in `save_pretrained`
@@ -70,9 +71,8 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 def _read_indexed(folder: Path) -> dict[str, np.ndarray]:
     index = folder / INDEX
     try:
-        files = json.loads(index.read_bytes())['weight_map']
-        names = {str(name): str(file) for name, file in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = {str(name): str(file) for name, file in read_json(index)['weight_map'].items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f'{index}: not an index of tensors: {error!r}') from error
     return _read_files(folder, index, names)
 

@@ -8,10 +8,8 @@ anything else is rejected.
 
 import io
 import mmap
-import pickle
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,10 @@ import ml_dtypes
 import numpy as np
 
 from megajax.config import ConfigError
+from megajax.config.errors import reason
+from megajax.interop.pickles import Call, Inert, Record, Unpickler
 
+MAX_PROGRAM_BYTES = 2**26  # of a pickle, without the data of its tensors
 STORAGES = {
     'FloatStorage': np.dtype(np.float32),
     'HalfStorage': np.dtype(np.float16),
@@ -74,11 +75,8 @@ INERT = frozenset(
 INERT_PACKAGES = ('megatron.', 'transformer_engine.')  # enumerations and settings
 
 
-class Namespace:
+class Namespace(Record):
     """A substitute for `argparse.Namespace`: attributes, and nothing else."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
 
 class _Kind(NamedTuple):
@@ -90,32 +88,6 @@ class _Kind(NamedTuple):
     dtype: np.dtype
 
 
-class Inert:
-    """A placeholder for an object that is not needed; operations on it have no effect."""
-
-    def __new__(cls, *_: Any, **__: Any) -> 'Inert':
-        """Take any arguments."""
-        return super().__new__(cls)
-
-    def __call__(self, *_: Any, **__: Any) -> 'Inert':
-        return self
-
-    def __setstate__(self, _: Any) -> None:
-        pass
-
-    def __hash__(self) -> int:
-        return 0
-
-    def append(self, _: Any) -> None:
-        """Ignore the argument."""
-
-    def extend(self, _: Any) -> None:
-        """Ignore the argument."""
-
-    def __setitem__(self, _: Any, __: Any) -> None:
-        pass
-
-
 def load_torch(path: Path) -> Any:
     """Read a file that `torch.save` wrote.
 
@@ -123,13 +95,28 @@ def load_torch(path: Path) -> Any:
     `Inert`. Raises ConfigError if the file is damaged, older than torch 1.6, or asks for anything
     else, with its name.
     """
+    return load_archive(map_file(path), str(path))
+
+
+def map_file(path: Path) -> memoryview:
+    """Return the bytes of a file, which are read when they are used."""
     try:
-        with path.open('rb') as file, zipfile.ZipFile(file) as archive:
+        with path.open('rb') as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except OSError as error:
+        raise ConfigError(f'{path}: cannot be read: {error.strerror}') from error
+    except ValueError as error:
+        raise ConfigError(f'{path}: is empty') from error
+
+
+def load_archive(content: memoryview, path: str) -> Any:
+    """Read what `torch.save` wrote, as `load_torch` does; `path` stands for it in messages."""
+    try:
+        with zipfile.ZipFile(_Window(content)) as archive:
             entries = {name.partition('/')[2]: archive.getinfo(name) for name in archive.namelist()}
-            if 'byteorder' in entries and archive.read(entries['byteorder']) != b'little':
+            if 'byteorder' in entries and _read(archive, entries['byteorder']) != b'little':
                 raise ConfigError(f'{path}: not little-endian, the only supported byte order')
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            program = archive.read(entries['data.pkl'])
+            program = _read(archive, entries['data.pkl'])
             return _Unpickler(program, path, entries, content).load()
     except ConfigError:
         raise
@@ -137,45 +124,66 @@ def load_torch(path: Path) -> Any:
         raise ConfigError(
             f'{path}: not a zip archive as torch.save writes since 1.6, or cut short: {error}'
         ) from error
-    except OSError as error:
-        raise ConfigError(f'{path}: cannot be read: {error.strerror}') from error
     except Exception as error:  # a pickle can be wrong in any way
         raise ConfigError(
-            f'{path}: not what torch.save writes: {type(error).__name__}: {error}'
+            f'{path}: not what torch.save writes: {type(error).__name__}: {reason(error)}'
         ) from error
 
 
-class _Unpickler(pickle.Unpickler):
-    """An unpickler that calls only what `find_class` returns.
+def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > MAX_PROGRAM_BYTES:
+        raise ValueError(f'{entry.filename} is compressed, or larger than {MAX_PROGRAM_BYTES:,}')
+    return archive.read(entry)
 
-    These are the functions and placeholders of this file, and OrderedDict.
-    """
+
+class _Window(io.RawIOBase):
+    """Bytes in memory, or mapped to it, as a file; `io.BytesIO` would copy them."""
+
+    def __init__(self, content: memoryview):
+        self.content, self.place = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: len(self.content)}[whence]
+        if start + offset < 0:
+            raise OSError('a place before the first byte')
+        self.place = start + offset
+        return self.place
+
+    def readinto(self, buffer: Any) -> int:
+        part = self.content[self.place : self.place + len(buffer)]
+        buffer[: len(part)] = part
+        self.place += len(part)
+        return len(part)
+
+
+class _Unpickler(Unpickler):
+    """An unpickler that knows the tensors of a file, and containers."""
 
     def __init__(
-        self, program: bytes, path: Path, entries: Mapping[str, zipfile.ZipInfo], content: mmap.mmap
+        self,
+        program: bytes,
+        path: str,
+        entries: Mapping[str, zipfile.ZipInfo],
+        content: memoryview,
     ):
-        super().__init__(io.BytesIO(program), encoding='utf-8')
-        self.path, self.entries, self.content = path, entries, content
+        super().__init__(program, path)
+        self.entries, self.content = entries, content
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the substitute for a global of the pickle."""
-        if (module, name) in (
-            ('torch._utils', '_rebuild_tensor_v2'),
-            ('torch._utils', '_rebuild_parameter'),
-        ):
-            return _rebuild_tensor if name == '_rebuild_tensor_v2' else _rebuild_parameter
+        if (module, name) in CALLS:
+            return CALLS[module, name]
         if module == 'torch' and name in STORAGES:
             return _Kind(STORAGES[name])
-        if (module, name) == ('collections', 'OrderedDict'):
-            return OrderedDict
-        if (module, name) in (('argparse', 'Namespace'), ('types', 'SimpleNamespace')):
-            return Namespace
         if (module, name) in INERT or module.startswith(INERT_PACKAGES):
             return Inert
-        raise ConfigError(
-            f'{self.path}: rejected: it asks for {module}.{name}, '
-            'but only tensors and plain containers are allowed'
-        )
+        return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> np.ndarray:
         """Return a storage as a view of the file."""
@@ -184,7 +192,7 @@ class _Unpickler(pickle.Unpickler):
         if (
             storage != 'storage'
             or entry.compress_type != zipfile.ZIP_STORED
-            or count * dtype.itemsize > entry.file_size
+            or not 0 <= count * dtype.itemsize <= entry.file_size
         ):
             raise ValueError(f'storage {key} is shorter than its tensors, or compressed')
         # From the entry's own header.
@@ -192,7 +200,8 @@ class _Unpickler(pickle.Unpickler):
             '<HH', self.content, entry.header_offset + 26
         )
         start = entry.header_offset + 30 + name_length + extra_length
-        return np.frombuffer(self.content, np.uint8, count * dtype.itemsize, start).view(dtype)
+        data = self.content[start : start + count * dtype.itemsize]
+        return np.frombuffer(data, np.uint8, count * dtype.itemsize).view(dtype)
 
 
 def _rebuild_tensor(
@@ -211,6 +220,15 @@ def _rebuild_tensor(
 
 def _rebuild_parameter(x: Any, *_: Any) -> Any:
     return x
+
+
+CALLS = {
+    ('torch._utils', '_rebuild_tensor_v2'): Call(_rebuild_tensor),
+    ('torch._utils', '_rebuild_parameter'): Call(_rebuild_parameter),
+    ('collections', 'OrderedDict'): Call(lambda *_: {}),  # its items follow
+    ('argparse', 'Namespace'): Call(Namespace),
+    ('types', 'SimpleNamespace'): Call(Namespace),
+}
 
 
 class Stored(NamedTuple):

@@ -122,7 +122,6 @@ def test_old_files_may_hold_what_is_tied_and_what_nobody_reads() -> None:
         ({'type_vocab_size': 4}, 'type_vocab_size: 4: only 2'),
         ({'position_embedding_type': 'relative_key'}, 'only "absolute"'),
         ({'hidden_act': 'relu'}, 'hidden_act'),
-        ({'attention_probs_dropout_prob': 0.0}, 'dropout rates must be equal'),
     ],
 )
 def test_another_architecture_is_refused_with_the_reason(

@@ -39,8 +39,9 @@ for_each_family = pytest.mark.parametrize('name', NAMES)
 @pytest.mark.parametrize(('data', 'model'), [(1, 1), (1, 2), (2, 2), (1, 4)])
 def test_logits_are_those_of_transformers(name: str, data: int, model: int) -> None:
     config, expected = config_of(name, data, model), np.load(DATA / f'{name}.npz')
+    family = json.loads((DATA / name / 'config.json').read_text())['model_type']
     with on_mesh(config):
-        params = from_huggingface(config, read_tensors(DATA / name), source=name)
+        params = from_huggingface(config, read_tensors(DATA / name), source=name, family=family)
         assert np.abs(logits(config, params, expected['tokens']) - expected['logits']).max() < LIMIT
     assert np.abs(expected['logits']).max() > 1
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
@@ -301,7 +302,7 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'llama2',
             'rope_parameters',
             {'rope_theta': None},
-            'rope_parameters.rope_theta: null: only a number above 0 is supported',
+            'rope_parameters.rope_theta: must be a valid number, not null',
         ),
         (
             'llama2',
@@ -335,7 +336,12 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'relu',
             'activation_function: "relu": only gelu_new, gelu_pytorch_tanh, gelu are supported',
         ),
-        ('gpt2', 'attn_pdrop', 0.5, 'attn_pdrop: 0.5: all dropout rates must be equal'),
+        (
+            'gpt2',
+            'embd_pdrop',
+            0.5,
+            'embd_pdrop: 0.5: the dropout rates of resid_pdrop and embd_pdrop',
+        ),
         (
             'gpt2',
             'scale_attn_by_inverse_layer_idx',
@@ -379,7 +385,7 @@ def test_each_model_is_written_as_the_family_that_it_is() -> None:
         family = json.loads((DATA / name / 'config.json').read_text())['model_type']
         model = config_of(name).model
         assert write_family(model, family)[0] == family
-        assert write_family(model)[0] == ('llama' if family == 'mistral' else family)
+        assert write_family(model)[0] == ('llama' if family in ('mistral', 'phi3') else family)
     other = config_of('llama2').model.model_copy(update={'norm': 'layernorm'})
     with pytest.raises(ConfigError) as error:
         write_family(other)
@@ -500,6 +506,8 @@ class TestDamage:
         )
         self.refused('holds model.norm.weight, but model.safetensors.index.json does not list it')
         (self.folder / INDEX).write_text('[]')
+        self.refused(f'{INDEX}: not a JSON object')
+        (self.folder / INDEX).write_text('{"weight_map": 3}')
         self.refused(f'{INDEX}: not an index of tensors')
 
     def test_pickles_and_nothing_at_all(self) -> None:
@@ -597,3 +605,21 @@ def test_a_key_that_says_what_is_the_default_can_be_left_out(name: str) -> None:
         without = {other: value for other, value in keys.items() if other != key}
         if key not in OTHERS.get(name, set()):
             assert read_family(without, name)[:2] == expected, key
+
+
+def test_a_joined_tensor_that_is_missing_or_too_small_is_named() -> None:
+    config, tensors = config_of('phi3'), read_tensors(DATA / 'phi3')
+    name = 'model.layers.1.self_attn.qkv_proj.weight'
+    for broken, message in (
+        ({key: x for key, x in tensors.items() if key != name}, f'missing tensors: {name}'),
+        (tensors | {name: tensors[name][1:]}, rf'{name}: expected \(32, 16\), got \(31, 16\)'),
+    ):
+        with on_mesh(config), pytest.raises(ConfigError, match=message):
+            from_huggingface(config, broken, source='phi3', family='phi3')
+
+
+def test_the_long_rope_of_phi_is_refused() -> None:
+    keys = json.loads((DATA / 'phi3' / 'config.json').read_text())
+    for rope in ({'rope_type': 'longrope'}, {'rope_type': 'llama3', 'factor': 8.0}):
+        with pytest.raises(ConfigError, match=r'rope'):
+            read_family(keys | {'rope_parameters': {'rope_theta': 1e4, **rope}}, 'config.json')

@@ -213,7 +213,7 @@ def test_arguments_become_a_model() -> None:
             'head_dim': 16,
             'ffn_size': 256,
         }
-        | {'vocab_size': 50304, 'max_seq_len': 128, 'dropout': 0.1}
+        | {'vocab_size': 50304, 'max_seq_len': 128, 'dropout': 0.1, 'attention_dropout': 0.1}
     )
     llama = {
         'position_embedding_type': 'rope',
@@ -235,7 +235,7 @@ def test_arguments_become_a_model() -> None:
     assert (model.rope_scaling.type, model.rope_scaling.factor) == ('llama3', 8.0)
     with pytest.raises(
         ConfigError,
-        match=r'num_experts=8 is not supported\n.*position_embedding_type=yarn is not supported',
+        match=r'num_experts=8 is not supported: .*\n.*_type=yarn is not supported',
     ):
         read_arguments(base | {'num_experts': 8, 'position_embedding_type': 'yarn'}, 'x')
     with pytest.raises(ConfigError, match='hidden_size is missing from its arguments'):

@@ -34,6 +34,8 @@ class Family:
     read_config: Callable[[Reader], Keys]  # config.json to the keys of `model`
     write_config: Callable[[ModelConfig], Keys]  # the reverse; its result is read back
     tensors: Mapping[str, list[There]]  # by the parameter's path
+    # Tensors that hold several of `tensors`, one below the other, by their names.
+    joined: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     # With tied embeddings: copies that a directory may hold, and how the name of the original ends.
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     # Buffers that older versions of transformers saved and that nobody reads.

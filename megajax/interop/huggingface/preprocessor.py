@@ -1,12 +1,12 @@
 """Reading and writing preprocessor_config.json: how pictures become patches. Imports no jax."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megajax.config import ConfigError, VisionConfig
 from megajax.interop.huggingface.reader import Keys, Reader
+from megajax.interop.json_file import read_json
 
 FILE = 'preprocessor_config.json'
 CLASS = 'Qwen2VLImageProcessorFast'
@@ -25,13 +25,7 @@ def read_preprocessor(folder: Path, vision: Mapping[str, Any]) -> Keys:
     file = folder / FILE
     if not file.is_file():
         return {}
-    try:
-        keys = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f'{file}: not JSON: {error}') from error
-    if not isinstance(keys, dict):
-        raise ConfigError(f'{file}: not a JSON object')
-    read = Reader(keys, str(file))
+    read = Reader(read_json(file), str(file))
     read.only('image_processor_type', *CLASSES, default=CLASS)
     for key in ('image_mean', 'image_std'):
         read.only(key, MIDDLE, default=MIDDLE)
@@ -59,7 +53,7 @@ def _min_patches(read: Reader, area: int) -> int:
     if not isinstance(least, int) or least < 0 or least % area:
         read.refuse(key, least, f'only multiples of a patch, {area} pixels, are supported')
         return MIN_PATCHES
-    return least // area
+    return read.checked(key, least // area, 'vision.min_patches') or 0
 
 
 def write_preprocessor(vision: VisionConfig) -> Keys:

@@ -7,6 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from megajax.config.values import fault
+from megajax.render.text import shorten
+
 # Keys that concern training or the tokenizer, or have no effect on the logits.
 INERT = frozenset(
     {
@@ -59,6 +62,24 @@ class Reader:
             self.problems.append(f'{self.file}: {key}: required, and missing')
         return None if value is ... else value
 
+    def take(self, key: str, ours: str, default: Any = ...) -> Any:
+        """Return the value of a key that becomes `ours` here, such as `model.num_layers`.
+
+        None if it may be null, and null or left out. None, and a problem, if it is missing or no
+        value of `ours`.
+        """
+        value = self.get(key, default)
+        is_missing = default is ... and key not in self.keys
+        may_be_none = default is None and value is None
+        return None if is_missing or may_be_none else self.checked(key, value, ours)
+
+    def checked(self, key: str, value: Any, ours: str) -> Any:
+        """Return the value of a key, or None and a problem if it is no value of `ours`."""
+        why = fault(ours, value)
+        if why:
+            self._add(key, why)
+        return None if why else value
+
     def section(self, key: str) -> 'Reader':
         """Return the reader of an object in this one; its problems are also this one's."""
         value = self.get(key)
@@ -77,7 +98,10 @@ class Reader:
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """Add the problem that this value is not supported."""
-        self.problems.append(f'{self.file}: {key}: {json.dumps(value)}: {why}')
+        self._add(key, f'{shorten(json.dumps(value))}: {why}')
+
+    def _add(self, key: str, why: str) -> None:
+        self.problems.append(f'{self.file}: {shorten(key)}: {why}')
 
     @property
     def left(self) -> list[str]:

@@ -29,13 +29,9 @@ def read_rope(read: Reader, own: Iterable[str] = ()) -> Keys:
         per_layer = isinstance(scaling[name], Mapping)
         why = 'only one rope for all layers is supported' if per_layer else 'is not supported'
         read.refuse(f'{key}.{name}', scaling[name], why)
-    theta = scaling.get('rope_theta', old[0])
-    if not isinstance(theta, (int, float)) or not theta > 0:
-        read.refuse(
-            f'{key}.rope_theta' if 'rope_theta' in scaling else 'rope_theta',
-            theta,
-            'only a number above 0 is supported',
-        )
+    where = f'{key}.rope_theta' if 'rope_theta' in scaling else 'rope_theta'
+    theta = read.checked(where, scaling.get('rope_theta', old[0]), 'model.rope_theta')
+    if theta is None:
         return {}
     theta = float(theta)
     if new is not None and 'rope_theta' not in {*scaling, *read.keys}:
@@ -62,7 +58,10 @@ def read_rope(read: Reader, own: Iterable[str] = ()) -> Keys:
     return {
         'rope_theta': theta,
         'rope_scaling': {'type': kind}
-        | {ours: _number(scaling[name]) for ours, name in wanted.items()},
+        | {
+            ours: read.checked(f'{key}.{name}', _number(scaling[name]), f'rope_scaling.{ours}')
+            for ours, name in wanted.items()
+        },
     }
 
 

@@ -8,14 +8,17 @@ GELUS = {'gelu_new': 'gelu_tanh', 'gelu_pytorch_tanh': 'gelu_tanh', 'gelu': 'gel
 def read_gelu(read: Reader, key: str, default: str) -> str | None:
     """Read the activation, which must be a GELU, as `model.activation`."""
     activation = read.get(key, default)
-    if activation not in GELUS:
+    if not isinstance(activation, str) or activation not in GELUS:
         read.refuse(key, activation, f'only {", ".join(GELUS)} are supported')
+        return None
     return GELUS.get(activation)
 
 
-def read_dropouts(read: Reader, *keys: str) -> float:
-    """Read the dropout rates, which must be equal, as `model.dropout`."""
-    rates = {key: read.get(key, 0.1) for key in keys}
+def read_dropouts(read: Reader, *keys: str, attention: str) -> dict[str, float]:
+    """Read `model.dropout`, which all of `keys` must agree on, and `model.attention_dropout`."""
+    rates = {key: read.take(key, 'model.dropout', 0.1) for key in keys}
     if len(set(rates.values())) > 1:
-        read.refuse(keys[-1], rates[keys[-1]], f'all dropout rates must be equal, but are {rates}')
-    return float(rates[keys[0]])
+        reason = f'the dropout rates of {" and ".join(keys)} must be equal, but are {rates}'
+        read.refuse(keys[-1], rates[keys[-1]], reason)
+    of_attention = read.take(attention, 'model.attention_dropout', 0.1)
+    return {'dropout': rates[keys[0]], 'attention_dropout': of_attention}

@@ -1,6 +1,8 @@
 """Conversion of the weights of Hugging Face families, by their tables of tensors."""
 
 import math
+import re
+from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -25,6 +27,8 @@ from megajax.interop.pieces import (
 from megajax.parallel.layer_order import tree_on_stages
 from megajax.parallel.layout import Layout
 
+LAYER = re.compile(r'\.(\d+)\.')  # the index of a layer in the name of a tensor
+
 
 def huggingface_pieces(
     model: ModelConfig, shapes: Mapping[str, Shape], *, family: str | None = None
@@ -37,12 +41,13 @@ def huggingface_pieces(
     dims, vocab = dims_here(model), slice(0, model.vocab_size)
 
     def pieces_of(path: str, shape: Shape) -> list[Piece]:
-        pieces_of_path = list[Piece]()
+        pieces_of_tensors = list[list[Piece]]()
         for there in tensors_of(chosen.tensors, path, chosen.name):
             ranges = {'C': there.columns, 'U': there.columns, 'V': vocab}
             pieces = make_pieces(there.name, there.dims, dims[path], shape, ranges)
-            pieces_of_path += map(_with_square, pieces) if there.is_square else pieces
-        return pieces_of_path
+            pieces_of_tensors.append([*map(_with_square, pieces)] if there.is_square else pieces)
+        # Layer by layer, so that those of a joined tensor stand beside each other.
+        return [piece for of_layer in zip(*pieces_of_tensors, strict=True) for piece in of_layer]
 
     return {path: pieces_of(path, shape) for path, shape in shapes.items()}
 
@@ -73,10 +78,42 @@ def from_huggingface(
     """
     abstract = abstract_params(config)
     pieces = huggingface_pieces(config.model, shapes_of(config.model), family=family)
-    tensors = _named_as_saved(config.model, _family(config.model, family), tensors, source)
+    chosen = _family(config.model, family)
+    tensors = _named_as_saved(config.model, chosen, tensors, source)
+    for name, parts in joined_tensors(pieces, chosen).items():
+        if len(parts) > 1:
+            tensors |= _split(name, parts, tensors, source)
     check(abstract, pieces, tensors, of=source, keys='config.json decides which tensors exist')
     params = place(abstract, pieces, tensors, of=source)
     return tree_on_stages(params, Layout.of(config))
+
+
+def joined_tensors(pieces: Pieces, family: Family | str) -> dict[str, list[Piece]]:
+    """Return the pieces that each tensor of a directory holds, one below the other, in order."""
+    family = FAMILIES[family] if isinstance(family, str) else family
+    whole = {part: name for name, parts in family.joined.items() for part in parts}
+    tensors = defaultdict[str, list[Piece]](list)
+    for piece in (piece for group in pieces.values() for piece in group):
+        template = LAYER.sub('.{}.', piece.name, count=1)
+        number = LAYER.search(piece.name)
+        name = whole[template].format(number[1]) if number and template in whole else piece.name
+        tensors[name].append(piece)
+    return dict(tensors)
+
+
+def _split(
+    name: str, parts: list[Piece], tensors: dict[str, np.ndarray], source: str
+) -> dict[str, np.ndarray]:
+    """Take a joined tensor out of `tensors`, and return its parts as views by their names."""
+    rows = [piece.shape[0] for piece in parts]
+    if name not in tensors:
+        raise ConfigError(f'{source}: missing tensors: {name}')
+    x = tensors.pop(name)
+    if x.shape[:1] != (sum(rows),):
+        expected = sum(rows), *parts[0].shape[1:]
+        raise ConfigError(f'{source}: {name}: expected {expected}, got {x.shape}')
+    cuts = np.split(x, np.cumsum(rows)[:-1])
+    return {piece.name: part for piece, part in zip(parts, cuts, strict=True)}
 
 
 def _named_as_saved(

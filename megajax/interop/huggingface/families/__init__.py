@@ -15,6 +15,8 @@ from typing import Any
 from megajax.config import ConfigError, ModelConfig, VisionConfig
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.reader import Keys, Reader
+from megajax.interop.json_file import read_json
+from megajax.render.text import shorten
 
 POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
 UNSUPPORTED = {  # what a user may well have, and why it is refused
@@ -27,7 +29,7 @@ UNSUPPORTED = {  # what a user may well have, and why it is refused
     'mllama': 'an encoder of tiles and two towers is not supported, but that of "qwen3_vl" is',
 }
 # Keys of `model` that only some families have a key for.
-IN_TRAINING = frozenset({'dropout', 'init_std'})
+IN_TRAINING = frozenset({'dropout', 'attention_dropout', 'init_std'})
 # Keys of `vision` that config.json does not have: those of a run and of preprocessor_config.json.
 OF_A_RUN = frozenset({'images', 'max_patches', 'min_patches', 'freeze'})
 
@@ -49,11 +51,11 @@ def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str
     Raises ConfigError with every key and value that is not supported.
     """
     family = keys.get('model_type')
-    if family in UNSUPPORTED:
+    if isinstance(family, str) and family in UNSUPPORTED:
         raise ConfigError(f'{file}: model_type: {json.dumps(family)}: {UNSUPPORTED[family]}')
-    if family not in ARCHITECTURES:
+    if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ConfigError(
-            f'{file}: model_type: {json.dumps(family)}: '
+            f'{file}: model_type: {shorten(json.dumps(family))}: '
             f'only {", ".join(ARCHITECTURES)} are supported'
         )
     read = Reader(keys, file)
@@ -71,15 +73,7 @@ def read_config_json(folder: Path) -> tuple[str, Keys, list[str]]:
     Raises ConfigError as `read_family` does, and for a file that is missing or cannot be parsed.
     """
     file = folder / 'config.json'
-    try:
-        keys = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f'{file}: cannot be read: {error.strerror}') from error
-    except ValueError as error:
-        raise ConfigError(f'{file}: not JSON: {error}') from error
-    if not isinstance(keys, dict):
-        raise ConfigError(f'{file}: not a JSON object')
-    return read_family(keys, str(file))
+    return read_family(read_json(file), str(file))
 
 
 def write_family(model: ModelConfig, family: str | None = None) -> tuple[str, Keys]:

@@ -36,20 +36,19 @@ def read_config(read: Reader) -> Keys:
     read.only('reorder_and_upcast_attn', False, default=False)
     read.only('add_cross_attention', False, default=False)
     activation = read_gelu(read, 'activation_function', 'gelu_new')
-    dropout = read_dropouts(read, 'resid_pdrop', 'embd_pdrop', 'attn_pdrop')
-    hidden = read.get('n_embd')
+    hidden = read.take('n_embd', 'model.hidden_size')
     return {
-        'num_layers': read.get('n_layer'),
+        'num_layers': read.take('n_layer', 'model.num_layers'),
         'hidden_size': hidden,
-        'num_heads': read.get('n_head'),
-        'ffn_size': read.get('n_inner', None) or 4 * (hidden or 0),
-        'vocab_size': read.get('vocab_size'),
-        'max_seq_len': read.get('n_positions'),
+        'num_heads': read.take('n_head', 'model.num_heads'),
+        'ffn_size': read.take('n_inner', 'model.ffn_size', None) or 4 * (hidden or 0),
+        'vocab_size': read.take('vocab_size', 'model.vocab_size'),
+        'max_seq_len': read.take('n_positions', 'model.max_seq_len'),
         'activation': activation,
-        'tie_embeddings': read.get('tie_word_embeddings', True),
-        'dropout': dropout,
-        'norm_eps': read.get('layer_norm_epsilon', 1e-5),
-        'init_std': read.get('initializer_range', 0.02),
+        'tie_embeddings': read.take('tie_word_embeddings', 'model.tie_embeddings', True),
+        **read_dropouts(read, 'resid_pdrop', 'embd_pdrop', attention='attn_pdrop'),
+        'norm_eps': read.take('layer_norm_epsilon', 'model.norm_eps', 1e-5),
+        'init_std': read.take('initializer_range', 'model.init_std', 0.02),
     }
 
 
@@ -65,7 +64,8 @@ def write_config(model: ModelConfig) -> Keys:
         'vocab_size': model.vocab_size,
         'layer_norm_epsilon': model.norm_eps,
         'tie_word_embeddings': model.tie_embeddings,
-        **dict.fromkeys(('resid_pdrop', 'embd_pdrop', 'attn_pdrop'), model.dropout),
+        **dict.fromkeys(('resid_pdrop', 'embd_pdrop'), model.dropout),
+        'attn_pdrop': model.attention_dropout,
         'initializer_range': model.init_std,
     }
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from megajax.config import ModelConfig
 from megajax.interop.huggingface.family import (
@@ -59,54 +60,71 @@ def read_config(
     *,
     grouped: bool = True,
     head_dim: int | None = None,
+    norm_eps: float = 1e-6,
     rope: Callable[[Reader], Keys] = read_rope,
 ) -> Keys:
     """Read the config.json of a family like Llama.
 
     `own` reads the keys that only some of these families have: those of windows and biases. It
     returns `qk_norm`, `bias` and `qkv_bias`, which default to false. A family that is `grouped`
-    always has num_key_value_heads. `head_dim` is its default, if not hidden_size over the heads.
-    `rope` reads the keys of the rotary embedding.
+    always has num_key_value_heads. `head_dim` is its default, if not hidden_size over the heads,
+    and `norm_eps` that of rms_norm_eps. `rope` reads the keys of the rotary embedding.
     """
     read.only('hidden_act', 'silu', 'swish', default='silu')
     read.only('attention_dropout', 0, default=0)
     hidden, heads, length = (
-        read.get('hidden_size'),
-        read.get('num_attention_heads'),
-        read.get('max_position_embeddings'),
+        read.take('hidden_size', 'model.hidden_size'),
+        read.take('num_attention_heads', 'model.num_heads'),
+        read.take('max_position_embeddings', 'model.max_seq_len'),
     )
     decided = own(read)
     return {
-        'num_layers': read.get('num_hidden_layers'),
+        'num_layers': read.take('num_hidden_layers', 'model.num_layers'),
         'hidden_size': hidden,
         'num_heads': heads,
-        'num_kv_heads': read.get('num_key_value_heads', ... if grouped else heads),
-        'head_dim': read.get('head_dim', head_dim) or (hidden or 0) // (heads or 1),
-        'ffn_size': read.get('intermediate_size'),
-        'vocab_size': read.get('vocab_size'),
+        'num_kv_heads': read.take(
+            'num_key_value_heads', 'model.num_kv_heads', ... if grouped else heads
+        ),
+        'head_dim': _read_head_dim(read, head_dim, hidden, heads),
+        'ffn_size': read.take('intermediate_size', 'model.ffn_size'),
+        'vocab_size': read.take('vocab_size', 'model.vocab_size'),
         'max_seq_len': length,
         'norm': 'rmsnorm',
         'activation': 'swiglu',
         'position': 'rope',
         **rope(read),
         **{'qk_norm': False, 'bias': False, 'qkv_bias': False, **decided},
-        'tie_embeddings': read.get('tie_word_embeddings', False),
-        'norm_eps': read.get('rms_norm_eps', 1e-6),
-        'init_std': read.get('initializer_range', 0.02),
+        'tie_embeddings': read.take('tie_word_embeddings', 'model.tie_embeddings', False),
+        'norm_eps': read.take('rms_norm_eps', 'model.norm_eps', norm_eps),
+        'init_std': read.take('initializer_range', 'model.init_std', 0.02),
     }
+
+
+def _read_head_dim(
+    read: Reader, default: int | None, hidden: int | None, heads: int | None
+) -> int | None:
+    own = read.get('head_dim', default)
+    if own is not None:
+        return read.checked('head_dim', own, 'model.head_dim')
+    if hidden is None or heads is None:  # there is a problem already
+        return None
+    return read.checked('hidden_size // num_attention_heads', hidden // heads, 'model.head_dim')
 
 
 def refuse_layer_types(read: Reader) -> None:
     """Refuse layers without full attention."""
     layers = read.get('layer_types', None) or []
-    if other := [kind for kind in layers if kind != 'full_attention']:
+    if not isinstance(layers, list):
+        read.refuse('layer_types', layers, 'only a list is supported')
+    elif other := [kind for kind in layers if kind != 'full_attention']:
         read.refuse('layer_types', other[0], 'only "full_attention" is supported')
 
 
 def _own_llama(read: Reader) -> Keys:
     refuse_layer_types(read)
-    biases = read.get('attention_bias', False)
-    if read.get('mlp_bias', False) != biases:
+    biases = read.take('attention_bias', 'model.bias', False)
+    mlp_bias = read.take('mlp_bias', 'model.bias', False)
+    if None not in (biases, mlp_bias) and mlp_bias != biases:
         read.refuse(
             'mlp_bias',
             not biases,
@@ -115,15 +133,26 @@ def _own_llama(read: Reader) -> Keys:
     return {'bias': biases, 'qkv_bias': biases}
 
 
-def _own_mistral(read: Reader) -> Keys:
-    window, length = read.get('sliding_window', 4096), read.keys.get('max_position_embeddings')
-    if window is not None and length is not None and window < length:
+def _covers(window: Any, length: Any) -> bool:
+    if window is None or not isinstance(length, int):  # which has a problem of its own
+        return True
+    return isinstance(window, int) and window >= length
+
+
+def refuse_windows(read: Reader, *, default: int | None) -> None:
+    """Refuse a window of attention that is shorter than a sequence may be."""
+    window, length = read.get('sliding_window', default), read.keys.get('max_position_embeddings')
+    if not _covers(window, length):
         read.refuse(
             'sliding_window',
             window,
             f'only null, or at least max_position_embeddings={length}, is supported',
         )
     refuse_layer_types(read)
+
+
+def _own_mistral(read: Reader) -> Keys:
+    refuse_windows(read, default=4096)
     return {}
 
 
@@ -140,7 +169,7 @@ def _own_qwen2(read: Reader) -> Keys:
 
 def _own_qwen3(read: Reader) -> Keys:
     _refuse_windows_of_qwen(read)
-    biases = read.get('attention_bias', False)
+    biases = read.take('attention_bias', 'model.bias', False)
     if biases:
         read.refuse('attention_bias', biases, 'only false is supported')
     return {'qk_norm': True, 'bias': biases, 'qkv_bias': biases}

@@ -58,16 +58,16 @@ def read_config(read: Reader) -> Keys:
     activation = read_gelu(read, 'hidden_act', 'gelu')
     return {
         'objective': 'masked_lm',
-        'num_layers': read.get('num_hidden_layers'),
-        'hidden_size': read.get('hidden_size'),
-        'num_heads': read.get('num_attention_heads'),
-        'ffn_size': read.get('intermediate_size'),
-        'vocab_size': read.get('vocab_size'),
-        'max_seq_len': read.get('max_position_embeddings'),
+        'num_layers': read.take('num_hidden_layers', 'model.num_layers'),
+        'hidden_size': read.take('hidden_size', 'model.hidden_size'),
+        'num_heads': read.take('num_attention_heads', 'model.num_heads'),
+        'ffn_size': read.take('intermediate_size', 'model.ffn_size'),
+        'vocab_size': read.take('vocab_size', 'model.vocab_size'),
+        'max_seq_len': read.take('max_position_embeddings', 'model.max_seq_len'),
         'activation': activation,
-        'dropout': read_dropouts(read, 'hidden_dropout_prob', 'attention_probs_dropout_prob'),
-        'norm_eps': read.get('layer_norm_eps', 1e-12),
-        'init_std': read.get('initializer_range', 0.02),
+        **read_dropouts(read, 'hidden_dropout_prob', attention='attention_probs_dropout_prob'),
+        'norm_eps': read.take('layer_norm_eps', 'model.norm_eps', 1e-12),
+        'init_std': read.take('initializer_range', 'model.init_std', 0.02),
     }
 
 
@@ -84,7 +84,8 @@ def write_config(model: ModelConfig) -> Keys:
         'vocab_size': model.vocab_size,
         'layer_norm_eps': model.norm_eps,
         'tie_word_embeddings': model.tie_embeddings,
-        **dict.fromkeys(('hidden_dropout_prob', 'attention_probs_dropout_prob'), model.dropout),
+        'hidden_dropout_prob': model.dropout,
+        'attention_probs_dropout_prob': model.attention_dropout,
         'initializer_range': model.init_std,
     }
 

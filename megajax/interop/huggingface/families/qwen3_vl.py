@@ -1,6 +1,8 @@
 """Qwen3-VL without experts: Qwen3 with an encoder of images. Imports no jax."""
 
 import json
+import math
+from collections.abc import Mapping
 
 from megajax.config import ModelConfig
 from megajax.interop.huggingface.families import llama
@@ -70,12 +72,14 @@ def _read_config(read: Reader) -> Keys:
         read.get(key, None)
     model = llama.read_config(text, own=_own, head_dim=128, rope=_read_mrope)
     # The model ties its embeddings as a whole; in releases both objects say the same.
-    model['tie_embeddings'] = read.get('tie_word_embeddings', model['tie_embeddings'])
+    model['tie_embeddings'] = read.take(
+        'tie_word_embeddings', 'model.tie_embeddings', model['tie_embeddings']
+    )
     return {
         **model,
         'position': 'mrope',
         'vision': _read_vision(vision, model['hidden_size'])
-        | {'image_token': read.get('image_token_id', IMAGE_TOKEN)},
+        | {'image_token': read.take('image_token_id', 'vision.image_token', IMAGE_TOKEN)},
     }
 
 
@@ -90,9 +94,12 @@ def _read_mrope(text: Reader) -> Keys:
     keys = read_rope(text, own=MROPE)
     new = text.keys.get('rope_parameters')
     key = 'rope_scaling' if new is None else 'rope_parameters'
-    given = text.keys.get(key) or {}
+    given = text.keys.get(key)
+    if not isinstance(given, Mapping):  # absent, or refused above
+        return keys
     if 'mrope_section' in given:
-        keys['mrope_section'] = given['mrope_section']
+        section = f'{key}.mrope_section'
+        keys['mrope_section'] = text.checked(section, given['mrope_section'], 'model.mrope_section')
     if given.get('mrope_interleaved', True) is not True:
         interleaved = given['mrope_interleaved']
         text.refuse(f'{key}.mrope_interleaved', interleaved, 'only true is supported')
@@ -105,23 +112,23 @@ def _read_vision(vision: Reader, hidden_size: int | None) -> Keys:
     rope = vision.get('rope_parameters', None) or ROPE
     if rope != ROPE:
         vision.refuse('rope_parameters', rope, f'only {json.dumps(ROPE)} is supported')
-    positions = vision.get('num_position_embeddings', 2304)
-    side = round((positions or 0) ** 0.5)
-    if side**2 != positions:
+    positions = vision.take('num_position_embeddings', 'vision.positions', 2304)
+    side = math.isqrt(positions or 0)
+    if positions and side**2 != positions:
         vision.refuse('num_position_embeddings', positions, 'only a square is supported')
     width = vision.get('out_hidden_size', 3584)
     if hidden_size is not None and width != hidden_size:
         vision.refuse('out_hidden_size', width, f'only hidden_size={hidden_size} is supported')
     return {
-        'num_layers': vision.get('depth', 27),
-        'hidden_size': vision.get('hidden_size', 1152),
-        'num_heads': vision.get('num_heads', 16),
-        'ffn_size': vision.get('intermediate_size', 4304),
-        'patch_size': vision.get('patch_size', 16),
-        'frames': vision.get('temporal_patch_size', 2),
-        'merge_size': vision.get('spatial_merge_size', 2),
+        'num_layers': vision.take('depth', 'vision.num_layers', 27),
+        'hidden_size': vision.take('hidden_size', 'vision.hidden_size', 1152),
+        'num_heads': vision.take('num_heads', 'vision.num_heads', 16),
+        'ffn_size': vision.take('intermediate_size', 'vision.ffn_size', 4304),
+        'patch_size': vision.take('patch_size', 'vision.patch_size', 16),
+        'frames': vision.take('temporal_patch_size', 'vision.frames', 2),
+        'merge_size': vision.take('spatial_merge_size', 'vision.merge_size', 2),
         'positions': side,
-        'deepstack': vision.get('deepstack_visual_indexes', [8, 16, 24]),
+        'deepstack': vision.take('deepstack_visual_indexes', 'vision.deepstack', [8, 16, 24]),
     }
 
 
