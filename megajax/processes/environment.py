@@ -7,16 +7,19 @@ MEGAJAX_PROCESS to the index of each; under Slurm and Open MPI nothing need be s
 
 import os
 import re
+import socket
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from megajax.config.errors import ConfigError
 
 COORDINATOR, PROCESSES, PROCESS = 'MEGAJAX_COORDINATOR', 'MEGAJAX_PROCESSES', 'MEGAJAX_PROCESS'
 BIND, START_TIMEOUT = 'MEGAJAX_BIND', 'MEGAJAX_START_TIMEOUT'
+TOKEN = 'MEGAJAX_TOKEN'
+MIN_TOKEN_CHARACTERS = 16  # a shorter one could be guessed from an overheard proof
 LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'  # jax's own
 
 
@@ -32,6 +35,7 @@ class Start:
     timeout: float  # seconds until all processes must have connected
     # Indices among the visible GPUs; None: all, or those in JAX_LOCAL_DEVICE_IDS.
     gpus: tuple[int, ...] | None = None
+    token: str | None = field(default=None, repr=False)  # the secret of the run's processes
 
     @property
     def address(self) -> str:
@@ -154,22 +158,56 @@ def _start(
         count=total,
         host=host,
         port=int(port),
-        bind=_bind(environ, host),
+        bind=_bind(environ, host, number),
         timeout=timeout,
         gpus=gpus,
+        token=_token(environ),
     )
 
 
-def _bind(environ: Mapping[str, str], host: str) -> str | None:
+def _token(environ: Mapping[str, str]) -> str | None:
+    if TOKEN not in environ:
+        return None
+    token = environ[TOKEN].strip()  # a file's last line end may have come with it
+    if len(token) < MIN_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f'{TOKEN} has {len(token)} characters, and needs at least {MIN_TOKEN_CHARACTERS}: '
+            f'export {TOKEN}="$(openssl rand -hex 32)" once, for all processes'
+        )
+    return token
+
+
+def _bind(environ: Mapping[str, str], host: str, index: int) -> str | None:
     if given := environ.get(BIND):
         return given
     if host == 'localhost':
         return '127.0.0.1'
-    # An IP address identifies an interface. A name may resolve to loopback on its own host, where
-    # no other host could reach it.
     with suppress(ValueError):
         return str(ip_address(host))
+    return _interface_of(host) if index == 0 else None
+
+
+def _interface_of(name: str) -> str | None:
+    """The address of this host that its name resolves to, IPv4 if there are both.
+
+    None if there is only loopback, to which a host may resolve its own name and where no other
+    could reach it, or an address that leads here through a proxy or a translation.
+    """
+    with suppress(OSError):
+        for family, *_, socket_address in sorted(socket.getaddrinfo(name, None)):
+            address = str(socket_address[0])
+            if not ip_address(address).is_loopback and _is_here(family, address):
+                return address
     return None
+
+
+def _is_here(family: int, address: str) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
 
 
 def _share(

@@ -22,15 +22,19 @@ from types import FrameType
 from typing import IO
 
 from megajax.config.errors import ConfigError
+from megajax.config.extras import install
 from megajax.processes.environment import (
     COORDINATOR,
     LOCAL_DEVICES,
     PROCESS,
     PROCESSES,
+    TOKEN,
     visible_gpus,
 )
 from megajax.processes.peers import RETRY
-from megajax.processes.signals import STOPS, Patience, drop_lost_outputs, take_stops
+from megajax.processes.signals import STOPS, TELL, Patience, drop_lost_outputs, take_stops
+from megajax.processes.token import make_token
+from megajax.render.text import visible
 
 GRACE = 3.0  # seconds between SIGTERM and SIGKILL, once a process has failed
 # Seconds after the first process has ended on a forwarded signal: the others may be saving.
@@ -130,6 +134,7 @@ class _Group:
     @contextlib.contextmanager
     def passing_signals(self) -> Iterator[None]:
         before = take_stops(self._received)
+        before[TELL] = signal.signal(TELL, lambda *_: self._send(TELL))
         try:
             yield
         finally:
@@ -138,13 +143,15 @@ class _Group:
                 signal.signal(number, handler)
 
     def start(self) -> None:
+        # Not part of the plan, which is printed.
+        shared = {TOKEN: make_token(), 'PYTHONUNBUFFERED': '1'}
         for variables in self.plan.variables:
             if self.signals:
                 break
             self.processes.append(
                 subprocess.Popen(
                     self.plan.command,
-                    env={**os.environ, **variables, 'PYTHONUNBUFFERED': '1'},
+                    env={**os.environ, **variables, **shared},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -152,7 +159,7 @@ class _Group:
                     errors='replace',
                     # Ctrl-C reaches only this process, which forwards it once.
                     start_new_session=True,
-                    preexec_fn=_end_with_parent,
+                    preexec_fn=_in_the_child,
                 )
             )
         # The threads start only now: a fork while other threads run could hang.
@@ -213,7 +220,7 @@ class _Group:
                 file=sys.stderr,
             )
             for line in self.tails[first]:
-                print(f'    {line}', file=sys.stderr)
+                print(f'    {visible(line)}', file=sys.stderr)
         return _exit_code(code)
 
     def _failed(self) -> list[int]:
@@ -280,7 +287,7 @@ def _usable_gpus(environ: Mapping[str, str]) -> int:
     if gpus and not any('cuda' in plugin.name for plugin in entry_points(group='jax_plugins')):
         raise ConfigError(
             f'{gpus} GPUs are visible and jax has no plugin for them: '
-            "pip install 'megajax[cuda]', or set JAX_PLATFORMS=cpu for CPU devices"
+            f'{install("cuda")}, or set JAX_PLATFORMS=cpu for CPU devices'
         )
     return gpus
 
@@ -330,7 +337,11 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _end_with_parent() -> None:
-    """Have Linux kill this process when its launcher is killed; elsewhere it would continue."""
+def _in_the_child() -> None:
+    """Have Linux kill this process when its launcher is killed; elsewhere it would continue.
+
+    Until it can tell where it stands, the signal that asks for it must not end it.
+    """
+    signal.signal(TELL, signal.SIG_IGN)
     if sys.platform == 'linux':
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

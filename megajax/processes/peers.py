@@ -17,6 +17,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from megajax.render.text import visible
+
 RETRY = 75  # exit code of a run that another attempt may finish, EX_TEMPFAIL
 MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
 # In seconds, seconds and probes: a silent host counts as lost after 5 s.
@@ -61,7 +63,10 @@ class Connection:
             received = b''
         self.closed = not received
         *lines, self._pending = (self._pending + received).split(b'\n')
-        messages = [json.loads(line) for line in lines]
+        try:
+            messages = [json.loads(line) for line in lines]
+        except RecursionError as error:
+            raise ValueError('not a message: nested too deep') from error
         if len(self._pending) > MAX_MESSAGE_BYTES or not all(
             isinstance(message, dict) and 'event' in message for message in messages
         ):
@@ -120,7 +125,7 @@ class Peers:
                 selector.register(link.socket, selectors.EVENT_READ, link)
             while selector.get_map():
                 for key, _ in selector.select():
-                    for message in key.data.receive():
+                    for message in _receive(key.data):
                         self._hear(key.data, message)
                     if key.data.closed:
                         selector.unregister(key.fileobj)
@@ -138,12 +143,12 @@ class Peers:
             case 'failed':
                 link.done = True
                 self._leave(
-                    f'{link.name} failed ({message["why"]}), so this process ends too: '
+                    f'{link.name} failed ({message.get("why")}), so this process ends too: '
                     'see the output of the failed process',
                     OWN_ERROR,
                 )
             case 'other':
-                self._leave(message['what'], message['patience'])
+                self._leave(str(message.get('what')), OWN_ERROR if message.get('patience') else 0)
 
     def _leave(self, what: str, patience: float) -> None:
         """End this process because of another, unless it fails itself within `patience` seconds."""
@@ -157,9 +162,18 @@ class Peers:
             end(what)
 
 
+def _receive(link: Connection) -> list[Message]:
+    """Receive from a process that has joined; one that sends anything else counts as lost."""
+    try:
+        return link.receive()
+    except ValueError:
+        link.closed = True
+        return [{'event': 'closed'}]
+
+
 def end(line: str) -> NoReturn:
     """End this process at once, with exit code 75: jax's own exit waits for lost processes."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
-        print(f'error: {line}', file=sys.stderr, flush=True)
+        print(f'error: {visible(line)}', file=sys.stderr, flush=True)
     os._exit(RETRY)

@@ -3,14 +3,19 @@
 jax itself would abort with a stack dump if one is missing or a port is taken.
 """
 
-import selectors
+import logging
 import socket
 import time
 from contextlib import closing
+from typing import NoReturn
 
-from megajax.config.errors import ConfigError
-from megajax.processes.environment import BIND, COORDINATOR, PROCESSES, START_TIMEOUT, Start
+from megajax.config.errors import MAX_REASON_CHARACTERS, ConfigError
+from megajax.processes.environment import BIND, COORDINATOR, START_TIMEOUT, TOKEN, Start
+from megajax.processes.greetings import Greetings, escape, own_host
 from megajax.processes.peers import Connection, Message, Peers, end
+from megajax.processes.token import is_signed, make_nonce, sign
+
+logger = logging.getLogger(__name__)
 
 
 def gather(start: Start) -> tuple[Peers, int]:
@@ -25,78 +30,76 @@ def gather(start: Start) -> tuple[Peers, int]:
 
 
 def _gather_all(start: Start) -> tuple[Peers, int]:
+    if start.bind is None:
+        logger.warning(
+            'process 0 listens on all interfaces, because it has none with the address of %s: '
+            'set %s to the interface that leads to the other hosts',
+            start.host,
+            BIND,
+        )
     with closing(_listen(start, start.port)) as server:
-        joined = _welcome(start, server, time.monotonic() + start.timeout)
+        joined = Greetings(start, server).wait()
     with closing(_listen(start, 0)) as unused:
         port: int = unused.getsockname()[1]
-    for link in joined.values():
-        link.send(event='welcome', jax_port=port)
-    peers = Peers(0, list(joined.values()))
+    for guest in joined.values():
+        guest.answer(start.token, event='welcome', jax_port=port)
+    if start.token is None and {guest.host for guest in joined.values()} - {own_host()}:
+        logger.warning(
+            'no %s: whoever reaches process 0 at %s before the run has started can take part in '
+            'it; give the same random token to the processes of all hosts (docs/many_hosts.md)',
+            TOKEN,
+            start.address,
+        )
+    peers = Peers(0, [guest.link for guest in joined.values()])
     peers.watch()
     return peers, port
-
-
-def _welcome(start: Start, server: socket.socket, deadline: float) -> dict[int, Connection]:
-    joined: dict[int, Connection] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(server, selectors.EVENT_READ)
-        while len(joined) < start.count - 1:
-            if (left := deadline - time.monotonic()) <= 0:
-                missing = ', '.join(
-                    str(index) for index in range(1, start.count) if index not in joined
-                )
-                end(
-                    f'of {start.count} processes, {missing} did not connect to process 0 '
-                    f'at {start.address} within {start.timeout:g} s: check that they started '
-                    f'and can reach {start.address}, or set more seconds in {START_TIMEOUT}'
-                )
-            for key, _ in selector.select(left):
-                if key.fileobj is server:
-                    connection, (host, *_) = server.accept()
-                    selector.register(
-                        connection, selectors.EVENT_READ, Connection(connection, host)
-                    )
-                else:
-                    _greet(start, key.data, joined)
-                    if key.data.closed:
-                        selector.unregister(key.data.socket)
-    return joined
-
-
-def _greet(start: Start, link: Connection, joined: dict[int, Connection]) -> None:
-    """Read the greeting of a connection and add it to `joined`.
-
-    A connection from outside the run, such as a port scan or a health check, is dropped.
-    """
-    try:
-        hello = [
-            (int(m['process']), int(m['processes']), str(m['host']))
-            for m in link.receive()
-            if m['event'] == 'hello'
-        ]
-    except (ValueError, TypeError, KeyError):
-        link.closed, hello = True, []
-    if link.closed and link in joined.values():
-        end(f'{link.name} was lost before all {start.count} had connected')
-    for index, count, host in hello:
-        link.name = f'process {index} on {host}'
-        if count != start.count or index in joined or not 0 < index < count:
-            why = (
-                f'{link.name} of {count} connected to {start.address}, where process 0 '
-                f'of {start.count} expects every other process once: '
-                f'give all the same {PROCESSES}, and each its own index'
-            )
-            link.send(event='refused', why=why)
-            raise ConfigError(why)
-        joined[index] = link
 
 
 def _join(start: Start) -> tuple[Peers, int]:
     deadline = time.monotonic() + start.timeout
     link = Connection(_connect(start, deadline), f'process 0 on {start.host}')
-    link.send(event='hello', process=start.index, processes=start.count, host=socket.gethostname())
     # Longer than process 0 waits, which knows who is missing and so reports it first.
     link.socket.settimeout(max(deadline - time.monotonic(), 0) + 5)
+    nonces = _greet(start, link)
+    answer, *later = _receive(start, link)
+    link.socket.settimeout(None)
+    if answer['event'] == 'denied' or (
+        answer['event'] in ('welcome', 'refused') and not is_signed(start.token, answer, *nonces)
+    ):
+        raise ConfigError(
+            f'process 0 at {start.address} has another {TOKEN} than process {start.index}, '
+            f'which has {"none" if start.token is None else "one"}: '
+            'export the same to all processes of the run'
+        )
+    match answer:
+        case {'event': 'welcome', 'jax_port': int(port)}:
+            peers = Peers(start.index, [link])
+            peers.watch(later)
+            return peers, port
+        case {'event': 'refused', 'why': str(why)}:
+            raise ConfigError(escape(why, MAX_REASON_CHARACTERS))
+    _end_without_process_0(start)
+
+
+def _greet(start: Start, link: Connection) -> tuple[str, str]:
+    """Answer the challenge of process 0; return its nonce and that of this process."""
+    match _receive(start, link)[0]:
+        case {'event': 'challenge', 'nonce': str(challenge)}:
+            nonce = make_nonce()
+        case _:
+            _end_without_process_0(start)
+    hello = {
+        'event': 'hello',
+        'process': start.index,
+        'processes': start.count,
+        'host': own_host(),
+        'nonce': nonce,
+    }
+    link.send(**sign(start.token, hello, challenge))
+    return challenge, nonce
+
+
+def _receive(start: Start, link: Connection) -> list[Message]:
     messages: list[Message] = []
     try:
         while not messages:
@@ -106,14 +109,10 @@ def _join(start: Start) -> tuple[Peers, int]:
             f'{start.address} does not answer as process 0 of this run: '
             f'check that {COORDINATOR} is right'
         )
-    link.socket.settimeout(None)
-    match messages[0]:
-        case {'event': 'welcome', 'jax_port': int(port)}:
-            peers = Peers(start.index, [link])
-            peers.watch(messages[1:])
-            return peers, port
-        case {'event': 'refused', 'why': str(why)}:
-            raise ConfigError(why)
+    return messages
+
+
+def _end_without_process_0(start: Start) -> NoReturn:
     end(
         f'process 0 at {start.address} ended before all {start.count} had connected: '
         'its own output says why'
@@ -140,13 +139,14 @@ def _connect(start: Start, deadline: float) -> socket.socket:
 
 
 def _listen(start: Start, port: int) -> socket.socket:
+    backlog = max(start.count, socket.SOMAXCONN)
     try:
         if start.bind is None and socket.has_dualstack_ipv6():
             return socket.create_server(
-                ('', port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=start.count
+                ('', port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
             )
         family = socket.AF_INET6 if ':' in (start.bind or '') else socket.AF_INET
-        return socket.create_server((start.bind or '', port), family=family, backlog=start.count)
+        return socket.create_server((start.bind or '', port), family=family, backlog=backlog)
     except OSError as error:
         where = f'{start.bind or "all interfaces"}, port {port}'
         raise ConfigError(

@@ -7,7 +7,8 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Literal
 
@@ -19,6 +20,9 @@ STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # Seconds after the first signal in which another SIGINT counts as the same one, because wrappers
 # forward the signals that they receive.
 SAME_SECONDS = 1.0
+
+# SIGUSR2: a person asks where the run stands; it goes on.
+TELL = signal.SIGUSR2
 
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -43,6 +47,25 @@ def take_stops(
 def leave_when_asked() -> None:
     """Exit with 75 on any of these signals, as long as there is no run that could be saved."""
     take_stops(lambda *_: os._exit(RETRY))
+    signal.signal(TELL, lambda *_: _tell('starting'))
+
+
+@contextmanager
+def telling(describe: Callable[[], str]) -> Iterator[None]:
+    """Print what `describe` returns, on standard error, whenever SIGUSR2 comes.
+
+    It comes between two operations of the main thread, so not before the devices answer.
+    """
+    before = signal.signal(TELL, lambda *_: _tell(describe()))
+    try:
+        yield
+    finally:
+        signal.signal(TELL, before)
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):  # not `print`: the signal may have come in the middle of one
+        os.write(2, f'{TELL.name}: {text}\n'.encode())
 
 
 class Patience:

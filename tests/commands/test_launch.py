@@ -179,6 +179,16 @@ def test_a_dry_run_prints_each_process_and_imports_no_jax():
     )
 
 
+def test_the_processes_of_a_launch_share_a_fresh_token_that_no_dry_run_prints():
+    show = 'print(os.environ["MEGAJAX_TOKEN"])'
+    launches = [start('-c', PAIR, show, show).communicate(timeout=60)[0] for _ in range(2)]
+    found = [set(re.findall(r'^\[\d\] ([0-9a-f]{64})$', out, flags=re.M)) for out in launches]
+    assert [len(tokens) for tokens in found] == [1, 1]
+    assert found[0] != found[1]
+    plan = make_plan(['train'], processes=2, needed=2, environ={'JAX_PLATFORMS': 'cpu'})
+    assert 'MEGAJAX_TOKEN' not in f'{plan} {plan!r}'
+
+
 def test_lines_carry_the_number_of_their_process_and_the_streams_stay_apart():
     process = start('-c', PAIR, 'print("one\\ntwo")', 'import sys; print("three", file=sys.stderr)')
     out, err = process.communicate(timeout=60)
@@ -246,6 +256,19 @@ def test_a_signal_is_passed_on_once_and_a_later_sigint_kills(number):
     out, err = process.communicate(timeout=10)
     assert (out, err, process.returncode) == ('', f'launch: ended by {number.name}\n', 75)
     assert all(gone(pid) for pid in children)
+
+
+def test_all_processes_are_asked_where_they_stand_and_go_on():
+    ask = COUNT.replace('signal.SIGUSR1:', 'signal.SIGUSR2:')
+    process = start('-c', PAIR, ask, ask)
+    children = pids(process)
+    for _ in range(2):
+        process.send_signal(signal.SIGUSR2)
+        assert sorted(process.stdout.readline() for _ in children) == [
+            f'[{index}] got {signal.SIGUSR2}\n' for index in (0, 1)
+        ]
+    process.kill()
+    process.communicate()
 
 
 @pytest.mark.faults

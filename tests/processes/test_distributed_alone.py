@@ -1,5 +1,6 @@
 """What a process of several does by itself: how it starts jax, and with which code it leaves."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 from megajax.config import ConfigError
 from megajax.parallel import mesh
 from megajax.processes import distributed
+from megajax.processes.distributed import CERTIFICATES, NO_PROXIES, PROXIES, _avoid_proxies
 from megajax.processes.environment import Start
 from megajax.processes.peers import Peers
 
@@ -104,3 +106,41 @@ def test_hosts_whose_processes_are_numbered_in_turn_still_hold_whole_groups(monk
         assert [device.process_index for device in placed] == [0, 0, 2, 2, 1, 1, 3, 3]
     with pytest.raises(ConfigError, match=r'mesh\.model=8 reaches across hosts'):
         mesh._within_hosts(devices, {'data': 1, 'model': 8}, False)
+
+
+@pytest.mark.parametrize(
+    ('given', 'expected'),
+    [
+        ({}, None),
+        ({'no_proxy': 'a'}, None),
+        ({'https_proxy': 'p'}, 'here'),
+        ({'http_proxy': 'p', 'no_proxy': 'a,b'}, 'a,b,here'),
+        ({'grpc_proxy': 'p', 'no_grpc_proxy': 'c', 'no_proxy': 'a'}, 'c,here'),
+    ],
+    ids=str,
+)
+def test_a_proxy_for_the_web_is_not_asked_for_process_0(
+    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jax.config, 'update', lambda *_: None)
+    for name in (*PROXIES, *NO_PROXIES):
+        monkeypatch.setenv(name, given.get(name, ''))
+    _avoid_proxies(Start(index=1, count=2, host='here', port=1, bind=None, timeout=1))
+    assert os.environ[NO_PROXIES[0]] == (expected or given.get('no_grpc_proxy', ''))
+
+
+HAS_MUTUAL_TLS = hasattr(jax.config, 'jax_mtls_cert_file')
+
+
+@pytest.mark.parametrize(
+    ('names', 'message'),
+    [
+        (CERTIFICATES[:1], f'without {CERTIFICATES[1]} and {CERTIFICATES[2]}: set all three'),
+        (CERTIFICATES, 'not a file that can be read'),
+    ],
+)
+def test_certificates_that_jax_could_not_use_are_refused(names, message):
+    expected = message if HAS_MUTUAL_TLS else 'its coordinator has no mutual TLS'
+    with pytest.raises(ConfigError, match=expected):
+        distributed._check_certificates(dict.fromkeys(names, '/nowhere'))
+    distributed._check_certificates({})

@@ -1,6 +1,9 @@
 """Who starts a process tells it its place in a run, each in his own words."""
 
 import re
+import socket
+import subprocess
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
@@ -127,6 +130,46 @@ def test_an_environment_that_cannot_be_is_refused_with_the_fix(environ, message)
         read_start(environ)
 
 
+def own_address():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(('192.0.2.1', 9))  # sends nothing
+        except OSError:
+            pytest.skip('this host has loopback alone')
+        return probe.getsockname()[0]
+
+
+@pytest.mark.parametrize('index', ['0', '1'])
+@pytest.mark.parametrize('where', ['here', 'loopback', 'elsewhere', 'nowhere'])
+def test_process_0_listens_on_the_interface_that_its_name_resolves_to(where, index):
+    # A number in decimal is a name that resolves without a name server.
+    here = own_address()
+    name = {
+        'here': f'{int(ip_address(here))}',
+        'loopback': f'{int(ip_address("127.0.0.1"))}',
+        'elsewhere': f'{int(ip_address("192.0.2.1"))}',
+        'nowhere': 'nowhere.invalid',
+    }[where]
+    start = read_start(HAND | {'MEGAJAX_COORDINATOR': f'{name}:81', 'MEGAJAX_PROCESS': index})
+    assert start.bind == (here if (where, index) == ('here', '0') else None)
+
+
+@pytest.mark.parametrize('given', ['0123456789abcdef', ' 0123456789abcdef\n'])
+def test_the_token_is_read_and_not_shown(given):
+    start = read_start(HAND | {'MEGAJAX_TOKEN': given})
+    assert start.token == '0123456789abcdef'
+    assert '0123456789abcdef' not in repr(start)
+
+
+@pytest.mark.parametrize('given', ['', '\n', 'secret-so-short'])
+def test_a_token_that_could_be_guessed_is_refused_and_not_shown(given):
+    with pytest.raises(
+        ConfigError, match=r'MEGAJAX_TOKEN has \d+ characters.*openssl rand'
+    ) as error:
+        read_start(HAND | {'MEGAJAX_TOKEN': given})
+    assert 'secret' not in str(error.value)
+
+
 def test_steps_of_one_slurm_job_meet_at_different_ports():
     assert len({read_start(SLURM | {'SLURM_STEP_ID': f'{step}'}).port for step in range(40)}) == 40
 
@@ -147,7 +190,10 @@ def test_the_kubernetes_example_gives_each_pod_its_place():
     service, job = YAML(typ='safe').load_all((SCRIPTS / 'kubernetes.yaml').read_text())
     pods = job['spec']['template']['spec']
     (container,) = pods['containers']
-    environ = {one['name']: one['value'] for one in container['env']}
+    environ = {one['name']: one['value'] for one in container['env'] if 'value' in one}
+    (secret,) = [one for one in container['env'] if 'valueFrom' in one]
+    assert secret['name'] == 'MEGAJAX_TOKEN'
+    assert secret['valueFrom']['secretKeyRef'] == {'name': 'megajax-token', 'key': 'token'}
     start = read_start(environ | {'JOB_COMPLETION_INDEX': '2'})
     assert (
         (start.index, start.count)
@@ -163,13 +209,26 @@ def test_the_kubernetes_example_gives_each_pod_its_place():
     )
 
 
+def test_the_slurm_example_makes_a_token_that_is_on_no_command_line():
+    script = (SCRIPTS / 'slurm.sbatch').read_text()
+    (line,) = re.findall('^export MEGAJAX_TOKEN.*$', script, flags=re.MULTILINE)
+    shell = f'{line}\nprintenv MEGAJAX_TOKEN'
+    first, second = (
+        subprocess.run(['bash', '-c', shell], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    )
+    assert re.fullmatch(r'[0-9a-f]{64}\n', first)
+    assert first != second
+    assert 'TOKEN' not in script.replace(line, '')
+
+
 def test_the_slurm_example_has_a_mesh_for_its_tasks():
     script = (SCRIPTS / 'slurm.sbatch').read_text()
     sizes = {
         name: int(value)
         for name, value in re.findall(r'--(nodes|ntasks-per-node|gpus-per-node)=(\d+)', script)
     }
-    command = re.search(r'megajax train (\S+) (mesh\S+) (mesh\S+)', script)
+    command = re.search(r'slurm.sbatch (\S+) (mesh\S+) (mesh\S+)', script)
     config = load(command[1], [command[2], command[3]])
     assert (
         config.mesh.data * config.mesh.model

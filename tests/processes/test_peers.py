@@ -3,10 +3,10 @@
 `test_distributed.py` has it with real processes.
 """
 
+import contextlib
 import errno
 import itertools
 import json
-import os
 import socket
 import threading
 import time
@@ -14,12 +14,10 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import jax
 import pytest
 
 from megajax.config import ConfigError
-from megajax.processes import peers, rendezvous
-from megajax.processes.distributed import NO_PROXIES, PROXIES, _avoid_proxies
+from megajax.processes import greetings, peers, rendezvous
 from megajax.processes.environment import Start
 from megajax.processes.peers import MAX_MESSAGE_BYTES, Connection, Peers
 from megajax.processes.rendezvous import gather
@@ -39,6 +37,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(peers, 'end', end)
     monkeypatch.setattr(rendezvous, 'end', end)
+    monkeypatch.setattr(greetings, 'end', end)
     monkeypatch.setattr(peers, 'OWN_ERROR', 0.3)
     yield lines
     for thread in threading.enumerate():
@@ -59,20 +58,23 @@ def start(port: int, index: int, count: int, timeout: float = 20) -> Start:
     )
 
 
+def connect(port: int) -> socket.socket:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(('127.0.0.1', port), timeout=20)
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:  # the meeting ended before it was heard
+                raise
+            time.sleep(0.01)
+
+
 def say(port: int, line: bytes, answers: list[bytes]) -> threading.Thread:
     """Send a line to process 0 as soon as it listens, from a thread, and note what it answers."""
 
     def talk() -> None:
-        for _ in range(1000):
-            try:
-                connection = socket.create_connection(('127.0.0.1', port))
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.01)
-        else:
-            return  # the meeting ended before it was heard
-        with connection:
-            connection.settimeout(20)
+        with contextlib.suppress(ConnectionRefusedError), connect(port) as connection:
+            assert json.loads(connection.recv(1 << 16))['event'] == 'challenge'
             connection.sendall(line)
             answers.append(connection.recv(1 << 16))
 
@@ -82,10 +84,8 @@ def say(port: int, line: bytes, answers: list[bytes]) -> threading.Thread:
 
 
 def hello(index: int, count: int) -> bytes:
-    return (
-        json.dumps({'event': 'hello', 'process': index, 'processes': count, 'host': 'h'}).encode()
-        + b'\n'
-    )
+    said = {'event': 'hello', 'process': index, 'processes': count, 'host': 'h', 'nonce': 'n'}
+    return json.dumps(said).encode() + b'\n'
 
 
 def test_all_processes_meet_agree_on_a_port_and_part_in_peace(port: int, ended: list[str]) -> None:
@@ -151,7 +151,7 @@ def test_a_process_that_cannot_be_one_of_the_run_is_refused(
     ) as error:
         gather(start(port, 0, 2))
     thread.join(30)
-    assert json.loads(answers[0]) == {'event': 'refused', 'why': str(error.value)}
+    assert json.loads(answers[0]) == {'event': 'refused', 'why': str(error.value), 'proof': ''}
     assert ended == []
 
 
@@ -178,7 +178,7 @@ def test_a_stranger_is_dropped_and_the_process_that_is_waited_for_is_welcome(
     met.done()
     met.links[0].done = True
     threads[1].join(30)
-    assert {'event': 'welcome', 'jax_port': agreed} in [
+    assert {'event': 'welcome', 'jax_port': agreed, 'proof': ''} in [
         json.loads(line) for answer in answers for line in answer.splitlines()
     ]
 
@@ -257,6 +257,18 @@ def test_a_line_that_does_not_end_is_refused(pair: tuple[Connection, Connection]
             near.receive()
 
 
+@pytest.mark.parametrize('said', [b'[' * 60_000 + b'\n', b'{"event": 1e999\n', b'\xff\n'])
+def test_a_process_that_sends_what_is_no_message_counts_as_lost(
+    said: bytes, pair: tuple[Connection, Connection], ended: list[str]
+) -> None:
+    near, far = pair
+    own = Peers(1, [near])
+    far.socket.sendall(said)
+    own.watch()
+    own._watcher.join(10)
+    assert ended == [LOST]
+
+
 LOST = (
     'process 1 on h was lost, so this process ends too: '
     'start the run again to continue from its last checkpoint'
@@ -322,24 +334,3 @@ def test_process_0_passes_on_what_it_heard(
     own.watch()
     own._watcher.join(10)
     assert ended == [LOST]
-
-
-@pytest.mark.parametrize(
-    ('given', 'expected'),
-    [
-        ({}, None),
-        ({'no_proxy': 'a'}, None),
-        ({'https_proxy': 'p'}, 'here'),
-        ({'http_proxy': 'p', 'no_proxy': 'a,b'}, 'a,b,here'),
-        ({'grpc_proxy': 'p', 'no_grpc_proxy': 'c', 'no_proxy': 'a'}, 'c,here'),
-    ],
-    ids=str,
-)
-def test_a_proxy_for_the_web_is_not_asked_for_process_0(
-    given: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jax.config, 'update', lambda *_: None)
-    for name in (*PROXIES, *NO_PROXIES):
-        monkeypatch.setenv(name, given.get(name, ''))
-    _avoid_proxies(Start(index=1, count=2, host='here', port=1, bind=None, timeout=1))
-    assert os.environ[NO_PROXIES[0]] == (expected or given.get('no_grpc_proxy', ''))
