@@ -4,7 +4,9 @@ import io
 
 from rich.console import Console, RenderableType
 
-_STYLE = 'font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto'
+_STYLE = (
+    'font-family: monospace; font-size: 85%; line-height: 1.25; white-space: pre; overflow-x: auto'
+)
 _HTML = f'<pre style="{_STYLE}">{{code}}</pre>'
 
 

@@ -35,7 +35,7 @@ def test_both_are_150_wide_unless_told() -> None:
 
 def test_html_is_one_element_that_brings_its_styles_along() -> None:
     html = as_html(table())
-    assert html.startswith('<pre style="')
+    assert html.startswith('<pre style="font-family: monospace; ')
     assert html.endswith('</pre>')
     assert '<span style="font-weight: bold"> name  ' in html
     assert 'class=' not in html

@@ -1,0 +1,161 @@
+"""Tables that a narrow terminal shows whole, with some cells of a row below the others."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+WRAPPED = 10  # columns of text that a cell needs at least if it may be broken into lines
+GAP, INDENT = 2, 2  # columns between cells, and before what stands below a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Folded:
+    """A table that is shown as it is where it fits, and folded where it does not.
+
+    In a folded table each row begins with the cells that fit beside each other. The widest columns
+    follow on lines of their own, after the names of their columns; so does the first one, but above
+    the row, if it takes more than half of the width. No cell is cut that a line can hold. `names`
+    are those of columns in a folded table, where what explains them may stand elsewhere.
+    """
+
+    table: Table
+    names: Mapping[int, str] = dataclasses.field(default_factory=dict)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns = [_Column.of(self.table, place, console) for place in _places(self.table)]
+        if _total(columns) <= options.max_width:
+            yield self.table
+            return
+        renamed = [
+            dataclasses.replace(column, header=self.names.get(place, column.header))
+            for place, column in enumerate(columns)
+        ]
+        yield from _folded(self.table, renamed, options.max_width)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement.get(console, options, self.table)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    header: str
+    cells: list[Text]
+    content: int  # columns of its longest line
+    may_wrap: bool
+    is_right: bool
+
+    @classmethod
+    def of(cls, table: Table, place: int, console: Console) -> '_Column':
+        column = table.columns[place]
+        cells = [
+            cell.copy()
+            if isinstance(cell, Text)
+            else console.render_str(str(cell), highlight=False)
+            for cell in column.cells
+        ]
+        header = str(column.header)
+        lines = [line for cell in cells for line in cell.split('\n', allow_blank=True)]
+        content = max((line.cell_len for line in lines), default=0)
+        return cls(header, cells, content, not column.no_wrap, column.justify == 'right')
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal that it fills."""
+        return max(len(self.header), self.content)
+
+    @property
+    def needed(self) -> int:
+        """Columns of the terminal without which it is unreadable."""
+        return min(self.width, WRAPPED) if self.may_wrap else self.width
+
+
+def _places(table: Table) -> range:
+    return range(len(table.columns))
+
+
+def _total(columns: Sequence[_Column]) -> int:
+    return sum(column.needed for column in columns) + GAP * len(columns)
+
+
+def _folded(table: Table, columns: list[_Column], width: int) -> Iterator[Text | Table | Padding]:
+    first, *others = columns
+    leads = first.needed > width // 2
+    beside = others if leads else columns
+    below = list[_Column]()
+    while _total(beside) > width - INDENT * leads and len(beside) > 1:
+        widest = max(beside if leads else beside[1:], key=lambda column: column.needed)
+        beside = [column for column in beside if column is not widest]
+        below.insert(0, widest)
+    below.sort(key=columns.index)
+    indent = INDENT if leads else 0
+    widths = _widths(beside, width - indent)
+    if table.title:
+        yield Text(str(table.title), style='table.title')
+    if table.show_header and leads and first.header:
+        yield Text(first.header, style='bold')
+    if table.show_header and any(column.header for column in beside):
+        headers = [Text(column.header, style='bold') for column in beside]
+        yield Padding.indent(_line(beside, widths, headers), indent)
+    for number, row in enumerate(table.rows):
+        style = row.style or ''
+        if leads:
+            yield _styled(first.cells[number], style)
+        cells = [_styled(column.cells[number], style) for column in beside]
+        yield Padding.indent(_line(beside, widths, cells), indent)
+        yield from _below(below, number, width)
+    if table.caption:
+        yield Text(str(table.caption), style='table.caption')
+
+
+def _widths(columns: Sequence[_Column], width: int) -> list[int]:
+    """The widths of cells: as needed, and what is left for those that may be broken."""
+    left, widths = width - _total(columns), list[int]()
+    for column in columns:
+        more = min(max(left, 0), column.width - column.needed)
+        left -= more
+        widths.append(column.needed + more)
+    return widths
+
+
+def _line(columns: Sequence[_Column], widths: Sequence[int], cells: Sequence[Text]) -> Table:
+    grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, GAP, 0, 0))
+    for column, width in zip(columns, widths, strict=True):
+        grid.add_column(justify='right' if column.is_right else 'left', width=width)
+    grid.add_row(*cells)
+    return grid
+
+
+def _below(columns: Sequence[_Column], number: int, width: int) -> Iterator[Padding]:
+    """The cells of a row that stand below it, as many beside each other as fit."""
+    line, left = list[Text](), 0
+    for column in columns:
+        cell = column.cells[number]
+        if cell.plain in ('', '-'):
+            continue
+        lines = cell.split('\n', allow_blank=True)
+        needed = len(column.header) + max(part.cell_len for part in lines) + 2 * GAP
+        if line and needed > left:
+            yield _beside(line)
+            line = []
+        left = (left if line else width - INDENT) - needed
+        line += [Text(column.header, style='dim'), cell]
+    if line:
+        yield _beside(line)
+
+
+def _beside(cells: Sequence[Text]) -> Padding:
+    grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, GAP, 0, 0))
+    grid.add_row(*cells)
+    return Padding.indent(grid, INDENT)
+
+
+def _styled(cell: Text, style: object) -> Text:
+    shown = cell.copy()
+    if style:
+        shown.stylize(style)  # type: ignore[arg-type]
+    return shown
