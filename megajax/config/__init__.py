@@ -13,13 +13,13 @@ from megajax.config.errors import (
     StopRequested,
 )
 from megajax.config.load import dump, load, overridden, presets, reload
+from megajax.config.mesh import MeshConfig
 from megajax.config.model import ModelConfig, RopeScaling, VisionConfig
 from megajax.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
     LossConfig,
-    MeshConfig,
     OptimConfig,
     ProfileConfig,
     RunConfig,

@@ -37,6 +37,8 @@ def _both(
 MASKED = 'model.objective=masked_lm'
 TOKENS = 'train.overlap=sequence_split'
 UNROLLED = 'train.unroll=true'
+FP8 = 'train.dtype=fp8'
+NO_DROPOUT = 'model.dropout=0 and model.attention_dropout=0'
 COMBINATIONS = (
     Combination(
         MASKED,
@@ -111,9 +113,9 @@ COMBINATIONS = (
     Combination(
         'model.dropout',
         'mesh.context',
-        lambda config: config.model.dropout > 0 and config.mesh.context > 1,
-        'attention on context shards has no dropout',
-        'use model.dropout=0, or mesh.context=1',
+        lambda config: config.model.has_dropout and config.mesh.context > 1,
+        'a mask of dropout is drawn for all tokens of a row at once',
+        f'use {NO_DROPOUT}, or mesh.context=1',
     ),
     Combination(
         MASKED,
@@ -171,9 +173,9 @@ COMBINATIONS = (
         for key, is_in, reason, instead in (
             (
                 'model.dropout',
-                lambda config: config.model.dropout > 0,
+                lambda config: config.model.has_dropout,
                 'a mask of dropout is drawn for all tokens of a row at once',
-                'model.dropout=0',
+                NO_DROPOUT,
             ),
             (
                 'mesh.stages',
@@ -214,6 +216,29 @@ COMBINATIONS = (
             ('mesh.context', lambda config: config.mesh.context > 1, 'context shards'),
             ('mesh.model_rows', lambda config: config.mesh.is_grid, 'a grid'),
             ('vision', lambda config: config.vision is not None, 'images'),
+        )
+    ),
+    *(
+        Combination(
+            FP8,
+            key,
+            _both(lambda config: config.train.dtype == 'fp8', is_in),
+            reason,
+            f'use train.dtype=bfloat16, or {instead}',
+        )
+        for key, is_in, reason, instead in (
+            (
+                'mesh.stages',
+                lambda config: config.mesh.stages > 1,
+                'the ticks of a pipeline do not count the exponents that give fp8 its scales',
+                'mesh.stages=1',
+            ),
+            (
+                'vision',
+                lambda config: config.vision is not None,
+                'the layers of an encoder and those that attend to images have no scales of fp8',
+                'no vision',
+            ),
         )
     ),
     Combination(

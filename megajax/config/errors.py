@@ -6,7 +6,11 @@ Imports no jax.
 from dataclasses import dataclass
 from typing import ClassVar
 
+from megajax.render.text import in_line, shorten, visible
+
 MAX_REASON_CHARACTERS = 300
+MAX_MESSAGE_CHARACTERS = 2000
+MAX_PROBLEMS = 40  # that are printed, of a file that may have thousands
 
 
 class RunError(Exception):
@@ -16,6 +20,9 @@ class RunError(Exception):
     """
 
     exit_code: ClassVar[int]
+
+    def __str__(self) -> str:
+        return visible(super().__str__())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +38,12 @@ class Problem:
     place: str = ''  # 'configs/tiny.yaml:12' or 'override mesh.model=3'
 
     def __str__(self) -> str:
-        return ': '.join(part for part in (self.place, self.path, self.message) if part)
+        parts = (
+            in_line(self.place, MAX_REASON_CHARACTERS),
+            in_line(self.path, MAX_REASON_CHARACTERS),
+            shorten(self.message, MAX_MESSAGE_CHARACTERS),
+        )
+        return ': '.join(part for part in parts if part)
 
 
 class ConfigError(RunError, ValueError):
@@ -44,7 +56,9 @@ class ConfigError(RunError, ValueError):
         super().__init__(*problems)
 
     def __str__(self) -> str:
-        return '\n'.join(str(problem) for problem in self.problems)
+        shown = [str(problem) for problem in self.problems[:MAX_PROBLEMS]]
+        more = len(self.problems) - len(shown)
+        return visible('\n'.join([*shown, *([f'and {more:,} more'] if more else [])]))
 
 
 class NumericError(RunError):
@@ -76,5 +90,5 @@ class MiscompileError(RunError):
 
 def reason(error: Exception) -> str:
     """Return the first line of an error, or its type; tensorstore's messages fill pages."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
+    lines = visible(str(error)).strip().splitlines() or [type(error).__name__]
     return lines[0][:MAX_REASON_CHARACTERS]

@@ -1,7 +1,7 @@
 """Load a Config from a preset or a YAML file and `section.key=value` overrides.
 
-All mistakes are reported at once. Files are YAML 1.2: `3e-4` is a number, `off` and `2026-01-01`
-are text. A key that is written twice is a mistake.
+All mistakes are reported at once. A key that is written twice is a mistake. `bounded_yaml.py` says
+what a file may be.
 """
 
 import io
@@ -12,36 +12,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node
 
-from megajax.config.errors import ConfigError, Problem
+from megajax.config import values
+from megajax.config.bounded_yaml import compose, construct, explain, parse, read_text
+from megajax.config.errors import MAX_PROBLEMS, ConfigError, Problem
 from megajax.config.renamed import RENAMED, current
 from megajax.config.rules import incompatibilities
 from megajax.config.schema import SECTIONS, Config, keys_of
+from megajax.render.text import shorten
 
 KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
-PLAIN_WORDS = {
-    'bool_type': 'true or false',
-    'string_type': 'text (quote what looks like something else)',
-    'tuple_type': 'a list',
-    'model_type': 'a group of keys',
-}
+LONGEST_KEY = 100  # characters of a path; the schema's have fewer than 40
 
 
 class _Setting(NamedTuple):
     value: Any
     place: str
-
-
-class _Constructor(SafeConstructor):
-    """A constructor that reads dates as text: YAML 1.2 has none, but ruamel parses them."""
-
-
-_Constructor.add_constructor('tag:yaml.org,2002:timestamp', SafeConstructor.construct_yaml_str)
 
 
 def presets() -> list[str]:
@@ -79,7 +68,7 @@ def reload(
         if path in KEYS:
             written[path] = _Setting(value, place)
         else:
-            problems.append(Problem(path=path, message=_unknown(path), place=place))
+            problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
     return _resolve(written, _read_overrides(overrides, problems), place, problems)
 
 
@@ -122,11 +111,16 @@ def overridden(overrides: Sequence[str], path: str) -> Any:
 
 def dump(config: Config) -> str:
     """Write every key as YAML that `load` reads back to an equal config."""
+    return dump_sections(config.model_dump(mode='json'))
+
+
+def dump_sections(sections: Mapping[str, Any]) -> str:
+    """Write the keys of sections as YAML."""
     yaml: Any = YAML(typ='safe', pure=True)
     yaml.default_flow_style = False
     yaml.sort_base_mapping_type_on_output = False
     stream = io.StringIO()
-    yaml.dump(config.model_dump(mode='json'), stream)
+    yaml.dump(dict(sections), stream)
     return stream.getvalue()
 
 
@@ -144,7 +138,7 @@ def _find(source: str | Path) -> Path:
 def _read_file(file: Path, problems: list[Problem]) -> dict[str, _Setting] | None:
     """Return the settings by path, or None if the file cannot be read."""
     try:
-        return _read_text(file.read_text(encoding='utf-8'), str(file), problems)
+        return _read_settings(read_text(file), str(file), problems)
     except FileNotFoundError:
         near = get_close_matches(file.name.removesuffix('.yaml'), presets(), n=1)
         fix = f'did you mean {near[0]}? ' if near else ''
@@ -156,29 +150,30 @@ def _read_file(file: Path, problems: list[Problem]) -> dict[str, _Setting] | Non
         )
     except OSError as error:
         problems.append(Problem(path=str(file), message=f'cannot be read: {error.strerror}'))
-    except (YAMLError, UnicodeDecodeError) as error:
+    except YAMLError as error:
         mark = getattr(error, 'problem_mark', None)
         problems.append(
             Problem(
                 path=f'{file}:{mark.line + 1}' if mark else str(file),
-                message=f'not valid YAML: {_reason(error)}',
+                message=explain(error),
             )
         )
     return None
 
 
-def _read_text(text: str, file: str, problems: list[Problem]) -> dict[str, _Setting]:
-    yaml = _yaml()
+def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, _Setting]:
     settings: dict[str, _Setting] = {}
-    for section, group, section_place in _items(yaml.compose(text), '', file, problems):
+    for section, group, section_place in _items(compose(text), '', file, problems):
         if section not in SECTIONS:
-            problems.append(Problem(path=section, message=_unknown(section), place=section_place))
+            problems.append(
+                Problem(path=section, message=_unknown(section, problems), place=section_place)
+            )
             continue
         for path, value, place in _items(group, section, file, problems):
             if path not in KEYS and path not in RENAMED:
-                problems.append(Problem(path=path, message=_unknown(path), place=place))
+                problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
             else:
-                path, plain = current(path, yaml.constructor.construct_document(value), place)
+                path, plain = current(path, construct(value), place)
                 settings[path] = _Setting(plain, place)
     return settings
 
@@ -200,7 +195,7 @@ def _items(
         return
     lines: dict[str, int] = {}
     for key, value in node.value:
-        path, line = f'{prefix}.{key.value}' if prefix else str(key.value), key.start_mark.line + 1
+        path, line = f'{prefix}.{key.value}' if prefix else key.value, key.start_mark.line + 1
         if path in lines:
             message = f'written twice, first in line {lines[path]}; delete one of the two'
             problems.append(Problem(path=path, message=message, place=f'{file}:{line}'))
@@ -222,16 +217,16 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[s
                 )
             )
         elif path not in KEYS and path not in RENAMED:
-            problems.append(Problem(path=path, message=_unknown(path), place=place))
+            problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
         else:
             try:
-                path, value = current(path, _yaml().load(text), place)
+                path, value = current(path, parse(text), place)
                 settings[path] = _Setting(value, place)
             except YAMLError as error:
                 problems.append(
                     Problem(
                         path=place,
-                        message=f'not valid YAML: {_reason(error)}; put the value in quotes',
+                        message=f'{explain(error)}; put the value in quotes',
                     )
                 )
     return settings
@@ -247,15 +242,15 @@ def _validate(
     sections: dict[str, Any] = {}
     unsettled: set[str] = set()
     for name, section in SECTIONS.items():
-        values = {
+        given = {
             key: settings[f'{name}.{key}'].value
             for key in keys_of(name)
             if f'{name}.{key}' in settings
         }
-        if not values and Config.model_fields[name].default is None:
+        if not given and Config.model_fields[name].default is None:
             continue
         try:
-            sections[name] = section.model_validate(values)
+            sections[name] = section.model_validate(given)
         except ValidationError as error:
             details = {str(detail['loc'][0]): detail for detail in error.errors(include_url=False)}
             for key, detail in details.items():
@@ -265,28 +260,24 @@ def _validate(
                 if detail['type'] != 'default_factory_not_called':
                     place = settings[path].place if path in settings else file
                     # The path within a value that is itself a group or a list.
-                    inner = ''.join(f'{part} ' for part in detail['loc'][1:])
+                    inner = ''.join(f'{shorten(str(part))} ' for part in detail['loc'][1:])
                     problems.append(
-                        Problem(path=path, message=inner + _explain(detail), place=place)
+                        Problem(path=path, message=inner + values.explain(detail), place=place)
                     )
-            valid = {key: value for key, value in values.items() if key not in details}
+            valid = {key: value for key, value in given.items() if key not in details}
             # Every key without a default is a size.
             stand_ins = {key: 1 for key in details if section.model_fields[key].is_required()}
             sections[name] = section.model_validate(valid | stand_ins)
     return sections, unsettled
 
 
-def _explain(detail: ErrorDetails) -> str:
-    if detail['type'] == 'missing':
-        return 'required, and has no default; add it'
-    if detail['type'] == 'extra_forbidden':  # within a value that is a group
-        return 'is not a key; leave it out'
-    allowed = PLAIN_WORDS.get(detail['type']) or detail['msg'].removeprefix('Input should be ')
-    return f'must be {allowed}, not {"null" if detail["input"] is None else repr(detail["input"])}'
+def _unknown(path: str, problems: list[Problem]) -> str:
+    """Return the message for a path that is neither a section nor a key, with the nearest one.
 
-
-def _unknown(path: str) -> str:
-    """Return the message for a path that is neither a section nor a key, with the nearest one."""
+    It is not sought for what will not be shown, or is too long to be a misspelling.
+    """
+    if len(problems) >= MAX_PROBLEMS or len(path) > LONGEST_KEY:
+        return 'unknown key'
     section, _, key = path.partition('.')
     siblings = keys_of(section) if section in SECTIONS else ()
     in_section = [f'{section}.{near}' for near in get_close_matches(key, siblings, n=1)]
@@ -301,13 +292,3 @@ def _unknown(path: str) -> str:
 
 def _members(section: str) -> str:
     return ', '.join(keys_of(section) if section in SECTIONS else SECTIONS)
-
-
-def _reason(error: YAMLError | UnicodeDecodeError) -> str:
-    return getattr(error, 'problem', None) or str(error).splitlines()[0]
-
-
-def _yaml() -> YAML:
-    yaml = YAML(typ='safe', pure=True)
-    yaml.Constructor = _Constructor
-    return yaml

@@ -1,19 +1,26 @@
-"""The sections of a config that describe the model: `model` and `vision`."""
+"""The sections of a config that describe the model: `model`, `vision` and `relevance`."""
 
 import math
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-)
+from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic_core import PydanticCustomError
+
+from megajax.config.section import (
+    Count,
+    CountFromZero,
+    Elements,
+    Fraction,
+    Heads,
+    Layers,
+    Patches,
+    Pixels,
+    Section,
+    Tokens,
+    Unit,
+    follows,
+)
 
 # 128 x 8, as in the Megatron paper; the same on every mesh, so that a checkpoint fits all of them.
 VOCAB_MULTIPLE = 1024
@@ -21,17 +28,6 @@ VOCAB_MULTIPLE = 1024
 Part = Literal['encoder', 'merger', 'decoder']
 TEXTURE_CHANNELS = 13  # of a pixel, or of a region (`model/texture.py`)
 FINEST = 20  # units of patches along each side of a region, of which it has up to 400 tokens
-
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A frozen group of keys that rejects unknown keys and values of another type.
-
-    `8.0` or `'8'` is not accepted for 8.
-    """
-
-    model_config = ConfigDict(frozen=True, extra='forbid', strict=True, allow_inf_nan=False)
 
 
 class RopeScaling(Section):
@@ -44,10 +40,15 @@ class RopeScaling(Section):
     """
 
     type: Literal['linear', 'llama3']
+    """Frequencies that are scaled: all (linear), or the low ones (llama3)."""
     factor: PositiveFloat
+    """Divisor of the scaled frequencies."""
     low_freq_factor: PositiveFloat = 1.0
+    """Wavelengths above original_max_seq_len / low_freq_factor are stretched (llama3)."""
     high_freq_factor: PositiveFloat = 4.0
-    original_max_seq_len: PositiveInt = 8192
+    """Wavelengths below original_max_seq_len / high_freq_factor stay as they are (llama3)."""
+    original_max_seq_len: Tokens = 8192
+    """Longest sequence of the pre-training (llama3)."""
 
 
 def _rows_and_columns(value: Any) -> Any:
@@ -64,14 +65,14 @@ def _rows_and_columns(value: Any) -> Any:
 class RelevanceConfig(Section):
     """The relevance of an image's regions, by which its tokens are distributed (ARR-COC)."""
 
-    # Rows and columns of regions in an image, or the number of regions of a square.
-    regions: Annotated[
-        tuple[PositiveInt, PositiveInt], Field(strict=False), BeforeValidator(_rows_and_columns)
-    ]
-    total_tokens: PositiveInt  # of an image; a region has 64 to 400 of them
-    scorer_size: PositiveInt = 256  # hidden units of each of the three scorers
-    # Slots of each scorer, over which its hidden units are divided; a device has one slot or more.
+    regions: Annotated[tuple[Count, Count], Field(strict=False), BeforeValidator(_rows_and_columns)]
+    """Rows and columns of regions in an image, or the number of regions of a square."""
+    total_tokens: Tokens
+    """Tokens of an image; a region has 64 to 400 of them."""
+    scorer_size: Elements = 256
+    """Hidden units of each of the three scorers."""
     scorer_shards: Literal[1, 2] = 1
+    """Slots of each scorer, over which its hidden units are divided; a device has one or more."""
 
     @property
     def num_regions(self) -> int:
@@ -88,36 +89,51 @@ class RelevanceConfig(Section):
 class VisionConfig(Section):
     """The vision encoder, and where its vectors enter the model."""
 
-    num_layers: PositiveInt
-    hidden_size: PositiveInt
-    num_heads: PositiveInt
-    ffn_size: PositiveInt = Field(default_factory=lambda data: 4 * data['hidden_size'])
-    patch_size: PositiveInt = 16  # pixels along each side of a patch
-    frames: PositiveInt = 1  # that a patch weighs; an image is shown to all of them (Qwen3-VL: 2)
-    merge_size: PositiveInt = 2  # patches along each side of a unit, which becomes one vector
-    positions: PositiveInt = 48  # side of the learned table, which is interpolated to an image
-    # Layers of the encoder whose outputs the first layers of the model add as well (DeepStack).
-    deepstack: Annotated[tuple[NonNegativeInt, ...], Field(strict=False)] = ()
-    # Where the vectors enter the model: in the places of tokens of the sequence, or as keys and
-    # values of gated layers, one after each `cross_every` layers (Flamingo, Llama 3.2). Then one
-    # token marks each image, which it and the later tokens of its document see.
+    num_layers: Layers
+    """Number of the encoder's layers."""
+    hidden_size: Elements
+    """Width of the encoder."""
+    num_heads: Heads
+    """Number of the encoder's attention heads."""
+    ffn_size: Elements = follows('4 * hidden_size', lambda data: 4 * data['hidden_size'])
+    """Width of the hidden layer in the encoder's MLPs."""
+    patch_size: Pixels = 16
+    """Pixels along each side of a patch."""
+    frames: Count = 1
+    """Frames that a patch weighs; an image is shown to all of them (Qwen3-VL: 2)."""
+    merge_size: Patches = 2
+    """Patches along each side of a unit, which becomes one vector."""
+    positions: Patches = 48
+    """Side of the learned position table, which is interpolated to an image."""
+    deepstack: Annotated[tuple[CountFromZero, ...], Field(strict=False)] = ()
+    """Encoder layers whose outputs the first layers of the model add as well (DeepStack)."""
     fusion: Literal['tokens', 'cross_attention'] = 'tokens'
-    cross_every: PositiveInt = 4
-    # Initial value of the gates of cross-attention: 0 leaves a model of text as it is, and a model
-    # that learns from nothing learns faster where they are open, as at 1.
+    """Where the vectors enter the model: in the places of tokens of the sequence, or as keys and
+    values of gated layers, one after each `cross_every` layers (Flamingo, Llama 3.2). Then one
+    token marks each image, which it and the later tokens of its document see.
+    """
+    cross_every: Annotated[Count, Unit('layers')] = 4
+    """Layers of the model between two layers of cross-attention."""
     cross_gate: float = 0.0
-    images: PositiveInt = 1  # at most, in a row of the batch
-    max_patches: PositiveInt = 1024  # of an image
-    # Of an image: a smaller one is enlarged. Qwen3-VL's 65,536 pixels are 256 patches.
-    min_patches: NonNegativeInt = 0
-    image_token: NonNegativeInt = 0  # the token that stands where image vectors are
-    # Parts without gradients, weight decay and moments: the encoder without its mergers, the
-    # mergers, and all the rest but cross-attention and relevance.
+    """Initial value of the gates of cross-attention: 0 leaves a model of text as it is, and a model
+    that learns from nothing learns faster where they are open, as at 1.
+    """
+    images: Count = 1
+    """Largest number of images in a row of the batch."""
+    max_patches: Patches = 1024
+    """Largest size of an image; a larger one is reduced."""
+    min_patches: Annotated[CountFromZero, Unit('patches')] = 0
+    """Smallest size of an image; a smaller one is enlarged. Qwen3-VL: 256 (65,536 pixels)."""
+    image_token: CountFromZero = 0
+    """Id of the token that stands where image vectors are."""
     freeze: Annotated[tuple[Part, ...], Field(strict=False)] = ()
-    # What the encoder reads of a pixel: its colors, or the channels of its texture.
+    """Parts without gradients, weight decay and moments: the encoder without its mergers, the
+    mergers, and all the rest but cross-attention and relevance (decoder).
+    """
     channels: Literal['rgb', 'texture'] = 'rgb'
-    # The section `relevance` of the config, which stands beside this one.
+    """Input of the encoder for each pixel: its colors, or the channels of its texture."""
     relevance: RelevanceConfig | None = Field(default=None, exclude=True)
+    """The section `relevance` of the config, which stands beside this one."""
 
     @property
     def pixels(self) -> int:
@@ -173,53 +189,80 @@ class VisionConfig(Section):
 class ModelConfig(Section):
     """The model; GPT-2, Megatron's GPT and BERT, Llama and Qwen3 differ in these keys alone."""
 
-    num_layers: PositiveInt
-    hidden_size: PositiveInt
-    num_heads: PositiveInt
-    # Fewer than num_heads: grouped-query attention.
-    num_kv_heads: PositiveInt = Field(default_factory=lambda data: data['num_heads'])
-    head_dim: PositiveInt = Field(
-        default_factory=lambda data: data['hidden_size'] // data['num_heads']
+    num_layers: Layers
+    """Number of transformer layers."""
+    hidden_size: Elements
+    """Width of the residual stream."""
+    num_heads: Heads
+    """Number of query heads."""
+    num_kv_heads: Heads = follows('num_heads', lambda data: data['num_heads'])
+    """Number of key/value heads; fewer than num_heads: grouped-query attention."""
+    head_dim: Elements = follows(
+        'hidden_size // num_heads', lambda data: data['hidden_size'] // data['num_heads']
     )
-    ffn_size: PositiveInt = Field(default_factory=lambda data: 4 * data['hidden_size'])
-    vocab_size: PositiveInt  # entries of the tokenizer, before padding
-    max_seq_len: PositiveInt  # rows of the learned position table, and the limit of train.seq_len
-    objective: Literal['next_token', 'masked_lm'] = 'next_token'  # masked_lm adds BERT's heads
-    # Tokens that a token attends to: those up to itself, or all. Default: as the objective needs.
-    attention: Literal['causal', 'bidirectional'] = Field(
-        default_factory=lambda data: (
-            'causal' if data['objective'] == 'next_token' else 'bidirectional'
-        )
+    """Width of a head."""
+    ffn_size: Elements = follows('4 * hidden_size', lambda data: 4 * data['hidden_size'])
+    """Width of the hidden layer in the MLPs."""
+    vocab_size: Count
+    """Entries of the tokenizer, before padding to a multiple of 1024."""
+    max_seq_len: Tokens
+    """Rows of the learned position table, and the limit of train.seq_len."""
+    objective: Literal['next_token', 'masked_lm'] = 'next_token'
+    """Tokens to predict, the next or masked ones; masked_lm adds BERT's heads."""
+    attention: Literal['causal', 'bidirectional'] = follows(
+        "'causal' if objective == 'next_token' else 'bidirectional'",
+        lambda data: 'causal' if data['objective'] == 'next_token' else 'bidirectional',
     )
+    """Tokens that a token attends to: those up to itself, or all."""
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
+    """Normalisation before each sublayer and before the head."""
     activation: Literal['gelu', 'gelu_tanh', 'swiglu'] = 'gelu_tanh'
-    # mrope: rotary angles of time, row and column, each for its part of the head dim (Qwen3-VL).
-    # rope_2d: of row and column; only the vision encoder has it.
+    """Activation of the MLPs; swiglu has a gate beside the up-projection."""
     position: Literal['learned', 'rope', 'mrope', 'rope_2d'] = 'learned'
-    # Of mrope: pairs of the head dim that turn with the time, the row and the column.
-    mrope_section: Annotated[tuple[PositiveInt, PositiveInt, PositiveInt], Field(strict=False)] = (
+    """Position encoding: a learned table, or rotary angles; mrope: angles of time, row and column,
+    each for its part of the head dim (Qwen3-VL); rope_2d: of row and column, in the vision encoder
+    alone.
+    """
+    mrope_section: Annotated[tuple[Count, Count, Count], Field(strict=False)] = (
         24,
         20,
         20,
     )
+    """Pairs of the head dim that turn with the time, the row and the column (mrope)."""
     rope_theta: PositiveFloat = 10000.0
-    rope_scaling: RopeScaling | None = None  # for example {type: llama3, factor: 8}
-    qk_norm: bool = False  # normalise queries and keys over head_dim, as Qwen3 does
-    bias: bool = True  # in every linear layer but the LM head; BERT's heads always have a bias
-    # Bias of the query, key and value projections; Qwen2 has no other bias.
-    qkv_bias: bool = Field(default_factory=lambda data: data['bias'])
-    tie_embeddings: bool = True  # the LM head is the embedding table
-    dropout: Fraction = 0.0  # after the embedding, the attention probabilities and each sublayer
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """Scaling of the rotary frequencies, for example {type: llama3, factor: 8}."""
+    qk_norm: bool = False
+    """Whether queries and keys are normalised over head_dim, as Qwen3 does."""
+    bias: bool = True
+    """Whether linear layers but the LM head have biases; BERT's heads always do."""
+    qkv_bias: bool = follows('bias', lambda data: data['bias'])
+    """Whether the query, key and value projections have biases; Qwen2 has no others."""
+    tie_embeddings: bool = True
+    """Whether the LM head is the embedding table."""
+    dropout: Fraction = 0.0
+    """Dropout rate after the embedding and each sublayer."""
+    attention_dropout: Fraction = follows('dropout', lambda data: data['dropout'])
+    """Dropout rate of the attention probabilities; flash attention needs 0."""
     norm_eps: PositiveFloat = 1e-5
-    # Projections into the residual stream are additionally scaled by 1/sqrt(2 num_layers).
+    """Epsilon of the norms, added to the variance or mean square."""
     init_std: PositiveFloat = 0.02
-    # The section `vision` of the config, which stands beside this one.
+    """Standard deviation of initial weights. Projections into the residual stream are additionally
+    scaled by 1/sqrt(2 num_layers).
+    """
     vision: VisionConfig | None = Field(default=None, exclude=True)
+    """The section `vision` of the config, which stands beside this one."""
 
     @property
     def causal(self) -> bool:
         """Whether a token attends only to itself and the tokens before it."""
         return self.attention == 'causal'
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a training step draws masks of dropout."""
+        return self.dropout > 0 or self.attention_dropout > 0
 
     @property
     def is_bert(self) -> bool:

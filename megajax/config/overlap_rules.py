@@ -20,10 +20,10 @@ def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
     """Return the config with what `auto` stands for in `train.overlap` and `train.unroll`.
 
     On GPUs the halves of the rows take turns, or those of the tokens where a microbatch has an odd
-    number of rows, and each layer is compiled on its own. With dropout neither is so: XLA takes
-    six seconds a layer to compile the random numbers of its masks.
+    number of rows, and each layer is compiled on its own. With dropout of attention neither is so:
+    XLA takes six seconds a layer to compile the random numbers of its masks.
     """
-    is_ordered = on_gpu and _has_order(config) and config.model.dropout == 0
+    is_ordered = on_gpu and _has_order(config) and config.model.attention_dropout == 0
     if config.train.overlap == 'auto':
         is_worth_it = is_ordered and _sends(config) and config.train.unroll is not False
         splits = (_with(config, overlap=name) for name in SPLITS if is_worth_it)
@@ -66,6 +66,8 @@ def _fits(config: 'Config') -> bool:
     parts, train = num_parts(config), config.train
     if train.overlap == 'batch_split':
         return config.microbatch_rows % parts == 0
+    if config.model.has_dropout:  # whose masks are drawn for all tokens of a row at once
+        return False
     return train.seq_len % (parts * _shards_of_tokens(config)) == 0
 
 
@@ -110,6 +112,15 @@ def gathers_ahead(config: 'Config') -> bool:
     """
     is_gathered_once = config.optim.shard in ('optimizer', 'gradients')
     return is_gathered_once and in_order(config) and config.train.microbatches == 1
+
+
+def is_apart(config: 'Config') -> bool:
+    """Whether a step has the matrices that it computes with as an array for each layer.
+
+    It has where each layer is compiled on its own and several microbatches use the same matrices.
+    """
+    is_used_again = config.train.microbatches > 1 and rung(config) in ('none', 'optimizer')
+    return is_used_again and in_order(config) and config.train.unroll is True
 
 
 def has_head(config: 'Config') -> bool:

@@ -2,14 +2,14 @@
 
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
+from megajax.config.bounded_yaml import explain, parse, read_text
 from megajax.config.errors import ConfigError
-from megajax.config.model import Section
+from megajax.config.section import Section
 
 Record = TypeVar('Record', bound=Section)
 
@@ -20,14 +20,13 @@ def read_record(file: Path | Traversable, kind: type[Record], *, hint: str = '')
     Raises ConfigError with every mistake in the file.
     """
     try:
-        values: Any = YAML(typ='safe', pure=True).load(file.read_text(encoding='utf-8'))
-        return kind.model_validate(values)
+        return kind.model_validate(parse(read_text(file)))
     except FileNotFoundError:
         raise ConfigError(f'{file}: no such file{hint}') from None
     except OSError as error:
         raise ConfigError(f'{file}: cannot be read: {error.strerror}') from error
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f'{file}: not valid YAML: {str(error).splitlines()[0]}') from error
+    except YAMLError as error:
+        raise ConfigError(f'{file}: {explain(error)}') from error
     except ValidationError as error:
         details = error.errors(include_url=False)
         raise ConfigError(

@@ -8,6 +8,7 @@ from megajax.config import mesh_rules, overlap_rules, relevance_rules, vision_ru
 from megajax.config.combinations import excluded
 from megajax.config.divisors import divides, divisors, multiples, nearest
 from megajax.config.errors import Problem
+from megajax.render.text import shorten
 
 if TYPE_CHECKING:
     from megajax.config.schema import Config
@@ -218,6 +219,12 @@ def _optimizer(config: 'Config') -> Iterator[Problem]:
             f'use at most {steps - 1}, or raise train.steps'
         )
         yield Problem(path='optim.warmup_steps', message=message, others=('train.steps',))
+    if optim.decay_steps is not None and optim.decay_steps <= optim.warmup_steps:
+        message = (
+            f'{optim.decay_steps} is not after optim.warmup_steps={optim.warmup_steps}; '
+            f'use at least {optim.warmup_steps + 1}, or leave it out'
+        )
+        yield Problem(path='optim.decay_steps', message=message, others=('optim.warmup_steps',))
 
 
 def _profile(config: 'Config') -> Iterator[Problem]:
@@ -243,10 +250,15 @@ def _data(config: 'Config') -> Iterator[Problem]:
         parts = [float(part) for part in config.data.split.split(',')]
     except ValueError:
         parts = []
-    if not (len(parts) == 3 and parts[0] > 0 and all(0 <= part < float('inf') for part in parts)):
+    if not (
+        len(parts) == 3
+        and parts[0] > 0
+        and all(part >= 0 for part in parts)
+        and math.isfinite(sum(parts))
+    ):
         message = (
-            f'{config.data.split!r} is not three numbers, none negative and the first above zero; '
-            "write for example '95,5,0'"
+            f'{shorten(repr(config.data.split))} is not three numbers of a finite sum, none '
+            "negative and the first above zero; write for example '95,5,0'"
         )
         yield Problem(path='data.split', message=message)
 

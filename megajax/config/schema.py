@@ -13,15 +13,28 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from megajax.config.model import Fraction, ModelConfig, RelevanceConfig, Section, VisionConfig
+from megajax.config.mesh import MeshConfig
+from megajax.config.model import ModelConfig, RelevanceConfig, VisionConfig
 from megajax.config.rules import incompatibilities
+from megajax.config.section import (
+    LONGEST_WAIT,
+    Count,
+    CountFromZero,
+    Fraction,
+    Minutes,
+    Name,
+    Section,
+    Sequences,
+    Steps,
+    Tokens,
+    Unit,
+)
 
 
 def _check_loss_scale(value: Any) -> Any:
@@ -43,113 +56,71 @@ class Weights(dict[str, float]):
         return hash(frozenset(self.items()))
 
 
-class MeshConfig(Section):
-    """The number of devices along each mesh axis, and sequence parallelism.
-
-    `sequence_parallel` shards the sequence outside the matrix products. A tensor-parallel group has
-    `model_rows` x `model` devices.
-    """
-
-    stages: PositiveInt = 1  # of the pipeline; each has a part of the layers
-    # Chunks of layers a stage (Narayanan et al., 2021): they shorten the pipeline's bubble.
-    virtual_stages: PositiveInt = 1
-
-    data: PositiveInt = 1  # shards of the batch in all
-    # Groups of data shards, each with a complete copy of the state (HSDP): ZeRO shards it over the
-    # data / replicas shards of a group, and one all-reduce a step crosses the groups.
-    replicas: PositiveInt = 1
-    context: PositiveInt = 1  # shards of each sequence; attention exchanges keys and values
-    # Of keys and values between context shards: all of them at once, or one shard at a time.
-    context_exchange: Literal['gather', 'ring'] = 'gather'
-    model_rows: PositiveInt = 1  # rows of a 2-D tensor-parallel grid, which shard hidden_size
-    model: PositiveInt = 1
-    sequence_parallel: bool = False
-    allow_model_across_hosts: bool = False  # then each layer waits for the network between hosts
-
-    @property
-    def is_grid(self) -> bool:
-        """Whether tensor parallelism is two-dimensional."""
-        return self.model_rows > 1
-
-    @property
-    def is_one_dimensional(self) -> bool:
-        """Whether the mesh shards rows over `data` and a model over `model`, and nothing else."""
-        return self.stages == self.context == self.model_rows == 1
-
-    @property
-    def tensor_parallel(self) -> int:
-        """Number of devices of a tensor-parallel group."""
-        return self.model_rows * self.model
-
-    @property
-    def data_shards(self) -> int:
-        """Number of data shards of a group of `replicas`: the size of the mesh axis `data`."""
-        return self.data // self.replicas
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices of the mesh."""
-        return self.stages * self.data * self.context * self.tensor_parallel
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The axes of the mesh and their sizes, outermost first.
-
-        An axis of one device is not in the mesh, `data` and `model` apart.
-        """
-        sizes = {
-            'replica': self.replicas,
-            'stage': self.stages,
-            'data': self.data_shards,
-            'context': self.context,
-            'row': self.model_rows,
-            'model': self.model,
-        }
-        return {axis: size for axis, size in sizes.items() if size > 1 or axis in ('data', 'model')}
-
-
 class ProfileConfig(Section):
     """The steps to trace: `steps` steps, after step `start`."""
 
-    start: NonNegativeInt
-    steps: PositiveInt
+    start: Annotated[CountFromZero, Unit('steps')]
+    """The last step before the trace."""
+    steps: Steps
+    """Number of traced steps."""
 
 
 class TrainConfig(Section):
     """The training loop; `batch_size` is the number of sequences per step on all devices."""
 
-    steps: PositiveInt = 1000
-    batch_size: PositiveInt = 8
-    microbatches: PositiveInt = 1  # forward and backward passes per step; gradients accumulate
-    # The order of passes where mesh.stages is above 1: a backward pass follows as soon as it can
-    # (1f1b), or all forward passes come first (gpipe), which keeps every microbatch in memory.
+    steps: Steps = 1000
+    """Length of the run."""
+    batch_size: Sequences = 8
+    """Sequences of a step, on all devices together."""
+    microbatches: Count = 1
+    """Forward and backward passes per step; gradients accumulate."""
     schedule: Literal['1f1b', 'gpipe'] = '1f1b'
-    seq_len: PositiveInt = 1024
-    # Of the computation; parameters are float32.
-    dtype: Literal['float32', 'bfloat16', 'float16'] = 'bfloat16'
-    # Initial loss scale of fp16: a power of two; auto finds it with the first batch.
+    """Order of passes where mesh.stages is above 1: a backward pass follows as soon as it can
+    (1f1b), or all forward passes come first (gpipe), which keeps every microbatch in memory.
+    """
+    seq_len: Tokens = 1024
+    """Tokens of each sequence."""
+    dtype: Literal['float32', 'bfloat16', 'float16', 'fp8'] = 'bfloat16'
+    """Dtype of the computation; parameters are float32. fp8: of the products of linear layers, the
+    rest is in bfloat16.
+    """
     loss_scale: FirstLossScale = 'auto'
-    # What the backward pass recomputes: nothing, the attention core, or entire layers.
+    """Initial loss scale of fp16: a power of two; auto finds it with the first batch."""
     recompute: Literal['none', 'selective', 'full'] = 'none'
-    # Overlap of collectives and matrix products. Two halves take turns, of the rows of a microbatch
-    # (batch_split) or of the tokens of each row (sequence_split), see `train/overlap.py`; auto: on
-    # GPUs without dropout the one that fits, otherwise none.
+    """Activations that the backward pass recomputes: none, the attention core, or entire layers."""
     overlap: Literal['auto', 'none', 'batch_split', 'sequence_split'] = 'auto'
-    # Whether each layer is compiled on its own, in an order of ours, or one loop over all layers;
-    # auto: on its own where `overlap` would be auto's choice, or where a GPU sends nothing.
+    """Overlap of collectives and matrix products. Two halves take turns, of the rows of a
+    microbatch (batch_split) or of the tokens of each row (sequence_split), see
+    `megajax/train/overlap.py`; auto: on GPUs without dropout of attention the one that fits,
+    otherwise none.
+    """
     unroll: Literal['auto'] | bool = 'auto'
-    eval_every: PositiveInt = 500  # steps
-    eval_batches: PositiveInt = 16
-    log_every: PositiveInt = 10  # steps
-    # A trace for XProf in the run directory, for example {start: 10, steps: 3}.
+    """Whether each layer is compiled on its own, in an order of ours, or one loop over all layers;
+    auto: on its own where `overlap` would be auto's choice, or where a GPU sends nothing.
+    """
+    eval_every: Steps = 500
+    """Interval of evaluations on the validation split."""
+    eval_batches: Count = 16
+    """Batches of an evaluation."""
+    log_every: Steps = 10
+    """Interval of log lines."""
     profile: ProfileConfig | None = None
-    # A YAML list of prompts to continue at every evaluation but the first.
+    """Steps to trace for XProf, in the run directory, for example {start: 10, steps: 3}."""
     sample_prompts: Annotated[tuple[str, ...], Field(strict=False)] = ()
-    # Response to a loss or gradient that is not finite; it never changes a parameter.
+    """Prompts to continue at every evaluation but the first."""
     nonfinite: Literal['skip', 'rollback', 'stop'] = 'skip'
-    # Response to a loss far above the most recent ones, see `train/guard.py`.
+    """Response to a loss or gradient that is not finite; it never changes a parameter."""
     spike: Literal['off', 'skip', 'rollback'] = 'off'
-    seed: NonNegativeInt = 1234
+    """Response to a loss far above the most recent ones, see `megajax/train/guard.py`."""
+    seed: Annotated[NonNegativeInt, Field(lt=2**32)] = 1234
+    """Seed of initial weights, dropout and the order of samples."""
+    deterministic: bool = False
+    """Whether a GPU runs only operations that return the same bits each time; a CPU always does."""
+
+    @property
+    def compute_dtype(self) -> Literal['float32', 'bfloat16', 'float16']:
+        """The dtype of all that is computed but, in fp8, the products of linear layers."""
+        return 'bfloat16' if self.dtype == 'fp8' else self.dtype
 
 
 def _rung(value: Any) -> Any:
@@ -160,87 +131,119 @@ class OptimConfig(Section):
     """AdamW and its learning-rate schedule."""
 
     lr: PositiveFloat = 1.5e-4
+    """Largest learning rate, at the end of the warm-up."""
     min_lr: NonNegativeFloat = 1e-5
-    warmup_steps: NonNegativeInt = 0
-    # From lr to min_lr, after the warm-up.
+    """Learning rate at the end of the schedule."""
+    warmup_steps: Annotated[CountFromZero, Unit('steps')] = 0
+    """Length of the linear warm-up."""
+    decay_steps: Steps | None = None
+    """Step at which `schedule` has come down to min_lr, where the rate stays; null: the last."""
     schedule: Literal['cosine', 'linear', 'constant', 'wsd'] = 'cosine'
-    weight_decay: NonNegativeFloat = 0.01  # decoupled; not applied to biases and norms
+    """Way from lr to min_lr, after the warm-up."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay, of all parameters but biases and norms."""
     beta1: Fraction = 0.9
+    """Decay of AdamW's first moment."""
     beta2: Fraction = 0.999
+    """Decay of AdamW's second moment."""
     eps: PositiveFloat = 1e-8
-    grad_clip: PositiveFloat = 1.0  # maximum global norm of the gradients
-    # What is sharded over `data` too, see `train/zero.py`: nothing; fp32 weights and moments
-    # (ZeRO-1); gradients as well (ZeRO-2); the weights of the computation as well (ZeRO-3, FSDP).
+    """Epsilon of AdamW's denominator."""
+    grad_clip: PositiveFloat = 1.0
+    """Maximum global norm of the gradients."""
     shard: Annotated[
         Literal['none', 'optimizer', 'gradients', 'weights'], BeforeValidator(_rung)
     ] = 'none'
-    reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of gradients summed over `data`
-    moments_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of AdamW's moments between steps
+    """State that is sharded over `data` too, see `megajax/train/zero.py`: nothing; fp32 weights and
+    moments (ZeRO-1); gradients as well (ZeRO-2); the weights of the computation as well (ZeRO-3,
+    FSDP).
+    """
+    reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
+    """Dtype in which gradients are summed over `data`."""
+    moments_dtype: Literal['float32', 'bfloat16'] = 'float32'
+    """Dtype of AdamW's moments between steps."""
 
 
 class LossConfig(Section):
     """Loss terms in addition to the cross entropy."""
 
     label_smoothing: Fraction = 0.0
-    z_loss: NonNegativeFloat = 0.0  # weight of log(sum(exp(logits)))^2
+    """Share of the target that is spread evenly over the vocabulary."""
+    z_loss: NonNegativeFloat = 0.0
+    """Weight of log(sum(exp(logits)))^2."""
 
 
 class DataConfig(Section):
     """The corpus, its tokenizer, and the split of documents into training, validation and test."""
 
-    # stdlib (the sources of Python's standard library), a text file or a folder of text files,
-    # .jsonl, or the prefix of .bin and .idx files.
-    corpus: str = 'stdlib'
-    # Instead of a corpus: prefixes of .bin and .idx files, each with its weight.
-    blend: Annotated[dict[str, PositiveFloat], AfterValidator(Weights)] = Weights()
-    # A tokenizer.json, bytes, bpe (trained on the text), or none (for ids); auto: the one next to
-    # .bin and .idx, or bpe.
-    tokenizer: str = 'auto'
-    split: str = '95,5,0'  # weights of training, validation and test
-    # Order of samples: computed on the fly, or Megatron-LM's own.
+    corpus: Name = 'stdlib'
+    """stdlib (the sources of Python's standard library), a text file or a folder of text files,
+    .jsonl, or the prefix of .bin and .idx files.
+    """
+    blend: Annotated[dict[Name, PositiveFloat], AfterValidator(Weights)] = Weights()
+    """Prefixes of .bin and .idx files, each with its weight, instead of a corpus."""
+    tokenizer: Name = 'auto'
+    """A tokenizer.json, bytes, bpe (trained on the text), or none (for ids); auto: the one next to
+    .bin and .idx, or bpe.
+    """
+    split: str = '95,5,0'
+    """Weights of training, validation and test."""
     order: Literal['stateless', 'megatron'] = 'stateless'
-    # A chat template of Hugging Face, a file, for JSON lines with messages; without one, turns are
-    # written as ChatML or as `role: text`.
-    chat_template: str | None = None
-    # Documents of a sequence do not attend to each other; positions restart in each.
+    """Order of samples: computed on the fly, or Megatron-LM's own."""
+    chat_template: Name | None = None
+    """A chat template of Hugging Face, a file, for JSON lines with messages; without one, turns are
+    written as ChatML or as `role: text`.
+    """
     document_mask: bool = False
+    """Whether documents of a sequence do not attend to each other; positions restart in each."""
 
 
 class CheckpointConfig(Section):
     """When checkpoints are written, and their retention: any of the `keep` keys retains one."""
 
-    every: PositiveInt = 1000  # steps
-    minutes: PositiveFloat | None = None  # also when so long has passed since the last one
-    keep: PositiveInt = 2  # number of newest checkpoints to retain
-    keep_every: PositiveInt | None = None  # retain those whose step is a multiple of this
-    keep_best: PositiveInt | None = None  # number with the lowest validation loss to retain
+    every: Steps = 1000
+    """Interval of checkpoints."""
+    minutes: Minutes | None = None
+    """Time since the last checkpoint after which another is written as well."""
+    keep: Count = 2
+    """Number of newest checkpoints to retain."""
+    keep_every: Steps | None = None
+    """Retain checkpoints whose step is a multiple of this."""
+    keep_best: Count | None = None
+    """Number of checkpoints with the lowest validation loss to retain."""
 
 
 def _check_patience(value: Any) -> Any:
-    if value is None or value == 'auto' or (type(value) in (int, float) and 0 < value < math.inf):
+    if value is None or value == 'auto':
         return value
-    raise PydanticCustomError('patience', 'a number above 0, auto or null')
+    if type(value) in (int, float) and 0 < value <= LONGEST_WAIT:
+        return value
+    raise PydanticCustomError('patience', 'a number above 0 and up to 600000000, auto or null')
 
 
 class RunConfig(Section):
     """The directory of a run, its start and its end; without `dir` a run gets a new directory."""
 
-    dir: str | None = None
-    # RUN or RUN/STEP: start from the weights of that checkpoint, at step 0 with a new optimizer.
-    start_from: str | None = None
-    # From the newest checkpoint in `dir`: if there is one, always, never.
+    dir: Name | None = None
+    """Directory of the run; a run that is there resumes. Without it, a new one below runs/."""
+    start_from: Name | None = None
+    """RUN or RUN/STEP: start from that checkpoint's weights, at step 0 with a new optimizer."""
     resume: Literal['auto', 'must', 'never'] = 'auto'
-    # Resume even if a corpus of the same name has other contents than at the checkpoint.
+    """Whether to resume from the newest checkpoint in `dir`: if there is one, always, never."""
     allow_changed_data: bool = False
-    # Save and exit after this time, before a queue's time limit.
-    max_minutes: PositiveFloat | None = None
-    # The Weights & Biases project to log metrics to, for example megajax.
-    wandb: str | None = None
-    # Seconds without a finished step after which all stacks are written and the process exits with
-    # 124. auto: ten minutes, or ten times the longest step so far.
+    """Resume even if a corpus of the same name has other contents than at the checkpoint."""
+    max_minutes: Minutes | None = None
+    """Time after which to save and exit, before a queue's time limit."""
+    compile_cache: Name = 'auto'
+    """Where compiled programs are kept for the next start: auto (the run's folder), a folder, none.
+    """
+    wandb: Name | None = None
+    """The Weights & Biases project to log metrics to, for example megajax."""
     watchdog_seconds: Annotated[
-        float | Literal['auto'] | None, BeforeValidator(_check_patience)
+        float | Literal['auto'] | None, BeforeValidator(_check_patience), Unit('seconds')
     ] = 'auto'
+    """Time without a finished step after which all stacks are written and the process exits with
+    124. auto: ten minutes, or ten times the longest step so far.
+    """
 
 
 class Config(Section):
@@ -250,8 +253,10 @@ class Config(Section):
     """
 
     model: ModelConfig
-    vision: VisionConfig | None = None  # None: a model of text alone
-    relevance: RelevanceConfig | None = None  # None: an image has all tokens that it fills
+    vision: VisionConfig | None = None
+    """The vision encoder; None: a model of text alone."""
+    relevance: RelevanceConfig | None = None
+    """Relevance of image regions; None: an image has all tokens that it fills."""
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()

@@ -16,7 +16,7 @@ from megajax.config.rules import incompatibilities
 
 def llama(*overrides: str) -> Config:
     fixed = 'train.seq_len=1024', 'train.microbatches=1', 'mesh.data=1', 'mesh.model=1'
-    return load('llama3_8b', [*fixed, 'train.batch_size=4', *overrides])
+    return load('llama3_8b', [*fixed, 'train.batch_size=4', 'optim.shard=none', *overrides])
 
 
 def chosen(config: Config) -> tuple[str, bool]:

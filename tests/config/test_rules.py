@@ -126,6 +126,12 @@ def problems(*overrides: str) -> list[Problem]:
             'optim.warmup_steps=1999',
         ),
         (
+            'optim.warmup_steps=100 optim.decay_steps=100',
+            'optim.decay_steps',
+            'use at least 101, or leave it out',
+            'optim.decay_steps=101',
+        ),
+        (
             'mesh.replicas=3 optim.shard=weights',
             'mesh.data',
             '8 is not a multiple of mesh.replicas=3; use 6 or 9, or mesh.replicas 2 or 4',

@@ -1,0 +1,28 @@
+"""`megajax config diff`: parse, call, render."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megajax.config import load
+from megajax.config.differences import differences
+from megajax.run.named import CONFIG
+
+Source = Annotated[str, typer.Argument(help='A preset, a YAML file or the folder of a run.')]
+
+
+def config_diff(before: Source, after: Source) -> None:
+    """Show the keys in which two configs differ.
+
+    What a file leaves out has its default.
+    """
+    for key, (old, new) in differences(_sections(before), _sections(after)).items():
+        print(f'{key}: {old} -> {new}')
+
+
+def _sections(source: str) -> dict[str, dict[str, Any]]:
+    config = Path(source) / CONFIG
+    sections = load(config if config.is_file() else source).model_dump(mode='json')
+    # A config without a section, such as vision, has none of its keys.
+    return {name: keys for name, keys in sections.items() if keys is not None}

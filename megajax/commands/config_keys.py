@@ -1,0 +1,92 @@
+"""`megajax config keys`: every key of a config, on a terminal, in a pipe and as a page."""
+
+import inspect
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from megajax.config.keys import Key, keys_in
+from megajax.config.schema import SECTIONS
+from megajax.render.console import as_text
+
+_UNWRAPPED = 1000  # columns
+_HEAD = """\
+# Config keys
+
+Every key that a config file may set, and how it is set on the command line:
+
+```
+megajax train my.yaml optim.lr=3e-4 mesh.model=4
+megajax config keys mesh             # a section of this page, on a terminal
+megajax config show my.yaml          # every key with its value
+megajax config combinations          # the settings that exclude one another
+```
+
+A key with two dots is within a group, which is set as a whole:
+`train.profile='{start: 10, steps: 3}'`. A default such as `4 * hidden_size` follows from other keys
+of the section.
+"""
+
+
+def keys(
+    section: Annotated[
+        str | None,
+        typer.Argument(
+            help=f'One of {", ".join(SECTIONS)}, or a key such as train.steps; by default all.'
+        ),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option('--markdown', help='Print all of them as the page docs/config.md.')
+    ] = False,
+) -> None:
+    """List every key with its type, default and meaning.
+
+    In a pipe each has one line.
+    """
+    found = keys_in(section)
+    console = Console(highlight=False)
+    if markdown:
+        print('\n'.join([_HEAD, *map(_markdown, SECTIONS)]), end='')
+    elif console.is_terminal:
+        console.print(_narrow(found))
+    else:
+        for line in as_text(_wide(found), width=_UNWRAPPED).splitlines():
+            print(line.rstrip())
+
+
+def _type(key: Key) -> str:
+    return f'{key.type}, {key.unit}' if key.unit else key.type
+
+
+def _wide(found: Iterable[Key]) -> Table:
+    """A table with a line per key."""
+    table = Table('key', 'type', 'default', 'meaning', box=None, pad_edge=False)
+    for key in found:
+        table.add_row(key.path, _type(key), key.default, key.meaning)
+    return table
+
+
+def _narrow(found: Iterable[Key]) -> Table:
+    """A table of two columns, of which the keys are never cut."""
+    rest = Column('type, default, meaning', overflow='fold')
+    table = Table(Column('key', no_wrap=True), rest, box=None, pad_edge=False)
+    for key in found:
+        default = key.default if key.default == 'required' else f'default {key.default}'
+        table.add_row(key.path, f'{_type(key)}; {default}\n{key.meaning}')
+    return table
+
+
+def _markdown(section: str) -> str:
+    """A heading, the section's docstring and a table, of which a bar would end a cell."""
+    rows = [
+        f'| `{key.path}` | {key.meaning} '
+        f'| {key.default if key.default == "required" else f"`{key.default}`"} '
+        f'| {key.type.replace(" | ", ", ")}{f" ({key.unit})" if key.unit else ""} |'
+        for key in keys_in(section)
+    ]
+    head = '| key | meaning | default | type (unit) or choices |\n|---|---|---|---|'
+    about = inspect.getdoc(SECTIONS[section]) or ''
+    return '\n'.join([f'## {section}', '', about, '', head, *rows, ''])

@@ -1,0 +1,21 @@
+"""The keys in which two configs differ."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Sections = Mapping[str, Mapping[str, Any]]
+
+
+def differences(before: Sections, after: Sections) -> dict[str, tuple[Any, Any]]:
+    """Return both values of each key whose values differ, by `section.key`, in order."""
+    old, new = _flat(before), _flat(after)
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return {key: (old.get(key), new.get(key)) for key in keys}
+
+
+def _flat(sections: Sections) -> dict[str, Any]:
+    return {
+        f'{section}.{key}': value
+        for section, keys in sections.items()
+        for key, value in keys.items()
+    }

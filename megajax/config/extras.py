@@ -1,0 +1,40 @@
+"""How an optional part of megajax is installed, from where megajax itself came.
+
+megajax is on no package index yet; whoever takes the name there would be installed by a message
+that says so. Imports no jax.
+"""
+
+import json
+import shlex
+from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+NAME = 'megajax'
+
+
+def install(extra: str, *, upgrade: bool = False) -> str:
+    """Return the command that adds an extra of `pyproject.toml` to this installation.
+
+    Follows PEP 610: pip records where a package came from unless it was an index.
+    """
+    return f'pip install {"--upgrade " * upgrade}{_requirement(extra, _origin())}'
+
+
+def _origin() -> dict[str, Any]:
+    try:
+        return json.loads(distribution(NAME).read_text('direct_url.json') or '{}')
+    except (PackageNotFoundError, json.JSONDecodeError):
+        return {}
+
+
+def _requirement(extra: str, origin: dict[str, Any]) -> str:
+    url, name = str(origin.get('url', '')), f'{NAME}[{extra}]'
+    if not url:
+        return f"'{name}'"
+    if origin.get('dir_info', {}).get('editable'):
+        return f'-e {shlex.quote(f"{unquote(urlsplit(url).path)}[{extra}]")}'
+    version_control = origin.get('vcs_info')
+    if version_control:
+        url = f'{version_control["vcs"]}+{url}@{version_control["commit_id"]}'
+    return f"'{name} @ {url}'"

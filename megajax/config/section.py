@@ -1,0 +1,84 @@
+"""The parts of a config's sections: groups of keys, and numbers with a unit.
+
+The docstring below a key is what `megajax config keys` and `docs/config.md` say about it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from pydantic_core import PydanticCustomError
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The unit of a number, in the plural, as a part of its type."""
+
+    name: str
+
+
+# What 32 bits with a sign hold: step counters, positions and token ids on a device have no more.
+INT32 = 2**31 - 1
+# A thread may wait so long, and no run does: 19 years.
+LONGEST_WAIT = 600_000_000  # seconds
+
+
+def check_path(text: str) -> str:
+    """Return a path or another name that reaches the file system, unless it cannot be one."""
+    fault = ''
+    if '\0' in text:
+        fault = 'text without the character NUL'
+    elif len(text) > 4095 or max(map(len, _encoded(text).split(b'/'))) > 255:
+        fault = 'at most 4,095 characters, and at most 255 bytes between two slashes'
+    if fault:
+        raise PydanticCustomError('path', '{fault}', {'fault': fault})
+    return text
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode(errors='surrogateescape')  # as Linux does, whatever the locale
+
+
+Name = Annotated[str, AfterValidator(check_path)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[PositiveInt, Field(le=INT32)]
+CountFromZero = Annotated[NonNegativeInt, Field(le=INT32)]
+Devices = Annotated[PositiveInt, Field(le=2**20), Unit('devices')]
+Elements = Annotated[PositiveInt, Field(le=2**24), Unit('elements')]
+Heads = Annotated[PositiveInt, Field(le=2**16)]
+Layers = Annotated[PositiveInt, Field(le=10_000)]
+Minutes = Annotated[PositiveFloat, Field(le=LONGEST_WAIT // 60), Unit('minutes')]
+Patches = Annotated[Count, Unit('patches')]
+Pixels = Annotated[PositiveInt, Field(le=2**16), Unit('pixels')]
+Sequences = Annotated[Count, Unit('sequences')]
+Steps = Annotated[Count, Unit('steps')]
+Tokens = Annotated[Count, Unit('tokens')]
+
+
+class Section(BaseModel):
+    """A frozen group of keys that rejects unknown keys and values of another type.
+
+    `8.0` or `'8'` is not accepted for 8.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra='forbid',
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+def follows(formula: str, compute: Callable[[dict[str, Any]], Any]) -> Any:
+    """Return a field whose default follows from keys above it; the reference shows the formula."""
+    return Field(default_factory=compute, json_schema_extra={'default': formula})
