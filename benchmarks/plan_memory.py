@@ -291,6 +291,7 @@ def load(line: Line) -> megajax.Config:
         f'mesh.model={model}',
         f'mesh.sequence_parallel={parallel}',
         f'train.recompute={line["recompute"]}',
+        'optim.shard=none',
     ]
     overrides += [
         f'train.batch_size={batch}',

@@ -65,6 +65,7 @@ def config_of(line: dict[str, str]) -> Config:
         f'train.batch_size={4 * int(line["data"])}',
         'train.dtype=bfloat16',
         'model.dropout=0.0',
+        'optim.shard=none',
     ]
     return load(line['preset'], overrides)
 

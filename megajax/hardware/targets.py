@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megajax.config import ConfigError
-from megajax.hardware.records import Hardware, compiled_for, hardware
+from megajax.config.extras import install
+from megajax.hardware.records import Hardware, check_dtype, compiled_for, hardware
 
 GPUS = compiled_for()
 TARGETS = 'cpu', *GPUS
@@ -15,6 +16,8 @@ NOT_NVIDIA = ('AMD', 'gfx', 'Intel')
 # Autotuning would need a GPU. The machine code is never run: without optimizing it, the HLO is
 # exactly the same and compiles in a sixth less time.
 WITHOUT_GPU: dict[str, Any] = {'xla_gpu_autotune_level': 0, 'xla_backend_optimization_level': 0}
+
+NO_TILES = "Couldn't find output tile sizes", 'No backend with default config found'
 
 
 def gpu_devices(target: str, *, hosts: int, per_host: int) -> list[Any]:
@@ -35,14 +38,15 @@ def compile_without_gpu(
     """Call `compile_with` with these options and those that a compiler without a GPU needs.
 
     XLA of jax 0.10 begins with tiles of Triton's that do not fit every product in fp32, and has no
-    GPU to find others on. Then it is called again, with the products left to cuBLAS.
+    GPU to find others on; that of 0.12 has none for a deterministic step. Then it is called again,
+    with the products left to cuBLAS.
     """
     import jax
 
     try:
         return compile_with({**WITHOUT_GPU, **options})
     except jax.errors.JaxRuntimeError as error:
-        if "Couldn't find output tile sizes" not in str(error):
+        if not any(message in str(error) for message in NO_TILES):
             raise
         return compile_with({**WITHOUT_GPU, **options, 'xla_gpu_enable_triton_gemm': False})
 
@@ -59,13 +63,17 @@ def is_nvidia(device: Any) -> bool:
     return device.platform in ('gpu', 'cuda') and not device.device_kind.startswith(NOT_NVIDIA)
 
 
-def check_target(target: str) -> None:
-    """Raise ConfigError unless a step can be compiled for the target here."""
+def check_target(target: str, dtype: str | None = None) -> None:
+    """Raise ConfigError unless a step, of `train.dtype` if given, can be compiled for it here."""
     if target not in TARGETS:
         raise ConfigError(f'target {target}: choose among {", ".join(TARGETS)}')
-    if target != 'cpu' and not has_compiler():
+    if target == 'cpu':
+        return
+    if dtype is not None:
+        check_dtype(dtype, hardware(target))
+    if not has_compiler():
         raise ConfigError(
-            f"target {target} needs XLA's GPU compiler (no GPU): pip install 'megajax[gpu-compile]'"
+            f"target {target} needs XLA's GPU compiler (no GPU): {install('gpu-compile')}"
         )
 
 
@@ -108,6 +116,7 @@ def _description(hardware: Hardware) -> str:
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  runtime_version: "12.9.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 8 }}

@@ -6,7 +6,8 @@ import dataclasses
 from typing import NamedTuple
 
 from megajax.config import Config
-from megajax.config.schema import MeshConfig, OptimConfig
+from megajax.config.mesh import MeshConfig
+from megajax.config.schema import OptimConfig
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
 from megajax.counts.vision import images_of_device, vectors
 from megajax.plan.held import Held

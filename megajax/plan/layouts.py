@@ -74,7 +74,7 @@ def deep_meshes(config: Config, num_devices: int, per_host: int) -> Iterator[Mes
     Tensor-parallel groups lie inside a host, and stages across hosts where there are several.
     """
     model, train = config.model, config.train
-    can_shard = model.causal and not model.dropout and not config.data.document_mask
+    can_shard = model.causal and not model.has_dropout and not config.data.document_mask
     lengths = train.seq_len // SHORTEST if can_shard else 1
     for stages in divisors(model.num_layers):
         for context in (n for n in divisors(train.seq_len) if n <= max(1, lengths)):

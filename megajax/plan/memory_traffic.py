@@ -46,7 +46,7 @@ def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
     if not flash:
         scores = tokens * model.num_heads / t * config.train.seq_len * size
         again = 1 if config.train.recompute == 'none' else 2
-        dropout = 2 if model.dropout else 0
+        dropout = 2 if model.attention_dropout else 0
         yield Traffic(
             name='softmax', bytes=((2 + dropout) * again + 3 + dropout) * scores, times=times
         )

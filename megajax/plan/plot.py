@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megajax.config import Config, ConfigError
+from megajax.config.extras import install
 from megajax.counts.products import products
 from megajax.files.outputs import check_outputs
 from megajax.plan.network import Cluster
@@ -192,5 +193,5 @@ def new_figure() -> 'Figure':
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ConfigError("a picture needs matplotlib: pip install 'megajax[plot]'") from None
+        raise ConfigError(f'a picture needs matplotlib: {install("plot")}') from None
     return Figure(figsize=(8, 5), layout='constrained', dpi=120)

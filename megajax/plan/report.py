@@ -7,11 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.plan.result import Candidate, Plan
-from megajax.plan.search import USABLE
 from megajax.render.console import as_html, as_text
+from megajax.render.folded import Folded
 from megajax.render.units import si
 
-_DEFAULT_FRACTION = 0.75  # share of the GPU's memory that jax takes by default
 _SHOWN = 5e-4  # share of the step above which short kernels have a line
 
 
@@ -40,14 +39,14 @@ def tables(plan: Plan) -> RenderableType:
         ),
         Text(plan.efficiencies),
         Text(),
-        memory_table(plan),
+        Folded(memory_table(plan)),
         Text(),
-        time_table(plan),
+        Folded(time_table(plan)),
         _rates(plan),
         Text(),
         *_run(plan),
         Text(),
-        layouts_table(plan),
+        Folded(layouts_table(plan)),
         *_impossible(plan),
         Text(),
         Text(f'tensor parallelism  {plan.verdict}', style='bold'),
@@ -79,8 +78,6 @@ def memory_table(plan: Plan) -> Table:
         f'{"fits" if fits else "does not fit"} in {si(plan.memory_available)}; '
         f'largest microbatch {rows}'
     )
-    if fits and plan.layout.bytes > _DEFAULT_FRACTION / USABLE * plan.memory_available:
-        note += f'; set XLA_PYTHON_CLIENT_MEM_FRACTION={USABLE}'
     table.add_row('total', si(plan.layout.bytes), Text(note, style='green' if fits else 'bold red'))
     if plan.compiled_bytes is not None:
         table.add_row(

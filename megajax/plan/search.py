@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from megajax.config import Config, ConfigError
 from megajax.config.overlap_rules import is_split
 from megajax.config.rules import incompatibilities
+from megajax.hardware.memory import USABLE
 from megajax.plan.layouts import Mesh, changed, deep_meshes, is_frugal, layouts, meshes
 from megajax.plan.memory import UNDERCOUNT, memory
 from megajax.plan.network import Cluster
@@ -17,9 +18,6 @@ from megajax.plan.programs import MEGAJAX, Software
 from megajax.plan.time import StepTime, Timer, peak_flops
 from megajax.plan.words import RUNGS, describe, no_layout
 
-# The share of a GPU's memory that a program can use with XLA_PYTHON_CLIENT_MEM_FRACTION=0.92; CUDA
-# and NCCL need the rest.
-USABLE = 0.92
 MOST_GPUS = 65536  # to look for a number of GPUs that a model fits on
 
 

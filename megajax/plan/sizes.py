@@ -6,25 +6,28 @@ the batch over `row`, those around the products have D over it (`parallel/layout
 
 import functools
 from functools import cached_property
-from math import prod
 from typing import NamedTuple
 
 from megajax.config import Config, ModelConfig
 from megajax.config.overlap_rules import in_order, rung
 from megajax.counts.chunks import chunk_sizes
-from megajax.counts.declaration import Parameter
 from megajax.counts.flops import uses_flash
 from megajax.counts.parameters import (
     dim_sizes,
+    num_at_rest,
     num_elements,
     own_counts,
     parameters,
-    shape_of,
 )
 from megajax.parallel.layout import Layout
 
 FLOAT32, MASK = 4, 1  # bytes of a number in fp32, and of an element of a dropout mask
-BYTES = {'float32': FLOAT32, 'bfloat16': 2, 'float16': 2}  # bytes of a number in `train.dtype`
+BYTES = {
+    'float32': FLOAT32,
+    'bfloat16': 2,
+    'float16': 2,
+    'fp8': 2,
+}  # bytes of a number in `train.dtype`
 
 
 class Sizes:
@@ -86,7 +89,8 @@ class Sizes:
         if self.flash or self.config.train.recompute == 'selective':
             return 0
         # The softmax, the same after dropout, and the mask.
-        return self.scores * (FLOAT32 + self.itemsize + (MASK if self.model.dropout else 0))
+        mask = MASK if self.model.attention_dropout else 0
+        return self.scores * (FLOAT32 + self.itemsize + mask)
 
     @cached_property
     def kept(self) -> int:
@@ -112,8 +116,9 @@ class Sizes:
 
     @property
     def gathered(self) -> int:
-        """The bytes of the matrices that a step gathers over `data` at its start."""
-        matrices = {'none': 0, 'weights': self.at_rest.early}
+        """The bytes of the matrices that a step first gathers over `data`, or casts once."""
+        cast_once = self.matrices - self.tables if self.is_ordered and self.itemsize < 4 else 0
+        matrices = {'none': cast_once, 'weights': self.at_rest.early}
         return self.itemsize * matrices.get(self.config.optim.shard, self.matrices)
 
     @property
@@ -140,7 +145,7 @@ class Sizes:
             tokens = length * scattered
         logits = FLOAT32 * tokens * self.model.padded_vocab_size
         logits //= self.layout.num_shards('V')
-        chunks, _ = chunk_sizes(logits, length)
+        chunks, _ = chunk_sizes(logits, length, on_gpu=True)
         return chunks, logits // chunks, self.itemsize * logits // FLOAT32 // chunks
 
     @property
@@ -196,15 +201,7 @@ class AtRest(NamedTuple):
 def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
     """Count the parameters of a GPU."""
     sizes = dim_sizes(model)
-
-    def count(x: Parameter) -> int:
-        if x.is_matrix:
-            shape = map(sum, zip(shape_of(x.dims, sizes), layout.padding(x.dims), strict=True))
-            shards = layout.shards_at_rest(x.dims)
-            return prod(shape) // prod(shards.get(letter, 1) for letter in x.dims)
-        return num_elements(x, sizes, layout.shards)
-
-    counts = {name: (x, count(x)) for name, x in parameters(model)}
+    counts = {name: (x, num_at_rest(x, model, layout)) for name, x in parameters(model)}
     matrices = [(x, size) for x, size in counts.values() if x.is_matrix]
     layer = sum(
         num_elements(x, sizes, layout.shards) for x, _ in matrices if x.dims.startswith('L')

@@ -42,7 +42,7 @@ def test_whatever_is_worse_costs_goodput(worse):
 
 def test_a_checkpoint_is_the_state_and_a_host_more_writes_it_sooner():
     for gpus, data in ((8, 1), (64, 8)):
-        config = load('llama3_8b', ['optim.shard=true', f'mesh.data={data}'])
+        config = load('llama3_8b', ['optim.shard=true', f'mesh.data={data}', 'mesh.model=8'])
         cluster = Cluster.of(hardware('h100'), gpus)
         found = faults(config, step_time(config, cluster), cluster)
         assert found.checkpoint_bytes == pytest.approx(12 * 8.03e9, rel=0.01)
@@ -55,7 +55,7 @@ def test_a_checkpoint_of_moments_in_16_bits_is_a_third_smaller_and_replicas_hold
     cluster = Cluster.of(hardware('h100'), 64)
 
     def found(*overrides: str) -> Faults:
-        config = load('llama3_8b', ['optim.shard=weights', 'mesh.data=8', *overrides])
+        config = load('llama3_8b', ['mesh.data=8', 'mesh.model=8', *overrides])
         return faults(config, step_time(config, cluster), cluster)
 
     plain, rounded = found(), found('optim.moments_dtype=bfloat16')

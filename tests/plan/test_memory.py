@@ -27,6 +27,7 @@ def config(
         f'train.batch_size={batch}',
         'mesh.sequence_parallel=false',
         'model.dropout=0.0',
+        'optim.shard=none',
     ]
     return megajax.load(name, [*mesh, *train, *overrides])
 

@@ -42,8 +42,9 @@ def test_what_is_compared_with_is_frozen() -> None:
     parts = 'in_passes', 'over_data', 'beside'
     sources = [inspect.getsource(getattr(MEGATRON, part)) for part in parts]
     megatron = digest(*sources, inspect.getsource(programs._beside_everything))
-    record = resources.files('megajax') / 'hardware/gpus/h100.yaml'
-    assert {'megatron': megatron, 'h100': digest(record.read_text())} == FROZEN
+    record = (resources.files('megajax') / 'hardware/gpus/h100.yaml').read_text()
+    without_fp8 = record.replace(', fp8: 1978.9e12', '')  # which no row computes in
+    assert {'megatron': megatron, 'h100': digest(without_fp8)} == FROZEN
 
 
 def steps(config: Config, overlaps: tuple[str, ...]) -> Iterator[Config]:

@@ -177,7 +177,7 @@ def test_where_nothing_fits_the_fewest_gpus_that_would_are_named():
 
 
 def test_moments_in_16_bits_are_named_where_they_would_do_and_never_chosen():
-    some_rows = changed(load('llama3_8b'), train__batch_size=16)
+    some_rows = changed(load('llama3_8b', ['model.num_layers=24']), train__batch_size=16)
     with pytest.raises(ConfigError) as caught:
         ranking(some_rows, 'h200', 1)
     assert 'with optim.moments_dtype=bfloat16, which rounds ' in str(caught.value)

@@ -30,7 +30,8 @@ def staged(*overrides: str, stages: int = 4, microbatches: int = 16) -> Config:
     """Llama 3 8B on stages x 2 data shards x 8, with rows of 4096 tokens."""
     mesh = f'mesh.stages={stages} mesh.data=2 mesh.model=8 mesh.sequence_parallel=true'
     train = f'train.microbatches={microbatches} train.batch_size={2 * microbatches}'
-    return load('llama3_8b', [*f'{mesh} {train} train.seq_len=4096'.split(), *overrides])
+    rest = 'train.seq_len=4096 train.recompute=full optim.shard=none'
+    return load('llama3_8b', [*f'{mesh} {train} {rest}'.split(), *overrides])
 
 
 @pytest.mark.parametrize('gpipe', [False, True])
@@ -81,8 +82,7 @@ def test_megatron_holds_fewer_in_plain_1f1b_and_as_many_interleaved() -> None:
 def test_a_context_shard_keeps_its_part() -> None:
     long = ['train.seq_len=8192', 'mesh.data=1', 'mesh.model=8', 'train.microbatches=1']
     one, four = (
-        load('llama3_8b', [*long, f'mesh.context={count}', 'train.batch_size=1'])
-        for count in (1, 4)
+        staged(*long, f'mesh.context={count}', 'train.batch_size=1', stages=1) for count in (1, 4)
     )
     assert kept_by_layer(one) == 4 * kept_by_layer(four)
     assert memory(one).batch == 4 * memory(four).batch

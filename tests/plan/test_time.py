@@ -28,6 +28,8 @@ LLAMA = (
     'train.batch_size=64',
     'train.microbatches=4',
     'train.recompute=none',
+    'mesh.sequence_parallel=true',
+    'optim.shard=none',
 )
 
 

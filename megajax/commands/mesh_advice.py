@@ -1,0 +1,44 @@
+"""The line of a run on GPUs that says what `megajax plan` thinks of its mesh."""
+
+import logging
+import threading
+
+import jax
+from jax.sharding import Mesh
+
+from megajax.config import Config
+from megajax.hardware.records import hardware_of
+
+PATIENCE = 2.0  # seconds that a run waits for the search of layouts
+
+logger = logging.getLogger(__name__)
+
+
+def mesh_advice(config: Config, mesh: Mesh) -> str:
+    """Return the line for the GPUs of a mesh; empty if they are unknown, and in other processes.
+
+    It never fails, and takes at most PATIENCE: after that it says what is known without the search.
+    """
+    device = mesh.devices.flat[0]
+    if jax.process_index() != 0 or hardware_of(device.device_kind) is None:
+        return ''
+    lines = list[str]()
+    host = mesh.size if jax.process_count() == 1 else None
+    arguments = config, device.device_kind, host, lines
+    # A thread, because a search of many layouts cannot be stopped.
+    search = threading.Thread(target=_search, args=arguments, name='mesh advice', daemon=True)
+    search.start()
+    search.join(PATIENCE)
+    return f'plan       {lines[-1]}' if lines else ''
+
+
+def _search(config: Config, kind: str, gpus_per_host: int | None, lines: list[str]) -> None:
+    try:
+        from megajax.plan.advice import advice
+
+        gpu = hardware_of(kind)
+        assert gpu is not None
+        for line in advice(config, gpu, gpus_per_host):
+            lines.append(line)
+    except Exception:  # a mistake of the plan must not end a run that would work
+        logger.debug('no advice on the mesh', exc_info=True)

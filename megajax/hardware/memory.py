@@ -1,0 +1,59 @@
+"""The memory that a program may use: its share of a GPU's, and that of this host."""
+
+import os
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+# The share of a GPU's memory that jax allocates for a program; CUDA and NCCL need the rest. The
+# default of jax is 0.75, with which layouts that `megajax plan` calls fitting would not run.
+USABLE = 0.92
+FRACTION = 'XLA_PYTHON_CLIENT_MEM_FRACTION'
+# A user who sets one of these has chosen already; jax refuses two fractions at once.
+CHOICES = FRACTION, 'XLA_CLIENT_MEM_FRACTION'
+
+
+def claim_gpu_memory(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let jax allocate the share USABLE of each GPU, unless the environment says otherwise.
+
+    Call it before the first use of jax's devices. A user's own fraction, allocation on demand
+    (XLA_PYTHON_CLIENT_PREALLOCATE=false) and CUDA's own allocator (.._ALLOCATOR=platform) stay.
+    """
+    is_on_demand = environ.get('XLA_PYTHON_CLIENT_PREALLOCATE', '') in ('false', 'False', '0')
+    is_platform = environ.get('XLA_PYTHON_CLIENT_ALLOCATOR', '').lower() == 'platform'
+    if not is_on_demand and not is_platform and not any(map(environ.get, CHOICES)):
+        environ[FRACTION] = str(USABLE)
+
+
+def host_memory(root: Path = Path('/')) -> int | None:
+    """Return the bytes of memory and swap that this process may use, None if it is unknown.
+
+    The memory is that of the host, or the least limit of a control group (a container's, a Slurm
+    job's) that the process is in. `root` is the root of the file system, which has proc and sys.
+    """
+    try:
+        lines = (root / 'proc/meminfo').read_text().splitlines()
+        sizes = {name: int(rest.split()[0]) * 1024 for name, rest in (x.split(':') for x in lines)}
+        return min(sizes['MemTotal'], *_limits(root)) + sizes['SwapTotal']
+    except (OSError, ValueError, KeyError, IndexError):  # not Linux
+        return None
+
+
+def _limits(root: Path) -> Iterator[int]:
+    """Yield the memory limits of the control groups of this process and of their parents."""
+    yield 2**63
+    for line in (root / 'proc/self/cgroup').read_text().splitlines():
+        _, controllers, group = line.split(':', 2)
+        if controllers not in ('', 'memory'):
+            continue
+        mount, name = (
+            (root / 'sys/fs/cgroup/memory', 'memory.limit_in_bytes')  # version 1
+            if controllers
+            else (root / 'sys/fs/cgroup', 'memory.max')
+        )
+        # In a container the path may be that of its host, and the mount is its own group.
+        path = Path(group.lstrip('/'))
+        for folder in (path, *path.parents):
+            file = mount / folder / name
+            text = file.read_text().strip() if file.is_file() else 'max'
+            if text != 'max':
+                yield int(text)

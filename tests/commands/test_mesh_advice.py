@@ -1,0 +1,63 @@
+"""The line on the mesh: for known GPUs, in the first process, in time, and never an error."""
+
+from threading import Event
+from types import SimpleNamespace
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.commands import mesh_advice
+from megajax.config import load
+from megajax.hardware.records import hardware
+from megajax.parallel.mesh import mesh_for
+from megajax.plan import advice
+from megajax.run.log.report import Report
+from megajax.run.run import _describe
+
+CONFIG = load('tiny', ['mesh.data=4', 'mesh.model=1'])
+
+
+def mesh_of(kind: str) -> Any:
+    device = SimpleNamespace(device_kind=kind)
+    return cast(Any, SimpleNamespace(devices=np.array([device] * 4), size=4))
+
+
+H100 = mesh_of(hardware('h100').device_kinds[0])
+
+
+def test_known_gpus_get_a_line_of_the_plan():
+    assert mesh_advice.mesh_advice(CONFIG, H100).startswith('plan       ')
+
+
+@pytest.mark.parametrize('kind', ['cpu', 'NVIDIA B9000'])
+def test_other_devices_get_none(kind):
+    assert mesh_advice.mesh_advice(CONFIG, mesh_of(kind)) == ''
+
+
+def test_the_other_processes_search_nothing(monkeypatch):
+    monkeypatch.setattr(jax, 'process_index', lambda: 1)
+    assert mesh_advice.mesh_advice(CONFIG, H100) == ''
+
+
+def test_a_mistake_of_the_plan_costs_the_line_alone(monkeypatch):
+    monkeypatch.setattr(advice, 'Cluster', None)
+    assert mesh_advice.mesh_advice(CONFIG, H100) == ''
+
+
+def test_a_search_that_takes_long_is_not_waited_for(monkeypatch):
+    late = Event()
+    monkeypatch.setattr(mesh_advice, 'PATIENCE', 0.5)
+    monkeypatch.setattr(advice, 'search', lambda *_: late.wait(60))
+    line = mesh_advice.mesh_advice(CONFIG, H100)
+    late.set()
+    assert line.endswith(' a step expected')
+
+
+def test_a_run_prints_the_line_below_its_mesh(capsys):
+    config = load('tiny')
+    _describe(config, mesh_for(config), Report(), lambda *_: 'plan       fits')
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first.startswith('mesh       data=2 x model=2')
+    assert rest == ['plan       fits']

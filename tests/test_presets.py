@@ -1,0 +1,52 @@
+"""Presets that reproduce no paper's mesh have the layout that the plan advises."""
+
+import re
+
+import pytest
+from ruamel.yaml import YAML
+from support import ROOT, load_script, slow
+
+import megajax
+from megajax.config import Config
+
+presets = load_script('presets', 'scripts')
+FAST = 'llama3_8b', 'qwen3_8b'
+
+
+@pytest.mark.parametrize('name', [name if name in FAST else slow(name) for name in presets.PRESETS])
+def test_a_preset_fits_and_no_layout_is_more_than_3_percent_faster(name: str) -> None:
+    config = megajax.load(name)
+    plan = megajax.plan(config, gpu=presets.GPU)
+    assert plan.layout.fits
+    assert plan.seconds <= 1.03 * plan.layouts[0].seconds
+    said = re.search(r'On (\d+) H100s a step takes ([\d.]+) s and ([\d.]+) GB', text_of(name))
+    assert said is not None
+    assert int(said[1]) == config.mesh.num_devices
+    assert float(said[2]) == pytest.approx(plan.seconds, rel=0.03)
+    assert float(said[3]) == pytest.approx(plan.layout.bytes / 1e9, rel=0.03)
+
+
+def text_of(name: str) -> str:
+    return (ROOT / f'configs/{name}.yaml').read_text()
+
+
+def test_a_layout_is_written_among_the_keys_and_comments_of_a_preset_and_read_back() -> None:
+    config = megajax.load('llama3_8b', ['mesh.data=2', 'train.batch_size=16'])
+    plan = megajax.plan(config, gpu='h100', gpus=16)
+    before = text_of('llama3_8b')
+    after = presets.rewritten(before, plan)
+    assert presets.rewritten(after, plan) == after
+    assert after.splitlines()[:2] == before.splitlines()[:2]
+    assert layout(plan.fastest()) == layout(read(after))
+    kept = [
+        line for line in before.splitlines() if re.match(r'  (lr|seq_len|beta2|\w+_size):', line)
+    ]
+    assert [line for line in after.splitlines() if line in kept] == kept
+
+
+def layout(config: Config) -> tuple[object, ...]:
+    return config.mesh, config.train.microbatches, config.train.recompute, config.optim.shard
+
+
+def read(text: str) -> Config:
+    return Config.model_validate(YAML(typ='safe', pure=True).load(text))
