@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     inspect: Inspect
     plan: PlanPackage
+    __version__: str
 
 __all__ = [
     'Config',
@@ -69,6 +70,10 @@ _CALLED = {'inspect': 'megajax.inspect', 'plan': 'megajax.plan', 'train': 'megaj
 
 
 def __getattr__(name: str) -> Any:
+    if name == '__version__':
+        from importlib.metadata import version
+
+        return version('megajax')
     if name in _CALLED:
         return import_module(_CALLED[name])
     if name not in _HOMES:

@@ -19,10 +19,12 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from megajax.checkpoint.compare import (
+    RECENT,
     changed_shapes,
     check_same_arrays,
     check_same_data,
     check_same_model,
+    holds_array,
     holds_parameters_only,
     log_differences,
 )
@@ -42,7 +44,8 @@ from megajax.parallel.layer_order import tree_on_host, tree_on_stages
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete
 from megajax.processes.agree import from_all, from_first
-from megajax.train.step import TrainState, init_state
+from megajax.train.scaling import nothing_seen
+from megajax.train.step import TrainState, in_dtype, init_state
 
 ParametersOnly = dict[Literal['params'], nnx.State]
 
@@ -125,10 +128,14 @@ class Checkpoints:
             return init_state(self.config, restore_params(path, self.config))
         abstract = concrete(jax.eval_shape(lambda: init_state(self.config)))
         check_same_arrays(path, unpadded(abstract, Layout.of(self.config)))
+        recent = jax.eval_shape(lambda: nothing_seen(self.config))
+        is_in_fp8 = holds_array(path, RECENT)
+        abstract = abstract._replace(recent=concrete(recent) if is_in_fp8 else None)
         args = ocp.args.StandardRestore(_parts(abstract), strict=False)  # pads and casts
         try:
             parts = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-            return tree_on_stages(abstract._replace(**parts), Layout.of(self.config))
+            state = tree_on_stages(abstract._replace(**parts), Layout.of(self.config))
+            return in_dtype(state, self.config)
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise
         except Exception as error:

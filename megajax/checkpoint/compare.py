@@ -27,6 +27,7 @@ from megajax.config import CheckpointError, ConfigError
 FREEZE = 'vision.freeze'
 BLOCK = 1 << 24  # elements compared at a time
 SHOWN = 3  # maximum number of arrays named in an error
+RECENT = 'recent'  # only in fp8, and found anew where it is missing
 MOMENT = re.compile(r'opt_state/.*/(mu|nu)/')  # names of AdamW's moments
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
     different = [
         f'{key} {a} there, {b} here'
         for key, (a, b) in config_differences(there, here).items()
-        if is_fixed(key) and not (is_import and key == FREEZE)
+        if is_fixed(key, a, b) and not (is_import and key == FREEZE)
     ]
     if (
         there.tokenizer_sha256
@@ -103,6 +104,7 @@ def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
         name
         for name in sorted(there.keys() | here.keys())
         if _fixed_part(name, there.get(name)) != _fixed_part(name, here.get(name))
+        and not (name == RECENT and (name not in there or name not in here))
     ]
     if names:
         lines = [
@@ -117,6 +119,11 @@ def changed_shapes(a: Any, b: Any) -> dict[str, tuple[int, ...]]:
     """The shapes in tree b, by name, of the arrays whose shape differs from that in tree a."""
     before = _kinds(a)
     return {name: shape for name, (shape, _) in _kinds(b).items() if shape != before[name][0]}
+
+
+def holds_array(path: Path, name: str) -> bool:
+    """Whether a checkpoint has an array of this name."""
+    return name in _saved_kinds(path)
 
 
 def holds_parameters_only(path: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from megajax.config import CheckpointError, Config
+from megajax.config.differences import differences
 from megajax.config.renamed import current
 from megajax.config.schema import keys_of
 
@@ -114,8 +115,10 @@ def _noted_loss(folder: Path) -> float | None:
         return None
 
 
-def is_fixed(key: str) -> bool:
-    """Whether a resumed run must have the same value of a config key."""
+def is_fixed(key: str, there: Any, here: Any) -> bool:
+    """Whether a resumed run cannot have the value `here` of a config key that was another one."""
+    if key == 'train.dtype' and {there, here} == {'bfloat16', 'fp8'}:
+        return False  # fp8 computes in bfloat16 but for some products, whose scales are found anew
     return key.startswith(FIXED) and key not in OF_ROWS
 
 
@@ -124,15 +127,15 @@ def config_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]
 
     A key that one record does not know has its default there.
     """
-    old, new = _flat(there.config), _flat(here.config)
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return {key: (old.get(key), new.get(key)) for key in keys}
+    return differences(_with_defaults(there.config), _with_defaults(here.config))
 
 
 def other_differences(there: Record, here: Record) -> dict[str, tuple[Any, Any]]:
     """The changes that a resume allows: in config keys that are not fixed, and in the data."""
     different = {
-        key: pair for key, pair in config_differences(there, here).items() if not is_fixed(key)
+        key: pair
+        for key, pair in config_differences(there, here).items()
+        if not is_fixed(key, *pair)
     }
     config = {
         key: pair
@@ -156,21 +159,18 @@ def changed_corpora(there: Record, here: Record) -> dict[str, tuple[str, str]]:
     return {} if asked else _changed(there.data, here.data)
 
 
-def _flat(config: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _with_defaults(config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     try:
         known = {
             name: _known(name, section)
             for name, section in config.items()
             if name in Config.model_fields
         }
-        config = Config.model_validate(known).model_dump(mode='json') | {
+        return Config.model_validate(known).model_dump(mode='json') | {
             name: config[name] for name in config.keys() - known.keys()
         }
     except ValidationError:  # a version of megajax with other rules wrote it
-        pass
-    return {
-        f'{name}.{key}': value for name, section in config.items() for key, value in section.items()
-    }
+        return config
 
 
 def _known(name: str, section: dict[str, Any]) -> dict[str, Any]:

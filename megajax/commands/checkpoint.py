@@ -11,6 +11,8 @@ from rich.table import Column, Table
 from megajax.checkpoint.digests import find_foreign, find_step, find_steps, problems, read_sums
 from megajax.checkpoint.record import config_differences, read_record
 from megajax.config import CheckpointError, ConfigError
+from megajax.render.folded import Folded
+from megajax.render.text import visible
 
 checkpoint_app = typer.Typer(
     no_args_is_help=True,
@@ -28,7 +30,10 @@ Run = Annotated[
 
 @checkpoint_app.command()
 def ls(run: Run) -> None:
-    """List the checkpoints of a run; checks names and sizes of files, verify their contents."""
+    """List the checkpoints of a run.
+
+    Names and sizes of files are checked; `verify` checks their contents.
+    """
     right = [Column(name, justify='right') for name in ('step', 'MB', 'validation loss')]
     table = Table(right[0], 'written (UTC)', *right[1:], 'mesh', 'files', box=None, pad_edge=False)
     for path in _steps(run):
@@ -48,12 +53,16 @@ def ls(run: Run) -> None:
             table.add_row(
                 path.name, '?', _megabytes(path), '?', '?', broken[0] if broken else 'no record'
             )
-    Console(highlight=False, soft_wrap=True).print(table, markup=False)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Folded(table) if console.is_terminal else table, markup=False)
 
 
 @checkpoint_app.command()
 def verify(run: Run) -> None:
-    """Hash every file of a run's checkpoints; exits with 4 and names files that have changed."""
+    """Hash every file of a run's checkpoints.
+
+    Exits with 4 and names the files that have changed.
+    """
     any_broken = False
     for path in _steps(run):
         broken = problems(path)
@@ -62,7 +71,7 @@ def verify(run: Run) -> None:
         any_broken = any_broken or bool(broken)
         print(f'{path.name}  ' + ('ok' if not broken else f'{len(broken)} wrong'))
         for problem in broken:
-            print(f'  {problem}')
+            print(f'  {visible(problem)}')
     raise typer.Exit(4 if any_broken else 0)
 
 
@@ -73,9 +82,9 @@ def diff(
         typer.Argument(metavar='RUN STEP STEP | RUN/STEP RUN/STEP', help='Two checkpoints.'),
     ],
 ) -> None:
-    """Show the config keys that differ between two checkpoints, and how far parameters differ.
+    """Show how far two checkpoints differ.
 
-    The difference of a parameter is max |a - b| / max |b|.
+    Config keys come first, then parameters. The difference of a parameter is max |a - b| / max |b|.
     """
     if len(where) not in (2, 3):
         raise ConfigError(

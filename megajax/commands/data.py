@@ -19,6 +19,8 @@ from rich.progress import (
 from rich.table import Column, Table
 from typer.core import TyperCommand
 
+from megajax.render.logs import log_to_terminal
+
 if TYPE_CHECKING:
     from megajax.data.build.describe import Description
 
@@ -106,7 +108,7 @@ def build(
     from megajax.data.build.build import build as run  # here, because it imports numpy
     from megajax.data.build.job import Job
 
-    logging.basicConfig(format='%(message)s')
+    log_to_terminal()
     logging.getLogger('megajax').setLevel(logging.INFO)
     job = Job(
         out=out,
@@ -147,7 +149,10 @@ def info(
         int, typer.Option(min=0, help='Number of documents to show the start of.')
     ] = 3,
 ) -> None:
-    """Show documents, tokens and lengths of token files, and the start of some documents."""
+    """Show documents, tokens and lengths of token files.
+
+    The start of some documents is shown as text.
+    """
     from megajax.data.build.describe import decode_samples, describe
     from megajax.data.text.tokenizer import load_tokenizer
 
@@ -172,7 +177,10 @@ def verify(
         typer.Option(min=1, help='Upper limit of ids; by default that of the tokenizer.'),
     ] = None,
 ) -> None:
-    """Check every invariant of token files; exits with 2 at the first violation."""
+    """Check every invariant of token files.
+
+    Exits with 2 at the first violation.
+    """
     from megajax.data.build.describe import verify as check
 
     with _Progress() as progress:

@@ -22,6 +22,8 @@ from pathlib import Path
 
 from megajax.commands.ask_jax import MARK
 from megajax.commands.diagnosis import Diagnosis
+from megajax.commands.doctor_links import look_at_nccl
+from megajax.config.extras import install
 from megajax.hardware.targets import GPUS, has_compiler
 from megajax.processes.environment import visible_gpus
 
@@ -39,6 +41,7 @@ def diagnose(
     _packages(diagnosis)
     target = _jax(diagnosis, environ, timeout)
     _miscompiles(diagnosis, target, environ, timeout)
+    look_at_nccl(diagnosis, visible_gpus(environ), environ)
     _network(diagnosis, environ)
     _files(diagnosis, folder)
     return diagnosis
@@ -62,7 +65,7 @@ def _packages(diagnosis: Diagnosis) -> None:
         if 'cuda' in name and release.split('.')[:3] != jaxlib.split('.')[:3]:
             diagnosis.wrong(
                 f'{name} {release} is not for jaxlib {jaxlib}: jax ignores it',
-                "pip install --upgrade 'megajax[cuda]'",
+                install('cuda', upgrade=True),
             )
 
 
@@ -138,7 +141,7 @@ def _why_jax_fails(
     elif 'cuda' in wanted and not any('cuda' in name for name in _plugins()):
         diagnosis.wrong(
             f'JAX_PLATFORMS={wanted}, and jax has no plugin for it',
-            "pip install 'megajax[cuda]', or unset JAX_PLATFORMS",
+            f'{install("cuda")}, or unset JAX_PLATFORMS',
         )
     else:
         diagnosis.wrong(
@@ -152,7 +155,7 @@ def _missing_gpus(diagnosis: Diagnosis, kind: str, count: int, environ: Mapping[
     if kind == 'cpu' and gpus and not any('cuda' in name for name in _plugins()):
         diagnosis.wrong(
             f'{gpus} GPUs are visible, and jax has no plugin for them: runs use the CPU',
-            "pip install 'megajax[cuda]'",
+            install('cuda'),
         )
     elif kind == 'cpu' and gpus:
         fix = (

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,10 @@ from megajax.commands.generate_pictures import (
     draw_budget,
 )
 from megajax.config import ConfigError
+from megajax.config.extras import install
 from megajax.files.outputs import output_problems
+from megajax.render.logs import log_to_terminal
+from megajax.render.text import visible
 
 if TYPE_CHECKING:
     from megajax.checkpoint.open import Opened
@@ -246,7 +248,7 @@ def _check(
     if bool(task) == bool(harness):
         problems.append('give one of --task and --harness')
     if harness and not find_spec('lm_eval'):
-        problems.append("--harness needs lm-evaluation-harness: pip install 'megajax[harness]'")
+        problems.append(f'--harness needs lm-evaluation-harness: {install("harness")}')
     if harness and (files or stride):
         problems.append('--harness reads its own data: leave out files and --stride')
     if task and (not files or (len(files) > 1 and task != 'perplexity')):
@@ -265,7 +267,7 @@ def _check(
 
 
 def _open(run: Path, overrides: Sequence[str]) -> tuple['Opened', Any]:
-    logging.basicConfig(format='%(message)s')
+    log_to_terminal()
     import jax
 
     from megajax.checkpoint.open import open_model
@@ -320,14 +322,18 @@ def _as_json(prompts: Sequence[str]) -> Any:
 
 
 def _as_text(prompts: Sequence[str]) -> Any:
-    """Return a function that prints each prompt and its text, in order, as far as generated."""
+    """Return a function that prints each prompt and its text, in order, as far as generated.
+
+    A terminal obeys none of it; a pipe gets it as it is.
+    """
     current, shown = 0, 0
 
     def show(rows: 'Sequence[Continuation | None]') -> None:
         nonlocal current, shown
         while current < len(rows) and (row := rows[current]):
             text = prompts[current] + row.text
-            sys.stdout.write(text[shown:])
+            new = text[shown:]
+            sys.stdout.write(visible(new) if sys.stdout.isatty() else new)
             shown = len(text)
             if row.end:
                 sys.stdout.write('\n' if current + 1 == len(rows) else '\n\n')

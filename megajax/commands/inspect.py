@@ -1,5 +1,6 @@
 """`megajax inspect`: parse, call, render."""
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,8 +24,8 @@ inspect_app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help='What XLA inserted, beside Megatron: megajax inspect CONFIG [KEY=VALUE ...] '
-    '[--target h100] (megajax inspect step --help).',
+    help='Show what XLA inserted, beside what Megatron places.\n\n'
+    'megajax inspect CONFIG [KEY=VALUE ...] [--target h100]; megajax inspect step --help has all.',
 )
 
 Overrides = Annotated[
@@ -72,6 +73,10 @@ ReduceOption = Annotated[
 KernelsOption = Annotated[
     bool, typer.Option('--kernels', help='With a GPU: show the kernels and their bytes and FLOPs.')
 ]
+MemoryOption = Annotated[
+    bool,
+    typer.Option('--memory', help='Show what a device holds when a step needs the most memory.'),
+]
 BudgetFile = Annotated[
     Path | None,
     typer.Option(help='A YAML file of limits; exits with 1 if the step exceeds one.'),
@@ -91,9 +96,10 @@ def step(
     reduce: ReduceOption = False,
     scan: ScanOption = False,
     kernels: KernelsOption = False,
+    memory: MemoryOption = False,
     budget: BudgetFile = None,
 ) -> None:
-    """Show the collectives that XLA inserted next to those that Megatron places manually.
+    """Show the collectives that XLA inserted, beside Megatron's.
 
     Exits with 1 if XLA inserted more. With --run the compiled step is also executed, without a GPU,
     and every gradient is compared with that of one device.
@@ -107,6 +113,7 @@ def step(
 
     limits = read_record(budget, Budget) if budget else Budget()
     inspection, text = inspect_with_text(config, target=target, hosts=hosts, scan=scan)
+    inspection = _with_remedy(inspection, config)
     if run:
         runs = _run_with_progress(config, target, bisect=bisect, reduce=reduce)
         inspection = inspection.model_copy(update={'runs': runs})
@@ -116,7 +123,7 @@ def step(
         json.write_text(inspection.model_dump_json(indent=2))
     if hlo:
         hlo.write_text(text)
-    _print(inspection, kernels=kernels)
+    _print(inspection, kernels=kernels, memory=memory)
     raise typer.Exit(0 if inspection.ok else 1)
 
 
@@ -135,9 +142,10 @@ def diff(
         bool, typer.Option('--markdown', help='Print Markdown, for a pull request.')
     ] = False,
 ) -> None:
-    """Show what differs between the steps of two commits, configs or versions of jax.
+    """Show what differs between two compiled steps.
 
-    A config is compiled now, for the target. Exits with 1 if there is a new error.
+    They may be of two commits, configs or versions of jax. A config is compiled now, for the
+    target. Exits with 1 if there is a new error.
     """
     sources = _read_inspection(before), _read_inspection(after)
     from megajax.inspect import inspect
@@ -150,7 +158,8 @@ def diff(
         for source in sources
     )
     found = difference(old, new)
-    print(to_markdown(found) if markdown else as_text(to_tables(found), width=120), end='')
+    width = Console().width if sys.stdout.isatty() else 120
+    print(to_markdown(found) if markdown else as_text(to_tables(found), width=width), end='')
     raise typer.Exit(any(finding.level == 'error' for finding in found.new))
 
 
@@ -171,14 +180,25 @@ def _read_inspection(source: str) -> 'Inspection | Config':
         ) from error
 
 
-def _print(inspection: 'Inspection', *, kernels: bool) -> None:
+def _with_remedy(inspection: 'Inspection', config: Config) -> 'Inspection':
+    """Add what would make the step fit, if it does not fit the memory of a GPU."""
+    from megajax.plan.one_key import remedy
+
+    if inspection.target == 'cpu':
+        return inspection
+    memory, per_host = inspection.memory, inspection.devices_per_host
+    text = remedy(config, memory.needed, gpu=inspection.target, gpus_per_host=per_host)
+    return inspection.model_copy(update={'memory': memory.model_copy(update={'remedy': text})})
+
+
+def _print(inspection: 'Inspection', *, kernels: bool, memory: bool) -> None:
     from megajax.inspect.report import tables, to_text
 
     console = Console(highlight=False)
     console.print(
-        tables(inspection, kernels=kernels)
+        tables(inspection, kernels=kernels, memory=memory)
         if console.is_terminal
-        else to_text(inspection, kernels=kernels),
+        else to_text(inspection, kernels=kernels, memory=memory),
         soft_wrap=not console.is_terminal,
         markup=False,
     )

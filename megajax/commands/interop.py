@@ -1,14 +1,13 @@
 """The subcommands of `megajax import` and `megajax export`: parse, call, render."""
 
-import logging
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from megajax.interop.huggingface.families import ARCHITECTURES
+from megajax.render.logs import log_to_terminal
 
 import_app = typer.Typer(
     no_args_is_help=True,
@@ -48,7 +47,7 @@ def import_hf(folder: Folder, out: NewRun, overrides: Overrides = None) -> None:
 
     The directory has config.json, *.safetensors and tokenizer.json.
     """
-    _say_warnings()
+    log_to_terminal()
     from megajax.interop.directories import import_huggingface
 
     import_huggingface(folder, out, overrides or ())
@@ -68,7 +67,10 @@ def export_hf(
     ] = None,
     shard_gb: Annotated[float, typer.Option(min=0, help='Maximum size of a file in GB.')] = 5.0,
 ) -> None:
-    """Write a Hugging Face directory for transformers and vLLM; it appears when it is complete."""
+    """Write a Hugging Face directory for transformers and vLLM.
+
+    It appears when it is complete.
+    """
     _on_the_host()
     from megajax.interop.directories import export_huggingface
 
@@ -92,11 +94,12 @@ def import_megatron_lm(
         typer.Option(min=1, help='The expected number of stages; not checked if left out.'),
     ] = None,
 ) -> None:
-    """Create a run at step 0 from Megatron-LM's mp_rank_TT/model_optim_rng.pt; merges the ranks.
+    """Create a run at step 0 from a Megatron-LM checkpoint.
 
-    Pipeline stages (mp_rank_TT_PPP) are merged too, with their virtual stages.
+    The ranks' mp_rank_TT/model_optim_rng.pt are merged. Pipeline stages (mp_rank_TT_PPP) are merged
+    too, with their virtual stages.
     """
-    _say_warnings()
+    log_to_terminal()
     from megajax.interop.ranks import import_megatron
 
     import_megatron(folder, out, overrides or (), ranks=tensor_parallel, stages=pipeline_parallel)
@@ -115,9 +118,10 @@ def export_megatron_lm(
         int, typer.Option(min=1, help='The number of chunks of layers of each stage.')
     ] = 1,
 ) -> None:
-    """Write mp_rank_TT/model_optim_rng.pt for each of Megatron-LM's ranks.
+    """Write the files of Megatron-LM's ranks.
 
-    For several pipeline stages the folders are mp_rank_TT_PPP.
+    Each is mp_rank_TT/model_optim_rng.pt; for several pipeline stages the folders are
+    mp_rank_TT_PPP.
 
     The directory appears when it is complete.
     """
@@ -137,8 +141,4 @@ def export_megatron_lm(
 
 def _on_the_host() -> None:
     os.environ['JAX_PLATFORMS'] = 'cpu'  # no device is needed, and a run may be using them
-    _say_warnings()
-
-
-def _say_warnings() -> None:
-    logging.basicConfig(format='%(message)s', stream=sys.stderr)
+    log_to_terminal()

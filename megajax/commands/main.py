@@ -12,33 +12,33 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megajax.commands.checkpoint import checkpoint_app
+from megajax.commands.config_diff import config_diff
+from megajax.commands.config_keys import keys
 from megajax.commands.data import data_app
+from megajax.commands.from_megatron import SETTINGS, from_megatron
 from megajax.commands.generate import evaluate, generate
 from megajax.commands.inspect import inspect_app
 from megajax.commands.interop import export_app, import_app
 from megajax.commands.plan import plan_app
+from megajax.commands.profile import profile
+from megajax.commands.report import report
 from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, presets
 from megajax.config.combinations import COMBINATIONS
 from megajax.counts.parameters import num_parameters
 from megajax.processes.signals import leave_when_asked
+from megajax.render.folded import Folded
+from megajax.render.logs import log_to_terminal
 from megajax.run.named import config_of_overrides
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={'help_option_names': ['-h', '--help']},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-config_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help='Show configs.')
-app.add_typer(config_app, name='config')
-app.add_typer(data_app, name='data')
-app.add_typer(checkpoint_app, name='checkpoint')
-app.add_typer(import_app, name='import')
-app.add_typer(export_app, name='export')
-app.add_typer(plan_app, name='plan')
-app.add_typer(inspect_app, name='inspect')
-app.command()(generate)
-app.command('eval')(evaluate)
+config_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help='Show and compare configs.'
+)
 
 Overrides = Annotated[
     list[str] | None,
@@ -91,15 +91,22 @@ def train(
     """Train the model of a config."""
     leave_when_asked()  # until `run/stop.py` takes over, when there is a run to save
     config, name = _read(arguments)
-    logging.basicConfig(format='%(message)s')
+    log_to_terminal()
     logging.getLogger('megajax').setLevel(logging.INFO)
 
     # Here, because they import jax: an invalid config fails before that.
+    from megajax.commands.mesh_advice import mesh_advice
     from megajax.processes.distributed import processes
     from megajax.run.run import run
 
     with processes():
-        run(config, name=name)
+        run(config, name=name, advise=mesh_advice, at_end=_write_report)
+
+
+def _write_report(folder: Path) -> Path | None:
+    from megajax.report import write_at_end  # here, because only the end of a run needs it
+
+    return write_at_end(folder)
 
 
 @app.command()
@@ -151,7 +158,10 @@ def launch(
 def doctor(
     folder: Annotated[Path, typer.Option('--dir', help='The folder for runs.')] = Path('.'),
 ) -> None:
-    """Show versions, devices and file system, and their problems; exits with 1 if there are any."""
+    """Show versions, devices and file system, and their problems.
+
+    Exits with 1 if there are any.
+    """
     from megajax.commands.doctor import diagnose
 
     diagnosis = diagnose(folder)
@@ -172,7 +182,10 @@ def show(
 
 @config_app.command()
 def combinations() -> None:
-    """List the settings that exclude one another, with the reason and what to use instead."""
+    """List the settings that exclude one another.
+
+    Each pair has the reason, and what to use instead.
+    """
     for pair in COMBINATIONS:
         print(f'{pair.one} with {pair.other}: {pair.reason}; {pair.instead}')
 
@@ -181,8 +194,11 @@ def combinations() -> None:
 def list_presets() -> None:
     """List the presets, smallest first."""
     configs = {name: load(name).model for name in presets()}
-    sizes = [Column(name, justify='right') for name in ('layers', 'hidden', 'heads', 'parameters')]
-    table = Table('preset', *sizes, box=None, pad_edge=False)
+    sizes = [
+        Column(name, justify='right', no_wrap=True)
+        for name in ('layers', 'hidden', 'heads', 'parameters')
+    ]
+    table = Table(Column('preset', no_wrap=True), *sizes, box=None, pad_edge=False)
     for name, model in sorted(configs.items(), key=lambda item: num_parameters(item[1])):
         table.add_row(
             name,
@@ -191,7 +207,26 @@ def list_presets() -> None:
             f'{model.num_heads}',
             _short(num_parameters(model)),
         )
-    Console().print(table)
+    Console(highlight=False).print(Folded(table))
+
+
+app.command()(generate)
+app.command('eval')(evaluate)
+app.command()(profile)
+app.command()(report)
+config_app.command('diff')(config_diff)
+config_app.command('from-megatron', context_settings=SETTINGS)(from_megatron)
+config_app.command()(keys)
+for group, name in (
+    (config_app, 'config'),
+    (data_app, 'data'),
+    (checkpoint_app, 'checkpoint'),
+    (import_app, 'import'),
+    (export_app, 'export'),
+    (plan_app, 'plan'),
+    (inspect_app, 'inspect'),
+):
+    app.add_typer(group, name=name)
 
 
 def _read(arguments: list[str] | None) -> tuple[Config, str]:

@@ -1,14 +1,15 @@
 """The subcommands of `megajax plan`: parse, call, render."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from megajax.commands.default_command import DefaultGroup
-from megajax.config import ConfigError, load
+from megajax.config import Config, ConfigError, load
 from megajax.files.outputs import check_outputs
+from megajax.render.folded import Folded
 
 if TYPE_CHECKING:
     from megajax.plan import Plan
@@ -22,8 +23,8 @@ plan_app = typer.Typer(
     cls=_Group,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help='Will it fit, how fast, on which mesh: megajax plan CONFIG [KEY=VALUE ...] '
-    '--gpu h100 --gpus 64 (megajax plan for --help).',
+    help='Say whether a config fits, how fast, on which mesh.\n\n'
+    'megajax plan CONFIG [KEY=VALUE ...] --gpu h100 --gpus 64; megajax plan for --help has all.',
 )
 
 ConfigSource = Annotated[
@@ -44,7 +45,7 @@ GpusPerHost = Annotated[
     int | None, typer.Option(min=1, help='By default as many as the GPU is sold with.')
 ]
 NumTokens = Annotated[
-    float | None, typer.Option(min=1, help='Tokens to train on, for example 300e9.')
+    float | None, typer.Option(min=1, help='Tokens to train on, for example 300e9, or to generate.')
 ]
 TargetBatch = Annotated[
     int | None,
@@ -88,6 +89,16 @@ TableName = Annotated[
     str | None,
     typer.Option(help="Compare a published table with its predictions; 'all' sums up the errors."),
 ]
+GenerateOption = Annotated[
+    bool,
+    typer.Option('--generate', help='Plan generation: bytes, and milliseconds of a token.'),
+]
+PromptTokens = Annotated[
+    int | None, typer.Option(min=1, help='Tokens of a prompt, with --generate; by default 1024.')
+]
+Rows = Annotated[
+    int | None, typer.Option(min=1, help='Prompts at once, with --generate; by default one.')
+]
 
 
 @plan_app.command('for')
@@ -110,10 +121,13 @@ def for_config(
     scaling: ScalingPicture = None,
     schedule: SchedulePicture = None,
     table: TableName = None,
+    generate: GenerateOption = False,
+    prompt: PromptTokens = None,
+    batch: Rows = None,
 ) -> None:
-    """Show memory, time and every layout of a config on GPUs, which need not be present.
+    """Show memory, time and every layout of a config on GPUs.
 
-    Exits with 1 if the config's own mesh does not fit.
+    They need not be present. Exits with 1 if the config's own mesh does not fit.
     """
     console = Console(highlight=False)
     if table:
@@ -125,16 +139,16 @@ def for_config(
         )
     config = load(source, overrides or ())
     check_outputs(json, write)
+    if generate or prompt or batch:
+        _check_generation(generate, write or verify or roofline or scaling or schedule)
+        size = {'prompt': prompt or 1024, 'tokens': int(tokens or 256), 'batch': batch or 1}
+        return _show_generation(config, console, json, gpu=gpu, gpus=gpus, **size)
     pictures = _checked_pictures(roofline=roofline, scaling=scaling, schedule=schedule)
-    from megajax.plan.faults import GPU_HOURS_TO_FAILURE
-    from megajax.plan.planning import plan
-    from megajax.plan.verify import check_verify, verified
-
-    if verify:
-        check_verify(gpu)
-    result = plan(
+    result = _planned(
         config,
-        gpu=gpu,
+        gpu,
+        verify,
+        failures,
         gpus=gpus,
         gpus_per_host=gpus_per_host,
         tokens=tokens,
@@ -142,10 +156,7 @@ def for_config(
         program=program,
         price=price,
         storage=storage,
-        gpu_hours_to_failure=failures or GPU_HOURS_TO_FAILURE,
     )
-    if verify:
-        result = verified(result, gpu)
     _write(result, json=json, layout=write)
     _draw(pictures, result, gpu)
     _show(result, console)
@@ -185,9 +196,44 @@ def _show_table(name: str, console: Console) -> None:
         raise ConfigError(f'--table {name}: choose among {", ".join(TABLES)}, all')
     shown = summary() if name == 'all' else table_of(name)
     if console.is_terminal:
-        console.print(shown)
+        console.print(Folded(shown))
     else:
         Console(width=150, highlight=False).print(shown)
+
+
+def _planned(
+    config: Config, gpu: str, verify: bool, failures: float | None, **asked: Any
+) -> 'Plan':
+    from megajax.plan.faults import GPU_HOURS_TO_FAILURE
+    from megajax.plan.planning import plan
+    from megajax.plan.verify import check_verify, verified
+
+    if verify:
+        check_verify(gpu)
+    hours = failures or GPU_HOURS_TO_FAILURE
+    result = plan(config, gpu=gpu, gpu_hours_to_failure=hours, **asked)
+    return verified(result, gpu) if verify else result
+
+
+def _check_generation(generate: bool, of_training: object) -> None:
+    if not generate:
+        raise ConfigError('--prompt and --batch are those of generation: add --generate')
+    if of_training:
+        raise ConfigError(
+            '--write, --verify and pictures are those of training: leave them out, or --generate'
+        )
+
+
+def _show_generation(
+    config: Config, console: Console, json: Path | None, *, gpu: str, gpus: int | None, **size: int
+) -> None:
+    from megajax.plan.generation import plan_generation
+    from megajax.plan.generation_report import generation_table
+
+    result = plan_generation(config, gpu=gpu, gpus=gpus, **size)
+    if json:
+        json.write_text(result.model_dump_json(indent=2))
+    console.print(generation_table(result))
 
 
 def _write(result: 'Plan', *, json: Path | None, layout: Path | None) -> None:

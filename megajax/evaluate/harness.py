@@ -1,6 +1,6 @@
 """A model for EleutherAI's lm-evaluation-harness, which answers with `Scorer` and `Generator`.
 
-Needs `pip install 'megajax[harness]'`. As in the harness's own models, a text begins with the start
+Needs the extra `harness`. As in the harness's own models, a text begins with the start
 tokens of its tokenizer, and an empty context is a start token, or the end of a document.
 """
 

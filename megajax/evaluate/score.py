@@ -21,6 +21,7 @@ from megajax.model.computation import Computation
 from megajax.model.images import Images
 from megajax.model.loss import Loss
 from megajax.model.parameters import cast_matrices
+from megajax.model.platform import is_on_cpu
 from megajax.model.relevance import question
 from megajax.model.shard_copies import copy_encoder
 from megajax.model.transformer import LanguageModel, model_graph
@@ -149,7 +150,7 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
     ) -> tuple[jax.Array, jax.Array]:
         token_BS, label_BS = (jax.reshard(x, layout('BS')) for x in (token_BS, label_BS))
         if layout.at_rest:
-            params = cast_matrices(params, config.train.dtype, layout)
+            params = cast_matrices(params, config.train.compute_dtype, layout)
         if images is None:
             model = nnx.merge(graph, params)
             x_BSD = model.hidden(token_BS, computation)
@@ -162,7 +163,7 @@ def _make_score(config: Config) -> jax.stages.Wrapped:
         length = token_BS.shape[1]
         rows = token_BS.shape[0] // layout.num_shards('B')
         logit_bytes = 4 * rows * length * head_dV.shape[1] // layout.num_shards('V')
-        count, size = chunk_sizes(logit_bytes, length)
+        count, size = chunk_sizes(logit_bytes, length, on_gpu=not is_on_cpu(x_BSD))
         padding = (0, 0), (0, count * size - length)
         x_BSD, labels_BS = jnp.pad(x_BSD, (*padding, (0, 0))), jnp.pad(label_BS, padding)
 

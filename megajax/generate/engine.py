@@ -78,7 +78,7 @@ class Engine:
         decoder = nnx.merge(self._graphs.decoder, weights.rest)
         if decoder.vision is not None:
             decoder.vision.is_unrolled = is_beside
-        return look(decoder, batch, self.config.train.dtype, self._layout)
+        return look(decoder, batch, self.config.train.compute_dtype, self._layout)
 
     def _read(
         self,
@@ -175,7 +175,7 @@ class Engine:
         """Generate one more token [B] in each row."""
         decoder = nnx.merge(self._graphs.decoder, weights.rest)
         position_B1 = (rows.slot - rows.origin_B)[:, None]
-        dtype, owns = self.config.train.dtype, []
+        dtype, owns = self.config.train.compute_dtype, []
         x_B1D = decoder.embed(rows.token_B[:, None], dtype, position_BS=position_B1)  # all-reduce
         for index, (layer, cache) in enumerate(zip(weights.layers, rows.caches, strict=True)):
             block = nnx.merge(self._graphs.block, layer)

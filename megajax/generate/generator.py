@@ -243,8 +243,8 @@ def encode_prompts(
     config = inference_config(config)
     if tokenizer is None:
         raise ConfigError(
-            'the model has no tokenizer, so it cannot read a prompt: train it on text, '
-            'or set data.tokenizer'
+            'the model has no tokenizer, so it cannot read a prompt: import it with '
+            'its tokenizer.json, or train it with data.tokenizer'
         )
     limit = config.model.max_seq_len
     before = tokenizer.start or [tokenizer.eod]  # the end of the previous document

@@ -81,7 +81,7 @@ def _gather(config: Config) -> Any:
     layout = Layout.of(config)
 
     def gather(params: nnx.State) -> nnx.State:
-        gathered = cast_matrices(params, config.train.dtype, layout)
+        gathered = cast_matrices(params, config.train.compute_dtype, layout)
         return map_stacked(lambda x: in_model_order(x, layout), gathered, layout)
 
     return jax.jit(gather)
@@ -98,7 +98,7 @@ def _maker(config: Config) -> Any:
     graph = model_graph(config.model, layout)
 
     def make(params: nnx.State) -> LayerWeights:
-        cast = cast_matrices(params, config.train.dtype, layout)
+        cast = cast_matrices(params, config.train.compute_dtype, layout)
         model = nnx.merge(graph, copy_encoder(cast, layout))
         layers = _separate(model, config.model.num_layers)
         cross = () if model.cross is None else _separate(model.cross, config.model.num_cross_layers)

@@ -77,6 +77,7 @@ class RunSummary:
         self.path, self.clock = folder / SUMMARY, clock
         before = _read(self.path)
         self.step: int | None = None  # the step reached; None before the run has a state
+        self.first_step, self.began = 0, time.monotonic()  # of this start: its first state
         self.last_step: int = before.get('step', 0)  # the step that the previous start reached
         self._starts = before.get('starts', 0) + 1
         self._before = {
@@ -93,7 +94,8 @@ class RunSummary:
         lost_seconds = min(lost_seconds, self._before['productive'])
         self._before['productive'] -= lost_seconds
         self._before['lost'] += lost_seconds
-        self.step = step
+        self.step = self.first_step = step
+        self.began = time.monotonic()
 
     def write(self) -> None:
         """Replace the file; log a warning, once, if that fails."""

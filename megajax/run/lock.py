@@ -47,6 +47,25 @@ def run_lock(folder: Path) -> Iterator[None]:
             _write(file, None)
 
 
+def running_in(folder: Path) -> str | None:
+    """Return the process, other than this one, that runs in a folder; None if there is none."""
+    try:
+        with (folder / LOCK).open() as file:
+            holder = _holder(file)
+            if holder is None or _is_own(file):
+                return None
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # of a killed process: not held
+    except OSError as error:
+        return holder if error.errno in TAKEN else None
+    return None
+
+
+def _is_own(file: IO[str]) -> bool:
+    file.seek(0)
+    own = f'pid {os.getpid()} on host {socket.gethostname()} '
+    return (_holder(file) or '').startswith(own)
+
+
 def _open(path: Path) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

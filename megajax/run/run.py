@@ -5,7 +5,7 @@ import datetime
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.open import restore_params
@@ -21,21 +22,32 @@ from megajax.config import CheckpointError, Config, ConfigError, NumericError, S
 from megajax.config.overlap_rules import resolved
 from megajax.counts.parameters import num_parameters
 from megajax.data import Data, load_data
+from megajax.hardware.records import check_dtype, hardware_of
+from megajax.hardware.targets import is_nvidia
+from megajax.hardware.topology import topology_of_host
 from megajax.parallel.mesh import mesh_for
 from megajax.parallel.placements import placements
 from megajax.processes.distributed import processes
+from megajax.processes.signals import telling
 from megajax.run.clock import Clock, RunSummary
+from megajax.run.compile_cache import compile_cache
+from megajax.run.host_memory import check_host_memory
 from megajax.run.limits import phase_limits
+from megajax.run.links import slow_links
 from megajax.run.lock import run_lock
 from megajax.run.log.metrics import MetricsWriter, check_wandb
 from megajax.run.log.report import Report
 from megajax.run.profile import Profiler
 from megajax.run.sampler import Sampler
+from megajax.run.standing import where_it_stands
 from megajax.run.start import check_tokenizer, find_start, origin_of
 from megajax.run.stop import StopWatch
 from megajax.run.trainer import Trainer
 from megajax.run.watchdog import Watchdog
 from megajax.train.step import TrainState, init_state
+
+# What is made of a run directory at the end of a run: the path of a file, None if it failed.
+AtEnd = Callable[[Path], Path | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +67,10 @@ class Run:
         """The lines of metrics.jsonl, one for each step and each evaluation."""
         lines = (self.folder / 'metrics.jsonl').read_text().splitlines()
         return [json.loads(line) for line in lines]
+
+
+# Returns a line on the mesh of a config, or nothing.
+Advise = Callable[[Config, Mesh], str]
 
 
 def train(config: Config, *, name: str = 'run') -> Run:
@@ -77,28 +93,34 @@ def train(config: Config, *, name: str = 'run') -> Run:
         raise leaving.__cause__ from None
 
 
-def run(config: Config, *, name: str) -> Run:
+def run(
+    config: Config, *, name: str, advise: Advise | None = None, at_end: AtEnd | None = None
+) -> Run:
     """Train `config` on its mesh, in processes that are already connected; see `train`.
 
-    When a signal (`processes/signals.py`) or `run.max_minutes` asks it to stop, it saves and
-    raises SystemExit(75).
+    What `advise` returns is printed below the mesh. The first process calls `at_end` with the run
+    directory, however the run ends once it has begun. When a signal (`processes/signals.py`) or
+    `run.max_minutes` asks it to stop, it saves and raises SystemExit(75).
     """
     check_wandb(config)
     clock = Clock()
     with StopWatch(config.run.max_minutes) as stop, _leaving():
         mesh = mesh_for(config)
+        _check_dtype(config, mesh)
+        check_host_memory(config, mesh)
         report = Report()
-        report.mesh(mesh)
-        report.parallelism(resolved(config, on_gpu=mesh.devices.flat[0].platform != 'cpu'))
+        _describe(config, mesh, report, advise)
         folder = _run_folder(config, name)
         watchdog = Watchdog(
             folder, _limits(config), index=jax.process_index(), count=jax.process_count()
         )
         with (
             run_lock(folder),
-            _summed(folder, clock, report) as summary,
+            _summed(folder, clock, report, at_end) as summary,
             watchdog,
+            telling(lambda: where_it_stands(folder, config.train.steps, summary, watchdog)),
             jax.set_mesh(mesh),
+            compile_cache(config.run, folder),
         ):
             if jax.process_index() == 0:
                 stop.progress = lambda: _what_is_saved(summary)
@@ -155,7 +177,7 @@ def _train(
                 metrics=metrics,
                 sampler=sampler,
                 summary=summary,
-                profiler=Profiler(folder, config.train.profile),
+                profiler=Profiler(folder, config),
                 checkpoints=checkpoints,
                 stop=stop,
                 watchdog=watchdog,
@@ -199,9 +221,38 @@ def _leaving() -> Iterator[None]:
         raise SystemExit(StopRequested.exit_code) from request
 
 
+def _describe(config: Config, mesh: Mesh, report: Report, advise: Advise | None) -> None:
+    report.mesh(mesh)
+    _note_links(mesh, report)
+    report.parallelism(resolved(config, on_gpu=mesh.devices.flat[0].platform != 'cpu'))
+    if advise and (line := advise(config, mesh)):
+        report.say(line)
+
+
+def _note_links(mesh: Mesh, report: Report) -> None:
+    """Print a note if tensor parallelism joins GPUs of this host over PCIe."""
+    is_tensor = mesh.shape['model'] * mesh.shape.get('row', 1) > 1
+    if is_tensor and is_nvidia(mesh.devices.flat[0]) and (topology := topology_of_host()):
+        note = slow_links(mesh, topology, process=jax.process_index())
+        if note:
+            report.say(f'note       {note}')
+
+
+def _check_dtype(config: Config, mesh: Mesh) -> None:
+    """Raise ConfigError if these devices do not compute in fp8; a CPU emulates it."""
+    known = hardware_of(mesh.devices.flat[0].device_kind)
+    if known and config.train.dtype == 'fp8':
+        check_dtype(config.train.dtype, known)
+
+
 @contextmanager
-def _summed(folder: Path, clock: Clock, report: Report) -> Iterator[RunSummary]:
-    """Write and print where the run's seconds went, however it ends once it has begun."""
+def _summed(
+    folder: Path, clock: Clock, report: Report, at_end: AtEnd | None
+) -> Iterator[RunSummary]:
+    """Write and print where the run's seconds went, however it ends once it has begun.
+
+    `at_end` follows.
+    """
     summary = RunSummary(folder, clock)
     try:
         yield summary
@@ -209,6 +260,8 @@ def _summed(folder: Path, clock: Clock, report: Report) -> Iterator[RunSummary]:
         if summary.step is not None:
             summary.write()
             report.say(f'\n{summary}')
+            if at_end is not None and jax.process_index() == 0 and (page := at_end(folder)):
+                report.say(f'report     {page}')
 
 
 def _run_folder(config: Config, name: str) -> Path:

@@ -25,6 +25,8 @@ QUIET = 1.0  # seconds without another line of the stacks, after which they are 
 MAX_SLEEP = 10.0  # maximum seconds between two reads of the page
 TAIL = 1 << 20  # bytes at the end of the log in which to look for lines of this stall
 HINT = 'run.watchdog_seconds sets the limit of a step, null turns the watchdog off'
+# This process lives as long as the run.
+IGNORED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 HALF = re.compile(
     r'^watchdog: (\S+) process (\d+) of \d+ \((pid \d+ on host \S+)\) '
     r"has been in phase '([^'\n]*)'.* \[beat (\d+)\]$",
@@ -61,8 +63,8 @@ def decode(page: bytes) -> Place:
 
 def report(shared: int, stacks: int, pid: int, log: str) -> None:
     """Warn when a phase has lasted half of its limit; log the stacks of `pid` when they come."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)  # this process lives as long as the run
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
     who, told = f'pid {pid} on host {platform.node()}', -1
     while not select.select([stacks], [], [], _until_half(place := _place(shared), told))[0]:
         if place == _place(shared) and place.beat != told and _age(place) >= place.limit / 2:

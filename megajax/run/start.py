@@ -22,7 +22,7 @@ from megajax.processes.agree import from_first
 from megajax.run.named import candidates_of_start, tokenizer_of
 
 # Keys that do not change what the weights mean.
-HARMLESS = ('model.dropout', 'model.init_std', 'vision.freeze', *OF_ROWS)
+HARMLESS = ('model.dropout', 'model.attention_dropout', 'model.init_std', 'vision.freeze', *OF_ROWS)
 # Keys that longer contexts change.
 ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')
 

@@ -4,15 +4,14 @@ import logging
 from typing import NamedTuple
 
 import jax
-from jax.stages import Compiled
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.config import Config, StopRequested
 from megajax.data import Data
-from megajax.miscompiles import check_compiled, mesh_target
 from megajax.processes.agree import all_are_here
 from megajax.run.between_steps import BetweenSteps
 from megajax.run.clock import Activity, RunSummary
+from megajax.run.compile_step import compile_step
 from megajax.run.evaluation import Evaluation
 from megajax.run.limits import MEASURED
 from megajax.run.log.metrics import MetricsWriter
@@ -23,10 +22,10 @@ from megajax.run.rollback import Rollbacks
 from megajax.run.sampler import Sampler
 from megajax.run.stop import StopWatch
 from megajax.run.watchdog import Watchdog
-from megajax.train.feed import Batch, PlacedBatches, abstract_batch
-from megajax.train.first_step import take_first_step
+from megajax.train.feed import Batch, PlacedBatches
+from megajax.train.first_step import take_first_step, with_scales
 from megajax.train.guard import respond
-from megajax.train.step import Metrics, TrainState, before_skipped, make_train_step
+from megajax.train.step import Metrics, TrainState, before_skipped
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +97,9 @@ class Trainer:
             )
             return
         self._begin('compile', 'compiling', 'compile')
-        with self.report.waiting('compiling the training step'):
-            self._train_step = (
-                make_train_step(self.config)
-                .lower(self.state, abstract_batch(self.config))
-                .compile()
-            )
-            self._check_compiled(self._train_step)
+        folder = self.checkpoints.folder.parent
+        self._train_step = compile_step(self.config, self.state, folder, self.report)
+        self.profiler.compiled = self._train_step
         self._meter = Meter(
             self.config, self._train_step, list(jax.sharding.get_mesh().devices.flat)
         )
@@ -135,13 +130,6 @@ class Trainer:
             self._evaluate_if_due()
         else:
             self._roll_back()
-
-    def _check_compiled(self, step: Compiled) -> None:
-        """Raise MiscompileError if XLA compiled the step wrongly for these GPUs."""
-        target = mesh_target()
-        if target != 'cpu':
-            for finding in check_compiled(step.as_text() or '', target):
-                self.report.say(str(finding))
 
     def save_now(self) -> None:
         """Save the state unless it is saved already; called before a requested exit."""
@@ -229,6 +217,8 @@ class Trainer:
             batch = next(self._batches)
             kind = 'first step' if step == self._first else 'step'
             after_batch = self._begin('productive', f'step {step}', kind)
+            if step == self._first:
+                self.state = with_scales(self.config, self.state, batch)
             self.state, metrics = self._run_step(batch)
             if self.profiler.covers(step):
                 jax.block_until_ready(metrics)  # its kernels belong to its part of the trace
@@ -247,10 +237,7 @@ class Trainer:
         )
 
     def _run_step(self, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Run the compiled step.
-
-        In fp16 the first step finds the loss scale, unless the config sets it.
-        """
+        """Run the compiled step; in fp16 the first finds the loss scale, unless it is set."""
         if (
             self.state.loss_scale is None
             or self.config.train.loss_scale != 'auto'

@@ -104,6 +104,7 @@ class Watchdog:
         self, folder: Path, limits: Mapping[str, float] | None, *, index: int = 0, count: int = 1
     ):
         self.folder, self.limits, self.index, self.count = folder, dict(limits or {}), index, count
+        self.phase, self.since = 'starting', time.monotonic()
         self._timers: tuple[_Timer, _Timer] | tuple[()] = ()
         self._beats = 0
 
@@ -117,7 +118,7 @@ class Watchdog:
             self._shared = _above_stderr(os.memfd_create('watchdog'))
             os.truncate(self._shared, PAGE)
             self._page = mmap.mmap(self._shared, PAGE)
-            self._place('starting', 'start')
+            self._place('start')
             self._start_reporter()
             self._make_timers(self.limits['start'])
         return self
@@ -143,22 +144,23 @@ class Watchdog:
 
     def beat(self, phase: str, kind: str = 'step') -> None:
         """Note progress: `phase` begins, with the limit of its kind."""
+        self.phase, self.since = phase, time.monotonic()
         if self._timers:
             tell, leave = self._timers
             if not tell.start(self.limits[kind]):
                 self._wait_for_the_end()
             leave.start(self.limits[kind])
-            self._place(phase, kind)
+            self._place(kind)
 
     def allow(self, kind: str, seconds: float) -> None:
         """Raise the limit of a kind of phase to `seconds`, if it is lower."""
         if self.limits:
             self.limits[kind] = max(self.limits[kind], seconds)
 
-    def _place(self, phase: str, kind: str) -> None:
+    def _place(self, kind: str) -> None:
         self._beats += 1
         place = Place(
-            self.limits[kind], self._beats, time.monotonic(), self.index, self.count, phase
+            self.limits[kind], self._beats, self.since, self.index, self.count, self.phase
         )
         self._page[:] = place.encode()
 

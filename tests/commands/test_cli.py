@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from megajax.commands.main import app
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,7 +96,9 @@ def test_a_wrong_config_fails_within_a_second() -> None:
     assert min(seconds() for _ in range(3)) < 1
 
 
-@pytest.mark.parametrize('arguments', ['train mesh.model=7', 'config show tiny', 'config list'])
+@pytest.mark.parametrize(
+    'arguments', ['train mesh.model=7', 'config show tiny', 'config list', 'config keys']
+)
 def test_configs_need_no_jax(arguments: str) -> None:
     program = (
         'import sys; from megajax.commands.main import main\ntry: main()\nexcept SystemExit: '
@@ -131,3 +136,61 @@ def test_presets_are_found_inside_the_package_as_a_wheel_has_them(tmp_path: Path
     shutil.copytree(ROOT / 'megajax', tmp_path / 'megajax')
     shutil.copytree(ROOT / 'configs', tmp_path / 'megajax' / 'configs')
     assert megajax('config', 'list', folder=tmp_path).stdout == megajax('config', 'list').stdout
+
+
+COMMANDS = (
+    *(
+        '',
+        'train',
+        'generate',
+        'eval',
+        'config',
+        'config diff',
+        'config from-megatron',
+        'config keys',
+        'report',
+        'data',
+        'data build',
+    ),
+    *('checkpoint', 'import', 'export', 'plan', 'plan for', 'inspect', 'inspect step', 'profile'),
+)
+
+
+@pytest.mark.parametrize('command', COMMANDS)
+def test_help_says_everything_in_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('COLUMNS', '80')
+    texts = [
+        CliRunner().invoke(app, [*command.split(), option]).stdout for option in ('-h', '--help')
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith('Usage: ')
+    assert max(map(len, texts[0].splitlines())) <= 80
+    cut = [line for line in texts[0].splitlines() if line.endswith('...') and '[' not in line]
+    assert not cut
+
+
+def test_the_first_command_listed_is_train() -> None:
+    listed = CliRunner().invoke(app, ['-h']).stdout.partition('Commands:')[2].split()
+    assert listed[0] == 'train'
+
+
+@pytest.mark.parametrize('shell', ['bash', 'zsh', 'fish'])
+def test_a_shell_completes_commands(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('_MEGAJAX_COMPLETE', f'complete_{shell}')
+    monkeypatch.setenv('COMP_WORDS', 'megajax tra')
+    monkeypatch.setenv('COMP_CWORD', '1')
+    monkeypatch.setenv('_TYPER_COMPLETE_ARGS', 'megajax tra')
+    monkeypatch.setenv('_TYPER_COMPLETE_FISH_ACTION', 'get-args')
+    assert 'train' in CliRunner().invoke(app, [], prog_name='megajax').stdout
+
+
+def test_two_configs_differ_in_what_is_written_and_what_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / 'config.yaml').write_text(
+        megajax('config', 'show', 'tiny', 'train.steps=70', 'mesh.model=1').stdout
+    )
+    found = CliRunner().invoke(app, ['config', 'diff', 'tiny', str(tmp_path)]).stdout
+    assert found == 'mesh.model: 2 -> 1\ntrain.steps: 180 -> 70\n'
+    assert not CliRunner().invoke(app, ['config', 'diff', 'tiny', 'tiny']).stdout
+    assert 'vision.patch_size: None -> ' in (
+        CliRunner().invoke(app, ['config', 'diff', 'tiny', 'tiny_vlm']).stdout
+    )

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from megajax.commands import generate as cli_generate
 from megajax.commands.main import app
 from megajax.config import ConfigError
+from megajax.config.extras import install
 
 
 @pytest.mark.parametrize(
@@ -57,10 +58,7 @@ def test_a_harness_that_is_not_installed_is_said_with_the_command(
 ) -> None:
     monkeypatch.setattr(cli_generate, 'find_spec', lambda _: None)
     done = CliRunner().invoke(app, ['eval', 'run', '--harness', 'boolq'])
-    assert (
-        str(done.exception)
-        == "--harness needs lm-evaluation-harness: pip install 'megajax[harness]'"
-    )
+    assert str(done.exception) == f'--harness needs lm-evaluation-harness: {install("harness")}'
 
 
 @pytest.mark.parametrize(

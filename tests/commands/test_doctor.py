@@ -48,6 +48,10 @@ def test_every_fact_stands_under_its_name(tmp_path: Path) -> None:
         'plugin',
         'devices',
         'miscompiles',
+        'nccl',
+        'links',
+        'shared memory',
+        'variables',
         'loopback',
         'proxy',
         'folder',
@@ -106,7 +110,7 @@ def test_a_gpu_that_jax_does_not_use_is_found(
     monkeypatch.setattr(doctor, 'visible_gpus', lambda _: 2)
     (finding,) = diagnose(tmp_path, environ=CPU).findings
     assert finding.what.startswith('2 GPUs are visible, and jax ')
-    assert ('megajax[cuda]' in finding.fix) == (not plugins)
+    assert ('[cuda]' in finding.fix) == (not plugins)
 
 
 def test_a_plugin_for_another_jaxlib_is_found(

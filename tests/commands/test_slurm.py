@@ -130,7 +130,6 @@ def submit(folder: Path, environ: dict[str, str]) -> tuple[str, Path]:
         '--gpus-per-node=8': '--gpus-per-node=2',
         '--cpus-per-task=8': '--cpus-per-task=1',
         '--signal=TERM@600': f'--signal=TERM@{WARNED_SECONDS}',
-        'megatron_8.3b mesh.data=4 mesh.model=8': 'small.yaml mesh.data=2 mesh.model=1',
     }.items():
         assert theirs in text
         text = text.replace(theirs, ours)
@@ -141,13 +140,16 @@ def submit(folder: Path, environ: dict[str, str]) -> tuple[str, Path]:
     program.chmod(0o755)
     job = environ | {'PATH': f'{program.parent}:{environ["PATH"]}', 'PYTHONPATH': str(ROOT)}
     job |= {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '1', 'RUN_DIR': f'{folder}/run'}
-    overrides = (
+    arguments = (
+        'small.yaml',
+        'mesh.data=2',
+        'mesh.model=1',
         'train.steps=100000',
         'optim.schedule=constant',
         'checkpoint.every=100000',
         'train.eval_every=100000',
     )
-    number = run('sbatch', '--parsable', 'job.sbatch', *overrides, environ=job, cwd=folder).strip()
+    number = run('sbatch', '--parsable', 'job.sbatch', *arguments, environ=job, cwd=folder).strip()
     return number, folder / f'megajax-{number}.log'
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config import ConfigError
+from megajax.config.extras import install
 from megajax.data.image_text.chat import PlainChat, TemplateChat
 
 MESSAGES = [
@@ -108,4 +109,4 @@ def test_a_template_that_cannot_be_compiled_or_read_is_refused(tmp_path: Path) -
 
 def test_without_jinja2_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('megajax.data.image_text.chat.find_spec', lambda name: None)
-    assert "pip install 'megajax[chat]'" in refusal(write(tmp_path, CHATML))
+    assert install('chat') in refusal(write(tmp_path, CHATML))

@@ -4,7 +4,10 @@ named.
 
 import gzip
 import os
+import re
 import sys
+import threading
+import tracemalloc
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +18,8 @@ import zstandard
 from pyarrow import parquet
 
 from megajax.config import ConfigError
+from megajax.config.extras import install
+from megajax.data.build.decompress import decompress, open_input
 from megajax.data.build.inputs import Format, find_inputs
 from megajax.data.build.pieces import InputPiece, Position, Unit
 from megajax.data.build.read import read_units
@@ -165,10 +170,8 @@ def test_a_library_that_is_missing_is_named(
     for name, module in (('a.jsonl.zst', 'zstandard'), ('a.parquet', 'pyarrow')):
         (tmp_path / name).write_bytes(b'x')
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(
-            ConfigError,
-            match=rf"{name}: needs {module}, which is not installed; pip install 'megajax\[data\]'",
-        ):
+        message = f'{name}: needs {module}, which is not installed; {install("data")}'
+        with pytest.raises(ConfigError, match=re.escape(message)):
             find_inputs([str(tmp_path / name)], None)
 
 
@@ -177,3 +180,47 @@ def test_a_column_that_is_not_text_is_named(tmp_path: Path) -> None:
         units(write_parquet(tmp_path / 'a.parquet', ['a'], key='body'), unit=100)
     with pytest.raises(ConfigError, match=r"column 'text' is int64, not text"):
         units(write_parquet(tmp_path / 'b.parquet', [1]), unit=100)
+
+
+def test_a_file_that_links_lead_to_again_is_read_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / 'deep').mkdir()
+    (tmp_path / 'deep/a.jsonl').write_text('{"text": "a"}\n')
+    (tmp_path / 'deep/loop').symlink_to(tmp_path / 'deep')
+    (tmp_path / 'b.jsonl').symlink_to(tmp_path / 'deep/a.jsonl')
+    found = find_inputs([f'{tmp_path}/**/*.jsonl'], None)
+    assert [input.path for input in found] == [f'{tmp_path}/b.jsonl']
+    assert 'matches are links to others' in caplog.text
+    named = [f'{tmp_path}/b.jsonl', f'{tmp_path}/deep/a.jsonl']
+    assert [input.path for input in find_inputs(named, None)] == named
+
+
+def test_a_bomb_is_decompressed_in_pieces_of_bounded_size(tmp_path: Path) -> None:
+    writer = zstandard.ZstdCompressor().compressobj()
+    zeros = bytes(1 << 24)
+    bomb = b''.join(writer.compress(zeros) for _ in range(64)) + writer.flush()
+    assert len(bomb) < 1 << 17
+    (tmp_path / 'bomb.jsonl.zst').write_bytes(bomb)
+    (input,) = find_inputs([str(tmp_path / 'bomb.jsonl.zst')], None)
+    tracemalloc.start()
+    with open_input(input) as raw, decompress(input, raw) as stream:
+        assert stream.read(100) == bytes(100)
+        _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 29
+
+
+def test_a_pipe_that_nobody_writes_into_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / 'pipe'
+    os.mkfifo(path)
+    (input,) = find_inputs([str(path)], 'jsonl')
+    writer = threading.Thread(target=path.write_text, args=('{"text": "a"}\n',))
+    with caplog.at_level('INFO'):
+        writer.start()
+        with open_input(input) as raw:
+            assert raw.read() == b'{"text": "a"}\n'
+    writer.join()
+    assert f'{path} is a pipe: waiting' in caplog.text

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support import on_mesh, random_params, slow
+from support import on_mesh, random_params
 from vlm import vlm
 
 from megajax.checkpoint.checkpoints import Checkpoints
@@ -56,7 +56,8 @@ def answers(config: Config, folder: Path, batch_size: int, temperature: float) -
         return {picture.name: row.text for picture, row in found}
 
 
-@pytest.mark.parametrize('temperature', [slow(0.0), 0.9])
+@pytest.mark.slow
+@pytest.mark.parametrize('temperature', [0.0, 0.9])
 def test_an_answer_is_the_same_in_every_batch(folder: Path, temperature: float) -> None:
     together = answers(CONFIG, folder, 16, temperature)
     assert list(together) == [f'{i}.png' for i in range(5)]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import make_batch, on_mesh, random_params, slow
+from support import make_batch, on_mesh, random_params
 from vlm import RELEVANCE, relevant
 
 from megajax.config import Config
@@ -83,7 +83,8 @@ def uncached() -> list[list[int]]:
     return [token_BS[row, length : length + NEW].tolist() for row, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize(('data', 'model'), [(2, 2), slow(1, 1), slow(1, 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize(('data', 'model'), [(2, 2), (1, 1), (1, 4)])
 def test_the_cache_changes_nothing_and_the_budget_is_kept(data: int, model: int) -> None:
     expected = uncached()
     config = config_on(data, model)

@@ -189,7 +189,7 @@ def test_a_frozen_process_is_found_by_its_heartbeat_and_named(folder: Path) -> N
 
 
 @pytest.mark.parametrize(
-    'where', ['megajax.run.run.load_data', 'megajax.run.trainer.make_train_step']
+    'where', ['megajax.run.run.load_data', 'megajax.run.compile_step.make_train_step']
 )
 def test_an_error_in_one_process_before_the_first_step_ends_all_and_is_shown(
     folder: Path, where: str

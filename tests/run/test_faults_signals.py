@@ -52,6 +52,7 @@ def test_a_second_sigterm_is_the_first(folder: Path, processes: int, pause: floa
     code, said = finish(process)
     assert (code, 'stopped by' in said, 'saving now' in said) == (75, True, True), said
     assert len(steps(folder / 'run')) == 1, said
+    assert 'The run stopped at step ' in (folder / 'run/report.html').read_text()
 
 
 def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(

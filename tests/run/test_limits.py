@@ -32,7 +32,7 @@ def test_a_number_is_the_limit_of_a_step_and_shortens_no_other():
 
 @pytest.mark.parametrize('value', [0, -1, 'off', True, float('inf')])
 def test_what_is_no_limit_is_refused_with_what_is_one(value):
-    with pytest.raises(ValueError, match='a number above 0, auto or null'):
+    with pytest.raises(ValueError, match='a number above 0 and up to 600000000, auto or null'):
         make_config(run={'watchdog_seconds': value})
 
 

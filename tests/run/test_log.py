@@ -82,10 +82,8 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(
         'step_ms', 'data_wait_ms', 'checkpoint_ms', 'skipped_steps',
     }  # fmt: skip
     assert all(always <= line.keys() for line in steps)
-    assert max(steps, key=lambda line: line['checkpoint_ms'])['step'] in (
-        6,
-        11,
-    )  # those after a save
+    after_a_save = {6, 11}
+    assert max(steps, key=lambda line: line['checkpoint_ms'])['step'] in after_a_save
 
     seconds = summary(folder / 'run')['seconds']
     # The last lines are printed and the lock is given back after the clock's last look.
@@ -109,7 +107,7 @@ def test_a_run_tells_of_each_step_once_and_where_its_seconds_went(
         ' '.join(said.split()),
     )
     assert told
-    assert float(told[1]) == pytest.approx(seconds['total'], rel=0.01)
+    assert float(told[1]) == pytest.approx(seconds['total'], abs=0.06)  # the line has one decimal
 
     (trace,) = (folder / 'run/profile').rglob('*.xplane.pb')
     events = (

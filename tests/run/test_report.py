@@ -1,5 +1,6 @@
 """What the lines of a run say, and that they fit a terminal."""
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -47,6 +48,25 @@ def test_a_line_has_all_numbers_and_fits(capsys: pytest.CaptureFixture[str]) -> 
         'TFLOP/s  MFU 41.7%  71.2 GB'
     )
     assert len(line) < 120
+
+
+def test_on_a_terminal_the_lines_stay_above_a_bar_that_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (('FORCE_COLOR', '1'), ('TERM', 'xterm'), ('COLUMNS', '80')):
+        monkeypatch.setenv(name, value)
+    steps = [STEP | SPEED | {'loss': loss} for loss in (11.25, 10.5)]
+    with Report().progress(start=99_998, steps=100_000, log_every=1) as progress:
+        for number, values in enumerate(steps, 99_999):
+            progress.step(number, {'skipped_steps': 0, **values})
+    shown = re.sub(r'\x1b\[[\d;?]*[a-zA-Z]', '', capsys.readouterr().out)
+    lines = [line.strip() for line in re.split('[\r\n]+', shown)]
+    for number, loss in ((99_999, '11.250'), (100_000, '10.500')):
+        at = lines.index(f'step {number}/100000  loss {loss}  lr 3.00e-04  grad norm 0.31')
+        assert lines[at + 1] == '1,234,567 tokens/s  412 TFLOP/s  MFU 41.7%  71.2 GB'
+    bars = [line for line in lines if '━' in line]
+    assert any('100000/100000' in bar and 'loss 10.500  MFU 41.7% left' in bar for bar in bars)
+    assert all(len(line) <= 80 and '…' not in line for line in lines)
 
 
 def test_what_is_not_known_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:

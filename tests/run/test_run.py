@@ -48,9 +48,8 @@ def test_a_run_says_what_it_does_and_leaves_what_it_says(folder: Path) -> None:
         assert said in result.stdout
     assert sorted(losses(folder / 'run')) == [1, 2, 3, 4, 5, 6]
     assert (folder / 'run/checkpoints/6').is_dir()
-    assert {'config.yaml', 'tokenizer.json', 'tensorboard'} <= {
-        path.name for path in (folder / 'run').iterdir()
-    }
+    written = {path.name for path in (folder / 'run').iterdir()}
+    assert {'config.yaml', 'tokenizer.json', 'tensorboard', 'report.html'} <= written
 
 
 @pytest.mark.slow

@@ -138,6 +138,7 @@ def test_what_leaves_the_weights_their_meaning_may_differ_and_is_said(
         )
     said = [record.message for record in caplog.records]
     assert said == [
+        'start      model.attention_dropout: 0.0 -> 0.5',
         'start      model.dropout: 0.0 -> 0.5',
         'start      model.max_seq_len: 64 -> 128',
         'start      model.rope_theta: 10000.0 -> 500000.0',

@@ -14,7 +14,7 @@ from support import write_run
 
 from megajax.config import Config, NumericError, load
 from megajax.data import Batches
-from megajax.run import trainer
+from megajax.run import compile_step, trainer
 from megajax.run.log.metrics import MetricsWriter
 from megajax.run.rollback import ROLLBACKS
 from megajax.run.run import run
@@ -70,7 +70,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             return batch
 
         monkeypatch.setattr(Batches, 'rows', rows)
-        monkeypatch.setattr(trainer, 'make_train_step', make_counting_step)
+        monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
         run(
             load(folder / 'small.yaml', [f'run.dir={folder}/run', 'data.split=1,0,0']), name='small'
         )

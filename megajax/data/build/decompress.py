@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import logging
 import sys
 import zlib
 from collections.abc import Iterator
@@ -12,6 +13,12 @@ from typing import Any, BinaryIO, cast
 from megajax.data.build.inputs import STDIN, Input, optional, unreadable
 from megajax.data.build.pieces import UNIT
 
+# Compressed bytes that are given to zstd at once. A block of 4 bytes may stand for 128 KiB of equal
+# ones, so that a piece makes at most 128 MiB, whatever the file holds.
+PIECE = 1 << 12
+
+logger = logging.getLogger(__name__)
+
 
 @contextmanager
 def open_input(input: Input) -> Iterator[BinaryIO]:
@@ -19,6 +26,8 @@ def open_input(input: Input) -> Iterator[BinaryIO]:
     if input.path == STDIN:
         yield sys.stdin.buffer
     else:
+        if Path(input.path).is_fifo():
+            logger.info('%s is a pipe: waiting for what writes into it', input.path)
         with Path(input.path).open('rb') as file:
             yield file
 
@@ -77,7 +86,7 @@ class _ZstdFile(io.RawIOBase):
         return count
 
     def _fill(self) -> bool:
-        self._input = self._input or self._raw.read(1 << 16)
+        self._input = self._input or self._raw.read(PIECE)
         if not self._input:
             if self._frame:
                 raise EOFError('the file ends inside a frame')

@@ -1,6 +1,7 @@
 """The corpus files of a build: the paths, globs and streams that `--input` names."""
 
 import glob
+import logging
 import os
 import stat
 from collections.abc import Sequence
@@ -10,8 +11,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megajax.config.errors import ConfigError, Problem
+from megajax.config.extras import install
 
 STDIN = '-'
+
+logger = logging.getLogger(__name__)
 
 Format = Literal['jsonl', 'text', 'parquet']
 SUFFIXES: dict[str, Format] = {
@@ -73,7 +77,17 @@ def _expand(pattern: str) -> list[str]:
     names = sorted(name for name in glob.glob(path, recursive=True) if not Path(name).is_dir())
     if not names:
         raise input_error(path, "matches no file; check the pattern ('**' descends into folders)")
-    return names
+    return _once(pattern, names)
+
+
+def _once(pattern: str, names: list[str]) -> list[str]:
+    """Return the names without those that links give to the same files; a loop of links has 40."""
+    files = dict[str, str]()
+    for name in sorted(names, key=lambda name: (name.count(os.sep), name)):
+        files.setdefault(os.path.realpath(name), name)
+    if left := len(names) - len(files):
+        logger.warning('%s: %d of %d matches are links to others', pattern, left, len(names))
+    return sorted(files.values())
 
 
 def _look(path: str, format: Format | None) -> Input:
@@ -128,7 +142,7 @@ def optional(module: str, path: str) -> Any:
         return import_module(module)
     except ImportError as error:
         raise input_error(
-            path, f"needs {error.name}, which is not installed; pip install 'megajax[data]'"
+            path, f'needs {error.name}, which is not installed; {install("data")}'
         ) from error
 
 

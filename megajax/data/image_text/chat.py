@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from megajax.config.errors import ConfigError, Problem
+from megajax.config.extras import install
 
 MAX_SECONDS = 2.0  # processor time for the renderings of one document
 MAX_CHARACTERS = 1 << 22  # of a rendering
@@ -68,7 +69,7 @@ class TemplateChat:
         self._path, self._variables = str(path), {'bos_token': bos, 'eos_token': eos}
         self._process: subprocess.Popen[str] | None = None
         if find_spec('jinja2') is None:
-            raise self._problem("needs jinja2; install it with: pip install 'megajax[chat]'", '')
+            raise self._problem(f'needs jinja2; install it with: {install("chat")}', '')
         try:
             template = Path(path).read_text('utf-8')
         except (OSError, UnicodeDecodeError) as error:

@@ -16,6 +16,7 @@ import jax
 
 from megajax.config import Config, ConfigError
 from megajax.config.errors import reason
+from megajax.config.extras import install
 from megajax.run.log.append import AppendedFile
 from megajax.run.log.trackers import TensorBoard, WandB
 
@@ -175,5 +176,5 @@ def check_wandb(config: Config) -> None:
     if config.run.wandb and find_spec('wandb') is None:
         raise ConfigError(
             f'run.wandb={config.run.wandb} needs wandb, which is not installed: '
-            "pip install 'megajax[wandb]', or leave the key out"
+            f'{install("wandb")}, or leave the key out'
         )

@@ -26,6 +26,8 @@ from megajax.hardware.targets import is_nvidia
 from megajax.parallel.mesh import is_simulated
 from megajax.parallel.placements import Placement
 from megajax.processes.signals import drop_lost_outputs
+from megajax.render.folded import Folded
+from megajax.render.text import visible
 from megajax.train.loss_scale import MARGIN
 
 LEARNING = {'loss': 'loss {:.3f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad norm {:.2f}'}
@@ -47,7 +49,7 @@ class Report:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self.console.print(text, markup=False)
+        self.console.print(visible(text), markup=False)
 
     def mesh(self, mesh: Mesh) -> None:
         """Print the axes of the mesh and its devices."""
@@ -121,7 +123,7 @@ class Report:
             table.add_row(parameter.name, shape, axes, f'{parameter.bytes_per_device:,}')
         total = sum(parameter.bytes_per_device for parameter in parameters)
         table.add_row(f'{num_parameters:,} parameters', '', '', f'{total:,}', style='bold')
-        self.console.print(table)
+        self.console.print(Folded(table) if self.console.is_terminal else table)
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -135,7 +137,7 @@ class Report:
 
     @contextmanager
     def progress(self, *, start: int, steps: int, log_every: int) -> Iterator['StepReport']:
-        """Show a bar over the steps; off a terminal, a line every `log_every` steps."""
+        """Print a line every `log_every` steps, on a terminal above a bar."""
         columns = (
             TextColumn('step'),
             MofNCompleteColumn(),
@@ -170,7 +172,7 @@ def _cpus(mesh: Mesh) -> str:
 
 
 class StepReport:
-    """The progress of the training loop, as a bar or as lines."""
+    """The progress of the training loop: lines, and on a terminal a bar below them."""
 
     def __init__(self, report: Report, bar: Progress, *, start: int, steps: int, log_every: int):
         self.report, self.bar, self.steps, self.log_every = report, bar, steps, log_every
@@ -196,13 +198,19 @@ class StepReport:
         )
         rates = {name: self._sums[name] / self._sums['step_ms'] for name in RATES if name in values}
         lines = _describe(LEARNING, values), '  '.join([_describe(RATES, rates), *_memory(values)])
-        self.bar.update(self.task, completed=step, values='\n'.join(lines))
+        self.bar.update(self.task, completed=step, values=_in_short(values, rates))
         if step % self.log_every == 0 or step == self.steps:
-            if self.bar.disable:
-                self.report.say(f'step {step}/{self.steps}  {"  ".join(lines)}')
+            self._say(f'step {step}/{self.steps}  {lines[0]}', lines[1])
             for remark in _remarks(self._sums, values):
                 self.report.say(f'step {step}  {remark}')
             self._sums.clear()
+
+    def _say(self, learning: str, rates: str) -> None:
+        """Print a line, above the bar if there is one; two on a terminal that is too narrow."""
+        console, line = self.report.console, f'{learning}  {rates}'
+        if console.is_terminal and len(line) > console.width:
+            line = f'{learning}\n    {rates}'
+        self.report.say(line)
 
     def close(self) -> None:
         """Print how many steps of this start were skipped, and why."""
@@ -214,6 +222,13 @@ class StepReport:
 def _describe(forms: Mapping[str, str], values: Mapping[str, float]) -> str:
     """Format the values that `forms` names, in its order; unknown ones are left out."""
     return '  '.join(form.format(values[name]) for name, form in forms.items() if name in values)
+
+
+def _in_short(values: Mapping[str, float], rates: Mapping[str, float]) -> str:
+    """The loss and one rate, which fit beside the bar."""
+    rate = 'mfu' if 'mfu' in rates else 'tokens_per_s'
+    shown = {'loss': LEARNING['loss'], rate: RATES[rate]}
+    return _describe(shown, {**values, **rates})
 
 
 def _why_skipped(values: Mapping[str, float]) -> str:

@@ -1,0 +1,34 @@
+"""The compilation of a run's training step, which is checked and kept."""
+
+import time
+from pathlib import Path
+
+from jax.stages import Compiled
+
+from megajax.config import Config
+from megajax.miscompiles import check_compiled, mesh_target
+from megajax.run.kept_step import keep_step
+from megajax.run.log.report import Report
+from megajax.train.feed import abstract_batch
+from megajax.train.step import TrainState, make_train_step
+
+
+def compile_step(config: Config, state: TrainState, folder: Path, report: Report) -> Compiled:
+    """Compile the step of a run that has this state, and keep its text in the run directory.
+
+    All processes must call this. Raises MiscompileError if XLA compiled the step wrongly for these
+    GPUs.
+    """
+    start = time.perf_counter()
+    with report.waiting('compiling the training step'):
+        compiled = make_train_step(config).lower(state, abstract_batch(config)).compile()
+        _check(compiled, report)
+    keep_step(folder, compiled, state, seconds=time.perf_counter() - start)
+    return compiled
+
+
+def _check(compiled: Compiled, report: Report) -> None:
+    target = mesh_target()
+    if target != 'cpu':
+        for finding in check_compiled(compiled.as_text() or '', target):
+            report.say(str(finding))

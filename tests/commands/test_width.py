@@ -1,0 +1,87 @@
+"""The main tables of the command line on a terminal of 80 columns: what matters is never cut."""
+
+import pytest
+from rich.console import RenderableType
+
+from megajax import load, plan
+from megajax.commands import main
+from megajax.config import presets
+from megajax.inspect import report as inspect_report
+from megajax.inspect.audit import audit
+from megajax.inspect.compile import compile_step
+from megajax.inspect.result import Inspection
+from megajax.parallel.mesh import mesh_for
+from megajax.plan import report as plan_report
+from megajax.plan.generation import plan_generation
+from megajax.plan.generation_report import generation_table
+from megajax.plan.published_tables import TABLES
+from megajax.plan.result import Plan
+from megajax.plan.tables import summary, table_of
+from megajax.render.console import as_text
+from megajax.render.folded import Folded
+
+KEYS = ['mesh.sequence_parallel=true', 'model.num_layers=1', 'model.hidden_size=64']
+
+
+def shown(what: RenderableType, width: int = 80) -> list[str]:
+    lines = as_text(what, width=width).splitlines()
+    assert not [line for line in lines if '…' in line or len(line) > width]
+    return lines
+
+
+@pytest.fixture(scope='module')
+def inspection() -> Inspection:
+    config = load('tiny', KEYS)
+    return audit(config, compile_step(config, mesh_for(config), 4), 'cpu')
+
+
+@pytest.fixture(scope='module')
+def planned() -> Plan:
+    return plan(load('megatron_8.3b', ['model.dropout=0']), gpu='h100', gpus=64)
+
+
+def test_inspect_shows_every_site_with_its_verdict(inspection: Inspection) -> None:
+    lines = shown(inspect_report.tables(inspection))
+    for row in inspection.rows:
+        (line,) = [
+            line
+            for line in lines
+            if tuple(line.split()[:3]) == (*row.site.split(), row.phase, row.axis)
+        ]
+        assert line.split()[-1] == row.verdict
+    text = '\n'.join(lines)
+    for row in inspection.rows:
+        assert all(transfer.array in text for transfer in row.placed[:3])
+
+
+def test_plan_shows_every_layout_with_its_time_and_the_reason(planned: Plan) -> None:
+    text = ' '.join(' '.join(shown(plan_report.tables(planned))).split())
+    for layout in plan_report._best_of_each(planned.layouts):
+        assert layout.name in text
+        if layout.seconds and layout.mfu:
+            reason = layout.reason or 'the fastest'
+            assert f'{1e3 * layout.seconds:,.1f} {layout.mfu:.1%}' in text
+            assert reason.split(':')[0] in text
+
+
+@pytest.mark.parametrize('name', [*TABLES, 'all'])
+def test_the_papers_tables_show_their_rows(name: str) -> None:
+    lines = shown(Folded(summary() if name == 'all' else table_of(name)))
+    assert len(lines) > 3
+
+
+def test_a_plan_of_generation_is_shown_whole() -> None:
+    generation = plan_generation(
+        load('llama3_8b'), gpu='h100', gpus=8, prompt=1024, tokens=256, batch=1
+    )
+    assert any('tokens/s' in line for line in shown(generation_table(generation)))
+
+
+def test_names_of_presets_can_be_typed_from_any_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('COLUMNS', '40')
+    main.list_presets()
+    lines = capsys.readouterr().out.splitlines()
+    assert {*presets()} <= {line.split()[0] for line in lines}
+    assert all(len(line) <= 40 and '…' not in line for line in lines)

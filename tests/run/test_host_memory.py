@@ -1,0 +1,53 @@
+"""Simulated devices that a host has no memory for are refused; what fits is not."""
+
+import jax
+import numpy as np
+import pytest
+from support import make_batch, make_config, on_mesh, slow
+
+from megajax.config import Config, ConfigError, load
+from megajax.parallel.mesh import mesh_for
+from megajax.run import host_memory, run
+from megajax.run.host_memory import check_host_memory, state_bytes
+from megajax.train.feed import place_batch
+from megajax.train.step import init_state, make_train_step
+
+GB = 10**9
+
+
+def test_too_many_devices_for_a_host_are_refused_with_the_bytes_and_a_way_out(monkeypatch):
+    config = load('gpt2_124m', ['mesh.data=2', 'mesh.model=4', 'train.dtype=bfloat16'])
+    monkeypatch.setattr(host_memory, 'host_memory', lambda: 3 * GB)
+    monkeypatch.setattr(run, 'load_data', lambda _: pytest.fail('the run has begun'))
+    with pytest.raises(ConfigError) as refusal:
+        run.run(config, name='large')
+    assert str(refusal.value) == (
+        'training on 8 simulated devices needs at least 4.1 GB for parameters, gradients and '
+        'moments, and this host has 3.0 GB: set mesh.data=1 (at least 2.0 GB), or train a '
+        'smaller model'
+    )
+    assert refusal.value.exit_code == 2
+    monkeypatch.setattr(host_memory, 'host_memory', lambda: GB)
+    with pytest.raises(ConfigError, match='train a smaller model here, or this one on GPUs'):
+        check_host_memory(config, mesh_for(config))
+
+
+@pytest.mark.parametrize('have', [4.2 * GB, None])
+def test_what_fits_or_may_fit_is_not_refused(monkeypatch, have):
+    config = load('gpt2_124m', ['mesh.data=2', 'mesh.model=4'])
+    monkeypatch.setattr(host_memory, 'host_memory', lambda: have)
+    check_host_memory(config, mesh_for(config))
+
+
+@pytest.mark.parametrize('shard', ['none', slow('weights')])
+def test_the_bound_is_not_above_what_a_step_holds(shard):
+    config: Config = make_config('llama', 2, 2, optim={'shard': shard})
+    with on_mesh(config):
+        state = init_state(config)
+        step = make_train_step(config).lower(state, place_batch(make_batch(config))).compile()
+    memory = step.memory_analysis()
+    held = sum(
+        x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state) if np.ndim(x) > 0
+    )
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert held < state_bytes(config) <= needed
