@@ -1,0 +1,67 @@
+"""Hooks of mkdocs: the site has pages from all of the repository, with links as on GitHub.
+
+The README is the home page, and notebooks are shown as they were run, with their outputs.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from nbconvert import MarkdownExporter
+
+ROOT = Path(__file__).parents[1]
+AT_ROOT = ('README.md', 'CONTRIBUTING.md', 'CHANGELOG.md', 'SECURITY.md')
+LINK = re.compile(r'\]\(([^)\s:#]+\.(?:md|ipynb|png|svg))(#[^)\s]*)?\)')
+QUOTED = re.compile(r'^<!-- lines of .* -->\n', re.MULTILINE)  # for the tests
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are not below `docs/`."""
+    for name in AT_ROOT:
+        files.append(File.generated(config, _site_path(name), abs_src_path=str(ROOT / name)))
+    for notebook in sorted((ROOT / 'notebooks').glob('*.ipynb')):
+        for path, content in _pages_of(notebook):
+            files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links within the repository at pages of the site."""
+    here = page.file.src_uri
+    folder = posixpath.dirname(_repository_path(here))
+
+    def link(match: re.Match[str]) -> str:
+        target = _site_path(posixpath.normpath(posixpath.join(folder, match[1])))
+        return f']({posixpath.relpath(target, posixpath.dirname(here) or ".")}{match[2] or ""})'
+
+    return QUOTED.sub('', LINK.sub(link, markdown))
+
+
+def _pages_of(notebook: Path) -> list[tuple[str, str | bytes]]:
+    """Return a notebook as a page, the pictures on it, and itself to download."""
+    names = {'unique_key': notebook.stem, 'output_files_dir': f'{notebook.stem}_files'}
+    text, resources = MarkdownExporter().from_filename(str(notebook), names)
+    note = f'<a href="{notebook.name}" download>Download this notebook</a>; '
+    note += 'it is shown with the outputs of its last run.'
+    return [
+        (f'notebooks/{notebook.stem}.md', f'{text}\n\n{note}\n'),
+        (f'notebooks/{notebook.name}', notebook.read_bytes()),
+        *((f'notebooks/{name}', content) for name, content in resources['outputs'].items()),
+    ]
+
+
+def _site_path(path: str) -> str:
+    """Return where a file of the repository lies in the site's sources."""
+    if path == 'README.md':
+        return 'index.md'
+    return re.sub(r'\.ipynb$', '.md', path.removeprefix('docs/'))
+
+
+def _repository_path(path: str) -> str:
+    """Return the file of the repository of which a page of the site is made."""
+    if path == 'index.md':
+        return 'README.md'
+    return path if path in AT_ROOT or path.startswith('notebooks/') else f'docs/{path}'
