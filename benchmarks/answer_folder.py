@@ -60,6 +60,7 @@ def main() -> None:
 
 def measure(preset: str, rows: int, *, following: bool) -> str:
     overrides = [f'mesh.model={DEVICES}', 'mesh.data=1', 'train.dtype=bfloat16']
+    overrides += ['mesh.sequence_parallel=true', 'optim.shard=none']
     config = megajax.load(preset, overrides)
     mesh = mesh_of(gpu_devices(TARGET, hosts=1, per_host=DEVICES), config.mesh.sizes)
     with jax.set_mesh(mesh):

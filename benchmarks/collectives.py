@@ -114,7 +114,7 @@ def load(
         f'train.recompute={recompute}',
         f'train.batch_size={4 * int(data)}',
     ]
-    overrides += ['train.overlap=none', 'train.unroll=false']
+    overrides += ['train.overlap=none', 'train.unroll=false', 'optim.shard=none']
     return megajax.load(preset, [*overrides, 'train.dtype=bfloat16', 'model.dropout=0.0'])
 
 

@@ -79,7 +79,9 @@ def measure(
         f'mesh.sequence_parallel={str(parallel == "sp").lower()}',
         f'train.batch_size={8 * data}',
         'train.microbatches=1',
+        'train.recompute=full',
         'train.dtype=bfloat16',
+        'optim.shard=none',
     ]
     config = megajax.load(preset, [*keys, *overrides.split()])
     step = compile_for(config, target, num_hosts(config.mesh.num_devices))

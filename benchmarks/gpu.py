@@ -42,6 +42,7 @@ MEASUREMENTS = (
     Measurement('machine', 30, 'versions, driver, clocks'),
     Measurement('products', 60, 'twelve products of the models in bf16, and the rate of a copy'),
     Measurement('step-1.2b-8', 100, 'megatron_1.2b, 8 rows', 70),
+    Measurement('step-1.2b-8-fp8', 100, 'the same in fp8', 70),
     Measurement('step-1.2b-4x8', 100, 'megatron_1.2b, 32 rows as four microbatches', 70),
     Measurement('losses', 60, 'five losses of a small model beside those of the CPU'),
     Measurement('step-345m', 60, 'gpt2_345m, 32 rows', 30),
@@ -50,6 +51,9 @@ MEASUREMENTS = (
     Measurement('torch-1.2b-8', 90, "PyTorch's GPT-2 of the size of megatron_1.2b, 8 rows", 70),
     Measurement(
         'trace-1.2b-8', 120, 'a trace, the compiled text and the choices of the autotuner', 70
+    ),
+    Measurement(
+        'deterministic', 120, 'two starts and a resume, compared to the bit, and what they cost'
     ),
     Measurement('overlap', 120, 'halves, quarters and slots for collectives, on several GPUs', 70),
     Measurement('step-1.2b-32', 100, 'megatron_1.2b, 32 rows at once', 130),

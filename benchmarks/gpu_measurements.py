@@ -8,44 +8,22 @@ import importlib.metadata
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_deterministic
 import gpu_overlap
-
-SMALL = bool(os.environ.get('MEGAJAX_SMALL'))
-WARM_UP, STEPS = 3, 3 if SMALL else 20
-STEP = (
-    'mesh.data=1',
-    'mesh.model=1',
-    'train.dtype=bfloat16',
-    'train.recompute=none',
-    'model.dropout=0',
-)
-TINY = 'model.num_layers=2', 'model.hidden_size=64', 'model.num_heads=4', 'model.vocab_size=512'
-# By the name of a step: the preset, rows, microbatches, and what else differs from it.
-SIZES: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
-    '1.2b-8': ('megatron_1.2b', 8, 1, ()),
-    '1.2b-4x8': ('megatron_1.2b', 32, 4, ()),
-    '1.2b-32': ('megatron_1.2b', 32, 1, ()),
-    '345m': ('gpt2_345m', 32, 1, ()),
-    '124m': ('gpt2_124m', 32, 1, ()),
-    '4.2b': ('megatron_4.2b', 8, 1, ()),
-    'llama': ('llama3_8b', 2, 1, ('model.num_layers=16',)),
-}
+from gpu_step import SMALL, STEP, TINY, WARM_UP, Sensors, config_of, prepared, query, timed
 
 
 def main() -> None:
     name, out = sys.argv[1], Path(sys.argv[2])
     kind, _, size = name.partition('-')
     found = {'machine': machine, 'products': products, 'attention': attention, 'losses': losses}
-    found['overlap'] = gpu_overlap.overlap
+    found |= {'overlap': gpu_overlap.overlap, 'deterministic': gpu_deterministic.deterministic}
     if kind in found:
         line = found[kind]()
     elif kind == 'torch':
@@ -86,63 +64,6 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def query(what: str) -> str | None:
-    """What nvidia-smi says of the first GPU; None without one."""
-    command = ['nvidia-smi', '--id=0', f'--query-gpu={what}', '--format=csv,noheader,nounits']
-    try:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-class Sensors:
-    """Clock and power of the GPU while it works, by nvidia-smi, four times a second."""
-
-    def __enter__(self) -> 'Sensors':
-        self.seen: list[tuple[float, float]] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.is_set() and (answer := query('clocks.sm,power.draw')):
-            clock, power = (float(value) for value in answer.split(','))
-            self.seen.append((clock, power))
-            self._stop.wait(0.25)
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def result(self) -> dict[str, float | None]:
-        """Their medians."""
-        clocks, powers = zip(*self.seen, strict=True) if self.seen else ((), ())
-        return {
-            'clock_mhz': statistics.median(clocks) if clocks else None,
-            'power_w': statistics.median(powers) if powers else None,
-        }
-
-
-def timed(run: Callable[[], object], steps: int = STEPS) -> dict[str, float]:
-    """Milliseconds of some runs after those that warm up."""
-    for _ in range(WARM_UP):
-        run()
-    seconds = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - start)
-    tenths = statistics.quantiles(seconds, n=10, method='inclusive')
-    return {
-        'median_ms': 1e3 * statistics.median(seconds),
-        'min_ms': 1e3 * min(seconds),
-        'p90_ms': 1e3 * tenths[-1],
-    }
 
 
 def products() -> dict[str, Any]:
@@ -222,47 +143,6 @@ def attention() -> dict[str, Any]:
             'both': round(3.5 * flops / whole / 1e9, 1),
         }
     return {'tflops': found, 'implementation': implementation}
-
-
-def config_of(size: str) -> Any:
-    import megajax
-
-    preset, rows, microbatches, more = SIZES[size]
-    if SMALL:
-        return megajax.load(
-            'tiny',
-            [
-                *STEP,
-                *TINY,
-                f'train.batch_size={microbatches}',
-                f'train.microbatches={microbatches}',
-            ],
-        )
-    return megajax.load(
-        preset, [*STEP, *more, f'train.batch_size={rows}', f'train.microbatches={microbatches}']
-    )
-
-
-def prepared(config: Any) -> tuple[Any, Any, Any, float]:
-    """The compiled step, its first state and a batch, and the seconds that compiling took."""
-    import jax
-    import numpy as np
-
-    import megajax
-
-    jax.set_mesh(megajax.make_mesh(1, 1))
-    train = config.train
-    tokens = np.random.default_rng(0).integers(
-        0, config.model.vocab_size, (train.batch_size, train.seq_len + 1), np.int32
-    )
-    mask = np.ones((train.batch_size, train.seq_len), np.float32)
-    batch = megajax.place_batch(
-        {'tokens': tokens[:, :-1], 'labels': tokens[:, 1:], 'loss_mask': mask}
-    )
-    start = time.perf_counter()
-    abstract = jax.eval_shape(lambda: megajax.init_state(config))
-    compiled = megajax.make_train_step(config).lower(abstract, batch).compile()
-    return compiled, megajax.init_state(config), batch, time.perf_counter() - start
 
 
 def step(size: str) -> dict[str, Any]:

@@ -54,6 +54,7 @@ def measure(how: str, rows: int, parts: int, slots: int | None) -> float:
         [
             *(LAYERS, 'mesh.data=1', f'mesh.model={jax.device_count()}'),
             *('mesh.sequence_parallel=true', 'model.dropout=0', 'train.dtype=bfloat16'),
+            *('train.recompute=full', 'optim.shard=none'),
             *(f'train.batch_size={rows}', 'train.microbatches=1', f'train.seq_len={LENGTH}'),
             *(f'train.overlap={how}', f'train.unroll={str(how != "none").lower()}'),
             *(TINY if SMALL else ()),

@@ -100,6 +100,7 @@ def load(words: list[str]) -> Config:
         'model.dropout': '0.0',
         'train.overlap': 'none',
         'train.unroll': 'false',
+        'optim.shard': 'none',
         **keys,
     }
     return megajax.load(preset, [f'{key}={value}' for key, value in keys.items()])

@@ -141,6 +141,7 @@ def load(words: list[str]) -> Config:
         'train.recompute': 'none',
         'train.dtype': 'bfloat16',
         'model.dropout': '0.0',
+        'optim.shard': 'none',
     }
     if preset == 'llama3_8b':
         keys['train.seq_len'] = '8192'

@@ -137,7 +137,7 @@ def draw(number: int) -> tuple[megajax.Config, bool, bool]:
 def measure(number: int) -> dict[str, Any]:
     start = time.perf_counter()
     config, triton, cut = draw(number)
-    chunks.CHUNK_BYTES = 2**17 if cut else 2**27
+    chunks.GPU_CHUNK_BYTES = 2**17 if cut else 2**30
     row = dict.fromkeys(COLUMNS, '') | {
         'number': number,
         'jax': jax.__version__,

@@ -41,8 +41,8 @@ COMMANDS = [
     Command(STEP, quoted=BYTES),
     Command(f'{STEP} optim.shard=optimizer', quoted=BYTES),
     Command(
-        'inspect llama3_8b mesh.data=2 mesh.model=4 mesh.sequence_parallel=true --target h100 '
-        '--run',
+        'inspect llama3_8b mesh.data=2 mesh.model=4 mesh.sequence_parallel=true '
+        'train.microbatches=64 train.recompute=full optim.shard=none --target h100 --run',
         quoted=r'executed|limit|smaller|covered',
     ),
     Command('plan megatron_8.3b model.dropout=0 --gpu h100 --gpus 64 --tokens 300e9', turns=5),

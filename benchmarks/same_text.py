@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 GPT2 = 'gpt2_345m mesh.data=2 mesh.model=4 train.batch_size=8 train.microbatches=1'
-LLAMA = 'llama3_8b mesh.data=1 mesh.model=8 train.batch_size=2 train.microbatches=1'
+LLAMA = (
+    'llama3_8b mesh.data=1 mesh.model=8 mesh.sequence_parallel=true train.batch_size=2 '
+    'train.microbatches=1 train.recompute=full optim.shard=none'
+)
 CONFIGS = ['tiny', 'tiny_bert', GPT2, LLAMA]
 WITHOUT_DROPOUT = 'model.dropout=0.0'  # whose keys may change from one version to the next
 

@@ -49,9 +49,9 @@ STEPS = """
 8B 32k c4 gather       | llama3_8b 1 C4
 8B 32k c4 ring         | llama3_8b 1 C4 mesh.context_exchange=ring
 8B 32k p4 c2           | llama3_8b 16 P4 mesh.context=2 mesh.data=1 train.seq_len=32768
-8B 128k                | llama3_8b_128k 32
-8B 128k ring           | llama3_8b_128k 32 mesh.context_exchange=ring
-8B 128k full           | llama3_8b_128k 32 train.recompute=full
+8B 128k                | llama3_8b_128k 32 C8
+8B 128k ring           | llama3_8b_128k 32 C8 mesh.context_exchange=ring
+8B 128k full           | llama3_8b_128k 32 C8 train.recompute=full
 70B p4                 | llama3_70b 16 mesh.stages=4 mesh.data=4 train.recompute=full
 175B p8                | gpt3_175b 32 mesh.stages=8 mesh.data=2 train.recompute=full
 1008B p64 A100         | gpt3_175b 512 P64
@@ -59,6 +59,7 @@ STEPS = """
 GROUPS = {
     'P4': 'mesh.stages=4 mesh.data=2 train.seq_len=4096 optim.shard=none',
     'C4': 'mesh.context=4 mesh.data=1 mesh.model=2 train.seq_len=32768 optim.shard=none',
+    'C8': 'mesh.context=8 mesh.data=1 mesh.context_exchange=gather',
     'P64': 'mesh.stages=64 mesh.data=6 mesh.sequence_parallel=false train.recompute=full '
     'model.num_layers=128 model.hidden_size=25600 model.num_heads=160 model.head_dim=160 '
     'model.ffn_size=102400 model.vocab_size=51200',
@@ -91,6 +92,7 @@ def load(words: list[str]) -> Config:
     preset, microbatches, *overrides = words
     overrides = ' '.join(GROUPS.get(word, word) for word in overrides).split()
     keys = {
+        'mesh.data': '1',
         'mesh.model': '8',
         'mesh.sequence_parallel': 'true',
         'train.microbatches': microbatches,
@@ -103,7 +105,7 @@ def load(words: list[str]) -> Config:
     length = int(keys.get('train.seq_len', 0)) or megajax.load(preset).train.seq_len
     keys['train.seq_len'] = str(length)
     keys['model.max_seq_len'] = str(max(length, megajax.load(preset).model.max_seq_len))
-    keys['train.batch_size'] = str(int(keys.get('mesh.data', 1)) * int(microbatches))
+    keys['train.batch_size'] = str(int(keys['mesh.data']) * int(microbatches))
     return megajax.load(preset, [f'{key}={value}' for key, value in keys.items()])
 
 

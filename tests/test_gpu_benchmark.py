@@ -67,9 +67,9 @@ def test_a_gpu_that_is_too_small_is_not_asked(
     }
 
 
-def test_what_matters_most_comes_first_and_all_that_80_gb_hold_may_take_fourteen_minutes() -> None:
+def test_what_matters_most_comes_first_and_all_that_80_gb_hold_may_take_eighteen_minutes() -> None:
     assert NAMES[:3] == ['machine', 'products', 'step-1.2b-8']
-    assert sum(one.seconds for one in script.MEASUREMENTS if one.gigabytes <= 80) < 14 * 60
+    assert sum(one.seconds for one in script.MEASUREMENTS if one.gigabytes <= 80) < 18 * 60
 
 
 def test_a_file_that_is_too_large_is_not_kept(tmp_path: Path) -> None:
@@ -90,5 +90,7 @@ def test_everything_runs_to_its_end(tmp_path: Path) -> None:
         if name.startswith('step'):
             assert found[name]['median_ms'] > 0
             assert found[name]['loss'] == pytest.approx(6.2, abs=0.3)
+    assert found['deterministic']['two starts are equal']
+    assert found['deterministic']['a resume is equal']
     assert (tmp_path / 'trace.tar.gz').exists()
     assert (tmp_path / 'step.hlo.gz').exists()
