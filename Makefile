@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-slow test-faults lint inspect bench clean
+.PHONY: train test test-slow test-faults lint inspect docs presets bench clean
 
 train: $(VENV)/.installed
 	$(BIN)/megajax train $(ARGS)
@@ -29,6 +29,16 @@ inspect: $(VENV)/.installed
 	  $(VENV)-gpu-compile/bin/megajax inspect megatron_8.3b train.dtype=bfloat16 --target h100; \
 	else echo "XLA's GPU compiler does not install here: no audit for H100"; fi
 
+# The site, where mkdocs installs; `make test-slow` then opens its pages, where there is a Chromium.
+docs:
+	@if $(MAKE) --quiet $(VENV)-docs/.installed; then \
+	  NO_MKDOCS_2_WARNING=1 $(VENV)-docs/bin/mkdocs build --quiet --strict && echo "site/index.html"; \
+	else echo "mkdocs does not install here: no site"; fi
+
+# The layouts that `megajax plan` advises for H100s, written into the presets that reproduce no paper's mesh.
+presets: $(VENV)/.installed
+	$(BIN)/python scripts/presets.py
+
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
@@ -47,5 +57,10 @@ $(VENV)-gpu-compile/.installed: pyproject.toml
 	$(VENV)-gpu-compile/bin/pip install --quiet --editable '.[gpu-compile]'
 	@touch $@
 
+$(VENV)-docs/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/pip install --quiet --editable '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-gpu-compile
+	rm -rf $(VENV) $(VENV)-gpu-compile $(VENV)-docs site

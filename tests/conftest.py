@@ -2,7 +2,9 @@
 
 import importlib.metadata
 import os
+import sys
 import tempfile
+from collections.abc import Iterator
 
 # On a busy machine a simulated device may be late to a collective, and XLA's default ends the
 # process then.
@@ -23,9 +25,20 @@ if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 # No property is about time, and a busy machine may be late.
 hypothesis.settings.register_profile('without a deadline', deadline=None)
 hypothesis.settings.load_profile('without a deadline')
+
+
+@pytest.fixture(autouse=True)
+def _no_run_outlives_its_test() -> Iterator[None]:
+    """A run that a failed test has left would slow all others."""
+    yield
+    if 'runs' in sys.modules:
+        for process in sys.modules['runs'].STARTED:
+            process.kill()
+        sys.modules['runs'].STARTED.clear()

@@ -34,6 +34,8 @@ command = (sys.executable, '-c', command, *arguments)
 sys.exit(launch(LaunchPlan(command=command, variables=plan.variables)))
 """
 
+STARTED: list[subprocess.Popen[str]] = []  # `conftest.py` ends those that a failed test leaves
+
 
 def start(
     folder: Path,
@@ -53,7 +55,7 @@ def start(
     else:
         command = ['-m', 'megajax', *arguments]
         command[2:2] = [] if processes == 1 else ['launch', '--processes', str(processes), '--']
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
         env=os.environ | environ,
@@ -61,6 +63,8 @@ def start(
         stderr=subprocess.STDOUT,
         text=True,
     )
+    STARTED.append(process)
+    return process
 
 
 def read_until(process: subprocess.Popen[str], pattern: str) -> str:

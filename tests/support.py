@@ -293,9 +293,9 @@ def write_run(folder: Path, config: str) -> Path:
     return folder
 
 
-def load_script(name: str) -> ModuleType:
-    """A program of `benchmarks/` as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f'benchmarks/{name}.py')
+def load_script(name: str, folder: str = 'benchmarks') -> ModuleType:
+    """A program of `benchmarks/` or another folder as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / folder / f'{name}.py')
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -33,14 +33,15 @@ UNSAFE = {
     'torch',
     'yaml',
 }  # which run what a file says, if only by default
-# Reads files of torch.save with an Unpickler of its own, which knows some harmless names and
-# refuses all others.
-RESTRICTED = {PACKAGE / 'interop/torch_files.py'}
+# Has an Unpickler of its own, without the instructions that run code; its subclasses know some
+# harmless names and refuse all others.
+RESTRICTED = {PACKAGE / 'interop/pickles.py'}
 SECRETS = {
     'HF_TOKEN': 'hf_canary0a1b2c3d',
     'AWS_SECRET_ACCESS_KEY': 'aws/canary4e5f6a7b',
     'WANDB_API_KEY': 'canary8c9d0e1f2a3b',
     'DATABASE_PASSWORD': 'canary-correct-horse',
+    'MEGAJAX_TOKEN': 'canary-of-the-rendezvous',
 }
 
 
