@@ -24,7 +24,7 @@ from megajax.checkpoint.record import (
 )
 from megajax.config import CheckpointError, ConfigError
 
-FREEZE = 'vision.freeze'
+OF_LEARNED = 'vision.freeze', 'lora.'  # keys that decide what is learned
 BLOCK = 1 << 24  # elements compared at a time
 SHOWN = 3  # maximum number of arrays named in an error
 RECENT = 'recent'  # only in fp8, and found anew where it is missing
@@ -40,12 +40,12 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
     """Raise ConfigError if a resumed run changes the model, the dtype or the tokenizer.
 
     The error names every difference. What is frozen decides which moments there are, so it may
-    differ from an import, which has none.
+    differ from an import, which has none, and adapters may be added to one.
     """
     different = [
         f'{key} {a} there, {b} here'
         for key, (a, b) in config_differences(there, here).items()
-        if is_fixed(key, a, b) and not (is_import and key == FREEZE)
+        if is_fixed(key, a, b) and not (is_import and key.startswith(OF_LEARNED))
     ]
     if (
         there.tokenizer_sha256
@@ -55,7 +55,7 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
         different.append(f'tokenizer {there.tokenizer_sha256} there, {here.tokenizer_sha256} here')
     if different:
         fix = 'change these back, or choose another run.dir'
-        if all(line.startswith(f'{FREEZE} ') for line in different):
+        if all(line.startswith(OF_LEARNED) for line in different):
             fix = f'change it back, or begin another run with run.start_from={path.parent.parent}'
         raise ConfigError(f'{path} holds another model ({"; ".join(different)}): {fix}')
 
@@ -90,11 +90,14 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
         )
 
 
-def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
+def check_same_arrays(
+    path: Path, abstract: Any, *, under: str = '', any_dtype: bool = False
+) -> None:
     """Raise ConfigError if names, shapes or dtypes of the arrays differ.
 
     Orbax would silently cast, cut and pad them. AdamW's moments alone may have another dtype
-    (`optim.moments_dtype`). With `under`, only arrays whose names start with it are compared.
+    (`optim.moments_dtype`), and with `any_dtype` all arrays. With `under`, only arrays whose names
+    start with it are compared.
     """
     both = _saved_kinds(path), _kinds(abstract)
     there, here = (
@@ -103,7 +106,8 @@ def check_same_arrays(path: Path, abstract: Any, *, under: str = '') -> None:
     names = [
         name
         for name in sorted(there.keys() | here.keys())
-        if _fixed_part(name, there.get(name)) != _fixed_part(name, here.get(name))
+        if _fixed_part(name, there.get(name), any_dtype=any_dtype)
+        != _fixed_part(name, here.get(name), any_dtype=any_dtype)
         and not (name == RECENT and (name not in there or name not in here))
     ]
     if names:
@@ -181,9 +185,9 @@ def _kinds(tree: Any) -> Kinds:
     }
 
 
-def _fixed_part(name: str, kind: Kind | None) -> Any:
+def _fixed_part(name: str, kind: Kind | None, *, any_dtype: bool) -> Any:
     """The part of an array's kind that a resumed run must have as well."""
-    return kind[0] if kind and MOMENT.match(name) else kind
+    return kind[0] if kind and (any_dtype or MOMENT.match(name)) else kind
 
 
 def _read(step: Path, name: str, parameters: Kinds) -> np.ndarray:

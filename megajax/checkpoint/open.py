@@ -15,13 +15,15 @@ from megajax.checkpoint.digests import find_sound
 from megajax.checkpoint.orbax_manager import restore_gb
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.checkpoint.unpadded import unpadded
-from megajax.config import CheckpointError, Config, reload
+from megajax.config import CheckpointError, Config, LoraConfig, reload
+from megajax.config.lora import with_adapters, without_adapters
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
+from megajax.model.merged import merged
 from megajax.model.transformer import make_model
 from megajax.parallel.layer_order import tree_on_stages
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete, mesh_for, one_dimensional
-from megajax.train.zero import shard_over_data
+from megajax.train.zero import between_steps
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
 
     For a run this is its newest checkpoint that verifies. The model lies on a mesh of as many
     devices as the run's, but without ZeRO, replicas, stages, context shards and rows of a grid
-    (`one_dimensional`).
+    (`one_dimensional`), and with its adapters added to its weights.
     `overrides` are like those of `load` and may set the mesh, which is made here; use the model
     under `jax.set_mesh(opened.mesh)`:
 
@@ -55,7 +57,7 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
     record = read_record(folder)
     place = str(folder / RECORD)
     trained = one_dimensional(reload(record.config, place=place))
-    config = reload(trained.model_dump(mode='json'), overrides, place=place)
+    config = without_adapters(reload(trained.model_dump(mode='json'), overrides, place=place))
     tokenizer = load_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
     mesh = mesh_for(config)
     with jax.set_mesh(mesh):
@@ -68,7 +70,7 @@ def abstract_params(config: Config) -> nnx.State:
     layout, key = Layout.of(config), jax.random.key(0)
 
     def make() -> nnx.State:
-        return shard_over_data(nnx.state(make_model(config.model, layout, key=key)), layout)
+        return between_steps(nnx.state(make_model(config.model, layout, key=key)), config)
 
     return concrete(jax.eval_shape(make))
 
@@ -76,11 +78,33 @@ def abstract_params(config: Config) -> nnx.State:
 def restore_params(folder: Path, config: Config) -> nnx.State:
     """Restore the parameters in a checkpoint's folder, placed as they are between steps.
 
-    Each process reads the shards of its own devices. Raises ConfigError if the folder holds other
-    parameters, and CheckpointError if they cannot be restored.
+    Each process reads the shards of its own devices. Adapters that only the config has are new,
+    and those that only the checkpoint has are added to its weights. Raises ConfigError if the
+    folder holds other parameters, and CheckpointError if they cannot be restored.
     """
+    there = read_record(folder).config.get('lora')
+    if there is None and config.lora is not None:
+        return nnx.merge_state(_restore(folder, config, with_adapters=False), _adapters(config))
+    if there is not None and config.lora is None:
+        saved = with_adapters(config, LoraConfig.model_validate(there))
+        params = _restore(folder, saved)
+        return jax.jit(lambda params: between_steps(merged(params, saved), config))(params)
+    return _restore(folder, config)
+
+
+def _restore(folder: Path, config: Config, *, with_adapters: bool = True) -> nnx.State:
+    """Restore the parameters, all or those beside adapters alone; as `restore_params` raises."""
     item: Any = {'params': abstract_params(config)}
-    check_same_arrays(folder, unpadded(item, Layout.of(config)), under='params/')
+    if not with_adapters:
+        item['params'] = nnx.filter_state(
+            item['params'], lambda _, param: not param.declared.is_adapter
+        )
+    check_same_arrays(
+        folder,
+        unpadded(item, Layout.of(config)),
+        under='params/',
+        any_dtype=config.lora is not None,
+    )
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)
     padded = jax.tree.map(lambda each: dataclasses.replace(each, strict=False), restore_args)
     args = ocp.args.PyTreeRestore(item=item, restore_args=padded, partial_restore=True)
@@ -94,3 +118,14 @@ def restore_params(folder: Path, config: Config) -> nnx.State:
         ) from error
     finally:
         handler.close()
+
+
+def _adapters(config: Config) -> nnx.State:
+    """Make the adapters of a run that begins; no value depends on the mesh."""
+
+    @jax.jit
+    def make() -> nnx.State:
+        model = make_model(config.model, Layout.of(config), key=jax.random.key(config.train.seed))
+        return nnx.filter_state(nnx.state(model), lambda _, param: param.declared.is_adapter)
+
+    return make()

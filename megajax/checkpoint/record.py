@@ -22,7 +22,7 @@ RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
 VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after it was saved
 PACKAGES = ('megajax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 # Keys that change the arrays, or the numbers computed from them.
-FIXED = ('model.', 'vision.', 'train.dtype')
+FIXED = ('model.', 'vision.', 'lora.', 'train.dtype')
 # Those of `vision` that only change the rows of a batch.
 OF_ROWS = ('vision.images', 'vision.max_patches', 'vision.min_patches')
 OWN = ('run.', 'checkpoint.')  # keys of a process, not of the training

@@ -66,12 +66,23 @@ def export_hf(
         Dtype | None, typer.Option(help='If left out: the dtype of the import, or float32.')
     ] = None,
     shard_gb: Annotated[float, typer.Option(min=0, help='Maximum size of a file in GB.')] = 5.0,
+    adapter: Annotated[
+        bool, typer.Option('--adapter', help="Write the adapters of `lora` alone, as PEFT's.")
+    ] = False,
+    base: Annotated[
+        str | None, typer.Option(help='With --adapter: the model that PEFT shall add them to.')
+    ] = None,
 ) -> None:
     """Write a Hugging Face directory for transformers and vLLM.
 
-    It appears when it is complete.
+    It appears when it is complete. Adapters are added to the weights.
     """
     _on_the_host()
+    if adapter:
+        from megajax.interop.huggingface.adapters import export_adapters
+
+        print(f'{out}: adapters of {export_adapters(source, out, base=base, family=family)}')
+        return
     from megajax.interop.directories import export_huggingface
 
     as_family, in_dtype = export_huggingface(

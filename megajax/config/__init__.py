@@ -13,6 +13,7 @@ from megajax.config.errors import (
     StopRequested,
 )
 from megajax.config.load import dump, load, overridden, presets, reload
+from megajax.config.lora import LoraConfig
 from megajax.config.mesh import MeshConfig
 from megajax.config.model import ModelConfig, RopeScaling, VisionConfig
 from megajax.config.schema import (
@@ -32,6 +33,7 @@ __all__ = [
     'Config',
     'ConfigError',
     'DataConfig',
+    'LoraConfig',
     'LossConfig',
     'MeshConfig',
     'MiscompileError',

@@ -201,6 +201,12 @@ COMBINATIONS = (
                 "an image's vectors stand beside each other, and halves would cut them apart",
                 'no vision',
             ),
+            (
+                'lora',
+                lambda config: config.lora is not None,
+                'the order of halves of the tokens does not know adapters',
+                'no lora',
+            ),
         )
     ),
     *(
@@ -216,6 +222,7 @@ COMBINATIONS = (
             ('mesh.context', lambda config: config.mesh.context > 1, 'context shards'),
             ('mesh.model_rows', lambda config: config.mesh.is_grid, 'a grid'),
             ('vision', lambda config: config.vision is not None, 'images'),
+            ('lora', lambda config: config.lora is not None, 'adapters'),
         )
     ),
     *(
@@ -238,6 +245,53 @@ COMBINATIONS = (
                 lambda config: config.vision is not None,
                 'the layers of an encoder and those that attend to images have no scales of fp8',
                 'no vision',
+            ),
+        )
+    ),
+    *(
+        Combination(
+            'lora',
+            key,
+            _both(lambda config: config.lora is not None, is_in),
+            reason,
+            f'use {instead}, or no lora',
+        )
+        for key, is_in, reason, instead in (
+            (
+                'mesh.stages',
+                lambda config: config.mesh.stages > 1,
+                'what adapters train is too small to be divided in stages',
+                'mesh.stages=1; mesh.model and optim.shard=weights divide the frozen weights',
+            ),
+            (
+                'mesh.context',
+                lambda config: config.mesh.context > 1,
+                "adapters' gradients are not summed over context shards",
+                'mesh.context=1',
+            ),
+            (
+                'mesh.model_rows',
+                lambda config: config.mesh.is_grid,
+                'a grid shards both dims of a weight, and an adapter has only one of them',
+                'mesh.model_rows=1',
+            ),
+            (
+                FP8,
+                lambda config: config.train.dtype == 'fp8',
+                'the product of an adapter has no scales of fp8',
+                'train.dtype=bfloat16',
+            ),
+            (
+                'vision',
+                lambda config: config.vision is not None,
+                'the layers of an encoder have no adapters',
+                'vision.freeze instead',
+            ),
+            (
+                MASKED,
+                lambda config: config.model.is_bert,
+                "BERT's heads would be frozen",
+                'model.objective=next_token',
             ),
         )
     ),

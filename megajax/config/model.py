@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PositiveFloat
 from pydantic_core import PydanticCustomError
 
+from megajax.config.lora import LoraConfig
 from megajax.config.section import (
     Count,
     CountFromZero,
@@ -253,6 +254,8 @@ class ModelConfig(Section):
     """
     vision: VisionConfig | None = Field(default=None, exclude=True)
     """The section `vision` of the config, which stands beside this one."""
+    lora: LoraConfig | None = Field(default=None, exclude=True)
+    """The section `lora` of the config, which stands beside this one."""
 
     @property
     def causal(self) -> bool:
@@ -271,8 +274,15 @@ class ModelConfig(Section):
 
     @property
     def is_decoder_frozen(self) -> bool:
-        """Whether `vision.freeze` names the decoder, of which nothing is learned then."""
-        return self.vision is not None and 'decoder' in self.vision.freeze
+        """Whether nothing of the decoder but adapters is learned (`vision.freeze`, `lora`)."""
+        return self.lora is not None or (
+            self.vision is not None and 'decoder' in self.vision.freeze
+        )
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some parameters are frozen."""
+        return self.lora is not None or (self.vision is not None and bool(self.vision.freeze))
 
     @property
     def padded_vocab_size(self) -> int:

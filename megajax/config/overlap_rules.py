@@ -50,9 +50,10 @@ def _has_order(config: 'Config') -> bool:
     """Whether there is an order of the layers.
 
     Stages, context shards and grids have loops and placements that it does not know, and so have
-    the vectors of images.
+    the vectors of images and adapters.
     """
-    return config.mesh.is_one_dimensional and config.vision is None
+    has_others = config.vision is not None or config.lora is not None
+    return config.mesh.is_one_dimensional and not has_others
 
 
 def _sends(config: 'Config') -> bool:

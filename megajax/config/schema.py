@@ -19,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megajax.config.lora import LoraConfig
 from megajax.config.mesh import MeshConfig
 from megajax.config.model import ModelConfig, RelevanceConfig, VisionConfig
 from megajax.config.rules import incompatibilities
@@ -257,6 +258,8 @@ class Config(Section):
     """The vision encoder; None: a model of text alone."""
     relevance: RelevanceConfig | None = None
     """Relevance of image regions; None: an image has all tokens that it fills."""
+    lora: LoraConfig | None = None
+    """Low-rank adapters, which alone are trained; None: the model's own weights are."""
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
@@ -275,12 +278,13 @@ class Config(Section):
         return {name: section for name, section in dump(self).items() if section is not None}
 
     @model_validator(mode='after')
-    def _join_vision(self) -> Self:
+    def _join_model(self) -> Self:
         vision = self.vision
         if vision is not None:
             vision = vision.model_copy(update={'relevance': self.relevance})
             object.__setattr__(self, 'vision', vision)
-        object.__setattr__(self, 'model', self.model.model_copy(update={'vision': vision}))
+        beside = {'vision': vision, 'lora': self.lora}
+        object.__setattr__(self, 'model', self.model.model_copy(update=beside))
         return self
 
     @model_validator(mode='after')

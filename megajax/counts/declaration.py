@@ -5,6 +5,7 @@ Imports no jax.
 
 import dataclasses
 import enum
+import math
 from collections.abc import Iterator, Mapping
 
 from megajax.config.model import ModelConfig
@@ -17,7 +18,8 @@ class Role(enum.Enum):
     """The role of a parameter, which decides its dtype in a step, its decay and its ZeRO shards."""
 
     MATRIX = 'matrix'  # computed with in train.dtype, decayed, sharded by ZeRO
-    TABLE = 'table'  # in fp32, decayed, not sharded by ZeRO: a lookup, a router
+    TABLE = 'table'  # in fp32, decayed, not sharded by ZeRO: a lookup
+    ADAPTER = 'adapter'  # cast where it is multiplied; decayed, not sharded by ZeRO
     VECTOR = 'vector'  # in fp32, not decayed, not sharded by ZeRO: norms and biases
     SCALES = 'scales'  # of a product in fp8, in a step alone: not a parameter of the model
 
@@ -59,6 +61,11 @@ class Parameter:
         return self.role is Role.MATRIX
 
     @property
+    def is_adapter(self) -> bool:
+        """Whether it is a matrix of an adapter, beside a frozen weight."""
+        return self.role is Role.ADAPTER
+
+    @property
     def is_in_microbatches(self) -> bool:
         """Whether ZeRO-2 and ZeRO-3 sum its gradient, and ZeRO-3 gathers it, in each microbatch.
 
@@ -95,6 +102,45 @@ def block(model: ModelConfig) -> Declared:
             'down': linear('FD', last_std, bias='D' if model.bias else None, partial='T'),
         },
     }
+
+
+def adapters(model: ModelConfig) -> Declared:
+    """Declare the adapters A and B of a layer's linear layers (LoRA, Hu et al., 2021).
+
+    The one without the sharded dim of the layer's weight is replicated, and each shard computes a
+    partial gradient of it. A begins as in PEFT, where its numbers are uniform with this std, and B
+    at zero, so that an adapter first adds nothing.
+    """
+    assert model.lora is not None
+    branches: dict[str, dict[str, Declared]] = {}
+    for name, parameter in named(block(model)):
+        branch, *linear, kind = name.split('.')
+        if kind != 'weight' or not linear or linear[0] not in model.lora.targets:
+            continue
+        num_inputs = 1 if parameter.dims[0] == 'D' else len(parameter.dims) - 1
+        inputs, outputs = parameter.dims[:num_inputs], parameter.dims[num_inputs:]
+        sharded = 'N' if branch == 'attention' else 'F'
+        sizes = base_sizes(model)
+        std = (3 * math.prod(sizes[letter.upper()] for letter in inputs)) ** -0.5
+        partials = ('', sharded) if outputs == 'D' else (sharded, '')
+        branches.setdefault(branch, {})[linear[0]] = {
+            'adapter': {
+                'A': Parameter(f'{inputs}Q', Role.ADAPTER, std, partial=partials[0]),
+                'B': Parameter(f'Q{outputs}', Role.ADAPTER, partial=partials[1]),
+            }
+        }
+    return branches
+
+
+def joined(declared: Declared, others: Declared) -> Declared:
+    """Return the parameters of both, module by module."""
+    both = {**declared, **others}
+    for name in declared.keys() & others.keys():
+        one, other = declared[name], others[name]
+        assert not isinstance(one, Parameter)
+        assert not isinstance(other, Parameter)
+        both[name] = joined(one, other)
+    return both
 
 
 def out_std(model: ModelConfig) -> float:
@@ -163,6 +209,7 @@ def base_sizes(model: ModelConfig) -> Mapping[str, int]:
         'L': model.num_layers,
         'N': model.num_heads,
         'O': NUM_SEGMENTS,
+        'Q': model.lora.rank if model.lora else 0,
         'S': model.max_seq_len,
         'U': 2,
         'V': model.padded_vocab_size,

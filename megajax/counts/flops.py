@@ -21,8 +21,9 @@ class Flops:
     layers: int  # products with the weights of the layers
     attention: int  # scores, and their product with the values
     head: int  # logits, and BERT's other heads
-    # Of `layers`, the products whose input has no gradient: the first of a vision encoder.
-    without_input: int
+    # Gradients of `layers` and `head` that a step leaves out: of frozen weights, and of the input
+    # of a vision encoder's first product.
+    left_out: int
     # Recomputation in the backward pass, and the products of BERT's heads that each device of a
     # tensor-parallel group repeats.
     recomputed: int
@@ -33,7 +34,7 @@ class Flops:
 
         They are those of the model FLOPs utilization (MFU) of Chowdhery et al. (2022).
         """
-        return 3 * (self.layers + self.attention + self.head) - self.without_input
+        return 3 * (self.layers + self.attention + self.head) - self.left_out
 
     @property
     def hardware(self) -> int:
@@ -57,12 +58,13 @@ def step_flops(config: Config, *, flash: bool | None = None) -> Flops:
         if product.phase == 'forward':
             forward[product.where] += product.times * product.flops
     names = {product.name for product in undivided}
-    without_input = sum(
+    left_out = sum(
         x.times * x.flops
         for x in undivided
-        if x.where != 'attention' and x.phase == 'forward' and f'{x.name} input' not in names
+        for of_which in ('input', 'weight')
+        if x.where != 'attention' and x.phase == 'forward' and f'{x.name} {of_which}' not in names
     )
-    once = Flops(**forward, without_input=without_input, recomputed=0)
+    once = Flops(**forward, left_out=left_out, recomputed=0)
     on_a_device = products(config, flash=flash, layout=layout)
     executed = layout.num_devices * sum(x.times * x.flops for x in on_a_device)
     return dataclasses.replace(once, recomputed=executed - once.model)

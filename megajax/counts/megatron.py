@@ -159,11 +159,12 @@ def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
     stream, is_scattered = activation(config), config.mesh.sequence_parallel
     narrow = stream._replace(dtype='f8e4m3fn') if config.train.dtype == 'fp8' else stream
     gradient = stream._replace(dtype='f8e5m2') if config.train.dtype == 'fp8' else stream
+    learns = config.lora is not None or not config.model.is_decoder_frozen
     for name in ('attention', 'mlp'):
         for phase in passes(config):
             is_backward = phase == 'backward'
             gathered = (gradient if is_backward else narrow, (GATHER,)), (stream, (SCATTER,))
-            again = ((narrow, _again(config)),) if is_backward else ()
+            again = ((narrow, _again(learns)),) if is_backward else ()
             sent = (*gathered, *again) if is_scattered else ((stream, (REDUCE,)),)
             for array, kinds in sent:
                 yield from _over_model(config, name, phase, kinds, array, runs.layers)
@@ -188,11 +189,11 @@ def over_products(config: Config) -> Iterator[Expected]:
             )
 
 
-def _again(config: Config) -> tuple[str, ...]:
+def _again(learns: bool) -> tuple[str, ...]:
     """With sequence parallelism Megatron keeps the input of a product sharded, and gathers it again
-    for the weight gradient.
+    for the gradient of a weight that `learns`.
     """
-    return () if config.model.is_decoder_frozen else (GATHER,)
+    return (GATHER,) if learns else ()
 
 
 def few_kv_heads(config: Config, runs: Runs | None = None) -> Iterator[Expected]:
@@ -216,7 +217,7 @@ def _head(config: Config, runs: Runs) -> Iterator[Expected]:
     gathered = [stream, *([activation(config)] if config.model.is_bert else [])]
     for array, count in Counter(gathered).items():  # the pooler's first token is one of them all
         yield from _over_model(config, 'head', 'forward', (GATHER,), array, count * times)
-    backward = (SCATTER, *_again(config))
+    backward = (SCATTER, *_again(not config.model.is_decoder_frozen))
     yield from _over_model(config, 'head', 'backward', backward, stream, times)
 
 
@@ -231,10 +232,11 @@ def _loss(config: Config, runs: Runs) -> Iterator[Expected]:
 def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
     """Yield the reduction of partial gradients of replicated vectors.
 
-    Each device sees a part of the sequence, or of the heads, that the vector is applied along.
+    Each device sees a part of the sequence, or of the heads, that the vector is applied along. So
+    it is with the replicated half of an adapter, which is applied beside a part of the weight.
     """
     learned = [x for _, x in parameters(config.model) if not x.is_frozen]
-    heads = [x for x in learned if x.partial == 'N']
+    heads = [x for x in learned if x.partial and x.partial in 'NF']
     tokens = [x for x in learned if x.partial == 'T']
     partial = heads + (tokens if config.mesh.sequence_parallel else [])
     if partial:

@@ -17,9 +17,11 @@ from megajax.counts.declaration import (
     Declared,
     Parameter,
     Role,
+    adapters,
     base_sizes,
     block,
     frozen,
+    joined,
     linear,
     named,
     norm,
@@ -56,9 +58,11 @@ def declare(model: ModelConfig) -> Declared:
         declared['head'] = Parameter('Vd', Role.MATRIX, std)
     if model.is_bert:
         declared |= _bert(model)
+    if model.is_decoder_frozen:
+        declared = dict(frozen(declared))
+    if model.lora is not None:
+        declared = dict(joined(declared, {'layers': stacked(adapters(model))}))
     if model.vision is not None:
-        if model.is_decoder_frozen:
-            declared = dict(frozen(declared))
         declared['vision'] = of_encoder(declare_vision(model.vision))
         if model.vision.relevance is not None:
             declared['relevance'] = declare_relevance(model, model.vision.relevance)
@@ -140,6 +144,15 @@ def num_at_rest(parameter: Parameter, model: ModelConfig, layout: Layout) -> int
     dims, shards = parameter.dims, layout.shards_at_rest(parameter.dims)
     shape = map(sum, zip(shape_of(dims, sizes), layout.padding(dims), strict=True))
     return math.prod(shape) // math.prod(shards.get(letter, 1) for letter in dims)
+
+
+def dtype_at_rest(parameter: Parameter, config: Config) -> str:
+    """Return the dtype of a parameter between steps.
+
+    It is fp32 but for the frozen matrices beside adapters, which a step only multiplies by.
+    """
+    is_multiplied = config.lora is not None and parameter.is_frozen and parameter.is_matrix
+    return config.train.compute_dtype if is_multiplied else 'float32'
 
 
 class Counts(NamedTuple):

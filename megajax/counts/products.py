@@ -13,7 +13,7 @@ from typing import Literal
 from megajax.config.model import Part
 from megajax.config.schema import Config
 from megajax.counts.declaration import Parameter
-from megajax.counts.parameters import declare, dim_sizes, parameters
+from megajax.counts.parameters import dim_sizes, parameters
 from megajax.counts.relevance import level_products, network_products
 from megajax.counts.schedule import num_passes
 from megajax.parallel.layout import Layout
@@ -177,13 +177,23 @@ def _product_and_gradients(
     *,
     where: Where = 'layers',
     of_input: bool = True,
+    of_weight: bool = True,
 ) -> Iterator[Product]:
-    """Yield [m, k] x [k, n] and the gradients of its weight and, unless left out, of its input."""
+    """Yield [m, k] x [k, n] and, unless left out, the gradients of its weight and of its input."""
     sizes = {'': (m, n, k), ' input': (m, k, n), ' weight': (k, n, m)}
     for suffix, size in sizes.items():
         phase: Phase = 'backward' if suffix else 'forward'
-        if of_input or suffix != ' input':
+        if {'': True, ' input': of_input, ' weight': of_weight}[suffix]:
             yield Product(name=name + suffix, where=where, phase=phase, sizes=size, times=times)
+
+
+def _product_name(parameter: str) -> str:
+    """Return the name of the product with a parameter: that of its linear layer, as `qkv`.
+
+    `layers.attention.qkv.adapter.A` gives `qkv A`.
+    """
+    *_, module, kind = parameter.split('.')
+    return module if kind == 'weight' else f'{parameter.split(".")[-3]} {kind}'
 
 
 def fits_flash(dtype: str, head_dim: int) -> bool:
@@ -214,14 +224,15 @@ class _Counted:
         """Yield the products with the weights of the layers, whose first dim is `stack`."""
         train = self.config.train
         weights = [
-            (name.split('.')[-2], parameter)
+            (_product_name(name), parameter)
             for name, parameter in parameters(self.config.model)
-            if parameter.dims.startswith(stack) and parameter.is_matrix
+            if parameter.dims.startswith(stack) and (parameter.is_matrix or parameter.is_adapter)
         ]
-        times = self.runs
-        for place, (name, parameter) in enumerate(weights, start=1):
+        times, last = self.runs, [name for name, x in weights if x.is_matrix][-1]
+        for name, parameter in weights:
             yield from self.with_weight(name, 'layers', parameter, self.tokens, times)
-            if train.recompute == 'full' and (place < len(weights) or recomputes_last):
+            is_last = name in (last, f'{last} B')
+            if train.recompute == 'full' and (not is_last or recomputes_last):
                 n, k = self._output_and_input(parameter)
                 sizes = self.tokens, n, k
                 yield Product(
@@ -291,10 +302,9 @@ class _Counted:
         the two products of a row. Stages share the tokens, in equal parts on each shard of a
         sequence.
         """
-        declared = declare(self.config.model)
-        runs, embedding = self.config.train.microbatches, declared['embedding']
-        table = declared.get('head') or embedding['table']  # type: ignore[index]
-        head = Parameter(table.dims[::-1], table.role)  # type: ignore[union-attr]
+        every, runs = dict(parameters(self.config.model)), self.config.train.microbatches
+        table = every.get('head', every['embedding.table'])
+        head = dataclasses.replace(table, dims=table.dims[::-1])
         shards = self.shards.get('T', 1)
         tokens = -(-self.tokens // (shards * self.shards.get('L', 1)))
         yield from self.with_weight('head', 'head', head, shards * tokens, runs)
@@ -308,18 +318,22 @@ class _Counted:
     def with_weight(
         self, name: str, where: Where, weight: Parameter, rows: int, times: int
     ) -> Iterator[Product]:
-        """Yield the product of some rows with a weight, and its gradients."""
+        """Yield the product of some rows with a weight, and its gradients.
+
+        A frozen weight has none.
+        """
         n, k = self._output_and_input(weight)
-        yield from _product_and_gradients(name, rows, n, k, times, where=where)
+        of_weight = not weight.is_frozen
+        yield from _product_and_gradients(name, rows, n, k, times, where=where, of_weight=of_weight)
 
     def _output_and_input(self, weight: Parameter) -> tuple[int, int]:
         """Return output and input size of a weight on a device.
 
-        The input dims are the first dim if that is D, otherwise all but the last.
+        The input dims are the first dim if that is D or Q, otherwise all but the last.
         """
         sizes = dim_sizes(self.config.model)
         dims = weight.dims_of_layer
-        inputs, outputs = (dims[:1], dims[1:]) if dims[0] == 'D' else (dims[:-1], dims[-1:])
+        inputs, outputs = (dims[:1], dims[1:]) if dims[0] in 'DQ' else (dims[:-1], dims[-1:])
         n, k = (
             prod(sizes[letter.upper()] for letter in group)
             // prod(self.shards.get(letter, 1) for letter in group)

@@ -13,9 +13,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from megajax.config import Config, ConfigError
+from megajax.config.lora import without_adapters
 from megajax.counts.declaration import Parameter
 from megajax.model.block import Block
 from megajax.model.cross_attention import CrossAttention, CrossBlock
+from megajax.model.merged import merged
 from megajax.model.parameters import cast_matrices, map_parameters
 from megajax.model.shard_copies import copy_encoder
 from megajax.model.transformer import LanguageModel, model_graph
@@ -88,17 +90,20 @@ def _gather(config: Config) -> Any:
 
 
 def make_weights(config: Config, params: nnx.State) -> LayerWeights:
-    """Return a model's parameters as weights, sharded over `model` and replicated over `data`."""
+    """Return a model's parameters as weights, sharded over `model` and replicated over `data`.
+
+    Adapters are added to the weights that they are beside.
+    """
     return _maker(config)(params)
 
 
 @functools.cache
 def _maker(config: Config) -> Any:
     layout = Layout.of(config)
-    graph = model_graph(config.model, layout)
+    graph = model_graph(without_adapters(config).model, layout)
 
     def make(params: nnx.State) -> LayerWeights:
-        cast = cast_matrices(params, config.train.compute_dtype, layout)
+        cast = cast_matrices(merged(params, config), config.train.compute_dtype, layout)
         model = nnx.merge(graph, copy_encoder(cast, layout))
         layers = _separate(model, config.model.num_layers)
         cross = () if model.cross is None else _separate(model.cross, config.model.num_cross_layers)
@@ -128,8 +133,8 @@ class Graphs(NamedTuple):
 
 def graphs(config: Config) -> Graphs:
     """Return the graph definitions of a model's parts."""
-    layout = Layout.of(config)
-    decoder = jax.eval_shape(lambda: LanguageModel(config.model, layout, key=jax.random.key(0)))
+    model, layout = without_adapters(config).model, Layout.of(config)
+    decoder = jax.eval_shape(lambda: LanguageModel(model, layout, key=jax.random.key(0)))
     block, cross = nnx.graphdef(decoder.layers), None
     del decoder.layers
     if decoder.cross is not None:

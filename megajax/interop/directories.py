@@ -13,6 +13,7 @@ import numpy as np
 from megajax.checkpoint.digests import find_sound
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.config import Config, ConfigError, ModelConfig, reload
+from megajax.config.lora import without_adapters
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.huggingface.families import read_config_json, write_family
 from megajax.interop.huggingface.preprocessor import FILE, read_preprocessor, write_preprocessor
@@ -92,15 +93,14 @@ def export_huggingface(
     """
     checkpoint = find_sound(source)
     record = read_record(checkpoint)
-    model = reload(record.config, place=str(checkpoint / RECORD)).model
+    model = without_adapters(reload(record.config, place=str(checkpoint / RECORD))).model
     family, keys = write_family(model, family or record.data.get(FAMILY))
     dtype = dtype or record.data.get(DTYPE, 'float32')  # type: ignore[assignment]
     assert dtype is not None
-    from megajax.checkpoint.compare import parameter_shapes
     from megajax.interop.huggingface.weights import huggingface_pieces, joined_tensors
-    from megajax.interop.runs import parts
+    from megajax.interop.runs import parts, weight_shapes
 
-    pieces = huggingface_pieces(model, parameter_shapes(checkpoint), family=family)
+    pieces = huggingface_pieces(model, weight_shapes(checkpoint), family=family)
     joined = joined_tensors(pieces, family)
     plan = [
         Tensor(

@@ -14,6 +14,7 @@ import numpy as np
 from megajax.checkpoint.digests import find_sound
 from megajax.checkpoint.record import RECORD, read_record
 from megajax.config import Config, ConfigError, ModelConfig, dump, load, reload
+from megajax.config.lora import without_adapters
 from megajax.interop.arguments import read_arguments
 from megajax.interop.dist_checkpoint import COMMON, is_dist, open_checkpoint
 from megajax.interop.folder import check_new, new_folder, settings
@@ -98,13 +99,12 @@ def export_megatron(
     """
     checkpoint = find_sound(source)
     record = read_record(checkpoint)
-    config = reload(record.config, place=str(checkpoint / RECORD))
+    config = without_adapters(reload(record.config, place=str(checkpoint / RECORD)))
     _check_stages(config.model, stages, virtual_stages)
-    from megajax.checkpoint.compare import parameter_shapes
     from megajax.interop.megatron import chunks_of, megatron_pieces
-    from megajax.interop.runs import parts
+    from megajax.interop.runs import parts, weight_shapes
 
-    shapes = parameter_shapes(checkpoint)
+    shapes = weight_shapes(checkpoint)
     rows = (
         -(-config.model.vocab_size // (MEGATRON_VOCAB_MULTIPLE * ranks))
         * MEGATRON_VOCAB_MULTIPLE

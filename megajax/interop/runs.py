@@ -8,15 +8,18 @@ import numpy as np
 from flax import nnx
 
 from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.checkpoint.compare import read_parameter
+from megajax.checkpoint.compare import parameter_shapes, read_parameter
 from megajax.checkpoint.digests import write_file
-from megajax.config import Config, dump
+from megajax.checkpoint.record import read_record
+from megajax.config import Config, LoraConfig, dump
 from megajax.data.masked import SPECIAL
 from megajax.data.text.tokenizer import make_tokenizer
 from megajax.interop.folder import tokenizer_of
 from megajax.interop.pieces import Pieces, cut
 from megajax.parallel.mesh import mesh_for
 from megajax.run.lock import run_lock
+
+ADAPTER = '.adapter.'  # in the names of an adapter's matrices, after the linear layer's
 
 
 def start_run(
@@ -56,10 +59,40 @@ def start_run(
 def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, str, np.ndarray]]:
     """Yield the index of a rank, and the name and the array of a piece, in fp32, for every piece.
 
-    Each parameter is read once, and each rank's arrays come in the order of its pieces.
+    Each parameter is read once, with its adapter added to it, and each rank's arrays come in the
+    order of its pieces.
     """
+    scale = adapter_scale(checkpoint)
     for path in ranks[0]:
-        x = read_parameter(checkpoint, path)
+        x = _read(checkpoint, path, scale)
         for rank, pieces in enumerate(ranks):
             for piece in pieces[path]:
                 yield rank, piece.name, cut(x, piece)
+
+
+def weight_shapes(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each parameter in a checkpoint but those of adapters, by its name."""
+    shapes = parameter_shapes(checkpoint)
+    return {name: shape for name, shape in shapes.items() if ADAPTER not in name}
+
+
+def adapter_scale(checkpoint: Path) -> float | None:
+    """Return the factor of what a checkpoint's adapters add; None if it has none."""
+    lora = read_record(checkpoint).config.get('lora')
+    return None if lora is None else LoraConfig.model_validate(lora).scale
+
+
+def _read(checkpoint: Path, path: str, scale: float | None) -> np.ndarray:
+    """Read a parameter in fp32, a weight with its adapter added to it."""
+    x = read_parameter(checkpoint, path).astype(np.float32, copy=False)
+    module, _, kind = path.rpartition('.')
+    if (
+        scale is None
+        or kind != 'weight'
+        or f'{module}{ADAPTER}A' not in parameter_shapes(checkpoint)
+    ):
+        return x
+    a, b = (read_parameter(checkpoint, f'{module}{ADAPTER}{which}') for which in 'AB')
+    layers, rank = len(a), a.shape[-1]
+    added = a.reshape(layers, -1, rank) @ b.reshape(layers, rank, -1)
+    return x + np.float32(scale) * added.reshape(x.shape)

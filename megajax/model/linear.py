@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from megajax.model import fp8
+from megajax.model import adapter, fp8
 from megajax.model.parameters import Parameters
 from megajax.model.platform import is_on_cpu
 from megajax.model.product import product
@@ -34,6 +34,7 @@ class ColumnParallelLinear(nnx.Module):
         self.equation = f'BSD,{dims}->RS{self.outputs}'
         self.weight = parameters.make('weight', key)
         self.bias = parameters.maybe('bias')
+        self.adapter = adapter.maybe(parameters, key=key)
 
     def __call__(self, x_BSD: jax.Array) -> jax.Array:
         return self.with_bias(self.product(x_BSD))
@@ -45,6 +46,8 @@ class ColumnParallelLinear(nnx.Module):
 
     def product(self, x_BSD: jax.Array) -> jax.Array:
         """Multiply by the weight what `gather` returned."""
+        if self.adapter is not None:
+            return adapter.product(self.equation, x_BSD, self.weight, self.adapter, self.layout)
         if self.scales is None:
             return product(self.equation, x_BSD, self.weight, self.layout, x_BSD.dtype)
         return fp8.product(self.equation, x_BSD, self.weight, self.scales, self.layout, 'BTD')
@@ -71,6 +74,7 @@ class RowParallelLinear(nnx.Module):
         self.equation = f'BS{self.inputs},{dims}->BTD'
         self.weight = parameters.make('weight', key)
         self.bias = parameters.maybe('bias')
+        self.adapter = adapter.maybe(parameters, key=key)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         # grid: all-gather over row forward, reduce-scatter backward
@@ -80,6 +84,8 @@ class RowParallelLinear(nnx.Module):
 
     def product(self, x: jax.Array) -> jax.Array:
         """Multiply by the weight, and reduce."""
+        if self.adapter is not None:
+            return adapter.product(self.equation, x, self.weight, self.adapter, self.layout)
         if self.scales is None:
             return product(self.equation, x, self.weight, self.layout, x.dtype)
         dims = f'BS{self.inputs}'

@@ -25,11 +25,13 @@ class Parameters:
     sizes: Mapping[str, int]
     layout: Layout
     is_of_encoder: bool = False
+    adapter_scale: float = 0.0  # the factor of what adapters add
 
     @classmethod
     def of(cls, model: ModelConfig, layout: Layout) -> 'Parameters':
         """The parameters of a complete model."""
-        return cls(declare(model), dim_sizes(model), layout)
+        scale = model.lora.scale if model.lora else 0.0
+        return cls(declare(model), dim_sizes(model), layout, adapter_scale=scale)
 
     @classmethod
     def of_encoder(cls, model: ModelConfig, declared: Declared | None = None) -> 'Parameters':

@@ -96,7 +96,7 @@ def _partial(
 ) -> jax.Array:
     """Sum the last dims of x with dims of w, the part of each shard on its own."""
     (letter,) = (letter for letter in summed if layout.is_sharded(letter))
-    x, w = (_with_shards(y, dims, letter, layout) for y, dims in ((x, dims_x), (w, dims_w)))
+    x, w = (with_shards(y, dims, letter, layout) for y, dims in ((x, dims_x), (w, dims_w)))
     dims_x, dims_w = (dims.replace(letter, letter + '-') for dims in (dims_x, dims_w))
     parts = summed.replace(letter, '-')
     contracted = [dims_x.index(part) for part in parts], [dims_w.index(part) for part in parts]
@@ -113,7 +113,7 @@ def _partial(
     )
 
 
-def _with_shards(x: jax.Array, dims: str, letter: str, layout: Layout) -> jax.Array:
+def with_shards(x: jax.Array, dims: str, letter: str, layout: Layout) -> jax.Array:
     """Split the dim of a letter in its shards and the part of each."""
     place, shards = dims.index(letter), layout.num_shards(letter)
     shape = *x.shape[:place], shards, x.shape[place] // shards, *x.shape[place + 1 :]

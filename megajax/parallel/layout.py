@@ -13,6 +13,7 @@ The name of an array ends in its dims, as in x_BTD. A letter means one thing in 
     E output of an unsharded square layer                           O BERT's two segments
     L layers                        J layers of cross-attention     M microbatches
     I image slots of the rows       P patches of an image           X numbers of a patch
+    Q rank of adapters
     Z stages of the pipeline        W chunks of layers of a stage
 
 The vision encoder has the same letters for its own dims, circled in the declarations of its

@@ -4,9 +4,9 @@ import dataclasses
 from math import sqrt
 
 from megajax.config import Config
-from megajax.counts.parameters import dim_sizes, num_elements, parameters
+from megajax.counts.parameters import dim_sizes, dtype_at_rest, num_elements, parameters
 from megajax.plan.network import Cluster
-from megajax.plan.sizes import BYTES, FLOAT32
+from megajax.plan.sizes import BYTES
 from megajax.plan.time import StepTime
 
 HOST_LINK = 20e9  # bytes per second that a GPU copies to its host: PCIe 4, of 32 GB/s
@@ -69,7 +69,8 @@ def faults(
     sizes = dim_sizes(config.model)
     moments = 2 * BYTES[config.optim.moments_dtype]
     size = sum(
-        num_elements(one, sizes) * (FLOAT32 + (0 if one.is_frozen else moments))
+        num_elements(one, sizes)
+        * (BYTES[dtype_at_rest(one, config)] + (0 if one.is_frozen else moments))
         for _, one in parameters(config.model)
     )
     mesh = config.mesh

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megajax.config import Config, ConfigError
 from megajax.config.divisors import divisors
+from megajax.config.lora import without_adapters
 from megajax.config.rules import incompatibilities
 from megajax.counts.collective import HLO_DTYPES, REDUCE
 from megajax.counts.parameters import own_counts
@@ -83,7 +84,8 @@ def _meshes(config: Config, gpus: int, prompt: int, batch: int) -> Iterator[Conf
         )
         | {'sequence_parallel': False}
     )
-    text = config.model_copy(update={'mesh': mesh, 'vision': None, 'relevance': None})
+    others = {'mesh': mesh, 'vision': None, 'relevance': None}
+    text = without_adapters(config).model_copy(update=others)
     for count in divisors(config.model.num_heads):
         step = changed(
             text,

@@ -32,7 +32,7 @@ UNDERCOUNT = 0.029
 class StepMemory:
     """Bytes on each GPU at the moment of a step that needs the most."""
 
-    parameters: int  # the master weights, in fp32
+    parameters: int  # the master weights, in fp32, and weights beside adapters
     optimizer: int  # AdamW's two moments
     weights: int
     gradients: int
@@ -116,7 +116,7 @@ def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
         moments = with_encoder(sizes, moments, early=early)
     moment = max(moments, key=lambda name: moments[name].total)
     return StepMemory(
-        parameters=FLOAT32 * sizes.at_rest.all,
+        parameters=sizes.parameters_at_rest,
         optimizer=sizes.moments,
         fragments=int(FRAGMENTS * moments[moment].total),
         batch=sizes.batch,
@@ -248,4 +248,4 @@ def _transposed(sizes: Sizes) -> int:
         return 0
     tables = 0 if sizes.is_ordered else sizes.num_tables * sizes.at_rest.table
     count = sizes.at_rest.inputs + (tables if sizes.config.train.microbatches > 1 else 0)
-    return FLOAT32 * count
+    return count * (sizes.itemsize if sizes.config.lora else FLOAT32)

@@ -115,6 +115,12 @@ class Sizes:
         return (4 * of_row + pixels) * rows * self.config.train.microbatches
 
     @property
+    def parameters_at_rest(self) -> int:
+        """The bytes of the parameters between steps; only beside adapters some are not in fp32."""
+        narrower = FLOAT32 - self.itemsize if self.config.lora else 0
+        return FLOAT32 * self.at_rest.all - narrower * self.at_rest.frozen_matrices
+
+    @property
     def gathered(self) -> int:
         """The bytes of the matrices that a step first gathers over `data`, or casts once."""
         cast_once = self.matrices - self.tables if self.is_ordered and self.itemsize < 4 else 0
@@ -195,6 +201,7 @@ class AtRest(NamedTuple):
     layer: int  # in a step, of the matrices of a layer
     learned: int  # those of `all` that are not frozen
     learned_layers: int  # those of `layers`
+    frozen_matrices: int  # the matrices of `all` that are frozen
 
 
 @functools.cache
@@ -215,4 +222,5 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
         layer=layer * layout.num_shards('L') // model.num_layers,
         learned=sum(size for x, size in counts.values() if not x.is_frozen),
         learned_layers=sum(size for x, size in counts.values() if x.is_stacked and not x.is_frozen),
+        frozen_matrices=sum(size for x, size in matrices if x.is_frozen),
     )

@@ -8,11 +8,11 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.config import Config, ConfigError
-from megajax.counts.parameters import num_at_rest, parameters
+from megajax.counts.parameters import dtype_at_rest, num_at_rest, parameters
 from megajax.hardware.memory import host_memory
 from megajax.parallel.layout import Layout
 
-BYTES = {'float32': 4, 'bfloat16': 2}
+BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}
 
 
 def check_host_memory(config: Config, mesh: Mesh) -> None:
@@ -39,7 +39,8 @@ def state_bytes(config: Config) -> int:
     each = [(x, num_at_rest(x, config.model, layout)) for _, x in parameters(config.model)]
     learned = sum(size for x, size in each if not x.is_frozen)
     of_learned = 2 * BYTES[optim.moments_dtype] + BYTES[optim.reduce_dtype]
-    return BYTES['float32'] * sum(size for _, size in each) + of_learned * learned
+    at_rest = sum(size * BYTES[dtype_at_rest(x, config)] for x, size in each)
+    return at_rest + of_learned * learned
 
 
 def _remedy(config: Config, have: int) -> str:

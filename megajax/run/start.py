@@ -87,9 +87,10 @@ def _check_same_model(start: Path, config: Config) -> None:
     free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
     problems = []
     for key, (old, new) in different.items():
-        if key in free:
+        # Adapters that only one of the two has are added to its weights, or begin here.
+        if key in free or (key.startswith('lora.') and None in (old, new)):
             logger.info('start      %s: %s -> %s', key, old, new)
-        elif key.startswith(('model.', 'vision.')):
+        elif key.startswith(('model.', 'vision.', 'lora.')):
             message = (
                 f'{_text(new)}, but {_text(old)} in {start}, the checkpoint of {START_FROM}; '
                 f'set {key}={_text(old)}'

@@ -22,7 +22,7 @@ from megajax.train.guard import Guard, init_guard, judge
 from megajax.train.loss_scale import LossScale, adjust, init_loss_scale, overflows
 from megajax.train.optimizer import make_optimizer, make_schedule
 from megajax.train.scaling import are_finite, init_recent, nothing_seen, remember, scales_of
-from megajax.train.zero import shard_over_data
+from megajax.train.zero import between_steps
 
 Metrics = dict[str, jax.Array]
 DROPOUT = 0x6472706F  # differs from every index that a key is split by
@@ -50,7 +50,7 @@ def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
 
     def random_params() -> nnx.State:
         model = make_model(config.model, layout, key=jax.random.key(config.train.seed))
-        return shard_over_data(nnx.state(model), layout)
+        return between_steps(nnx.state(model), config)
 
     @jax.jit
     def init(given: nnx.State | None) -> TrainState:

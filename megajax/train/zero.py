@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from megajax.config import Config
 from megajax.config.overlap_rules import gathers_ahead, has_head, is_apart, rung
 from megajax.counts.declaration import Parameter
+from megajax.counts.parameters import dtype_at_rest
 from megajax.model import at_rest
 from megajax.model.at_rest import reduced_in_backward
 from megajax.model.fp8 import cast
@@ -35,13 +36,16 @@ from megajax.model.shard_copies import copied_dims
 from megajax.parallel.layout import Axes, Layout
 
 
-def shard_over_data(params: Any, layout: Layout) -> Any:
-    """Return the parameters with their placement between steps."""
+def between_steps(params: Any, config: Config) -> Any:
+    """Return the parameters with their placement and dtype between steps."""
+    layout = Layout.of(config)
 
-    def place(declared: Parameter, x: jax.Array) -> jax.Array:
-        return at_rest.scatter(x, declared.dims, layout) if declared.is_matrix else x
+    def keep(declared: Parameter, x: jax.Array) -> jax.Array:
+        x = x.astype(dtype_at_rest(declared, config))
+        is_scattered = declared.is_matrix and bool(layout.at_rest)
+        return at_rest.scatter(x, declared.dims, layout) if is_scattered else x
 
-    return map_parameters(place, params) if layout.at_rest else params
+    return map_parameters(keep, params)
 
 
 def gather_once(params: Any, config: Config, layout: Layout) -> Any:
@@ -83,7 +87,7 @@ def weights_and_primals(
     """
     gathered = gather_once(narrow, config, layout)
     weights, slots = separate(gathered)
-    if config.vision is not None and config.vision.freeze:
+    if config.model.has_frozen:
         weights, params, slots = gathered, trainable(params), trainable(slots)
     if rung(config) not in ('gradients', 'weights'):
         return weights, slots

@@ -11,6 +11,7 @@ VISION = ' '.join(
     f'vision.{size}' for size in ('num_layers=1', 'hidden_size=64', 'num_heads=4', 'max_patches=16')
 )
 VALUES = {
+    'lora': 'lora.rank=8',
     'vision': VISION,
     'vision.fusion=cross_attention': f'{VISION} vision.fusion=cross_attention',
     'vision.deepstack': 'vision.deepstack=[0]',

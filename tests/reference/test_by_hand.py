@@ -27,7 +27,7 @@ from megajax.parallel.layout import Layout
 from megajax.train.feed import Batch, place_batch
 from megajax.train.gradients import make_loss_and_gradients
 from megajax.train.step import init_state
-from megajax.train.zero import shard_over_data
+from megajax.train.zero import between_steps
 
 LIMIT = 1e-5  # relative, see support.relative_error
 
@@ -156,7 +156,7 @@ def run_both(
 
 
 def _at_rest(config: Config, weights: Arrays) -> nnx.State:
-    return shard_over_data(from_megatron(config, weights), Layout.of(config))
+    return between_steps(from_megatron(config, weights), config)
 
 
 def over_data(compiled: jax.stages.Compiled) -> dict[str, float]:

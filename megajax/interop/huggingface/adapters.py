@@ -1,0 +1,102 @@
+"""Export of adapters alone, as the library PEFT saves and loads them."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megajax.checkpoint.digests import find_sound
+from megajax.checkpoint.record import RECORD, read_record
+from megajax.config import Config, ConfigError, reload
+from megajax.config.lora import without_adapters
+from megajax.interop.folder import new_folder
+from megajax.interop.huggingface.families import FAMILIES, write_family
+from megajax.interop.huggingface.family import Family, There
+from megajax.interop.pieces import cut, dims_here, groups_of, make_pieces
+
+CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
+PREFIX = 'base_model.model.'  # of a module's name, within PEFT's model
+
+
+def export_adapters(
+    source: Path, out: Path, *, base: str | None = None, family: str | None = None
+) -> str:
+    """Write the adapters of a checkpoint as a directory that PEFT loads; return the family.
+
+    `base` is the directory or the name of the model that they belong to, which PEFT reads where it
+    is not given one. Raises ConfigError if the checkpoint has no adapters, if no family can
+    represent its model, or if `out` already exists.
+    """
+    checkpoint = find_sound(source)
+    config = reload(read_record(checkpoint).config, place=str(checkpoint / RECORD))
+    if config.lora is None:
+        raise ConfigError(
+            f'{checkpoint} was trained without lora and has no adapters: export it without '
+            '--adapter'
+        )
+    name, _ = write_family(without_adapters(config).model, family)
+    tensors = dict(_tensors(checkpoint, config, FAMILIES[name]))
+    from safetensors.numpy import save
+
+    with new_folder(out) as partial:
+        modules = sorted({_module(tensor) for tensor in tensors})
+        (partial / CONFIG).write_text(json.dumps(_settings(config, modules, base), indent=2) + '\n')
+        (partial / WEIGHTS).write_bytes(save(tensors, metadata={'format': 'pt'}))
+    return name
+
+
+def _settings(config: Config, modules: list[str], base: str | None) -> dict[str, Any]:
+    assert config.lora is not None
+    return {
+        'peft_type': 'LORA',
+        'task_type': 'CAUSAL_LM',
+        'base_model_name_or_path': base,
+        'inference_mode': True,
+        'r': config.lora.rank,
+        'lora_alpha': config.lora.alpha,
+        'lora_dropout': 0.0,
+        'target_modules': modules,
+        'fan_in_fan_out': config.model.position == 'learned',  # GPT-2's weights are [in, out]
+        'bias': 'none',
+    }
+
+
+def _module(tensor: str) -> str:
+    """Return the part of a tensor's name that is alike in all layers: `self_attn.q_proj`."""
+    return '.'.join(tensor.split('.')[-4:-2])
+
+
+def _tensors(checkpoint: Path, config: Config, family: Family) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield PEFT's tensors: of each module of a layer A [Q, inputs] and B [outputs, Q].
+
+    The modules of one product here, such as queries, keys and values, have the same A.
+    """
+    from megajax.checkpoint.compare import parameter_shapes, read_parameter
+
+    whole = {part: name for name, parts in family.joined.items() for part in parts}
+    dims = dims_here(config.model)
+    for path in parameter_shapes(checkpoint):
+        linear, is_a, _ = path.partition('.adapter.A')
+        if not is_a:
+            continue
+        a, b = (read_parameter(checkpoint, f'{linear}.adapter.{which}') for which in 'AB')
+        of_modules = defaultdict[str, list[list[np.ndarray]]](list)
+        for there in family.tensors[f'{linear}.weight']:
+            name = whole.get(there.name, there.name).removesuffix('.weight')
+            of_modules[name].append(_outputs(b, there, dims[f'{linear}.adapter.B']))
+        for name, parts in of_modules.items():
+            for layer, of_layer in enumerate(zip(*parts, strict=True)):
+                module = PREFIX + name.format(layer)
+                inputs = a[layer].reshape(-1, a.shape[-1]).T
+                yield f'{module}.lora_A.weight', np.ascontiguousarray(inputs)
+                yield f'{module}.lora_B.weight', np.concatenate(of_layer)
+
+
+def _outputs(b: np.ndarray, there: There, dims: str) -> list[np.ndarray]:
+    """Return the part of B, which has `dims`, for a module: [outputs, Q] of each layer."""
+    (outputs,) = (group for group in groups_of(there.dims, dims) if group)
+    ranges = {'C': there.columns, 'U': there.columns}
+    return [cut(b, piece) for piece in make_pieces('', f'({outputs})Q', dims, b.shape, ranges)]
