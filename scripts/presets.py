@@ -24,6 +24,7 @@ PRESETS = (
     'qwen3_vl_32b',
     'qwen3_vl_4b',
     'qwen3_vl_8b',
+    'recipes/continue_llama3_8b',
 )
 CONFIGS = Path(__file__).parents[1] / 'configs'
 # The key of `train` that each key of a layout follows.

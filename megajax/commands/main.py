@@ -22,7 +22,16 @@ from megajax.commands.interop import export_app, import_app
 from megajax.commands.plan import plan_app
 from megajax.commands.profile import profile
 from megajax.commands.report import report
-from megajax.config import Config, ConfigError, ModelConfig, RunError, dump, load, presets
+from megajax.config import (
+    Config,
+    ConfigError,
+    ModelConfig,
+    RunError,
+    dump,
+    load,
+    presets,
+    recipes,
+)
 from megajax.config.combinations import COMBINATIONS
 from megajax.counts.parameters import num_parameters
 from megajax.processes.signals import leave_when_asked
@@ -192,8 +201,8 @@ def combinations() -> None:
 
 @config_app.command('list')
 def list_presets() -> None:
-    """List the presets, smallest first."""
-    configs = {name: load(name).model for name in presets()}
+    """List the presets and the recipes, smallest first."""
+    configs = {name: load(name).model for name in (*presets(), *recipes())}
     sizes = [
         Column(name, justify='right', no_wrap=True)
         for name in ('layers', 'hidden', 'heads', 'parameters')

@@ -12,7 +12,7 @@ from megajax.config.errors import (
     RunError,
     StopRequested,
 )
-from megajax.config.load import dump, load, overridden, presets, reload
+from megajax.config.load import dump, load, overridden, presets, recipes, reload
 from megajax.config.lora import LoraConfig
 from megajax.config.mesh import MeshConfig
 from megajax.config.model import ModelConfig, RopeScaling, VisionConfig
@@ -52,5 +52,6 @@ __all__ = [
     'load',
     'overridden',
     'presets',
+    'recipes',
     'reload',
 ]

@@ -25,6 +25,7 @@ from megajax.config.schema import SECTIONS, Config, keys_of
 from megajax.render.text import shorten
 
 KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
+RECIPES = 'recipes'  # the folder, beside the presets
 LONGEST_KEY = 100  # characters of a path; the schema's have fewer than 40
 
 
@@ -38,8 +39,13 @@ def presets() -> list[str]:
     return sorted(path.stem for path in _folder().glob('*.yaml'))
 
 
+def recipes() -> list[str]:
+    """Return the names of the recipes, which train a model that was imported, in order."""
+    return sorted(f'{RECIPES}/{path.stem}' for path in (_folder() / RECIPES).glob('*.yaml'))
+
+
 def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a preset or a YAML file, apply `section.key=value` overrides and check the result.
+    """Read a preset, a recipe or a YAML file, apply `section.key=value` overrides and check the result.
 
     If two overrides set the same key, the last one wins. Raises ConfigError with every mistake in
     the file, in the overrides and between keys, each with its line or its override.
@@ -131,7 +137,8 @@ def _folder() -> Path:
 
 
 def _find(source: str | Path) -> Path:
-    path = _folder() / f'{source}.yaml' if str(source) in presets() else Path(source)
+    is_named = str(source) in (*presets(), *recipes())
+    path = _folder() / f'{source}.yaml' if is_named else Path(source)
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 

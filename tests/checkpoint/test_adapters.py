@@ -63,9 +63,7 @@ def read(checkpoint: Path, config: Config) -> dict[str, np.ndarray]:
 
 
 def merged(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    weights = {
-        name: x.astype(np.float32) for name, x in arrays.items() if '.adapter.' not in name
-    }
+    weights = {name: x.astype(np.float32) for name, x in arrays.items() if '.adapter.' not in name}
     for linear in LINEARS:
         a, b = (arrays[f'{linear}.adapter.{which}'].astype(np.float64) for which in 'AB')
         layers, rank = len(a), a.shape[-1]
@@ -75,9 +73,7 @@ def merged(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(('data', 'model', 'shard'), [(1, 4, 'none'), (4, 2, 'weights')])
-def test_they_are_the_same_bits_on_any_mesh(
-    tuned: Path, data: int, model: int, shard: str
-) -> None:
+def test_they_are_the_same_bits_on_any_mesh(tuned: Path, data: int, model: int, shard: str) -> None:
     expected = read(tuned, adapted())
     actual = read(tuned, adapted(data, model, optim={'shard': shard}))
     assert actual.keys() == expected.keys()

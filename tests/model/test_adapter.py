@@ -1,4 +1,4 @@
-"""Adapters change a product as the merged weight would, and send no activation more."""
+"""An adapter changes a product, and its gradients, as the weight with it added would."""
 
 import functools
 from typing import Any

@@ -1,0 +1,111 @@
+"""Adapters are exported added to the weights, or alone as PEFT loads them."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from checkpoints import make_state
+from safetensors.numpy import load_file
+from support import on_mesh
+
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.config import Config, ConfigError, LoraConfig, load
+from megajax.config.lora import with_adapters
+from megajax.interop.directories import export_huggingface, import_huggingface
+from megajax.interop.huggingface.adapters import export_adapters
+from megajax.model.parameters import map_parameters
+
+DATA = Path(__file__).parent / 'data'
+FAMILIES = ('gpt2', 'llama3', 'phi3', 'qwen3')
+LORA = LoraConfig(rank=4, alpha=6.0)
+TARGETS = {
+    'gpt2': {'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'},
+    'phi3': {'self_attn.qkv_proj', 'self_attn.o_proj', 'mlp.gate_up_proj', 'mlp.down_proj'},
+}
+OF_LLAMA = {f'self_attn.{x}_proj' for x in 'qkvo'} | {
+    f'mlp.{x}_proj' for x in ('gate', 'up', 'down')
+}
+
+
+def save(run: Path, config: Config, *, adds: bool = True) -> Path:
+    """A state of random numbers, in which adapters add something or nothing."""
+
+    def begun(declared: object, x: jax.Array) -> jax.Array:
+        return x if adds or not (declared.is_adapter and declared.dims[1] == 'Q') else 0 * x
+
+    with on_mesh(config), Checkpoints(run / 'checkpoints', config) as checkpoints:
+        state = make_state(config, 0)
+        checkpoints.save(state._replace(params=map_parameters(begun, state.params)), 1)
+    return run
+
+
+def tuned(family: str, folder: Path) -> Config:
+    """The model of a directory, with adapters."""
+    import_huggingface(DATA / family, folder, ['train.dtype=float32'])
+    return with_adapters(load(folder / 'config.yaml'), LORA)
+
+
+def export(run: Path, base: Path, folder: Path, family: str) -> None:
+    """Write the model with its adapters, the one without, and the adapters alone."""
+    named = family if family == 'phi3' else None  # the others are the first that fits
+    export_huggingface(run, folder / 'with', family=named)
+    export_huggingface(base, folder / 'without', family=named)
+    export_adapters(run, folder / 'alone', base=str(folder / 'without'), family=named)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_what_pefts_tensors_add_is_what_the_weights_have_more(family: str, tmp_path: Path) -> None:
+    config = tuned(family, tmp_path / 'import')
+    run, base = save(tmp_path / 'run', config), save(tmp_path / 'base', config, adds=False)
+    export(run, base, tmp_path, family)
+    merged, plain = (
+        load_file(tmp_path / name / 'model.safetensors') for name in ('with', 'without')
+    )
+    added = {name: merged[name] - x for name, x in plain.items()}
+    settings = json.loads((tmp_path / 'alone/adapter_config.json').read_text())
+    alone = load_file(tmp_path / 'alone/adapter_model.safetensors')
+    assert {*settings['target_modules']} == TARGETS.get(family, OF_LLAMA)
+    assert (settings['r'], settings['lora_alpha']) == (4, 6.0)
+    modules = {name.rsplit('.lora_', 1)[0] for name in alone}
+    assert len(modules) == config.model.num_layers * len(settings['target_modules'])
+    for module in modules:
+        a, b = (alone.pop(f'{module}.lora_{which}.weight') for which in 'AB')
+        weight = settings['lora_alpha'] / settings['r'] * b @ a
+        actual = added.pop(f'{module.removeprefix("base_model.model.")}.weight')
+        expected = weight.T if settings['fan_in_fan_out'] else weight
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+    assert not alone
+    assert all(not x.any() for x in added.values())
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_peft_computes_with_them_what_the_merged_weights_compute(
+    family: str, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip('torch', reason='needs torch')
+    transformers = pytest.importorskip('transformers', reason='needs transformers')
+    peft = pytest.importorskip('peft', reason='needs peft')
+    config = tuned(family, tmp_path / 'import')
+    run, base = save(tmp_path / 'run', config), save(tmp_path / 'base', config, adds=False)
+    export(run, base, tmp_path, family)
+    token = torch.arange(12)[None] % config.model.vocab_size
+
+    def logits(path: Path) -> np.ndarray:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path)
+        if path.name == 'without':
+            model = peft.PeftModel.from_pretrained(model, tmp_path / 'alone')
+        with torch.no_grad():
+            return model(token).logits.numpy()
+
+    expected = logits(tmp_path / 'with')
+    actual = logits(tmp_path / 'without')
+    assert np.abs(actual - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+def test_a_model_without_adapters_has_none_to_export(tmp_path: Path) -> None:
+    import_huggingface(DATA / 'llama3', tmp_path / 'import')
+    with pytest.raises(ConfigError, match='trained without lora and has no adapters'):
+        export_adapters(tmp_path / 'import', tmp_path / 'alone')
+    assert not (tmp_path / 'alone').exists()
