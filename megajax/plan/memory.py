@@ -177,7 +177,7 @@ def _moments(sizes: Sizes, *, early: bool) -> dict[str, Held]:
             weights=in_passes + _weights_of_layer(sizes),
             gradients=summed + table + _of_layers(sizes, in_layers),
             activations=sizes.kept,
-            buffers=_buffers_of_layer(sizes) + kept_free + copies,
+            buffers=_buffers_of_layer(sizes) + kept_free + copies + _beside_adapters(sizes),
         ),
         'embedding': Held(
             weights=0 if is_ahead else in_passes,
@@ -235,6 +235,18 @@ def _weights_of_layer(sizes: Sizes) -> int:
 def _buffers_of_layer(sizes: Sizes) -> int:
     recomputed = sizes.kept_by_layer if sizes.config.train.recompute == 'full' else 0
     return recomputed + sizes.buffers_of_layer
+
+
+def _beside_adapters(sizes: Sizes) -> int:
+    """Return the bytes that a step with adapters holds in the layers, and one without does not.
+
+    They are the result of the largest adapter, before it is added, and with several microbatches
+    the transposed head, which XLA makes once for all of them, since it is frozen.
+    """
+    if sizes.config.lora is None:
+        return 0
+    is_made_once = sizes.config.train.microbatches > 1
+    return sizes.up + (sizes.itemsize * sizes.table if is_made_once else 0)
 
 
 def _transposed(sizes: Sizes) -> int:
