@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from megajax.commands.checkpoint import checkpoint_app
+from megajax.commands.compare import compare
 from megajax.commands.config_diff import config_diff
 from megajax.commands.config_keys import keys
 from megajax.commands.data import data_app
@@ -221,6 +222,7 @@ def list_presets() -> None:
 
 app.command()(generate)
 app.command('eval')(evaluate)
+app.command()(compare)
 app.command()(profile)
 app.command()(report)
 config_app.command('diff')(config_diff)

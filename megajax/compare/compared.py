@@ -1,0 +1,145 @@
+"""The numbers of one or two sources, and their comparison."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megajax.compare.difference import Comparison, compare, config_of
+from megajax.compare.in_transformers import check_installed, execute_with_transformers
+from megajax.compare.recording import Recording, read_recording, write_recording
+from megajax.compare.sides import WITHOUT_DROPOUT, Source, check_comparable
+from megajax.config import Config, ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Side:
+    source: Source
+    config: Config
+    recording: Recording | None = None  # of a file
+    with_transformers: bool = False
+
+    def record(self, batch: Mapping[str, np.ndarray]) -> Recording:
+        """Return the numbers of a pass over a batch."""
+        if self.recording is not None:
+            return self.recording
+        source = self.source
+        if self.with_transformers:
+            return execute_with_transformers(source, self.config, batch)
+        from megajax.compare.execute import execute
+
+        return execute(self.config, source.load, batch, source=source.name)
+
+
+def compare_sources(
+    a: str,
+    b: str,
+    *,
+    overrides: Sequence[str] = (),
+    of_a: Sequence[str] = (),
+    of_b: Sequence[str] = (),
+    transformers: str | None = None,
+    data: bool = False,
+    tolerance: float | None = None,
+) -> Comparison:
+    """Compute and compare the passes of two sources.
+
+    A source is a preset, a YAML file, a run, a Hugging Face directory or a file of `dump_source`.
+    `overrides` are of both, `of_a` and `of_b` of one. `transformers` is the letter of a Hugging
+    Face directory that transformers executes, in fp32 on the CPU and, like the other one, without
+    dropout. With `data` the batch is the first of A's training data, otherwise of random tokens.
+    Raises ConfigError for what cannot be compared, before anything compiles.
+    """
+    if transformers:
+        check_installed()
+        overrides = [*overrides, *WITHOUT_DROPOUT]
+    sources = _sources((a, [*overrides, *of_a]), (b, [*overrides, *of_b]))
+    sides = _sides(sources, transformers)
+    check_comparable(*(side.config for side in sides), names=[a, b])
+    batch = _batch(sides, data=data)
+    _make_meshes(sides)
+    return compare(*(side.record(batch) for side in sides), tolerance=tolerance)
+
+
+def dump_source(
+    name: str, file: Path, *, overrides: Sequence[str] = (), transformers: bool = False, data: bool
+) -> None:
+    """Write the numbers of a source's pass to a file that `compare_sources` reads."""
+    if transformers:
+        check_installed()
+        overrides = [*overrides, *WITHOUT_DROPOUT]
+    sources = _sources((name, overrides))
+    if sources[0].kind == 'dump':
+        raise ConfigError(f'{name} is a dump already: give a config, a run or a directory')
+    sides = _sides(sources, 'a' if transformers else None)
+    write_recording(file, sides[0].record(_batch(sides, data=data)))
+
+
+def _sources(*named: tuple[str, Sequence[str]]) -> list[Source]:
+    """Return the sources; overrides cannot change a dump, so those of both are left out there."""
+    return [Source.of(name, overrides) for name, overrides in named]
+
+
+def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:
+    """Read every config, those of Hugging Face directories after what they take keys from."""
+    recordings = {
+        index: read_recording(source.path)
+        for index, source in enumerate(sources)
+        if source.kind == 'dump'
+    }
+    configs = {index: config_of(recording) for index, recording in recordings.items()}
+    for index, source in enumerate(sources):
+        if source.kind in ('config', 'run'):
+            configs[index] = source.config()
+    like = next(iter(configs.values()), None)
+    for index, source in enumerate(sources):
+        if source.kind == 'huggingface':
+            configs[index] = source.config(like)
+    sides = [
+        _Side(
+            source=source,
+            config=configs[index],
+            recording=recordings.get(index),
+            with_transformers='ab'[index] == transformers,
+        )
+        for index, source in enumerate(sources)
+    ]
+    for side in sides:
+        if side.with_transformers and side.source.kind != 'huggingface':
+            raise ConfigError(
+                f'{side.source.name} is no Hugging Face directory, so transformers cannot execute '
+                f'it: write one with megajax export hf'
+            )
+    return sides
+
+
+def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
+    """Return the batch of both: that of a dump, of A's data, or random tokens."""
+    for side in sides:
+        if side.recording is not None:
+            if data:
+                raise ConfigError(
+                    f'{side.source.name} was dumped with a batch of its own: leave out --data, or '
+                    'dump again with it'
+                )
+            return side.recording.batch
+    config = sides[0].config
+    if data:
+        from megajax.data import load_data
+
+        return load_data(config).train[0]
+    from megajax.inspect.random_batch import make_batch
+
+    return make_batch(config)
+
+
+def _make_meshes(sides: Sequence[_Side]) -> None:
+    """Make the largest mesh first, which decides how many devices a CPU simulates."""
+    from megajax.parallel.mesh import mesh_for
+
+    executed = [
+        side.config for side in sides if side.recording is None and not side.with_transformers
+    ]
+    if executed:
+        mesh_for(max(executed, key=lambda config: config.mesh.num_devices))

@@ -1,0 +1,29 @@
+"""The names of sites, in the order in which a pass computes them. Imports no jax."""
+
+BRANCHES = 'attention_norm', 'attention', 'mlp_norm', 'mlp'  # of a layer
+# The parts of a layer, and what is outside the layers, in the order of a backward pass.
+WITHIN = (
+    *('mlp.down', 'mlp.up', 'mlp_norm', 'attention.out', 'attention.key_norm'),
+    *('attention.query_norm', 'attention.qkv', 'attention_norm'),
+)
+LAST = 'position', 'token_type', 'embedding'
+LAYERS = 'layers.'
+
+
+def site_names(num_layers: int) -> list[str]:
+    """Return the names of a forward pass's sites, in order."""
+    layers = (f'layers.{index}' for index in range(num_layers))
+    in_layers = [name for x in layers for name in (*(f'{x}.{branch}' for branch in BRANCHES), x)]
+    return ['embedding', *in_layers, 'norm', 'logits']
+
+
+def backward_order(name: str) -> tuple[int, int, int, str]:
+    """Return a key that sorts parameters in the order in which a backward pass comes to them."""
+    if name.startswith(LAYERS):
+        _, layer, part = name.split('.', 2)
+        place = next((i for i, start in enumerate(WITHIN) if part.startswith(start)), len(WITHIN))
+        return 2, -int(layer), place, name
+    if name.startswith('norm.'):
+        return 1, 0, 0, name
+    place = next((i for i, start in enumerate(LAST) if name.startswith(start)), -1)
+    return (0 if place < 0 else 3), 0, place, name

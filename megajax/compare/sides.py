@@ -1,0 +1,144 @@
+"""What is compared: a config, a run, a Hugging Face directory or a file of `--dump`.
+
+A request is checked before jax is imported.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megajax.checkpoint.digests import find_sound, is_finished
+from megajax.checkpoint.record import RECORD, read_record
+from megajax.compare.recording import SUFFIX
+from megajax.config import Config, ConfigError, load, reload
+from megajax.interop.huggingface.families import read_config_json
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+Kind = Literal['config', 'run', 'huggingface', 'dump']
+# A Hugging Face directory has none of these keys: they are those of the other side or, compared
+# with another directory, these.
+SHARED = 'batch_size', 'seq_len', 'dtype', 'seed'
+ALONE = {'batch_size': 2, 'seq_len': 128, 'dtype': 'float32'}
+WITHOUT_DROPOUT = 'model.dropout=0', 'model.attention_dropout=0'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """One of the two that are compared, as the user named it."""
+
+    name: str
+    kind: Kind
+    path: Path  # of the checkpoint, the directory or the file; of a config, its name
+    overrides: tuple[str, ...]
+    family: str | None = None  # of a Hugging Face directory
+
+    @classmethod
+    def of(cls, name: str, overrides: Sequence[str]) -> 'Source':
+        """Tell what a name stands for. Raises ConfigError if nothing is there."""
+        path = Path(name)
+        if path.suffix == SUFFIX:
+            if overrides:
+                raise ConfigError(
+                    f'{name} holds numbers that are already computed: {overrides[0]} cannot '
+                    'change them; leave it out, or dump again with it'
+                )
+            return cls(name=name, kind='dump', path=path, overrides=())
+        if (path / 'config.json').is_file():
+            family, _, _ = read_config_json(path)
+            return cls(
+                name=name, kind='huggingface', path=path, overrides=tuple(overrides), family=family
+            )
+        if path.is_dir() or is_finished(path.parent / 'checkpoints' / path.name):
+            return cls(name=name, kind='run', path=find_sound(path), overrides=tuple(overrides))
+        return cls(name=name, kind='config', path=path, overrides=tuple(overrides))
+
+    def config(self, like: Config | None = None) -> Config:
+        """Return the config to execute.
+
+        A Hugging Face directory takes from `like` the keys that it does not have. Raises
+        ConfigError for what cannot be compared site by site.
+        """
+        if self.kind == 'config':
+            config = load(self.name, self.overrides)
+        elif self.kind == 'run':
+            record = read_record(self.path)
+            config = reload(record.config, self.overrides, place=str(self.path / RECORD))
+        else:
+            config = self._of_huggingface(like)
+        if config.vision is not None:
+            raise ConfigError(
+                f'{self.name}: its section vision puts an encoder of images before the layers, '
+                'whose sites compare does not know; compare text models'
+            )
+        return config
+
+    def _of_huggingface(self, like: Config | None) -> Config:
+        _, model, _ = read_config_json(self.path)
+        if 'vision' in model:
+            raise ConfigError(
+                f'{self.name}: {self.family} has an encoder of images, whose sites compare does '
+                'not know; compare text models'
+            )
+        longest = model.get('max_seq_len') or ALONE['seq_len']
+        train: Mapping[str, Any] = (
+            ALONE | {'seq_len': min(ALONE['seq_len'], longest)}
+            if like is None
+            else {key: getattr(like.train, key) for key in SHARED}
+        )
+        place = str(self.path / 'config.json')
+        return reload({'model': model, 'train': train}, self.overrides, place=place)
+
+    def load(self, config: Config) -> 'nnx.State':
+        """Return the parameters, placed on the current mesh as a config has them between steps."""
+        if self.kind == 'run':
+            from megajax.checkpoint.open import restore_params
+
+            return restore_params(self.path, config)
+        if self.kind == 'huggingface':
+            from megajax.interop.huggingface.weights import from_huggingface
+            from megajax.interop.tensors import read_tensors
+
+            tensors = read_tensors(self.path)
+            return from_huggingface(config, tensors, source=self.name, family=self.family)
+        return _from_seed(config)
+
+
+def _from_seed(config: Config) -> 'nnx.State':
+    import jax
+    from flax import nnx
+
+    from megajax.model.transformer import make_model
+    from megajax.parallel.layout import Layout
+    from megajax.train.zero import shard_over_data
+
+    layout = Layout.of(config)
+
+    @jax.jit
+    def make() -> nnx.State:
+        model = make_model(config.model, layout, key=jax.random.key(config.train.seed))
+        return shard_over_data(nnx.state(model), layout)
+
+    return make()
+
+
+def check_comparable(a: Config, b: Config, names: Sequence[str]) -> None:
+    """Raise ConfigError with every key whose value must be the same in both, and is not."""
+    must_agree = {
+        'model': ('num_layers', 'hidden_size', 'vocab_size', 'objective'),
+        'train': ('batch_size', 'seq_len'),
+    }
+    problems = []
+    for section, keys in must_agree.items():
+        for key in keys:
+            x, y = (getattr(getattr(each, section), key) for each in (a, b))
+            if x != y:
+                fix = f'; set --b {section}.{key}={x}' if section == 'train' else ''
+                problems.append(
+                    f'{section}.{key}: {x} in {names[0]}, {y} in {names[1]}, and the same sites '
+                    f'of the same batch are compared{fix}'
+                )
+    if problems:
+        raise ConfigError(*problems)
