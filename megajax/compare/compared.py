@@ -51,12 +51,12 @@ def compare_sources(
     dropout. With `data` the batch is the first of A's training data, otherwise of random tokens.
     Raises ConfigError for what cannot be compared, before anything compiles.
     """
-    if transformers:
-        check_installed()
-        overrides = [*overrides, *WITHOUT_DROPOUT]
-    sources = _sources((a, [*overrides, *of_a]), (b, [*overrides, *of_b]))
+    both = _of_both(overrides, bool(transformers))
+    sources = Source.of(a, both, of_a), Source.of(b, both, of_b)
+    if overrides and all(source.kind == 'dump' for source in sources):
+        raise ConfigError(f'{a} and {b} are computed already: leave out {overrides[0]}')
     sides = _sides(sources, transformers)
-    check_comparable(*(side.config for side in sides), names=[a, b])
+    check_comparable(sides[0].config, sides[1].config, names=[a, b])
     batch = _batch(sides, data=data)
     _make_meshes(sides)
     return compare(*(side.record(batch) for side in sides), tolerance=tolerance)
@@ -66,19 +66,19 @@ def dump_source(
     name: str, file: Path, *, overrides: Sequence[str] = (), transformers: bool = False, data: bool
 ) -> None:
     """Write the numbers of a source's pass to a file that `compare_sources` reads."""
-    if transformers:
-        check_installed()
-        overrides = [*overrides, *WITHOUT_DROPOUT]
-    sources = _sources((name, overrides))
-    if sources[0].kind == 'dump':
+    source = Source.of(name, _of_both(overrides, transformers))
+    if source.kind == 'dump':
         raise ConfigError(f'{name} is a dump already: give a config, a run or a directory')
-    sides = _sides(sources, 'a' if transformers else None)
+    sides = _sides([source], 'a' if transformers else None)
     write_recording(file, sides[0].record(_batch(sides, data=data)))
 
 
-def _sources(*named: tuple[str, Sequence[str]]) -> list[Source]:
-    """Return the sources; overrides cannot change a dump, so those of both are left out there."""
-    return [Source.of(name, overrides) for name, overrides in named]
+def _of_both(overrides: Sequence[str], transformers: bool) -> Sequence[str]:
+    """Return the overrides, with those that transformers needs on both sides."""
+    if not transformers:
+        return overrides
+    check_installed()
+    return *overrides, *WITHOUT_DROPOUT
 
 
 def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:

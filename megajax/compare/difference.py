@@ -1,13 +1,13 @@
 """The difference of two recordings, site by site."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from megajax.compare.recording import Arrays, Recording
 from megajax.config import Config, ConfigError
-from megajax.config.bounded_yaml import compose, construct
 from megajax.config.differences import differences
 from megajax.config.load import reload
 from megajax.inspect.emulated_step import ROUNDING
@@ -47,7 +47,7 @@ class Side(_Result):
     """One of the two that are compared."""
 
     source: str
-    config: str = Field(description='the config that was executed, as YAML')
+    config: dict[str, dict[str, Any]] = Field(description='the config that was executed')
     executed_with: str
     megajax: str
     platform: str
@@ -108,7 +108,7 @@ def compare(a: Recording, b: Recording, *, tolerance: float | None = None) -> Co
 def config_of(recording: Recording) -> Config:
     """Return the config that was executed."""
     place = f'the config in {recording.about.source}'
-    return reload(construct(compose(recording.about.config)), place=place)
+    return reload(recording.about.config, place=place)
 
 
 def _side(recording: Recording) -> Side:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -11,10 +12,10 @@ from megajax.compare.forward import layer_by_layer, make_forward, on_host
 from megajax.compare.order import site_names
 from megajax.compare.parameters import by_layer, digests
 from megajax.compare.recording import About, Arrays, Recording
-from megajax.config import Config, dump
+from megajax.config import Config
 from megajax.parallel.mesh import mesh_for
 from megajax.run.host_memory import check_host_memory
-from megajax.train.compiler_options import step_options
+from megajax.train.compiler_options import evaluation_options, step_options
 from megajax.train.feed import Batch, place_batch
 from megajax.train.gradients import make_gradients
 from megajax.train.loss_scale import init_loss_scale
@@ -43,14 +44,15 @@ def execute(
         plain = layer_by_layer(config)
         if config.mesh.stages > 1:
             params = load(plain)
-        sites = jax.jit(make_forward(plain))(params, placed, key, scales)
+        forward_pass = jax.jit(make_forward(plain), compiler_options=evaluation_options())
+        sites = forward_pass(params, placed, key, scales)
         forward = {
             name: on_host(sites[name], plain) for name in site_names(config.model.num_layers)
         }
     forward['logits'] = forward['logits'][..., : config.model.vocab_size]
     about = About(
         source=source,
-        config=dump(config),
+        config=config.model_dump(mode='json'),
         executed_with=f'jax {jax.__version__}',
         megajax=version('megajax'),
         platform=mesh.devices.flat[0].device_kind,
@@ -63,7 +65,7 @@ def _scales(config: Config, params: nnx.State, batch: Batch) -> jax.Array | None
     """Return the scales of fp8 that a run begins with; None in other dtypes."""
     if config.train.dtype != 'fp8':
         return None
-    return scales_of(make_calibration(config)(params, np.int32(0), batch))
+    return scales_of(make_calibration(config)(params, jnp.int32(0), batch))
 
 
 def _loss_and_gradients(
@@ -71,7 +73,7 @@ def _loss_and_gradients(
 ) -> tuple[Arrays, Arrays]:
     loss_scale = init_loss_scale(config)
     if loss_scale is not None:
-        loss_scale = loss_scale._replace(value=np.float32(LOSS_SCALE))
+        loss_scale = loss_scale._replace(value=jnp.float32(LOSS_SCALE))
     step = jax.jit(make_gradients(config), compiler_options=step_options(config))
     (loss, _), gradients, _ = step(params, batch, key, loss_scale, scales)
     return {'loss': np.asarray(loss, np.float32)}, by_layer(gradients, config)

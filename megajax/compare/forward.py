@@ -118,8 +118,10 @@ def _sites(
 class _Tap:
     """A part of a block that keeps its result."""
 
+    result: jax.Array
+
     def __init__(self, module: Any) -> None:
-        self._module, self.result = module, None
+        self._module = module
 
     def __call__(self, *arguments: Any) -> Any:
         returned = self._module(*arguments)

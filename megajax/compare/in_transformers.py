@@ -13,7 +13,7 @@ import numpy as np
 from megajax.compare.order import site_names
 from megajax.compare.recording import About, Arrays, Recording
 from megajax.compare.sides import Source
-from megajax.config import Config, ConfigError, MeshConfig, OptimConfig, dump
+from megajax.config import Config, ConfigError, MeshConfig, OptimConfig
 from megajax.config.extras import install
 from megajax.interop.huggingface.families import FAMILIES
 
@@ -48,6 +48,7 @@ def execute_with_transformers(
     import torch
     import transformers
 
+    transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         source.path, dtype=torch.float32, attn_implementation='eager'
     ).eval()
@@ -57,7 +58,7 @@ def execute_with_transformers(
     of_parameters, weights = _as_parameters(source, config, gradients)
     about = About(
         source=source.name,
-        config=dump(config),
+        config=config.model_dump(mode='json'),
         executed_with=f'transformers {transformers.__version__}',
         megajax=version('megajax'),
         platform='cpu',

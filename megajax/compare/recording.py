@@ -5,6 +5,7 @@ import io
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -24,7 +25,7 @@ class About(BaseModel):
     model_config = ConfigDict(frozen=True, extra='forbid')
 
     source: str  # a config, a run or a directory, as the user gave it
-    config: str  # the config that was executed, as YAML
+    config: dict[str, dict[str, Any]]  # the config that was executed, by section and key
     executed_with: str  # jax or transformers, and its version
     megajax: str  # its version
     platform: str  # of the devices

@@ -1,6 +1,6 @@
-"""What is compared: a config, a run, a Hugging Face directory or a file of `--dump`.
+"""The two that are compared: configs, runs, Hugging Face directories or files of `--dump`.
 
-A request is checked before jax is imported.
+Their configs are read and checked before anything compiles.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ Kind = Literal['config', 'run', 'huggingface', 'dump']
 # A Hugging Face directory has none of these keys: they are those of the other side or, compared
 # with another directory, these.
 SHARED = 'batch_size', 'seq_len', 'dtype', 'seed'
-ALONE = {'batch_size': 2, 'seq_len': 128, 'dtype': 'float32'}
+ALONE = {'batch_size': 2, 'dtype': 'float32'}
+ALONE_TOKENS = 128  # of a sequence, unless the model's maximum is smaller
 WITHOUT_DROPOUT = 'model.dropout=0', 'model.attention_dropout=0'
 
 
@@ -36,24 +37,26 @@ class Source:
     family: str | None = None  # of a Hugging Face directory
 
     @classmethod
-    def of(cls, name: str, overrides: Sequence[str]) -> 'Source':
-        """Tell what a name stands for. Raises ConfigError if nothing is there."""
+    def of(cls, name: str, overrides: Sequence[str], own: Sequence[str] = ()) -> 'Source':
+        """Tell what a name stands for; `own` are overrides of this source alone.
+
+        Raises ConfigError if nothing is there, or for overrides of a dump alone.
+        """
         path = Path(name)
         if path.suffix == SUFFIX:
-            if overrides:
+            if own:
                 raise ConfigError(
-                    f'{name} holds numbers that are already computed: {overrides[0]} cannot '
-                    'change them; leave it out, or dump again with it'
+                    f'{name} holds numbers that are already computed, which {own[0]} cannot '
+                    'change: leave it out, or dump again with it'
                 )
             return cls(name=name, kind='dump', path=path, overrides=())
+        overrides = *overrides, *own
         if (path / 'config.json').is_file():
             family, _, _ = read_config_json(path)
-            return cls(
-                name=name, kind='huggingface', path=path, overrides=tuple(overrides), family=family
-            )
+            return cls(name=name, kind='huggingface', path=path, overrides=overrides, family=family)
         if path.is_dir() or is_finished(path.parent / 'checkpoints' / path.name):
-            return cls(name=name, kind='run', path=find_sound(path), overrides=tuple(overrides))
-        return cls(name=name, kind='config', path=path, overrides=tuple(overrides))
+            return cls(name=name, kind='run', path=find_sound(path), overrides=overrides)
+        return cls(name=name, kind='config', path=path, overrides=overrides)
 
     def config(self, like: Config | None = None) -> Config:
         """Return the config to execute.
@@ -82,9 +85,9 @@ class Source:
                 f'{self.name}: {self.family} has an encoder of images, whose sites compare does '
                 'not know; compare text models'
             )
-        longest = model.get('max_seq_len') or ALONE['seq_len']
+        longest = model.get('max_seq_len') or ALONE_TOKENS
         train: Mapping[str, Any] = (
-            ALONE | {'seq_len': min(ALONE['seq_len'], longest)}
+            {**ALONE, 'seq_len': min(ALONE_TOKENS, longest)}
             if like is None
             else {key: getattr(like.train, key) for key in SHARED}
         )
@@ -124,7 +127,7 @@ def _from_seed(config: Config) -> 'nnx.State':
     return make()
 
 
-def check_comparable(a: Config, b: Config, names: Sequence[str]) -> None:
+def check_comparable(a: Config, b: Config, *, names: Sequence[str]) -> None:
     """Raise ConfigError with every key whose value must be the same in both, and is not."""
     must_agree = {
         'model': ('num_layers', 'hidden_size', 'vocab_size', 'objective'),

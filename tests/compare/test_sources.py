@@ -1,0 +1,149 @@
+"""`megajax compare` as a user calls it, on configs, runs, directories and files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from click.testing import Result
+from compare.small import from_seed, small, with_fault
+from interop.stored import DATA
+from support import write_run
+from typer.testing import CliRunner
+
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.commands.main import app
+from megajax.compare.in_transformers import check_installed
+from megajax.compare.recording import read_recording
+from megajax.config import Config, ConfigError, dump, load
+from megajax.config.load import dump_sections
+from megajax.data import load_data
+from megajax.interop.directories import import_huggingface
+from megajax.parallel.mesh import mesh_for
+
+
+def command(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ['compare', *map(str, arguments)])
+
+
+def verdict(result: Result) -> str:
+    assert result.exit_code in (0, 1), result.exception
+    return ' '.join(result.output.partition('weights: ')[2].split())
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    (tmp_path / 'small.yaml').write_text(dump(small()))
+    return tmp_path / 'small.yaml'
+
+
+def save_run(run: Path, config: Config, params: Any, step: int = 0) -> None:
+    with jax.set_mesh(mesh_for(config)), Checkpoints(run / 'checkpoints', config) as checkpoints:
+        checkpoints.save({'params': params(config)}, step)
+
+
+def test_a_run_at_its_start_is_its_config_to_the_bit(written: Path) -> None:
+    run = written.parent / 'run'
+    save_run(run, small(), from_seed)
+    result = command(run, written)
+    assert result.exit_code == 0, result.exception
+    assert verdict(result).startswith('equal to the bit, all 19 equal to the bit: all 33')
+
+
+def test_two_steps_of_a_run_differ_where_a_weight_does(written: Path) -> None:
+    run, json_file = written.parent / 'run', written.parent / 'it.json'
+    fault = ('layers', 'mlp', 'up', 'weight')
+    save_run(run, small(), from_seed)
+    save_run(run, small(), lambda config: with_fault(config, fault, 0.1), 1)
+    result = command(run / '0', run / '1', '--json', json_file)
+    assert result.exit_code == 1
+    assert '1 of 19 differ: layers.1.mlp.up.weight' in verdict(result)
+    assert 'first difference: layers.1.mlp forward' in verdict(result)
+    sites = json.loads(json_file.read_text())['sites']
+    assert next(site['name'] for site in sites if site['error'] > site['limit']) == 'layers.1.mlp'
+
+
+def test_a_directory_is_its_import_to_the_bit(tmp_path: Path) -> None:
+    import_huggingface(
+        DATA / 'llama3', tmp_path / 'run', ['train.seq_len=16', 'train.batch_size=2']
+    )
+    result = command(DATA / 'llama3', tmp_path / 'run')
+    assert result.exit_code == 0, result.exception
+    assert 'equal to the bit: all' in verdict(result)
+
+
+def test_a_dump_is_compared_with_a_config_over_its_own_batch(written: Path) -> None:
+    file = written.parent / 'a.npz'
+    assert command(written, '--dump', file).output == f'{file}\n'
+    assert 'equal to the bit: all' in verdict(command(file, file))
+    assert 'equal to the bit: all' in verdict(command(file, written))
+
+
+def test_the_first_batch_of_the_data_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
+    sections = small('gpt', model={'vocab_size': 300}).model_dump(mode='json')
+    del sections['data']
+    file = write_run(tmp_path, dump_sections(sections)) / 'a.npz'
+    result = command(tmp_path / 'small.yaml', '--data', '--dump', file)
+    assert result.exit_code == 0, result.exception
+    recording = read_recording(file)
+    expected = load_data(load(tmp_path / 'small.yaml')).train[0]
+    assert recording.batch.keys() == expected.keys()
+    assert np.array_equal(recording.batch['tokens'], expected['tokens'])
+    with pytest.raises(ConfigError, match=r'a\.npz was dumped with a batch of its own'):
+        raise command(file, file, '--data').exception or AssertionError
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['tiny'], 'compare got tiny to compare: give A and B, or A and --dump FILE'),
+        (['tiny', 'tiny', '--dump', 'a.npz'], 'give A alone, without --b'),
+        (['tiny', '--dump', 'a.txt'], 'a dump is an .npz file; name it a.npz'),
+        (['tiny', 'nowhere'], 'nowhere: no such file or preset'),
+        (['tiny', 'nowhere.npz'], 'nowhere.npz cannot be read: No such file'),
+        (['tiny', 'a.npz', '--b', 'mesh.model=1'], 'which mesh.model=1 cannot change'),
+        (
+            ['tiny', 'tiny', '--b', 'train.seq_len=128'],
+            'train.seq_len: 256 in tiny, 128 in tiny',
+        ),
+        (['tiny', 'tiny', '--b', 'model.num_layers=2'], 'model.num_layers: 4 in tiny, 2 in tiny'),
+        (['tiny_vlm', 'tiny'], 'tiny_vlm: its section vision'),
+        (['tiny', 'tiny', '--b', 'mesh.model=3'], '4 is not a multiple of mesh.model=3'),
+    ],
+)
+def test_a_mistake_is_named_before_anything_compiles(arguments: list[str], message: str) -> None:
+    result = command(*arguments)
+    assert isinstance(result.exception, ConfigError)
+    assert message in str(result.exception)
+
+
+def test_transformers_that_is_not_installed_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('megajax.compare.in_transformers.find_spec', lambda name: None)
+    with pytest.raises(ConfigError, match=r'needs torch and transformers, .*test-hf'):
+        check_installed()
+
+
+class TestWithTransformers:
+    """The same directory, executed by transformers, where it is installed."""
+
+    @pytest.fixture(autouse=True)
+    def _installed(self) -> None:
+        pytest.importorskip('torch', reason="torch is in the extra 'test-hf'")
+        pytest.importorskip('transformers', reason="transformers is in the extra 'test-hf'")
+
+    @pytest.mark.parametrize('name', ['gpt2', 'llama2', 'phi3', 'qwen2', 'qwen3'])
+    def test_no_site_differs(self, name: str) -> None:
+        result = command(DATA / name, DATA / name, '--transformers', 'b')
+        assert result.exit_code == 0, result.output or result.exception
+
+    def test_another_rope_is_found_in_the_attention_of_the_first_layer(self) -> None:
+        sides = DATA / 'llama2', DATA / 'llama2', '--transformers', 'b'
+        result = command(*sides, '--a', 'model.rope_theta=5000')
+        assert result.exit_code == 1
+        assert 'first difference: layers.0.attention forward' in verdict(result)
+
+    def test_only_a_directory_is_executed_by_it(self) -> None:
+        result = command('tiny', DATA / 'llama2', '--transformers', 'a')
+        assert 'tiny is no Hugging Face directory' in str(result.exception)
