@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -11,40 +11,54 @@ from megajax.config import ConfigError
 from megajax.files.outputs import check_outputs
 from megajax.render.logs import log_to_terminal
 
+if TYPE_CHECKING:
+    from megajax.compare.difference import Comparison
+
+SUFFIX = '.npz'
+
+Arguments = Annotated[
+    list[str],
+    typer.Argument(
+        metavar='A B [KEY=VALUE ...]',
+        help='Each a preset, a YAML file, a run, RUN/STEP, a Hugging Face directory or a file of '
+        '--dump; then overrides of both.',
+    ),
+]
+OverridesOfA = Annotated[
+    list[str] | None, typer.Option('--a', metavar='KEY=VALUE', help='An override of A alone.')
+]
+OverridesOfB = Annotated[
+    list[str] | None, typer.Option('--b', metavar='KEY=VALUE', help='An override of B alone.')
+]
+DataOption = Annotated[
+    bool, typer.Option('--data', help="Take the first batch of A's data, not random tokens.")
+]
+Transformers = Annotated[
+    Literal['a', 'b'] | None,
+    typer.Option(help='Execute this Hugging Face directory with transformers.'),
+]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(min=0, help='Limit of a difference; by default it depends on the dtype.'),
+]
+DumpFile = Annotated[
+    Path | None,
+    typer.Option(help='Write the numbers of A to this file (.npz), to be compared later.'),
+]
+AllOption = Annotated[bool, typer.Option('--all', help='Show every site of every layer.')]
+JsonFile = Annotated[Path | None, typer.Option(help='Write everything to this file.')]
+
 
 def compare(
-    arguments: Annotated[
-        list[str],
-        typer.Argument(
-            metavar='A B [KEY=VALUE ...]',
-            help='Each a preset, a YAML file, a run, RUN/STEP, a Hugging Face directory or a file '
-            'of --dump; then overrides of both.',
-        ),
-    ],
-    a: Annotated[
-        list[str] | None, typer.Option(metavar='KEY=VALUE', help='An override of A alone.')
-    ] = None,
-    b: Annotated[
-        list[str] | None, typer.Option(metavar='KEY=VALUE', help='An override of B alone.')
-    ] = None,
-    data: Annotated[
-        bool,
-        typer.Option('--data', help="Take the first batch of A's data, not random tokens."),
-    ] = False,
-    transformers: Annotated[
-        Literal['a', 'b'] | None,
-        typer.Option(help='Execute this Hugging Face directory with transformers.'),
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        typer.Option(min=0, help='Limit of a difference; by default it depends on the dtype.'),
-    ] = None,
-    dump: Annotated[
-        Path | None,
-        typer.Option(help='Write the numbers of A to this file (.npz), to be compared later.'),
-    ] = None,
-    every: Annotated[bool, typer.Option('--all', help='Show every site of every layer.')] = False,
-    json: Annotated[Path | None, typer.Option(help='Write everything to this file.')] = None,
+    arguments: Arguments,
+    a: OverridesOfA = None,
+    b: OverridesOfB = None,
+    data: DataOption = False,
+    transformers: Transformers = None,
+    tolerance: Tolerance = None,
+    dump: DumpFile = None,
+    every: AllOption = False,
+    json: JsonFile = None,
 ) -> None:
     """Name the first site at which two models, meshes or versions differ.
 
@@ -53,19 +67,19 @@ def compare(
     """
     sources = [argument for argument in arguments if '=' not in argument]
     overrides = [argument for argument in arguments if '=' in argument]
-    _check(sources, dump, b)
+    if dump is None:
+        _check_two(sources)
+    else:
+        is_compared = bool(json or every or tolerance is not None)
+        _check_dump(sources, dump, of_b=b, is_compared=is_compared)
     check_outputs(dump, json)
     log_to_terminal()
     from megajax.compare.compared import compare_sources, dump_source
 
     if dump is not None:
-        dump_source(
-            sources[0],
-            dump,
-            overrides=[*overrides, *(a or ())],
-            transformers=transformers is not None,
-            data=data,
-        )
+        overrides += a or ()
+        is_theirs = transformers is not None
+        dump_source(sources[0], dump, overrides=overrides, transformers=is_theirs, data=data)
         print(dump)
         return
     comparison = compare_sources(
@@ -79,22 +93,41 @@ def compare(
     )
     if json:
         json.write_text(comparison.model_dump_json(indent=2))
+    _print(comparison, every=every)
+    raise typer.Exit(0 if comparison.first is None else 1)
+
+
+def _print(comparison: 'Comparison', *, every: bool) -> None:
     from megajax.compare.report import to_text
     from megajax.render.console import as_text
 
     shown = to_text(comparison, every=every)
-    console = Console(highlight=False)
     if sys.stdout.isatty():
-        console.print(shown, markup=False)
+        Console(highlight=False).print(shown, markup=False)
     else:
-        print(as_text(shown, width=120), end='')
-    raise typer.Exit(0 if comparison.first is None else 1)
+        print(as_text(shown), end='')
 
 
-def _check(sources: list[str], dump: Path | None, of_b: list[str] | None) -> None:
-    wanted = 2 if dump is None else 1
-    if len(sources) != wanted or (dump is not None and of_b):
-        fix = 'give A and B, or A and --dump FILE' if dump is None else 'give A alone, without --b'
-        raise ConfigError(f'compare got {", ".join(sources) or "nothing"} to compare: {fix}')
-    if dump is not None and dump.suffix != '.npz':
-        raise ConfigError(f'--dump {dump}: a dump is an .npz file; name it {dump.stem}.npz')
+def _check_two(sources: list[str]) -> None:
+    if len(sources) != 2:
+        raise ConfigError(
+            f'compare got {", ".join(sources) or "nothing"} to compare: '
+            'give A and B, or A and --dump FILE'
+        )
+
+
+def _check_dump(
+    sources: list[str], dump: Path, *, of_b: list[str] | None, is_compared: bool
+) -> None:
+    if len(sources) != 1 or of_b:
+        raise ConfigError(
+            f'--dump writes the numbers of one, not of {", ".join(sources) or "none"}: '
+            'give A alone, without --b'
+        )
+    if dump.suffix != SUFFIX:
+        raise ConfigError(f'--dump {dump}: a dump is an {SUFFIX} file; name it {dump.stem}{SUFFIX}')
+    if is_compared:
+        raise ConfigError(
+            '--json, --all and --tolerance are about a comparison, and --dump compares nothing: '
+            'leave them out, and give them when the file is compared'
+        )

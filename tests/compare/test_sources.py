@@ -65,6 +65,7 @@ def test_two_steps_of_a_run_differ_where_a_weight_does(written: Path) -> None:
     assert next(site['name'] for site in sites if site['error'] > site['limit']) == 'layers.1.mlp'
 
 
+@pytest.mark.slow
 def test_a_directory_is_its_import_to_the_bit(tmp_path: Path) -> None:
     import_huggingface(
         DATA / 'llama3', tmp_path / 'run', ['train.seq_len=16', 'train.batch_size=2']
@@ -100,6 +101,7 @@ def test_the_first_batch_of_the_data_is_taken_where_it_is_asked_for(tmp_path: Pa
     [
         (['tiny'], 'compare got tiny to compare: give A and B, or A and --dump FILE'),
         (['tiny', 'tiny', '--dump', 'a.npz'], 'give A alone, without --b'),
+        (['tiny', '--dump', 'a.npz', '--all'], 'and --dump compares nothing'),
         (['tiny', '--dump', 'a.txt'], 'a dump is an .npz file; name it a.npz'),
         (['tiny', 'nowhere'], 'nowhere: no such file or preset'),
         (['tiny', 'nowhere.npz'], 'nowhere.npz cannot be read: No such file'),
