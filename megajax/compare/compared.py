@@ -83,6 +83,12 @@ def _of_both(overrides: Sequence[str], transformers: bool) -> Sequence[str]:
 
 def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:
     """Read every config, those of Hugging Face directories after what they take keys from."""
+    for letter, source in zip('ab', sources, strict=False):
+        if letter == transformers and source.kind != 'huggingface':
+            raise ConfigError(
+                f'{source.name} is no Hugging Face directory, so transformers cannot execute it: '
+                'write one with megajax export hf'
+            )
     recordings = {
         index: read_recording(source.path)
         for index, source in enumerate(sources)
@@ -96,7 +102,7 @@ def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:
     for index, source in enumerate(sources):
         if source.kind == 'huggingface':
             configs[index] = source.config(like)
-    sides = [
+    return [
         _Side(
             source=source,
             config=configs[index],
@@ -105,13 +111,6 @@ def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:
         )
         for index, source in enumerate(sources)
     ]
-    for side in sides:
-        if side.with_transformers and side.source.kind != 'huggingface':
-            raise ConfigError(
-                f'{side.source.name} is no Hugging Face directory, so transformers cannot execute '
-                f'it: write one with megajax export hf'
-            )
-    return sides
 
 
 def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
