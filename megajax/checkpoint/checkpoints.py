@@ -18,6 +18,7 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from megajax.checkpoint.companions import Companions
 from megajax.checkpoint.compare import (
     RECENT,
     changed_shapes,
@@ -69,6 +70,7 @@ class Checkpoints:
     ):
         self.folder, self.config = folder.absolute(), config
         self.tokenizer, self.data = tokenizer, data
+        self.companions = Companions()  # what the model was imported with
         self.origin: Mapping[str, str] = {}  # the origin in the records
         self._saving: Record | None = None
         self._padded: dict[str, Shape] = {}  # shapes without padding of the arrays to be saved
@@ -264,6 +266,7 @@ class Checkpoints:
         write_file(path / RECORD, self._saving.model_dump_json(indent=2).encode())
         if self.tokenizer:
             self.tokenizer.save(path / TOKENIZER)
+        self.companions.write(path)
         write_sums(path)
 
     def _settle(self, error: Exception | None = None) -> None:

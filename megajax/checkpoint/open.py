@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
+from megajax.checkpoint.companions import Companions, read_companions
 from megajax.checkpoint.compare import check_same_arrays
 from megajax.checkpoint.digests import find_sound
 from megajax.checkpoint.orbax_manager import restore_gb
@@ -33,7 +34,8 @@ class Opened:
     config: Config  # the checkpoint's config with the overrides
     mesh: Mesh
     params: nnx.State  # the parameters, placed on `mesh`
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None  # whose `ends` are those of `companions` too
+    companions: Companions
     step: int  # the step of the checkpoint
 
 
@@ -59,10 +61,20 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
     trained = one_dimensional(reload(record.config, place=place))
     config = without_adapters(reload(trained.model_dump(mode='json'), overrides, place=place))
     tokenizer = load_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
+    companions = read_companions(folder)
+    if tokenizer is not None:
+        tokenizer.also_ends(companions.ends)
     mesh = mesh_for(config)
     with jax.set_mesh(mesh):
         params = restore_params(folder, config)
-    return Opened(config=config, mesh=mesh, params=params, tokenizer=tokenizer, step=record.step)
+    return Opened(
+        config=config,
+        mesh=mesh,
+        params=params,
+        tokenizer=tokenizer,
+        companions=companions,
+        step=record.step,
+    )
 
 
 def abstract_params(config: Config) -> nnx.State:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megajax.checkpoint.companions import TEMPLATE
 from megajax.interop.huggingface.families import ARCHITECTURES
 from megajax.render.logs import log_to_terminal
 
@@ -52,6 +53,8 @@ def import_hf(folder: Folder, out: NewRun, overrides: Overrides = None) -> None:
 
     import_huggingface(folder, out, overrides or ())
     print(f'run        {out}\ncheckpoint {out}/checkpoints/0')
+    if (out / TEMPLATE).is_file():
+        print(f'chat       data.chat_template={out / TEMPLATE}')
 
 
 @export_app.command('hf')

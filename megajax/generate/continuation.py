@@ -15,7 +15,7 @@ End = Literal['eod', 'stop', 'length']
 class Continuation:
     """Up to `limit` tokens of a row, added as they are generated.
 
-    `ids` exclude the end-of-document token, and `end` says what ended them, None until then.
+    `ids` exclude the token of `ends` that ended them, and `end` says what did, None until then.
     `text` is the text of `ids` up to the first of `stops`. Until the end it omits what later tokens
     may still change: an incomplete character, or the beginning of a stop.
     """
@@ -26,7 +26,7 @@ class Continuation:
         tokenizer: Tokenizer | None,
         *,
         limit: int,
-        eod: int,
+        ends: Sequence[int] = (),
         stops: Sequence[str] = (),
     ):
         self.ids: list[int] = []
@@ -34,16 +34,17 @@ class Continuation:
         self.end: End | None = None
         self.region_tokens: np.ndarray | None = None
         self.limit = limit
-        self._prompt, self._tokenizer, self._eod, self._stops = list(prompt), tokenizer, eod, stops
+        self._prompt, self._tokenizer = list(prompt), tokenizer
+        self._ends, self._stops = ends, stops
         self._skip = len(tokenizer.decode(self._prompt)) if tokenizer else 0
 
     def add(self, ids: Sequence[int]) -> None:
         """Add the next tokens."""
         if self.end:
             return
-        self.ids += ids
-        if self._eod in ids:
-            del self.ids[self.ids.index(self._eod) :]
+        end = next((i for i, token in enumerate(ids) if token in self._ends), None)
+        self.ids += ids[:end]
+        if end is not None:
             self.end = 'eod'
         elif len(self.ids) == self.limit:
             self.end = 'length'

@@ -87,7 +87,7 @@ class Engine:
         left_B: jax.Array,
         number_B: jax.Array,
         seed: jax.Array,
-        eod: jax.Array,
+        end_ids: jax.Array,
         start: Start | None = None,
         following: PromptBatch | None = None,
         *,
@@ -129,7 +129,7 @@ class Engine:
             # Later tokens see what the last one of the prompt does.
             None if seen is None else seen._replace(seen_BSY=seen.seen_BSY[:, -1:]),
         )
-        rows, token_B = self._sample(decoder, x_BSD[:, -1:], rows, seed, eod, sampling)
+        rows, token_B = self._sample(decoder, x_BSD[:, -1:], rows, seed, end_ids, sampling)
         return rows, jax.reshard(token_B[:, None], layout('--')), after
 
     def _make(
@@ -138,7 +138,7 @@ class Engine:
         rows: Rows,
         wanted_B: jax.Array,
         seed: jax.Array,
-        eod: jax.Array,
+        end_ids: jax.Array,
         *,
         num_tokens: int,
         sampling: Sampling,
@@ -160,7 +160,7 @@ class Engine:
 
         def make_one(carry: Carry) -> Carry:
             rows, new_BS, count, _ = carry
-            rows, token_B = self._make_one(weights, rows, seed, eod, sampling)
+            rows, token_B = self._make_one(weights, rows, seed, end_ids, sampling)
             new_BS = lax.dynamic_update_slice_in_dim(new_BS, token_B[:, None], count, axis=1)
             return rows, new_BS, count + 1, _any_left(rows)
 
@@ -170,7 +170,12 @@ class Engine:
         return rows, jax.reshard(new_BS, self._layout('--'))
 
     def _make_one(
-        self, weights: LayerWeights, rows: Rows, seed: jax.Array, eod: jax.Array, sampling: Sampling
+        self,
+        weights: LayerWeights,
+        rows: Rows,
+        seed: jax.Array,
+        end_ids: jax.Array,
+        sampling: Sampling,
     ) -> tuple[Rows, jax.Array]:
         """Generate one more token [B] in each row."""
         decoder = nnx.merge(self._graphs.decoder, weights.rest)
@@ -183,7 +188,7 @@ class Engine:
             x_B1D, own = block(x_B1D, core, position_BS=position_B1)
             x_B1D = self._attend_to_images(weights, x_B1D, index, rows.seen)
             owns.append(own)
-        new, token_B = self._sample(decoder, x_B1D, rows, seed, eod, sampling)
+        new, token_B = self._sample(decoder, x_B1D, rows, seed, end_ids, sampling)
         # Make the write slot depend on a result of this step: XLA then updates the caches in place
         # instead of copying them. If no row continues, any slot will do.
         slot = jnp.where(_any_left(new), rows.slot, 0)
@@ -212,7 +217,7 @@ class Engine:
         x_B1D: jax.Array,
         rows: Rows,
         seed: jax.Array,
-        eod: jax.Array,
+        end_ids: jax.Array,
         sampling: Sampling,
     ) -> tuple[Rows, jax.Array]:
         """Choose the token after the one at `rows.slot`, or NO_TOKEN in a row that has ended.
@@ -226,7 +231,8 @@ class Engine:
             key_B = row_keys(jax.random.key(seed), rows.number_B, slot - rows.first_B)
             token_B = choose(logits_BV, key_B, sampling, self.config.model.vocab_size, self._layout)
             ended_B = rows.left_B == 0
-            left_B = jnp.where(ended_B | (token_B == eod), 0, rows.left_B - 1)
+            is_end_B = (token_B[:, None] == end_ids[None]).any(axis=1)
+            left_B = jnp.where(ended_B | is_end_B, 0, rows.left_B - 1)
             return rows._replace(token_B=token_B, slot=slot, left_B=left_B), jnp.where(
                 ended_B, NO_TOKEN, token_B
             )

@@ -30,8 +30,8 @@ T = TypeVar('T')
 class Request:
     """A request for up to `max_tokens` tokens after each prompt.
 
-    A text ends at the first of `stops` or, if `to_eod`, at the end of the document. Raises
-    ConfigError for values out of range.
+    A text ends at the first of `stops` or, if `to_eod`, at the end of the document or of a turn,
+    which are the tokenizer's `ends`. Raises ConfigError for values out of range.
     """
 
     max_tokens: int
@@ -122,9 +122,12 @@ class Generator:
             start = yield from self._grow(batch, request, start, ahead)
 
     def _continuation(self, prompt: Prompt, request: Request) -> Continuation:
-        eod = self.tokenizer.eod if self.tokenizer and request.to_eod else NO_TOKEN
         limit = min(request.max_tokens, self.config.model.max_seq_len - len(prompt))
-        return Continuation(prompt, self.tokenizer, limit=limit, eod=eod, stops=request.stops)
+        ends = self._ends(request)
+        return Continuation(prompt, self.tokenizer, limit=limit, ends=ends, stops=request.stops)
+
+    def _ends(self, request: Request) -> tuple[int, ...]:
+        return self.tokenizer.ends if self.tokenizer and request.to_eod else (NO_TOKEN,)
 
     def _prepared(
         self,
@@ -154,7 +157,7 @@ class Generator:
         """Yield as `batches` does to the end of all rows, and return the start of those ahead."""
         size, length = batch.arrays.token_BS.shape
         seed = np.uint32(request.seed)
-        eod = np.int32(self.tokenizer.eod if self.tokenizer and request.to_eod else NO_TOKEN)
+        end_ids = np.array(self._ends(request), np.int32)
         limit = length + min(request.max_tokens, self.config.model.max_seq_len)
         state, new_BS, after = self._engine.read(
             self._weights,
@@ -162,7 +165,7 @@ class Generator:
             batch.limit_B,
             batch.first + np.arange(size, dtype=np.int32),
             seed,
-            eod,
+            end_ids,
             start,
             None if ahead is None else ahead.arrays,
             num_slots=-(-limit // SLOTS) * SLOTS,
@@ -184,7 +187,7 @@ class Generator:
                 state,
                 is_wanted_B,
                 seed,
-                eod,
+                end_ids,
                 num_tokens=TOKENS_AT_ONCE,
                 sampling=request.sampling,
             )

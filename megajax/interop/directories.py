@@ -10,6 +10,12 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from megajax.checkpoint.companions import (
+    TOKEN_IDS,
+    TOKENIZER_CONFIG,
+    companions_of_model,
+    read_companions,
+)
 from megajax.checkpoint.digests import find_sound
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.config import Config, ConfigError, ModelConfig, reload
@@ -17,6 +23,7 @@ from megajax.config.lora import without_adapters
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.huggingface.families import read_config_json, write_family
 from megajax.interop.huggingface.preprocessor import FILE, read_preprocessor, write_preprocessor
+from megajax.interop.json_file import read_json
 from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
 
 Dtype = Literal['float32', 'bfloat16', 'float16']
@@ -40,10 +47,10 @@ logger = logging.getLogger(__name__)
 
 
 def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Config:
-    """Make `out` a run at step 0 with a directory's model, weights and tokenizer.json.
+    """Make `out` a run at step 0 with a directory's model, weights, tokenizer.json and companions.
 
-    Returns the config of the run. Raises ConfigError for settings in config.json that are not
-    supported, and for incomplete weights.
+    Returns the config of the run. Raises ConfigError for settings in config.json that are
+    not supported, and for incomplete weights.
     """
     check_new(out)
     family, model, left = read_config_json(folder)
@@ -51,6 +58,8 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
         model['vision'] |= read_preprocessor(folder, model['vision'])
     tokenizer = folder / 'tokenizer.json' if (folder / 'tokenizer.json').is_file() else None
     config = reload(settings(model, out, tokenizer), overrides, place=str(folder / 'config.json'))
+    keys, vocab_size = read_json(folder / 'config.json'), config.model.vocab_size
+    companions = companions_of_model(folder, keys, vocab_size)
     tensors = read_tensors(folder)
     if left:
         logger.warning('%s: unused keys: %s', folder / 'config.json', ', '.join(left))
@@ -71,6 +80,7 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
         lambda config: from_huggingface(config, tensors, source=str(folder), family=family),
         tokenizer=tokenizer,
         origin=origin,
+        companions=companions,
     )
     return config
 
@@ -109,7 +119,7 @@ def export_huggingface(
         for name, group in joined.items()
     ]
     with new_folder(out) as partial:
-        tokens = _write_tokenizer(checkpoint, partial, model)
+        tokens = _write_companions(checkpoint, partial, model)
         keys |= {'torch_dtype': dtype, 'use_cache': True, **tokens}
         (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
         if model.vision is not None:
@@ -136,13 +146,18 @@ def _cast(name: str, x: np.ndarray, dtype: Dtype) -> np.ndarray:
     return cast
 
 
-def _write_tokenizer(checkpoint: Path, folder: Path, model: ModelConfig) -> dict[str, Any]:
-    """Copy the tokenizer, if there is one, and write the configuration that AutoTokenizer needs.
+def _write_companions(checkpoint: Path, folder: Path, model: ModelConfig) -> dict[str, Any]:
+    """Write the tokenizer and what came with the model, or what AutoTokenizer needs without it.
 
-    Returns the keys of config.json that depend on the tokenizer.
+    Returns the keys of config.json that name tokens: those of the import, or the tokenizer's.
     """
+    companions = read_companions(checkpoint)
+    for name, content in companions.files.items():
+        if name != TOKEN_IDS:
+            (folder / name).write_bytes(content)
+    own = companions.token_ids
     if not (checkpoint / TOKENIZER).is_file():
-        return {'bos_token_id': None, 'eos_token_id': None}
+        return {'bos_token_id': None, 'eos_token_id': None} | own
     from megajax.data.text.tokenizer import load_tokenizer
 
     shutil.copyfile(checkpoint / TOKENIZER, folder / 'tokenizer.json')
@@ -152,11 +167,12 @@ def _write_tokenizer(checkpoint: Path, folder: Path, model: ModelConfig) -> dict
     begin = next((token for token in added if token['content'] in BEGIN_OF_DOCUMENT), end)
     about = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': model.max_seq_len}
     about |= {'bos_token': begin['content'], 'eos_token': end['content']}
-    (folder / 'tokenizer_config.json').write_text(
-        json.dumps(about | {'clean_up_tokenization_spaces': False}, indent=2) + '\n'
-    )
+    if TOKENIZER_CONFIG not in companions.files:
+        (folder / TOKENIZER_CONFIG).write_text(
+            json.dumps(about | {'clean_up_tokenization_spaces': False}, indent=2) + '\n'
+        )
     ids = {token['content']: token['id'] for token in added}
     beside = {
         key: ids[name] for name, key in BESIDE_PICTURES.items() if model.vision and name in ids
     }
-    return {'bos_token_id': begin['id'], 'eos_token_id': end['id'], **beside}
+    return {'bos_token_id': begin['id'], 'eos_token_id': end['id'], **beside} | own

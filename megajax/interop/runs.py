@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.companions import TEMPLATE, Companions
 from megajax.checkpoint.compare import parameter_shapes, read_parameter
 from megajax.checkpoint.digests import write_file
 from megajax.checkpoint.record import read_record
@@ -29,11 +30,12 @@ def start_run(
     *,
     tokenizer: Path | None,
     origin: Mapping[str, str],
+    companions: Companions = Companions(),  # noqa: B008 (immutable)
 ) -> None:
     """Make `out` a run at step 0 with the parameters that `load` returns, and a fresh optimizer.
 
-    `load` is called on the mesh of `config`. `origin` goes into the checkpoint's record. Nothing in
-    `out` looks like a checkpoint until it is complete.
+    `load` is called on the mesh of `config`. `origin` goes into the checkpoint's record, and
+    `companions` beside it. Nothing in `out` looks like a checkpoint until it is complete.
     """
     spec = (
         str(tokenizer)
@@ -52,7 +54,11 @@ def start_run(
             write_file(out / 'config.yaml', dump(config).encode())
             if loaded:
                 loaded.save(out / 'tokenizer.json')
+            companions.write(out)
+            if companions.chat_template is not None:
+                write_file(out / TEMPLATE, companions.chat_template.encode())
         with Checkpoints(out / 'checkpoints', config, tokenizer=loaded, data=origin) as checkpoints:
+            checkpoints.companions = companions
             checkpoints.save({'params': params}, 0)
 
 

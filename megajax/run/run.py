@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.companions import Companions
 from megajax.checkpoint.open import restore_params
 from megajax.config import CheckpointError, Config, ConfigError, NumericError, StopRequested, dump
 from megajax.config.overlap_rules import resolved
@@ -40,7 +41,7 @@ from megajax.run.log.report import Report
 from megajax.run.profile import Profiler
 from megajax.run.sampler import Sampler
 from megajax.run.standing import where_it_stands
-from megajax.run.start import check_tokenizer, find_start, origin_of
+from megajax.run.start import check_tokenizer, companions_of_run, find_start, origin_of
 from megajax.run.stop import StopWatch
 from megajax.run.trainer import Trainer
 from megajax.run.watchdog import Watchdog
@@ -156,7 +157,8 @@ def _train(
         folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints
     ) as checkpoints:
         state = _first_state(config, checkpoints, start, report, summary.clock)
-        _write_inputs(folder, config, data)
+        _carry_along(checkpoints, folder, start)
+        _write_inputs(folder, config, data, checkpoints.companions)
         report.placements(placements(state.params), num_parameters(config.model))
         report.say(f'run        {folder}')
         metrics_writer = MetricsWriter(folder, int(state.step), config=config)
@@ -306,8 +308,16 @@ def _restore_start(
     return restore_params(start, config)
 
 
-def _write_inputs(folder: Path, config: Config, data: Data) -> None:
+def _carry_along(checkpoints: Checkpoints, folder: Path, start: Path | None) -> None:
+    """Keep the companions of the model, at whose ends of texts samples end too."""
+    checkpoints.companions = companions_of_run(checkpoints.config, folder, start)
+    if checkpoints.tokenizer is not None:
+        checkpoints.tokenizer.also_ends(checkpoints.companions.ends)
+
+
+def _write_inputs(folder: Path, config: Config, data: Data, companions: Companions) -> None:
     if jax.process_index() == 0:
         (folder / 'config.yaml').write_text(dump(config))
         if data.tokenizer is not None:
             data.tokenizer.save(folder / 'tokenizer.json')
+        companions.write(folder)

@@ -46,7 +46,7 @@ def all_reduces_beside_the_encoder(config: Config, *, following: bool) -> int:
         weights = concrete(jax.eval_shape(lambda: make_weights(config, params)))
         ahead = (concrete(jax.eval_shape(engine.look, weights, prompts)), prompts)
         compiled = engine.read.lower(
-            weights, prompts, numbers, numbers, np.uint32(0), np.int32(0),
+            weights, prompts, numbers, numbers, np.uint32(0), np.zeros(1, np.int32),
             *(ahead if following else ()), num_slots=64, sampling=Sampling(temperature=0.0),
         ).compile(WITHOUT_GPU)  # fmt: skip
         program = Program(program_text(compiled))

@@ -146,7 +146,7 @@ def abstract_rows(config: Config, count: int) -> tuple[LayerWeights, Rows]:
         zeros + 9,
         zeros,
         np.uint32(0),
-        -1,
+        np.array([-1], np.int32),
         num_slots=64,
         sampling=GREEDY,
     )
@@ -172,7 +172,9 @@ def test_a_token_costs_two_all_reduces_a_layer(
 
         @jax.jit
         def one_token(weights: LayerWeights, rows: Rows) -> tuple[Rows, jax.Array]:
-            return engine(config)._make_one(weights, rows, jnp.uint32(0), jnp.int32(-1), GREEDY)
+            return engine(config)._make_one(
+                weights, rows, jnp.uint32(0), jnp.array([-1, 7], jnp.int32), GREEDY
+            )
 
         assert_collectives(one_token, weights, rows, model=model_axis, data={})
 
@@ -184,7 +186,15 @@ def test_a_token_copies_neither_the_cache_nor_a_weight() -> None:
         wanted_B = np.ones(4, bool)
         compiled = (
             engine(config)
-            .make.lower(weights, rows, wanted_B, np.uint32(0), -1, num_tokens=4, sampling=GREEDY)
+            .make.lower(
+                weights,
+                rows,
+                wanted_B,
+                np.uint32(0),
+                np.array([-1], np.int32),
+                num_tokens=4,
+                sampling=GREEDY,
+            )
             .compile({'xla_backend_optimization_level': 2})
         )
     text = compiled.as_text()
@@ -283,7 +293,7 @@ def texts_of(pieces: Sequence[bytes], **settings: object) -> tuple[list[str], Co
     """What is known of the text after each piece, and the continuation."""
     tokenizer = byte_tokenizer()
     row = Continuation(
-        [tokenizer.eod], tokenizer, **{'limit': 100, 'eod': tokenizer.eod} | settings
+        [tokenizer.eod], tokenizer, **{'limit': 100, 'ends': [tokenizer.eod]} | settings
     )
     known = []
     for piece in pieces:
@@ -331,10 +341,10 @@ def test_what_comes_after_the_end_is_left_out() -> None:
 
 
 def test_a_text_is_what_comes_after_its_prompt() -> None:
-    row = Continuation([*b'prompt '], byte_tokenizer(), limit=9, eod=256)
+    row = Continuation([*b'prompt '], byte_tokenizer(), limit=9, ends=[256])
     row.add([*b'text'])
     assert (row.text, row.end) == ('text', None)
-    row = Continuation([5], None, limit=1, eod=256)
+    row = Continuation([5], None, limit=1, ends=[256])
     row.add([7])
     assert (row.text, row.ids, row.end) == ('', [7], 'length')
 
@@ -355,7 +365,7 @@ class FakeEngine:
         left_B: np.ndarray,
         number_B: np.ndarray,
         seed: int,
-        eod: int,
+        end_ids: np.ndarray,
         *ahead: None,
         num_slots: int,
         sampling: Sampling,
@@ -368,7 +378,7 @@ class FakeEngine:
                 left_B=left_B,
                 number_B=number_B,
                 seed=seed,
-                eod=eod,
+                end_ids=end_ids.tolist(),
                 num_slots=num_slots,
                 sampling=sampling,
             )
@@ -382,13 +392,14 @@ class FakeEngine:
         state: SimpleNamespace,
         is_wanted_B: np.ndarray,
         seed: int,
-        eod: int,
+        end_ids: np.ndarray,
         *,
         num_tokens: int,
         sampling: Sampling,
     ) -> tuple[SimpleNamespace, np.ndarray]:
         asked, left_B = self.reads[-1], state.left_B
-        assert (seed, eod, sampling) == (asked.seed, asked.eod, asked.sampling)
+        told = (seed, end_ids.tolist(), sampling)
+        assert told == (asked.seed, asked.end_ids, asked.sampling)
         self.wanted.append(is_wanted_B.tolist())
         assert len(self.wanted) < 100, 'a row never ends'
         is_made_BM = (np.arange(num_tokens) < np.minimum(left_B, 2)[:, None]) & is_wanted_B[:, None]
@@ -457,17 +468,18 @@ def test_every_data_shard_has_as_many_rows_and_only_those_that_go_on_are_wanted(
     ] == going_on
 
 
-def test_the_engine_gets_the_seed_and_the_end_of_a_document_if_a_text_ends_there(
+def test_the_engine_gets_the_seed_and_all_ends_if_a_text_ends_there(
     fake: FakeEngine,
 ) -> None:
     config, tokenizer = small('gpt', vocab_size=257), byte_tokenizer()
+    tokenizer.also_ends([7, 256, 9])
     for given, to_eod in ((tokenizer, True), (tokenizer, False), (None, True)):
         list(
             Generator(config, None, given).stream(
                 [[5]], Request(max_tokens=3, seed=2**32 - 1, to_eod=to_eod, sampling=RANDOM)
             )
         )
-    assert [int(asked.eod) for asked in fake.reads] == [256, -1, -1]
+    assert [asked.end_ids for asked in fake.reads] == [[256, 7, 9], [-1], [-1]]
     assert {(int(asked.seed), asked.sampling) for asked in fake.reads} == {(2**32 - 1, RANDOM)}
 
 
@@ -501,6 +513,21 @@ def test_a_document_ends_at_its_last_token_unless_more_is_asked_for() -> None:
     assert (ended[0].ids, ended[0].end) == (rows[0].ids[:4], 'eod')
     assert went_on[0].ids[:5] == [*rows[0].ids[:4], tokenizer.eod]
     assert [(len(row.ids), row.end) for row in went_on] == [(8, 'length')] * 3
+
+
+def test_each_of_several_ends_ends_its_row_and_is_not_part_of_the_text() -> None:
+    config, tokenizer = small('llama', vocab_size=257), byte_tokenizer()
+    with on_mesh(config):
+        params = make_params(config)
+        request = Request(max_tokens=MAX_TOKENS, sampling=GREEDY)
+        *_, whole = Generator(config, params, tokenizer).stream(PROMPTS, request)
+        tokenizer.also_ends([whole[0].ids[2], whole[1].ids[9]])
+        *_, ended = Generator(config, params, tokenizer).stream(PROMPTS, request)
+    for before, after in zip(whole, ended, strict=True):
+        assert after.ids == before.ids[: len(after.ids)]
+        assert not set(after.ids) & set(tokenizer.ends)
+    assert (ended[0].ids, ended[0].end) == (whole[0].ids[:2], 'eod')
+    assert (len(ended[1].ids) <= 9, ended[1].end) == (True, 'eod')
 
 
 def test_a_prompt_is_the_start_of_a_document(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_pipe_gets_the_text_as_it_is(is_terminal: bool, monkeypatch: pytest.Mo
     reader, writer = pty.openpty() if is_terminal else os.pipe()
     with open(writer, 'w') as output:
         monkeypatch.setattr(sys, 'stdout', output)
-        row = Continuation([*b'a'], byte_tokenizer(), limit=len(CLEAR), eod=256)
+        row = Continuation([*b'a'], byte_tokenizer(), limit=len(CLEAR), ends=[256])
         row.add([*CLEAR.encode()])
         _as_text(['a'])([row])
         monkeypatch.undo()

@@ -34,7 +34,8 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` with the attributes that training needs.
 
     `vocab_size` is the number of ids, `eod` the id of the end-of-document token, and `start` the
-    ids with which a document begins, such as Llama's <|begin_of_text|>, if any. `token_bytes`
+    ids with which a document begins, such as Llama's <|begin_of_text|>, if any. `ends` has the ids
+    that end a generated text: `eod`, and those that `also_ends` adds. `token_bytes`
     (int32 [vocab_size]) holds the number of UTF-8 bytes that each token stands for, 0 for a special
     one. `dtype` is uint16 for small vocabularies, else int32. `is_lossless` is false for BERT's
     WordPiece, which drops spaces and perhaps case; the dropped bytes are not counted. Raises
@@ -54,6 +55,7 @@ class Tokenizer:
             )
         self._backend = backend
         self.eod = vocab[names[0]]
+        self.ends: tuple[int, ...] = (self.eod,)
         self.start = _start(backend)
         self.is_lossless = type(backend.model).__name__ != 'WordPiece'
         self.token_bytes = _token_bytes(backend, spec)
@@ -66,6 +68,10 @@ class Tokenizer:
         """Return the ids of each text, without start and end-of-document tokens."""
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+
+    def also_ends(self, ids: Iterable[int]) -> None:
+        """End generated texts at these ids too, such as those of the end of a turn."""
+        self.ends = tuple(dict.fromkeys([*self.ends, *ids]))
 
     def token_id(self, name: str) -> int | None:
         """Return the id of a token by its name, None if there is no such token."""

@@ -1,0 +1,144 @@
+"""Files that Hugging Face keeps beside a model, and that a checkpoint carries along unchanged.
+
+They say where a text ends, how messages become one, and how transformers makes the tokenizer. They
+are in the folder `huggingface` of a run and of each of its checkpoints. Imports no jax.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megajax.checkpoint.digests import write_file
+from megajax.config import ConfigError
+from megajax.render.text import shorten
+
+FOLDER = 'huggingface'
+GENERATION, TOKENIZER_CONFIG = 'generation_config.json', 'tokenizer_config.json'
+TEMPLATE, TEMPLATE_OF_PROCESSOR = 'chat_template.jinja', 'chat_template.json'
+COMPANIONS = (
+    GENERATION,
+    TOKENIZER_CONFIG,
+    TEMPLATE,
+    TEMPLATE_OF_PROCESSOR,
+    'special_tokens_map.json',
+    'added_tokens.json',
+    'vocab.json',
+    'merges.txt',
+    'vocab.txt',
+    'tokenizer.model',
+)
+TOKEN_IDS = 'token_ids.json'  # what NAMED keys of config.json say
+NAMED = 'bos_token_id', 'eos_token_id', 'pad_token_id'
+MAX_BYTES = 100_000_000  # of a file
+
+
+@dataclass(frozen=True)
+class Companions:
+    """The contents of these files by name; none for a model that began here."""
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    @property
+    def token_ids(self) -> dict[str, Any]:
+        """The keys of config.json that name tokens, such as eos_token_id."""
+        return self._read(TOKEN_IDS)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The ids at which transformers ends a text; raises ConfigError if they are no ids."""
+        for file in (GENERATION, TOKEN_IDS):
+            ids = self._read(file).get('eos_token_id')
+            if ids is None:
+                continue
+            listed = ids if isinstance(ids, list) else [ids]
+            if not all(type(i) is int and 0 <= i < 2**31 for i in listed):
+                raise ConfigError(
+                    f'{file}: eos_token_id: {shorten(json.dumps(ids))}: give an id or a list of ids'
+                )
+            return tuple(listed)
+        return ()
+
+    @property
+    def chat_template(self) -> str | None:
+        """The template that transformers renders messages with, None if there is none."""
+        if TEMPLATE in self.files:
+            return self.files[TEMPLATE].decode(errors='replace')
+        template = self._read(TOKENIZER_CONFIG).get('chat_template')
+        if template is None:
+            template = self._read(TEMPLATE_OF_PROCESSOR).get('chat_template')
+        if isinstance(template, list):  # several, by name
+            named = (each for each in template if isinstance(each, dict))
+            template = next((x.get('template') for x in named if x.get('name') == 'default'), None)
+        return template if isinstance(template, str) else None
+
+    def token(self, name: str) -> str | None:
+        """Return the text of a token of tokenizer_config.json, such as eos_token."""
+        token = self._read(TOKENIZER_CONFIG).get(name)
+        text = token.get('content') if isinstance(token, dict) else token
+        return text if isinstance(text, str) else None
+
+    def with_template(self, template: Path) -> 'Companions':
+        """Return these with another chat template, in the file that transformers reads first."""
+        return replace(self, files={**self.files, TEMPLATE: template.read_bytes()})
+
+    def write(self, folder: Path) -> None:
+        """Write the files that are new or differ to the subfolder of a run or a checkpoint."""
+        for name, content in self.files.items():
+            path = folder / FOLDER / name
+            if not path.is_file() or path.read_bytes() != content:
+                path.parent.mkdir(exist_ok=True)
+                write_file(path, content)
+
+    def _read(self, name: str) -> dict[str, Any]:
+        """Return the object of a JSON file, an empty one if there is no such file."""
+        try:
+            keys = json.loads(self.files.get(name, b'{}'))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f'{name}: not JSON: {shorten(str(error), 200)}') from error
+        if not isinstance(keys, dict):
+            raise ConfigError(f'{name}: not a JSON object')
+        return keys
+
+
+def read_companions(folder: Path) -> Companions:
+    """Return those of a run or of a checkpoint; there may be none."""
+    return Companions(_contents(folder / FOLDER, (*COMPANIONS, TOKEN_IDS)))
+
+
+def companions_of_model(folder: Path, config: Mapping[str, Any], vocab_size: int) -> Companions:
+    """Return those of a Hugging Face directory, whose config.json is `config`.
+
+    Ids that the vocabulary does not have, as transformers' defaults may be, are left out. Raises
+    ConfigError for a file that cannot be used.
+    """
+
+    def in_vocabulary(value: object) -> bool:
+        ids = value if isinstance(value, list) else [value]
+        return all(type(i) is int and 0 <= i < vocab_size for i in ids)
+
+    ids = {key: config[key] for key in NAMED if in_vocabulary(config.get(key))}
+    files = _contents(folder, COMPANIONS)
+    companions = Companions(files | {TOKEN_IDS: (json.dumps(ids, indent=2) + '\n').encode()})
+    try:
+        companions.token_ids, companions.ends, companions.chat_template  # noqa: B018
+    except ConfigError as error:
+        raise ConfigError(f'{folder}: {error}') from error
+    return companions
+
+
+def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    contents = {}
+    for path in (folder / name for name in names):
+        try:
+            if not path.is_file():
+                continue
+            with path.open('rb') as file:
+                content = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f'{path}: cannot be read: {error.strerror}') from error
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f'{path}: more than {MAX_BYTES:,} bytes')
+        contents[path.name] = content
+    return contents

@@ -1,0 +1,181 @@
+"""What came with a model stays with it: through import, training and export."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from interop.stored import DATA
+from support import write_run
+
+from megajax.checkpoint.companions import Companions, companions_of_model, read_companions
+from megajax.checkpoint.digests import find_sound, problems
+from megajax.checkpoint.open import open_model
+from megajax.config import ConfigError
+from megajax.interop.directories import export_huggingface, import_huggingface
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+FILES = {
+    'generation_config.json': '{"eos_token_id": [49, 48, 7], "temperature": 0.6, "top_p": 0.9}',
+    'tokenizer_config.json': json.dumps(
+        {'chat_template': TEMPLATE, 'eos_token': {'content': 'z'}, 'model_max_length': 32}
+    ),
+    'special_tokens_map.json': '{"eos_token": "<|endoftext|>"}\n',
+    'added_tokens.json': '{"<|endoftext|>": 49}',
+    'chat_template.jinja': '{{ messages }}',
+    'tokenizer.model': '\x00\x01',
+}
+
+
+def write_model(folder: Path, *names: str, **config: Any) -> Path:
+    """GPT-2 with these of FILES and keys of config.json."""
+    shutil.copytree(DATA / 'gpt2', folder)
+    for name in names:
+        (folder / name).write_text(FILES[name])
+    keys = json.loads((folder / 'config.json').read_text()) | config
+    (folder / 'config.json').write_text(json.dumps(keys))
+    return folder
+
+
+def token_ids(folder: Path) -> dict[str, Any]:
+    keys = json.loads((folder / 'config.json').read_text())
+    return {key: keys.get(key) for key in ('bos_token_id', 'eos_token_id', 'pad_token_id')}
+
+
+def test_an_export_has_the_files_and_the_token_ids_of_its_import(tmp_path: Path) -> None:
+    ids = {'bos_token_id': 3, 'eos_token_id': [49, 48], 'pad_token_id': 0}
+    model = write_model(tmp_path / 'in', *FILES, **ids)
+    (model / 'modeling_gpt2.py').write_text('code')
+    import_huggingface(model, tmp_path / 'run')
+    export_huggingface(tmp_path / 'run', tmp_path / 'out')
+    for name, content in FILES.items():
+        assert (tmp_path / 'out' / name).read_text() == content, name
+    assert token_ids(tmp_path / 'out') == ids
+    assert not (tmp_path / 'out' / 'modeling_gpt2.py').exists()
+    assert not problems(tmp_path / 'run' / 'checkpoints' / '0')
+
+
+def test_a_model_without_a_tokenizer_keeps_its_ends_too(tmp_path: Path) -> None:
+    model = write_model(tmp_path / 'in', 'generation_config.json', eos_token_id=[5, 6])
+    (model / 'tokenizer.json').unlink()
+    import_huggingface(model, tmp_path / 'run')
+    export_huggingface(tmp_path / 'run', tmp_path / 'out')
+    assert token_ids(tmp_path / 'out')['eos_token_id'] == [5, 6]
+    written = (tmp_path / 'out' / 'generation_config.json').read_text()
+    assert written == FILES['generation_config.json']
+
+
+def test_a_text_ends_at_every_end_of_the_import(tmp_path: Path) -> None:
+    model = write_model(tmp_path / 'in', 'generation_config.json', eos_token_id=11)
+    import_huggingface(model, tmp_path / 'run')
+    tokenizer = open_model(tmp_path / 'run').tokenizer
+    assert tokenizer is not None
+    assert tokenizer.ends == (49, 48, 7)  # generation_config.json comes before config.json
+
+
+@pytest.mark.parametrize(
+    ('files', 'ends'),
+    [
+        ({}, ()),
+        ({'generation_config.json': '{}', 'token_ids.json': '{"eos_token_id": 5}'}, (5,)),
+        ({'generation_config.json': '{"eos_token_id": null}'}, ()),
+        ({'generation_config.json': '{"eos_token_id": 128001}'}, (128001,)),
+    ],
+)
+def test_the_ends_are_those_that_transformers_finds(
+    files: dict[str, str], ends: tuple[int, ...]
+) -> None:
+    assert Companions({name: text.encode() for name, text in files.items()}).ends == ends
+
+
+@pytest.mark.parametrize(
+    ('files', 'template'),
+    [
+        ({}, None),
+        ({'tokenizer_config.json': '{"chat_template": "a"}'}, 'a'),
+        ({'tokenizer_config.json': '{"chat_template": "a"}', 'chat_template.jinja': 'b'}, 'b'),
+        ({'chat_template.json': '{"chat_template": "c"}'}, 'c'),
+        (
+            {
+                'tokenizer_config.json': json.dumps(
+                    {
+                        'chat_template': [
+                            {'name': 'tool_use', 'template': 't'},
+                            {'name': 'default', 'template': 'd'},
+                        ]
+                    }
+                )
+            },
+            'd',
+        ),
+    ],
+)
+def test_the_chat_template_is_found_where_transformers_finds_it(
+    files: dict[str, str], template: str | None
+) -> None:
+    found = Companions({name: text.encode() for name, text in files.items()}).chat_template
+    assert found == template
+
+
+def test_an_import_writes_its_chat_template_as_a_file_to_train_with(tmp_path: Path) -> None:
+    import_huggingface(write_model(tmp_path / 'in', 'tokenizer_config.json'), tmp_path / 'run')
+    assert (tmp_path / 'run' / 'chat_template.jinja').read_text() == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('generation_config.json', '{"eos_token_id": "x"}', 'eos_token_id: "x": give an id'),
+        ('generation_config.json', '{"eos_token_id": [true]}', 'eos_token_id: [true]: give an id'),
+        ('generation_config.json', '{', 'generation_config.json: not JSON'),
+        ('tokenizer_config.json', '[]', 'tokenizer_config.json: not a JSON object'),
+        ('tokenizer_config.json', '[' * 100_000, 'tokenizer_config.json: not JSON'),
+    ],
+)
+def test_a_file_that_says_nothing_usable_is_refused(
+    name: str, content: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError) as error:
+        companions_of_model(tmp_path, {}, 50)
+    assert str(error.value).startswith(f'{tmp_path}: {name}: ')
+    assert message in str(error.value)
+
+
+@pytest.mark.slow
+def test_training_and_its_resumption_carry_all_of_it_along(tmp_path: Path) -> None:
+    ids = {'bos_token_id': 3, 'eos_token_id': [49, 48], 'pad_token_id': None}
+    import_huggingface(
+        write_model(tmp_path / 'in', *FILES, **ids),
+        tmp_path / 'import',
+        ['train.seq_len=16', 'train.dtype=float32'],
+    )
+    write_run(tmp_path, '')
+
+    def train(steps: int, *more: str) -> None:
+        command = [sys.executable, '-m', 'megajax', 'train', 'run.dir=run', f'train.steps={steps}']
+        command += ['data.corpus=corpus', 'data.split="6,2,0"', 'train.batch_size=4', *more]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    train(1, 'run.start_from=import')
+    shutil.move(tmp_path / 'import', tmp_path / 'gone')
+    train(2, 'data.tokenizer=run/tokenizer.json')
+    assert find_sound(tmp_path / 'run').name == '2'
+    export_huggingface(tmp_path / 'run', tmp_path / 'out')
+    for name, content in FILES.items():
+        assert (tmp_path / 'out' / name).read_text() == content, name
+    assert token_ids(tmp_path / 'out') == ids
+
+
+def test_the_template_that_a_run_trains_with_takes_the_place_of_its_models(tmp_path: Path) -> None:
+    (tmp_path / 'mine.jinja').write_text('mine')
+    before = Companions({name: text.encode() for name, text in FILES.items()})
+    after = before.with_template(tmp_path / 'mine.jinja')
+    assert after.chat_template == 'mine'
+    assert after.ends == before.ends
+    after.write(tmp_path)
+    assert read_companions(tmp_path) == after
