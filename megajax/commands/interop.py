@@ -19,6 +19,9 @@ export_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help='Export a checkpoint for another project.'
 )
 
+Model = Annotated[
+    str, typer.Argument(metavar='DIR | ORG/NAME', help='A directory, or a repository of the Hub.')
+]
 Folder = Annotated[Path, typer.Argument(metavar='DIR', help='The directory of the checkpoint.')]
 NewRun = Annotated[Path, typer.Argument(metavar='OUT', help='The run directory to create.')]
 Source = Annotated[
@@ -43,15 +46,30 @@ Dtype = Literal['float32', 'bfloat16', 'float16']
 
 
 @import_app.command('hf')
-def import_hf(folder: Folder, out: NewRun, overrides: Overrides = None) -> None:
-    """Create a run at step 0 from a Hugging Face directory.
+def import_hf(
+    source: Model,
+    out: NewRun,
+    overrides: Overrides = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(help='A branch, a tag or a commit of the repository; main if left out.'),
+    ] = None,
+) -> None:
+    """Create a run at step 0 from a Hugging Face directory, or a repository of the Hub.
 
-    The directory has config.json, *.safetensors and tokenizer.json.
+    It has config.json, *.safetensors and tokenizer.json. A repository is downloaded with
+    huggingface_hub, whose variables HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE count.
     """
     log_to_terminal()
     from megajax.interop.directories import import_huggingface
+    from megajax.interop.folder import check_new
+    from megajax.interop.huggingface.hub import find_source
 
-    import_huggingface(folder, out, overrides or ())
+    check_new(out)  # before the download
+    folder, repository = find_source(source, revision)
+    import_huggingface(folder, out, overrides or (), repository=repository)
+    if repository is not None:
+        print(f'repository {repository}')
     print(f'run        {out}\ncheckpoint {out}/checkpoints/0')
     if (out / TEMPLATE).is_file():
         print(f'chat       data.chat_template={out / TEMPLATE}')

@@ -22,6 +22,7 @@ from megajax.config import Config, ConfigError, ModelConfig, reload
 from megajax.config.lora import without_adapters
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.huggingface.families import read_config_json, write_family
+from megajax.interop.huggingface.hub import Repository
 from megajax.interop.huggingface.preprocessor import FILE, read_preprocessor, write_preprocessor
 from megajax.interop.json_file import read_json
 from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
@@ -41,15 +42,23 @@ BESIDE_PICTURES = {
     '<|vision_end|>': 'vision_end_token_id',
     '<|video_pad|>': 'video_token_id',
 }
-FAMILY, DTYPE = 'imported as', 'imported in'  # keys in the record of an imported checkpoint
+# Keys in the record of an imported checkpoint.
+FAMILY, DTYPE, REPOSITORY = 'imported as', 'imported in', 'imported from'
 
 logger = logging.getLogger(__name__)
 
 
-def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -> Config:
+def import_huggingface(
+    folder: Path,
+    out: Path,
+    overrides: Sequence[str] = (),
+    *,
+    repository: Repository | None = None,
+) -> Config:
     """Make `out` a run at step 0 with a directory's model, weights, tokenizer.json and companions.
 
-    Returns the config of the run. Raises ConfigError for settings in config.json that are
+    The weights of a `repository`, whose `folder` has the description, are downloaded once that is
+    accepted. Returns the config of the run. Raises ConfigError for settings in config.json that are
     not supported, and for incomplete weights.
     """
     check_new(out)
@@ -60,6 +69,8 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
     config = reload(settings(model, out, tokenizer), overrides, place=str(folder / 'config.json'))
     keys, vocab_size = read_json(folder / 'config.json'), config.model.vocab_size
     companions = companions_of_model(folder, keys, vocab_size)
+    if repository is not None:
+        repository.fetch_weights()
     tensors = read_tensors(folder)
     if left:
         logger.warning('%s: unused keys: %s', folder / 'config.json', ', '.join(left))
@@ -74,6 +85,8 @@ def import_huggingface(folder: Path, out: Path, overrides: Sequence[str] = ()) -
 
     dtypes = {str(x.dtype) for x in tensors.values() if x.dtype in EXPORT_DTYPES.values()}
     origin = {FAMILY: family} | ({DTYPE: dtypes.pop()} if len(dtypes) == 1 else {})
+    if repository is not None:
+        origin |= {REPOSITORY: str(repository)}
     start_run(
         out,
         config,
