@@ -73,12 +73,6 @@ class Companions:
             template = next((x.get('template') for x in named if x.get('name') == 'default'), None)
         return template if isinstance(template, str) else None
 
-    def token(self, name: str) -> str | None:
-        """Return the text of a token of tokenizer_config.json, such as eos_token."""
-        token = self._read(TOKENIZER_CONFIG).get(name)
-        text = token.get('content') if isinstance(token, dict) else token
-        return text if isinstance(text, str) else None
-
     def with_template(self, template: Path) -> 'Companions':
         """Return these with another chat template, in the file that transformers reads first."""
         return replace(self, files={**self.files, TEMPLATE: template.read_bytes()})

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from megajax.commands.generate_chat import check_chat, converse
+from megajax.commands.generate_output import as_json, as_text
 from megajax.commands.generate_pictures import (
     answer_all,
     check_budget,
@@ -21,11 +22,9 @@ from megajax.config import ConfigError
 from megajax.config.extras import install
 from megajax.files.outputs import output_problems
 from megajax.render.logs import log_to_terminal
-from megajax.render.text import visible
 
 if TYPE_CHECKING:
     from megajax.checkpoint.open import Opened
-    from megajax.generate import Continuation
 
 _OVERRIDE = re.compile(r'[a-z]+\.\w+=')
 
@@ -98,14 +97,27 @@ def generate(
     top_p: TopP = None,
     seed: Annotated[int, typer.Option(help='The same seed gives the same text on every mesh.')] = 0,
     stop: Stops = None,
+    chat: Annotated[
+        bool, typer.Option('--chat', help='Converse: each --prompt, or line of input, is a turn.')
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar='TEXT', help="The conversation's first message.")
+    ] = None,
 ) -> None:
-    """Continue prompts with a trained model.
+    """Continue prompts with a trained model, or converse with it.
 
     Without --prompts and --images, text is printed as it is generated.
     """
+    of_pictures = {'--image': image, '--images': images, '--show-budget': show_budget}
+    check_chat(chat, system, {'--prompts': prompts, **of_pictures})
     texts = [*(prompt or []), *(_read_prompts(prompts) if prompts else [])]
     _check_unicode(
-        {'--prompt': prompt or [], '--stop': stop or [], str(prompts): texts[len(prompt or []) :]}
+        {
+            '--prompt': prompt or [],
+            '--stop': stop or [],
+            '--system': [system or ''],
+            str(prompts): texts[len(prompt or []) :],
+        }
     )
     if image and len(texts) > 1:
         raise ConfigError(f'--image belongs to one prompt, and there are {len(texts)}: give one')
@@ -118,6 +130,8 @@ def generate(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
     opened, jax = _open(run, overrides or [])
+    if chat:
+        return converse(run, opened, overrides or [], request, system=system, said=prompt or None)
     if show_budget is not None and opened.config.relevance is None:
         raise ConfigError(f'{run} has no relevance, whose budget --show-budget draws: leave it out')
     if images:
@@ -132,7 +146,7 @@ def generate(
     with jax.set_mesh(opened.mesh):
         generator = Generator(opened.config, opened.params, opened.tokenizer)
         stream = generator.stream(encoded, request, pictures)
-        show = _as_json(texts) if prompts else _as_text(texts)
+        show = as_json(texts) if prompts else as_text(texts)
         for rows in stream:
             show(rows)
     if show_budget is not None and image:
@@ -300,46 +314,3 @@ def _read_prompts(file: Path) -> list[str]:
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise ConfigError(f'{file} has no prompts, or some that are not text')
     return prompts
-
-
-def _as_json(prompts: Sequence[str]) -> Any:
-    """Return a function that prints each prompt and its text as JSON, in order, once complete."""
-    written = 0
-
-    def show(rows: 'Sequence[Continuation | None]') -> None:
-        nonlocal written
-        while written < len(rows) and (row := rows[written]) and row.end:
-            line = {
-                'prompt': prompts[written],
-                'text': row.text,
-                'tokens': len(row.ids),
-                'end': row.end,
-            }
-            print(json.dumps(line, ensure_ascii=False), flush=True)
-            written += 1
-
-    return show
-
-
-def _as_text(prompts: Sequence[str]) -> Any:
-    """Return a function that prints each prompt and its text, in order, as far as generated.
-
-    A terminal obeys none of it; a pipe gets it as it is.
-    """
-    current, shown = 0, 0
-
-    def show(rows: 'Sequence[Continuation | None]') -> None:
-        nonlocal current, shown
-        while current < len(rows) and (row := rows[current]):
-            text = prompts[current] + row.text
-            new = text[shown:]
-            sys.stdout.write(visible(new) if sys.stdout.isatty() else new)
-            shown = len(text)
-            if row.end:
-                sys.stdout.write('\n' if current + 1 == len(rows) else '\n\n')
-                current, shown = current + 1, 0
-            else:
-                break
-        sys.stdout.flush()
-
-    return show

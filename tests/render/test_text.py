@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megajax.commands.generate import _as_text
+from megajax.commands.generate_output import as_text
 from megajax.config import CheckpointError, ConfigError, load
 from megajax.config.errors import reason
 from megajax.data.text.tokenizer import byte_tokenizer
@@ -82,7 +82,7 @@ def test_a_pipe_gets_the_text_as_it_is(is_terminal: bool, monkeypatch: pytest.Mo
         monkeypatch.setattr(sys, 'stdout', output)
         row = Continuation([*b'a'], byte_tokenizer(), limit=len(CLEAR), ends=[256])
         row.add([*CLEAR.encode()])
-        _as_text(['a'])([row])
+        as_text(['a'])([row])
         monkeypatch.undo()
         got = os.read(reader, 100).decode()
     os.close(reader)

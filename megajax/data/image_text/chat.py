@@ -62,16 +62,17 @@ class PlainChat:
 class TemplateChat:
     """A chat template of Hugging Face, rendered in a process of its own, bounded in time and size.
 
-    Raises ConfigError if jinja2 is not installed or the template cannot be compiled.
+    The template is `text`, or what is in the file `path`. Raises ConfigError if jinja2 is not
+    installed or the template cannot be compiled.
     """
 
-    def __init__(self, path: str | Path, *, bos: str = '', eos: str = ''):
+    def __init__(self, path: str | Path, *, bos: str = '', eos: str = '', text: str | None = None):
         self._path, self._variables = str(path), {'bos_token': bos, 'eos_token': eos}
         self._process: subprocess.Popen[str] | None = None
         if find_spec('jinja2') is None:
             raise self._problem(f'needs jinja2; install it with: {install("chat")}', '')
         try:
-            template = Path(path).read_text('utf-8')
+            template = Path(path).read_text('utf-8') if text is None else text
         except (OSError, UnicodeDecodeError) as error:
             raise self._problem(
                 f'cannot be read ({error}); give a template in UTF-8', ''
@@ -83,6 +84,7 @@ class TemplateChat:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             encoding='utf-8',
+            process_group=0,  # a Ctrl-C on the terminal is not meant for it
         )
         limits = {
             'template': template,

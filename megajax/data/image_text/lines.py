@@ -166,14 +166,8 @@ def _parts(content: object, place: str) -> list[dict[str, Any]]:
 def _pieces_of_chat(
     messages: list[Message], names: Sequence[str], vocabulary: Vocabulary, chat: Chat, place: str
 ) -> list[Piece]:
-    pattern = vocabulary.pattern()
-    written = json.dumps(messages, ensure_ascii=False)
-    guard = next((guard for guard in GUARDS if guard not in written), '')
-    if not guard:
-        _refuse(place, 'holds all noncharacters from U+FDD0 to U+FDEF')
-    guarded = [
-        {**message, 'content': _guarded(message['content'], pattern, guard)} for message in messages
-    ]
+    pattern, guard = vocabulary.pattern(), _unused_guard(messages, place)
+    guarded = _all_guarded(messages, pattern, guard)
     text, spans = _assistant_spans(guarded, chat, place)
     rest = list(reversed(names))
     pieces = []
@@ -199,6 +193,48 @@ def _pieces_of_chat(
     if rest:
         _unmatched(text, names, place)
     return pieces
+
+
+def pieces_of_prompt(
+    messages: list[Message], vocabulary: Vocabulary, chat: Chat, place: str
+) -> list[Piece]:
+    """Return the pieces of messages without pictures, up to where the assistant's turn begins."""
+    pattern, guard = vocabulary.pattern(), _unused_guard(messages, place)
+    (text,) = chat.render([(_all_guarded(messages, pattern, guard), True)], place=place)
+    pieces, last = [], 0
+    for match in pattern.finditer(text):
+        token = vocabulary.special.get(match.group())
+        if token is not None:
+            pieces += [
+                Piece(text=text[last : match.start()].replace(guard, '')),
+                Piece(token=token),
+            ]
+            last = match.end()
+    return [*pieces, Piece(text=text[last:].replace(guard, ''))]
+
+
+def end_of_turn(vocabulary: Vocabulary, chat: Chat, place: str) -> int | None:
+    """Return the special token that a template writes after an answer, None if there is none."""
+    answer = GUARDS[0]
+    turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': answer}]
+    (text,) = chat.render([(turns, False)], place=place)
+    _, found, after = text.rpartition(answer)
+    match = vocabulary.pattern().match(after.lstrip()) if found else None
+    return vocabulary.special.get(match.group()) if match else None
+
+
+def _unused_guard(messages: list[Message], place: str) -> str:
+    written = json.dumps(messages, ensure_ascii=False)
+    guard = next((guard for guard in GUARDS if guard not in written), '')
+    if not guard:
+        _refuse(place, 'holds all noncharacters from U+FDD0 to U+FDEF')
+    return guard
+
+
+def _all_guarded(messages: list[Message], pattern: re.Pattern[str], guard: str) -> list[Message]:
+    return [
+        {**message, 'content': _guarded(message['content'], pattern, guard)} for message in messages
+    ]
 
 
 def _guarded(content: object, pattern: re.Pattern[str], guard: str) -> object:

@@ -135,9 +135,12 @@ def read_training_texts(corpus: str, split: str) -> list[str]:
 
 @contextmanager
 def open_chat(
-    tokenizer: Tokenizer, image_token: int, template: str | Path | None
+    tokenizer: Tokenizer, image_token: int, template: str | Path | None, text: str | None = None
 ) -> Iterator[Chat]:
-    """Open a chat template of Hugging Face, or without one the plain form of a tokenizer."""
+    """Open a chat template of Hugging Face, or without one the plain form of a tokenizer.
+
+    `text` is the template, if it is not in the file `template`.
+    """
     special = tokenizer.special_tokens()
     eod = next((name for name, i in special.items() if i == tokenizer.eod), '')
     if template is None:
@@ -145,7 +148,7 @@ def open_chat(
         yield PlainChat(special, image=image, eod=eod)
         return
     bos = next((name for name, i in special.items() if [i] == tokenizer.start[:1]), '')
-    with TemplateChat(template, bos=bos, eos=eod) as chat:
+    with TemplateChat(template, bos=bos, eos=eod, text=text) as chat:
         yield chat
 
 

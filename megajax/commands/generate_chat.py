@@ -1,0 +1,150 @@
+"""`megajax generate --chat`: a conversation on a terminal, or with the lines of a pipe."""
+
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megajax.config import ConfigError, Problem, overridden
+from megajax.render.text import visible
+
+if TYPE_CHECKING:
+    from megajax.checkpoint.open import Opened
+    from megajax.generate import Request
+    from megajax.generate.conversation import Conversation
+
+KEY = 'data.chat_template'
+PROMPT = '> '
+
+
+def check_chat(is_chat: bool, system: str | None, others: Mapping[str, object]) -> None:
+    """Raise ConfigError for options that do not go together, before jax is imported."""
+    if is_chat and (given := [name for name, value in others.items() if value]):
+        raise ConfigError(f'--chat takes its turns from --prompt or input: leave out {given[0]}')
+    if system is not None and not is_chat:
+        raise ConfigError('--system is the first message of a conversation: add --chat')
+
+
+def converse(
+    run: Path,
+    opened: 'Opened',
+    overrides: Sequence[str],
+    request: 'Request',
+    *,
+    system: str | None,
+    said: Sequence[str] | None,
+) -> None:
+    """Answer the texts in `said`, or else the lines of standard input, until they end.
+
+    Raises ConfigError if the run has no chat template, or if a text cannot be answered; on a
+    terminal the conversation then goes on.
+    """
+    import jax
+
+    from megajax.data.image_text.load import open_chat
+    from megajax.generate import Generator
+    from megajax.generate.conversation import NO_IMAGE, Conversation
+
+    tokenizer = opened.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f'{run} has no tokenizer, so it cannot read text')
+    template, text = _find_template(run, opened, overrides)
+    with (
+        open_chat(tokenizer, NO_IMAGE, template, text) as chat,
+        jax.set_mesh(opened.mesh),
+    ):
+        generator = Generator(opened.config, opened.params, tokenizer)
+        conversation = Conversation(generator, chat, request, system)
+        is_asked = said is None and sys.stdin.isatty()
+        for turn in _lines(is_asked) if said is None else said:
+            try:
+                _answer(conversation, turn)
+            except ConfigError as error:
+                if not is_asked:
+                    raise
+                _note(str(error))
+
+
+def _find_template(run: Path, opened: 'Opened', overrides: Sequence[str]) -> tuple[str, str | None]:
+    """Return the file of the chat template, and its text if a checkpoint carries it along.
+
+    An override comes first. The checkpoint has the template that it was trained with, or else the
+    one that its model was imported with.
+    """
+    configured = opened.config.data.chat_template
+    carried = opened.companions.chat_template
+    if configured is not None and (carried is None or overridden(overrides, KEY)):
+        return configured, None
+    if carried is None:
+        message = f'{run} has no chat template: add {KEY}=FILE, a chat template of Hugging Face'
+        raise ConfigError(Problem(path=KEY, message=message))
+    return f'the chat template of {run}', carried
+
+
+def _lines(is_asked: bool) -> Iterator[str]:
+    """Yield the lines of standard input that are not blank; Ctrl-C discards the one being typed."""
+    if is_asked:
+        import readline  # noqa: F401 (input() edits lines with it)
+    while True:
+        try:
+            line = input(PROMPT) if is_asked else sys.stdin.readline()
+        except KeyboardInterrupt:
+            print()
+            continue
+        except EOFError:  # Ctrl-D
+            print()
+            return
+        except UnicodeDecodeError as error:
+            raise ConfigError(f'standard input is not UTF-8: {error.reason}') from error
+        if not is_asked and not line:
+            return
+        if line.strip():
+            yield line.removesuffix('\n')
+
+
+def _answer(conversation: 'Conversation', turn: str) -> None:
+    """Print the answer as it grows; Ctrl-C ends it."""
+    try:
+        turn.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f'{turn!r} is not UTF-8 at character {error.start}') from error
+    dropped, shown, end = conversation.dropped, 0, None
+    with _interrupts() as interrupted, closing(conversation.answer(turn)) as answer:
+        for row in answer:
+            if conversation.dropped > dropped:
+                number, dropped = conversation.dropped - dropped, conversation.dropped
+                _note(f'the oldest {number} of the turns no longer fit and are forgotten')
+            new, shown, end = row.text[shown:], len(row.text), row.end
+            # A terminal obeys none of it; a pipe gets it as it is.
+            sys.stdout.write(visible(new) if sys.stdout.isatty() else new)
+            sys.stdout.flush()
+            if interrupted:
+                break
+    sys.stdout.write('\n')
+    sys.stdout.flush()
+    if end == 'length':
+        _note('the answer was cut at --max-tokens, or where model.max_seq_len ends')
+
+
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Yield a list that gets an entry at Ctrl-C; the second one raises KeyboardInterrupt."""
+    interrupted: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+        interrupted.append(number)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _note(text: str) -> None:
+    print(f'note: {visible(text)}', file=sys.stderr, flush=True)

@@ -1,0 +1,54 @@
+"""How continuations are printed while they grow: as JSON lines or as text."""
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megajax.render.text import visible
+
+if TYPE_CHECKING:
+    from megajax.generate import Continuation
+
+
+def as_json(prompts: Sequence[str]) -> Any:
+    """Return a function that prints each prompt and its text as JSON, in order, once complete."""
+    written = 0
+
+    def show(rows: 'Sequence[Continuation | None]') -> None:
+        nonlocal written
+        while written < len(rows) and (row := rows[written]) and row.end:
+            line = {
+                'prompt': prompts[written],
+                'text': row.text,
+                'tokens': len(row.ids),
+                'end': row.end,
+            }
+            print(json.dumps(line, ensure_ascii=False), flush=True)
+            written += 1
+
+    return show
+
+
+def as_text(prompts: Sequence[str]) -> Any:
+    """Return a function that prints each prompt and its text, in order, as far as generated.
+
+    A terminal obeys none of it; a pipe gets it as it is.
+    """
+    current, shown = 0, 0
+
+    def show(rows: 'Sequence[Continuation | None]') -> None:
+        nonlocal current, shown
+        while current < len(rows) and (row := rows[current]):
+            text = prompts[current] + row.text
+            new = text[shown:]
+            sys.stdout.write(visible(new) if sys.stdout.isatty() else new)
+            shown = len(text)
+            if row.end:
+                sys.stdout.write('\n' if current + 1 == len(rows) else '\n\n')
+                current, shown = current + 1, 0
+            else:
+                break
+        sys.stdout.flush()
+
+    return show

@@ -1,0 +1,152 @@
+"""`megajax generate --chat` as a user has it: with arguments, a pipe and a terminal."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from chains import CHATML, END, chain, chain_config, write_chain
+
+SAID = b'H\x1b[1mi'
+SECONDS = 100
+
+
+@pytest.fixture(scope='module', name='folder')
+def make_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs that say SAID, say no end, and know no template; and a template."""
+    folder = tmp_path_factory.mktemp('runs')
+    (folder / 'chat.jinja').write_text(CHATML)
+    template = {'chat_template': str(folder / 'chat.jinja')}
+    write_chain(folder / 'polite', chain(SAID, then=END), chain_config(128, **template))
+    endless = chain(b'ab', then=ord('a'))
+    write_chain(folder / 'endless', endless, chain_config(4096, **template))
+    write_chain(folder / 'silent', chain(SAID, then=END), chain_config())
+    return folder
+
+
+def command(run: str, *arguments: str) -> list[str]:
+    generate = [sys.executable, '-m', 'megajax', 'generate', run]
+    return [*generate, '--chat', '--temperature', '0', *arguments]
+
+
+def chat(
+    folder: Path, run: str, *arguments: str, typed: bytes = b''
+) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        command(run, *arguments),
+        cwd=folder,
+        input=typed,
+        capture_output=True,
+        timeout=SECONDS,
+        check=False,
+    )
+
+
+class Terminal:
+    """A terminal with the command on it; `read_until` returns what it showed."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str]):
+        self._end, inside = pty.openpty()
+        self._process = subprocess.Popen(
+            arguments, cwd=folder, stdin=inside, stdout=inside, stderr=inside,
+            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )  # fmt: skip
+        os.close(inside)
+
+    def type(self, text: str) -> None:
+        os.write(self._end, text.encode())
+
+    def read_until(self, pattern: str) -> str:
+        shown, last = '', time.monotonic() + SECONDS
+        while not re.search(pattern, shown):
+            assert time.monotonic() < last, shown
+            if select.select([self._end], [], [], 1)[0]:
+                shown += os.read(self._end, 10_000).decode()
+        return shown
+
+    def wait(self) -> int:
+        code = self._process.wait(SECONDS)
+        os.close(self._end)
+        return code
+
+
+def test_each_prompt_is_a_turn_and_a_pipe_gets_the_text_as_it_is(folder: Path) -> None:
+    done = chat(folder, 'polite', '--system', 'S', '--prompt', 'a', '--prompt', 'b')
+    assert (done.returncode, done.stdout, done.stderr) == (0, (SAID + b'\n') * 2, b'')
+
+
+def test_each_line_of_a_pipe_is_a_turn_and_old_turns_are_said_to_be_forgotten(
+    folder: Path,
+) -> None:
+    done = chat(folder, 'polite', '--max-tokens', '9', typed=b'a\n\nb\nc\nd\ne')
+    assert (done.returncode, done.stdout) == (0, (SAID + b'\n') * 5)
+    notes = done.stderr.decode().splitlines()
+    assert notes == ['note: the oldest 1 of the turns no longer fit and are forgotten']
+
+
+@pytest.mark.parametrize(
+    ('run', 'arguments', 'typed', 'message'),
+    [
+        ('silent', [], b'a\n', 'data.chat_template: silent has no chat template: add data.chat_'),
+        ('silent', ['data.chat_template=gone.jinja'], b'a\n', 'gone.jinja: cannot be read'),
+        ('polite', [], b'x' * 200, 'this turn has 220 tokens as the chat template writes it'),
+        ('polite', [], b'\xff\n', 'is not UTF-8'),
+        ('polite', ['--prompts', 'p.txt'], b'', '--chat takes its turns from --prompt or input'),
+        ('polite', ['--image', 'a.png'], b'', 'leave out --image'),
+    ],
+)
+def test_a_conversation_that_cannot_be_is_refused(
+    run: str, arguments: list[str], typed: bytes, message: str, folder: Path
+) -> None:
+    (folder / 'p.txt').write_text('a')
+    done = chat(folder, run, *arguments, typed=typed)
+    assert (done.returncode, done.stdout) == (2, b'')
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith('error: ')
+    assert message in line
+
+
+def test_a_system_message_without_a_conversation_is_refused(folder: Path) -> None:
+    arguments = [part for part in command('polite', '--system', 'S') if part != '--chat']
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == ('error: --system is the first message of a conversation: add --chat\n')
+
+
+def test_a_template_may_be_given_with_the_command(folder: Path) -> None:
+    done = chat(folder, 'silent', 'data.chat_template=chat.jinja', '--prompt', 'a')
+    assert (done.returncode, done.stdout) == (0, SAID + b'\n'), done.stderr
+
+
+def test_a_terminal_obeys_no_answer_and_ctrl_d_ends_the_session(folder: Path) -> None:
+    terminal = Terminal(folder, command('polite'))
+    terminal.read_until('> ')
+    terminal.type('hello\n')
+    shown = terminal.read_until(r'i\r\n.*> ')
+    assert r'H\x1b[1mi' in shown
+    assert '\x1b[1m' not in shown
+    terminal.type('\x04')
+    assert terminal.wait() == 0
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_session(folder: Path) -> None:
+    terminal = Terminal(folder, command('endless', '--max-tokens', '4000'))
+    terminal.read_until('> ')
+    terminal.type('x\x03')  # a line that is being typed
+    terminal.read_until('> ')
+    for _ in range(2):
+        terminal.type('hello\n')
+        shown = terminal.read_until('(ab){20}')
+        terminal.type('\x03')
+        shown += terminal.read_until('> ')
+        assert shown.count('ab') < 1900
+    terminal.type('\x04')
+    assert terminal.wait() == 0
