@@ -12,6 +12,7 @@ torch = pytest.importorskip('torch', reason="torch is in the extra 'test-hf'")
 transformers = pytest.importorskip('transformers', reason="transformers is in the extra 'test-hf'")
 
 import jax  # noqa: E402
+from chains import CHATML, END, TURNS  # noqa: E402
 from interop.make_data import SIZES, logits_of, random_model  # noqa: E402
 from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, logits  # noqa: E402
 from support import on_mesh, random_params, start_token  # noqa: E402
@@ -182,3 +183,44 @@ def test_a_prompt_starts_as_there(tmp_path: Path) -> None:
     assert encode_prompts(config, load_tokenizer(str(tmp_path / 'tokenizer.json')), ['def f']) == [
         theirs('def f')['input_ids']
     ]
+
+
+def test_transformers_generates_the_same_from_an_export_and_ends_at_every_end(
+    tmp_path: Path,
+) -> None:
+    byte_tokenizer(TURNS).save(tmp_path / 'tokenizer.json')
+    theirs = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / 'tokenizer.json'),
+        eos_token=TURNS[1],
+        bos_token='<|endoftext|>',
+    )
+    theirs.chat_template = CHATML
+    theirs.save_pretrained(tmp_path / 'in')
+    model = random_model('llama', SIZES | {'vocab_size': 259, 'max_position_embeddings': 128})
+    ends = {'eos_token_id': [256, END, *range(100, 120)], 'bos_token_id': 256}
+    model.generation_config = transformers.GenerationConfig(
+        **ends, do_sample=True, temperature=0.7, top_p=0.9
+    )
+    model.save_pretrained(tmp_path / 'in')
+    import_huggingface(tmp_path / 'in', tmp_path / 'run')
+    export_huggingface(tmp_path / 'run', tmp_path / 'out')
+
+    def texts(folder: Path) -> list[list[int]]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        prompt = tokenizer.apply_chat_template(
+            [{'role': 'user', 'content': 'Hi'}],
+            add_generation_prompt=True,
+            return_tensors='pt',
+            return_dict=True,
+        )
+        made = []
+        for seed in range(8):
+            torch.manual_seed(seed)
+            (ids,) = model.generate(**prompt, max_new_tokens=40, pad_token_id=0).tolist()
+            made.append(ids)
+        return made
+
+    expected = texts(tmp_path / 'in')
+    assert texts(tmp_path / 'out') == expected
+    assert len({ids[-1] for ids in expected} & set(ends['eos_token_id'])) > 1
