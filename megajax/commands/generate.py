@@ -25,6 +25,7 @@ from megajax.render.logs import log_to_terminal
 
 if TYPE_CHECKING:
     from megajax.checkpoint.open import Opened
+    from megajax.generate import Continuation, Request
 
 _OVERRIDE = re.compile(r'[a-z]+\.\w+=')
 
@@ -125,7 +126,7 @@ def generate(
     if show_budget is not None:
         check_budget(show_budget, image or [])
     # Here, because it imports jax.
-    from megajax.generate import Generator, PromptReader, Request, Sampling, encode_prompts
+    from megajax.generate import Request, Sampling
 
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     request = Request(max_tokens=max_tokens, sampling=sampling, seed=seed, stops=tuple(stop or ()))
@@ -136,7 +137,24 @@ def generate(
         raise ConfigError(f'{run} has no relevance, whose budget --show-budget draws: leave it out')
     if images:
         return answer_all(opened, jax, (texts or ['<image>'])[0], images, request)
-    texts, pictures = texts or ['<image>' * len(image or [])], None
+    rows = _continue(opened, jax, texts, image or [], request, as_lines=prompts is not None)
+    if show_budget is not None and image:
+        draw_budget(show_budget, image[0], opened.config, rows)
+
+
+def _continue(
+    opened: 'Opened',
+    jax: Any,
+    texts: Sequence[str],
+    image: Sequence[Path],
+    request: 'Request',
+    *,
+    as_lines: bool,
+) -> 'Sequence[Continuation | None]':
+    """Print the prompts with their continuations, as text or as lines of JSON; return these."""
+    from megajax.generate import Generator, PromptReader, encode_prompts
+
+    texts, pictures = texts or ['<image>' * len(image)], None
     if image:
         reader = PromptReader(opened.config, opened.tokenizer)
         ids, of_prompt = reader.read(reader.check(texts[0], image))
@@ -145,12 +163,10 @@ def generate(
         encoded = encode_prompts(opened.config, opened.tokenizer, texts)
     with jax.set_mesh(opened.mesh):
         generator = Generator(opened.config, opened.params, opened.tokenizer)
-        stream = generator.stream(encoded, request, pictures)
-        show = as_json(texts) if prompts else as_text(texts)
-        for rows in stream:
+        show = as_json(texts) if as_lines else as_text(texts)
+        for rows in generator.stream(encoded, request, pictures):
             show(rows)
-    if show_budget is not None and image:
-        draw_budget(show_budget, image[0], opened.config, rows)
+    return rows
 
 
 FilesAndOverrides = Annotated[

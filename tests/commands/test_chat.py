@@ -121,6 +121,7 @@ def test_a_system_message_without_a_conversation_is_refused(folder: Path) -> Non
     assert done.stderr == ('error: --system is the first message of a conversation: add --chat\n')
 
 
+@pytest.mark.slow
 def test_a_template_may_be_given_with_the_command(folder: Path) -> None:
     done = chat(folder, 'silent', 'data.chat_template=chat.jinja', '--prompt', 'a')
     assert (done.returncode, done.stdout) == (0, SAID + b'\n'), done.stderr
@@ -137,6 +138,7 @@ def test_a_terminal_obeys_no_answer_and_ctrl_d_ends_the_session(folder: Path) ->
     assert terminal.wait() == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_answer_and_not_the_session(folder: Path) -> None:
     terminal = Terminal(folder, command('endless', '--max-tokens', '4000'))
     terminal.read_until('> ')
