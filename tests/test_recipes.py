@@ -16,12 +16,25 @@ from megajax.config.lora import without_adapters
 from megajax.data.text.tokenizer import byte_tokenizer
 from megajax.run.run import run
 
-SMALL = (
-    'model.num_layers=1 model.hidden_size=32 model.num_heads=4 model.num_kv_heads=2 '
-    'model.ffn_size=64 model.vocab_size=300 model.max_seq_len=64 train.seq_len=64 '
-    'train.batch_size=8 train.microbatches=2 train.steps=4 train.eval_every=4 train.eval_batches=1 '
-    'checkpoint.every=4 optim.warmup_steps=1 data.tokenizer=bytes data.split="6,2,0"'
-).split(' ')
+SMALL = [
+    'model.num_layers=1',
+    'model.hidden_size=32',
+    'model.num_heads=4',
+    'model.num_kv_heads=2',
+    'model.ffn_size=64',
+    'model.vocab_size=300',
+    'model.max_seq_len=64',
+    'train.seq_len=64',
+    'train.batch_size=8',
+    'train.microbatches=2',
+    'train.steps=4',
+    'train.eval_every=4',
+    'train.eval_batches=1',
+    'checkpoint.every=4',
+    'optim.warmup_steps=1',
+    'data.tokenizer=bytes',
+    'data.split=6,2,0',
+]
 LINES = {
     'recipes/continue_llama3_8b': {'text': 'Once more: the reduction stands after the product. '},
     'recipes/lora_llama3_8b': {

@@ -115,14 +115,12 @@ def _from_seed(config: Config) -> 'nnx.State':
 
     from megajax.model.transformer import make_model
     from megajax.parallel.layout import Layout
-    from megajax.train.zero import shard_over_data
-
-    layout = Layout.of(config)
+    from megajax.train.zero import between_steps
 
     @jax.jit
     def make() -> nnx.State:
-        model = make_model(config.model, layout, key=jax.random.key(config.train.seed))
-        return shard_over_data(nnx.state(model), layout)
+        model = make_model(config.model, Layout.of(config), key=jax.random.key(config.train.seed))
+        return between_steps(nnx.state(model), config)
 
     return make()
 

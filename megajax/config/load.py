@@ -45,7 +45,7 @@ def recipes() -> list[str]:
 
 
 def load(source: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a preset, a recipe or a YAML file, apply `section.key=value` overrides and check the result.
+    """Read a preset, recipe or YAML file, apply `section.key=value` overrides and check the result.
 
     If two overrides set the same key, the last one wins. Raises ConfigError with every mistake in
     the file, in the overrides and between keys, each with its line or its override.

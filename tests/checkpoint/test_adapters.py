@@ -1,6 +1,5 @@
 """A checkpoint's adapters are read with its model, added to its weights, or begin beside them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +142,7 @@ def test_a_run_cannot_change_them_and_another_run_only_have_them_added(
     with on_mesh(tiny()):
         for config, start in ((adapted(), base), (adapted(), tuned), (tiny(), tuned)):
             begin(config, start)
-        with pytest.raises(ConfigError, match='lora.rank: 8, but 4 in .*set lora.rank=4'):
+        with pytest.raises(ConfigError, match=r'lora.rank: 8, but 4 in .*set lora.rank=4'):
             begin(with_adapters(adapted(), LoraConfig(rank=8, alpha=6.0)), tuned)
         with (
             Checkpoints(tuned.parent, tiny(**IN_BF16)) as checkpoints,
@@ -164,9 +163,3 @@ def test_a_step_changes_them_alone_and_keeps_moments_of_them_alone() -> None:
     changed = {name for name, x in before.items() if not np.array_equal(after[name], x)}
     assert changed == moments.keys() == {name for name in before if '.adapter.' in name}
     assert float(metrics['grad_norm']) > 0
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    caplog.set_level('ERROR')
-    yield
