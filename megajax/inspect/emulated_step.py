@@ -13,14 +13,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from megajax.config import Config, MeshConfig
+from megajax.counts.declaration import Parameter
 from megajax.emulate.compare import Difference, difference, largest
 from megajax.emulate.execute import GpuProgram, compile_for_gpu, quick, run_on_cpu, stored_program
 from megajax.hardware.targets import gpu_devices
 from megajax.inspect.limits import limits
 from megajax.inspect.random_batch import make_batch
+from megajax.model.parameters import map_parameters
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete, make_mesh, mesh_of
 from megajax.parallel.placements import parameter_name
@@ -160,12 +163,16 @@ def first_state(config: Config) -> TrainState:
     with jax.set_mesh(make_mesh()):
         make = jax.jit(functools.partial(init_state, config)).lower().compile(quick())
         state = jax.tree.map(np.array, make())
-    noisy = jax.tree.map(
-        lambda x: np.asarray(x + NOISE * random.normal(size=x.shape), x.dtype), state.params
-    )
+
+    def noisy(declared: Parameter, x: np.ndarray) -> np.ndarray:
+        noise = NOISE * random.normal(size=x.shape)
+        if config.lora is not None and declared.is_frozen:  # the same numbers in every dtype
+            return np.asarray((x.astype(jnp.bfloat16) + noise).astype(jnp.bfloat16), x.dtype)
+        return np.asarray(x + noise, x.dtype)
+
     if state.loss_scale is not None:  # with the noise, a run's initial scale would overflow
         state = state._replace(loss_scale=state.loss_scale._replace(value=np.float32(LOSS_SCALE)))
-    state = state._replace(params=noisy)
+    state = state._replace(params=map_parameters(noisy, state.params))
     if state.recent is not None:
         with jax.set_mesh(make_mesh()):
             scaled = with_scales(config, _placed(state, config), place_batch(make_batch(config)))
