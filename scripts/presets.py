@@ -19,6 +19,7 @@ PRESETS = (
     'llama3_70b',
     'llama3_8b',
     'llama3_8b_128k',
+    'olmo2_7b',
     'qwen3_8b',
     'qwen3_vl_2b',
     'qwen3_vl_32b',

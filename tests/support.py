@@ -31,8 +31,9 @@ ROOT = Path(__file__).parents[1]
 # Options with which a program is compiled as a user's is, not as quickly as `conftest.py` has it.
 AS_SHIPPED = {'xla_cpu_use_fusion_emitters': True} if jax.__version__.startswith('0.10.') else {}
 # Together: tied and untied, learned and rotary positions, both norms, GELU and SwiGLU, MHA and GQA
-# (key/value heads at least and fewer than `model`), qk_norm, biases and none, vocabularies that no
-# mesh divides, dropout, label smoothing and z-loss. Eight heads for model=8.
+# (key/value heads at least and fewer than `model`), norms of queries and keys by the head and over
+# all heads, norms before sublayers and after them, biases and none, vocabularies that no mesh
+# divides, dropout, label smoothing and z-loss. Eight heads for model=8.
 MODELS: dict[str, dict[str, Any]] = {
     'gpt': {
         'model': {'vocab_size': 1000, 'activation': 'gelu', 'dropout': 0.1},
@@ -50,6 +51,20 @@ MODELS: dict[str, dict[str, Any]] = {
             'tie_embeddings': False,
         },
         'loss': {'label_smoothing': 0.1, 'z_loss': 1e-3},
+    },
+    'olmo2': {
+        'model': {
+            'vocab_size': 1037,
+            'num_kv_heads': 2,
+            'norm': 'rmsnorm',
+            'norm_position': 'after',
+            'activation': 'swiglu',
+            'position': 'rope',
+            'qk_norm': 'all',
+            'bias': False,
+            'tie_embeddings': False,
+        },
+        'loss': {'z_loss': 1e-3},
     },
     'bert': {
         'model': {

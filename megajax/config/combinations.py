@@ -38,6 +38,7 @@ MASKED = 'model.objective=masked_lm'
 TOKENS = 'train.overlap=sequence_split'
 UNROLLED = 'train.unroll=true'
 FP8 = 'train.dtype=fp8'
+AFTER, ALL_HEADS = 'model.norm_position=after', 'model.qk_norm=all'
 NO_DROPOUT = 'model.dropout=0 and model.attention_dropout=0'
 COMBINATIONS = (
     Combination(
@@ -207,6 +208,18 @@ COMBINATIONS = (
                 'the order of halves of the tokens does not know adapters',
                 'no lora',
             ),
+            (
+                AFTER,
+                lambda config: config.model.norm_position == 'after',
+                'the order of the halves has norms before the sublayers',
+                'model.norm_position=before',
+            ),
+            (
+                ALL_HEADS,
+                lambda config: config.model.norms_all_heads,
+                'the order of the halves has no place for a sum over all heads',
+                'model.qk_norm=true',
+            ),
         )
     ),
     *(
@@ -223,6 +236,38 @@ COMBINATIONS = (
             ('mesh.model_rows', lambda config: config.mesh.is_grid, 'a grid'),
             ('vision', lambda config: config.vision is not None, 'images'),
             ('lora', lambda config: config.lora is not None, 'adapters'),
+            (AFTER, lambda config: config.model.norm_position == 'after', 'norms of outputs'),
+            (ALL_HEADS, lambda config: config.model.norms_all_heads, 'sums over all heads'),
+        )
+    ),
+    Combination(
+        ALL_HEADS,
+        'model.norm=layernorm',
+        lambda config: config.model.norms_all_heads and config.model.norm == 'layernorm',
+        'over all heads there is an RMSNorm alone',
+        'use model.norm=rmsnorm, or model.qk_norm=true',
+    ),
+    *(
+        Combination(
+            'vision',
+            key,
+            _both(lambda config: config.vision is not None, is_in),
+            f'the layers of a model that sees have norms {where}',
+            f'use {instead}, or no vision',
+        )
+        for key, is_in, where, instead in (
+            (
+                AFTER,
+                lambda config: config.model.norm_position == 'after',
+                'before their sublayers',
+                'model.norm_position=before',
+            ),
+            (
+                ALL_HEADS,
+                lambda config: config.model.norms_all_heads,
+                'of queries and keys by the head',
+                'model.qk_norm=true',
+            ),
         )
     ),
     *(

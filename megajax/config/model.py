@@ -188,7 +188,7 @@ class VisionConfig(Section):
 
 
 class ModelConfig(Section):
-    """The model; GPT-2, Megatron's GPT and BERT, Llama and Qwen3 differ in these keys alone."""
+    """The model; GPT-2, Megatron's GPT and BERT, Llama, Qwen3 and OLMo 2 differ in these keys."""
 
     num_layers: Layers
     """Number of transformer layers."""
@@ -216,7 +216,11 @@ class ModelConfig(Section):
     )
     """Tokens that a token attends to: those up to itself, or all."""
     norm: Literal['layernorm', 'rmsnorm'] = 'layernorm'
-    """Normalisation before each sublayer and before the head."""
+    """Normalisation in each sublayer (norm_position) and before the head."""
+    norm_position: Literal['before', 'after'] = 'before'
+    """Norm of each sublayer: of its input, or of its output before that is added to the residual
+    stream (OLMo 2).
+    """
     activation: Literal['gelu', 'gelu_tanh', 'swiglu'] = 'gelu_tanh'
     """Activation of the MLPs; swiglu has a gate beside the up-projection."""
     position: Literal['learned', 'rope', 'mrope', 'rope_2d'] = 'learned'
@@ -234,8 +238,10 @@ class ModelConfig(Section):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies, for example {type: llama3, factor: 8}."""
-    qk_norm: bool = False
-    """Whether queries and keys are normalised over head_dim, as Qwen3 does."""
+    qk_norm: bool | Literal['all'] = False
+    """Whether queries and keys are normalised: over head_dim (true), as Qwen3 does, or over all
+    heads at once (all), as OLMo 2 does.
+    """
     bias: bool = True
     """Whether linear layers but the LM head have biases; BERT's heads always do."""
     qkv_bias: bool = follows('bias', lambda data: data['bias'])
@@ -266,6 +272,11 @@ class ModelConfig(Section):
     def has_dropout(self) -> bool:
         """Whether a training step draws masks of dropout."""
         return self.dropout > 0 or self.attention_dropout > 0
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether the norm of queries and keys is over all heads at once."""
+        return self.qk_norm == 'all'
 
     @property
     def is_bert(self) -> bool:

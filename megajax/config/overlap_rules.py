@@ -50,10 +50,13 @@ def _has_order(config: 'Config') -> bool:
     """Whether there is an order of the layers.
 
     Stages, context shards and grids have loops and placements that it does not know, and so have
-    the vectors of images and adapters.
+    the vectors of images, and adapters; and its branches begin with a norm and sum nothing in
+    between.
     """
+    model = config.model
+    is_known = model.norm_position == 'before' and not model.norms_all_heads
     has_others = config.vision is not None or config.lora is not None
-    return config.mesh.is_one_dimensional and not has_others
+    return config.mesh.is_one_dimensional and is_known and not has_others
 
 
 def _sends(config: 'Config') -> bool:

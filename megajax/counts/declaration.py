@@ -84,13 +84,16 @@ Declared = Mapping[str, 'Parameter | Declared']
 
 
 def block(model: ModelConfig) -> Declared:
-    """Declare a layer: attention and a feed-forward network, each after a norm."""
+    """Declare a layer: attention and a feed-forward network, each with a norm."""
     std, last_std = model.init_std, out_std(model)
     attention: dict[str, Parameter | Declared] = {
         'qkv': linear('DKCH', std, bias='KCH' if model.qkv_bias else None),
         'out': linear('NhD', last_std, bias='D' if model.bias else None, partial='T'),
     }
-    if model.qk_norm:
+    if model.norms_all_heads:  # sharded as the columns that they scale
+        dims = {'query_norm': 'KGH', 'key_norm': 'KH'}
+        attention |= {name: norm(model, letters, partial='') for name, letters in dims.items()}
+    elif model.qk_norm:
         attention |= {name: norm(model, 'h', partial='N') for name in ('query_norm', 'key_norm')}
     up = 'UF' if model.activation == 'swiglu' else 'F'
     return {
@@ -203,6 +206,7 @@ def base_sizes(model: ModelConfig) -> Mapping[str, int]:
         'D': model.hidden_size,
         'E': model.hidden_size,
         'F': model.ffn_size,
+        'G': model.queries_per_kv,
         'H': model.head_dim,
         'J': model.num_cross_layers,
         'K': model.num_kv_heads,

@@ -25,6 +25,7 @@ from megajax.counts.collective import (
 from megajax.counts.declaration import named
 from megajax.counts.parameters import declare, dim_sizes, num_elements, parameters, shape_of
 from megajax.counts.products import Phase
+from megajax.counts.qk_norm import sums_over_heads
 from megajax.hlo.program import Array
 from megajax.parallel.layout import Layout
 
@@ -39,6 +40,7 @@ def over_grid(config: Config) -> Iterator[Expected]:
     yield from _embedding_and_head(config)
     yield from _loss(config)
     yield from _norms(config)
+    yield from sums_over_heads(config, config.model.num_layers * config.train.microbatches)
     yield from _vectors_over_row(config)
     yield from _vectors(config)
 
@@ -63,8 +65,8 @@ def _send(
 def _branch(config: Config, name: str, phase: Phase) -> Iterator[Expected]:
     """Yield the collectives of all layers' attention or feed-forward branches in one pass.
 
-    Recomputation needs no output of a layer. It gathers the input of the last product only for the
-    gradient of that weight, in the backward pass.
+    Recomputation needs no output of a layer that no norm reads. Then it gathers the input of the
+    last product only for the gradient of that weight, in the backward pass.
     """
     layers = config.model.num_layers
     residual = _residual(config, over=('row',))
@@ -82,7 +84,8 @@ def _branch(config: Config, name: str, phase: Phase) -> Iterator[Expected]:
         }
     for step, (axis, kind, array) in steps.items():
         place = phase
-        if phase == 'recompute' and name == 'mlp':
+        is_read = config.model.norm_position == 'after'
+        if phase == 'recompute' and name == 'mlp' and not is_read:
             if step == 'output':
                 continue
             place = 'backward' if step == 'second' else phase

@@ -28,6 +28,7 @@ from megajax.counts.data_parallel import over_data
 from megajax.counts.grid import over_grid
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
 from megajax.counts.products import Phase
+from megajax.counts.qk_norm import sums_over_heads
 from megajax.counts.stages import (
     EVERY_TICK,
     Runs,
@@ -114,6 +115,7 @@ def over_model(config: Config, runs: Runs) -> list[Expected]:
     return [
         *(collective for site in sites for collective in site(config, runs)),
         *cross_layers(config),
+        *sums_over_heads(config, runs.layers),
     ]
 
 

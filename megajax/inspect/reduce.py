@@ -18,6 +18,7 @@ _PLAINER: tuple[dict[str, dict[str, Any]], ...] = (
     {'model': {'dropout': 0.0, 'attention_dropout': 0.0}},
     {'loss': {'label_smoothing': 0.0, 'z_loss': 0.0}},
     {'model': {'qk_norm': False}},
+    {'model': {'norm_position': 'before'}},
     {'data': {'document_mask': False}},
     {'mesh': {'sequence_parallel': False}},
     {'model': {'num_layers': 1}},

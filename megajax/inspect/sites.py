@@ -21,7 +21,17 @@ from megajax.train.passes import RECOMPUTE
 from megajax.train.pipeline import TO_NEXT, TO_PREVIOUS
 
 # In order of precedence: the first scope that is in the path names the site.
-SCOPES = ('optimizer', 'embedding', 'cross_attention', 'attention', 'mlp', 'head', 'loss', 'norm')
+SCOPES = (
+    'optimizer',
+    'embedding',
+    'cross_attention',
+    'qk_norm',
+    'attention',
+    'mlp',
+    'head',
+    'loss',
+    'norm',
+)
 ORDER = (
     'parameters',
     'stage',
@@ -29,6 +39,7 @@ ORDER = (
     'vision',
     'embedding',
     'attention',
+    'qk_norm',
     'cross_attention',
     'mlp',
     'norm',
@@ -59,7 +70,7 @@ def site_of(collective: Collective, config: Config) -> Site:
         return site
     if config.mesh.is_grid and (site := _over_row(collective, scope, config)) is not None:
         return site
-    if scope != 'loss' and _is_partial_gradient(collective, words, config):
+    if scope not in ('loss', 'qk_norm') and _is_partial_gradient(collective, words, config):
         return Site('gradients', 'step', axis)
     if scope == 'optimizer':
         return Site('optimizer', 'step', axis)
@@ -152,7 +163,8 @@ def _over_row(collective: Collective, scope: str | None, config: Config) -> Site
         is_norm = sorted(collective.operand.dims) in tokens
         return Site('norm', 'forward', 'row') if is_norm else Site('gradients', 'backward', 'row')
     is_recomputed = scope == 'mlp' and phase_of(collective.op_name) == 'recompute'
-    if collective.kind == 'all-gather' and (is_recomputed or scope is None):
+    is_for_norm = is_recomputed and config.model.norm_position == 'after'
+    if collective.kind == 'all-gather' and (is_recomputed or scope is None) and not is_for_norm:
         # The recomputed activation, gathered for a weight gradient alone. From ZeRO-2 on that
         # product has the path of the reduction over `data`.
         return Site('mlp', 'backward', 'row')

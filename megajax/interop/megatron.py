@@ -131,14 +131,20 @@ def megatron_pieces(
     """The pieces of each parameter on one rank of a tensor-parallel group.
 
     `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included.
-    Of a pipeline only the pieces in `chunk` are returned. Raises ConfigError for BERT, and if the
-    ranks do not divide the model.
+    Of a pipeline only the pieces in `chunk` are returned. Raises ConfigError for BERT, for norms
+    that Megatron-LM does not have, and if the ranks do not divide the model.
     """
     chunk = chunk or Chunk(range(model.num_layers), is_first=True, is_last=True)
     if model.is_bert:
         raise ConfigError(
             f'model.objective={model.objective}: '
             "only next-token models can be converted from and to Megatron-LM's format"
+        )
+    if model.norm_position != 'before' or model.norms_all_heads:
+        raise ConfigError(
+            f'model.norm_position={model.norm_position}, model.qk_norm={model.qk_norm}: '
+            "Megatron-LM's format has norms before sublayers, and of queries and keys by the head; "
+            'a model like OLMo 2 can be exported with `megajax export hf`'
         )
     rows = (vocab_rows or model.vocab_size) // ranks
     if model.num_kv_heads % ranks or model.ffn_size % ranks:

@@ -15,7 +15,7 @@ from megajax.model.context import attend_across
 from megajax.model.dropout import dropout
 from megajax.model.flash import can_flash, flash_attention
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
-from megajax.model.norm import make_norm
+from megajax.model.norm import Norm, RMSNormOverHeads, make_head_norm, norm_queries_and_keys
 from megajax.model.parameters import Parameters
 from megajax.model.rotary import rotate
 from megajax.parallel.layout import Layout
@@ -39,7 +39,7 @@ class Attention(nnx.Module):
         self.qkv = ColumnParallelLinear(parameters['qkv'], key=qkv_key)
         self.out = RowParallelLinear(parameters['out'], key=out_key)
         self.query_norm, self.key_norm = (
-            make_norm(config, parameters[name], 'Nh') if config.qk_norm else None
+            make_head_norm(config, parameters[name]) if config.qk_norm else None
             for name in ('query_norm', 'key_norm')
         )
 
@@ -67,20 +67,30 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, normed and rotated, with complete heads on each shard."""
         config = self.config
-        q_RSNH, k_RSKH, v_RSKH = self._split(qkv_RSKCH)
-        if self.query_norm is not None and self.key_norm is not None:
-            q_RSNH, k_RSKH = self.query_norm(q_RSNH), self.key_norm(k_RSKH)
+        queries, keys = self.query_norm, self.key_norm
+        q_RSKGH, k_RSKH, v_RSKH = (
+            qkv_RSKCH[:, :, :, :-2],
+            qkv_RSKCH[:, :, :, -2],
+            qkv_RSKCH[:, :, :, -1],
+        )
+        if isinstance(queries, RMSNormOverHeads) and isinstance(keys, RMSNormOverHeads):
+            q_RSKGH, k_RSKH = norm_queries_and_keys(q_RSKGH, k_RSKH, queries, keys)
+        q_RSNH, k_RSKH, v_RSKH = self._complete(q_RSKGH, k_RSKH, v_RSKH)
+        if isinstance(queries, Norm) and isinstance(keys, Norm):
+            q_RSNH, k_RSKH = queries(q_RSNH), keys(k_RSKH)
         if config.position != 'learned':
             q_RSNH, k_RSKH = rotate(q_RSNH, k_RSKH, position_RS, config)
         return q_RSNH, k_RSKH, v_RSKH
 
-    def _split(self, qkv_RSKCH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        batch, length, *_, head_dim = qkv_RSKCH.shape
+    def _complete(
+        self, q_RSKGH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries, keys and values with complete heads on each shard."""
+        batch, length, *_, head_dim = q_RSKGH.shape
         shape = batch, length, self.config.num_heads, head_dim
         within_heads = self.layout.is_sharded('H')
         dims = 'RSnH' if within_heads else 'RSNh'
-        q_RSNH = qkv_RSKCH[:, :, :, :-2].reshape(shape, out_sharding=self.layout(dims))
-        k_RSKH, v_RSKH = qkv_RSKCH[:, :, :, -2], qkv_RSKCH[:, :, :, -1]
+        q_RSNH = q_RSKGH.reshape(shape, out_sharding=self.layout(dims))
         if not within_heads:
             return q_RSNH, k_RSKH, v_RSKH
         # With fewer key/value heads than shards, QKV holds a slice of every head. Megatron gathers

@@ -72,7 +72,7 @@ def over_tensor(config: Config) -> list[Expected]:
             or collective in encoder
             or (collective in cross and is_left_out(collective, config))
             # The gates of cross-attention need its output.
-            or (config.mesh.stages == 1 and _is_last_of_layer(collective, cross))
+            or (config.mesh.stages == 1 and _is_last_of_layer(collective, config, cross))
         ):
             kept.append(collective)
     return [
@@ -138,15 +138,15 @@ def _is_kept_from_forward(collective: Expected, before: list[Expected]) -> bool:
     )
 
 
-def _is_last_of_layer(collective: Expected, cross: list[Expected]) -> bool:
-    """Whether it is a layer's last reduction, in recomputation.
+def _is_last_of_layer(collective: Expected, config: Config, cross: list[Expected]) -> bool:
+    """Whether it is a layer's last reduction, in recomputation, and nothing reads it.
 
     XLA omits it, because the backward pass does not need a layer's output, unless a stage of a
-    pipeline recomputes all of its layers in one pass.
+    pipeline recomputes all of its layers in one pass, or a norm reads it.
     """
     site = collective.site
     is_last = site.name == 'mlp' and site.phase == 'recompute' and collective.kind != GATHER
-    return is_last and collective not in cross
+    return is_last and config.model.norm_position == 'before' and collective not in cross
 
 
 def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:

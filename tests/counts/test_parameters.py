@@ -92,6 +92,8 @@ def test_each_preset_states_its_size(preset: str) -> None:
         ({'norm': 'rmsnorm'}, -5 * 64),
         ({'qk_norm': True}, 2 * 4 * 16),
         ({'qk_norm': True, 'norm': 'rmsnorm'}, 2 * 2 * 16 - 5 * 64),
+        ({'qk_norm': 'all', 'norm': 'rmsnorm'}, 2 * 2 * 64 - 5 * 64),
+        ({'norm_position': 'after'}, 0),
         ({'bias': False}, -2 * (3 * 64 + 64 + 256 + 64)),
         (
             {'objective': 'masked_lm'},

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import graph_of, make_config, on_mesh, random_params, start_token
+from support import graph_of, make_config, on_mesh, random_params, slow, start_token
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.commands import generate as cli_generate
@@ -34,8 +34,6 @@ from megajax.train.step import init_state
 GREEDY, RANDOM = Sampling(temperature=0), Sampling(temperature=0.9)
 PROMPTS = [[5], [7, 8, 9], list(range(40, 52))]  # of other lengths, and no multiple of the mesh
 MAX_TOKENS = 20  # more than one dispatch
-
-both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
 
 
 def small(name: str, *mesh: int, **model: object) -> Config:
@@ -78,7 +76,7 @@ def recompute(config: Config, prompt: Sequence[int], count: int) -> list[int]:
     return token_BS[0, len(prompt) : len(prompt) + count].tolist()
 
 
-@both_models
+@pytest.mark.parametrize('name', ['gpt', 'llama', slow('olmo2')])
 def test_the_cache_changes_nothing(name: str) -> None:
     config = small(name)
     made = continue_all(config)
@@ -161,6 +159,8 @@ def abstract_rows(config: Config, count: int) -> tuple[LayerWeights, Rows]:
         ('llama', 4, {'all-reduce': 1 + 2 * 2 + 2}),
         # fewer key/value heads than shards: the queries change places, keys and values are gathered
         ('llama', 2, {'all-reduce': 1 + 2 * 2 + 2, 'all-to-all': 2, 'all-gather': 2 * 2}),
+        # and one for the norm of queries and keys over all heads
+        ('olmo2', 4, {'all-reduce': 1 + 3 * 2 + 2}),
     ],
 )
 def test_a_token_costs_two_all_reduces_a_layer(

@@ -70,6 +70,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     'qwen2': ('qwen2', SIZES | {'num_key_value_heads': 2, 'tie_word_embeddings': True}),
     'phi3': ('phi3', SIZES | {'num_key_value_heads': 2, 'pad_token_id': None}),
     'qwen3': ('qwen3', SIZES | {'num_key_value_heads': 2, 'head_dim': 8}),
+    'olmo2': ('olmo2', SIZES | {'num_key_value_heads': 2, 'pad_token_id': None}),
 }
 
 

@@ -330,6 +330,7 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             'layer_types: "sliding_attention": only "full_attention"',
         ),
         ('qwen3', 'attention_bias', True, 'attention_bias: true: only false is supported'),
+        ('olmo2', 'attention_bias', True, 'attention_bias: true: only false is supported'),
         (
             'gpt2',
             'activation_function',

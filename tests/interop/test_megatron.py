@@ -18,7 +18,8 @@ from support import assert_close, graph_of, make_config, on_mesh, relative_error
 
 from megajax.config import Config, ConfigError
 from megajax.counts.parameters import num_parameters
-from megajax.interop.megatron import from_megatron, to_megatron
+from megajax.interop.megatron import from_megatron, megatron_pieces, to_megatron
+from megajax.interop.pieces import shapes_of
 from megajax.model.computation import Computation
 from megajax.model.loss import Loss
 from megajax.parallel.layout import Layout
@@ -252,6 +253,13 @@ def assert_identical(actual: Arrays, expected: Arrays) -> None:
     assert actual.keys() == expected.keys()
     for name, x in expected.items():
         np.testing.assert_array_equal(actual[name], x, err_msg=name, strict=True)
+
+
+def test_norms_that_megatron_does_not_have_are_refused_by_name() -> None:
+    config = make_config('olmo2')
+    said = r'model\.norm_position=after, model\.qk_norm=all: .*`megajax export hf`'
+    with pytest.raises(ConfigError, match=said):
+        megatron_pieces(config.model, shapes_of(config.model))
 
 
 def test_every_wrong_name_and_shape_is_told_at_once() -> None:

@@ -146,6 +146,15 @@ MODELS = {
         'qk_norm': True,
         'tie_embeddings': False,
     },
+    'olmo2': {
+        'norm': 'rmsnorm',
+        'norm_position': 'after',
+        'activation': 'swiglu',
+        'position': 'rope',
+        'bias': False,
+        'qk_norm': 'all',
+        'num_kv_heads': 2,
+    },
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import pytest
-from support import load_script, make_config
+from support import load_script, make_config, slow
 
 from megajax.config import Config
 from megajax.config.rules import incompatibilities
@@ -158,6 +158,26 @@ def test_a_compiled_step_sends_the_bytes_counted(step: tuple[Config, CompiledSte
     assert wire_bytes(config) == sent
 
 
+@pytest.mark.parametrize(
+    'mesh',
+    [
+        {'data': 1, 'model': 2, 'sequence_parallel': True},
+        slow({'data': 1, 'model': 4}),
+        slow({'data': 1, 'model': 2, 'model_rows': 2, 'sequence_parallel': True}),
+        slow({'data': 1, 'model': 2, 'context': 2}),
+        slow({'data': 1, 'model': 2, 'stages': 2}),
+    ],
+    ids=str,
+)
+def test_norms_after_sublayers_and_over_all_heads_send_the_bytes_counted(
+    mesh: dict[str, Any],
+) -> None:
+    config = make_config('olmo2', mesh=mesh, train={'recompute': 'full', 'microbatches': 2})
+    test_a_compiled_step_sends_the_bytes_counted(
+        (config, compile_step(config, mesh_for(config), 8))
+    )
+
+
 def test_the_state_of_a_compiled_step_is_that_counted(step: tuple[Config, CompiledStep]) -> None:
     config, compiled = step
     assert memory(config).state == state_bytes(compiled.parameters + compiled.optimizer)
@@ -186,7 +206,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     ('name', 'layout'),
     [
         (name, layout)
-        for name in ('gpt', 'llama', 'bert')
+        for name in ('gpt', 'llama', 'olmo2', 'bert')
         for layout in LAYOUTS
         if name != 'bert' or 'grid' not in layout  # refused
     ],

@@ -66,10 +66,13 @@ def at(place: tuple[int, int, bool], *values: str, quick: bool | None = None) ->
 every_mesh = pytest.mark.parametrize('place', [at(place) for place in PLACES])
 # Of BERT only what it does not share with the others would show here.
 BERT_PLACES = [(2, 2, False), (2, 2, True), (1, 4, True)]
+# And of OLMo 2 its norms, with as many key/value heads as devices, and with fewer.
+OLMO2_PLACES = [((2, 2, True), False), ((1, 4, False), True), ((1, 8, False), False)]
 every_model_and_mesh = pytest.mark.parametrize(
     ('name', 'place'),
     [at(place, name) for name in ('gpt', 'llama') for place in PLACES]
-    + [at(place, 'bert', quick=False) for place in BERT_PLACES],
+    + [at(place, 'bert', quick=False) for place in BERT_PLACES]
+    + [at(place, 'olmo2', quick=quick) for place, quick in OLMO2_PLACES],
 )
 
 
@@ -140,7 +143,7 @@ def test_loss_gradients_and_parameters_after_five_steps_are_those_of_one_device(
     assert_close(actual.params, expected.params, LIMIT['float32'])
 
 
-@pytest.mark.parametrize('name', ['gpt', 'llama', slow('bert')])
+@pytest.mark.parametrize('name', ['gpt', 'llama', slow('olmo2'), slow('bert')])
 def test_five_steps_move_every_parameter_far_beyond_the_limit(name):
     before, after = gather(start(name).params), train_on_one_device(name).params
     for parameter, x in before.items():

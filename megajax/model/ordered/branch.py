@@ -21,7 +21,7 @@ from megajax.model.dropout import dropout, fold_in
 from megajax.model.fp8 import Operand, Quantized, value
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.mlp import MLP
-from megajax.model.norm import LayerNorm, RMSNorm
+from megajax.model.norm import Norm
 from megajax.model.ordered.matrices import Matrix
 from megajax.model.ordered.token_parts import join_tokens, split_tokens
 from megajax.model.parameters import map_parameters
@@ -48,7 +48,7 @@ class RowArrays(NamedTuple):
 class Modules(NamedTuple):
     """The modules of a branch, with some of their parameters, or with gradients in their place."""
 
-    norm: LayerNorm | RMSNorm
+    norm: Norm
     layer: Attention | MLP
 
     @property
