@@ -26,6 +26,8 @@ from megajax.config.section import (
 # 128 x 8, as in the Megatron paper; the same on every mesh, so that a checkpoint fits all of them.
 VOCAB_MULTIPLE = 1024
 
+GATED = 'geglu', 'swiglu'  # the activations that multiply by a gate
+
 Part = Literal['encoder', 'merger', 'decoder']
 TEXTURE_CHANNELS = 13  # of a pixel, or of a region (`model/texture.py`)
 FINEST = 20  # units of patches along each side of a region, of which it has up to 400 tokens
@@ -221,8 +223,10 @@ class ModelConfig(Section):
     """Norm of each sublayer: of its input, or of its output before that is added to the residual
     stream (OLMo 2).
     """
-    activation: Literal['gelu', 'gelu_tanh', 'swiglu'] = 'gelu_tanh'
-    """Activation of the MLPs; swiglu has a gate beside the up-projection."""
+    activation: Literal['gelu', 'gelu_tanh', 'geglu', 'swiglu'] = 'gelu_tanh'
+    """Activation of the MLPs; geglu (whose GELU is gelu_tanh) and swiglu have a gate beside the
+    up-projection.
+    """
     position: Literal['learned', 'rope', 'mrope', 'rope_2d'] = 'learned'
     """Position encoding: a learned table, or rotary angles; mrope: angles of time, row and column,
     each for its part of the head dim (Qwen3-VL); rope_2d: of row and column, in the vision encoder
@@ -272,6 +276,11 @@ class ModelConfig(Section):
     def has_dropout(self) -> bool:
         """Whether a training step draws masks of dropout."""
         return self.dropout > 0 or self.attention_dropout > 0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLPs have a gate beside the up-projection, in one product with it."""
+        return self.activation in GATED
 
     @property
     def norms_all_heads(self) -> bool:

@@ -95,7 +95,7 @@ def block(model: ModelConfig) -> Declared:
         attention |= {name: norm(model, letters, partial='') for name, letters in dims.items()}
     elif model.qk_norm:
         attention |= {name: norm(model, 'h', partial='N') for name in ('query_norm', 'key_norm')}
-    up = 'UF' if model.activation == 'swiglu' else 'F'
+    up = 'UF' if model.is_gated else 'F'
     return {
         'attention_norm': norm(model, 'D', partial='T'),
         'attention': attention,

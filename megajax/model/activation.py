@@ -1,15 +1,22 @@
 """Activations, computed in fp32 whatever the dtype of the model."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+# The functions of the gates that multiply the up-projection (Shazeer, 2020).
+GATES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    'geglu': partial(jax.nn.gelu, approximate=True),
+    'swiglu': jax.nn.silu,
+}
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def activate(h: jax.Array, activation: str) -> jax.Array:
-    """GELU of h_BSF, or SwiGLU of [gate, up] in h [B, S, 2, F], in the dtype of h.
+    """GELU of h_BSF, or a gated activation of [gate, up] in h [B, S, 2, F], in the dtype of h.
 
     The kernels of PyTorch and Megatron compute in fp32 too; in 16 bits even the constants of GELU
     would be rounded. Only h is saved for the backward pass, as in Megatron's fused kernels.
@@ -19,8 +26,8 @@ def activate(h: jax.Array, activation: str) -> jax.Array:
 
 def _in_fp32(h: jax.Array, activation: str) -> jax.Array:
     x = h.astype(jnp.float32)
-    if activation == 'swiglu':
-        return (jax.nn.silu(x[:, :, 0]) * x[:, :, 1]).astype(h.dtype)
+    if activation in GATES:
+        return (GATES[activation](x[:, :, 0]) * x[:, :, 1]).astype(h.dtype)
     return jax.nn.gelu(x, approximate=activation == 'gelu_tanh').astype(h.dtype)
 
 

@@ -15,7 +15,7 @@ from megajax.model.parameters import Parameters
 
 
 class MLP(nnx.Module):
-    """A GELU layer or, with gate and up fused in one product, SwiGLU (Shazeer, 2020)."""
+    """A GELU layer or, with gate and up fused in one product, a gated one (Shazeer, 2020)."""
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
         self.activation = config.activation

@@ -30,7 +30,6 @@ def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
     heads = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * size / t
     ffn = tokens * model.ffn_size * size / t
-    gated = model.activation == 'swiglu'
     times = Runs.of_stages(config).layers
     forwards = 2 if config.train.recompute == 'full' else 1
     # Norms read and write one array; adding to the residual reads two and writes one. The backward
@@ -40,7 +39,7 @@ def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
     yield Traffic(name='heads', bytes=2 * (forwards + 1) * heads, times=times)
     yield Traffic(
         name='activation',
-        bytes=((3 if gated else 2) * forwards + (5 if gated else 3)) * ffn,
+        bytes=((3 if model.is_gated else 2) * forwards + (5 if model.is_gated else 3)) * ffn,
         times=times,
     )
     if not flash:

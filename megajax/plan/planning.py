@@ -229,5 +229,5 @@ def _is_gpt(model: ModelConfig) -> bool:
         not model.is_bert
         and is_square
         and model.ffn_size == 4 * model.hidden_size
-        and model.activation != 'swiglu'
+        and not model.is_gated
     )

@@ -67,7 +67,7 @@ class Sizes:
         # The inputs of the row-parallel products; in a grid they are gathered over `row`.
         self.heads = self.queries * shards('D')
         self.hidden = of_tokens * model.ffn_size // shards('F')
-        self.up = (2 if model.activation == 'swiglu' else 1) * self.hidden // shards('D')
+        self.up = (2 if model.is_gated else 1) * self.hidden // shards('D')
         # The number of scores, not their bytes.
         self.scores = self.tokens // shards('D') * self.length * model.num_heads // shards('N')
         # JAX gives cuDNN the documents as a bias of the scores, one for all heads, and cuDNN

@@ -88,6 +88,7 @@ def test_each_preset_states_its_size(preset: str) -> None:
         ({'tie_embeddings': False}, 1000 * 64),
         ({'position': 'rope'}, -128 * 64),
         ({'activation': 'swiglu'}, 2 * (64 * 256 + 256)),
+        ({'activation': 'geglu'}, 2 * (64 * 256 + 256)),
         ({'num_kv_heads': 1}, -2 * 2 * 3 * 16 * (64 + 1)),
         ({'norm': 'rmsnorm'}, -5 * 64),
         ({'qk_norm': True}, 2 * 4 * 16),

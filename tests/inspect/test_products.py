@@ -132,3 +132,11 @@ def test_the_rows_and_columns_that_cublas_is_given_beyond_berts_are_allowed(rows
     assert padding(config) == 3 * 2 * 64 * added  # three products of an input, two FLOPs each
     assert padding(make_config('bert', train={'batch_size': rows})) == 0
     assert padding(make_config('gpt', train={'dtype': 'bfloat16'})) == 0
+
+
+def test_a_gate_is_counted_whatever_its_function():
+    config = make_config('llama', 1, 2, model={'activation': 'geglu'})
+    found = audit(config, compile_step(config, make_mesh(1, 2), 2), 'cpu')
+    assert found.ok
+    assert 'MORE' not in {row.verdict for row in found.rows}
+    assert found.products.compiled == found.products.expected

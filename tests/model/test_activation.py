@@ -5,15 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.model.activation import activate
+from megajax.config.model import GATED
+from megajax.model.activation import GATES, activate
 from megajax.model.dropout import dropout, sequence_keys
 
-SHAPES = {'gelu': (2, 8, 64), 'gelu_tanh': (2, 8, 64), 'swiglu': (2, 8, 2, 64)}
+SHAPES = dict.fromkeys(('gelu', 'gelu_tanh'), (2, 8, 64))
+SHAPES |= dict.fromkeys(GATED, (2, 8, 2, 64))
 HALF = jnp.bfloat16, jnp.float16
 
 
 def inputs(activation: str, dtype: jnp.dtype) -> jax.Array:
     return jnp.asarray(3 * np.random.default_rng(0).normal(size=SHAPES[activation]), dtype)
+
+
+def test_what_the_config_calls_gated_has_a_gate() -> None:
+    assert {*GATED} == {*GATES}
 
 
 @pytest.mark.parametrize('dtype', HALF)
@@ -30,7 +36,7 @@ def test_an_activation_and_its_gradient_are_those_of_fp32_rounded_once(activatio
     )
 
 
-@pytest.mark.parametrize('activation', ['gelu', 'gelu_tanh', 'swiglu'])
+@pytest.mark.parametrize('activation', SHAPES)
 def test_in_bf16_no_result_of_pytorch_or_megatron_is_nearer_to_the_exact_one(activation):
     torch = pytest.importorskip('torch', reason="needs PyTorch: pip install 'megajax[test-hf]'")
     h = inputs(activation, jnp.bfloat16)
@@ -50,6 +56,8 @@ def judges(torch, activation: str) -> list:
     functional = torch.nn.functional
     if activation == 'swiglu':
         found = [lambda x: functional.silu(x[:, :, 0]) * x[:, :, 1]]
+    elif activation == 'geglu':
+        found = [lambda x: functional.gelu(x[:, :, 0], approximate='tanh') * x[:, :, 1]]
     else:
         approximate = 'tanh' if activation == 'gelu_tanh' else 'none'
         found = [lambda x: functional.gelu(x, approximate=approximate)]
