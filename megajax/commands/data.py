@@ -263,8 +263,9 @@ class _Progress:
             if self._console.is_terminal:
                 self._bar.start()
         self._bar.update(self._task, completed=read, total=total or None)
-        if not self._console.is_terminal and now - self._said > SECONDS:
-            self._said, (begun, before) = now, self._begun
+        begun, before = self._begun
+        if not self._console.is_terminal and now - self._said > SECONDS and now > begun:
+            self._said = now
             speed = (read - before) / 1e6 / (now - begun)
             of_total = f' of {total / 1e6:.0f}' if total else ''
             print(f'{read / 1e6:.0f}{of_total} MB, {speed:.2f} MB/s', file=sys.stderr, flush=True)

@@ -17,6 +17,7 @@ from megajax.config.errors import Problem
 from megajax.data.build.parse import parse
 from megajax.data.build.partial import UnfinishedError
 from megajax.data.build.pieces import Position, Unit
+from megajax.data.text.long_texts import WHOLE, UncuttableError
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -49,7 +50,10 @@ class Encoded:
 def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
     """Parse and encode a unit; the first bad line ends it, unless bad lines are skipped."""
     texts, skipped, error = _parse_unit(unit, options)
-    ids = tokenizer.encode_batch(texts) if error is None else []
+    try:
+        ids = tokenizer.encode_batch(texts) if error is None else []
+    except UncuttableError:
+        ids, error = [], _uncuttable(unit)
     first, last = unit.pieces[0].first, unit.pieces[-1].last
     if tokenizer.start:
         begin = np.array(tokenizer.start, tokenizer.dtype)
@@ -74,6 +78,15 @@ def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
         max_token=int(all_ids.max(initial=0)),
         skipped=skipped,
         error=error,
+    )
+
+
+def _uncuttable(unit: Unit) -> Problem:
+    piece = max(unit.pieces, key=lambda piece: piece.weight)
+    return Problem(
+        path=f'{piece.input.path}:{piece.line}',
+        message=f'a text of more than {WHOLE >> 20} million characters, in which this tokenizer '
+        'allows no cut: split it into several documents',
     )
 
 

@@ -30,23 +30,38 @@ def parts(text: str, encode: Encode) -> Iterator[str]:
     `encode` returns the ids of a text. Parts have up to PART characters, or up to WHOLE where no
     cut is found. Raises UncuttableError for a text that would have a longer one.
     """
+    for part in _cut(text, lambda cut: _is_free(text, cut, encode)):
+        if len(part) > WHOLE:
+            raise UncuttableError
+        yield part
+
+
+def parts_to_learn(text: str) -> Iterator[str]:
+    """Yield parts of up to PART characters, or a longer one, that have the words of the text."""
+    return _cut(text, lambda _: True)
+
+
+def _cut(text: str, is_free: Callable[[int], bool]) -> Iterator[str]:
     start = 0
     while len(text) - start > PART:
-        end = next((cut for cut in _candidates(text, start) if _is_free(text, cut, encode)), None)
-        if end is None:
-            break
+        end = next(filter(is_free, _candidates(text, start)), len(text))
         yield text[start:end]
         start = end
-    if len(text) - start > WHOLE:
-        raise UncuttableError
-    yield text[start:]
+    if start < len(text) or not text:
+        yield text[start:]
 
 
 def _candidates(text: str, start: int) -> Iterator[int]:
-    """Yield places for a cut in the second half of a part, the last of each kind first."""
-    for pattern in CUTS:
-        found = [cut.start() for cut in pattern.finditer(text, start + PART // 2, start + PART)]
-        yield from reversed(found[-TRIES:])
+    """Yield places for a cut in the second half of a part, the last of each kind first.
+
+    Where there is none, longer parts follow, up to WHOLE.
+    """
+    size = PART
+    while size <= WHOLE and start + size // 2 < len(text):
+        for pattern in CUTS:
+            found = [cut.start() for cut in pattern.finditer(text, start + size // 2, start + size)]
+            yield from reversed(found[-TRIES:])
+        size *= 2
 
 
 def _is_free(text: str, cut: int, encode: Encode) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megajax.config.errors import ConfigError, Problem
+from megajax.data.text.long_texts import PART, parts, parts_to_learn
 
 if TYPE_CHECKING:
     import tokenizers
@@ -65,9 +66,24 @@ class Tokenizer:
         self.fingerprint = sha256(backend.to_str().encode()).hexdigest()
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Return the ids of each text, without start and end-of-document tokens."""
+        """Return the ids of each text, without start and end-of-document tokens.
+
+        A long text is read in parts. Raises UncuttableError for one that can neither be cut nor be
+        read at once (`long_texts.py`).
+        """
+        if max(map(len, texts), default=0) > PART:
+            return [self._encode_long(text) for text in texts]
         encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+
+    def _encode_long(self, text: str) -> np.ndarray:
+        def encode(part: str) -> Sequence[int]:
+            (encoding,) = self._backend.encode_batch_fast([part], add_special_tokens=False)
+            ids: Sequence[int] = encoding.ids
+            return ids
+
+        ids = [np.array(encode(part), self.dtype) for part in parts(text, encode)]
+        return np.concatenate(ids)
 
     def also_ends(self, ids: Iterable[int]) -> None:
         """End generated texts at these ids too, such as those of the end of a turn."""
@@ -178,7 +194,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
     size, alphabet = vocab_size - 1 - len(special), pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
-        texts, BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+        (part for text in texts for part in parts_to_learn(text)),
+        BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False),
     )
     backend.add_special_tokens([END_OF_DOCUMENT[0], *special])
     return Tokenizer(backend, 'bpe')
