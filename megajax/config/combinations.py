@@ -4,7 +4,7 @@ It has the pairs of features. Constraints between sizes (`ffn_size` and `mesh.mo
 `rules.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from megajax.config.errors import Problem
@@ -28,10 +28,22 @@ class Combination(NamedTuple):
         return Problem(path=path, message=f'{self.reason}; {self.instead}', others=(key,))
 
 
+# A setting, whether a config has it, why it excludes the other one, and what to use instead.
+Other = tuple[str, Callable[['Config'], bool], str, str]
+
+
 def _both(
     one: Callable[['Config'], bool], other: Callable[['Config'], bool]
 ) -> Callable[['Config'], bool]:
     return lambda config: one(config) and other(config)
+
+
+def _pairs(
+    one: str, is_one: Callable[['Config'], bool], own: str, *others: Other
+) -> Iterator[Combination]:
+    """Yield the pairs of a setting with others; `own` is what to use in its place."""
+    for key, is_in, reason, instead in others:
+        yield Combination(one, key, _both(is_one, is_in), reason, f'use {instead}, or {own}')
 
 
 MASKED = 'model.objective=masked_lm'
@@ -163,64 +175,58 @@ COMBINATIONS = (
         'each image',
         'use vision.deepstack=[], or vision.fusion=tokens',
     ),
-    *(
-        Combination(
-            TOKENS,
-            key,
-            _both(lambda config: config.train.overlap == 'sequence_split', is_in),
-            reason,
-            f'use train.overlap=batch_split, or {instead}',
-        )
-        for key, is_in, reason, instead in (
-            (
-                'model.dropout',
-                lambda config: config.model.has_dropout,
-                'a mask of dropout is drawn for all tokens of a row at once',
-                NO_DROPOUT,
-            ),
-            (
-                'mesh.stages',
-                lambda config: config.mesh.stages > 1,
-                'the stages of a pipeline already have microbatches that take turns',
-                'mesh.stages=1',
-            ),
-            (
-                'mesh.context',
-                lambda config: config.mesh.context > 1,
-                'context shards cut the sequence already',
-                'mesh.context=1',
-            ),
-            (
-                'mesh.model_rows',
-                lambda config: config.mesh.is_grid,
-                'a grid needs all tokens of the rows that it shards',
-                'mesh.model_rows=1',
-            ),
-            (
-                'vision',
-                lambda config: config.vision is not None,
-                "an image's vectors stand beside each other, and halves would cut them apart",
-                'no vision',
-            ),
-            (
-                'lora',
-                lambda config: config.lora is not None,
-                'the order of halves of the tokens does not know adapters',
-                'no lora',
-            ),
-            (
-                AFTER,
-                lambda config: config.model.norm_position == 'after',
-                'the order of the halves has norms before the sublayers',
-                'model.norm_position=before',
-            ),
-            (
-                ALL_HEADS,
-                lambda config: config.model.norms_all_heads,
-                'the order of the halves has no place for a sum over all heads',
-                'model.qk_norm=true',
-            ),
-        )
+    *_pairs(
+        TOKENS,
+        lambda config: config.train.overlap == 'sequence_split',
+        'train.overlap=batch_split',
+        (
+            'model.dropout',
+            lambda config: config.model.has_dropout,
+            'a mask of dropout is drawn for all tokens of a row at once',
+            NO_DROPOUT,
+        ),
+        (
+            'mesh.stages',
+            lambda config: config.mesh.stages > 1,
+            'the stages of a pipeline already have microbatches that take turns',
+            'mesh.stages=1',
+        ),
+        (
+            'mesh.context',
+            lambda config: config.mesh.context > 1,
+            'context shards cut the sequence already',
+            'mesh.context=1',
+        ),
+        (
+            'mesh.model_rows',
+            lambda config: config.mesh.is_grid,
+            'a grid needs all tokens of the rows that it shards',
+            'mesh.model_rows=1',
+        ),
+        (
+            'vision',
+            lambda config: config.vision is not None,
+            "an image's vectors stand beside each other, and halves would cut them apart",
+            'no vision',
+        ),
+        (
+            'lora',
+            lambda config: config.lora is not None,
+            'the order of halves of the tokens does not know adapters',
+            'no lora',
+        ),
+        (
+            AFTER,
+            lambda config: config.model.norm_position == 'after',
+            'the order of the halves has norms before the sublayers',
+            'model.norm_position=before',
+        ),
+        (
+            ALL_HEADS,
+            lambda config: config.model.norms_all_heads,
+            'the order of the halves has no place for a sum over all heads',
+            'model.qk_norm=true',
+        ),
     ),
     *(
         Combination(
@@ -247,98 +253,80 @@ COMBINATIONS = (
         'over all heads there is an RMSNorm alone',
         'use model.norm=rmsnorm, or model.qk_norm=true',
     ),
-    *(
-        Combination(
+    *_pairs(
+        'vision',
+        lambda config: config.vision is not None,
+        'no vision',
+        (
+            AFTER,
+            lambda config: config.model.norm_position == 'after',
+            'the layers of a model that sees have norms before their sublayers',
+            'model.norm_position=before',
+        ),
+        (
+            ALL_HEADS,
+            lambda config: config.model.norms_all_heads,
+            'the layers of a model that sees have norms of queries and keys by the head',
+            'model.qk_norm=true',
+        ),
+    ),
+    *_pairs(
+        FP8,
+        lambda config: config.train.dtype == 'fp8',
+        'train.dtype=bfloat16',
+        (
+            'mesh.stages',
+            lambda config: config.mesh.stages > 1,
+            'the ticks of a pipeline do not count the exponents that give fp8 its scales',
+            'mesh.stages=1',
+        ),
+        (
             'vision',
-            key,
-            _both(lambda config: config.vision is not None, is_in),
-            f'the layers of a model that sees have norms {where}',
-            f'use {instead}, or no vision',
-        )
-        for key, is_in, where, instead in (
-            (
-                AFTER,
-                lambda config: config.model.norm_position == 'after',
-                'before their sublayers',
-                'model.norm_position=before',
-            ),
-            (
-                ALL_HEADS,
-                lambda config: config.model.norms_all_heads,
-                'of queries and keys by the head',
-                'model.qk_norm=true',
-            ),
-        )
+            lambda config: config.vision is not None,
+            'the layers of an encoder and those that attend to images have no scales of fp8',
+            'no vision',
+        ),
     ),
-    *(
-        Combination(
+    *_pairs(
+        'lora',
+        lambda config: config.lora is not None,
+        'no lora',
+        (
+            'mesh.stages',
+            lambda config: config.mesh.stages > 1,
+            'what adapters train is too small to be divided in stages',
+            'mesh.stages=1; mesh.model and optim.shard=weights divide the frozen weights',
+        ),
+        (
+            'mesh.context',
+            lambda config: config.mesh.context > 1,
+            "adapters' gradients are not summed over context shards",
+            'mesh.context=1',
+        ),
+        (
+            'mesh.model_rows',
+            lambda config: config.mesh.is_grid,
+            'a grid shards both dims of a weight, and an adapter has only one of them',
+            'mesh.model_rows=1',
+        ),
+        (
             FP8,
-            key,
-            _both(lambda config: config.train.dtype == 'fp8', is_in),
-            reason,
-            f'use train.dtype=bfloat16, or {instead}',
-        )
-        for key, is_in, reason, instead in (
-            (
-                'mesh.stages',
-                lambda config: config.mesh.stages > 1,
-                'the ticks of a pipeline do not count the exponents that give fp8 its scales',
-                'mesh.stages=1',
-            ),
-            (
-                'vision',
-                lambda config: config.vision is not None,
-                'the layers of an encoder and those that attend to images have no scales of fp8',
-                'no vision',
-            ),
-        )
-    ),
-    *(
-        Combination(
-            'lora',
-            key,
-            _both(lambda config: config.lora is not None, is_in),
-            reason,
-            f'use {instead}, or no lora',
-        )
-        for key, is_in, reason, instead in (
-            (
-                'mesh.stages',
-                lambda config: config.mesh.stages > 1,
-                'what adapters train is too small to be divided in stages',
-                'mesh.stages=1; mesh.model and optim.shard=weights divide the frozen weights',
-            ),
-            (
-                'mesh.context',
-                lambda config: config.mesh.context > 1,
-                "adapters' gradients are not summed over context shards",
-                'mesh.context=1',
-            ),
-            (
-                'mesh.model_rows',
-                lambda config: config.mesh.is_grid,
-                'a grid shards both dims of a weight, and an adapter has only one of them',
-                'mesh.model_rows=1',
-            ),
-            (
-                FP8,
-                lambda config: config.train.dtype == 'fp8',
-                'the product of an adapter has no scales of fp8',
-                'train.dtype=bfloat16',
-            ),
-            (
-                'vision',
-                lambda config: config.vision is not None,
-                'the layers of an encoder have no adapters',
-                'vision.freeze instead',
-            ),
-            (
-                MASKED,
-                lambda config: config.model.is_bert,
-                "BERT's heads would be frozen",
-                'model.objective=next_token',
-            ),
-        )
+            lambda config: config.train.dtype == 'fp8',
+            'the product of an adapter has no scales of fp8',
+            'train.dtype=bfloat16',
+        ),
+        (
+            'vision',
+            lambda config: config.vision is not None,
+            'the layers of an encoder have no adapters',
+            'vision.freeze instead',
+        ),
+        (
+            MASKED,
+            lambda config: config.model.is_bert,
+            "BERT's heads would be frozen",
+            'model.objective=next_token',
+        ),
     ),
     Combination(
         'model.position=learned',
