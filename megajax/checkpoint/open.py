@@ -20,10 +20,10 @@ from megajax.config import CheckpointError, Config, LoraConfig, reload
 from megajax.config.lora import with_adapters, without_adapters
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.model.merged import merged
-from megajax.model.transformer import make_model
 from megajax.parallel.layer_order import tree_on_stages
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete, mesh_for, one_dimensional
+from megajax.train.step import make_params
 from megajax.train.zero import between_steps
 
 
@@ -79,12 +79,7 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
 
 def abstract_params(config: Config) -> nnx.State:
     """The shapes of the parameters and their placements between steps, on the current mesh."""
-    layout, key = Layout.of(config), jax.random.key(0)
-
-    def make() -> nnx.State:
-        return between_steps(nnx.state(make_model(config.model, layout, key=key)), config)
-
-    return concrete(jax.eval_shape(make))
+    return concrete(jax.eval_shape(lambda: make_params(config)))
 
 
 def restore_params(folder: Path, config: Config) -> nnx.State:
@@ -135,9 +130,7 @@ def _restore(folder: Path, config: Config, *, with_adapters: bool = True) -> nnx
 def _adapters(config: Config) -> nnx.State:
     """Make the adapters of a run that begins; no value depends on the mesh."""
 
-    @jax.jit
     def make() -> nnx.State:
-        model = make_model(config.model, Layout.of(config), key=jax.random.key(config.train.seed))
-        return nnx.filter_state(nnx.state(model), lambda _, param: param.declared.is_adapter)
+        return nnx.filter_state(make_params(config), lambda _, param: param.declared.is_adapter)
 
-    return make()
+    return jax.jit(make)()

@@ -106,23 +106,11 @@ class Source:
 
             tensors = read_tensors(self.path)
             return from_huggingface(config, tensors, source=self.name, family=self.family)
-        return _from_seed(config)
+        import jax
 
+        from megajax.train.step import make_params
 
-def _from_seed(config: Config) -> 'nnx.State':
-    import jax
-    from flax import nnx
-
-    from megajax.model.transformer import make_model
-    from megajax.parallel.layout import Layout
-    from megajax.train.zero import between_steps
-
-    @jax.jit
-    def make() -> nnx.State:
-        model = make_model(config.model, Layout.of(config), key=jax.random.key(config.train.seed))
-        return between_steps(nnx.state(model), config)
-
-    return make()
+        return jax.jit(lambda: make_params(config))()
 
 
 def check_comparable(a: Config, b: Config, *, names: Sequence[str]) -> None:

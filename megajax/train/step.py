@@ -40,21 +40,23 @@ class TrainState(NamedTuple):
     recent: jax.Array | None = None  # exponents seen in fp8 (`scaling.py`), None unless in fp8
 
 
+def make_params(config: Config) -> nnx.State:
+    """Return a model's random parameters as they are between steps; to be traced."""
+    key = jax.random.key(config.train.seed)
+    return between_steps(nnx.state(make_model(config.model, Layout.of(config), key=key)), config)
+
+
 def init_state(config: Config, params: nnx.State | None = None) -> TrainState:
     """Return the state before the first step, created where it belongs on the current mesh.
 
     The parameters are random unless `params` are given, placed as they are between steps. Under
     `jax.eval_shape` the result is the shapes and placements.
     """
-    layout, optimizer = Layout.of(config), make_optimizer(config)
-
-    def random_params() -> nnx.State:
-        model = make_model(config.model, layout, key=jax.random.key(config.train.seed))
-        return between_steps(nnx.state(model), config)
+    optimizer = make_optimizer(config)
 
     @jax.jit
     def init(given: nnx.State | None) -> TrainState:
-        params = random_params() if given is None else given
+        params = make_params(config) if given is None else given
         zero = jnp.zeros((), jnp.int32)
         return TrainState(
             step=zero,
