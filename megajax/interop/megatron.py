@@ -131,21 +131,11 @@ def megatron_pieces(
     """The pieces of each parameter on one rank of a tensor-parallel group.
 
     `vocab_rows` is the number of rows of the vocabulary on all ranks together, padding included.
-    Of a pipeline only the pieces in `chunk` are returned. Raises ConfigError for BERT, for norms
-    that Megatron-LM does not have, and if the ranks do not divide the model.
+    Of a pipeline only the pieces in `chunk` are returned. Raises ConfigError for a model that
+    Megatron-LM's files cannot hold, and if the ranks do not divide it.
     """
     chunk = chunk or Chunk(range(model.num_layers), is_first=True, is_last=True)
-    if model.is_bert:
-        raise ConfigError(
-            f'model.objective={model.objective}: '
-            "only next-token models can be converted from and to Megatron-LM's format"
-        )
-    if model.norm_position != 'before' or model.norms_all_heads:
-        raise ConfigError(
-            f'model.norm_position={model.norm_position}, model.qk_norm={model.qk_norm}: '
-            "Megatron-LM's format has norms before sublayers, and of queries and keys by the head; "
-            'a model like OLMo 2 can be exported with `megajax export hf`'
-        )
+    _check_model(model)
     rows = (vocab_rows or model.vocab_size) // ranks
     if model.num_kv_heads % ranks or model.ffn_size % ranks:
         raise ConfigError(
@@ -166,6 +156,26 @@ def megatron_pieces(
         made = make_pieces(name, there, here, shape, ranges, {'V': rows})
         pieces[path] = list(_in_chunk(path, name, made, chunk, model))
     return pieces
+
+
+def _check_model(model: ModelConfig) -> None:
+    """Raise ConfigError for a model that Megatron-LM's files cannot hold."""
+    if model.is_bert:
+        raise ConfigError(
+            f'model.objective={model.objective}: '
+            "only next-token models can be converted from and to Megatron-LM's format"
+        )
+    if model.norm_position != 'before' or model.norms_all_heads:
+        raise ConfigError(
+            f'model.norm_position={model.norm_position}, model.qk_norm={model.qk_norm}: '
+            "Megatron-LM's format has norms before sublayers, and of queries and keys by the head; "
+            'a model like OLMo 2 can be exported with `megajax export hf`'
+        )
+    if model.is_gated and model.activation != 'swiglu':
+        raise ConfigError(
+            f"model.activation={model.activation}: Megatron-LM's files name no activation, and a "
+            'gated MLP is read as SwiGLU; use model.activation=swiglu'
+        )
 
 
 def _in_chunk(

@@ -12,7 +12,7 @@ from megajax.checkpoint.companions import TEMPLATE, Companions
 from megajax.checkpoint.compare import parameter_shapes, read_parameter
 from megajax.checkpoint.digests import write_file
 from megajax.checkpoint.record import read_record
-from megajax.config import Config, LoraConfig, dump
+from megajax.config import Config, ConfigError, LoraConfig, dump
 from megajax.data.masked import SPECIAL
 from megajax.data.text.tokenizer import make_tokenizer
 from megajax.interop.folder import tokenizer_of
@@ -35,8 +35,14 @@ def start_run(
     """Make `out` a run at step 0 with the parameters that `load` returns, and a fresh optimizer.
 
     `load` is called on the mesh of `config`. `origin` goes into the checkpoint's record, and
-    `companions` beside it. Nothing in `out` looks like a checkpoint until it is complete.
+    `companions` beside it. Nothing in `out` looks like a checkpoint until it is complete. Raises
+    ConfigError for a config with adapters.
     """
+    if config.lora is not None:
+        raise ConfigError(
+            f'lora.rank={config.lora.rank}: an import has no adapters yet; leave lora out, and '
+            f'give it to the run that trains them: megajax train run.dir={out} lora.rank=...'
+        )
     spec = (
         str(tokenizer)
         if tokenizer and config.data.tokenizer == tokenizer_of(out)

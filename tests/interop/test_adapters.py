@@ -105,6 +105,14 @@ def test_peft_computes_with_them_what_the_merged_weights_compute(
     assert np.abs(actual - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
+def test_an_import_begins_without_adapters(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r'lora.rank=8: an import has no adapters yet; leave lora'
+    ):
+        import_huggingface(DATA / 'llama3', tmp_path / 'import', ['lora.rank=8'])
+    assert not (tmp_path / 'import').exists()
+
+
 def test_a_model_without_adapters_has_none_to_export(tmp_path: Path) -> None:
     import_huggingface(DATA / 'llama3', tmp_path / 'import')
     with pytest.raises(ConfigError, match='trained without lora and has no adapters'):

@@ -255,9 +255,20 @@ def assert_identical(actual: Arrays, expected: Arrays) -> None:
         np.testing.assert_array_equal(actual[name], x, err_msg=name, strict=True)
 
 
-def test_norms_that_megatron_does_not_have_are_refused_by_name() -> None:
-    config = make_config('olmo2')
-    said = r'model\.norm_position=after, model\.qk_norm=all: .*`megajax export hf`'
+@pytest.mark.parametrize(
+    ('config', 'said'),
+    [
+        (
+            make_config('olmo2'),
+            r'model\.norm_position=after, model\.qk_norm=all: .*`megajax export hf`',
+        ),
+        (
+            make_config('llama', model={'activation': 'geglu', 'qk_norm': False}),
+            r'model\.activation=geglu: .* is read as SwiGLU; use model\.activation=swiglu',
+        ),
+    ],
+)
+def test_what_megatrons_files_do_not_hold_is_refused_by_name(config: Config, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         megatron_pieces(config.model, shapes_of(config.model))
 
