@@ -3,7 +3,8 @@
     torchrun --nproc_per_node 4 tests/interop/make_torch_dist.py
 
 needs torch and megatron-core; the stored files are of torch 2.14.1 and megatron-core 0.16.1, on a
-CPU with gloo. megatron-core expects a GPU, so `use_the_cpu` replaces what asks for one.
+CPU with gloo. megatron-core expects a GPU, so `use_the_cpu` replaces what asks for one. Then run
+make_dist_steps.py, whose results lie beside these.
 
 `gpt2` is written by 2 tensor-parallel ranks x 2 pipeline stages with the state of AdamW: its layers
 are stacked in one tensor. `llama` is written by 2 tensor-parallel ranks x 2 data shards: each layer
@@ -67,7 +68,7 @@ def use_the_cpu() -> None:
     filesystem_async._process_memory = lambda: 0  # asks for psutil, only to log
 
 
-def make_model(arguments: dict[str, Any]) -> GPTModel:
+def make_model(arguments: dict[str, Any], *, parallel_output: bool = False) -> GPTModel:
     swiglu, norm = arguments.get('swiglu', False), arguments.get('normalization', 'LayerNorm')
     config = TransformerConfig(
         num_layers=arguments['num_layers'],
@@ -84,18 +85,18 @@ def make_model(arguments: dict[str, Any]) -> GPTModel:
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         use_cpu_initialization=True,
-        tensor_model_parallel_size=2,
+        tensor_model_parallel_size=arguments['tensor_model_parallel_size'],
         pipeline_model_parallel_size=arguments['pipeline_model_parallel_size'],
         pipeline_dtype=torch.float32,
     )
     return GPTModel(
         config,
         get_gpt_layer_local_spec(normalization=norm),
-        vocab_size=PADDED,
+        vocab_size=arguments['padded_vocab_size'],
         max_sequence_length=arguments['max_position_embeddings'],
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=False,
+        parallel_output=parallel_output,
         share_embeddings_and_output_weights=not arguments.get(
             'untie_embeddings_and_output_weights', False
         ),
@@ -116,16 +117,20 @@ def randomise(model: GPTModel) -> None:
             param.data *= 5  # so that the logits differ from one another
 
 
+def inputs(token_BS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, positions, and the mask of what a token does not attend to."""
+    future = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
+    return token_BS, torch.arange(LENGTH).expand_as(token_BS), future
+
+
 def compute(model: GPTModel, token_BS: torch.Tensor) -> torch.Tensor | None:
     """Return the logits [B, S, V] on the last stage."""
-    position_BS = torch.arange(LENGTH).expand_as(token_BS)
-    future = torch.ones(1, 1, LENGTH, LENGTH).triu(1).bool()
     previous = parallel_state.get_pipeline_model_parallel_prev_rank()
     if not model.pre_process:
         x_SBD = torch.empty(LENGTH, len(token_BS), model.config.hidden_size)
         dist.recv(x_SBD, previous)
         model.set_input_tensor(x_SBD)
-    y = model(token_BS, position_BS, future)
+    y = model(*inputs(token_BS))
     if model.post_process:
         return y[:, :, :VOCAB]
     dist.send(y.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())

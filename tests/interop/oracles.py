@@ -1,4 +1,6 @@
-"""Checkpoints as Megatron-LM has them, of the models of `tests/data/oracles`; logits of runs."""
+"""Checkpoints as Megatron-LM has them, of the models of `tests/data/oracles`; logits of runs, and
+training steps on the batch of an oracle.
+"""
 
 import json
 from pathlib import Path
@@ -10,13 +12,18 @@ from flax import nnx
 from support import graph_of
 
 from megajax.checkpoint.open import open_model
+from megajax.config import Config
+from megajax.interop.megatron import to_megatron
 from megajax.interop.rank_files import FILE
 from megajax.interop.torch_files import Stored, torch_files
 from megajax.model.computation import Computation
+from megajax.train.feed import Batch, place_batch
+from megajax.train.step import init_state, make_train_step
 
 ORACLES = Path(__file__).parents[1] / 'data' / 'oracles'
 
 Arrays = dict[str, np.ndarray]
+Steps = tuple[list[float], list[float], Arrays]
 
 
 def oracle_of(name: str) -> Arrays:
@@ -91,8 +98,39 @@ def write_file(path: Path, parts: Arrays, arguments: dict[str, Any] | None, **ot
             file.append(x)
 
 
+def under(prefix: str, oracle: Arrays) -> Arrays:
+    """The oracle's arrays by Megatron's names: p parameters, g gradients, pf parameters after the
+    training steps.
+    """
+    return {
+        key.removeprefix(f'{prefix}/'): x
+        for key, x in oracle.items()
+        if key.startswith(f'{prefix}/')
+    }
+
+
 def weights_of(oracle: Arrays) -> Arrays:
-    return {name.removeprefix('p/'): x for name, x in oracle.items() if name.startswith('p/')}
+    return under('p', oracle)
+
+
+def batch_of(oracle: Arrays, config: Config) -> Batch:
+    tokens, labels = oracle['tokens'].astype(np.int32), oracle['labels'].astype(np.int32)
+    return place_batch(
+        {'tokens': tokens, 'labels': labels, 'loss_mask': np.ones(tokens.shape, config.train.dtype)}
+    )
+
+
+def steps_of(config: Config, params: nnx.State, oracle: Arrays) -> Steps:
+    """Losses and gradient norms of as many steps as the oracle has, on the current mesh, and the
+    parameters after them by Megatron's names.
+    """
+    state, batch = init_state(config, params), batch_of(oracle, config)
+    train_step, metrics = make_train_step(config), []
+    for _ in oracle['train_losses']:
+        state, step_metrics = train_step(state, batch)
+        metrics.append(jax.device_get(step_metrics))
+    weights = to_megatron(config, state.params)
+    return [step['loss'] for step in metrics], [step['grad_norm'] for step in metrics], weights
 
 
 def logits(run: Path, token_BS: np.ndarray, *, model: int) -> np.ndarray:

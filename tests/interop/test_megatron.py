@@ -6,7 +6,6 @@ See tests/data/oracles/README.md.
 import functools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from interop.oracles import ORACLES, Arrays, Steps, batch_of, steps_of, under
 from support import assert_close, graph_of, make_config, on_mesh, relative_error, slow
 
 from megajax.config import Config, ConfigError
@@ -23,15 +23,11 @@ from megajax.interop.pieces import shapes_of
 from megajax.model.computation import Computation
 from megajax.model.loss import Loss
 from megajax.parallel.layout import Layout
-from megajax.train.feed import Batch, place_batch
+from megajax.train.feed import Batch
 from megajax.train.gradients import make_loss_and_gradients
-from megajax.train.step import init_state, make_train_step
+from megajax.train.step import init_state
 
-ORACLES = Path(__file__).parents[1] / 'data' / 'oracles'
 LIMIT = 2e-5  # relative, see support.relative_error
-
-Arrays = dict[str, np.ndarray]
-Steps = tuple[list[float], list[float], Arrays]
 
 for_each_oracle = pytest.mark.parametrize('name', ['gpt2', 'llama'])
 on_each_mesh = pytest.mark.parametrize(
@@ -45,17 +41,6 @@ on_each_mesh = pytest.mark.parametrize(
 def load(name: str) -> Arrays:
     with np.load(ORACLES / f'{name}_tp2.npz') as file:
         return dict(file)
-
-
-def under(prefix: str, oracle: Arrays) -> Arrays:
-    """The oracle's arrays by Megatron's names: p parameters, g gradients, pf parameters after the
-    training steps.
-    """
-    return {
-        key.removeprefix(f'{prefix}/'): x
-        for key, x in oracle.items()
-        if key.startswith(f'{prefix}/')
-    }
 
 
 def config_of(oracle: Arrays, mesh: dict[str, Any]) -> Config:
@@ -85,13 +70,6 @@ def config_of(oracle: Arrays, mesh: dict[str, Any]) -> Config:
             'dtype': 'float32',
         },
         optim={'lr': given['lr'], 'schedule': 'constant', 'weight_decay': 0.1, 'beta2': 0.95},
-    )
-
-
-def batch_of(oracle: Arrays, config: Config) -> Batch:
-    tokens, labels = oracle['tokens'].astype(np.int32), oracle['labels'].astype(np.int32)
-    return place_batch(
-        {'tokens': tokens, 'labels': labels, 'loss_mask': np.ones(tokens.shape, config.train.dtype)}
     )
 
 
@@ -177,15 +155,10 @@ def double_precision(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def train(oracle: Arrays, config: Config) -> Steps:
-    """Losses and gradient norms of the oracle's steps, and the parameters after them."""
     with on_mesh(config):
-        state = init_state(config, from_megatron(config, under('p', oracle)))
-        train_step, batch, metrics = make_train_step(config), batch_of(oracle, config), []
-        for _ in range(config.train.steps):
-            state, step_metrics = train_step(state, batch)
-            metrics.append(jax.device_get(step_metrics))
-        weights = without_key_biases(to_megatron(config, state.params), config)
-    return [step['loss'] for step in metrics], [step['grad_norm'] for step in metrics], weights
+        params = from_megatron(config, under('p', oracle))
+        losses, norms, weights = steps_of(config, params, oracle)
+    return losses, norms, without_key_biases(weights, config)
 
 
 def without_key_biases(weights: Arrays, config: Config) -> Arrays:
