@@ -60,7 +60,7 @@ def compare(
     every: AllOption = False,
     json: JsonFile = None,
 ) -> None:
-    """Name the first site at which two models, meshes or versions differ.
+    """Name the first site at which two models or meshes differ.
 
     Both make one forward and one backward pass over the same batch. Exits with 1 if a difference is
     beyond the limit.

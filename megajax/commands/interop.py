@@ -55,10 +55,11 @@ def import_hf(
         typer.Option(help='A branch, a tag or a commit of the repository; main if left out.'),
     ] = None,
 ) -> None:
-    """Create a run at step 0 from a Hugging Face directory, or a repository of the Hub.
+    """Create a run at step 0 from a Hugging Face model.
 
-    It has config.json, *.safetensors and tokenizer.json. A repository is downloaded with
-    huggingface_hub, whose variables HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE count.
+    It is a directory with config.json, *.safetensors and tokenizer.json, or a repository of the
+    Hub, ORG/NAME, which is downloaded with huggingface_hub, whose variables HF_TOKEN, HF_HOME,
+    HF_ENDPOINT and HF_HUB_OFFLINE count.
     """
     log_to_terminal()
     from megajax.interop.directories import import_huggingface

@@ -129,7 +129,9 @@ def test_list_names_each_preset_with_its_size() -> None:
     rows = [line.split() for line in megajax('config', 'list').stdout.splitlines()]
     assert rows[0] == ['preset', 'layers', 'hidden', 'heads', 'parameters']
     assert ['megatron_8.3b', '72', '3072', '32', '8.31B'] in rows
-    assert {row[0] for row in rows[1:]} == {file.stem for file in (ROOT / 'configs').glob('*.yaml')}
+    files = (ROOT / 'configs').rglob('*.yaml')
+    names = {str(file.relative_to(ROOT / 'configs').with_suffix('')) for file in files}
+    assert {row[0] for row in rows[1:]} == names
 
 
 def test_presets_are_found_inside_the_package_as_a_wheel_has_them(tmp_path: Path) -> None:

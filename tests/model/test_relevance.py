@@ -166,7 +166,7 @@ def test_noise_depends_on_the_row_alone_and_changes_no_gate():
         quiet, _ = results(*place, 1)
         (relevance, gate, *_), _ = results(*place, 1, noise=True)
         np.testing.assert_allclose(relevance, results(1, 1, 1, noise=True)[0][0], atol=1e-5)
-        np.testing.assert_array_equal(gate, quiet[1])
+        np.testing.assert_allclose(gate, quiet[1], rtol=1e-6)  # another program: an ulp
         assert np.abs(relevance - quiet[0]).max(1).mean() > 0.1
         assert (relevance.min(1) == 0).all()
         assert relevance.max(1) == pytest.approx(np.ones(ROWS))

@@ -3,7 +3,6 @@
 The loss is equal to the bit; errors of gradients are relative to the largest element.
 """
 
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -28,9 +27,10 @@ def assert_as_plain(setting: Setting) -> None:
     assert loss == expected_loss
     limit = 1e-6 if setting.dtype == 'float32' else 2e-6
     # The norm of queries has the gradients of tokens that nearly cancel: their sizes add up to 11
-    # times the sum, where it is 4 times at most elsewhere. On jax 0.12 rounding shows there.
+    # times the sum, where it is 4 times at most elsewhere. On jax 0.12, and on some CPUs, rounding
+    # shows there.
     name = 'layers.attention.query_norm.weight'
-    if not version('jax').startswith('0.10.') and name in gradients:
+    if name in gradients:
         assert_close({name: gradients.pop(name)}, {name: expected.pop(name)}, 2e-6)
     assert_close(gradients, expected, limit)
 
