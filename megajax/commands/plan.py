@@ -12,6 +12,7 @@ from megajax.files.outputs import check_outputs
 from megajax.render.folded import Folded
 
 if TYPE_CHECKING:
+    from megajax.hardware.records import LinkName
     from megajax.plan import Plan
 
 
@@ -43,6 +44,10 @@ NumGpus = Annotated[
 ]
 GpusPerHost = Annotated[
     int | None, typer.Option(min=1, help='By default as many as the GPU is sold with.')
+]
+LinkOption = Annotated[
+    Literal['nvlink', 'pcie'] | None,
+    typer.Option(help='Link of the GPUs of a host; by default the one that they are sold with.'),
 ]
 NumTokens = Annotated[
     float | None, typer.Option(min=1, help='Tokens to train on, for example 300e9, or to generate.')
@@ -108,6 +113,7 @@ def for_config(
     gpu: Gpu = 'h100',
     gpus: NumGpus = None,
     gpus_per_host: GpusPerHost = None,
+    link: LinkOption = None,
     tokens: NumTokens = None,
     target_batch: TargetBatch = None,
     program: Program = 'megajax',
@@ -133,16 +139,12 @@ def for_config(
     if table:
         _show_table(table, console)
         return
-    if source is None:
-        raise ConfigError(
-            'plan needs a config: megajax plan CONFIG --gpu h100 --gpus 64, or --table scaling'
-        )
-    config = load(source, overrides or ())
+    config = _config(source, overrides)
     check_outputs(json, write)
     if generate or prompt or batch:
         _check_generation(generate, write or verify or roofline or scaling or schedule)
         size = {'prompt': prompt or 1024, 'tokens': int(tokens or 256), 'batch': batch or 1}
-        return _show_generation(config, console, json, gpu=gpu, gpus=gpus, **size)
+        return _show_generation(config, console, json, gpu=gpu, gpus=gpus, link=link, **size)
     pictures = _checked_pictures(roofline=roofline, scaling=scaling, schedule=schedule)
     result = _planned(
         config,
@@ -151,6 +153,7 @@ def for_config(
         failures,
         gpus=gpus,
         gpus_per_host=gpus_per_host,
+        link=link,
         tokens=tokens,
         target_batch=target_batch,
         program=program,
@@ -158,7 +161,7 @@ def for_config(
         storage=storage,
     )
     _write(result, json=json, layout=write)
-    _draw(pictures, result, gpu)
+    _draw(pictures, result, gpu, link)
     _show(result, console)
     raise typer.Exit(0 if result.layout.fits else 1)
 
@@ -186,6 +189,14 @@ def calibrate(
 
     for line in measure(out, seconds=seconds):
         print(line, flush=True)
+
+
+def _config(source: str | None, overrides: list[str] | None) -> Config:
+    if source is None:
+        raise ConfigError(
+            'plan needs a config: megajax plan CONFIG --gpu h100 --gpus 64, or --table scaling'
+        )
+    return load(source, overrides or ())
 
 
 def _show_table(name: str, console: Console) -> None:
@@ -224,13 +235,11 @@ def _check_generation(generate: bool, of_training: object) -> None:
         )
 
 
-def _show_generation(
-    config: Config, console: Console, json: Path | None, *, gpu: str, gpus: int | None, **size: int
-) -> None:
+def _show_generation(config: Config, console: Console, json: Path | None, **asked: Any) -> None:
     from megajax.plan.generation import plan_generation
     from megajax.plan.generation_report import generation_table
 
-    result = plan_generation(config, gpu=gpu, gpus=gpus, **size)
+    result = plan_generation(config, **asked)
     if json:
         json.write_text(result.model_dump_json(indent=2))
     console.print(generation_table(result))
@@ -264,7 +273,7 @@ def _checked_pictures(**paths: Path | None) -> dict[str, Path]:
     return pictures
 
 
-def _draw(pictures: dict[str, Path], result: 'Plan', gpu: str) -> None:
+def _draw(pictures: dict[str, Path], result: 'Plan', gpu: str, link: 'LinkName | None') -> None:
     if not pictures:
         return
     from megajax.hardware.records import hardware
@@ -272,7 +281,7 @@ def _draw(pictures: dict[str, Path], result: 'Plan', gpu: str) -> None:
     from megajax.plan.network import Cluster
 
     config = result.planned()
-    cluster = Cluster.of(hardware(gpu), result.gpus, result.gpus_per_host)
+    cluster = Cluster.of(hardware(gpu, link), result.gpus, result.gpus_per_host)
     for name, path in pictures.items():
         if name == 'schedule':
             schedule_plot.schedule(config).savefig(path)

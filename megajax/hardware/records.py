@@ -18,6 +18,7 @@ from megajax.config.section import Section
 
 Share = Annotated[float, Field(gt=0, le=1)]
 Dtype = Literal['float32', 'bfloat16', 'float16', 'fp8']
+LinkName = Literal['nvlink', 'pcie']
 # What 8-bit products reach of their peak, relative to what 16-bit products reach of theirs: an
 # assumption, by which they are 1.54 times as fast. Nothing was measured.
 FP8_SHARE = 0.77
@@ -104,6 +105,7 @@ class Hardware(Section):
     devices_per_host: PositiveInt
     inside_host: Link
     across_hosts: Link
+    pcie: Link | None = None  # inside a host whose GPUs have no NVLink; null: unknown
     efficiency: Efficiency
     fit: Fit | None = None  # null if no training rate was published: unverified
     reference: Reference
@@ -156,11 +158,32 @@ def compiled_for() -> tuple[str, ...]:
     return tuple(name for name, text in texts.items() if '\ncompiler:' in text)
 
 
-def hardware(name: str | Path) -> Hardware:
+def hardware(name: str | Path, link: LinkName | None = None) -> Hardware:
     """Read the record of a GPU by its name, or from a YAML file.
 
-    Raises ConfigError with every mistake in the file.
+    `link` is that between the GPUs of a host, if not the one that they are sold with. Raises
+    ConfigError with every mistake in the file, and for a link that the record does not have.
     """
+    return _with_link(_hardware(name), link)
+
+
+def _with_link(gpu: Hardware, link: LinkName | None) -> Hardware:
+    is_pcie = gpu.inside_host == gpu.pcie
+    if link == 'nvlink' and is_pcie:
+        raise ConfigError(
+            f'--link nvlink: bridges join two GPUs of {gpu.name}, and a plan has one link for all '
+            'GPUs of a host; leave it out'
+        )
+    if link != 'pcie' or is_pcie:
+        return gpu
+    if gpu.pcie is None:
+        raise ConfigError(
+            f'--link pcie: the record of {gpu.name} has no pcie: {{bandwidth, latency}}; add it'
+        )
+    return gpu.model_copy(update={'inside_host': gpu.pcie, 'name': f'{gpu.name} over PCIe'})
+
+
+def _hardware(name: str | Path) -> Hardware:
     if str(name) in hardware_names():
         return _known(str(name))
     path = Path(name)

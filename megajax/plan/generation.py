@@ -16,7 +16,7 @@ from megajax.config.rules import incompatibilities
 from megajax.counts.collective import HLO_DTYPES, REDUCE
 from megajax.counts.parameters import own_counts
 from megajax.counts.products import products
-from megajax.hardware.records import hardware
+from megajax.hardware.records import LinkName, hardware
 from megajax.hlo.program import Array
 from megajax.hlo.transfers import ring_bytes
 from megajax.plan.layouts import changed
@@ -54,13 +54,20 @@ class Generation(BaseModel):
 
 
 def plan_generation(
-    config: Config, *, gpu: str, gpus: int | None, prompt: int, tokens: int, batch: int
+    config: Config,
+    *,
+    gpu: str,
+    gpus: int | None,
+    prompt: int,
+    tokens: int,
+    batch: int,
+    link: LinkName | None = None,
 ) -> Generation:
     """Plan generation on every degree of tensor parallelism of at most `gpus`, by default a host.
 
     Raises ConfigError for a model that does not generate text, or for more tokens than it takes.
     """
-    model, record = config.model, hardware(gpu)
+    model, record = config.model, hardware(gpu, link)
     if model.is_bert:
         raise ConfigError(f'model.objective={model.objective}: the model does not generate text')
     if prompt + tokens > model.max_seq_len:

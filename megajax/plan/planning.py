@@ -8,7 +8,7 @@ from megajax.config import Config, ConfigError, ModelConfig, dump
 from megajax.config.overlap_rules import resolved
 from megajax.config.rules import incompatibilities
 from megajax.counts.flops import narayanan_flops
-from megajax.hardware.records import Hardware, hardware
+from megajax.hardware.records import Hardware, LinkName, hardware
 from megajax.plan.faults import GPU_HOURS_TO_FAILURE, Faults, faults
 from megajax.plan.layouts import changed
 from megajax.plan.memory import largest_microbatch, memory
@@ -31,6 +31,7 @@ def plan(
     gpu: str | Path,
     gpus: int | None = None,
     gpus_per_host: int | None = None,
+    link: LinkName | None = None,
     tokens: float | None = None,
     target_batch: int | None = None,
     program: ProgramName = 'megajax',
@@ -41,16 +42,17 @@ def plan(
     """Return the memory and time of `config` on some GPUs, and compare every layout.
 
     The plan is for the mesh of `config` if that has so many GPUs, else for the fastest layout.
-    `gpus` defaults to the size of the mesh. `target_batch` replaces `train.batch_size`. `tokens` is
-    the number to train on. `program` is the software whose step is timed. `price` is that of a GPU
-    hour. `storage` is the bytes per second that it takes from all hosts together.
+    `gpus` defaults to the size of the mesh, `link` to what the GPUs of a host are sold with.
+    `target_batch` replaces `train.batch_size`. `tokens` is the number to train on. `program` is the
+    software whose step is timed. `price` is that of a GPU hour. `storage` is the bytes per second
+    that it takes from all hosts together.
 
     Raises ConfigError if nothing fits or nothing divides; the error says what would.
     """
     if target_batch:
         config = changed(config, train__batch_size=target_batch)
     own = config.mesh.num_devices
-    cluster = Cluster.of(hardware(gpu), gpus or own, gpus_per_host)
+    cluster = Cluster.of(hardware(gpu, link), gpus or own, gpus_per_host)
     is_own = cluster.num_devices == own
     if is_own and (problems := incompatibilities(config)):  # the new batch may not divide
         raise ConfigError(*problems)

@@ -2,6 +2,8 @@
 user's file is said.
 """
 
+from importlib import resources
+
 import pytest
 
 from megajax.config import ConfigError
@@ -15,6 +17,7 @@ FIGURES = {
     'power',
     'inside_host',
     'across_hosts',
+    'pcie',
     'efficiency',
     'reference',
     'compiler',
@@ -84,6 +87,29 @@ def test_a_mistake_names_the_file_and_the_key(tmp_path, text, message):
 def test_an_unknown_name_lists_the_known(name, message):
     with pytest.raises(ConfigError, match=message):
         hardware(name)
+
+
+@pytest.mark.parametrize('name', hardware_names())
+def test_gpus_without_nvlink_send_over_pcie(name):
+    gpu, over_pcie = hardware(name), hardware(name, 'pcie')
+    assert over_pcie.inside_host == gpu.pcie
+    assert gpu.pcie.bandwidth <= gpu.inside_host.bandwidth
+    others = {'inside_host', 'name'}
+    assert over_pcie.model_dump(exclude=others) == gpu.model_dump(exclude=others)
+
+
+def test_a_link_that_a_gpu_does_not_have_is_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match='--link nvlink: bridges join two GPUs of NVIDIA H100 PCI'
+    ):
+        hardware('h100_pcie', 'nvlink')
+    text = (resources.files('megajax') / 'hardware/gpus/h100.yaml').read_text()
+    lines = [line for line in text.splitlines(keepends=True) if not line.startswith('pcie:')]
+    (tmp_path / 'mine.yaml').write_text(''.join(lines))
+    with pytest.raises(
+        ConfigError, match=r'--link pcie: .* has no pcie: \{bandwidth, latency\}; add'
+    ):
+        hardware(tmp_path / 'mine.yaml', 'pcie')
 
 
 def test_a_file_has_what_the_schema_has():
