@@ -13,7 +13,7 @@ from typing import Literal
 from megajax.config.model import Part
 from megajax.config.schema import Config
 from megajax.counts.declaration import Parameter
-from megajax.counts.parameters import dim_sizes, parameters
+from megajax.counts.parameters import declare, dim_sizes, parameters
 from megajax.counts.relevance import level_products, network_products
 from megajax.counts.schedule import num_passes
 from megajax.parallel.layout import Layout
@@ -302,8 +302,11 @@ class _Counted:
         the two products of a row. Stages share the tokens, in equal parts on each shard of a
         sequence.
         """
-        every, runs = dict(parameters(self.config.model)), self.config.train.microbatches
-        table = every.get('head', every['embedding.table'])
+        declared = declare(self.config.model)
+        runs, embedding = self.config.train.microbatches, declared['embedding']
+        assert not isinstance(embedding, Parameter)
+        table = declared.get('head') or embedding['table']
+        assert isinstance(table, Parameter)
         head = dataclasses.replace(table, dims=table.dims[::-1])
         shards = self.shards.get('T', 1)
         tokens = -(-self.tokens // (shards * self.shards.get('L', 1)))

@@ -1,13 +1,11 @@
 """`megajax generate --chat` as a user has it: with arguments, a pipe and a terminal."""
 
-import fcntl
 import os
 import pty
 import re
 import select
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +15,12 @@ from chains import CHATML, END, chain, chain_config, write_chain
 
 SAID = b'H\x1b[1mi'
 SECONDS = 100
+# Makes standard input the terminal of the session, from which Ctrl-C comes. Not between fork and
+# exec, where jax's threads could leave a lock behind.
+ON_A_TERMINAL = (
+    'import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); '
+    'os.execv(sys.argv[1], sys.argv[1:])'
+)
 
 
 @pytest.fixture(scope='module', name='folder')
@@ -56,9 +60,13 @@ class Terminal:
     def __init__(self, folder: Path, arguments: Sequence[str]):
         self._end, inside = pty.openpty()
         self._process = subprocess.Popen(
-            arguments, cwd=folder, stdin=inside, stdout=inside, stderr=inside,
-            start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-        )  # fmt: skip
+            [sys.executable, '-c', ON_A_TERMINAL, *arguments],
+            cwd=folder,
+            stdin=inside,
+            stdout=inside,
+            stderr=inside,
+            start_new_session=True,
+        )
         os.close(inside)
 
     def type(self, text: str) -> None:

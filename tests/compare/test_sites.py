@@ -23,7 +23,7 @@ MESHES = {
         'optim': {'shard': 'optimizer'},
         'train': {'microbatches': 2},
     },
-    'a grid': {'mesh': {'model_rows': 2, 'model': 4, 'sequence_parallel': True}},
+    'a grid': {'mesh': {'model_rows': 2, 'model': 2, 'sequence_parallel': True}},
     'replicas that take turns': {
         'mesh': {'data': 4, 'replicas': 2, 'model': 2, 'sequence_parallel': True},
         'optim': {'shard': 'gradients'},
