@@ -176,7 +176,7 @@ def test_layers_of_cross_attention_learn_beside_what_is_frozen(
     every = tuple(sorted(PARTS))
     loss, found = gradients(vlm(2, 2, **SP, crossed=True, vision={'freeze': every}, **sections))
     expected_loss, expected = gradients(vlm(2, 2, **SP, crossed=True))
-    assert loss == expected_loss
+    assert loss == pytest.approx(expected_loss, rel=1e-6)  # another program: an ulp
     assert_close(found, {n: x for n, x in expected.items() if part_of(n) == 'cross'}, 2e-6)
 
 
