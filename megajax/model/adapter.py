@@ -98,6 +98,7 @@ class _Product(NamedTuple):
     def weight(self, w: jax.Array, dtype: DTypeLike) -> jax.Array:
         """Return the weight to multiply by."""
         w = w.astype(dtype)
+        # ZeRO-3: all-gather over data
         return at_rest.gather(w, self.dims.w, self.layout) if self.at_rest else w
 
 
@@ -160,7 +161,8 @@ def _column_backward(
     db_z = _einsum(f'bszq,bs{out}->q{out}', h_BSZQ, dy_z, how.spec(f'Q{outputs}'), jnp.float32)
     dx_ZBSD = partial_gradient(how.equation, dy, how.weight(w, dtype), how.layout, dtype)
     dx_ZBSD += _einsum('zbsq,dzq->zbsd', dh_ZBSQ, a_DZQ, how.spec('ZBSD'))
-    dx_BSD = sum_over_shards(dx_ZBSD, how.dims.x, how.layout, dtype)  # f
+    # f: all-reduce over model, once for both products
+    dx_BSD = sum_over_shards(dx_ZBSD, how.dims.x, how.layout, dtype)
     return dx_BSD, None, *_like((da_DZQ, a), (db_z, b))
 
 
@@ -187,7 +189,8 @@ def _row_forward(
     h_ZBSQ = _einsum(f'bs{into},{into}q->zbsq', x_z, a_z.astype(dtype), how.spec('ZBSQ'))
     y_ZBSD = partial_sums(how.equation, x, how.weight(w, dtype), how.layout, dtype)
     y_ZBSD += how.scale * _einsum('zbsq,qzd->zbsd', h_ZBSQ, b_QZD, how.spec('ZBSD'))
-    y_BTD = sum_over_shards(y_ZBSD, how.dims.out, how.layout, dtype)  # g
+    # g: all-reduce over model, once for both products (SP: reduce-scatter)
+    y_BTD = sum_over_shards(y_ZBSD, how.dims.out, how.layout, dtype)
     return y_BTD, (x, w, a, b, h_ZBSQ)
 
 
@@ -202,7 +205,7 @@ def _row_backward(
         how.split(inputs),
     )
     x_z = how.shards(x, how.dims.x)
-    dy_BSD = gather_gradient(dy_BTD, how.dims, how.layout)
+    dy_BSD = gather_gradient(dy_BTD, how.dims, how.layout)  # SP: all-gather
     dh_BSZQ = how.scale * _einsum('bsd,qzd->bszq', dy_BSD, b_QZD, how.spec('BSZQ'))
     da_z = _einsum(f'bs{into},bszq->{into}q', x_z, dh_BSZQ, how.spec(f'{inputs}Q'), jnp.float32)
     db_QZD = how.scale * _einsum('zbsq,bsd->qzd', h_ZBSQ, dy_BSD, how.spec('QZD'), jnp.float32)

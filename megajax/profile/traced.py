@@ -1,6 +1,5 @@
 """The files of the traced steps of a run: its traces, the program and the config."""
 
-import gzip
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from megajax.config.errors import reason
 from megajax.hlo.program import HloError, Program
 from megajax.profile.trace import Trace, read_trace
 from megajax.profile.work import is_graph
-from megajax.run.kept_step import PROGRAM
+from megajax.run.kept_step import PROGRAM, decompressed
 from megajax.run.named import CONFIG
 from megajax.run.profile import FOLDER, PROCESS
 
@@ -73,7 +72,7 @@ def _time(file: Path) -> str:
 
 def _read_program(folder: Path) -> tuple[Config, str, Program]:
     try:
-        text = gzip.decompress((folder / PROGRAM).read_bytes()).decode()
+        text = decompressed((folder / PROGRAM).read_bytes())
         program = Program(text)
     except (OSError, EOFError, UnicodeDecodeError, HloError) as error:
         raise ConfigError(

@@ -59,7 +59,7 @@ def read_step(folder: Path) -> KeptStep | None:
     """
     if not (folder / RECORD).is_file() or not (folder / PROGRAM).is_file():
         return None
-    text = gzip.decompress((folder / PROGRAM).read_bytes()).decode()
+    text = decompressed((folder / PROGRAM).read_bytes())
     record = json.loads((folder / RECORD).read_bytes())
     step = CompiledStep.from_json(json.dumps(record['step']), text=text)
     return KeptStep(step, record['device_kind'], record['target'])
@@ -68,3 +68,8 @@ def read_step(folder: Path) -> KeptStep | None:
 def compressed(text: str) -> bytes:
     """Return the text of a program as the content of a .gz file; the same text, the same bytes."""
     return gzip.compress(text.encode(), mtime=0)
+
+
+def decompressed(content: bytes) -> str:
+    """Return the text that `compressed` made the content of a file of."""
+    return gzip.decompress(content).decode()
