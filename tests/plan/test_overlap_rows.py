@@ -8,6 +8,7 @@ Megatron's program and the GPU's record are frozen: what is compared with must n
 import hashlib
 import inspect
 import itertools
+import re
 from collections.abc import Iterator
 from importlib import resources
 
@@ -43,8 +44,9 @@ def test_what_is_compared_with_is_frozen() -> None:
     sources = [inspect.getsource(getattr(MEGATRON, part)) for part in parts]
     megatron = digest(*sources, inspect.getsource(programs._beside_everything))
     record = (resources.files('megajax') / 'hardware/gpus/h100.yaml').read_text()
-    without_fp8 = record.replace(', fp8: 1978.9e12', '')  # which no row computes in
-    assert {'megatron': megatron, 'h100': digest(without_fp8)} == FROZEN
+    record = record.replace(', fp8: 1978.9e12', '')  # which no row computes in
+    record = re.sub(r'^( *)pcie:.*\n(\1 +.*\n)*', '', record, flags=re.MULTILINE)  # nor sends over
+    assert {'megatron': megatron, 'h100': digest(record)} == FROZEN
 
 
 def steps(config: Config, overlaps: tuple[str, ...]) -> Iterator[Config]:
