@@ -14,8 +14,8 @@ from megajax.config.model import Part
 from megajax.config.schema import Config
 from megajax.counts.declaration import Parameter
 from megajax.counts.parameters import declare, dim_sizes, parameters
+from megajax.counts.passes import num_passes
 from megajax.counts.relevance import level_products, network_products
-from megajax.counts.schedule import num_passes
 from megajax.parallel.layout import Layout
 
 Phase = Literal['forward', 'backward', 'recompute', 'step']

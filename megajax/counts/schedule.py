@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megajax.config.schema import Config
+from megajax.counts.passes import num_passes
 
 IDLE = -1
 Table = NDArray[np.int32]
@@ -67,13 +68,6 @@ class Schedule:
         All chunks are taken to need the same time, and idle ticks as much as others.
         """
         return self.passes / (self.chunks * self.microbatches) - 1
-
-
-def num_passes(stages: int, chunks: int, microbatches: int) -> int:
-    """Return the ticks of a step with a forward pass on some stage, without making the tables."""
-    if chunks > 1:  # the groups of microbatches that go through all chunks are filled up
-        microbatches = -(-microbatches // stages) * stages
-    return chunks * microbatches + stages - 1
 
 
 def schedule_of(config: Config) -> Schedule:

@@ -23,8 +23,8 @@ from megajax.counts.collective import (
 )
 from megajax.counts.data_parallel import SHARDS, over_data
 from megajax.counts.parameters import Counts, megatron_counts, own_counts, parameters
+from megajax.counts.passes import num_passes
 from megajax.counts.products import Phase
-from megajax.counts.schedule import num_passes
 from megajax.hlo.program import Array
 
 FIRST = 'embedding', 'position', 'token_type'  # the modules of Megatron's first stage

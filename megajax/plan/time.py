@@ -128,6 +128,7 @@ class Timer:
     def __init__(self, cluster: Cluster, program: Software = MEGAJAX):
         self.cluster, self.program = cluster, program
         self._in_groups: dict[tuple[object, ...], _InGroup] = {}
+        self._flops: dict[tuple[object, ...], Flops] = {}
         self._forward: tuple[float, float] | None = None
 
     def step(self, config: Config) -> StepTime:
@@ -149,7 +150,7 @@ class Timer:
             memory_bound=group.memory_bound + sum(seconds for _, seconds in of_weights),
             launches=launch_seconds([*group.parts, *of_weights], group.num_launches),
             transfers=(*group.transfers, *over_data),
-            flops=step_flops(config, flash=group.flash),
+            flops=self._flops_of(config, flash=group.flash),
             tokens=config.train.batch_size * config.train.seq_len,
             devices=config.mesh.num_devices,
             peak_flops=peak_flops(config, cluster),
@@ -178,15 +179,13 @@ class Timer:
         """Return seconds that a step of `config` takes at least, whatever ZeRO shards."""
         return self._in_group(config).total
 
+    def _flops_of(self, config: Config, *, flash: bool) -> Flops:
+        if (key := _whatever_is_sharded(config)) not in self._flops:
+            self._flops[key] = step_flops(config, flash=flash)
+        return self._flops[key]
+
     def _in_group(self, config: Config) -> _InGroup:
-        mesh, train = config.mesh, config.train
-        key = (
-            *(mesh.data, mesh.model_rows, mesh.model, mesh.sequence_parallel),
-            *(mesh.stages, mesh.virtual_stages, mesh.context, mesh.context_exchange),
-            *(train.microbatches, train.recompute, train.schedule),
-            *(train.overlap, train.unroll),
-        )
-        if key not in self._in_groups:
+        if (key := _whatever_is_sharded(config)) not in self._in_groups:
             self._in_groups[key] = self._time_group(config)
         return self._in_groups[key]
 
@@ -231,6 +230,17 @@ class Timer:
             flash=flash,
             num_launches=program.num_launches(config),
         )
+
+
+def _whatever_is_sharded(config: Config) -> tuple[object, ...]:
+    """Return the keys that layouts differ in, but for what ZeRO shards and in how many replicas."""
+    mesh, train = config.mesh, config.train
+    return (
+        *(mesh.data, mesh.model_rows, mesh.model, mesh.sequence_parallel),
+        *(mesh.stages, mesh.virtual_stages, mesh.context, mesh.context_exchange),
+        *(train.microbatches, train.recompute, train.schedule),
+        *(train.overlap, train.unroll),
+    )
 
 
 def _idle_share(config: Config) -> float:

@@ -10,8 +10,9 @@ from megajax.counts.collective import Expected
 from megajax.counts.flops import step_flops
 from megajax.counts.megatron import expected, stated
 from megajax.counts.parameters import num_parameters
+from megajax.counts.passes import num_passes
 from megajax.counts.products import products
-from megajax.counts.schedule import make_schedule, num_passes
+from megajax.counts.schedule import make_schedule
 
 TOKENS, WIDTH = 4096, 4096
 

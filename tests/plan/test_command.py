@@ -22,6 +22,7 @@ from megajax.plan.memory import UNDERCOUNT
 from megajax.plan.verify import verified
 
 ROOT = Path(__file__).parents[2]
+MOST_CALLS = 3_300_000  # of Python functions; a slow core makes them in 2 to 3 s
 
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -235,19 +236,18 @@ def test_the_tables_of_the_papers_are_shown():
     assert '2 rows held out: mean error' in done.stdout
 
 
-def test_a_plan_takes_less_than_2_seconds_and_needs_no_jax():
+def test_a_plan_needs_no_jax_and_no_more_calls_than_a_core_makes_in_seconds():
+    """Calls are counted because seconds differ by a factor of two between machines."""
     code = (
-        'import sys, time, megajax; megajax.plan(megajax.load("llama3_8b"), gpu="h100", gpus=64); '
-        'print("jax" in sys.modules, time.process_time())'
+        'import sys, megajax; config = megajax.load("llama3_8b"); calls = 0\n'
+        'def count(frame, event, argument):\n'
+        '    global calls; calls += event == "call"\n'
+        'sys.setprofile(count); megajax.plan(config, gpu="h100", gpus=64); sys.setprofile(None)\n'
+        'print("jax" in sys.modules, calls)'
     )
-
-    def seconds() -> float:
-        has_jax, seconds = subprocess.check_output([sys.executable, '-c', code], text=True).split()
-        assert has_jax == 'False'
-        return float(seconds)
-
-    # Other work on the machine makes some runs slower.
-    assert any(seconds() < 2 for _ in range(3))
+    has_jax, calls = subprocess.check_output([sys.executable, '-c', code], text=True).split()
+    assert has_jax == 'False'
+    assert int(calls) < MOST_CALLS
 
 
 @pytest.mark.slow

@@ -212,7 +212,7 @@ def test_of_many_meshes_that_cannot_be_a_few_have_their_reasons():
 def test_many_gpus_are_searched_in_seconds(name, gpus):
     start = time.process_time()
     ranking(changed(load(name), train__batch_size=2 * gpus), 'h100', gpus)
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 15  # 2 to 6 on different machines
 
 
 def test_a_program_without_grids_has_none():
