@@ -164,9 +164,13 @@ def first_state(config: Config) -> TrainState:
         make = jax.jit(functools.partial(init_state, config)).lower().compile(quick())
         state = jax.tree.map(np.array, make())
 
+    lora = config.lora
+
     def noisy(declared: Parameter, x: np.ndarray) -> np.ndarray:
         noise = NOISE * random.normal(size=x.shape)
-        if config.lora is not None and declared.is_frozen:  # the same numbers in every dtype
+        if lora is not None and declared.is_adapter:  # what it adds is scaled
+            noise /= lora.scale
+        if lora is not None and declared.is_frozen:  # the same numbers in every dtype
             return np.asarray((x.astype(jnp.bfloat16) + noise).astype(jnp.bfloat16), x.dtype)
         return np.asarray(x + noise, x.dtype)
 
