@@ -21,7 +21,7 @@ os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = 'true'
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
     compiled = tempfile.TemporaryDirectory(prefix='megajax-compiled-')
     os.environ['JAX_COMPILATION_CACHE_DIR'] = compiled.name
-    os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
