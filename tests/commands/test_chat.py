@@ -14,7 +14,7 @@ import pytest
 from chains import CHATML, END, chain, chain_config, write_chain
 
 SAID = b'H\x1b[1mi'
-SECONDS = 100
+SECONDS = 300  # until a process that hangs has failed
 # Makes standard input the terminal of the session, from which Ctrl-C comes. Not between fork and
 # exec, where jax's threads could leave a lock behind.
 ON_A_TERMINAL = (
