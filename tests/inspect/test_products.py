@@ -20,17 +20,19 @@ NEEDS = "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
 WIDE = {'num_layers': 3, 'hidden_size': 256, 'head_dim': 64, 'max_seq_len': 128, 'dropout': 0.0}
 CASES = [
     ('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
-    slow('llama', 2, 4, {'microbatches': 2}, {'optim': {'shard': True}}),
+    exhaustive('llama', 2, 4, {'microbatches': 2}, {'optim': {'shard': True}}),
     exhaustive('gpt', 2, 4, {'recompute': 'selective'}, {'sequence_parallel': True}),
     slow('gpt', 2, 4, {'recompute': 'full'}, {'model': {'dropout': 0.1}}),
-    slow('gpt', 2, 4, {'recompute': 'none', 'overlap': 'batch_split'}, {}),
+    exhaustive('gpt', 2, 4, {'recompute': 'none', 'overlap': 'batch_split'}, {}),
     slow(
         'llama', 2, 4, {'recompute': 'full', 'overlap': 'batch_split'}, {'sequence_parallel': True}
     ),
-    slow('llama', 2, 4, {'recompute': 'full', 'dtype': 'float32'}, {'sequence_parallel': True}),
+    exhaustive(
+        'llama', 2, 4, {'recompute': 'full', 'dtype': 'float32'}, {'sequence_parallel': True}
+    ),
     slow('llama', 1, 1, {'recompute': 'full'}, {}),
     exhaustive('llama', 4, 2, {'recompute': 'none'}, {'optim': {'shard': True}}),
-    slow('bert', 2, 4, {'recompute': 'none'}, {}),
+    exhaustive('bert', 2, 4, {'recompute': 'none'}, {}),
     exhaustive(
         'bert', 2, 4, {'recompute': 'selective', 'microbatches': 2}, {'sequence_parallel': True}
     ),

@@ -28,7 +28,7 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
         exhaustive(grid('llama', 2, 4)),
         slow(grid('gpt', 2, 4, recompute='selective')),
         exhaustive(grid('gpt', 4, 2)),
-        slow(grid('llama', 2, 2, data=2, microbatches=2)),
+        exhaustive(grid('llama', 2, 2, data=2, microbatches=2)),
         exhaustive(grid('gpt', 2, 1, data=2)),
         slow(grid('llama', 8, 1)),
     ],
@@ -73,7 +73,7 @@ def test_rungs_of_zero_change_nothing_in_a_grid(setting: Setting) -> None:
         grid('llama', 2, 2, data=2, shard='weights', recompute='full'),
         slow(grid('gpt', 2, 2, data=2, shard='weights', recompute='full', overlap='batch_split')),
         exhaustive(grid('gpt', 4, 2)),
-        slow(grid('llama', 2, 4)),
+        exhaustive(grid('llama', 2, 4)),
     ],
     ids=str,
 )
