@@ -6,6 +6,7 @@ Imports no jax.
 from megajax.config.errors import (
     CheckpointError,
     ConfigError,
+    CorruptionError,
     MiscompileError,
     NumericError,
     Problem,
@@ -32,6 +33,7 @@ __all__ = [
     'CheckpointError',
     'Config',
     'ConfigError',
+    'CorruptionError',
     'DataConfig',
     'LoraConfig',
     'LossConfig',

@@ -73,6 +73,15 @@ class CheckpointError(RunError):
     exit_code = 4
 
 
+class CorruptionError(RunError):
+    """A step that gave other bits when it was repeated: some hardware computes wrongly.
+
+    Do not retry on the same devices (`run/replay.py`).
+    """
+
+    exit_code = 5
+
+
 class StopRequested(RunError):  # noqa: N818
     """A stop on request, with a saved checkpoint; the text names the cause.
 

@@ -37,6 +37,7 @@ def incompatibilities(config: 'Config') -> list[Problem]:
         _loss_scale,
         _optimizer,
         _profile,
+        _replay,
         _data,
         _masked,
     )
@@ -237,6 +238,17 @@ def _profile(config: 'Config') -> Iterator[Problem]:
             f'and {min(profile.steps, steps)} steps'
         )
         yield Problem(path='train.profile', message=message, others=('train.steps',))
+
+
+def _replay(config: 'Config') -> Iterator[Problem]:
+    train = config.train
+    if train.replay_every and not train.deterministic:
+        message = (
+            f'{train.replay_every} compares a step with its repetition to the bit, and without '
+            'train.deterministic=true a GPU may give other bits each time; '
+            'set train.deterministic=true, or train.replay_every=0'
+        )
+        yield Problem(path='train.replay_every', message=message, others=('train.deterministic',))
 
 
 def _data(config: 'Config') -> Iterator[Problem]:

@@ -117,6 +117,10 @@ class TrainConfig(Section):
     """Seed of initial weights, dropout and the order of samples."""
     deterministic: bool = False
     """Whether a GPU runs only operations that return the same bits each time; a CPU always does."""
+    replay_every: Annotated[CountFromZero, Unit('steps')] = 0
+    """Interval of steps that are computed again on other devices and compared to the bit, to find
+    hardware that computes wrongly; 0: never. Needs train.deterministic.
+    """
 
     @property
     def compute_dtype(self) -> Literal['float32', 'bfloat16', 'float16']:

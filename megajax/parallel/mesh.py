@@ -214,7 +214,7 @@ def _within_hosts(
 
     Raises ConfigError as `check_hosts` does.
     """
-    hosts = _hosts()
+    hosts = host_names()
     devices = sorted(devices, key=lambda device: hosts.index(hosts[device.process_index]))
     check_hosts([hosts[device.process_index] for device in devices], sizes, cross_hosts=cross_hosts)
     return devices
@@ -222,13 +222,18 @@ def _within_hosts(
 
 def devices_per_host(mesh: Mesh) -> int:
     """Return how many devices of the mesh each host has; all processes must call this."""
-    return mesh.size // (1 if jax.process_count() == 1 else len(set(_hosts())))
+    return mesh.size // (1 if jax.process_count() == 1 else len(set(host_names())))
 
 
-def _hosts() -> list[str]:
-    """Return the host name of each process."""
+def host_names() -> list[str]:
+    """Return the host name of each process; all processes must call this."""
     name = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES, b'\0')
-    names = np.asarray(multihost_utils.process_allgather(np.frombuffer(name, np.uint8)))
+    own = np.frombuffer(name, np.uint8)[None]
+    names = (
+        own
+        if jax.process_count() == 1
+        else np.asarray(multihost_utils.process_allgather(own, tiled=True))
+    )
     return [bytes(row).rstrip(b'\0').decode(errors='replace') for row in names]
 
 

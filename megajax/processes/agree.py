@@ -6,7 +6,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
 
-def from_all(*values: bool) -> np.ndarray:
+def from_all(*values: int) -> np.ndarray:
     """Return the values of all processes, [process, value]: an all-gather between hosts.
 
     All processes must call it.

@@ -16,6 +16,7 @@ MEANINGS = {
     'restore': 'reading a checkpoint',
     'checkpoint': 'saving, while it blocks training',
     'evaluation': 'validation',
+    'replay': 'repeating steps to compare them',
     'data_wait': 'waiting for batches',
     'other': 'samples, traces, between the steps',
 }

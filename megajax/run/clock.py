@@ -22,11 +22,13 @@ Activity = Literal[
     'restore',
     'checkpoint',
     'evaluation',
+    'replay',
     'data_wait',
     'other',
 ]
 # productive: steps that count. lost: steps skipped, rolled back, or repeated by the next start.
 # setup: devices, corpus, first state. checkpoint: the time for which saving blocks the run.
+# replay: steps repeated to compare them (`replay.py`), and the comparison.
 # data_wait: steps that wait for their batch. other: samples, traces, and time between the steps.
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 

@@ -19,7 +19,15 @@ from jax.sharding import Mesh
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.companions import Companions
 from megajax.checkpoint.open import restore_params
-from megajax.config import CheckpointError, Config, ConfigError, NumericError, StopRequested, dump
+from megajax.config import (
+    CheckpointError,
+    Config,
+    ConfigError,
+    CorruptionError,
+    NumericError,
+    StopRequested,
+    dump,
+)
 from megajax.config.overlap_rules import resolved
 from megajax.counts.parameters import num_parameters
 from megajax.data import Data, load_data
@@ -191,7 +199,8 @@ def _train(
                 trainer.save_now()
                 checkpoints.close(final=True)
                 raise
-            except (NumericError, CheckpointError):  # the newest state may be the cause
+            # The newest state may be the cause.
+            except (NumericError, CheckpointError, CorruptionError):
                 raise
             except Exception:
                 watchdog.beat('saving', 'checkpoint')

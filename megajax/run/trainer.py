@@ -18,6 +18,7 @@ from megajax.run.log.metrics import MetricsWriter
 from megajax.run.log.report import Report, StepReport
 from megajax.run.meter import Meter
 from megajax.run.profile import Profiler
+from megajax.run.replay import Replay
 from megajax.run.rollback import Rollbacks
 from megajax.run.sampler import Sampler
 from megajax.run.stop import StopWatch
@@ -100,6 +101,14 @@ class Trainer:
         folder = self.checkpoints.folder.parent
         self._train_step = compile_step(self.config, self.state, folder, self.report)
         self.profiler.compiled = self._train_step
+        self._replay = Replay(
+            self.config,
+            self._train_step,
+            self.state,
+            report=self.report,
+            clock=self.clock,
+            watchdog=self.watchdog,
+        )
         self._meter = Meter(
             self.config, self._train_step, list(jax.sharding.get_mesh().devices.flat)
         )
@@ -219,7 +228,7 @@ class Trainer:
             after_batch = self._begin('productive', f'step {step}', kind)
             if step == self._first:
                 self.state = with_scales(self.config, self.state, batch)
-            self.state, metrics = self._run_step(batch)
+            self.state, metrics = self._run_step(step, batch)
             if self.profiler.covers(step):
                 jax.block_until_ready(metrics)  # its kernels belong to its part of the trace
         return _Dispatched(step, metrics, start, after_batch)
@@ -234,18 +243,23 @@ class Trainer:
             or self._due
             or (self.state.loss_scale is not None and is_searching_scale)
             or self.profiler.covers(step + 1)
+            or self._replay.is_due(step + 1)
         )
 
-    def _run_step(self, batch: Batch) -> tuple[TrainState, Metrics]:
-        """Run the compiled step; in fp16 the first finds the loss scale, unless it is set."""
+    def _run_step(self, step: int, batch: Batch) -> tuple[TrainState, Metrics]:
+        """Run the compiled step; in fp16 the first finds the loss scale, unless it is set.
+
+        Raises CorruptionError if the step is repeated and its results differ.
+        """
+        train_step = self._replay.of_step(step)
         if (
             self.state.loss_scale is None
             or self.config.train.loss_scale != 'auto'
             or self.step > self._skipped
         ):
-            return self._train_step(self.state, batch)
+            return train_step(self.state, batch)
         first = float(self.state.loss_scale.value)
-        state, metrics = take_first_step(self._train_step, self.state, batch)
+        state, metrics = take_first_step(train_step, self.state, batch)
         if metrics['taken']:
             self.report.loss_scale(first, float(metrics['loss_scale']))
         return state, metrics
