@@ -41,6 +41,7 @@ class StepMemory:
     buffers: int
     fragments: int  # see FRAGMENTS
     batch: int
+    repetition: int  # copies of state and batch in a step of `train.replay_every`
     moment: str  # loss, layout, backward, embedding or encoder, see `_moments`
 
     @property
@@ -52,7 +53,7 @@ class StepMemory:
     def total(self) -> int:
         """The bytes of everything."""
         held = self.weights + self.gradients + self.activations + self.logits + self.buffers
-        return self.state + held + self.fragments + self.batch
+        return self.state + held + self.fragments + self.batch + self.repetition
 
 
 def memory(config: Config, *, capacity_bytes: int | None = None) -> StepMemory:
@@ -115,11 +116,13 @@ def _memory(sizes: Sizes, *, early: bool) -> StepMemory:
     if sizes.config.vision is not None:
         moments = with_encoder(sizes, moments, early=early)
     moment = max(moments, key=lambda name: moments[name].total)
+    copied = sizes.parameters_at_rest + sizes.moments + sizes.batch
     return StepMemory(
         parameters=sizes.parameters_at_rest,
         optimizer=sizes.moments,
         fragments=int(FRAGMENTS * moments[moment].total),
         batch=sizes.batch,
+        repetition=copied if sizes.config.train.replay_every else 0,
         moment=moment,
         **vars(moments[moment]),
     )

@@ -33,14 +33,16 @@ def state_bytes(config: Config) -> int:
     """Return the bytes of parameters, moments and gradients on each device of a training step.
 
     It is a lower bound of what a step needs: activations and gathered weights come on top, and of
-    gradients only those count that must be there before the first update, for their norm.
+    gradients only those count that must be there before the first update, for their norm. A step
+    that is repeated (`train.replay_every`) has a copy of parameters and moments.
     """
     layout, optim = Layout.of(config), config.optim
     each = [(x, num_at_rest(x, config.model, layout)) for _, x in parameters(config.model)]
     learned = sum(size for x, size in each if not x.is_frozen)
     of_learned = 2 * BYTES[optim.moments_dtype] + BYTES[optim.reduce_dtype]
     at_rest = sum(size * BYTES[dtype_at_rest(x, config)] for x, size in each)
-    return at_rest + of_learned * learned
+    copied = at_rest + 2 * BYTES[optim.moments_dtype] * learned if config.train.replay_every else 0
+    return at_rest + of_learned * learned + copied
 
 
 def _remedy(config: Config, have: int) -> str:

@@ -127,6 +127,13 @@ def test_moments_in_16_bits_take_half() -> None:
     assert plain.total - rounded.total == plain.optimizer / 2
 
 
+def test_a_step_that_is_repeated_has_its_state_and_its_batch_twice() -> None:
+    once = rung('weights')
+    twice = rung('weights', 'train.replay_every=10', 'train.deterministic=true')
+    assert (once.repetition, twice.repetition) == (0, once.state + once.batch)
+    assert twice.total - once.total == twice.repetition
+
+
 def test_a_grid_keeps_less_than_one_dimension() -> None:
     """Weights are 1/t either way, but the inputs of column-parallel products are D/x wide."""
     sp = 'mesh.sequence_parallel=true'

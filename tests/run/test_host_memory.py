@@ -51,3 +51,9 @@ def test_the_bound_is_not_above_what_a_step_holds(shard):
     )
     needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert held < state_bytes(config) <= needed
+
+
+def test_a_step_that_is_repeated_needs_its_parameters_and_moments_twice():
+    once = load('gpt2_124m', [])
+    twice = load('gpt2_124m', ['train.replay_every=10', 'train.deterministic=true'])
+    assert state_bytes(twice) / state_bytes(once) == (12 + 4 + 12) / (12 + 4)
