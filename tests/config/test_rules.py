@@ -239,6 +239,12 @@ def problems(*overrides: str) -> list[Problem]:
             'train.profile={"start":2980,"steps":20}',
         ),
         (
+            'train.replay_every=10',
+            'train.replay_every',
+            'set train.deterministic=true, or train.replay_every=0',
+            'train.deterministic=true',
+        ),
+        (
             'model.objective=masked_lm train.sample_prompts=["a"]',
             'train.sample_prompts',
             'leave it out',

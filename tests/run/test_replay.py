@@ -12,7 +12,7 @@ import pytest
 from runs import losses, steps
 from support import make_batch, make_config, on_mesh, slow, write_run
 
-from megajax.config import Config, ConfigError, CorruptionError, load
+from megajax.config import Config, CorruptionError, load
 from megajax.run import trainer
 from megajax.run.clock import Clock
 from megajax.run.compile_step import compile_step
@@ -212,11 +212,3 @@ def test_a_device_that_repeats_its_own_step_is_named_with_the_metric_that_differ
     assert ': loss on device 0 of process 0 (' in said
     assert 'differs from its repetition on the same device, in 1 of 1 elements' in said
     assert '1 of 1 devices differ' in said
-
-
-def test_a_gpu_would_need_to_be_deterministic() -> None:
-    with pytest.raises(ConfigError, match=r'set train\.deterministic=true') as error:
-        load('tiny', ['train.replay_every=10'])
-    assert error.value.exit_code == 2
-    config = load('tiny', ['train.replay_every=10', 'train.deterministic=true'])
-    assert config.train.replay_every == 10
