@@ -14,6 +14,7 @@ def ask_jax() -> dict[str, Any]:
 
     from megajax.miscompiles import target_of
     from megajax.model.flash import can_flash
+    from megajax.processes.certificates import JAX_OPTION
 
     devices = jax.local_devices()
     kinds = [(device.platform, device.device_kind, _memory(device)) for device in devices]
@@ -32,6 +33,7 @@ def ask_jax() -> dict[str, Any]:
         'platform': kind,
         'count': len(devices),
         'target': target_of(devices[0]),
+        'has_mutual_tls': hasattr(jax.config, JAX_OPTION),
     }
 
 

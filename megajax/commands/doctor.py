@@ -19,10 +19,12 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
+from typing import Any
 
 from megajax.commands.ask_jax import MARK
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor_links import look_at_nccl
+from megajax.commands.doctor_ports import look_at_ports
 from megajax.config.extras import install
 from megajax.hardware.targets import GPUS, has_compiler
 from megajax.processes.environment import visible_gpus
@@ -39,10 +41,15 @@ def diagnose(
     """Examine packages, jax's devices, the network of this host and the file system of `folder`."""
     diagnosis = Diagnosis()
     _packages(diagnosis)
-    target = _jax(diagnosis, environ, timeout)
+    report = _jax(diagnosis, environ, timeout)
+    target = report['target'] if report and report['target'] in GPUS else None
     _miscompiles(diagnosis, target, environ, timeout)
     look_at_nccl(diagnosis, visible_gpus(environ), environ)
     _network(diagnosis, environ)
+    if report:
+        look_at_ports(
+            diagnosis, environ, jax=version('jax'), has_mutual_tls=report['has_mutual_tls']
+        )
     _files(diagnosis, folder)
     return diagnosis
 
@@ -78,11 +85,8 @@ def _plugins() -> dict[str, str]:
     }
 
 
-def _jax(diagnosis: Diagnosis, environ: Mapping[str, str], timeout: float) -> str | None:
-    """Add what jax finds, and return the compile target of its GPUs.
-
-    Returns None for a CPU, or if jax does not start.
-    """
+def _jax(diagnosis: Diagnosis, environ: Mapping[str, str], timeout: float) -> dict[str, Any] | None:
+    """Add what jax finds, and return its report, or None if jax does not start."""
     # A run may be using the GPUs, and jax would preallocate most of their free memory.
     environment = {**environ, 'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
     command = [sys.executable, '-m', 'megajax.commands.ask_jax']
@@ -111,13 +115,13 @@ def _jax(diagnosis: Diagnosis, environ: Mapping[str, str], timeout: float) -> st
         diagnosis.fact('devices', 'unknown')
         _why_jax_fails(diagnosis, environ, done)
         return None
-    report = json.loads(answer)
+    report: dict[str, Any] = json.loads(answer)
     for line in report['devices']:
         diagnosis.fact('devices', line)
     diagnosis.fact('attention', report['attention'])
     _missing_gpus(diagnosis, report['platform'], report['count'], environ)
     _compilation_cache(diagnosis, report['platform'], environ)
-    return report['target'] if report['target'] in GPUS else None
+    return report
 
 
 def _why_jax_fails(

@@ -5,20 +5,19 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import jax
 
-from megajax.config import ConfigError, RunError
+from megajax.config import RunError
+from megajax.processes.certificates import JAX_OPTION, check_certificates
 from megajax.processes.environment import LOCAL_DEVICES, Start, read_start
 from megajax.processes.peers import RETRY, Peers, end
 from megajax.processes.rendezvous import gather
 
 # Seconds until a process that is alive but frozen counts as lost: only jax's heartbeats detect it.
 HEARTBEAT_TIMEOUT = 30
-# By which jax's coordinator and its clients know each other, from jax 0.12 on; read by jax.
-CERTIFICATES = 'JAX_MTLS_CERT_FILE', 'JAX_MTLS_KEY_FILE', 'JAX_MTLS_CA_FILE'
 # Environment variables for proxies, as gRPC reads them.
 PROXIES = 'grpc_proxy', 'https_proxy', 'http_proxy'
 NO_PROXIES = 'no_grpc_proxy', 'no_proxy'
@@ -70,7 +69,9 @@ def initialize() -> Peers | None:
     start = read_start()
     if start is None or jax.distributed.is_initialized():
         return None
-    _check_certificates(os.environ)
+    check_certificates(
+        os.environ, jax=jax.__version__, has_mutual_tls=hasattr(jax.config, JAX_OPTION)
+    )
     peers, port = gather(start)
     _avoid_proxies(start)
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
@@ -90,20 +91,6 @@ def initialize() -> Peers | None:
         _end_if_unreached(peers, error)
         raise
     return peers
-
-
-def _check_certificates(environ: Mapping[str, str]) -> None:
-    given = [name for name in CERTIFICATES if environ.get(name)]
-    if given and not hasattr(jax.config, 'jax_mtls_cert_file'):
-        raise ConfigError(
-            f'{given[0]} is set, and jax {jax.__version__} would ignore it: its coordinator has no '
-            'mutual TLS; install jax 0.12 or later, or unset it'
-        )
-    if given and (missing := [name for name in CERTIFICATES if name not in given]):
-        raise ConfigError(f'{given[0]} without {" and ".join(missing)}: set all three, or none')
-    for name in given:
-        if not os.access(environ[name], os.R_OK):
-            raise ConfigError(f'{name}={environ[name]}: not a file that can be read')
 
 
 def _avoid_proxies(start: Start) -> None:

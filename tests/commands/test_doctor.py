@@ -8,12 +8,14 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import jax
 import pytest
 
 from megajax.commands import doctor
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor import diagnose
 from megajax.hardware.targets import has_compiler
+from megajax.processes.certificates import JAX_OPTION
 
 CPU = {
     name: value
@@ -38,6 +40,9 @@ def test_the_command_tells_what_there_is_and_exits_0(tmp_path: Path) -> None:
     assert facts['attention'] == 'bfloat16: XLA, float32: XLA'
     assert facts['folder'].startswith(f'{tmp_path}: ')
     assert facts['folder'].endswith('writable, flock works')
+    has_tls = hasattr(jax.config, JAX_OPTION)
+    assert (f'as jax {version("jax")} has no TLS for it' in done.stdout) == (not has_tls)
+    assert ('JAX_MTLS_CERT_FILE is not set' in done.stdout) == has_tls
     assert list(tmp_path.iterdir()) == []
 
 
@@ -54,6 +59,7 @@ def test_every_fact_stands_under_its_name(tmp_path: Path) -> None:
         'variables',
         'loopback',
         'proxy',
+        'between hosts',
         'folder',
     }
     proxy = CPU | {'https_proxy': 'http://proxy:80'}

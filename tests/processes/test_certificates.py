@@ -10,15 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from megajax.processes.distributed import CERTIFICATES
+from megajax.config import ConfigError
+from megajax.processes.certificates import CERTIFICATES, JAX_OPTION, check_certificates
 
-pytestmark = [
-    pytest.mark.faults,
-    pytest.mark.skipif(
-        not hasattr(jax.config, 'jax_mtls_cert_file'), reason='this jax has no mutual TLS'
-    ),
-    pytest.mark.skipif(shutil.which('openssl') is None, reason='openssl makes the certificates'),
-]
+HAS_MUTUAL_TLS = hasattr(jax.config, JAX_OPTION)
 
 ROOT = Path(__file__).parents[2]
 MEET = """
@@ -64,6 +59,35 @@ def start(index: int, port: int, certificates: dict[str, str]) -> subprocess.Pop
     )
 
 
+@pytest.mark.parametrize('has_mutual_tls', [True, False])
+@pytest.mark.parametrize(
+    ('names', 'message'),
+    [
+        (CERTIFICATES[:1], f'without {CERTIFICATES[1]} and {CERTIFICATES[2]}: set all three'),
+        (CERTIFICATES, 'not a file that can be read'),
+    ],
+)
+def test_certificates_that_jax_could_not_use_are_refused(
+    names: tuple[str, ...], message: str, has_mutual_tls: bool
+) -> None:
+    expected = message if has_mutual_tls else 'jax 0.1 would ignore it, .* has no mutual TLS'
+    environ = dict.fromkeys(names, '/nowhere')
+    with pytest.raises(ConfigError, match=expected):
+        check_certificates(environ, jax='0.1', has_mutual_tls=has_mutual_tls)
+    check_certificates({}, jax='0.1', has_mutual_tls=has_mutual_tls)
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(HAS_MUTUAL_TLS, reason='this jax has mutual TLS')
+def test_a_jax_without_mutual_tls_ends_a_run_with_certificates_before_it_listens() -> None:
+    alone = start(0, 1, dict.fromkeys(CERTIFICATES, '/nowhere'))
+    assert f'jax {jax.__version__} would ignore it' in alone.communicate(timeout=60)[0]
+    assert alone.returncode != 0
+
+
+@pytest.mark.faults
+@pytest.mark.skipif(not HAS_MUTUAL_TLS, reason='this jax has no mutual TLS')
+@pytest.mark.skipif(shutil.which('openssl') is None, reason='openssl makes the certificates')
 @pytest.mark.parametrize('has_own', [True, False])
 def test_with_certificates_jax_admits_only_processes_that_have_one(
     has_own: bool, tmp_path: Path

@@ -11,7 +11,7 @@ import pytest
 from megajax.config import ConfigError
 from megajax.parallel import mesh
 from megajax.processes import distributed
-from megajax.processes.distributed import CERTIFICATES, NO_PROXIES, PROXIES, _avoid_proxies
+from megajax.processes.distributed import NO_PROXIES, PROXIES, _avoid_proxies
 from megajax.processes.environment import Start
 from megajax.processes.peers import Peers
 
@@ -127,20 +127,3 @@ def test_a_proxy_for_the_web_is_not_asked_for_process_0(
         monkeypatch.setenv(name, given.get(name, ''))
     _avoid_proxies(Start(index=1, count=2, host='here', port=1, bind=None, timeout=1))
     assert os.environ[NO_PROXIES[0]] == (expected or given.get('no_grpc_proxy', ''))
-
-
-HAS_MUTUAL_TLS = hasattr(jax.config, 'jax_mtls_cert_file')
-
-
-@pytest.mark.parametrize(
-    ('names', 'message'),
-    [
-        (CERTIFICATES[:1], f'without {CERTIFICATES[1]} and {CERTIFICATES[2]}: set all three'),
-        (CERTIFICATES, 'not a file that can be read'),
-    ],
-)
-def test_certificates_that_jax_could_not_use_are_refused(names, message):
-    expected = message if HAS_MUTUAL_TLS else 'its coordinator has no mutual TLS'
-    with pytest.raises(ConfigError, match=expected):
-        distributed._check_certificates(dict.fromkeys(names, '/nowhere'))
-    distributed._check_certificates({})
