@@ -26,7 +26,8 @@ COMMAND = 'import os, signal, sys, time\n{fault}\nfrom megajax.commands.main imp
 LAUNCH = """
 import sys
 from megajax.config import load
-from megajax.processes.launch import LaunchPlan, launch, make_plan
+from megajax.processes.launch import launch
+from megajax.processes.launch_plan import LaunchPlan, make_plan
 processes, command, *arguments = sys.argv[1:]
 needed = load(arguments[1], arguments[2:]).mesh.num_devices
 plan = make_plan(arguments, processes=int(processes), needed=needed)

@@ -150,7 +150,8 @@ def launch(
             f'megajax launch --processes {processes} -- train CONFIG'
         )
     mesh = _read(rest)[0].mesh
-    from megajax.processes.launch import launch, make_plan
+    from megajax.processes.launch import launch
+    from megajax.processes.launch_plan import make_plan
 
     plan = make_plan(
         arguments,

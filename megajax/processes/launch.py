@@ -7,30 +7,18 @@ import collections
 import contextlib
 import ctypes
 import os
-import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import entry_points
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from megajax.config.errors import ConfigError
-from megajax.config.extras import install
-from megajax.processes.environment import (
-    COORDINATOR,
-    LOCAL_DEVICES,
-    PROCESS,
-    PROCESSES,
-    TOKEN,
-    visible_gpus,
-)
+from megajax.processes.environment import TOKEN
+from megajax.processes.launch_plan import LaunchPlan
 from megajax.processes.peers import RETRY
 from megajax.processes.signals import STOPS, TELL, Patience, drop_lost_outputs, take_stops
 from megajax.processes.token import make_token
@@ -45,60 +33,6 @@ POLL = 0.05  # seconds
 # another process is lost: a restart can fix their cause. Others, such as SIGSEGV, are crashes that
 # would recur.
 MENDABLE = (*STOPS, signal.SIGKILL, signal.SIGABRT)
-PATIENCE = '--xla_cpu_collective_call_terminate_timeout_seconds'
-
-
-@dataclass(frozen=True, kw_only=True)
-class LaunchPlan:
-    """The processes to start: one command, and the environment variables to add for each."""
-
-    command: tuple[str, ...]
-    variables: tuple[Mapping[str, str], ...]
-
-    def __str__(self) -> str:
-        settings = (
-            shlex.join([f'{name}={value}' for name, value in variables.items()])
-            for variables in self.variables
-        )
-        command = shlex.join(self.command)
-        return '\n'.join(f'[{index}] {text} {command}' for index, text in enumerate(settings))
-
-
-def make_plan(
-    arguments: Sequence[str],
-    *,
-    processes: int,
-    needed: int,
-    devices_per_process: int | None = None,
-    environ: Mapping[str, str] = os.environ,
-) -> LaunchPlan:
-    """Plan `python -m megajax ARGUMENTS` in `processes` processes, for a mesh of `needed` devices.
-
-    Each process gets its own part of the visible GPUs or, without GPUs, simulated CPU devices:
-    `devices_per_process` of them, by default an equal share. Raises ConfigError if the numbers do
-    not fit, so that no GPU is idle or shared.
-    """
-    gpus = _usable_gpus(environ)
-    devices = devices_per_process or max((gpus or needed) // processes, 1)
-    product = f'{processes} processes x {devices} devices'
-    if gpus and processes * devices != gpus:
-        raise ConfigError(
-            f'{product} are {processes * devices}, and {gpus} GPUs are visible: '
-            f'choose --processes and --devices-per-process for {gpus}, '
-            f'or list {processes * devices} in CUDA_VISIBLE_DEVICES'
-        )
-    if processes * devices != needed:
-        raise ConfigError(
-            f'{product} are {processes * devices}, and the mesh of the config (mesh.stages x '
-            f'mesh.data x mesh.context x mesh.model_rows x mesh.model) needs {needed}: '
-            'change the mesh, or choose --processes and --devices-per-process to match it'
-        )
-    run = {COORDINATOR: f'127.0.0.1:{_free_port()}', PROCESSES: str(processes)}
-    place = _gpus_of if gpus else _cpus_of
-    variables = tuple(
-        {**run, PROCESS: str(index), **place(index, devices, environ)} for index in range(processes)
-    )
-    return LaunchPlan(command=(sys.executable, '-m', 'megajax', *arguments), variables=variables)
 
 
 def launch(plan: LaunchPlan, *, grace: float = GRACE) -> int:
@@ -280,40 +214,6 @@ class _Group:
             with contextlib.suppress(OSError, ValueError):
                 target.write(f'[{index}] {line}' if line.endswith('\n') else f'[{index}] {line}\n')
                 target.flush()
-
-
-def _usable_gpus(environ: Mapping[str, str]) -> int:
-    gpus = visible_gpus(environ)
-    if gpus and not any('cuda' in plugin.name for plugin in entry_points(group='jax_plugins')):
-        raise ConfigError(
-            f'{gpus} GPUs are visible and jax has no plugin for them: '
-            f'{install("cuda")}, or set JAX_PLATFORMS=cpu for CPU devices'
-        )
-    return gpus
-
-
-def _gpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
-    return {
-        LOCAL_DEVICES: ','.join(str(gpu) for gpu in range(index * devices, (index + 1) * devices))
-    }
-
-
-def _cpus_of(index: int, devices: int, environ: Mapping[str, str]) -> dict[str, str]:
-    variables = {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': str(devices)}
-    # Simulated devices meet at each collective. On a busy machine one may be late, and XLA would
-    # end the process after its default timeout.
-    flags = environ.get('XLA_FLAGS', '')
-    return (
-        variables
-        if PATIENCE in flags
-        else {**variables, 'XLA_FLAGS': f'{flags} {PATIENCE}=600'.strip()}
-    )
-
-
-def _free_port() -> int:
-    with socket.create_server(('127.0.0.1', 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
 
 
 def _exit_code(code: int) -> int:

@@ -13,14 +13,15 @@ from runs import gone
 from support import more
 
 from megajax.config import ConfigError
-from megajax.processes.launch import make_plan
+from megajax.processes.launch_plan import make_plan
 from megajax.processes.signals import SAME_SECONDS
 
 ROOT = Path(__file__).parents[2]
 # Process 0 and 1 of a plan that needs no jax: each runs its own line.
 PAIR = """
 import sys
-from megajax.processes.launch import LaunchPlan, launch
+from megajax.processes.launch import launch
+from megajax.processes.launch_plan import LaunchPlan
 plan = LaunchPlan(
     command=(sys.executable, '-c', 'import os; exec(os.environ["DO"])'),
     variables=tuple({'DO': do} for do in sys.argv[1:]),
@@ -83,9 +84,9 @@ def test_on_cpus_each_process_simulates_its_share_of_the_mesh_and_all_meet_on_lo
 
 
 def gpus(monkeypatch, *, plugin=True):
-    monkeypatch.setattr('megajax.processes.launch.visible_gpus', lambda environ: 8)
+    monkeypatch.setattr('megajax.processes.launch_plan.visible_gpus', lambda environ: 8)
     monkeypatch.setattr(
-        'megajax.processes.launch.entry_points',
+        'megajax.processes.launch_plan.entry_points',
         lambda group: [type('Plugin', (), {'name': 'xla_cuda12'})] if plugin else [],
     )
 
