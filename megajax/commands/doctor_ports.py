@@ -1,4 +1,4 @@
-"""What a run over several hosts listens on, in `megajax doctor`, and who may speak there."""
+"""The ports of a run over several hosts, and who may speak there, in `megajax doctor`."""
 
 from collections.abc import Mapping
 

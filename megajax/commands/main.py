@@ -127,7 +127,7 @@ def launch(
             metavar='-- train CONFIG KEY=VALUE', help='The command that each process runs.'
         ),
     ],
-    processes: Annotated[int, typer.Option(min=1, help='How many processes.')],
+    processes: Annotated[int, typer.Option(min=1, help='How many processes on this machine.')],
     devices_per_process: Annotated[
         int | None,
         typer.Option(
@@ -135,11 +135,18 @@ def launch(
             help='Devices of each process; an equal share of the GPUs or of the mesh if left out.',
         ),
     ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, help='How many hosts run this command, for one run.')
+    ] = 1,
+    host: Annotated[
+        int | None,
+        typer.Option(help='Which of them this is, from 0; in a pod of an Indexed Job its index.'),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option('--dry-run', help='Print the variables and the command of each process.')
     ] = False,
 ) -> None:
-    """Train in several processes on this machine.
+    """Train in several processes on this machine, or on each of several hosts.
 
     Each process has its own GPUs or simulated devices; they end together.
     """
@@ -158,6 +165,8 @@ def launch(
         processes=processes,
         needed=mesh.num_devices,
         devices_per_process=devices_per_process,
+        hosts=hosts,
+        host=host,
     )
     if dry_run:
         print(plan)

@@ -21,6 +21,7 @@ BIND, START_TIMEOUT = 'MEGAJAX_BIND', 'MEGAJAX_START_TIMEOUT'
 TOKEN = 'MEGAJAX_TOKEN'
 MIN_TOKEN_CHARACTERS = 16  # a shorter one could be guessed from an overheard proof
 LOCAL_DEVICES = 'JAX_LOCAL_DEVICE_IDS'  # jax's own
+POD_INDEX = 'JOB_COMPLETION_INDEX'  # by which Kubernetes numbers the pods of an Indexed Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,7 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _by_hand(environ: Mapping[str, str]) -> Start | None:
-    # Kubernetes passes the index of each pod of an Indexed Job in JOB_COMPLETION_INDEX.
-    index = PROCESS if PROCESS in environ else 'JOB_COMPLETION_INDEX'
+    index = PROCESS if PROCESS in environ else POD_INDEX
     if missing := [name for name in (COORDINATOR, index) if name not in environ]:
         missing = [PROCESS if name == index else name for name in missing]
         raise ConfigError(

@@ -63,6 +63,7 @@ class _Group:
         self.signals: list[signal.Signals] = []
         self.asked = 0  # number of processes that got the first signal
         self.patience = Patience()
+        self.total = plan.hosts * len(plan.variables)
         self.stopped: list[int] = []  # processes that were stopped when another failed
 
     @contextlib.contextmanager
@@ -77,8 +78,9 @@ class _Group:
                 signal.signal(number, handler)
 
     def start(self) -> None:
-        # Not part of the plan, which is printed.
-        shared = {TOKEN: make_token(), 'PYTHONUNBUFFERED': '1'}
+        shared = {'PYTHONUNBUFFERED': '1'}
+        if self.plan.hosts == 1:  # several hosts have theirs from the environment
+            shared[TOKEN] = make_token()  # not part of the plan, which is printed
         for variables in self.plan.variables:
             if self.signals:
                 break
@@ -140,16 +142,16 @@ class _Group:
         if self.signals:
             print(f'launch: ended by {self.signals[0].name}', file=sys.stderr)
         elif self.stopped and code in (RETRY, -signal.SIGABRT):  # jax aborts without a heartbeat
-            which = ', '.join(map(str, self.stopped))
+            which = ', '.join(str(self.plan.first + index) for index in self.stopped)
             print(
-                f'launch: process {which} of {len(self.processes)} was stopped, '
+                f'launch: process {which} of {self.total} was stopped, '
                 'for example by SIGSTOP, which ended the run',
                 file=sys.stderr,
             )
             return RETRY
         else:
             print(
-                f'launch: process {first} of {len(self.processes)} failed with '
+                f'launch: process {self.plan.first + first} of {self.total} failed with '
                 f'{_describe(code)}; its last lines:',
                 file=sys.stderr,
             )
@@ -212,7 +214,8 @@ class _Group:
             self.tails[index].append(line.rstrip('\n'))
             # Our own output may be closed; the processes continue.
             with contextlib.suppress(OSError, ValueError):
-                target.write(f'[{index}] {line}' if line.endswith('\n') else f'[{index}] {line}\n')
+                end = '' if line.endswith('\n') else '\n'
+                target.write(f'[{self.plan.first + index}] {line}{end}')
                 target.flush()
 
 

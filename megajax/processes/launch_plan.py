@@ -13,6 +13,7 @@ from megajax.config.extras import install
 from megajax.processes.environment import (
     COORDINATOR,
     LOCAL_DEVICES,
+    POD_INDEX,
     PROCESS,
     PROCESSES,
     visible_gpus,
@@ -27,6 +28,8 @@ class LaunchPlan:
 
     command: tuple[str, ...]
     variables: tuple[Mapping[str, str], ...]
+    hosts: int = 1  # that each start as many processes of the run
+    first: int = 0  # index in the run of this host's first process
 
     def __str__(self) -> str:
         settings = (
@@ -34,7 +37,9 @@ class LaunchPlan:
             for variables in self.variables
         )
         command = shlex.join(self.command)
-        return '\n'.join(f'[{index}] {text} {command}' for index, text in enumerate(settings))
+        return '\n'.join(
+            f'[{index}] {text} {command}' for index, text in enumerate(settings, self.first)
+        )
 
 
 def make_plan(
@@ -43,16 +48,19 @@ def make_plan(
     processes: int,
     needed: int,
     devices_per_process: int | None = None,
+    hosts: int = 1,
+    host: int | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
     """Plan `python -m megajax ARGUMENTS` in `processes` processes, for a mesh of `needed` devices.
 
     Each process gets its own part of the visible GPUs or, without GPUs, simulated CPU devices:
-    `devices_per_process` of them, by default an equal share. Raises ConfigError if the numbers do
-    not fit, so that no GPU is idle or shared.
+    `devices_per_process` of them, by default an equal share. With several hosts these are the
+    processes of host number `host`, or of the pod of an Indexed Job. Raises ConfigError if the
+    numbers do not fit, so that no GPU is idle or shared.
     """
     gpus = _usable_gpus(environ)
-    devices = devices_per_process or max((gpus or needed) // processes, 1)
+    devices = devices_per_process or max((gpus or needed // hosts) // processes, 1)
     product = f'{processes} processes x {devices} devices'
     if gpus and processes * devices != gpus:
         raise ConfigError(
@@ -60,18 +68,51 @@ def make_plan(
             f'choose --processes and --devices-per-process for {gpus}, '
             f'or list {processes * devices} in CUDA_VISIBLE_DEVICES'
         )
-    if processes * devices != needed:
+    if hosts * processes * devices != needed:
         raise ConfigError(
-            f'{product} are {processes * devices}, and the mesh of the config (mesh.stages x '
+            f'{f"{hosts} hosts x " if hosts > 1 else ""}{product} are '
+            f'{hosts * processes * devices}, and the mesh of the config (mesh.stages x '
             f'mesh.data x mesh.context x mesh.model_rows x mesh.model) needs {needed}: '
             'change the mesh, or choose --processes and --devices-per-process to match it'
         )
-    run = {COORDINATOR: f'127.0.0.1:{_free_port()}', PROCESSES: str(processes)}
+    first = processes * _index_of_host(hosts, host, environ)
+    run = {COORDINATOR: _coordinator(hosts, environ), PROCESSES: str(hosts * processes)}
     place = _gpus_of if gpus else _cpus_of
-    variables = tuple(
-        {**run, PROCESS: str(index), **place(index, devices, environ)} for index in range(processes)
+    return LaunchPlan(
+        command=(sys.executable, '-m', 'megajax', *arguments),
+        variables=tuple(
+            {**run, PROCESS: str(first + index), **place(index, devices, environ)}
+            for index in range(processes)
+        ),
+        hosts=hosts,
+        first=first,
     )
-    return LaunchPlan(command=(sys.executable, '-m', 'megajax', *arguments), variables=variables)
+
+
+def _index_of_host(hosts: int, host: int | None, environ: Mapping[str, str]) -> int:
+    given = str(host) if host is not None else environ.get(POD_INDEX) if hosts > 1 else '0'
+    if given is None:
+        raise ConfigError(
+            f'--hosts {hosts} without --host: say which of them this is, from 0; '
+            f'in a pod of an Indexed Job it is {POD_INDEX}'
+        )
+    if not given.isdecimal() or int(given) >= hosts:
+        where = '--host ' if host is not None else f'{POD_INDEX}='
+        raise ConfigError(
+            f'{where}{given} is not among the {hosts} of --hosts: use 0 to {hosts - 1}'
+        )
+    return int(given)
+
+
+def _coordinator(hosts: int, environ: Mapping[str, str]) -> str:
+    if hosts == 1:
+        return f'127.0.0.1:{_free_port()}'
+    if not environ.get(COORDINATOR):
+        raise ConfigError(
+            f'--hosts {hosts} without {COORDINATOR}: '
+            'export it on each host as HOST:PORT of host 0, for example node1:8476'
+        )
+    return environ[COORDINATOR]
 
 
 def _usable_gpus(environ: Mapping[str, str]) -> int:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,19 @@ plan = LaunchPlan(
 )
 sys.exit(launch(plan, grace=1))
 """
+# Host 0 or 1 of two, each of two processes that say who they are among how many.
+HOST = """
+import sys
+from dataclasses import replace
+from megajax.processes.launch import launch
+from megajax.processes.launch_plan import make_plan
+meet = (
+    'import jax; from megajax.processes.distributed import initialize; peers = initialize(); '
+    'print("met", jax.process_index(), jax.process_count(), len(jax.devices())); peers.done()'
+)
+plan = make_plan([], processes=2, needed=4, hosts=2, host=int(sys.argv[1]))
+sys.exit(launch(replace(plan, command=(sys.executable, '-c', meet))))
+"""
 IGNORE = (
     'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(os.getpid()); '
     'time.sleep(60)'
@@ -42,8 +56,8 @@ COUNT = (
 )
 
 
-def start(*command, folder=ROOT):
-    environ = os.environ | {'PYTHONPATH': str(ROOT)}
+def start(*command, folder=ROOT, environ=None):
+    environ = os.environ | {'PYTHONPATH': str(ROOT)} | (environ or {})
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
@@ -96,6 +110,59 @@ def test_on_gpus_each_process_gets_its_own(monkeypatch):
     plan = make_plan(['train'], processes=4, needed=8, environ={})
     assert [one['JAX_LOCAL_DEVICE_IDS'] for one in plan.variables] == ['0,1', '2,3', '4,5', '6,7']
     assert not any('JAX_PLATFORMS' in one or 'JAX_NUM_CPU_DEVICES' in one for one in plan.variables)
+
+
+def test_several_hosts_number_their_processes_one_after_the_other(monkeypatch):
+    gpus(monkeypatch)
+    there = {'MEGAJAX_COORDINATOR': 'node1:8476'}
+    plans = [
+        make_plan(['train'], processes=8, needed=16, hosts=2, host=0, environ=there),
+        make_plan(
+            ['train'],
+            processes=8,
+            needed=16,
+            hosts=2,
+            environ=there | {'JOB_COMPLETION_INDEX': '1'},
+        ),
+    ]
+    for first, plan in zip((0, 8), plans, strict=True):
+        assert str(plan).startswith(f'[{first}] MEGAJAX_COORDINATOR=node1:8476 ')
+        numbers = [int(one['MEGAJAX_PROCESS']) for one in plan.variables]
+        assert numbers == list(range(first, first + 8))
+        assert {one['MEGAJAX_PROCESSES'] for one in plan.variables} == {'16'}
+        assert [one['JAX_LOCAL_DEVICE_IDS'] for one in plan.variables] == list('01234567')
+
+
+@pytest.mark.parametrize(
+    ('host', 'needed', 'environ', 'message'),
+    [
+        (None, 16, {}, '--hosts 2 without --host: say which of them this is, from 0'),
+        (2, 16, {}, '--host 2 is not among the 2 of --hosts: use 0 to 1'),
+        (-1, 16, {}, '--host -1 is not among the 2 of --hosts'),
+        (None, 16, {'JOB_COMPLETION_INDEX': '4'}, 'JOB_COMPLETION_INDEX=4 is not among the 2'),
+        (0, 16, {}, '--hosts 2 without MEGAJAX_COORDINATOR: export it on each host'),
+        (0, 8, {}, '2 hosts x 8 processes x 1 devices are 16, and the mesh'),
+    ],
+)
+def test_a_host_without_its_place_is_refused(monkeypatch, host, needed, environ, message):
+    gpus(monkeypatch)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_plan(['train'], processes=8, needed=needed, hosts=2, host=host, environ=environ)
+
+
+@pytest.mark.slow
+def test_the_launches_of_two_hosts_meet_as_one_run():
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        port = server.getsockname()[1]
+    environ = {'MEGAJAX_COORDINATOR': f'127.0.0.1:{port}', 'MEGAJAX_TOKEN': 64 * '5'}
+    environ['JAX_PLATFORMS'] = 'cpu'
+    hosts = [start('-c', HOST, str(host), environ=environ) for host in (0, 1)]
+    said = [process.communicate(timeout=120) for process in hosts]
+    assert [process.returncode for process in hosts] == [0, 0], said
+    assert [sorted(out.splitlines()) for out, _ in said] == [
+        ['[0] met 0 4 4', '[1] met 1 4 4'],
+        ['[2] met 2 4 4', '[3] met 3 4 4'],
+    ]
 
 
 @pytest.mark.parametrize(

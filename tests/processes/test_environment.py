@@ -7,7 +7,6 @@ from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
 from megajax import load
 from megajax.config import ConfigError
@@ -184,29 +183,6 @@ def test_steps_of_one_slurm_job_meet_at_different_ports():
 )
 def test_gpus_are_those_that_cuda_shows(environ, count):
     assert visible_gpus(environ) == count
-
-
-def test_the_kubernetes_example_gives_each_pod_its_place():
-    service, job = YAML(typ='safe').load_all((SCRIPTS / 'kubernetes.yaml').read_text())
-    pods = job['spec']['template']['spec']
-    (container,) = pods['containers']
-    environ = {one['name']: one['value'] for one in container['env'] if 'value' in one}
-    (secret,) = [one for one in container['env'] if 'valueFrom' in one]
-    assert secret['name'] == 'MEGAJAX_TOKEN'
-    assert secret['valueFrom']['secretKeyRef'] == {'name': 'megajax-token', 'key': 'token'}
-    start = read_start(environ | {'JOB_COMPLETION_INDEX': '2'})
-    assert (
-        (start.index, start.count)
-        == (2, job['spec']['completions'])
-        == (2, job['spec']['parallelism'])
-    )
-    assert start.host == f'{job["metadata"]["name"]}-0.{service["metadata"]["name"]}'
-    assert pods['subdomain'] == service['metadata']['name']
-    config = load(container['command'][2], container['command'][3:])
-    assert (
-        config.mesh.data * config.mesh.model
-        == start.count * container['resources']['limits']['nvidia.com/gpu']
-    )
 
 
 def test_the_slurm_example_makes_a_token_that_is_on_no_command_line():
