@@ -15,6 +15,8 @@ from megajax.hardware.records import Hardware, hardware
 ROOT = Path(__file__).parents[1]
 GUIDES = ['add_a_family', 'add_a_gpu', 'add_a_layout', 'add_a_parameter', 'add_an_activation']
 
+COUNTED = r'^\+\+\+ b/', r'^\+(?!\+\+ b/)', r'^-(?!-- (?:a/|/dev/null))'  # files, lines, lines
+
 
 def blocks(guide: str, language: str) -> list[str]:
     text = (ROOT / 'docs' / f'{guide}.md').read_text()
@@ -61,9 +63,11 @@ def run_there(code: str, tree: Path) -> str:
 
 @pytest.mark.parametrize('guide', GUIDES)
 def test_the_change_of_a_guide_does_what_the_guide_says(guide: str, tmp_path: Path) -> None:
-    (check,) = blocks(guide, 'python')
-    said = run_there(check, changed(guide, tmp_path))
-    assert said.strip() == check.rpartition('  # ')[2].strip()
+    tree = changed(guide, tmp_path)
+    checks = blocks(guide, 'python')
+    said = [run_there(check, tree).strip() for check in checks]
+    assert said == [check.rpartition('  # ')[2].strip() for check in checks]
+    assert said
 
 
 STEP = """
@@ -130,3 +134,21 @@ def test_a_guide_begins_with_the_files_to_touch(guide: str) -> None:
     touched = set(re.findall(r'^\+\+\+ b/(\S+)', diffs, flags=re.MULTILINE))
     listed = set(re.findall(r'^\| `([^`]+)` \|', text, flags=re.MULTILINE))
     assert touched <= listed
+
+
+def diffs() -> list[tuple[str, str]]:
+    """Each diff of the guides, and the new file of the one whose change is a file of YAML."""
+    found = [(guide, diff) for guide in GUIDES for diff in blocks(guide, 'diff')]
+    (text,) = blocks('add_a_gpu', 'yaml')
+    added = ''.join(f'+{line}\n' for line in text.splitlines())
+    return [*found, ('add_a_gpu', f'+++ b/megajax/hardware/gpus/l40s.yaml\n{added}')]
+
+
+def test_the_files_and_lines_of_each_change_are_those_of_its_diff() -> None:
+    text = (ROOT / 'docs/architecture.md').read_text()
+    rows = re.findall(r'^\| \[.*\]\((\w+)\.md.*\) \| (\d+) \| (\d+) \| (\d+) \|$', text, re.M)
+    counted = [
+        (guide, *(str(len(re.findall(lines, diff, re.M))) for lines in COUNTED))
+        for guide, diff in diffs()
+    ]
+    assert sorted(rows) == sorted(counted)
