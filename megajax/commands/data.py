@@ -55,7 +55,9 @@ Prefix = Annotated[
 ]
 Inputs = Annotated[
     list[str],
-    typer.Option(metavar='FILES...', help="Paths, globs, or '-' for JSON lines on standard input."),
+    typer.Option(
+        metavar='FILES...', help="Paths, URLs, globs, or '-' for JSON lines on standard input."
+    ),
 ]
 InputFormat = Annotated[
     Literal['jsonl', 'text', 'parquet'] | None,

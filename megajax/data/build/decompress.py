@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, cast
 
 from megajax.data.build.inputs import STDIN, Input, optional, unreadable
 from megajax.data.build.pieces import UNIT
+from megajax.data.build.remote import open_remote
 
 # Compressed bytes that are given to zstd at once. A block of 4 bytes may stand for 128 KiB of equal
 # ones, so that a piece makes at most 128 MiB, whatever the file holds.
@@ -25,11 +26,14 @@ def open_input(input: Input) -> Iterator[BinaryIO]:
     """Open the file, or standard input, which stays open."""
     if input.path == STDIN:
         yield sys.stdin.buffer
+    elif input.is_remote:
+        with open_remote(input.path, input.size) as file:
+            yield file
     else:
         if Path(input.path).is_fifo():
             logger.info('%s is a pipe: waiting for what writes into it', input.path)
-        with Path(input.path).open('rb') as file:
-            yield file
+        with Path(input.path).open('rb') as local:
+            yield local
 
 
 @contextmanager

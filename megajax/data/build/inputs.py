@@ -1,4 +1,4 @@
-"""The corpus files of a build: the paths, globs and streams that `--input` names."""
+"""The corpus files of a build: the paths, URLs, globs and streams that `--input` names."""
 
 import glob
 import logging
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.extras import install
+from megajax.data.build import remote
 
 STDIN = '-'
 
@@ -36,15 +37,22 @@ class Input:
     size: int  # bytes on disk
     mtime_ns: int
     stream: bool
+    version: str = ''  # of a file with a URL: its ETag, or the time of its last change
 
     @property
     def compression(self) -> str:
         """The suffix of a compressed file, '.gz' or '.zst', else the empty string."""
-        return Path(self.path).suffix if self.path.endswith(COMPRESSED) else ''
+        name = _name(self.path)
+        return Path(name).suffix if name.endswith(COMPRESSED) else ''
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the file is opened by its URL."""
+        return remote.is_remote(self.path)
 
 
 def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
-    """Return the files that paths, globs and '-' name, in this order; matches of a glob are sorted.
+    """Return the files that paths, URLs, globs and '-' name, in order; a glob's matches are sorted.
 
     With `format` None, the suffix of each file decides. Raises ConfigError with every file that
     does not exist, cannot be read, or has a format that cannot be read in this way.
@@ -69,6 +77,10 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
 
 
 def _expand(pattern: str) -> list[str]:
+    if remote.is_remote(pattern):
+        if urls := remote.expand(pattern):
+            return urls
+        raise input_error(pattern, 'matches no file; check the pattern')
     path = str(Path(pattern).expanduser())
     if pattern == STDIN or Path(path).exists():
         return [path]
@@ -93,8 +105,17 @@ def _once(pattern: str, names: list[str]) -> list[str]:
 def _look(path: str, format: Format | None) -> Input:
     if path == STDIN:
         input = Input(path=path, format=format or 'jsonl', size=0, mtime_ns=0, stream=True)
+    elif remote.is_remote(path):
+        size, version = remote.look(path)
+        input = Input(
+            path=path,
+            format=format or _format(path),
+            size=size or 0,
+            mtime_ns=0,
+            stream=size is None,
+            version=version,
+        )
     else:
-        bare = Path(path).with_suffix('') if path.endswith(COMPRESSED) else Path(path)
         try:
             status = os.stat(path)
             if stat.S_ISREG(status.st_mode):
@@ -111,7 +132,7 @@ def _look(path: str, format: Format | None) -> Input:
         size, mtime_ns = (0, 0) if stream else (status.st_size, status.st_mtime_ns)
         input = Input(
             path=path,
-            format=format or SUFFIXES.get(bare.suffix, 'text'),
+            format=format or _format(path),
             size=size,
             mtime_ns=mtime_ns,
             stream=stream,
@@ -126,6 +147,16 @@ def _look(path: str, format: Format | None) -> Input:
     elif input.format == 'parquet':
         optional('pyarrow', path)
     return input
+
+
+def _name(path: str) -> str:
+    return path.partition('?')[0] if remote.is_web(path) else path
+
+
+def _format(path: str) -> Format:
+    name = _name(path)
+    bare = Path(name).with_suffix('') if name.endswith(COMPRESSED) else Path(name)
+    return SUFFIXES.get(bare.suffix, 'text')
 
 
 def unreadable(input: Input, error: Exception) -> ConfigError:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from megajax.config.errors import ConfigError, Problem
@@ -87,10 +88,24 @@ def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, 
     """Return the hash of everything that determines the output; a stream never has the same."""
     import tokenizers
 
-    files = [asdict(input) | {'path': os.path.abspath(input.path)} for input in inputs]
-    once = uuid4().hex if any(input.stream for input in inputs) else ''
+    files = [_identity(input) for input in inputs]
+    once = uuid4().hex if any(_is_unknown(input) for input in inputs) else ''
     spec = tokenizer.fingerprint if tokenizer else f'bpe {job.train_bpe}'
     options = (job.json_key, job.append_eod, job.skip_bad, unit)
     return sha256(
         json.dumps([VERSION, tokenizers.__version__, files, once, spec, *options]).encode()
     ).hexdigest()
+
+
+def _identity(input: Input) -> dict[str, Any]:
+    """Return what tells a file and its version from others."""
+    if input.is_remote:
+        return asdict(input)
+    local = asdict(input) | {'path': os.path.abspath(input.path)}
+    del local['version']
+    return local
+
+
+def _is_unknown(input: Input) -> bool:
+    """Whether nothing tells if the input is the same as before."""
+    return input.stream or (input.is_remote and not input.version)

@@ -1,10 +1,12 @@
 """Rows of Parquet files, in pieces."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megajax.data.build.inputs import Input, input_error, optional, unreadable
 from megajax.data.build.pieces import UNIT, InputPiece, Position
+from megajax.data.build.remote import open_remote
 
 
 def read_rows(
@@ -17,7 +19,10 @@ def read_rows(
     """
     parquet, arrow = optional('pyarrow.parquet', input.path), optional('pyarrow', input.path)
     try:
-        with parquet.ParquetFile(input.path, pre_buffer=False, buffer_size=UNIT) as file:
+        with (
+            _source(input) as source,
+            parquet.ParquetFile(source, pre_buffer=False, buffer_size=UNIT) as file,
+        ):
             _check_column(input, key, file.schema_arrow)
             total, row = file.metadata.num_rows, here.offset
             rows: list[bytes | None] = []
@@ -31,6 +36,15 @@ def read_rows(
                     yield piece, row == total, input.size * row // total
     except (arrow.ArrowException, OSError) as error:
         raise unreadable(input, error) from error
+
+
+@contextmanager
+def _source(input: Input) -> Iterator[Any]:
+    if input.is_remote:
+        with open_remote(input.path, input.size, at_any_place=True) as source:
+            yield source
+    else:
+        yield input.path
 
 
 def _column(file: Any, key: str, start: int) -> Iterator[bytes | None]:

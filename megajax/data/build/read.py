@@ -66,10 +66,10 @@ def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[InputPiece,
     """
     offset, line = here.offset, here.line
     with read_errors(input), open_input(input) as raw, decompress(input, raw) as stream:
-        if input.compression:
-            skip(stream, offset)
-        elif offset:
+        if offset and not input.compression and stream.seekable():
             stream.seek(offset)
+        else:
+            skip(stream, offset)
         for data, ended in _blocks(input, stream, unit):
             is_jsonl = input.format == 'jsonl'
             piece = InputPiece(
