@@ -4,7 +4,6 @@ It holds config, tokenizer, versions and data. Imports no jax.
 """
 
 import datetime
-import json
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +16,7 @@ from megajax.config import CheckpointError, Config
 from megajax.config.differences import differences
 from megajax.config.renamed import current
 from megajax.config.schema import keys_of
+from megajax.files.bounded_json import parse_json
 
 RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
 VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after it was saved
@@ -54,14 +54,15 @@ class Record(BaseModel):
         """
         mesh, shard = self.config.get('mesh', {}), self.config.get('optim', {}).get('shard')
         groups = (
-            [f'{key}={mesh[key]}' for key in keys if mesh.get(key, 1) > 1]
+            [f'{key}={mesh[key]}' for key in keys if mesh.get(key, 1) != 1]
             for keys in (('stages', 'virtual_stages'), ('replicas',), ('context',), ('model_rows',))
         )
         stages, replicas, context, rows = map(list, groups)
         data, model = ([f'{key}={mesh.get(key, "?")}'] for key in ('data', 'model'))
         parts = stages, data + replicas, context, rows + model
-        rung = {True: ', optimizer', False: '', None: '', 'none': ''}.get(shard, f', {shard}')
-        return ' x '.join(' '.join(part) for part in parts if part) + rung
+        rung = 'optimizer' if shard is True else shard or 'none'
+        layout = ' x '.join(' '.join(part) for part in parts if part)
+        return layout if rung == 'none' else f'{layout}, {rung}'
 
 
 def make_record(
@@ -103,15 +104,15 @@ def read_record(folder: Path) -> Record:
 def recorded_step(folder: Path) -> int | None:
     """The step of the state in a checkpoint's folder; None if its record cannot be read."""
     try:
-        return int(json.loads((folder / RECORD).read_bytes())['step'])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(parse_json((folder / RECORD).read_bytes())['step'])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 
 def _noted_loss(folder: Path) -> float | None:
     try:
-        return float(json.loads((folder / VALIDATION).read_bytes()))
-    except (OSError, ValueError, TypeError):
+        return float(parse_json((folder / VALIDATION).read_bytes()))
+    except (OSError, ValueError, TypeError, OverflowError):
         return None
 
 

@@ -20,6 +20,7 @@ from megajax.commands.generate_pictures import (
 )
 from megajax.config import ConfigError
 from megajax.config.extras import install
+from megajax.files.bounded_json import parse_json
 from megajax.files.outputs import output_problems
 from megajax.render.logs import log_to_terminal
 
@@ -320,7 +321,7 @@ def _read_prompts(file: Path) -> list[str]:
     try:
         lines = file.read_text(encoding='utf-8').splitlines()
         prompts = (
-            [json.loads(line)['prompt'] for line in lines] if file.suffix == '.jsonl' else lines
+            [parse_json(line)['prompt'] for line in lines] if file.suffix == '.jsonl' else lines
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

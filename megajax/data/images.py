@@ -78,7 +78,11 @@ def read_image(path: str | Path, *, place: str = '', max_pixels: int = MAX_PIXEL
 def _open(path: str | Path, place: str, max_pixels: int) -> Iterator[Image.Image]:
     """Open a picture; an error of pillow, also in the body, is a ConfigError."""
     name = str(path)
-    if not Path(path).is_file():  # a pipe or a device could block
+    try:
+        is_file = Path(path).is_file()  # a pipe or a device could block
+    except OSError:  # a name that is too long
+        is_file = False
+    if not is_file:
         raise _problem(name, 'is not a file; correct the path', place)
     try:
         with Image.open(path, formats=FORMATS) as image:

@@ -4,7 +4,6 @@ The last word counts by the strict rule of the Megatron paper (Shoeybi et al., 2
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from megajax.config import ConfigError
 from megajax.data import Tokenizer
 from megajax.evaluate.score import Scorer, Window
+from megajax.files.bounded_json import parse_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def _read(file: str) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            text = json.loads(line)['text']
+            text = parse_json(line)['text']
             assert text.split()
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
             raise ConfigError(

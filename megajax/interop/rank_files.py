@@ -15,6 +15,7 @@ from megajax.config import ConfigError
 from megajax.interop.torch_files import Namespace, load_torch
 
 FILE, TRACKER, RELEASE = 'model_optim_rng.pt', 'latest_checkpointed_iteration.txt', 'release'
+MAX_TRACKER_BYTES = 100
 VERSION = 3.0  # version of the layout; since 2.0 QKV is grouped by head
 IGNORED = re.compile(r'.*_extra_state(\..*)?|.*rotary_pos_emb\.inv_freq')
 # Translation of names in Transformer Engine's layers and in Megatron-LM before megatron-core to
@@ -95,12 +96,20 @@ def find_ranks(
 
 
 def newest(folder: Path) -> Path:
-    """Return the newest checkpoint of a folder that holds several, or the folder itself."""
+    """Return the newest checkpoint of a folder that holds several, or the folder itself.
+
+    Raises ConfigError if the file that names it holds neither a number of steps nor `release`.
+    """
     tracker = folder / TRACKER
     if not tracker.is_file():
         return folder
-    name = tracker.read_text().strip()
-    return folder / (f'iter_{int(name):07}' if name.isdecimal() else name)
+    with tracker.open('rb') as file:
+        name = file.read(MAX_TRACKER_BYTES).decode(errors='replace').strip()
+    if name == RELEASE:
+        return folder / RELEASE
+    if not re.fullmatch('[0-9]+', name):
+        raise ConfigError(f'{tracker}: {name!r:.80} is neither a number of steps nor {RELEASE!r}')
+    return folder / f'iter_{int(name):07}'
 
 
 def read_rank(path: Path) -> RankFile:

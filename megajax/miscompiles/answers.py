@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from megajax.files.bounded_json import parse_json
 from megajax.hardware.records import hardware
 from megajax.miscompiles.entry import Miscompile
 
@@ -49,7 +50,7 @@ def identity(entry: Miscompile, target: str) -> Identity:
 def read(wanted: Identity) -> dict[str, Any] | None:
     """The stored answer; None if there is none or its file is broken."""
     try:
-        kept = json.loads(_file(wanted).read_text())
+        kept = parse_json(_file(wanted).read_bytes())
         answer = kept['answer'] if kept['identity'] == wanted else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

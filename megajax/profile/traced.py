@@ -74,7 +74,7 @@ def _read_program(folder: Path) -> tuple[Config, str, Program]:
     try:
         text = decompressed((folder / PROGRAM).read_bytes())
         program = Program(text)
-    except (OSError, EOFError, UnicodeDecodeError, HloError) as error:
+    except (OSError, ValueError, HloError) as error:
         raise ConfigError(
             f'{folder / PROGRAM}, the program of the traced steps, cannot be read '
             f'({reason(error)}): trace some steps again (train.profile)'

@@ -1,7 +1,6 @@
 """The content of run directories, read with patience: a run may be going on, or just begin."""
 
 import dataclasses
-import json
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from megajax.checkpoint.digests import find_steps, problems, read_sums
 from megajax.checkpoint.record import Record, read_record
 from megajax.config import Config, ConfigError, RunError, load
 from megajax.config.errors import reason
+from megajax.files.bounded_json import parse_json
 from megajax.report.thin import Floats
 from megajax.run.clock import SUMMARY
 from megajax.run.kept_step import KeptStep, read_step
@@ -22,6 +22,8 @@ from megajax.run.lock import running_in
 from megajax.run.named import CONFIG
 
 METRICS, SAMPLES = 'metrics.jsonl', 'samples.jsonl'
+MAX_STEPS = 2**53  # that a float, as columns have them, can count
+LARGEST_FLOAT = 2**1023
 MAX_PNG_BYTES = 400_000  # of the pictures in a page
 _PNG = b'\x89PNG\r\n'
 
@@ -162,22 +164,29 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         with path.open('rb') as file:
             for piece in file:
                 try:
-                    line = json.loads(piece)
+                    line = parse_json(piece)
                 except ValueError:
                     continue
-                if isinstance(line, dict) and isinstance(line.get('step'), int):
+                if isinstance(line, dict) and _is_step(line.get('step')):
                     yield line
     except OSError:
         return
 
 
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < MAX_STEPS
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Whether a value is a number that a column can hold, as an integer of 400 digits is not."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < LARGEST_FLOAT
+    return isinstance(value, float)
 
 
 def _summary(path: Path) -> dict[str, Any]:
     try:
-        summary = json.loads(path.read_text())
+        summary = parse_json(path.read_bytes())
         return summary if isinstance(summary['seconds'], dict) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

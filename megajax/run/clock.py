@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from megajax.files.bounded_json import parse_json
+
 Activity = Literal[
     'productive',
     'lost',
@@ -175,7 +177,7 @@ def _rounded(seconds: Mapping[Activity, float]) -> dict[str, float]:
 def _read(path: Path) -> dict[str, Any]:
     """The summary of the previous start; empty if it cannot be read, because it only informs."""
     try:
-        summary = json.loads(path.read_text())
+        summary = parse_json(path.read_bytes())
         is_valid = isinstance(summary, dict) and isinstance(summary.get('seconds'), dict)
         return summary if is_valid else {}
     except (OSError, ValueError):

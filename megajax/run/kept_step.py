@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -71,5 +72,11 @@ def compressed(text: str) -> bytes:
 
 
 def decompressed(content: bytes) -> str:
-    """Return the text that `compressed` made the content of a file of."""
-    return gzip.decompress(content).decode()
+    """Return the text that `compressed` made the content of a file of.
+
+    Raises ValueError for another content, or one that is cut short or damaged.
+    """
+    try:
+        return gzip.decompress(content).decode()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f'not a whole .gz file: {error}') from error

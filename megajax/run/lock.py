@@ -15,6 +15,7 @@ from typing import IO, Any
 import jax
 
 from megajax.config import ConfigError
+from megajax.files.bounded_json import parse_json
 
 LOCK = 'lock'
 TAKEN = (errno.EACCES, errno.EAGAIN)
@@ -50,7 +51,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 def running_in(folder: Path) -> str | None:
     """Return the process, other than this one, that runs in a folder; None if there is none."""
     try:
-        with (folder / LOCK).open() as file:
+        with (folder / LOCK).open(errors='replace') as file:
             holder = _holder(file)
             if holder is None or _is_own(file):
                 return None
@@ -69,7 +70,9 @@ def _is_own(file: IO[str]) -> bool:
 def _open(path: Path) -> IO[str]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o640), 'r+')
+        return os.fdopen(
+            os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o640), 'r+', errors='replace'
+        )
     except OSError as error:
         raise ConfigError(
             f'{path} cannot be written: {error.strerror}; allow it, or choose another run.dir'
@@ -98,7 +101,7 @@ def _holder(file: IO[str]) -> str | None:
     file.seek(0)
     text = file.read(1000)
     try:
-        holder = json.loads(text)
+        holder = parse_json(text)
         return f'pid {holder["pid"]} on host {holder["host"]} since {holder["start"]}'
     except (ValueError, KeyError, TypeError):
         return 'an unknown process' if text.strip() else None

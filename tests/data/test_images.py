@@ -216,6 +216,8 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / 'pipe.png')
     for name in ('pipe.png', 'missing.png', '.'):
         assert 'is not a file' in refusal(tmp_path / name)
+    with pytest.raises(ConfigError, match=r'is not a file; correct the path'):
+        read_image(tmp_path / ('x' * 5000))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason='root reads every file')

@@ -196,6 +196,14 @@ def test_the_tokenizer_beside_a_pair_is_the_run_s(tmp_path: Path) -> None:
     assert data.tokenizer.decode(read_pair(prefix).tokens[:6]).startswith('def f')
 
 
+@pytest.mark.parametrize('note', ['', '3', '[1]', '[null, 2]', '[0, Infinity]', '[' * 100_000])
+def test_ids_are_read_where_the_note_of_them_is_damaged(pair: Path, notes: Path, note: str) -> None:
+    assert token_range(read_pair(pair)) == (0, 999)
+    for file in notes.iterdir():
+        file.write_text(note)
+    assert token_range(read_pair(pair)) == (0, 999)
+
+
 def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Path) -> None:
     assert token_range(read_pair(pair)) == (0, 999)
     note = next(notes.iterdir())

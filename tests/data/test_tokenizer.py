@@ -10,6 +10,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from megajax.config import ConfigError
 from megajax.data import Tokenizer, encode_documents, make_tokenizer
+from megajax.data.text.long_texts import PART
+from megajax.data.text.tokenizer import load_tokenizer
 
 TEXTS = [
     'def f(x):\n    if x:\n        return x + 1\n\n\nclass A:\n\tpass\r\n',
@@ -161,6 +163,16 @@ def test_a_vocabulary_that_is_too_small(
         ),
     ):
         make_tokenizer(spec, vocab_size, CORPUS)
+
+
+def test_a_text_that_a_tokenizer_cannot_encode_is_refused_with_its_reason(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(models.WordPiece({'b': 0, '[SEP]': 1}, unk_token='[UNK]'))
+    words.save(str(tmp_path / 'tokenizer.json'))
+    tokenizer = load_tokenizer(str(tmp_path / 'tokenizer.json'))
+    assert [list(ids) for ids in tokenizer.encode_batch(['b'])] == [[0]]
+    for text in ('a', 'a' * (PART + 1)):
+        with pytest.raises(ConfigError, match=r'json cannot encode a text .*Missing \[UNK\]'):
+            tokenizer.encode_batch([text])
 
 
 def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:

@@ -411,9 +411,10 @@ def test_what_a_document_starts_with_is_read_and_the_first_is_not_predicted(tmp_
     assert [list(window.tokens) for window in oracle.seen] == texts
 
 
-def test_what_is_not_lambada_is_refused_with_its_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize('line', ['{"txt": "a b"}', '3', '[' * 100_000], ids=len)
+def test_what_is_not_lambada_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
     file = tmp_path / 'lambada.jsonl'
-    file.write_text('{"text": "a b"}\n{"txt": "a b"}\n')
+    file.write_text(f'{{"text": "a b"}}\n{line}\n')
     with pytest.raises(
         ConfigError, match=r"lambada.jsonl:2: not a JSON object with a passage under 'text'"
     ):

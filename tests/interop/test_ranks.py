@@ -27,6 +27,7 @@ from support import gather, relative_error
 from megajax.checkpoint.open import open_model
 from megajax.config import Config, ConfigError, load
 from megajax.interop.arguments import read_arguments
+from megajax.interop.rank_files import find_ranks
 from megajax.interop.ranks import FILE, export_megatron, import_megatron
 from megajax.interop.torch_files import Inert, Namespace, load_torch
 
@@ -160,6 +161,20 @@ def test_sets_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     refused('holds mp_rank_00_000, mp_rank_02, but not every rank from 00_000 on')
     (tmp_path / 'in' / 'iter_0000005' / 'mp_rank_00_000_000').mkdir()
     refused('mp_rank_00_000_000 is neither a tensor-parallel rank nor one of a pipeline')
+
+
+@pytest.mark.parametrize(
+    'content', [b'\xff\xfe', b'../iter_0000005', b'a\0b', b'', b'9' * 10_000, '²'.encode()]
+)
+def test_a_tracker_that_names_no_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
+    write_ranks(tmp_path, weights_of(oracle_of('llama')), 1)
+    tracker = tmp_path / 'latest_checkpointed_iteration.txt'
+    assert find_ranks(tmp_path) == [[tmp_path / 'iter_0000005/mp_rank_00' / FILE]]
+    tracker.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        find_ranks(tmp_path)
+    assert str(tmp_path) in str(refused.value)
+    assert len(str(refused.value)) < 1000
 
 
 @pytest.mark.parametrize(

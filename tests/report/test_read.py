@@ -41,6 +41,15 @@ def test_a_line_that_is_being_written_is_left_out(copied_run: Path) -> None:
     assert read(copied_run).last_step == 6
 
 
+@pytest.mark.parametrize('line', [f'{{"step": 1{400 * "0"}, "loss": 3}}', '[' * 100_000])
+def test_a_line_that_no_run_writes_is_left_out(copied_run: Path, line: str) -> None:
+    with (copied_run / 'metrics.jsonl').open('a') as file:
+        file.write(f'{line}\n{{"step": 7, "loss": 1{400 * "0"}}}\n')
+    run = read(copied_run)
+    assert run.last_step == 7
+    assert np.isnan(run.steps['loss'][-1])
+
+
 def test_a_value_that_only_some_steps_have_is_not_a_number_in_the_others(tmp_path: Path) -> None:
     (tmp_path / 'config.yaml').write_text(
         'model: {num_layers: 1, hidden_size: 8, num_heads: 1, vocab_size: 64, max_seq_len: 1024}'

@@ -70,7 +70,7 @@ def test_the_seconds_of_all_starts_are_summed_and_what_is_done_again_is_lost(
     assert both['total'] == pytest.approx(first['seconds']['total'] + last['total'], abs=2e-3)
 
 
-@pytest.mark.parametrize('content', ['', '{"step": 3, "sta', '[]', '{"seconds": 3}'])
+@pytest.mark.parametrize('content', ['', '{"step": 3, "sta', '[]', '{"seconds": 3}', '[' * 100_000])
 def test_a_summary_that_cannot_be_read_begins_anew(tmp_path: Path, content: str) -> None:
     (tmp_path / 'summary.json').write_text(content)
     assert work(start(tmp_path, 0, lost_seconds=1), 0, until=1)['starts'] == 1

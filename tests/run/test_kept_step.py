@@ -1,5 +1,6 @@
 """A run keeps the step that it has compiled, as `inspect` would see it."""
 
+import contextlib
 import logging
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from support import make_config
 
 from megajax.inspect.audit import audit
 from megajax.parallel.mesh import concrete, make_mesh
-from megajax.run.kept_step import PROGRAM, RECORD, keep_step, read_step
+from megajax.run.kept_step import PROGRAM, RECORD, compressed, decompressed, keep_step, read_step
 from megajax.train.compiled_step import CompiledStep, record_step
 from megajax.train.feed import abstract_batch
 from megajax.train.step import TrainState, init_state, make_train_step
@@ -48,6 +49,15 @@ def test_a_step_that_cannot_be_written_ends_no_run(
     with caplog.at_level(logging.WARNING), jax.set_mesh(make_mesh(2, 2)):
         keep_step(tmp_path / 'nowhere', *step, seconds=1.5)
     assert 'step.hlo.gz cannot be written' in caplog.text
+
+
+def test_a_program_is_whole_or_a_value_error() -> None:
+    content = compressed('HloModule a' * 100)
+    assert decompressed(content) == 'HloModule a' * 100
+    for place in range(len(content)):
+        for damaged in (content[:place], content[:place] + b'\xff\xff\xff' + content[place:]):
+            with contextlib.suppress(ValueError):
+                assert decompressed(damaged) == 'HloModule a' * 100  # a changed name or time
 
 
 def test_a_run_that_keeps_none_has_none(tmp_path: Path) -> None:

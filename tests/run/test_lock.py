@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config import ConfigError
-from megajax.run.lock import LOCK, run_lock
+from megajax.run.lock import LOCK, run_lock, running_in
 
 HOLD = """
 import sys, time
@@ -83,9 +83,10 @@ def test_a_directory_that_cannot_be_written_is_a_mistake(tmp_path: Path) -> None
         pass
 
 
-@pytest.mark.parametrize('left', ['not json', '{}', '[]', '\x00\x00'])
-def test_a_damaged_lock_file_is_no_obstacle(tmp_path: Path, left: str) -> None:
-    (tmp_path / LOCK).write_text(left)
+@pytest.mark.parametrize('left', [b'not json', b'{}', b'[]', b'\0\0', b'\xff\xfe', b'[' * 1000])
+def test_a_damaged_lock_file_is_no_obstacle(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / LOCK).write_bytes(left)
+    assert running_in(tmp_path) is None
     with run_lock(tmp_path):
         pass
     assert (tmp_path / LOCK).read_text() == ''

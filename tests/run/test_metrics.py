@@ -72,7 +72,9 @@ def test_each_step_is_a_line_and_a_point_and_what_is_not_finite_is_null(tmp_path
     assert drawn(tmp_path) == [1, 2]
 
 
-@pytest.mark.parametrize('left', ['', '{"step": 5, "lo', '\0\0\0\0\n', '{"loss": 3}\n', '5\n'])
+@pytest.mark.parametrize(
+    'left', ['', '{"step": 5, "lo', '\0\0\0\0\n', '{"loss": 3}\n', '5\n', '[' * 100_000 + '\n']
+)
 def test_a_resumed_run_takes_away_the_steps_that_it_lost_and_a_line_that_was_cut_short(
     tmp_path: Path, left: str
 ) -> None:

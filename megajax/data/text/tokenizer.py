@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megajax.config.errors import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem, reason
 from megajax.data.text.long_texts import PART, parts, parts_to_learn
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Tokenizer:
             raise _error(
                 f'{spec} has no end-of-document token; add one of {", ".join(END_OF_DOCUMENT)}'
             )
-        self._backend = backend
+        self._backend, self._spec = backend, spec
         self.eod = vocab[names[0]]
         self.ends: tuple[int, ...] = (self.eod,)
         self.start = _start(backend)
@@ -73,17 +73,25 @@ class Tokenizer:
         """
         if max(map(len, texts), default=0) > PART:
             return [self._encode_long(text) for text in texts]
-        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(encoding.ids, self.dtype) for encoding in encodings]
+        return [np.array(ids, self.dtype) for ids in self._encode(texts)]
 
     def _encode_long(self, text: str) -> np.ndarray:
         def encode(part: str) -> Sequence[int]:
-            (encoding,) = self._backend.encode_batch_fast([part], add_special_tokens=False)
-            ids: Sequence[int] = encoding.ids
+            (ids,) = self._encode([part])
             return ids
 
         ids = [np.array(encode(part), self.dtype) for part in parts(text, encode)]
         return np.concatenate(ids)
+
+    def _encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        try:
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:  # a text has what the vocabulary lacks, and no token for that
+            raise _error(
+                f'{self._spec} cannot encode a text ({reason(error)}); '
+                'use a tokenizer that knows every text, such as a byte-level BPE'
+            ) from error
+        return [encoding.ids for encoding in encodings]
 
     def also_ends(self, ids: Iterable[int]) -> None:
         """End generated texts at these ids too, such as those of the end of a turn."""
@@ -238,7 +246,10 @@ def _start(backend: 'tokenizers.Tokenizer') -> list[int]:
 
     [CLS] is added with the masks (`masked.py`).
     """
-    encoding = backend.encode('a')
+    try:
+        encoding = backend.encode('a')
+    except Exception:  # the texts to come may have only what the vocabulary has
+        return []
     prefix = takewhile(
         lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True)
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.tokens.indexed import Sequences, paths
+from megajax.files.bounded_json import parse_json
 
 CHUNK = 1 << 24  # tokens read at a time
 
@@ -37,8 +38,8 @@ def token_range(sequences: Sequences) -> tuple[int, int]:
     bin_path, _ = paths(sequences.name)
     note = _notes() / f'{_fingerprint(bin_path)}.json'
     try:
-        low, high = json.loads(note.read_text())
-    except (OSError, ValueError):
+        low, high = map(int, parse_json(note.read_bytes()))
+    except (OSError, ValueError, TypeError, OverflowError):
         low, high = _read_range(sequences.tokens)
         _remember(note, (low, high))
     return low, high

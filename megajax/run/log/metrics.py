@@ -17,6 +17,7 @@ import jax
 from megajax.config import Config, ConfigError
 from megajax.config.errors import reason
 from megajax.config.extras import install
+from megajax.files.bounded_json import parse_json
 from megajax.run.log.append import AppendedFile
 from megajax.run.log.trackers import TensorBoard, WandB
 
@@ -165,7 +166,7 @@ class JsonLines:
 def _parse(piece: bytes) -> dict[str, Any] | None:
     """The object in a complete line; None if the line was cut short or damaged."""
     try:
-        line = json.loads(piece) if piece.endswith(b'\n') else None
+        line = parse_json(piece) if piece.endswith(b'\n') else None
     except ValueError:
         return None
     return line if isinstance(line, dict) and isinstance(line.get('step'), int) else None
