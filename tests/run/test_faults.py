@@ -2,10 +2,7 @@
 equals never having stopped.
 """
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -182,17 +179,3 @@ def test_rolled_back_a_run_goes_on_with_the_batches_after_the_bad_one(
             ),
             name='small',
         )
-
-
-def test_killed_at_random_moments_a_run_ends_in_the_state_of_an_undisturbed_one() -> None:
-    command = [sys.executable, str(Path(__file__).with_name('monkey.py')), '--kills', '24']
-    environ = os.environ | {
-        'PYTHONPATH': os.pathsep.join(
-            filter(None, (str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH')))
-        )
-    }
-    done = subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=1800, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert 'the losses of all steps: equal' in done.stdout
