@@ -106,8 +106,10 @@ class Monkey:
         return (self.folder / f'{name}.log').read_text(errors='replace')[-20_000:]
 
     def measure(self, layouts: tuple[tuple[str, ...], ...]) -> None:
-        """Compile the step of every layout, and take the time of a start without that."""
-        for layout in (*layouts, layouts[0]):
+        """Compile the step of every layout but the first one, which is compiled, and take the time
+        of a start without that.
+        """
+        for layout in (*layouts[1:], layouts[0]):
             begin, metrics = time.monotonic(), self.folder / 'timed/metrics.jsonl'
             process = self.start('timed', layout)
             while process.poll() is None and not num_steps(metrics):
@@ -225,16 +227,16 @@ def disturb(
     monkey: Monkey, kills: int, seconds: float, layouts: tuple[tuple[str, ...], ...]
 ) -> list[Kill]:
     """Train once in peace, in `straight`, and once with kills, in `disturbed`."""
-    folder, deadline = monkey.folder, time.monotonic() + seconds
+    folder = monkey.folder
     lines = random.Random(0)  # a text that is not learned by heart: its loss does not vanish
     text = '\n'.join(f'def f{lines.random()}(x): return {lines.random()}' for _ in range(2000))
     (folder / 'corpus.txt').write_text(text)
     settings = CONFIG.format(steps=STEPS_PER_KILL * kills, folder=folder)
     (folder / 'small.yaml').write_text(settings)
-    monkey.measure(layouts)
     monkey.finish('straight', layouts[0])
+    monkey.measure(layouts)
     done: list[Kill] = []
-    layout = layouts[0]
+    layout, deadline = layouts[0], time.monotonic() + seconds
     while len(done) < kills and time.monotonic() < deadline:
         others = [other for other in layouts if other != layout] or [layout]
         layout = monkey.chance.choice(others)
