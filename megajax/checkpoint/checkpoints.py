@@ -179,7 +179,14 @@ class Checkpoints:
         self._padded = changed_shapes(parts, unpadded(parts, Layout.of(self.config)))
         self._losses.begin(step, validation_loss)
         self._folders.renew(step)
-        error = None
+        error: Exception | None = self._folders.write_error()
+        if not from_all(error is not None).any():
+            error = self._begin_to_save(step, parts)
+            if not from_all(error is not None).any():
+                return
+        self._settle(error)
+
+    def _begin_to_save(self, step: int, parts: dict[str, Any]) -> Exception | None:
         try:
             ordered = tree_on_host(parts, Layout.of(self.config))
             self._manager.save(
@@ -187,10 +194,9 @@ class Checkpoints:
                 args=ocp.args.Composite(state=ocp.args.StandardSave(ordered)),
                 force=True,
             )
-        except Exception as failure:
-            error = failure
-        if from_all(error is not None).any():
-            self._settle(error)
+        except Exception as error:
+            return error
+        return None
 
     def note_validation_loss(self, step: int, loss: float) -> None:
         """Write the loss of `step`, measured after its save began, once the checkpoint exists."""

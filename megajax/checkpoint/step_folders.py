@@ -5,6 +5,8 @@ The first process reads and deletes; with several processes all call the same me
 
 import contextlib
 import logging
+import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +24,8 @@ from megajax.checkpoint.digests import (
 from megajax.checkpoint.strays import delete_folder, move_aside, sweep, warn_of_strays
 from megajax.config import CheckpointError
 from megajax.processes.agree import from_first
+
+PROBE = 1 << 16  # bytes, more than Orbax needs before its arrays
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +61,20 @@ class StepFolders:
                 'restore their files from a backup, or choose another run.dir to start afresh'
             )
         return newest if count else None
+
+    def write_error(self) -> OSError | None:
+        """Return why this process cannot write in the folder, found out with a file without a name.
+
+        One that found out while Orbax saves would leave the others at Orbax's barriers.
+        """
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.write(bytes(PROBE))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            return error
+        return None
 
     def refuses(self, step: int) -> bool:
         """Whether the digests of a step refuse it, which is logged; equal in all processes."""

@@ -146,7 +146,7 @@ def launch(
         bool, typer.Option('--dry-run', help='Print the variables and the command of each process.')
     ] = False,
 ) -> None:
-    """Train in several processes on this machine, or on each of several hosts.
+    """Train in several processes, here or on each of several hosts.
 
     Each process has its own GPUs or simulated devices; they end together.
     """

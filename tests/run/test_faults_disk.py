@@ -110,3 +110,21 @@ def test_a_disk_that_fails_costs_checkpoints_and_only_the_last_ends_the_run_with
     code, said = finish(start(folder, *LONG[1:], f'train.steps={sound[-1] + 5}', 'run.resume=must'))
     assert (code, f'checkpoints, step {sound[-1]}\n' in said) == (0, True), said
     assert sound[-1] + 5 in find_steps(disk)
+
+
+def test_two_processes_find_a_full_disk_and_neither_waits_for_the_other(folder: Path) -> None:
+    run, disk = folder / 'run', folder / 'run/checkpoints'
+    process = start(folder, *LONG, processes=2)
+    wait_for(lambda: len(find_steps(disk)) == 2)
+    full(disk)
+    assert 'No space left' in read_until(process, 'could not be written')
+    failed = len(losses(run))
+    wait_for(lambda: len(losses(run)) > failed + 20)
+    full(disk)
+    wait_for(lambda: len(losses(run)) > failed + 60)
+    empty(disk)
+    wait_for(lambda: max(find_steps(disk)) > failed + 60)
+    process.send_signal(signal.SIGTERM)
+    code, said = finish(process)
+    assert code == 75, said
+    assert not problems(disk / str(find_steps(disk)[-1]))
