@@ -91,7 +91,7 @@ def test_jax_listens_on_the_interface_that_the_environment_names(monkeypatch, bi
 
 
 def test_hosts_whose_processes_are_numbered_in_turn_still_hold_whole_groups(monkeypatch):
-    monkeypatch.setattr(mesh, '_hosts', lambda: ['a', 'b', 'a', 'b'])
+    monkeypatch.setattr(mesh, 'host_names', lambda: ['a', 'b', 'a', 'b'])
     devices = [
         SimpleNamespace(process_index=process, id=2 * process + i)
         for process in range(4)
