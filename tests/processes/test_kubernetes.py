@@ -135,8 +135,8 @@ def test_what_would_repeat_fails_the_job_and_what_a_restart_mends_does_not(
     assert first['action'] == 'FailJob'
     assert first['onExitCodes']['containerName'] == container['name']
     assert first['onExitCodes']['operator'] == 'In'
-    repeat = {errors.ConfigError, errors.NumericError, errors.CheckpointError}
-    codes = {error.exit_code for error in repeat}
+    repeat = 'ConfigError', 'NumericError', 'CheckpointError', 'CorruptionError'
+    codes = {getattr(errors, name).exit_code for name in repeat}
     assert set(first['onExitCodes']['values']) == codes
     assert not codes & {RETRY, STALLED, errors.StopRequested.exit_code}
     assert second == {'action': 'Ignore', 'onPodConditions': [{'type': 'DisruptionTarget'}]}
