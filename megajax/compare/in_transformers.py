@@ -50,7 +50,10 @@ def execute_with_transformers(
 
     transformers.utils.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        source.path, dtype=torch.float32, attn_implementation='eager'
+        source.path,
+        dtype=torch.float32,
+        attn_implementation='eager',
+        use_safetensors=True,  # never a pickle
     ).eval()
     forward = _forward(model, source, config, batch)
     forward['loss'].backward()
