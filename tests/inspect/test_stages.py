@@ -80,7 +80,7 @@ SMALL = config(stages=2, context=2, train={'microbatches': 2})
         exhaustive(config('bert', stages=2, model=2, train={'batch_size': 24})),
         exhaustive(config(context=2, data=2, model=2)),
         exhaustive(config(context=4, **SP, train=HALF, shard='optimizer')),
-        slow(config(context=4, model=2, context_exchange='ring', train=FULL)),
+        exhaustive(config(context=4, model=2, context_exchange='ring', train=FULL)),
         slow(config('gpt', context=2, data=2, context_exchange='ring', shard='weights')),
         exhaustive(config(stages=2, context=2, data=2, context_exchange='ring', train=FULL)),
     ],
@@ -164,7 +164,7 @@ UNDECLARED = 'permute with undeclared pairs'
     ('worsen', 'config', 'expected'),
     [
         slow(sent_the_other_way, FOUR, {UNDECLARED}),
-        slow(sent_past_a_stage, FOUR, {UNDECLARED}),
+        exhaustive(sent_past_a_stage, FOUR, {UNDECLARED}),
         slow(never_sent_home, CHUNKS, {UNDECLARED, 'permute without a source'}),
         slow(
             sent_in_fp32,

@@ -38,7 +38,7 @@ cross = functools.partial(vlm, crossed=True)
         exhaustive(vlm(1, 4, **SP, **HALF)),
         slow(vlm(4, 2, **SP, optim={'shard': 'optimizer'}, **HALF)),
         exhaustive(vlm(2, 4, optim={'shard': 'weights'}, **TWICE)),
-        slow(vlm(4, 2, mesh={'replicas': 2}, optim={'shard': 'gradients'})),
+        exhaustive(vlm(4, 2, mesh={'replicas': 2}, optim={'shard': 'gradients'})),
         exhaustive(vlm(3, 2, optim={'shard': 'weights'}, train={'batch_size': 24})),
         exhaustive(vlm(2, 1)),
         slow(vlm(2, 2, **SP, vision={'freeze': ('encoder',)}, train={'recompute': 'full'})),
@@ -50,7 +50,7 @@ cross = functools.partial(vlm, crossed=True)
         exhaustive(cross(1, 4, train=ROWS['train'] | HALF['train'])),
         exhaustive(cross(2, 4, optim={'shard': 'weights'}, **TWICE)),
         exhaustive(cross(4, 2, **SP, optim={'shard': 'gradients'}, **HALF)),
-        slow(relevant(2, 2, **SP)),
+        exhaustive(relevant(2, 2, **SP)),
         exhaustive(relevant(1, 4, **HALF, relevance={'scorer_shards': 2})),
         slow(
             relevant(

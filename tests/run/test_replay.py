@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from runs import losses, steps
-from support import make_batch, make_config, on_mesh, slow, write_run
+from support import exhaustive, make_batch, make_config, on_mesh, slow, write_run
 
 from megajax.config import Config, CorruptionError, load
 from megajax.run import trainer
@@ -160,8 +160,8 @@ def replayed(data: int = 1, model: int = 1, /, **sections: dict[str, Any]) -> Co
     [
         replayed(),
         slow(replayed(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
-        slow(replayed(2, 2, optim={'shard': 'gradients', 'moments_dtype': 'bfloat16'})),
-        slow(
+        exhaustive(replayed(2, 2, optim={'shard': 'gradients', 'moments_dtype': 'bfloat16'})),
+        exhaustive(
             replayed(
                 2,
                 1,
@@ -170,7 +170,7 @@ def replayed(data: int = 1, model: int = 1, /, **sections: dict[str, Any]) -> Co
                 train={'microbatches': 2},
             )
         ),
-        slow(
+        exhaustive(
             replayed(
                 2,
                 2,
@@ -178,10 +178,10 @@ def replayed(data: int = 1, model: int = 1, /, **sections: dict[str, Any]) -> Co
                 optim={'shard': 'optimizer'},
             )
         ),
-        slow(replayed(2, 2, mesh={'sequence_parallel': True}, train={'dtype': 'fp8'})),
-        slow(replayed(2, 2, train={'dtype': 'float16'})),
-        slow(replayed(2, 2, lora={'rank': 2})),
-        slow(replayed(4, 2, mesh={'replicas': 2}, optim={'shard': 'weights'})),
+        exhaustive(replayed(2, 2, mesh={'sequence_parallel': True}, train={'dtype': 'fp8'})),
+        exhaustive(replayed(2, 2, train={'dtype': 'float16'})),
+        exhaustive(replayed(2, 2, lora={'rank': 2})),
+        exhaustive(replayed(4, 2, mesh={'replicas': 2}, optim={'shard': 'weights'})),
     ],
     ids=lambda config: f'{config.mesh.num_devices} {config.optim.shard} {config.train.dtype}',
 )
