@@ -81,6 +81,7 @@ def test_a_file_that_is_too_large_is_not_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # ten minutes on two busy cores
 def test_everything_runs_to_its_end(tmp_path: Path) -> None:
     found = measure(tmp_path, '--seconds', '570')
     assert [*found] == NAMES
