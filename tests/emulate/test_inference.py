@@ -55,7 +55,7 @@ def prompts() -> dict[str, Any]:
         'left_B': np.array([20, 20, 0, 20], np.int32),
         'number_B': np.arange(NUM_ROWS, dtype=np.int32),
         'seed': np.uint32(7),
-        'eod': np.int32(-1),
+        'end_ids': np.array([-1], np.int32),
     }
 
 
@@ -70,7 +70,7 @@ def run_prefill_and_decode(config: Config, sampling: Sampling, **options: bool) 
         run = functools.partial(megajax.inspect.run, compiler_options=options)
         return [
             run(read, weights, *given.values()),
-            run(make, weights, rows, wanted_B, given['seed'], given['eod']),
+            run(make, weights, rows, wanted_B, given['seed'], given['end_ids']),
         ]
 
 

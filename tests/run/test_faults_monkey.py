@@ -26,9 +26,12 @@ train: {steps: 3, batch_size: 2, seq_len: 16, dtype: float32, eval_every: 10, ev
     'options',
     [
         ['--kills', '24', '--processes', '1', '--meshes', 'fixed'],
-        ['--kills', '3', '--processes', '2', '--meshes', 'changing'],
-        pytest.param(
-            ['--kills', '8', '--processes', '2', '--meshes', 'fixed'], marks=pytest.mark.exhaustive
+        *(
+            pytest.param(
+                ['--kills', '8', '--processes', '2', '--meshes', meshes],
+                marks=pytest.mark.exhaustive,
+            )
+            for meshes in ('fixed', 'changing')
         ),
     ],
     ids=lambda options: f'{options[3]} processes, {options[5]} meshes',
