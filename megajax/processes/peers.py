@@ -25,6 +25,8 @@ MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
 KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}
 # Seconds in which a process may still fail by an error of its own after another has reported one.
 OWN_ERROR = 1.0
+# Set once this process ends by an error of its own, which its last words may keep it from telling.
+LEAVING = threading.Event()
 
 Message = dict[str, Any]
 
@@ -84,6 +86,7 @@ class Peers:
         self.index, self.links = index, links
         self._told = threading.Event()  # set once another process is known to have ended
         self._failing = False
+        LEAVING.clear()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name='megajax-peers')
 
     def watch(self, heard: Sequence[Message] = ()) -> None:
@@ -158,7 +161,7 @@ class Peers:
             self._tell(event='other', what=what, patience=patience)
         self._told.set()
         time.sleep(patience)
-        if not self._failing:
+        if not (self._failing or LEAVING.is_set()):
             end(what)
 
 

@@ -25,6 +25,7 @@ from megajax.config import (
     ConfigError,
     CorruptionError,
     NumericError,
+    RunError,
     StopRequested,
     dump,
 )
@@ -37,6 +38,7 @@ from megajax.hardware.topology import topology_of_host
 from megajax.parallel.mesh import mesh_for
 from megajax.parallel.placements import placements
 from megajax.processes.distributed import processes
+from megajax.processes.peers import LEAVING
 from megajax.processes.signals import telling
 from megajax.run.clock import Clock, RunSummary
 from megajax.run.compile_cache import compile_cache
@@ -267,6 +269,9 @@ def _summed(
     summary = RunSummary(folder, clock)
     try:
         yield summary
+    except RunError:
+        LEAVING.set()  # writing the page takes longer than the others' patience
+        raise
     finally:
         if summary.step is not None:
             summary.write()
