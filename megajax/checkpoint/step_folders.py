@@ -63,9 +63,9 @@ class StepFolders:
         return newest if count else None
 
     def write_error(self) -> OSError | None:
-        """Return why this process cannot write in the folder, found out with a file without a name.
+        """Write and sync an unnamed file in the folder; return the error if that fails.
 
-        One that found out while Orbax saves would leave the others at Orbax's barriers.
+        A process that fails only inside Orbax's save leaves the others waiting at its barriers.
         """
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:

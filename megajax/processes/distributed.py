@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import jax
 
-from megajax.config import CorruptionError, NumericError, RunError
+from megajax.config import RunError
 from megajax.processes.certificates import JAX_OPTION, check_certificates
 from megajax.processes.environment import LOCAL_DEVICES, Start, read_start
 from megajax.processes.peers import RETRY, Peers, end
@@ -29,7 +29,6 @@ UNREACHED = re.compile(
     r'(unhandled system error|remote process exited|NCCL operation in progress))',
     re.DOTALL,
 )
-ALIKE = CorruptionError, NumericError  # of results that all processes compare alike
 LAST_WORDS = 3  # seconds for the exit handlers, which may be waiting for a process that is gone
 
 
@@ -38,9 +37,8 @@ def processes() -> Iterator[None]:
     """Join the processes that the environment names into one jax while the block runs.
 
     Without such an environment the block runs in this process alone. A process that leaves with an
-    exception ends the others with exit code 75, unless it is one that all raise: `SystemExit(75)`,
-    NumericError or CorruptionError. Processes that did not reach each other in time end with 75
-    too. Raises ConfigError as `initialize` does.
+    exception ends the others with exit code 75; `SystemExit(75)` is one that all raise. Processes
+    that did not reach each other in time end with 75 too. Raises ConfigError as `initialize` does.
     """
     peers = initialize()
     try:
@@ -49,8 +47,7 @@ def processes() -> Iterator[None]:
         if peers:
             _end_if_unreached(peers, error)
         code = _exit_code(error)
-        # All end here, as after a checkpoint on SIGTERM, while process 0 may still write a page.
-        if peers and (code in (0, RETRY) or isinstance(error, ALIKE)):
+        if peers and code in (0, RETRY):  # all stop here, as after a checkpoint on SIGTERM
             peers.done()
         elif peers:
             peers.failed(

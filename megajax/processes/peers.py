@@ -25,7 +25,7 @@ MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
 KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}
 # Seconds in which a process may still fail by an error of its own after another has reported one.
 OWN_ERROR = 1.0
-# Set once this process ends by an error of its own, which its last words may keep it from telling.
+# Set once this process is ending with an error of its own that it has not announced yet.
 LEAVING = threading.Event()
 
 Message = dict[str, Any]

@@ -72,7 +72,7 @@ def compressed(text: str) -> bytes:
 
 
 def decompressed(content: bytes) -> str:
-    """Return the text that `compressed` made the content of a file of.
+    """Return the text that `compressed` has packed.
 
     Raises ValueError for another content, or one that is cut short or damaged.
     """

@@ -5,7 +5,6 @@ on that mesh with its devices rotated (`parallel/rotated.py`). Both programs are
 same text, so on sound hardware their results are equal to the bit.
 """
 
-import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -27,8 +26,6 @@ from megajax.run.watchdog import Watchdog
 from megajax.train.feed import Batch, abstract_batch
 from megajax.train.first_step import TrainStep
 from megajax.train.step import Metrics, TrainState, make_train_step
-
-logger = logging.getLogger(__name__)
 
 
 class Difference(NamedTuple):
