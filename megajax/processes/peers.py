@@ -3,11 +3,14 @@
 jax notices a dead process when its heartbeats stop, and then aborts with a stack dump. The kernel
 closes the connections of a process that dies, however it dies, and its keepalive probes detect a
 host that is gone; neither needs the process itself, so a long compilation is not mistaken for
-death. Messages are lines of JSON. Imports no jax.
+death. A process that is frozen keeps its connections: where its signs of life stop, the others name
+it, and jax ends them later, since a thread of Python may be late where the process is not frozen.
+Messages are lines of JSON. Imports no jax.
 """
 
 import contextlib
 import json
+import logging
 import os
 import selectors
 import socket
@@ -19,12 +22,16 @@ from typing import Any, NoReturn
 
 from megajax.render.text import visible
 
+logger = logging.getLogger(__name__)
+
 RETRY = 75  # exit code of a run that another attempt may finish, EX_TEMPFAIL
 MAX_MESSAGE_BYTES = 1 << 16  # maximum message length in bytes
 # In seconds, seconds and probes: a silent host counts as lost after 5 s.
 KEEPALIVE = {'TCP_KEEPIDLE': 2, 'TCP_KEEPINTVL': 1, 'TCP_KEEPCNT': 3}
 # Seconds in which a process may still fail by an error of its own after another has reported one.
 OWN_ERROR = 1.0
+BEAT = 2.0  # seconds between two signs of life of a process
+SILENCE = 8.0  # seconds without one until a process is named
 # Set once this process is ending with an error of its own that it has not announced yet.
 LEAVING = threading.Event()
 
@@ -35,11 +42,12 @@ class Connection:
     """A connection to another process.
 
     `done` is true once the other process has announced that it may close the connection, `closed`
-    once it is closed.
+    once it is closed. `heard` is when it last sent something, `silent` whether that is long ago.
     """
 
     def __init__(self, connection: socket.socket, name: str):
         self.socket, self.name, self.done, self.closed = connection, name, False, False
+        self.heard, self.silent = time.monotonic(), False
         self._pending, self._lock = b'', threading.Lock()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
@@ -126,14 +134,41 @@ class Peers:
         with selectors.DefaultSelector() as selector:
             for link in self.links:
                 selector.register(link.socket, selectors.EVENT_READ, link)
+            beat = time.monotonic() + BEAT
             while selector.get_map():
-                for key, _ in selector.select():
+                for key, _ in selector.select(max(0, beat - time.monotonic())):
                     for message in _receive(key.data):
                         self._hear(key.data, message)
                     if key.data.closed:
                         selector.unregister(key.fileobj)
+                if (late := time.monotonic() - beat) >= 0:
+                    self._tell(event='alive')
+                    self._check_silence(was_frozen=late > BEAT)
+                    beat = time.monotonic() + BEAT
+
+    def _check_silence(self, *, was_frozen: bool) -> None:
+        """Name those that have been silent for long, but not where this process was frozen itself.
+
+        Of all that hear from process 0 alone, the first one does.
+        """
+        now = time.monotonic()
+        for link in self.links:
+            if was_frozen:
+                link.heard = now
+            elif now - link.heard > SILENCE and not (link.silent or link.done):
+                link.silent = True
+                if self.index <= 1:
+                    logger.warning(
+                        '%s has been silent for %.0f s: it may be frozen, or its host overloaded; '
+                        'jax ends the run when it does not answer',
+                        link.name,
+                        now - link.heard,
+                    )
 
     def _hear(self, link: Connection, message: Message) -> None:
+        if link.silent and message['event'] != 'closed' and self.index <= 1:
+            logger.warning('%s answers again', link.name)
+        link.heard, link.silent = time.monotonic(), False
         match message['event']:
             case 'done':
                 link.done = True

@@ -312,6 +312,49 @@ def test_a_process_ends_when_another_does_early_unless_it_fails_itself(
         }
 
 
+def test_a_silent_process_is_named_once_and_so_is_its_return(
+    pair: tuple[Connection, Connection],
+    ended: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(peers, 'BEAT', 0.05)
+    monkeypatch.setattr(peers, 'SILENCE', 0.3)
+    near, far = pair
+    own, frozen = Peers(0, [near]), Peers(1, [far])
+    own.watch()
+    time.sleep(1)
+    assert [record.getMessage() for record in caplog.records] == [
+        'process 1 on h has been silent for 0 s: it may be frozen, or its host overloaded; '
+        'jax ends the run when it does not answer'
+    ]
+    frozen.watch()
+    time.sleep(1)
+    assert caplog.messages[1:] == ['process 1 on h answers again']
+    for one in own, frozen:
+        one.done()
+    for connection in pair:
+        connection.socket.shutdown(socket.SHUT_WR)
+    own.wait(10)
+    assert ended == []
+
+
+def test_who_was_frozen_itself_names_no_other(
+    pair: tuple[Connection, Connection],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(peers, 'SILENCE', 0.1)
+    near, _ = pair
+    own = Peers(0, [near])
+    time.sleep(0.2)
+    own._check_silence(was_frozen=True)
+    assert (caplog.messages, near.silent) == ([], False)
+    time.sleep(0.2)
+    own._check_silence(was_frozen=False)
+    assert near.silent
+
+
 def test_an_error_that_follows_from_anothers_does_not_hide_it(
     pair: tuple[Connection, Connection],
     ended: list[str],

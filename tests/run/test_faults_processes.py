@@ -176,15 +176,17 @@ def test_a_frozen_process_is_found_by_its_heartbeat_and_named(folder: Path) -> N
     process = start(
         folder,
         processes=2,
-        fault='from megajax.processes import distributed; distributed.HEARTBEAT_TIMEOUT = 10',
+        fault='from megajax.processes import distributed; distributed.HEARTBEAT_TIMEOUT = 15',
     )
     read_until(process, r'step 30/80')
     pids = children(process)
     os.kill(pids[1], signal.SIGSTOP)
     stopped = time.monotonic()
+    read_until(process, r'^\[0\].* process 1 on .* has been silent for \d+ s')
+    assert time.monotonic() - stopped < 8 + SECONDS
     code, said = finish(process)
     assert (code, 'launch: process 1 of 2 was stopped' in said) == (75, True), said
-    assert time.monotonic() - stopped < 10 + SECONDS
+    assert time.monotonic() - stopped < 15 + SECONDS
     assert all(gone(pid) for pid in pids)
 
 
