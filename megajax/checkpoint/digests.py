@@ -8,12 +8,15 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 from megajax.checkpoint.record import VALIDATION, recorded_step
 from megajax.config import CheckpointError, ConfigError
+from megajax.files.locks import folder_lock
 
 SUMS = 'SHA256SUMS'
 COMMIT = 'commit_success.txt'  # Orbax's last file; a step without it was never finished
@@ -161,11 +164,25 @@ def find_sound(path: Path) -> Path:
     For a run this is the newest sound checkpoint. Raises ConfigError if there is no finished
     checkpoint, and CheckpointError if none is sound.
     """
-    for candidate in find_candidates(path):
-        faults = problems(candidate)
-        if not faults:
-            return candidate.absolute()
-        logger.warning('checkpoint %s is refused: %s', candidate, faults[0])
+    with sound_checkpoint(path) as folder:
+        return folder
+
+
+@contextmanager
+def sound_checkpoint(path: Path) -> Iterator[Path]:
+    """Yield what `find_sound` returns, which its run does not delete during the block."""
+    tried: set[Path] = set()
+    # The list is read anew each time: a run that trains may have written one and deleted others.
+    while candidates := [path for path in find_candidates(path) if path not in tried]:
+        candidate = candidates[0]
+        tried.add(candidate)
+        with folder_lock(candidate, shared=True) as is_there:
+            faults = problems(candidate) if is_there else []
+            if is_there and not faults:
+                yield candidate.absolute()
+                return
+        if faults:
+            logger.warning('checkpoint %s is refused: %s', candidate, faults[0])
     raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
 
 

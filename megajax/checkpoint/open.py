@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from megajax.checkpoint.companions import Companions, read_companions
 from megajax.checkpoint.compare import check_same_arrays
-from megajax.checkpoint.digests import find_sound
+from megajax.checkpoint.digests import sound_checkpoint
 from megajax.checkpoint.orbax_manager import restore_gb
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.checkpoint.unpadded import unpadded
@@ -55,26 +55,28 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
     Raises ConfigError if there is no checkpoint or the overrides do not fit it, and CheckpointError
     if no checkpoint holds what was written.
     """
-    folder = find_sound(path)
-    record = read_record(folder)
-    place = str(folder / RECORD)
-    trained = one_dimensional(reload(record.config, place=place))
-    config = without_adapters(reload(trained.model_dump(mode='json'), overrides, place=place))
-    tokenizer = load_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
-    companions = read_companions(folder)
-    if tokenizer is not None:
-        tokenizer.also_ends(companions.ends)
-    mesh = mesh_for(config)
-    with jax.set_mesh(mesh):
-        params = restore_params(folder, config)
-    return Opened(
-        config=config,
-        mesh=mesh,
-        params=params,
-        tokenizer=tokenizer,
-        companions=companions,
-        step=record.step,
-    )
+    with sound_checkpoint(path) as folder:
+        record = read_record(folder)
+        place = str(folder / RECORD)
+        trained = one_dimensional(reload(record.config, place=place))
+        config = without_adapters(reload(trained.model_dump(mode='json'), overrides, place=place))
+        tokenizer = (
+            load_tokenizer(str(folder / TOKENIZER)) if (folder / TOKENIZER).is_file() else None
+        )
+        companions = read_companions(folder)
+        if tokenizer is not None:
+            tokenizer.also_ends(companions.ends)
+        mesh = mesh_for(config)
+        with jax.set_mesh(mesh):
+            params = restore_params(folder, config)
+        return Opened(
+            config=config,
+            mesh=mesh,
+            params=params,
+            tokenizer=tokenizer,
+            companions=companions,
+            step=record.step,
+        )
 
 
 def abstract_params(config: Config) -> nnx.State:

@@ -1,14 +1,16 @@
 """Orbax's manager of a run's checkpoints, with the options that megajax relies on."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from megajax.config import ModelConfig
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
+from megajax.files.locks import folder_lock
 from megajax.processes.agree import SaveBarrier
 
 # Seconds in which all processes must have written their parts, and the first must have hashed them.
@@ -28,13 +30,51 @@ class Manager(ocp.CheckpointManager):
     marker.
     """
 
+    _checkpoint_deleter: Any
+
     def __init__(self, folder: Path, *, restore_gb: int, policy: Any, seal: Callable[[], None]):
         handler = ocp.StandardCheckpointHandler(restore_concurrent_gb=restore_gb)
         super().__init__(folder, options=_options(policy, seal), item_handlers={'state': handler})
+        # Orbax chooses what to delete when a save begins, and deletes when it has ended.
+        self._checkpoint_deleter = _Deleter(folder, self._checkpoint_deleter)
+
+    def save(self, step: int, *args: Any, **options: Any) -> bool:
+        """Save a step, which a former one of its number must not take with it."""
+        self._checkpoint_deleter.left.discard(step)
+        return bool(super().save(step, *args, **options))
 
     def reached_preemption(self, step: int) -> bool:
         """Return False: the run itself watches for preemption."""
         return False
+
+
+class _Deleter:
+    """Orbax's deleter, which leaves a step that another process reads until a later save.
+
+    `left` holds these steps, in the first process, which deletes for all.
+    """
+
+    def __init__(self, folder: Path, deleter: Any):
+        self.folder, self.deleter = folder, deleter
+        self.left: set[int] = set()
+
+    def delete_steps(self, steps: Sequence[int]) -> None:
+        """Delete what was left and what Orbax chose; its thread calls this in each process."""
+        if jax.process_index() == 0:
+            self.left |= {*steps}
+            for step in sorted(self.left):
+                with folder_lock(self.folder / str(step), shared=False) as is_free:
+                    if is_free:
+                        self.deleter.delete(step)
+                        self.left.discard(step)
+
+    def delete(self, step: int) -> None:
+        """Delete a step whether it is read or not."""
+        self.deleter.delete(step)
+
+    def close(self) -> None:
+        """Wait for what is being deleted."""
+        self.deleter.close()
 
 
 def restore_gb(model: ModelConfig) -> int:

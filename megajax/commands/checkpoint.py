@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from megajax.checkpoint.digests import find_foreign, find_step, find_steps, problems, read_sums
 from megajax.checkpoint.record import config_differences, read_record
 from megajax.config import CheckpointError, ConfigError
+from megajax.files.locks import folder_lock
 from megajax.render.folded import Folded
 from megajax.render.text import visible
 
@@ -65,9 +66,10 @@ def verify(run: Run) -> None:
     """
     any_broken = False
     for path in _steps(run):
-        broken = problems(path)
-        if broken and not path.exists():  # the run has deleted it meanwhile
-            continue
+        with folder_lock(path, shared=True) as is_there:
+            if not is_there:  # its run has deleted it meanwhile
+                continue
+            broken = problems(path)
         any_broken = any_broken or bool(broken)
         print(f'{path.name}  ' + ('ok' if not broken else f'{len(broken)} wrong'))
         for problem in broken:

@@ -16,7 +16,7 @@ from megajax.checkpoint.companions import (
     companions_of_model,
     read_companions,
 )
-from megajax.checkpoint.digests import find_sound
+from megajax.checkpoint.digests import sound_checkpoint
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.config import Config, ConfigError, ModelConfig, reload
 from megajax.config.lora import without_adapters
@@ -114,34 +114,36 @@ def export_huggingface(
     of checkpoints. Host memory holds one parameter and one of its tensors at a time. Raises
     ConfigError if no family can represent this model, or if `out` already exists.
     """
-    checkpoint = find_sound(source)
-    record = read_record(checkpoint)
-    model = without_adapters(reload(record.config, place=str(checkpoint / RECORD))).model
-    family, keys = write_family(model, family or record.data.get(FAMILY))
-    dtype = dtype or record.data.get(DTYPE, 'float32')  # type: ignore[assignment]
-    assert dtype is not None
-    from megajax.interop.huggingface.weights import huggingface_pieces, joined_tensors
-    from megajax.interop.runs import parts, weight_shapes
+    with sound_checkpoint(source) as checkpoint:
+        record = read_record(checkpoint)
+        model = without_adapters(reload(record.config, place=str(checkpoint / RECORD))).model
+        family, keys = write_family(model, family or record.data.get(FAMILY))
+        dtype = dtype or record.data.get(DTYPE, 'float32')  # type: ignore[assignment]
+        assert dtype is not None
+        from megajax.interop.huggingface.weights import huggingface_pieces, joined_tensors
+        from megajax.interop.runs import parts, weight_shapes
 
-    pieces = huggingface_pieces(model, weight_shapes(checkpoint), family=family)
-    joined = joined_tensors(pieces, family)
-    plan = [
-        Tensor(
-            name, (sum(part.shape[0] for part in group), *group[0].shape[1:]), EXPORT_DTYPES[dtype]
-        )
-        for name, group in joined.items()
-    ]
-    with new_folder(out) as partial:
-        tokens = _write_companions(checkpoint, partial, model)
-        keys |= {'torch_dtype': dtype, 'use_cache': True, **tokens}
-        (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
-        if model.vision is not None:
-            preprocessor = json.dumps(write_preprocessor(model.vision), indent=2)
-            (partial / FILE).write_text(preprocessor + '\n')
-        cast = (_cast(name, x, dtype) for _, name, x in parts(checkpoint, [pieces]))
-        arrays = (_together([next(cast) for _ in group]) for group in joined.values())
-        write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
-    return family, dtype
+        pieces = huggingface_pieces(model, weight_shapes(checkpoint), family=family)
+        joined = joined_tensors(pieces, family)
+        plan = [
+            Tensor(
+                name,
+                (sum(part.shape[0] for part in group), *group[0].shape[1:]),
+                EXPORT_DTYPES[dtype],
+            )
+            for name, group in joined.items()
+        ]
+        with new_folder(out) as partial:
+            tokens = _write_companions(checkpoint, partial, model)
+            keys |= {'torch_dtype': dtype, 'use_cache': True, **tokens}
+            (partial / 'config.json').write_text(json.dumps(keys, indent=2) + '\n')
+            if model.vision is not None:
+                preprocessor = json.dumps(write_preprocessor(model.vision), indent=2)
+                (partial / FILE).write_text(preprocessor + '\n')
+            cast = (_cast(name, x, dtype) for _, name, x in parts(checkpoint, [pieces]))
+            arrays = (_together([next(cast) for _ in group]) for group in joined.values())
+            write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
+        return family, dtype
 
 
 def _together(arrays: list[np.ndarray]) -> np.ndarray:

@@ -3,7 +3,6 @@
 Imports no jax.
 """
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 from megajax.checkpoint.digests import find_steps
 from megajax.config import ConfigError
+from megajax.files.locks import lock
 
 SEQ_LEN = 1024  # tokens of a training sequence, unless the model's maximum is smaller
 
@@ -69,7 +69,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise ConfigError(f'{partial} cannot be created: {error.strerror}') from error
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor, partial)
         except BlockingIOError:
             raise ConfigError(
                 f'{partial} is being written by another process: '

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megajax.checkpoint.digests import find_sound
+from megajax.checkpoint.digests import sound_checkpoint
 from megajax.checkpoint.record import RECORD, read_record
 from megajax.config import Config, ConfigError, ModelConfig, dump, load, reload
 from megajax.config.lora import without_adapters
@@ -97,48 +97,50 @@ def export_megatron(
     memory holds one parameter and one of its tensors at a time. Raises ConfigError if ranks or
     stages do not divide the model.
     """
-    checkpoint = find_sound(source)
-    record = read_record(checkpoint)
-    config = without_adapters(reload(record.config, place=str(checkpoint / RECORD)))
-    _check_stages(config.model, stages, virtual_stages)
-    from megajax.interop.megatron import chunks_of, megatron_pieces
-    from megajax.interop.runs import parts, weight_shapes
+    with sound_checkpoint(source) as checkpoint:
+        record = read_record(checkpoint)
+        config = without_adapters(reload(record.config, place=str(checkpoint / RECORD)))
+        _check_stages(config.model, stages, virtual_stages)
+        from megajax.interop.megatron import chunks_of, megatron_pieces
+        from megajax.interop.runs import parts, weight_shapes
 
-    shapes = weight_shapes(checkpoint)
-    rows = (
-        -(-config.model.vocab_size // (MEGATRON_VOCAB_MULTIPLE * ranks))
-        * MEGATRON_VOCAB_MULTIPLE
-        * ranks
-    )
-    count = stages * virtual_stages
-    chunks = chunks_of([config.model.num_layers // count] * count)
-    pieces = [
-        megatron_pieces(config.model, shapes, rank=rank, ranks=ranks, vocab_rows=rows, chunk=chunk)
-        for rank in range(ranks)
-        for chunk in chunks
-    ]
-    contents, places = [], {}
-    for file in range(ranks * stages):
-        rank, stage = divmod(file, stages)
-        models, index = {}, 0
-        for number, name in enumerate(chunk_names(virtual_stages)):
-            holder = rank * count + number * stages + stage
-            models[name] = _stored(pieces[holder])
-            for tensor in models[name]:
-                places[holder, tensor] = file, index
-                index += 1
-        contents.append({'checkpoint_version': VERSION, 'iteration': record.step, **models})
-    names = [rank_name(rank, stage, stages) for rank in range(ranks) for stage in range(stages)]
-    with new_folder(out) as partial:
-        paths = [partial / RELEASE / name / FILE for name in names]
-        for path in paths:
-            path.parent.mkdir(parents=True)
-        with torch_files(paths, contents) as files:
-            for holder, name, x in parts(checkpoint, pieces):
-                file, index = places[holder, name]
-                files[file].write(index, x)
-        (partial / 'config.yaml').write_text(dump(config))
-        (partial / TRACKER).write_text(RELEASE)
+        shapes = weight_shapes(checkpoint)
+        rows = (
+            -(-config.model.vocab_size // (MEGATRON_VOCAB_MULTIPLE * ranks))
+            * MEGATRON_VOCAB_MULTIPLE
+            * ranks
+        )
+        count = stages * virtual_stages
+        chunks = chunks_of([config.model.num_layers // count] * count)
+        pieces = [
+            megatron_pieces(
+                config.model, shapes, rank=rank, ranks=ranks, vocab_rows=rows, chunk=chunk
+            )
+            for rank in range(ranks)
+            for chunk in chunks
+        ]
+        contents, places = [], {}
+        for file in range(ranks * stages):
+            rank, stage = divmod(file, stages)
+            models, index = {}, 0
+            for number, name in enumerate(chunk_names(virtual_stages)):
+                holder = rank * count + number * stages + stage
+                models[name] = _stored(pieces[holder])
+                for tensor in models[name]:
+                    places[holder, tensor] = file, index
+                    index += 1
+            contents.append({'checkpoint_version': VERSION, 'iteration': record.step, **models})
+        names = [rank_name(rank, stage, stages) for rank in range(ranks) for stage in range(stages)]
+        with new_folder(out) as partial:
+            paths = [partial / RELEASE / name / FILE for name in names]
+            for path in paths:
+                path.parent.mkdir(parents=True)
+            with torch_files(paths, contents) as files:
+                for holder, name, x in parts(checkpoint, pieces):
+                    file, index = places[holder, name]
+                    files[file].write(index, x)
+            (partial / 'config.yaml').write_text(dump(config))
+            (partial / TRACKER).write_text(RELEASE)
 
 
 def _stored(pieces: 'Pieces') -> dict[str, Stored]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import datetime
-import errno
 import fcntl
 import json
 import logging
@@ -16,9 +15,9 @@ import jax
 
 from megajax.config import ConfigError
 from megajax.files.bounded_json import parse_json
+from megajax.files.locks import TAKEN, lock
 
 LOCK = 'lock'
-TAKEN = (errno.EACCES, errno.EAGAIN)
 
 logger = logging.getLogger(__name__)
 
@@ -81,15 +80,8 @@ def _open(path: Path) -> IO[str]:
 
 def _take(path: Path, file: IO[str]) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in TAKEN:  # some network file systems have no locks
-            logger.warning(
-                '%s cannot be locked (%s): make sure that no other run writes here',
-                path,
-                error.strerror,
-            )
-            return
+        lock(file.fileno(), path)
+    except BlockingIOError as error:
         holder = _holder(file) or 'a process that is starting or ending'
         raise ConfigError(
             f'{path.parent} is locked by {holder}: wait for it, stop it, or choose another run.dir'

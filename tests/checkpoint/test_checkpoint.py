@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from megajax.checkpoint import checkpoints as module
 from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.checkpoint.digests import STAMP, SUMS, write_sums
+from megajax.checkpoint.digests import STAMP, SUMS, find_sound, sound_checkpoint, write_sums
 from megajax.checkpoint.record import RECORD, read_record
 from megajax.commands.checkpoint import checkpoint_app
 from megajax.config import CheckpointError, Config, ConfigError
@@ -394,6 +394,30 @@ def test_what_stays_is_what_any_key_asks_for(tmp_path: Path) -> None:
         for step in (5, 6):
             checkpoints.save(make_state(config, step), step, validation_loss=None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ['2', '4', '6']
+
+
+def test_a_step_that_is_being_read_is_deleted_after_a_later_save(folder: Path) -> None:
+    with Checkpoints(folder, tiny(checkpoint={'keep': 1})) as checkpoints:
+        with sound_checkpoint(folder.parent) as read:
+            assert read == folder / '2'
+            checkpoints.save(make_state(tiny(), 3), 3)
+            checkpoints.wait()
+            assert sorted(path.name for path in folder.iterdir()) == ['2', '3']
+            assert find_sound(folder.parent) == folder / '3'
+        checkpoints.save(make_state(tiny(), 4), 4)
+        checkpoints.wait()
+        assert sorted(path.name for path in folder.iterdir()) == ['4']
+
+
+def test_a_step_that_was_read_and_is_written_anew_stays(folder: Path) -> None:
+    with Checkpoints(folder, tiny(checkpoint={'keep': 1})) as checkpoints:
+        with sound_checkpoint(folder / '2'):
+            checkpoints.save(make_state(tiny(), 3), 3)
+            checkpoints.wait()
+        checkpoints.delete_after(1)
+        checkpoints.save(make_state(tiny(), 22), 2)
+        checkpoints.wait()
+        assert equal(checkpoints.restore(2), tiny(), 22)
 
 
 def test_it_is_time_by_steps_and_by_minutes(

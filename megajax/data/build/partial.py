@@ -3,7 +3,6 @@
 A killed build resumes from it.
 """
 
-import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.build.pieces import UNIT, Position
 from megajax.data.tokens.indexed import write_index
+from megajax.files.locks import lock
 
 TOKENS, LENGTHS, DOCUMENTS, INDEX = 'tokens', 'lengths', 'documents', 'index'
 TOKENIZER, MANIFEST, PROGRESS, LOCK, NEW = (
@@ -110,11 +110,11 @@ class Partial:
                     f'holds {strange[0]}, which no build wrote; '
                     'move the folder, or choose another OUT',
                 )
-            lock = (partial.folder / LOCK).open('w')
-        with lock:
+            file = (partial.folder / LOCK).open('w')
+        with file:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not os.path.samestat(os.fstat(lock.fileno()), os.stat(partial.folder / LOCK)):
+                lock(file.fileno(), partial.folder / LOCK)
+                if not os.path.samestat(os.fstat(file.fileno()), os.stat(partial.folder / LOCK)):
                     raise FileNotFoundError  # another build has just ended
             except OSError as error:
                 raise _problem(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.digests import find_sound
+from megajax.checkpoint.digests import sound_checkpoint
 from megajax.checkpoint.record import RECORD, read_record
 from megajax.config import Config, ConfigError, reload
 from megajax.config.lora import without_adapters
@@ -30,22 +30,24 @@ def export_adapters(
     is not given one. Raises ConfigError if the checkpoint has no adapters, if no family can
     represent its model, or if `out` already exists.
     """
-    checkpoint = find_sound(source)
-    config = reload(read_record(checkpoint).config, place=str(checkpoint / RECORD))
-    if config.lora is None:
-        raise ConfigError(
-            f'{checkpoint} was trained without lora and has no adapters: export it without '
-            '--adapter'
-        )
-    name, _ = write_family(without_adapters(config).model, family)
-    tensors = dict(_tensors(checkpoint, config, FAMILIES[name]))
-    from safetensors.numpy import save
+    with sound_checkpoint(source) as checkpoint:
+        config = reload(read_record(checkpoint).config, place=str(checkpoint / RECORD))
+        if config.lora is None:
+            raise ConfigError(
+                f'{checkpoint} was trained without lora and has no adapters: export it without '
+                '--adapter'
+            )
+        name, _ = write_family(without_adapters(config).model, family)
+        tensors = dict(_tensors(checkpoint, config, FAMILIES[name]))
+        from safetensors.numpy import save
 
-    with new_folder(out) as partial:
-        modules = sorted({_module(tensor) for tensor in tensors})
-        (partial / CONFIG).write_text(json.dumps(_settings(config, modules, base), indent=2) + '\n')
-        (partial / WEIGHTS).write_bytes(save(tensors, metadata={'format': 'pt'}))
-    return name
+        with new_folder(out) as partial:
+            modules = sorted({_module(tensor) for tensor in tensors})
+            (partial / CONFIG).write_text(
+                json.dumps(_settings(config, modules, base), indent=2) + '\n'
+            )
+            (partial / WEIGHTS).write_bytes(save(tensors, metadata={'format': 'pt'}))
+        return name
 
 
 def _settings(config: Config, modules: list[str], base: str | None) -> dict[str, Any]:

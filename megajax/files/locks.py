@@ -1,0 +1,57 @@
+"""Locks of open files, which the kernel releases when their process ends, however it ends."""
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TAKEN = (errno.EACCES, errno.EAGAIN)
+
+logger = logging.getLogger(__name__)
+
+
+def lock(descriptor: int, path: Path) -> None:
+    """Take the exclusive lock of an open file or folder, without waiting.
+
+    Raises BlockingIOError if another process holds it. Some network file systems have no locks:
+    there a warning names `path`, and nothing keeps another process out.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in TAKEN:
+            raise BlockingIOError(error.errno, error.strerror, str(path)) from error
+        logger.warning(
+            '%s cannot be locked (%s): make sure that no other process writes here',
+            path,
+            error.strerror,
+        )
+
+
+@contextmanager
+def folder_lock(folder: Path, *, shared: bool) -> Iterator[bool]:
+    """Hold the lock of a folder during the block: shared, to read it, or alone, to delete it.
+
+    Yields False if another process holds the other kind, or if a folder to read is gone. File
+    systems without locks protect nothing.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        yield not shared
+        return
+    except OSError:  # what uses the folder says why
+        yield True
+        return
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        is_free = True
+    except OSError as error:
+        is_free = error.errno not in TAKEN
+    try:
+        yield is_free
+    finally:
+        os.close(descriptor)
