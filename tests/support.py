@@ -295,15 +295,17 @@ def disk_full_at(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def write_run(folder: Path, config: str) -> Path:
-    """A small corpus, and `config` on it as small.yaml, in `folder`."""
+def write_run(folder: Path, config: str, *, split: str = '6,2,0') -> Path:
+    """A small corpus, and `config` on it as small.yaml, in `folder`; where the split has nothing to
+    validate on, no run compiles an evaluation.
+    """
     (folder / 'corpus').mkdir()
     for number in range(8):
         (folder / f'corpus/{number}.txt').write_text(
             f'def f{number}(x):\n    return x + {number}\n' * 30
         )
     (folder / 'small.yaml').write_text(
-        config + f'data: {{corpus: {folder}/corpus, tokenizer: bytes, split: "6,2,0"}}\n'
+        config + f'data: {{corpus: {folder}/corpus, tokenizer: bytes, split: "{split}"}}\n'
     )
     return folder
 

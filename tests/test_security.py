@@ -51,7 +51,7 @@ SECRETS = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_run(tmp_path, CONFIG.replace('steps: 40', 'steps: 2'))
+    return write_run(tmp_path, CONFIG.replace('steps: 40', 'steps: 2'), split='1,0,0')
 
 
 class Evil:
@@ -181,7 +181,9 @@ def test_a_checkpoint_of_objects_with_digests_that_are_right_runs_nothing(
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run of two steps."""
     folder = write_run(
-        tmp_path_factory.mktemp('checkpoint'), CONFIG.replace('steps: 40', 'steps: 2')
+        tmp_path_factory.mktemp('checkpoint'),
+        CONFIG.replace('steps: 40', 'steps: 2'),
+        split='1,0,0',
     )
     train(folder)
     return folder / 'run'
@@ -196,7 +198,7 @@ def test_a_path_in_a_manifest_stays_in_its_folder(folder: Path, checkpoint: Path
     assert (code, 'is refused: ../../../secret is missing' in said) == (4, True), said
 
 
-@pytest.mark.parametrize('processes', [1, 2])
+@pytest.mark.parametrize('processes', [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_no_secret_of_the_environment_is_written_or_said(folder: Path, processes: int) -> None:
     said = train(folder, processes=processes, **SECRETS)
     fails = (

@@ -34,7 +34,7 @@ from megajax.config.errors import RunError
 
 MEMORY = 2 << 30  # bytes of address space that reading may add
 SECONDS = 30.0  # for one mutant, on a busy machine
-FIRST = 300.0  # for the first one of a process, which imports
+IMPORTS = 300.0  # for what a process does before its first one
 CHARACTERS = 100_000  # of a message: at most 40 problems of 2,600 characters
 SHOWN = 5  # mutants that are told of each kind of hole
 
@@ -130,21 +130,22 @@ def _one_process(outcome: Outcome, seeds: Path, seed: int, numbers: range, secon
     results: queue.Queue[str] = queue.Queue()
     reader = threading.Thread(target=_hand_on, args=(process.stdout, results))
     reader.start()
+    ready = results.get(timeout=IMPORTS)
+    assert ready, seeds.with_suffix('.log').read_text()  # a fault of this program
     number, hole = numbers.start, ''
     before, begin = outcome.seconds, time.monotonic()
     while not hole and number < numbers.stop and outcome.seconds < seconds:
-        try:  # the first one waits for the imports
-            line = results.get(timeout=SECONDS if number > numbers.start else FIRST)
+        try:
+            line = results.get(timeout=SECONDS)
         except queue.Empty:
             hole = f'takes more than {SECONDS:g} s'
             _count(outcome, number, hole)
             number += 1
         else:
             code = process.wait() if not line else 0
-            assert code <= 0, seeds.with_suffix('.log').read_text()  # a fault of this program
+            assert code <= 0, seeds.with_suffix('.log').read_text()
             hole = '' if line else f'ends the process with signal {-code}'
             _count(outcome, number, json.loads(line) if line else hole)
-            begin = time.monotonic() if number == numbers.start else begin
             number += 1
         outcome.seconds = round(before + time.monotonic() - begin, 1)
     process.kill()
@@ -169,7 +170,9 @@ def _count(outcome: Outcome, number: int, result: str) -> None:
 
 
 def work(format: str, seeds: str, seed: str, numbers: str) -> None:
-    """Read mutants, and say a line of each: read, refused, or what else became of it."""
+    """Say that all is imported, read mutants, and say a line of each: read, refused, or what else
+    became of it.
+    """
     said, sys.stdout = sys.stdout, sys.stderr  # a reader may print
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / 'work'
@@ -177,6 +180,7 @@ def work(format: str, seeds: str, seed: str, numbers: str) -> None:
         for path in targets(format, folder):
             formats.ALL[format].read(path)
         _limit_memory()
+        print('ready', file=said, flush=True)
         for number in range(*map(int, numbers.split(':'))):
             with changed(folder, Path(seeds), format, seed, number) as path:
                 print(json.dumps(judge(format, path)), file=said, flush=True)

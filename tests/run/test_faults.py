@@ -30,7 +30,15 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return losses(folder / 'run')
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    'number',
+    [
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_asked_to_stop_a_run_saves_and_goes_on_as_if_it_had_not(
     folder: Path, straight: dict[int, float], number: signal.Signals
 ) -> None:
@@ -46,17 +54,13 @@ def test_asked_to_stop_a_run_saves_and_goes_on_as_if_it_had_not(
     assert losses(folder / 'run') == straight
 
 
-@pytest.mark.parametrize(
-    'phase', ['^mesh', '^data', '^compiling', '^step 10  validation', '^sampling']
-)
-def test_a_signal_is_honoured_in_every_phase(
-    folder: Path, straight: dict[int, float], phase: str
-) -> None:
-    process = start(folder, "train.sample_prompts=['def ']")
-    read_until(process, phase)
-    process.terminate()
-    code, said = finish(process)
-    assert code == 75, said
+def test_a_signal_is_honoured_in_every_phase(folder: Path, straight: dict[int, float]) -> None:
+    for phase in ('^mesh', '^data', '^compiling', '^step 10  validation', '^sampling'):
+        process = start(folder, "train.sample_prompts=['def ']")
+        read_until(process, phase)
+        process.terminate()
+        code, said = finish(process)
+        assert code == 75, said
     assert finish(start(folder))[0] == 0
     assert losses(folder / 'run') == straight
 
@@ -90,7 +94,13 @@ trainer.Trainer._evaluate = evaluate
 """
 
 
-@pytest.mark.parametrize(('step', 'overrides'), [(40, []), (30, ['checkpoint.every=20'])])
+@pytest.mark.parametrize(
+    ('step', 'overrides'),
+    [
+        (30, ['checkpoint.every=20']),
+        pytest.param(40, [], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_an_evaluation_that_fails_costs_no_step(
     folder: Path, straight: dict[int, float], step: int, overrides: list[str]
 ) -> None:

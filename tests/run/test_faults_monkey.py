@@ -25,16 +25,20 @@ train: {steps: 3, batch_size: 2, seq_len: 16, dtype: float32, eval_every: 10, ev
 @pytest.mark.parametrize(
     'options',
     [
-        ['--kills', '24', '--processes', '1', '--meshes', 'fixed'],
+        ['--kills', '8', '--processes', '1', '--meshes', 'fixed'],
         *(
             pytest.param(
-                ['--kills', '8', '--processes', '2', '--meshes', meshes],
+                ['--kills', kills, '--processes', processes, '--meshes', meshes],
                 marks=pytest.mark.exhaustive,
             )
-            for meshes in ('fixed', 'changing')
+            for kills, processes, meshes in (
+                ('24', '1', 'fixed'),
+                ('8', '2', 'fixed'),
+                ('8', '2', 'changing'),
+            )
         ),
     ],
-    ids=lambda options: f'{options[3]} processes, {options[5]} meshes',
+    ids=lambda options: f'{options[1]} kills, {options[3]} processes, {options[5]} meshes',
 )
 def test_killed_at_random_moments_a_run_ends_in_the_state_of_an_undisturbed_one(
     options: list[str], tmp_path: Path

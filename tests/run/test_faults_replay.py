@@ -12,8 +12,8 @@ pytestmark = pytest.mark.faults
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, vocab_size: 300, max_seq_len: 32}
 mesh: {data: 2, model: 2}
-train: {steps: 12, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 12, eval_batches: 2, \
-log_every: 1, deterministic: true, replay_every: 4}
+train: {steps: 12, batch_size: 4, seq_len: 32, dtype: float32, log_every: 1, deterministic: true, \
+replay_every: 4}
 checkpoint: {every: 3}
 optim: {lr: 1e-2}
 """
@@ -54,8 +54,8 @@ if os.environ['MEGAJAX_PROCESS'] == '1':
 def test_a_wrong_bit_in_one_process_ends_both_and_the_run_goes_on_as_if_it_had_not_been(
     tmp_path: Path,
 ) -> None:
-    folder = write_run(tmp_path, CONFIG)
-    train(folder, 'train.replay_every=0', processes=2, name='straight')
+    folder = write_run(tmp_path, CONFIG, split='1,0,0')
+    train(folder, 'train.replay_every=0', name='straight')
     code, said = finish(start(folder, processes=2, fault=WRONG))
     assert code == 5, said
     told = (
@@ -68,5 +68,5 @@ def test_a_wrong_bit_in_one_process_ends_both_and_the_run_goes_on_as_if_it_had_n
     assert re.search(rf'^\[1\] error: {told}', said, re.MULTILINE), said
     assert '[0] step 4  repeated with the same bits' in said
     assert max(steps(folder / 'run')) == 6
-    train(folder, 'run.resume=must', processes=2)
+    train(folder, 'run.resume=must')
     assert losses(folder / 'run') == losses(folder / 'straight')

@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
     return write_run(tmp_path, CONFIG)
 
 
-@pytest.mark.parametrize('microbatches', [1, 2])
+@pytest.mark.parametrize('microbatches', [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_stopped_inside_an_epoch_and_resumed_a_run_ends_in_the_same_bits(
     folder: Path, microbatches: int
 ) -> None:

@@ -2,9 +2,12 @@
 the bit there, and with the same state on any other. Real processes over gloo, two and four.
 """
 
+import functools
 import os
+import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +23,11 @@ pytestmark = pytest.mark.faults
 # any.
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 4, vocab_size: 300, max_seq_len: 32, bias: false}
-train: {steps: 30, batch_size: 24, seq_len: 32, dtype: float32, eval_every: 100, log_every: 1}
+train: {steps: 24, batch_size: 24, seq_len: 32, dtype: float32, log_every: 1}
 checkpoint: {every: 5}
 optim: {lr: 1e-3, schedule: constant}
 """
-# Two processes of three devices, four of two, and four of one; three data shards pad D.
+# Two processes of three devices, four of two, four of one, and one of four; three shards pad D.
 LAYOUTS = {
     'weights, padded': (2, 'mesh.data=3', 'mesh.model=2', 'optim.shard=weights'),
     'gradients, grid': (
@@ -32,14 +35,14 @@ LAYOUTS = {
         'optim.shard=gradients',
     ),
     'weights, replicas': (4, 'mesh.data=4', 'mesh.replicas=2', 'optim.shard=weights'),
-    'optimizer': (2, 'mesh.data=2', 'mesh.model=2', 'optim.shard=optimizer'),
+    'optimizer': (1, 'mesh.data=2', 'mesh.model=2', 'optim.shard=optimizer'),
 }  # fmt: skip
 
 
 @pytest.fixture(scope='module')
 def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The undisturbed runs, made when a test first asks for one."""
-    folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG)
+    folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG, split='1,0,0')
 
     class Runs(dict[str, Path]):
         def __missing__(self, layout: str) -> Path:
@@ -52,6 +55,22 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Runs()
 
 
+@pytest.fixture(scope='module')
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], None]:
+    """Copies of the folder of a run that was killed on a layout."""
+
+    @functools.cache
+    def kill_one(layout: str) -> Path:
+        folder = write_run(tmp_path_factory.mktemp('killed'), CONFIG, split='1,0,0')
+        kill(begin(folder, layout), at=7)
+        return folder
+
+    def copy(layout: str, to: Path) -> None:
+        shutil.copytree(kill_one(layout), to, dirs_exist_ok=True)
+
+    return copy
+
+
 def begin(folder: Path, layout: str) -> subprocess.Popen[str]:
     processes, *settings = LAYOUTS[layout]
     return start(folder, *settings, processes=processes, fault=HASH_STATES)
@@ -59,7 +78,7 @@ def begin(folder: Path, layout: str) -> subprocess.Popen[str]:
 
 def kill(process: subprocess.Popen[str], *, at: int) -> None:
     """Kill the last process of a run in the steps after `at`."""
-    read_until(process, f'step {at}/30')
+    read_until(process, f'step {at}/24')
     pids = children(process)
     os.kill(pids[-1], signal.SIGKILL)
     code, said = finish(process)
@@ -83,36 +102,48 @@ def end(process: subprocess.Popen[str]) -> None:
     ],
 )
 def test_a_killed_run_goes_on_to_the_bit(
-    tmp_path: Path, straight: dict[str, Path], layout: str
+    tmp_path: Path,
+    straight: dict[str, Path],
+    killed: Callable[[str, Path], None],
+    layout: str,
 ) -> None:
-    folder = write_run(tmp_path, CONFIG)
-    kill(begin(folder, layout), at=7)
-    newest = find_steps(folder / 'run/checkpoints')[-1]
-    end(begin(folder, layout))
-    found = hashes(folder)
+    killed(layout, tmp_path)
+    newest = find_steps(tmp_path / 'run/checkpoints')[-1]
+    end(begin(tmp_path, layout))
+    found = hashes(tmp_path)
     assert found[f'restored {newest}'] == found[f'saved {newest}']
-    assert losses(folder / 'run') == losses(straight[layout])
+    assert losses(tmp_path / 'run') == losses(straight[layout])
     differences = dict(
-        parameter_differences(folder / 'run/checkpoints/30', straight[layout] / 'checkpoints/30')
+        parameter_differences(tmp_path / 'run/checkpoints/24', straight[layout] / 'checkpoints/24')
     )
     assert differences == dict.fromkeys(differences, 0.0)
 
 
+@pytest.mark.parametrize(
+    'others',
+    [
+        ['weights, replicas'],
+        pytest.param(['gradients, grid', 'weights, replicas'], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_run_that_is_killed_on_one_layout_after_another_ends_as_the_undisturbed_one(
-    tmp_path: Path, straight: dict[str, Path]
+    tmp_path: Path,
+    straight: dict[str, Path],
+    killed: Callable[[str, Path], None],
+    others: list[str],
 ) -> None:
-    folder = write_run(tmp_path, CONFIG)
-    for layout, at in [('weights, padded', 7), ('gradients, grid', 12), ('weights, replicas', 17)]:
-        kill(begin(folder, layout), at=at)
-    end(begin(folder, 'optimizer'))
-    found = hashes(folder)
+    killed('weights, padded', tmp_path)
+    for layout, at in zip(others, (12, 17), strict=False):
+        kill(begin(tmp_path, layout), at=at)
+    end(begin(tmp_path, 'optimizer'))
+    found = hashes(tmp_path)
     restored = [name for name in found if name.startswith('restored')]
-    assert len(restored) == 3
+    assert len(restored) == 1 + len(others)
     for name in restored:
         assert found[name] == found[name.replace('restored', 'saved')]
-    assert losses(folder / 'run') == pytest.approx(losses(straight['weights, padded']), rel=1e-5)
+    assert losses(tmp_path / 'run') == pytest.approx(losses(straight['weights, padded']), rel=1e-5)
     for name, difference in parameter_differences(
-        folder / 'run/checkpoints/30', straight['weights, padded'] / 'checkpoints/30'
+        tmp_path / 'run/checkpoints/24', straight['weights, padded'] / 'checkpoints/24'
     ):
         assert isinstance(difference, float)
         assert difference < 1e-4, name

@@ -37,11 +37,18 @@ LONG = 'mesh.model=1', 'train.steps=100000', 'optim.schedule=constant'
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return write_run(tmp_path, CONFIG)
+    return write_run(tmp_path, CONFIG, split='1,0,0')
 
 
-@pytest.mark.parametrize('processes', [1, 2])
-@pytest.mark.parametrize('pause', [0.005, 2 * SAME_SECONDS])
+@pytest.mark.parametrize(
+    ('processes', 'pause'),
+    [
+        (1, 0.005),
+        (2, 2 * SAME_SECONDS),
+        pytest.param(1, 2 * SAME_SECONDS, marks=pytest.mark.exhaustive),
+        pytest.param(2, 0.005, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_second_sigterm_is_the_first(folder: Path, processes: int, pause: float) -> None:
     options = f'mesh.data={processes}', 'checkpoint.every=100000'
     process = start(folder, *LONG, *options, processes=processes, fault=SLOW_SAVE)
@@ -82,8 +89,15 @@ def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(
     assert sorted(losses(folder / 'run')) == list(range(1, newest + 6))
 
 
-@pytest.mark.parametrize('piped', [False, True])
-@pytest.mark.parametrize('processes', [1, 2])
+@pytest.mark.parametrize(
+    ('processes', 'piped'),
+    [
+        (1, True),
+        (2, False),
+        pytest.param(1, False, marks=pytest.mark.exhaustive),
+        pytest.param(2, True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_when_its_terminal_is_closed_a_run_saves(folder: Path, processes: int, piped: bool) -> None:
     terminal, end = pty.openpty()
     launched = ['launch', '--processes', '2', '--'] if processes > 1 else []

@@ -3,9 +3,12 @@ the middle of a schedule it goes on to the bit, and with the same state on other
 processes over gloo, two and four.
 """
 
+import functools
 import os
+import shutil
 import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,8 +25,7 @@ pytestmark = pytest.mark.faults
 CONFIG = """
 model: {num_layers: 4, hidden_size: 32, num_heads: 4, vocab_size: 300, max_seq_len: 32, \
 bias: false, dropout: 0}
-train: {steps: 30, batch_size: 8, microbatches: 4, seq_len: 32, dtype: float32, eval_every: 100, \
-log_every: 1}
+train: {steps: 24, batch_size: 8, microbatches: 4, seq_len: 32, dtype: float32, log_every: 1}
 checkpoint: {every: 5}
 optim: {lr: 1e-3, schedule: constant}
 """
@@ -34,16 +36,16 @@ LAYOUTS = {
     ),
     'four stages': (4, 'mesh.stages=4', 'optim.shard=optimizer'),
     'two stages and two shards of a sequence': (
-        4, 'mesh.stages=2', 'mesh.context=2', 'mesh.context_exchange=ring', 'train.schedule=gpipe',
+        2, 'mesh.stages=2', 'mesh.context=2', 'mesh.context_exchange=ring', 'train.schedule=gpipe',
     ),
-    'no stages': (2, 'mesh.data=2'),
+    'no stages': (1, 'mesh.data=2'),
 }  # fmt: skip
 
 
 @pytest.fixture(scope='module')
 def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The undisturbed runs, made when a test first asks for one."""
-    folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG)
+    folder = write_run(tmp_path_factory.mktemp('straight'), CONFIG, split='1,0,0')
 
     class Runs(dict[str, Path]):
         def __missing__(self, layout: str) -> Path:
@@ -56,6 +58,23 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Runs()
 
 
+@pytest.fixture(scope='module')
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], str]:
+    """Copies of the folder of a run that was killed on a layout, and what it said."""
+
+    @functools.cache
+    def kill_one(layout: str) -> tuple[Path, str]:
+        folder = write_run(tmp_path_factory.mktemp('killed'), CONFIG, split='1,0,0')
+        return folder, kill(begin(folder, layout), at=7)
+
+    def copy(layout: str, to: Path) -> str:
+        folder, said = kill_one(layout)
+        shutil.copytree(folder, to, dirs_exist_ok=True)
+        return said
+
+    return copy
+
+
 def begin(folder: Path, layout: str) -> subprocess.Popen[str]:
     processes, *settings = LAYOUTS[layout]
     return start(folder, *settings, processes=processes, fault=HASH_STATES)
@@ -63,7 +82,7 @@ def begin(folder: Path, layout: str) -> subprocess.Popen[str]:
 
 def kill(process: subprocess.Popen[str], *, at: int) -> str:
     """Kill the last process of a run, a stage, in the steps after `at`; return what is said."""
-    said = read_until(process, f'step {at}/30')
+    said = read_until(process, f'step {at}/24')
     pids = children(process)
     os.kill(pids[-1], signal.SIGKILL)
     code, rest = finish(process)
@@ -83,45 +102,61 @@ def end(process: subprocess.Popen[str]) -> str:
     ['two stages of two chunks', pytest.param('four stages', marks=pytest.mark.exhaustive)],
 )
 def test_a_pipeline_that_loses_a_stage_goes_on_to_the_bit(
-    tmp_path: Path, straight: dict[str, Path], layout: str
+    tmp_path: Path,
+    straight: dict[str, Path],
+    killed: Callable[[str, Path], str],
+    layout: str,
 ) -> None:
-    folder = write_run(tmp_path, CONFIG)
-    kill(begin(folder, layout), at=7)
-    newest = find_steps(folder / 'run/checkpoints')[-1]
-    end(begin(folder, layout))
-    found = hashes(folder)
+    killed(layout, tmp_path)
+    newest = find_steps(tmp_path / 'run/checkpoints')[-1]
+    end(begin(tmp_path, layout))
+    found = hashes(tmp_path)
     assert found[f'restored {newest}'] == found[f'saved {newest}']
-    assert losses(folder / 'run') == losses(straight[layout])
+    assert losses(tmp_path / 'run') == losses(straight[layout])
     differences = dict(
-        parameter_differences(folder / 'run/checkpoints/30', straight[layout] / 'checkpoints/30')
+        parameter_differences(tmp_path / 'run/checkpoints/24', straight[layout] / 'checkpoints/24')
     )
     assert differences == dict.fromkeys(differences, 0.0)
 
 
+@pytest.mark.parametrize(
+    ('others', 'stages'),
+    [
+        (['two stages and two shards of a sequence'], '2 -> 1'),
+        pytest.param(
+            ['four stages', 'two stages and two shards of a sequence'],
+            '2 -> 4',
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
 def test_a_run_that_is_killed_with_other_stages_each_time_ends_as_the_undisturbed_one(
-    tmp_path: Path, straight: dict[str, Path]
+    tmp_path: Path,
+    straight: dict[str, Path],
+    killed: Callable[[str, Path], str],
+    others: list[str],
+    stages: str,
 ) -> None:
-    folder = write_run(tmp_path, CONFIG)
-    said = ''
-    for layout, at in zip(LAYOUTS, (7, 12, 17), strict=False):
-        said += kill(begin(folder, layout), at=at)
-    said += end(begin(folder, 'no stages'))
+    said = killed('two stages of two chunks', tmp_path)
+    for layout, at in zip(others, (12, 17), strict=False):
+        said += kill(begin(tmp_path, layout), at=at)
+    said += end(begin(tmp_path, 'no stages'))
     for words in (
         'bubble 12.5% of the time at work',
-        'resume     mesh.stages: 2 -> 4',
+        f'resume     mesh.stages: {stages}',
         'resume     mesh.virtual_stages: 2 -> 1',
         'resume     mesh.context: 1 -> 2',
         'resume     train.schedule: 1f1b -> gpipe',
     ):
         assert words in said
-    found = hashes(folder)
+    found = hashes(tmp_path)
     restored = [name for name in found if name.startswith('restored')]
-    assert len(restored) == 3
+    assert len(restored) == 1 + len(others)
     for name in restored:
         assert found[name] == found[name.replace('restored', 'saved')]
-    assert losses(folder / 'run') == pytest.approx(losses(straight['no stages']), rel=1e-5)
+    assert losses(tmp_path / 'run') == pytest.approx(losses(straight['no stages']), rel=1e-5)
     for name, difference in parameter_differences(
-        folder / 'run/checkpoints/30', straight['no stages'] / 'checkpoints/30'
+        tmp_path / 'run/checkpoints/24', straight['no stages'] / 'checkpoints/24'
     ):
         assert isinstance(difference, float)
         assert difference < 1e-4, name

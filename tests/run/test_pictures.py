@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from runs import finish, start
-from support import by_name, more, on_mesh
+from support import by_name, exhaustive, more, on_mesh
 
 from megajax.checkpoint.open import restore_params
 from megajax.config import Config, load
@@ -61,7 +61,7 @@ def parameters(folder: Path, config: Config) -> dict[str, Any]:
         return {name: np.asarray(x) for name, x in by_name(params).items()}
 
 
-@pytest.mark.parametrize('name', [more('lines'), more('words')])
+@pytest.mark.parametrize('name', [more('lines'), exhaustive('words')])
 def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, corpus: Path, name: str) -> None:
     data = f'data.corpus={corpus if name == "lines" else "words"}'
     config = train(tmp_path / 'straight', 6, data)
@@ -73,7 +73,7 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path, corpus: Path, name:
         np.testing.assert_array_equal(x, expected[parameter], parameter)
 
 
-@pytest.mark.parametrize('name', [more('lines'), more('words')])
+@pytest.mark.parametrize('name', [more('words'), exhaustive('lines')])
 def test_on_another_mesh_the_same_pictures_follow(tmp_path: Path, corpus: Path, name: str) -> None:
     data = f'data.corpus={corpus if name == "lines" else "words"}'
     train(tmp_path / 'straight', 6, data)

@@ -60,13 +60,6 @@ def test_a_tenth_that_returns_memory_hides_no_leak() -> None:
     assert not soak.is_flat(soak.growth(tenths))
 
 
-@pytest.mark.faults
-def test_a_run_is_measured_to_its_end(tmp_path: Path) -> None:
-    tenths = soak.soak(tmp_path, 50)
-    assert len(tenths) == 10
-    assert all(use.mib > 50 and use.descriptors > 3 and use.threads > 1 for use in tenths)
-
-
 LEAKS = """
 from megajax.run import trainer
 def take_step(loop, take=trainer.Trainer._take_step, held=[], **options):
@@ -77,7 +70,12 @@ trainer.Trainer._take_step = take_step
 
 
 @pytest.mark.faults
-def test_a_run_that_keeps_a_file_open_in_each_step_is_not_flat(tmp_path: Path) -> None:
-    grown = soak.growth(soak.soak(tmp_path, 100, fault=LEAKS))
+def test_a_run_is_measured_to_its_end_and_is_not_flat_if_each_step_keeps_a_file_open(
+    tmp_path: Path,
+) -> None:
+    tenths = soak.soak(tmp_path, 100, fault=LEAKS)
+    assert len(tenths) == 10
+    assert all(use.mib > 50 and use.descriptors > 3 and use.threads > 1 for use in tenths)
+    grown = soak.growth(tenths)
     assert grown.descriptors > 50
     assert not soak.is_flat(grown)
