@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import exhaustive
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
@@ -90,7 +91,7 @@ for key in KEYS:
     ('guide', 'keys', 'common'),
     [
         ('add_a_layout', ['mesh.shard_vocab=true', 'mesh.shard_vocab=false'], []),
-        (
+        exhaustive(
             'add_a_parameter',
             ['mesh.sequence_parallel=true', 'mesh.sequence_parallel=false'],
             ['model.layer_scale=0.1'],

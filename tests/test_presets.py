@@ -4,16 +4,23 @@ import re
 
 import pytest
 from ruamel.yaml import YAML
-from support import ROOT, load_script, slow
+from support import ROOT, exhaustive, load_script, slow
 
 import megajax
 from megajax.config import Config
 
 presets = load_script('presets', 'scripts')
 FAST = 'llama3_8b', 'qwen3_8b'
+SLOW = 'llama3_70b', 'qwen3_vl_2b'
 
 
-@pytest.mark.parametrize('name', [name if name in FAST else slow(name) for name in presets.PRESETS])
+@pytest.mark.parametrize(
+    'name',
+    [
+        name if name in FAST else slow(name) if name in SLOW else exhaustive(name)
+        for name in presets.PRESETS
+    ],
+)
 def test_a_preset_fits_and_no_layout_is_more_than_3_percent_faster(name: str) -> None:
     config = megajax.load(name)
     plan = megajax.plan(config, gpu=presets.GPU)

@@ -15,6 +15,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbclient import NotebookClient
+from support import exhaustive, slow
 from typer.core import TyperCommand
 from typer.main import get_command
 
@@ -249,9 +250,16 @@ def test_the_import_is_light() -> None:
     assert imported == 'False'
 
 
-@pytest.mark.slow
+IN_CI = '01_tensor_parallel_block', '07_pictures'  # the cheapest
+
+
 @pytest.mark.parametrize(
-    'notebook', sorted((ROOT / 'notebooks').glob('*.ipynb')), ids=lambda path: path.stem
+    'notebook',
+    [
+        (slow if path.stem in IN_CI else exhaustive)(path)
+        for path in sorted((ROOT / 'notebooks').glob('*.ipynb'))
+    ],
+    ids=lambda path: path.stem,
 )
 def test_the_notebook_runs_from_top_to_bottom(
     notebook: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import LAYOUTS, equal, laid_out, leaves, make_state
-from support import ROOT, by_name, gather, on_mesh, slow
+from support import ROOT, by_name, exhaustive, gather, on_mesh
 
 from megajax.checkpoint import checkpoints as module
 from megajax.checkpoint.checkpoints import Checkpoints
@@ -74,7 +74,7 @@ NEXT = dict(zip(LAYOUTS, [*LAYOUTS][1:] + [*LAYOUTS][:1], strict=True))
 @pytest.mark.parametrize(
     ('there', 'here'),
     [
-        (there, here) if NEXT[there] == here else slow(there, here)
+        (there, here) if NEXT[there] == here else exhaustive(there, here)
         for there in LAYOUTS
         for here in LAYOUTS
     ],

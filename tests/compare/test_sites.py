@@ -37,7 +37,16 @@ def title(comparison: Comparison) -> tuple[str, str]:
     return comparison.first.name, comparison.first.phase
 
 
-@pytest.mark.parametrize('mesh', [name if 'seq' in name else slow(name) for name in MESHES])
+SLOW = 'chunks of stages', 'a grid'
+
+
+@pytest.mark.parametrize(
+    'mesh',
+    [
+        name if 'seq' in name else slow(name) if name in SLOW else exhaustive(name)
+        for name in MESHES
+    ],
+)
 def test_no_site_of_a_mesh_differs_from_one_device(mesh: str) -> None:
     sections = MESHES[mesh]
     model, there = sections.get('model'), recorded(small(**sections))
@@ -50,8 +59,8 @@ def test_no_site_of_a_mesh_differs_from_one_device(mesh: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['gpt', 'bert'])
-@pytest.mark.parametrize('dtype', ['float32', exhaustive('float16'), 'fp8'])
+@pytest.mark.parametrize('name', ['gpt', exhaustive('bert')])
+@pytest.mark.parametrize('dtype', [exhaustive('float32'), exhaustive('float16'), 'fp8'])
 def test_every_model_and_dtype_has_the_same_sites_on_two_meshes(name: str, dtype: str) -> None:
     train, mesh = {'dtype': dtype}, {'data': 2, 'model': 2, 'sequence_parallel': True}
     sides = recorded(small(name, train=train)), recorded(small(name, train=train, mesh=mesh))

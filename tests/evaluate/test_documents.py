@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support import on_mesh, random_params, relative_error
+from support import exhaustive, on_mesh, random_params, relative_error
 from vlm import vlm
 
 from megajax.config import Config, ConfigError
@@ -60,7 +60,7 @@ def evaluate(config: Config, *files: Path) -> DocumentPerplexity:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('crossed', [False, True])
+@pytest.mark.parametrize('crossed', [exhaustive(False), True])
 def test_it_is_the_loss_of_training_on_rows_of_one_document(corpus: Path, crossed: bool) -> None:
     of_corpus = config(corpus, crossed=crossed)
     found = evaluate(of_corpus, corpus)

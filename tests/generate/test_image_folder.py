@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from support import on_mesh, random_params
+from support import exhaustive, on_mesh, random_params
 from vlm import vlm
 
 from megajax.checkpoint.checkpoints import Checkpoints
@@ -57,7 +57,7 @@ def answers(config: Config, folder: Path, batch_size: int, temperature: float) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('temperature', [0.0, 0.9])
+@pytest.mark.parametrize('temperature', [exhaustive(0.0), 0.9])
 def test_an_answer_is_the_same_in_every_batch(folder: Path, temperature: float) -> None:
     together = answers(CONFIG, folder, 16, temperature)
     assert list(together) == [f'{i}.png' for i in range(5)]

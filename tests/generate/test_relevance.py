@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import make_batch, on_mesh, random_params
+from support import exhaustive, make_batch, on_mesh, random_params
 from vlm import RELEVANCE, relevant
 
 from megajax.config import Config
@@ -84,7 +84,7 @@ def uncached() -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('data', 'model'), [(2, 2), (1, 1), (1, 4)])
+@pytest.mark.parametrize(('data', 'model'), [(2, 2), exhaustive(1, 1), exhaustive(1, 4)])
 def test_the_cache_changes_nothing_and_the_budget_is_kept(data: int, model: int) -> None:
     expected = uncached()
     config = config_on(data, model)

@@ -52,7 +52,7 @@ def gradient_bytes(config: Config, axis: str) -> float:
     'config',
     [
         case('gpt', 2, 2, **SP, **TWICE),
-        slow(case('llama', 1, 4)),
+        exhaustive(case('llama', 1, 4)),
         slow(case('llama', 2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
         exhaustive(case('gpt', 2, 4, optim={'shard': 'gradients'}, **TWICE)),
         exhaustive(case('gpt', 4, 2, mesh={'replicas': 2}, optim={'shard': 'optimizer'})),

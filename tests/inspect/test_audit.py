@@ -68,7 +68,7 @@ def caught(found: Inspection) -> set[str]:
 @pytest.mark.parametrize(
     ('name', 'recompute', 'sequence_parallel'),
     [
-        slow('gpt', 'none', True),
+        exhaustive('gpt', 'none', True),
         exhaustive('gpt', 'full', False),
         exhaustive('llama', 'none', False),
         ('llama', 'full', True),
@@ -332,7 +332,7 @@ def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config
     [
         slow(column_parallel_down, small(), {'mlp forward model'}),
         (unfused, small(), {'attention backward model', 'input gradient reduced again'}),
-        slow(
+        exhaustive(
             unfused,
             small('llama', model={'num_kv_heads': 8}),
             {'mlp backward model', 'input gradient reduced again'},
@@ -341,9 +341,9 @@ def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config
         slow(gathered_table, small(), {'gathered weight'}),
         exhaustive(replicated_mlp, small(), {'gradients step data'}),
         exhaustive(gathered_logits, small(), {'head backward model'}),
-        slow(sharded_norm, small(), {'mlp forward model'}),
+        exhaustive(sharded_norm, small(), {'mlp forward model'}),
         (replicated_optimizer_state, small(), {'optimizer state elsewhere'}),
-        slow(
+        exhaustive(
             reduced_for_each_microbatch, small(train={'microbatches': 4}), {'gradients step data'}
         ),
         slow(wide_residual_stream, small(**HALF), {'fp32 on the wire'}),
@@ -353,15 +353,17 @@ def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config
             {'unsharded weights kept'},
         ),
         slow(gathered_for_both_passes, on_rung('weights'), {'unsharded weights kept'}),
-        slow(
+        exhaustive(
             gathered_in_fp32,
             on_rung('weights', dtype='bfloat16', recompute='full'),
             {'parameters forward data', 'parameters backward data'},
         ),
-        slow(summed_everywhere, on_rung('weights', recompute='full'), {'gradients step data'}),
+        exhaustive(
+            summed_everywhere, on_rung('weights', recompute='full'), {'gradients step data'}
+        ),
         exhaustive(summed_everywhere, on_rung('gradients'), {'gradients step data'}),
-        slow(summed_everywhere, on_rung('optimizer'), {'gradients step data'}),
-        slow(summed_twice, on_rung('optimizer'), {'gradients step data'}),
+        exhaustive(summed_everywhere, on_rung('optimizer'), {'gradients step data'}),
+        exhaustive(summed_twice, on_rung('optimizer'), {'gradients step data'}),
         exhaustive(summed_twice, on_rung('gradients'), {'gradients backward data'}),
     ],
 )

@@ -22,7 +22,7 @@ CASES = [
     ('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
     exhaustive('llama', 2, 4, {'microbatches': 2}, {'optim': {'shard': True}}),
     exhaustive('gpt', 2, 4, {'recompute': 'selective'}, {'sequence_parallel': True}),
-    slow('gpt', 2, 4, {'recompute': 'full'}, {'model': {'dropout': 0.1}}),
+    exhaustive('gpt', 2, 4, {'recompute': 'full'}, {'model': {'dropout': 0.1}}),
     exhaustive('gpt', 2, 4, {'recompute': 'none', 'overlap': 'batch_split'}, {}),
     slow(
         'llama', 2, 4, {'recompute': 'full', 'overlap': 'batch_split'}, {'sequence_parallel': True}
@@ -30,13 +30,13 @@ CASES = [
     exhaustive(
         'llama', 2, 4, {'recompute': 'full', 'dtype': 'float32'}, {'sequence_parallel': True}
     ),
-    slow('llama', 1, 1, {'recompute': 'full'}, {}),
+    exhaustive('llama', 1, 1, {'recompute': 'full'}, {}),
     exhaustive('llama', 4, 2, {'recompute': 'none'}, {'optim': {'shard': True}}),
     exhaustive('bert', 2, 4, {'recompute': 'none'}, {}),
     exhaustive(
         'bert', 2, 4, {'recompute': 'selective', 'microbatches': 2}, {'sequence_parallel': True}
     ),
-    slow('bert', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
+    exhaustive('bert', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
 ]
 
 

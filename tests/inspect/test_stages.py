@@ -70,12 +70,12 @@ SMALL = config(stages=2, context=2, train={'microbatches': 2})
     'config',
     [
         SMALL,
-        slow(config(stages=2, context=2, **SP, shard='optimizer')),
+        exhaustive(config(stages=2, context=2, **SP, shard='optimizer')),
         exhaustive(config('gpt', stages=2, data=2, model=2)),
         exhaustive(config(stages=2, virtual_stages=2, data=2, **SP, train=FULL)),
         exhaustive(config('gpt', stages=4, data=2, train={'schedule': 'gpipe'} | FULL)),
         exhaustive(config(stages=2, data=2, **SP, train=HALF, shard='optimizer')),
-        slow(config(stages=2, data=2, replicas=2, model=2, shard='optimizer')),
+        exhaustive(config(stages=2, data=2, replicas=2, model=2, shard='optimizer')),
         exhaustive(config('bert', stages=4, **SP, train=FULL)),
         exhaustive(config('bert', stages=2, model=2, train={'batch_size': 24})),
         exhaustive(config(context=2, data=2, model=2)),
@@ -163,10 +163,10 @@ UNDECLARED = 'permute with undeclared pairs'
 @pytest.mark.parametrize(
     ('worsen', 'config', 'expected'),
     [
-        slow(sent_the_other_way, FOUR, {UNDECLARED}),
+        exhaustive(sent_the_other_way, FOUR, {UNDECLARED}),
         exhaustive(sent_past_a_stage, FOUR, {UNDECLARED}),
         slow(never_sent_home, CHUNKS, {UNDECLARED, 'permute without a source'}),
-        slow(
+        exhaustive(
             sent_in_fp32,
             config(stages=2, model=2, train=HALF),
             {'stage forward stage', 'stage backward stage', 'fp32 on the wire'},

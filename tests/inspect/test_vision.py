@@ -36,12 +36,12 @@ cross = functools.partial(vlm, crossed=True)
         vlm(2, 2, **SP),
         exhaustive(vlm(2, 2, **TWICE)),
         exhaustive(vlm(1, 4, **SP, **HALF)),
-        slow(vlm(4, 2, **SP, optim={'shard': 'optimizer'}, **HALF)),
+        exhaustive(vlm(4, 2, **SP, optim={'shard': 'optimizer'}, **HALF)),
         exhaustive(vlm(2, 4, optim={'shard': 'weights'}, **TWICE)),
         exhaustive(vlm(4, 2, mesh={'replicas': 2}, optim={'shard': 'gradients'})),
         exhaustive(vlm(3, 2, optim={'shard': 'weights'}, train={'batch_size': 24})),
         exhaustive(vlm(2, 1)),
-        slow(vlm(2, 2, **SP, vision={'freeze': ('encoder',)}, train={'recompute': 'full'})),
+        exhaustive(vlm(2, 2, **SP, vision={'freeze': ('encoder',)}, train={'recompute': 'full'})),
         exhaustive(vlm(2, 2, vision={'freeze': ('merger',)}, optim={'shard': 'weights'})),
         exhaustive(vlm(2, 2, **SP, vision={'freeze': ('decoder',)}, optim={'shard': 'optimizer'})),
         exhaustive(cross(2, 2)),
@@ -52,7 +52,7 @@ cross = functools.partial(vlm, crossed=True)
         exhaustive(cross(4, 2, **SP, optim={'shard': 'gradients'}, **HALF)),
         exhaustive(relevant(2, 2, **SP)),
         exhaustive(relevant(1, 4, **HALF, relevance={'scorer_shards': 2})),
-        slow(
+        exhaustive(
             relevant(
                 2,
                 2,

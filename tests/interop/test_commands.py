@@ -137,7 +137,7 @@ def test_training_goes_on_from_an_import_and_is_exported(tmp_path: Path) -> None
         'train',
         'run.dir=run',
         'data.corpus=corpus',
-        'data.split="6,2,0"',
+        'data.split="1,0,0"',
         'train.steps=2',
         'train.batch_size=4',
         'mesh.model=2',

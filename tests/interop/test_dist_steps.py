@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from interop.oracles import Arrays, batch_of, steps_of, under
-from support import assert_close, relative_error, slow
+from support import assert_close, exhaustive, relative_error
 
 from megajax.checkpoint.open import Opened, open_model
 from megajax.interop.megatron import to_megatron
@@ -23,7 +23,7 @@ LOSS_LIMIT, LIMIT = 1e-6, 2e-6  # relative, see support.relative_error
 for_each_model = pytest.mark.parametrize('name', ['gpt2', 'llama'])
 on_each_mesh = pytest.mark.parametrize(
     'mesh',
-    [slow({'data': 1, 'model': 1}), {'data': 2, 'model': 2, 'sequence_parallel': 'true'}],
+    [exhaustive({'data': 1, 'model': 1}), {'data': 2, 'model': 2, 'sequence_parallel': 'true'}],
     ids=['1', '2x2+sp'],
 )
 

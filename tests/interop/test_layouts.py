@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import laid_out, make_state
-from support import gather, on_mesh, slow
+from support import exhaustive, gather, on_mesh
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.config import load
@@ -48,7 +48,7 @@ PADDED = 'data=3 x model=2, weights'
 
 
 @pytest.mark.parametrize(
-    'layout', [layout if layout == PADDED else slow(layout) for layout in LAYOUTS]
+    'layout', [layout if layout == PADDED else exhaustive(layout) for layout in LAYOUTS]
 )
 def test_exports_hold_the_same_bits_whatever_layout_wrote_the_checkpoint(
     tmp_path: Path, expected: tuple[Path, dict[str, np.ndarray]], layout: str

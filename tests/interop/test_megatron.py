@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from interop.oracles import ORACLES, Arrays, Steps, batch_of, steps_of, under
-from support import assert_close, graph_of, make_config, on_mesh, relative_error, slow
+from support import assert_close, exhaustive, graph_of, make_config, on_mesh, relative_error
 
 from megajax.config import Config, ConfigError
 from megajax.counts.parameters import num_parameters
@@ -32,7 +32,7 @@ LIMIT = 2e-5  # relative, see support.relative_error
 for_each_oracle = pytest.mark.parametrize('name', ['gpt2', 'llama'])
 on_each_mesh = pytest.mark.parametrize(
     'mesh',
-    [slow({'model': 1}), slow({'model': 2}), {'model': 2, 'sequence_parallel': True}],
+    [exhaustive({'model': 1}), exhaustive({'model': 2}), {'model': 2, 'sequence_parallel': True}],
     ids=['1', '2', '2+sp'],
 )
 

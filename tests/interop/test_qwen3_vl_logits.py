@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from interop.stored import LIMIT
-from support import on_mesh, slow
+from support import exhaustive, on_mesh, slow
 
 from megajax.config import Config
 from megajax.data.patches import PatchSize, place_images
@@ -96,7 +96,7 @@ def logits(config: Config, tensors: dict[str, np.ndarray]) -> np.ndarray:
     [
         (False, 1, 1, False),
         (True, 2, 2, False),
-        slow(False, 1, 4, True),
+        exhaustive(False, 1, 4, True),
         slow(True, 1, 1, False),
         slow(False, 2, 4, False),
     ],
@@ -112,7 +112,7 @@ def test_logits_are_those_of_transformers(tied, data, model, sequence_parallel) 
     assert np.abs(expected).max() > 1
 
 
-@pytest.mark.parametrize(('data', 'model'), [slow(1, 1), (2, 2)])
+@pytest.mark.parametrize(('data', 'model'), [exhaustive(1, 1), (2, 2)])
 def test_the_likeliest_text_after_a_picture_is_that_of_transformers(data: int, model: int) -> None:
     config = config_of(False, data, model, False)
     tokens, positions, images = rows(config)

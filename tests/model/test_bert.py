@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from support import (
     assert_close,
+    exhaustive,
     gather,
     graph_of,
     make_batch,
@@ -144,7 +145,7 @@ def by_the_book() -> tuple[float, float, dict[str, np.ndarray]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('mesh', [(1, 1, False), (2, 2, True)])
+@pytest.mark.parametrize('mesh', [exhaustive((1, 1, False)), (2, 2, True)])
 def test_loss_and_gradients_are_those_of_masked_tokens_and_of_the_order(mesh):
     config = small(*mesh[:2], sequence_parallel=mesh[2])
     masked, order, expected = by_the_book()

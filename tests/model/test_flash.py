@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from support import (
     assert_close,
+    exhaustive,
     gather,
     make_batch,
     make_config,
@@ -43,10 +44,10 @@ def loss_and_gradients(name, data, model, microbatches, documents):
 @pytest.mark.parametrize(
     ('name', 'data', 'model', 'microbatches', 'documents'),
     [
-        slow('llama', 1, 1, 1, None),
-        slow('llama', 2, 4, 1, None),
+        exhaustive('llama', 1, 1, 1, None),
+        exhaustive('llama', 2, 4, 1, None),
         ('llama', 2, 4, 1, [5, 20, 7]),
-        slow('llama', 2, 2, 2, None),
+        exhaustive('llama', 2, 2, 2, None),
         slow('bert', 2, 2, 2, None),
     ],
 )

@@ -16,7 +16,16 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support import ROOT, assert_close, by_name, gather, make_batch, make_config, on_mesh
+from support import (
+    ROOT,
+    assert_close,
+    by_name,
+    exhaustive,
+    gather,
+    make_batch,
+    make_config,
+    on_mesh,
+)
 
 from megajax.config import Config, ConfigError, ModelConfig, load, presets
 from megajax.counts import parameters as counts
@@ -168,7 +177,7 @@ def everything_of_renamed(name: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
+@pytest.mark.parametrize('name', ['gpt', exhaustive('llama'), exhaustive('bert')])
 def test_nothing_but_the_name_changes_with_the_name_of_a_parameter(
     name: str, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import pytest
-from support import load_script, make_config, slow
+from support import exhaustive, load_script, make_config, slow
 
 from megajax.config import Config
 from megajax.config.rules import incompatibilities
@@ -165,9 +165,9 @@ def test_a_compiled_step_sends_the_bytes_counted(step: tuple[Config, CompiledSte
     'mesh',
     [
         {'data': 1, 'model': 2, 'sequence_parallel': True},
-        slow({'data': 1, 'model': 4}),
+        exhaustive({'data': 1, 'model': 4}),
         slow({'data': 1, 'model': 2, 'model_rows': 2, 'sequence_parallel': True}),
-        slow({'data': 1, 'model': 2, 'context': 2}),
+        exhaustive({'data': 1, 'model': 2, 'context': 2}),
         slow({'data': 1, 'model': 2, 'stages': 2}),
     ],
     ids=str,

@@ -14,7 +14,16 @@ import pytest
 from flax import nnx
 from jax import P
 from reference import megatron_by_hand as by_hand
-from support import assert_close, graph_of, make_batch, make_config, on_mesh, relative_error, slow
+from support import (
+    assert_close,
+    exhaustive,
+    graph_of,
+    make_batch,
+    make_config,
+    on_mesh,
+    relative_error,
+    slow,
+)
 
 from megajax.config import Config
 from megajax.hlo.collectives import collectives
@@ -101,7 +110,7 @@ def test_the_loss(model_size: int, sp: bool) -> None:
     assert_same(config, ours, theirs, P())
 
 
-@pytest.mark.parametrize('sp', [slow(False), True], ids=['4', '4+sp'])
+@pytest.mark.parametrize('sp', [exhaustive(False), True], ids=['4', '4+sp'])
 def test_the_whole_model(sp: bool) -> None:
     config = gpt(4, sp)
     weights = random_weights()
@@ -170,7 +179,7 @@ def over_data(compiled: jax.stages.Compiled) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ('rung', 'sp', 'microbatches'),
-    [(2, False, 2), slow(3, False, 1), slow(2, True, 1), slow(3, True, 2)],
+    [(2, False, 2), exhaustive(3, False, 1), exhaustive(2, True, 1), slow(3, True, 2)],
 )
 def test_zero_has_the_gradients_of_megatron_by_hand(rung: int, sp: bool, microbatches: int) -> None:
     with on_mesh(gpt(2, sp)):
@@ -180,7 +189,7 @@ def test_zero_has_the_gradients_of_megatron_by_hand(rung: int, sp: bool, microba
     assert relative_error(ours[0][0], theirs[0]) < LIMIT
 
 
-@pytest.mark.parametrize(('rung', 'microbatches'), [slow(2, 2), (3, 1)])
+@pytest.mark.parametrize(('rung', 'microbatches'), [exhaustive(2, 2), (3, 1)])
 def test_zero_sends_the_bytes_of_megatron_by_hand(rung: int, microbatches: int) -> None:
     with on_mesh(gpt(2, sp=False)):
         # A vocabulary that megajax does not pad.
@@ -236,7 +245,7 @@ def stack(weights: Arrays, num_layers: int) -> Arrays:
     return {name: np.stack([layer[name] for layer in layers]) for name in layers[0]}
 
 
-@pytest.mark.parametrize(('sp', 'microbatches'), [slow(False, 2), slow(True, 3)])
+@pytest.mark.parametrize(('sp', 'microbatches'), [exhaustive(False, 2), slow(True, 3)])
 def test_a_pipeline_is_gpipe_by_hand_in_gradients_and_to_the_byte(
     sp: bool, microbatches: int
 ) -> None:

@@ -8,7 +8,15 @@ from collections import Counter
 import pytest
 from jax import P
 from reference.three_ways import Way, auto_way, by_hand_way, explicit_way
-from support import assert_close, make_batch, make_config, on_mesh, random_params, relative_error
+from support import (
+    assert_close,
+    exhaustive,
+    make_batch,
+    make_config,
+    on_mesh,
+    random_params,
+    relative_error,
+)
 
 from megajax.config import Config
 from megajax.hlo.collectives import Collective
@@ -38,9 +46,7 @@ def ways(*, sp: bool = False) -> dict[str, Way]:
         }
 
 
-@pytest.mark.parametrize(
-    'sp', [pytest.param(False, marks=pytest.mark.slow), True], ids=['tp', 'tp+sp']
-)
+@pytest.mark.parametrize('sp', [exhaustive(False), True], ids=['tp', 'tp+sp'])
 def test_all_have_the_same_loss_and_gradients(sp: bool) -> None:
     expected = ways(sp=sp)['by hand']
     for name in ('explicit', 'auto'):

@@ -24,11 +24,11 @@ def sharded(name: str, context: int, data: int = 1, model: int = 1, **fields: An
     [
         sharded('llama', 2, model=2, data=2, **SP, **RING),
         exhaustive(sharded('llama', 2)),
-        slow(sharded('llama', 2, **RING)),
+        exhaustive(sharded('llama', 2, **RING)),
         exhaustive(sharded('llama', 4, model=2)),
-        slow(sharded('llama', 4, model=2, **SP, **RING, recompute='full')),
-        slow(sharded('llama', 2, model=4, **SP)),  # more devices than key/value heads
-        slow(sharded('gpt', 4, model=2, **SP)),
+        exhaustive(sharded('llama', 4, model=2, **SP, **RING, recompute='full')),
+        exhaustive(sharded('llama', 2, model=4, **SP)),  # more devices than key/value heads
+        exhaustive(sharded('gpt', 4, model=2, **SP)),
         slow(sharded('gpt', 2, data=2, microbatches=2, recompute='selective', **RING)),
         exhaustive(sharded('gpt', 8)),
     ],
@@ -47,9 +47,9 @@ def test_loss_and_gradients_are_those_of_whole_sequences(setting: Setting) -> No
     [
         exhaustive(sharded('llama', 2, data=2, model=2, shard='optimizer', **SP)),
         slow(sharded('llama', 2, data=2, model=2, shard='weights', **SP, **RING)),
-        slow(sharded('gpt', 2, data=2, shard='gradients', microbatches=2)),
-        slow(sharded('llama', 2, data=3, shard='weights')),  # padded shards
-        slow(sharded('gpt', 2, data=4, shard='weights', replicas=2, dtype='bfloat16')),
+        exhaustive(sharded('gpt', 2, data=2, shard='gradients', microbatches=2)),
+        exhaustive(sharded('llama', 2, data=3, shard='weights')),  # padded shards
+        exhaustive(sharded('gpt', 2, data=4, shard='weights', replicas=2, dtype='bfloat16')),
     ],
     ids=str,
 )
@@ -65,10 +65,12 @@ def test_rungs_of_zero_shard_over_data_and_context_and_change_nothing(setting: S
 @pytest.mark.parametrize(
     'setting',
     [
-        sharded('llama', 2, model=2, stages=2, microbatches=4, **SP),
-        sharded(
-            'llama', 2, model=2, stages=2, virtual_stages=2, num_layers=4, microbatches=4
-        )._replace(**RING),
+        exhaustive(sharded('llama', 2, model=2, stages=2, microbatches=4, **SP)),
+        exhaustive(
+            sharded(
+                'llama', 2, model=2, stages=2, virtual_stages=2, num_layers=4, microbatches=4
+            )._replace(**RING)
+        ),
         sharded('gpt', 2, data=2, stages=2, microbatches=2, shard='optimizer', recompute='full'),
     ],
     ids=str,

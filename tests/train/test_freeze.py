@@ -63,7 +63,9 @@ def gradients(config: Config) -> tuple[float, dict[str, np.ndarray]]:
     [
         {},
         exhaustive({'train': {'dtype': 'bfloat16'}}),
-        slow({'optim': {'shard': 'weights'}, 'train': {'recompute': 'full', 'microbatches': 2}}),
+        exhaustive(
+            {'optim': {'shard': 'weights'}, 'train': {'recompute': 'full', 'microbatches': 2}}
+        ),
     ],
 )
 def test_the_other_parts_have_the_gradients_of_the_run_that_freezes_nothing(
@@ -80,11 +82,11 @@ def test_the_other_parts_have_the_gradients_of_the_run_that_freezes_nothing(
     'sections',
     [
         {'optim': {'shard': 'optimizer'}, 'train': {'dtype': 'bfloat16'}},
-        slow({'optim': {'shard': 'none'}}),
+        exhaustive({'optim': {'shard': 'none'}}),
         exhaustive(
             {'optim': {'shard': 'gradients'}, 'train': {'dtype': 'bfloat16', 'microbatches': 2}}
         ),
-        slow({'optim': {'shard': 'weights'}, 'train': {'recompute': 'full'}}),
+        exhaustive({'optim': {'shard': 'weights'}, 'train': {'recompute': 'full'}}),
         exhaustive({'optim': {'shard': 'weights', 'moments_dtype': 'bfloat16'}}),
     ],
 )
@@ -171,7 +173,7 @@ def test_the_state_is_counted_with_moments_of_what_is_learned(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('sections', [{}, slow({'optim': {'shard': 'weights'}})])
+@pytest.mark.parametrize('sections', [{}, exhaustive({'optim': {'shard': 'weights'}})])
 def test_layers_of_cross_attention_learn_beside_what_is_frozen(
     sections: dict[str, dict[str, object]],
 ) -> None:
@@ -209,7 +211,7 @@ def test_a_resumed_run_freezes_the_same_parts_and_an_import_any(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('shard', ['optimizer', 'weights'])
+@pytest.mark.parametrize('shard', [exhaustive('optimizer'), 'weights'])
 def test_a_checkpoint_holds_all_weights_and_resumes_to_the_bit(tmp_path: Path, shard: str) -> None:
     config = vlm(2, 2, vision={'freeze': ('encoder', 'merger')}, optim={'shard': shard})
     with on_mesh(config):

@@ -26,7 +26,7 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
         grid('gpt', 2, 2, recompute='full'),
         grid('llama', 4, 2),
         exhaustive(grid('llama', 2, 4)),
-        slow(grid('gpt', 2, 4, recompute='selective')),
+        exhaustive(grid('gpt', 2, 4, recompute='selective')),
         exhaustive(grid('gpt', 4, 2)),
         exhaustive(grid('llama', 2, 2, data=2, microbatches=2)),
         exhaustive(grid('gpt', 2, 1, data=2)),
@@ -46,10 +46,12 @@ def test_loss_and_gradients_are_those_of_one_dimension(setting: Setting, twin: s
 @pytest.mark.parametrize(
     'setting',
     [
-        grid('llama', 2, 2, data=2, shard='weights', recompute='full', overlap='batch_split'),
-        grid('gpt', 2, 2, data=2, shard='weights', recompute='selective'),
+        exhaustive(
+            grid('llama', 2, 2, data=2, shard='weights', recompute='full', overlap='batch_split')
+        ),
+        exhaustive(grid('gpt', 2, 2, data=2, shard='weights', recompute='selective')),
         grid('llama', 2, 2, data=2, shard='gradients', microbatches=2, dtype='bfloat16'),
-        grid('gpt', 2, 2, data=2, shard='optimizer', overlap='batch_split'),
+        exhaustive(grid('gpt', 2, 2, data=2, shard='optimizer', overlap='batch_split')),
         grid('llama', 2, 1, data=4, shard='weights', replicas=2),
     ],
     ids=str,
@@ -71,7 +73,9 @@ def test_rungs_of_zero_change_nothing_in_a_grid(setting: Setting) -> None:
     'setting',
     [
         grid('llama', 2, 2, data=2, shard='weights', recompute='full'),
-        slow(grid('gpt', 2, 2, data=2, shard='weights', recompute='full', overlap='batch_split')),
+        exhaustive(
+            grid('gpt', 2, 2, data=2, shard='weights', recompute='full', overlap='batch_split')
+        ),
         exhaustive(grid('gpt', 4, 2)),
         exhaustive(grid('llama', 2, 4)),
     ],
@@ -86,7 +90,7 @@ def test_five_steps_and_an_evaluation_end_as_those_of_one_device(setting: Settin
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('setting', [grid('llama', 2, 2), grid('gpt', 2, 2)], ids=str)
+@pytest.mark.parametrize('setting', [grid('llama', 2, 2), exhaustive(grid('gpt', 2, 2))], ids=str)
 def test_in_bf16_a_grid_is_as_near_as_rounding(setting: Setting) -> None:
     setting = setting._replace(dtype='bfloat16')
     (expected_loss, expected), (loss, gradients) = map(

@@ -53,7 +53,8 @@ def compositions(draw: Any, name: str) -> Setting:
 @pytest.mark.parametrize(
     ('name', 'start', 'examples'),
     [
-        slow('gpt', SEED, 8),
+        slow('gpt', SEED, 4),
+        exhaustive('gpt', SEED, 8),
         exhaustive('llama', SEED, 8),
         exhaustive('gpt', SEED + 1, 40),
         exhaustive('llama', SEED + 1, 40),

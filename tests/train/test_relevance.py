@@ -77,13 +77,13 @@ def results(config: Config) -> tuple[float, dict[str, np.ndarray], np.ndarray]:
 @pytest.mark.parametrize(
     'config',
     [
-        slow(relevant(2, 2, **SP)),
+        exhaustive(relevant(2, 2, **SP)),
         exhaustive(relevant(1, 4)),
         exhaustive(relevant(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
         exhaustive(relevant(2, 4, **SP, relevance={'scorer_shards': 2})),
         slow(relevant(1, 8, train={'recompute': 'full'})),
         exhaustive(relevant(2, 2, **SP, vision={'channels': 'texture'})),
-        slow(relevant(2, 2, crossed=True, train={'seq_len': 32})),
+        exhaustive(relevant(2, 2, crossed=True, train={'seq_len': 32})),
     ],
     ids=lambda config: f'{config.mesh.data}x{config.mesh.model}',
 )

@@ -73,13 +73,13 @@ def test_an_operand_that_was_only_zero_is_not_scaled() -> None:
     'setting',
     [
         Setting('llama', 1, 4, dtype='fp8'),
-        slow(Setting('llama', 2, 2, **SP, dtype='fp8', microbatches=2, recompute='full')),
-        slow(Setting('llama', 2, 2, **SP, dtype='fp8', shard='weights')),
+        exhaustive(Setting('llama', 2, 2, **SP, dtype='fp8', microbatches=2, recompute='full')),
+        exhaustive(Setting('llama', 2, 2, **SP, dtype='fp8', shard='weights')),
         exhaustive(Setting('llama', 2, 2, **SP, dtype='fp8', shard='gradients', microbatches=2)),
         slow(Setting('llama', 1, 2, **SP, dtype='fp8', model_rows=2)),
-        slow(Setting('llama', 2, 2, dtype='fp8', context=2, plain=True)),
+        exhaustive(Setting('llama', 2, 2, dtype='fp8', context=2, plain=True)),
         exhaustive(Setting('gpt', 2, 2, dtype='fp8')),
-        slow(Setting('bert', 2, 2, **SP, dtype='fp8')),
+        exhaustive(Setting('bert', 2, 2, **SP, dtype='fp8')),
     ],
     ids=str,
 )
@@ -97,8 +97,8 @@ def test_every_mesh_sees_the_same_exponents(setting: Setting) -> None:
 @pytest.mark.parametrize(
     'setting',
     [
-        Setting('llama', 2, 4, **SP, rows=8, overlap='batch_split', unroll=True),
-        Setting('llama', 2, 4, **SP, rows=2, overlap='sequence_split'),
+        exhaustive(Setting('llama', 2, 4, **SP, rows=8, overlap='batch_split', unroll=True)),
+        exhaustive(Setting('llama', 2, 4, **SP, rows=2, overlap='sequence_split')),
         exhaustive(Setting('gpt', 2, 2, overlap='batch_split', unroll=True, recompute='full')),
         Setting('llama', 4, 1, unroll=True, shard='weights'),
         exhaustive(

@@ -40,9 +40,9 @@ def assert_as_plain(setting: Setting) -> None:
     'setting',
     [
         Setting('llama', 2, 4, **SP, rows=8),  # with document masks
-        slow(Setting('llama', 1, 4, num_kv_heads=2)),
-        slow(Setting('gpt', 2, 2, dtype='bfloat16')),  # with dropout and biases
-        slow(Setting('gpt', 2, 2, **SP, recompute='full')),
+        exhaustive(Setting('llama', 1, 4, num_kv_heads=2)),
+        exhaustive(Setting('gpt', 2, 2, dtype='bfloat16')),  # with dropout and biases
+        exhaustive(Setting('gpt', 2, 2, **SP, recompute='full')),
         exhaustive(Setting('llama', 2, 2, **SP, recompute='selective', microbatches=2, rows=16)),
         exhaustive(Setting('bert', 2, 2, **SP)),
         exhaustive(Setting('llama', 1, 8, num_kv_heads=2, recompute='full')),
@@ -58,7 +58,7 @@ def test_halves_of_the_rows_change_nothing(setting: Setting, unroll: bool) -> No
     'setting',
     [
         Setting('llama', 2, 4, **SP, rows=2),  # one row a shard, with document masks
-        slow(Setting('llama', 1, 4, rows=4, num_kv_heads=2)),
+        exhaustive(Setting('llama', 1, 4, rows=4, num_kv_heads=2)),
         exhaustive(Setting('gpt', 2, 2, **SP, plain=True, dtype='bfloat16', recompute='full')),
         exhaustive(Setting('bert', 2, 2, **SP, plain=True, microbatches=2)),
     ],
@@ -73,8 +73,8 @@ def test_halves_of_the_tokens_change_nothing(setting: Setting, unroll: bool) -> 
     'setting',
     [
         Setting('llama', 4, 1, rows=4),  # one part: only what is sent over `data` is in order
-        slow(Setting('gpt', 2, 2, **SP, recompute='full')),
-        slow(Setting('llama', 3, 2, **SP, rows=24)),  # 3 divides no dim: padded at rest
+        exhaustive(Setting('gpt', 2, 2, **SP, recompute='full')),
+        exhaustive(Setting('llama', 3, 2, **SP, rows=24)),  # 3 divides no dim: padded at rest
         exhaustive(Setting('llama', 4, 2, replicas=2, microbatches=2, rows=32)),
         exhaustive(Setting('gpt', 2, 2, dtype='bfloat16')),
     ],
@@ -85,7 +85,7 @@ def test_windows_over_data_change_nothing(setting: Setting, shard: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('shard', ['none', 'weights'])
+@pytest.mark.parametrize('shard', ['none', exhaustive('weights')])
 def test_layers_on_their_own_have_the_numbers_of_a_loop(shard: str) -> None:
     assert_as_plain(Setting('gpt', 2, 2, shard, **SP, unroll=True))
 
@@ -94,7 +94,7 @@ def test_layers_on_their_own_have_the_numbers_of_a_loop(shard: str) -> None:
     'setting',
     [
         Setting('llama', 1, 1, microbatches=4, rows=8),
-        slow(Setting('gpt', 2, 2, **SP, microbatches=2, rows=16, overlap='batch_split')),
+        exhaustive(Setting('gpt', 2, 2, **SP, microbatches=2, rows=16, overlap='batch_split')),
         slow(Setting('llama', 2, 2, 'optimizer', microbatches=2, rows=16)),
     ],
     ids=str,
