@@ -22,8 +22,7 @@ pytestmark = pytest.mark.faults
 CONFIG = """
 model: {num_layers: 2, hidden_size: 32, num_heads: 4, vocab_size: 300, max_seq_len: 64,
         norm: rmsnorm, activation: swiglu, position: rope, bias: false}
-train: {steps: 12, batch_size: 4, seq_len: 32, dtype: float32, eval_every: 6, eval_batches: 2,
-        log_every: 1}
+train: {steps: 12, batch_size: 4, seq_len: 32, dtype: float32, log_every: 1}
 checkpoint: {every: 4}
 optim: {lr: 1e-2}
 """
@@ -46,8 +45,8 @@ def greedy(folder: Path, run: str) -> str:
 def test_a_downloaded_model_is_trained_on_two_processes_resumed_elsewhere_and_handed_on(
     tmp_path: Path,
 ) -> None:
-    folder = write_run(tmp_path, CONFIG)
-    megajax(folder, 'train', 'small.yaml', 'run.dir=first')
+    folder = write_run(tmp_path, CONFIG, split='1,0,0')
+    megajax(folder, 'train', 'small.yaml', 'run.dir=first', 'train.steps=1')
     megajax(folder, 'export', 'hf', 'first', 'downloaded')
     megajax(folder, 'import', 'hf', 'downloaded', 'base', 'train.dtype=float32')
 

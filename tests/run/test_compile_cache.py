@@ -38,7 +38,7 @@ def interrupted(folder: Path) -> None:
     assert finish(process)[0] == 75
 
 
-@pytest.mark.parametrize('damaged', [False, True])
+@pytest.mark.parametrize('damaged', [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_resumed_run_reads_its_programs_and_ends_in_the_same_bits(
     tmp_path: Path, straight: Path, damaged: bool
 ) -> None:

@@ -26,7 +26,6 @@ pytestmark = [
 LONG = (
     'train.steps=1000000',
     'train.log_every=1000000',
-    'train.eval_every=1000000',
     'optim.schedule=constant',
     'checkpoint.every=20',
 )
@@ -34,7 +33,7 @@ LONG = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    folder = write_run(tmp_path, CONFIG)
+    folder = write_run(tmp_path, CONFIG, split='1,0,0')
     disk = folder / 'run/checkpoints'
     disk.mkdir(parents=True)
     if subprocess.run(

@@ -44,8 +44,8 @@ def folder(tmp_path: Path) -> Path:
     ('processes', 'pause'),
     [
         (1, 0.005),
-        (2, 2 * SAME_SECONDS),
-        pytest.param(1, 2 * SAME_SECONDS, marks=pytest.mark.exhaustive),
+        (1, 2 * SAME_SECONDS),
+        pytest.param(2, 2 * SAME_SECONDS, marks=pytest.mark.exhaustive),
         pytest.param(2, 0.005, marks=pytest.mark.exhaustive),
     ],
 )
@@ -93,8 +93,8 @@ def test_the_first_sigint_says_what_is_saved_and_a_later_one_leaves_without_it(
     ('processes', 'piped'),
     [
         (1, True),
-        (2, False),
         pytest.param(1, False, marks=pytest.mark.exhaustive),
+        pytest.param(2, False, marks=pytest.mark.exhaustive),
         pytest.param(2, True, marks=pytest.mark.exhaustive),
     ],
 )

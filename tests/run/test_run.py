@@ -77,6 +77,7 @@ def test_a_bert_trains_and_makes_no_text(folder: Path) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.exhaustive
 def test_a_resumed_run_equals_one_that_was_never_interrupted(folder: Path) -> None:
     straight = train(folder, 'run.dir=straight', 'optim.schedule=constant')
     assert straight.returncode == 0, straight.stderr
@@ -87,6 +88,7 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(folder: Path) -> No
 
 
 @pytest.mark.faults
+@pytest.mark.exhaustive
 def test_a_run_resumes_on_another_mesh(folder: Path) -> None:
     assert train(folder, 'run.dir=run', 'train.steps=3').returncode == 0
     resumed = train(folder, 'run.dir=run', 'mesh.data=1', 'mesh.sequence_parallel=true')

@@ -65,7 +65,7 @@ def test_two_processes_of_a_script_are_one_run(tmp_path: Path) -> None:
     alone, together = tmp_path / 'alone', tmp_path / 'together'
     for folder in (alone, together):
         folder.mkdir()
-        write_run(folder, CONFIG)
+        write_run(folder, CONFIG, split='1,0,0')
     process = start(alone)
     assert process.wait(timeout=300) == 0, process.communicate()[1]
     with socket.socket() as free:
