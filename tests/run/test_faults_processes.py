@@ -103,8 +103,11 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_goes_on_as_if_nothing_had_been(folder: Path, straight: Path) -> None:
-    train(folder, 'run.resume=must', processes=2, fault=HASH_STATES)
+def assert_goes_on_as_if_nothing_had_been(
+    folder: Path, straight: Path, *, processes: int = 1
+) -> None:
+    """On one process with all devices, or on as many as before."""
+    train(folder, 'run.resume=must', processes=processes, fault=HASH_STATES)
     assert losses(folder / 'run') == losses(straight / 'run')
     assert hashes(folder)['saved 60'] == hashes(straight)['saved 60']
 
@@ -130,7 +133,7 @@ def test_a_signal_to_one_process_stops_all_at_the_same_step(folder: Path, straig
     assert (code, 'stopped by' in said) == (75, True), said
     assert time.monotonic() - sent < 2 * SECONDS
     assert 30 < max(steps(folder / 'run')) < 60
-    assert_goes_on_as_if_nothing_had_been(folder, straight)
+    assert_goes_on_as_if_nothing_had_been(folder, straight, processes=2)
 
 
 @pytest.mark.parametrize(
