@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import exhaustive
+from support import exhaustive, slow
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
@@ -62,7 +62,16 @@ def run_there(code: str, tree: Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize('guide', GUIDES)
+@pytest.mark.parametrize(
+    'guide',
+    [
+        'add_a_family',
+        'add_a_gpu',
+        'add_a_layout',
+        slow('add_a_parameter'),
+        slow('add_an_activation'),
+    ],
+)
 def test_the_change_of_a_guide_does_what_the_guide_says(guide: str, tmp_path: Path) -> None:
     tree = changed(guide, tmp_path)
     checks = blocks(guide, 'python')

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import make_state
-from support import on_mesh
+from support import on_mesh, slow
 
 import megajax
 from megajax.checkpoint.checkpoints import Checkpoints
@@ -64,7 +64,7 @@ def imported(folder: Path, config: Config) -> Path:
     return folder
 
 
-@pytest.mark.parametrize('name', recipes())
+@pytest.mark.parametrize('name', [name if 'lora' in name else slow(name) for name in recipes()])
 def test_a_recipe_trains_a_small_model(name: str, tmp_path: Path) -> None:
     (tmp_path / 'mine.jsonl').write_text((json.dumps(LINES[name]) + '\n') * 200)
     small = [*SMALL, f'mesh.data={min(4, load(name).mesh.data)}']

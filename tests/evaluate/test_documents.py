@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from support import exhaustive, on_mesh, random_params, relative_error
+from support import exhaustive, on_mesh, random_params, relative_error, slow
 from vlm import vlm
 
 from megajax.config import Config, ConfigError
@@ -80,7 +80,7 @@ def test_it_is_the_loss_of_training_on_rows_of_one_document(corpus: Path, crosse
     assert relative_error(found.loss, nll / tokens) <= 1e-6
 
 
-@pytest.mark.parametrize('mesh', [(2, 2), (1, 4)])
+@pytest.mark.parametrize('mesh', [(2, 2), slow((1, 4))])
 def test_it_is_the_same_on_every_mesh(corpus: Path, mesh: tuple[int, int]) -> None:
     sections = {'optim': {'shard': 'weights'}} if mesh == (2, 2) else {}
     alone, found = (

@@ -347,7 +347,7 @@ def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config
             reduced_for_each_microbatch, small(train={'microbatches': 4}), {'gradients step data'}
         ),
         slow(wide_residual_stream, small(**HALF), {'fp32 on the wire'}),
-        (
+        slow(
             gathered_before_the_loop,
             on_rung('weights', recompute='full'),
             {'unsharded weights kept'},

@@ -48,12 +48,16 @@ GRID = {'data': 2, 'model_rows': 2, 'model': 2}
     'config',
     [
         exhaustive(case('gpt', {'data': 2, 'model': 2}, 'gradients')),
-        case('llama', {'data': 4, 'model': 2, 'replicas': 2}, 'weights', reduce_dtype='bfloat16'),
+        slow(
+            case(
+                'llama', {'data': 4, 'model': 2, 'replicas': 2}, 'weights', reduce_dtype='bfloat16'
+            )
+        ),
         exhaustive(case('gpt', {'data': 4, 'replicas': 2}, 'optimizer')),
         exhaustive(case('bert', {'data': 4, 'model': 2, 'replicas': 2}, 'gradients')),
         exhaustive(case('bert', {'data': 2, 'model': 4}, 'weights', {'recompute': 'selective'})),
         slow(case('llama', {'data': 2, 'model': 4}, 'weights', {'dtype': 'float16'})),
-        case('gpt', {'data': 3}, 'gradients', {'microbatches': 2}),
+        slow(case('gpt', {'data': 3}, 'gradients', {'microbatches': 2})),
         exhaustive(case('gpt', {'data': 3, 'model': 2}, 'weights')),
         case('gpt', GRID, 'weights'),
         exhaustive(case('gpt', GRID, 'none', {'recompute': 'selective'})),

@@ -171,7 +171,7 @@ UNDECLARED = 'permute with undeclared pairs'
             config(stages=2, model=2, train=HALF),
             {'stage forward stage', 'stage backward stage', 'fp32 on the wire'},
         ),
-        (context_shards_left_out, config(context=2, data=2), {'gradients step data'}),
+        slow(context_shards_left_out, config(context=2, data=2), {'gradients step data'}),
     ],
 )
 def test_a_step_that_moves_something_else_is_caught(worsen, config, expected, monkeypatch):

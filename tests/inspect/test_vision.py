@@ -33,7 +33,7 @@ cross = functools.partial(vlm, crossed=True)
 @pytest.mark.parametrize(
     'config',
     [
-        vlm(2, 2, **SP),
+        exhaustive(vlm(2, 2, **SP)),
         exhaustive(vlm(2, 2, **TWICE)),
         exhaustive(vlm(1, 4, **SP, **HALF)),
         exhaustive(vlm(4, 2, **SP, optim={'shard': 'optimizer'}, **HALF)),

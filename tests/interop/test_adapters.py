@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import make_state
 from safetensors.numpy import load_file
-from support import on_mesh
+from support import exhaustive, on_mesh, slow
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.config import Config, ConfigError, LoraConfig, load
@@ -18,7 +18,7 @@ from megajax.interop.huggingface.adapters import export_adapters
 from megajax.model.parameters import map_parameters
 
 DATA = Path(__file__).parent / 'data'
-FAMILIES = ('gpt2', 'llama3', 'phi3', 'qwen3')
+FAMILIES = ('gpt2', exhaustive('llama3'), slow('phi3'), slow('qwen3'))
 LORA = LoraConfig(rank=4, alpha=6.0)
 TARGETS = {
     'gpt2': {'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'},

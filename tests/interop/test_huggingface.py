@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from interop.stored import DATA, LIMIT, NAMES, assert_same_tensors, config_of, logits, tensors_of
 from safetensors.numpy import load_file, save_file
-from support import by_name, gather, on_mesh
+from support import by_name, exhaustive, gather, on_mesh, slow
 
 from megajax.checkpoint.digests import find_steps
 from megajax.checkpoint.open import open_model
@@ -36,7 +36,9 @@ for_each_family = pytest.mark.parametrize('name', NAMES)
 
 
 @for_each_family
-@pytest.mark.parametrize(('data', 'model'), [(1, 1), (1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(
+    ('data', 'model'), [exhaustive(1, 1), exhaustive(1, 2), (2, 2), slow(1, 4)]
+)
 def test_logits_are_those_of_transformers(name: str, data: int, model: int) -> None:
     config, expected = config_of(name, data, model), np.load(DATA / f'{name}.npz')
     family = json.loads((DATA / name / 'config.json').read_text())['model_type']

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from interop.oracles import ORACLES, Arrays, Steps, batch_of, steps_of, under
-from support import assert_close, exhaustive, graph_of, make_config, on_mesh, relative_error
+from support import assert_close, exhaustive, graph_of, make_config, on_mesh, relative_error, slow
 
 from megajax.config import Config, ConfigError
 from megajax.counts.parameters import num_parameters
@@ -129,7 +129,7 @@ def test_five_steps_of_adamw(name: str, mesh: dict[str, Any]) -> None:
     assert max(errors.values()) < LIMIT, errors
 
 
-@for_each_oracle
+@pytest.mark.parametrize('name', [slow('gpt2'), 'llama'])
 @on_each_mesh
 @pytest.mark.usefixtures('double_precision')
 def test_five_steps_of_adamw_in_double_precision(name: str, mesh: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ def test_megatrons_weights_come_back_bit_for_bit(name: str, mesh: dict[str, Any]
         ('llama', {'norm': 'layernorm', 'bias': True, 'tie_embeddings': True}),
     ],
 )
-@pytest.mark.parametrize('model_size', [1, 2, 4])
+@pytest.mark.parametrize('model_size', [exhaustive(1), slow(2), 4])
 def test_our_parameters_come_back_bit_for_bit_in_their_places(
     name: str, model: dict[str, Any], model_size: int
 ) -> None:

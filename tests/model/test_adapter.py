@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import assert_close, gather, make_batch, make_config, on_mesh
+from support import assert_close, exhaustive, gather, make_batch, make_config, on_mesh, slow
 from support import random_params as random_of
 
 from megajax.config import Config
@@ -97,14 +97,14 @@ def chain(arrays: Arrays, dense: Arrays, linear: str) -> tuple[np.ndarray, np.nd
 @pytest.mark.parametrize(
     ('name', 'data', 'model', 'sections'),
     [
-        ('gpt', 1, 1, {}),
-        ('gpt', 2, 4, {}),
-        ('gpt', 2, 2, {'sequence_parallel': True, 'train': {'microbatches': 2}}),
-        ('llama', 1, 2, {'sequence_parallel': True, 'train': {'recompute': 'full'}}),
-        ('llama', 1, 4, {'train': {'recompute': 'selective'}}),
+        exhaustive('gpt', 1, 1, {}),
+        exhaustive('gpt', 2, 4, {}),
+        slow('gpt', 2, 2, {'sequence_parallel': True, 'train': {'microbatches': 2}}),
+        exhaustive('llama', 1, 2, {'sequence_parallel': True, 'train': {'recompute': 'full'}}),
+        slow('llama', 1, 4, {'train': {'recompute': 'selective'}}),
         ('llama', 2, 2, {'optim': {'shard': 'weights'}, 'sequence_parallel': True}),
-        ('llama', 2, 2, {'optim': {'shard': 'gradients'}, 'train': {'microbatches': 2}}),
-        ('llama', 2, 2, {'optim': {'shard': 'optimizer'}}),
+        slow('llama', 2, 2, {'optim': {'shard': 'gradients'}, 'train': {'microbatches': 2}}),
+        exhaustive('llama', 2, 2, {'optim': {'shard': 'optimizer'}}),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_merged_weights(

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import assert_close, gather, make_config, on_mesh, relative_error
+from support import (
+    assert_close,
+    exhaustive,
+    gather,
+    make_config,
+    on_mesh,
+    relative_error,
+    slow,
+)
 
 from megajax.model.attention import Attention, attend, attention_core
 from megajax.model.parameters import Parameters
@@ -80,7 +88,10 @@ def attention(kv_heads: int, shards: int) -> tuple[np.ndarray, dict[str, np.ndar
         return np.asarray(y_BSD), gather(gradients)
 
 
-@pytest.mark.parametrize(('kv_heads', 'shards'), [(4, 2), (4, 4), (4, 8), (2, 8), (1, 2), (1, 8)])
+@pytest.mark.parametrize(
+    ('kv_heads', 'shards'),
+    [(4, 2), exhaustive(4, 4), slow(4, 8), (2, 8), slow(1, 2), exhaustive(1, 8)],
+)
 def test_attention_is_the_same_on_more_and_on_fewer_shards_than_key_value_heads(kv_heads, shards):
     (expected, expected_gradients), (actual, gradients) = (
         attention(kv_heads, 1),

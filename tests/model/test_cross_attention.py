@@ -1,5 +1,7 @@
 """Cross-attention: the images that a token sees, and the model that closed gates leave."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from megajax.config import Config
 from megajax.model.cross_attention import seen
 from megajax.model.images import Images
 from megajax.parallel.layout import Layout
-from megajax.train.feed import place_batch
+from megajax.train.feed import Batch, place_batch
 from megajax.train.gradients import make_loss_and_gradients
 
 
@@ -52,10 +54,13 @@ def test_without_images_or_with_closed_gates_it_is_the_text_model_to_the_bit() -
     with on_mesh(config):
         params = random_params(config, std=0.2)
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def compiled(config: Config, params: nnx.State, batch: Batch) -> jax.Array:
+        return make_loss_and_gradients(config)(params, batch, jax.random.key(0))[0][0]
+
     def loss(config: Config, batch: dict[str, np.ndarray], params: nnx.State) -> float:
         with on_mesh(config):
-            function = jax.jit(make_loss_and_gradients(config))
-            return float(function(params, place_batch(batch), jax.random.key(0))[0][0])
+            return float(compiled(config, params, place_batch(batch)))
 
     parts = params.raw_mapping
     of_text = {name: part for name, part in parts.items() if name not in ('cross', 'vision')}

@@ -2,6 +2,7 @@
 run.
 """
 
+import functools
 import inspect
 import math
 
@@ -20,6 +21,7 @@ from support import (
     on_mesh,
     random_params,
     relative_error,
+    slow,
 )
 
 from megajax.config import Config
@@ -44,7 +46,7 @@ TOKENS = (
 SEGMENTS = np.repeat(np.arange(3), [5, 8, 3]).astype(np.int32)[None]
 POSITIONS = np.concatenate([np.arange(5), np.arange(8), np.arange(3)]).astype(np.int32)[None]
 
-both_models = pytest.mark.parametrize('name', ['gpt', 'llama'])
+both_models = pytest.mark.parametrize('name', [slow('gpt'), 'llama'])
 
 
 def small(name: str, *mesh: int, sequence_parallel: bool = False, **model: object) -> Config:
@@ -75,14 +77,15 @@ def logits(
     model: LanguageModel, token_BS: np.ndarray = TOKENS, **documents: np.ndarray
 ) -> np.ndarray:
     """The logits of tokens, without those of padding."""
-    graph, params = nnx.split(model)
-
-    @jax.jit
-    def forward(params: nnx.State) -> jax.Array:
-        return nnx.merge(graph, params)(token_BS, IN_FP32, **documents)
-
-    all_logits = forward(params)
+    all_logits = forward(*nnx.split(model), token_BS, documents)
     return np.asarray(all_logits)[..., : model.config.vocab_size]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def forward(
+    graph: nnx.GraphDef, params: nnx.State, token_BS: jax.Array, documents: dict[str, jax.Array]
+) -> jax.Array:
+    return nnx.merge(graph, params)(token_BS, IN_FP32, **documents)
 
 
 def influence(config: Config, **documents: np.ndarray) -> np.ndarray:
@@ -186,17 +189,13 @@ def test_jit_changes_nothing(name):
         assert relative_error(objective(), jax.jit(objective)()) < 1e-6
 
 
-@pytest.mark.parametrize('tied', [True, False])
+@pytest.mark.parametrize('tied', [slow(True), False])
 def test_padding_of_the_vocabulary_has_no_probability_and_its_rows_no_gradient(tied):
     config = small('gpt', 1, 4, sequence_parallel=True, tie_embeddings=tied)
     with on_mesh(config):
         graph, params = nnx.split(make_decoder(config))
 
-        @jax.jit
-        def forward(params: nnx.State) -> jax.Array:
-            return jax.nn.softmax(nnx.merge(graph, params)(TOKENS, IN_FP32))
-
-        probability = forward(params)
+        probability = jax.nn.softmax(forward(graph, params, TOKENS, {}))
         assert not np.asarray(probability)[..., 1000:].any()
         step = jax.jit(make_loss_and_gradients(config))
         gradients = gather(step(params, place_batch(make_batch(config)), jax.random.key(0))[1])
@@ -271,7 +270,7 @@ def test_every_place_of_the_model_and_every_row_has_its_own_dropout_key(monkeypa
     )  # the embedding; attention and two branches of a layer
 
 
-@pytest.mark.parametrize('name', ['gpt', 'llama', 'bert'])
+@pytest.mark.parametrize('name', [slow('gpt'), 'llama', slow('bert')])
 def test_weights_begin_at_init_std_and_those_that_add_to_the_residual_stream_at_less(name):
     config = make_config(name, model={'num_layers': 3, 'init_std': 0.05})
     with on_mesh(config):
@@ -288,7 +287,7 @@ def test_weights_begin_at_init_std_and_those_that_add_to_the_residual_stream_at_
         assert values.size < 1000 or error < 0.1
 
 
-@both_models
+@pytest.mark.parametrize('name', ['gpt', slow('llama')])
 def test_recomputation_keeps_less_for_the_backward_pass(name):
     """Selective keeps no scores, full nothing of a layer but its input."""
     kept: dict[str, list[tuple[int, ...]]] = {}

@@ -1,6 +1,7 @@
 """Whoever reaches the port of process 0, whatever it says: a real process 0 and real sockets."""
 
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -90,43 +91,31 @@ def hello(**changed: Any) -> bytes:
     return ('{' + ', '.join(f'"{name}": {part}' for name, part in parts.items()) + '}\n').encode()
 
 
-@pytest.mark.parametrize(
-    'said',
-    [
-        b'[' * 60_000 + b'\n',
-        b'{"event":' * 7_000 + b'\n',
-        hello(process='Infinity'),
-        hello(process='-1e999'),
-        hello(processes='NaN'),
-        hello(process='9' * 5_000),
-        hello(process='9' * 4_000),
-        hello(host='["\\u001b[2J"]'),
-        b'\xff\xfe\x00\xd8\n',
-        b'x' * 200_000,
-        b'{"event": "x"}\n{"event": "closed"}\n',
-    ],
-    ids=[
-        'brackets',
-        'objects',
-        'infinity',
-        '1e999',
-        'nan',
-        'digits',
-        'number',
-        'list',
-        'bytes',
-        'endless',
-        'closed',
-    ],
-)
-def test_a_stranger_is_dropped_in_one_line_and_the_run_goes_on(said: bytes, port: int) -> None:
-    with process(0, port) as first, connect(port) as stranger:
-        with contextlib.suppress(ConnectionError):
-            stranger.sendall(said)
-            while stranger.recv(1 << 16):  # until it is closed
-                pass
-        (line,) = meets(first, port)
-        assert line == 'dropped a connection from 127.0.0.1: it sent no greeting of a process'
+STRANGERS = {
+    'brackets': b'[' * 60_000 + b'\n',
+    'objects': b'{"event":' * 7_000 + b'\n',
+    'infinity': hello(process='Infinity'),
+    '1e999': hello(process='-1e999'),
+    'nan': hello(processes='NaN'),
+    'digits': hello(process='9' * 5_000),
+    'number': hello(process='9' * 4_000),
+    'list': hello(host='["\\u001b[2J"]'),
+    'bytes': b'\xff\xfe\x00\xd8\n',
+    'endless': b'x' * 200_000,
+    'closed': b'{"event": "x"}\n{"event": "closed"}\n',
+}
+
+
+def test_each_stranger_is_dropped_in_one_line_and_the_run_goes_on(port: int) -> None:
+    with process(0, port) as first:
+        for said in STRANGERS.values():
+            with connect(port) as stranger, contextlib.suppress(ConnectionError):
+                stranger.sendall(said)
+                while stranger.recv(1 << 16):  # until it is closed
+                    pass
+        lines = meets(first, port)
+    dropped = 'dropped a connection from 127.0.0.1: it sent no greeting of a process'
+    assert dict(zip(STRANGERS, lines, strict=True)) == dict.fromkeys(STRANGERS, dropped)
 
 
 def test_idle_connections_make_way_and_do_not_use_up_the_descriptors(port: int) -> None:
@@ -160,18 +149,20 @@ def test_a_greeting_that_comes_byte_by_byte_has_no_more_time_than_another(port: 
 TOKEN = 'correct horse battery staple'
 
 
-@pytest.mark.parametrize(
-    'proof', ['""', f'"{TOKEN}"', '"\\ud800"', '"é"', '1', '[' * 900 + ']' * 900]
-)
-def test_who_does_not_prove_the_token_is_dropped_and_learns_nothing(proof: str, port: int) -> None:
-    with process(0, port, token=TOKEN) as first, connect(port) as stranger:
-        stranger.sendall(hello(proof=proof, host='"\\u001b[2J"'))
-        heard = b''.join(iter(lambda: stranger.recv(1 << 16), b''))
-        assert [json.loads(line)['event'] for line in heard.splitlines()] == ['challenge', 'denied']
-        (line,) = meets(first, port, TOKEN)
-        assert line == (
-            'dropped a connection from 127.0.0.1: its MEGAJAX_TOKEN is not that of process 0'
-        )
+PROOFS = ['""', f'"{TOKEN}"', '"\\ud800"', '"é"', '1', '[' * 900 + ']' * 900]
+
+
+def test_who_does_not_prove_the_token_is_dropped_and_learns_nothing(port: int) -> None:
+    with process(0, port, token=TOKEN) as first:
+        for proof in PROOFS:
+            with connect(port) as stranger:
+                stranger.sendall(hello(proof=proof, host='"\\u001b[2J"'))
+                heard = b''.join(iter(functools.partial(stranger.recv, 1 << 16), b''))
+            events = [json.loads(line)['event'] for line in heard.splitlines()]
+            assert events == ['challenge', 'denied'], proof
+        lines = meets(first, port, TOKEN)
+    denied = 'dropped a connection from 127.0.0.1: its MEGAJAX_TOKEN is not that of process 0'
+    assert lines == [denied] * len(PROOFS)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ def grid(name: str, rows: int, columns: int, data: int = 1, **fields: Any) -> Se
     return Setting(name, data, columns, model_rows=rows, sequence_parallel=True, **fields, **heads)
 
 
-@pytest.mark.parametrize('twin', ['on_one_device', 'in_one_row'])
+@pytest.mark.parametrize('twin', ['on_one_device', slow('in_one_row')])
 @pytest.mark.parametrize(
     'setting',
     [
-        grid('gpt', 2, 2, recompute='full'),
         grid('llama', 4, 2),
+        exhaustive(grid('gpt', 2, 2, recompute='full')),
         exhaustive(grid('llama', 2, 4)),
         exhaustive(grid('gpt', 2, 4, recompute='selective')),
         exhaustive(grid('gpt', 4, 2)),

@@ -72,7 +72,7 @@ def test_an_operand_that_was_only_zero_is_not_scaled() -> None:
 @pytest.mark.parametrize(
     'setting',
     [
-        Setting('llama', 1, 4, dtype='fp8'),
+        exhaustive(Setting('llama', 1, 4, dtype='fp8')),
         exhaustive(Setting('llama', 2, 2, **SP, dtype='fp8', microbatches=2, recompute='full')),
         exhaustive(Setting('llama', 2, 2, **SP, dtype='fp8', shard='weights')),
         exhaustive(Setting('llama', 2, 2, **SP, dtype='fp8', shard='gradients', microbatches=2)),

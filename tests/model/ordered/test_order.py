@@ -35,7 +35,7 @@ def assert_as_plain(setting: Setting) -> None:
     assert_close(gradients, expected, limit)
 
 
-@pytest.mark.parametrize('unroll', [False, True], ids=['loop', 'unrolled'])
+@pytest.mark.parametrize('unroll', [slow(False), True], ids=['loop', 'unrolled'])
 @pytest.mark.parametrize(
     'setting',
     [
@@ -57,7 +57,8 @@ def test_halves_of_the_rows_change_nothing(setting: Setting, unroll: bool) -> No
 @pytest.mark.parametrize(
     'setting',
     [
-        Setting('llama', 2, 4, **SP, rows=2),  # one row a shard, with document masks
+        # One row a shard, with document masks.
+        slow(Setting('llama', 2, 4, **SP, rows=2)),
         exhaustive(Setting('llama', 1, 4, rows=4, num_kv_heads=2)),
         exhaustive(Setting('gpt', 2, 2, **SP, plain=True, dtype='bfloat16', recompute='full')),
         exhaustive(Setting('bert', 2, 2, **SP, plain=True, microbatches=2)),
@@ -68,7 +69,7 @@ def test_halves_of_the_tokens_change_nothing(setting: Setting, unroll: bool) -> 
     assert_as_plain(setting._replace(overlap='sequence_split', unroll=unroll))
 
 
-@pytest.mark.parametrize('shard', ['optimizer', 'gradients', 'weights'])
+@pytest.mark.parametrize('shard', [slow('optimizer'), slow('gradients'), 'weights'])
 @pytest.mark.parametrize(
     'setting',
     [
@@ -93,7 +94,7 @@ def test_layers_on_their_own_have_the_numbers_of_a_loop(shard: str) -> None:
 @pytest.mark.parametrize(
     'setting',
     [
-        Setting('llama', 1, 1, microbatches=4, rows=8),
+        exhaustive(Setting('llama', 1, 1, microbatches=4, rows=8)),
         exhaustive(Setting('gpt', 2, 2, **SP, microbatches=2, rows=16, overlap='batch_split')),
         slow(Setting('llama', 2, 2, 'optimizer', microbatches=2, rows=16)),
     ],
