@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoints import make_state, tiny
-from support import assert_close, by_name, gather, make_batch, on_mesh, relative_error
+from support import assert_close, by_name, gather, make_batch, on_mesh, relative_error, slow
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.open import open_model, restore_params
@@ -83,7 +83,7 @@ def test_they_are_the_same_bits_on_any_mesh(tuned: Path, data: int, model: int, 
     assert actual['layers.mlp.up.adapter.A'].dtype == 'float32'
 
 
-@pytest.mark.parametrize('model', [1, 4])
+@pytest.mark.parametrize('model', [slow(1), 4])
 def test_new_ones_begin_beside_the_weights_of_a_model_and_add_nothing(
     base: Path, model: int
 ) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import STAGED, equal, make_state, staged
-from support import gather, on_mesh
+from support import gather, on_mesh, slow
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.compare import parameter_differences
@@ -32,7 +32,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize('there', MANY)
+@pytest.mark.parametrize('there', [slow(x) if 'context' not in x else x for x in MANY])
 def test_stages_write_the_checkpoint_of_one_device_and_restore_it_to_the_bit(
     written: Path, there: str
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from support import slow
 
 from megajax.commands import doctor
 from megajax.commands.diagnosis import Diagnosis
@@ -107,7 +108,9 @@ def test_a_platform_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    'plugins', [{}, {'jax-cuda12-plugin': version('jaxlib')}], ids=['without its plugin', 'with it']
+    'plugins',
+    [slow({}), {'jax-cuda12-plugin': version('jaxlib')}],
+    ids=['without its plugin', 'with it'],
 )
 def test_a_gpu_that_jax_does_not_use_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plugins: dict[str, str]

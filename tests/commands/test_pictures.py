@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from PIL import Image
+from support import slow
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
@@ -181,7 +182,11 @@ def test_generate_answers_each_odd_picture(trained: Path, tmp_path: Path) -> Non
     assert names == sorted(path.name for path in tmp_path.iterdir())
 
 
-@bad_pictures
+@pytest.mark.parametrize(
+    ('make', 'message'),
+    [slow(*bad) if truncated in bad else bad for bad in BAD],
+    ids=lambda x: getattr(x, '__name__', ''),
+)
 def test_train_and_eval_refuse_a_bad_picture_by_file_and_line(
     trained: Path, tmp_path: Path, make: Make, message: str
 ) -> None:

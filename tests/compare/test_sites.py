@@ -85,6 +85,7 @@ def test_a_changed_weight_is_found_where_it_is_used_first() -> None:
     assert comparison.different_weights == ['layers.1.mlp.down.weight']
 
 
+@pytest.mark.slow
 def test_another_rope_is_found_in_the_attention_of_the_first_layer() -> None:
     comparison = compare(on_one_device(), recorded(small(model={'rope_theta': 5000})))
     assert title(comparison) == ('layers.0.attention', 'forward')

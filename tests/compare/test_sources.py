@@ -52,6 +52,7 @@ def test_a_run_at_its_start_is_its_config_to_the_bit(written: Path) -> None:
     assert verdict(result).startswith('equal to the bit, all 19 equal to the bit: all 33')
 
 
+@pytest.mark.slow
 def test_two_steps_of_a_run_differ_where_a_weight_does(written: Path) -> None:
     run, json_file = written.parent / 'run', written.parent / 'it.json'
     fault = ('layers', 'mlp', 'up', 'weight')
@@ -82,6 +83,7 @@ def test_a_dump_is_compared_with_a_config_over_its_own_batch(written: Path) -> N
     assert 'equal to the bit: all' in verdict(command(file, written))
 
 
+@pytest.mark.slow
 def test_the_first_batch_of_the_data_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
     sections = small('gpt', model={'vocab_size': 300}).model_dump(mode='json')
     del sections['data']

@@ -66,7 +66,7 @@ def uncached() -> list[list[int]]:
     return [token_BS[row, length : length + NEW].tolist() for row, length in enumerate(LENGTHS)]
 
 
-@pytest.mark.parametrize(('data', 'model'), [exhaustive(1, 1), (2, 2), slow(1, 4)])
+@pytest.mark.parametrize(('data', 'model'), [exhaustive(1, 1), exhaustive(2, 2), slow(1, 4)])
 def test_the_cache_of_images_changes_nothing(data: int, model: int) -> None:
     expected = uncached()
     config = vlm(data, model, crossed=True)

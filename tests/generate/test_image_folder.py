@@ -65,6 +65,7 @@ def test_an_answer_is_the_same_in_every_batch(folder: Path, temperature: float) 
     assert answers(CONFIG, folder, 2, temperature) == together
 
 
+@pytest.mark.slow
 def test_batches_of_a_shape_compile_one_function_that_reads_and_one_that_looks(
     folder: Path,
 ) -> None:
@@ -151,6 +152,7 @@ def write_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_line_for_each_picture(
     run: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +178,7 @@ def test_a_wrong_command_is_refused(run: Path, settings: dict[str, object], mess
         cli_generate.generate(run, **settings)
 
 
+@pytest.mark.slow
 def test_more_pictures_than_a_row_holds_are_refused(run: Path, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r'has 3 pictures, and a row holds 2; use vision.images='):
         cli_generate.generate(run, image=[folder / '0.png'] * 3)

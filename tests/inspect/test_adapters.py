@@ -51,7 +51,7 @@ def gradient_bytes(config: Config, axis: str) -> float:
 @pytest.mark.parametrize(
     'config',
     [
-        case('gpt', 2, 2, **SP, **TWICE),
+        slow(case('gpt', 2, 2, **SP, **TWICE)),
         exhaustive(case('llama', 1, 4)),
         slow(case('llama', 2, 2, **SP, optim={'shard': 'weights'}, train={'recompute': 'full'})),
         exhaustive(case('gpt', 2, 4, optim={'shard': 'gradients'}, **TWICE)),

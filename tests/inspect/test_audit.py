@@ -71,7 +71,7 @@ def caught(found: Inspection) -> set[str]:
         exhaustive('gpt', 'none', True),
         exhaustive('gpt', 'full', False),
         exhaustive('llama', 'none', False),
-        ('llama', 'full', True),
+        exhaustive('llama', 'full', True),
         exhaustive('bert', 'none', False),
         slow('bert', 'full', True),
     ],
@@ -331,7 +331,7 @@ def on_rung(rung: str, data: int = 4, model: int = 1, **train: object) -> Config
     ('worsen', 'config', 'expected'),
     [
         slow(column_parallel_down, small(), {'mlp forward model'}),
-        (unfused, small(), {'attention backward model', 'input gradient reduced again'}),
+        slow(unfused, small(), {'attention backward model', 'input gradient reduced again'}),
         exhaustive(
             unfused,
             small('llama', model={'num_kv_heads': 8}),

@@ -6,14 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import megajax
+from megajax.commands.main import app
 from megajax.inspect import Inspection
 from megajax.inspect.diff import Change, difference
 from megajax.inspect.diff_report import to_markdown
 from megajax.inspect.result import Finding, Kernel
 
 SMALL = 'model.num_layers=1', 'model.vocab_size=300', 'train.batch_size=8', 'mesh.data=1'
+DIFF = 'inspect', 'diff'
 
 
 def inspect(*overrides: str) -> Inspection:
@@ -112,7 +115,7 @@ def test_findings_come_and_go_and_markdown_escapes_them(one) -> None:
 
 def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, '-m', 'megajax', 'inspect', 'diff', *map(str, arguments)],
+        [sys.executable, '-m', 'megajax', *DIFF, *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -126,11 +129,12 @@ def test_the_command_reads_files_and_exits_with_1_where_an_error_is_new(
     worse = two.model_copy(update={'findings': [error]})
     for name, inspection in {'one': one, 'two': two, 'worse': worse}.items():
         (tmp_path / f'{name}.json').write_text(inspection.model_dump_json())
-    done = command(tmp_path / 'one.json', tmp_path / 'two.json')
-    assert (done.returncode, done.stderr) == (0, '')
+    done = CliRunner().invoke(app, [*DIFF, f'{tmp_path}/one.json', f'{tmp_path}/two.json'])
+    assert (done.exit_code, done.stderr) == (0, '')
     assert re.search(r'^mesh.model +1 +2$', done.stdout, re.MULTILINE)
-    worse_than_two = command(tmp_path / 'two.json', tmp_path / 'worse.json', '--markdown')
-    assert worse_than_two.returncode == 1
+    files = f'{tmp_path}/two.json', f'{tmp_path}/worse.json'
+    worse_than_two = CliRunner().invoke(app, [*DIFF, *files, '--markdown'])
+    assert worse_than_two.exit_code == 1
     assert '- new error: r: m' in worse_than_two.stdout
 
 

@@ -19,7 +19,7 @@ NEEDS = "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
 # With 64 columns a head XLA's GPU compiler finds tiles for a fused QKV.
 WIDE = {'num_layers': 3, 'hidden_size': 256, 'head_dim': 64, 'max_seq_len': 128, 'dropout': 0.0}
 CASES = [
-    ('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
+    exhaustive('gpt', 2, 4, {'recompute': 'full'}, {'sequence_parallel': True}),
     exhaustive('llama', 2, 4, {'microbatches': 2}, {'optim': {'shard': True}}),
     exhaustive('gpt', 2, 4, {'recompute': 'selective'}, {'sequence_parallel': True}),
     exhaustive('gpt', 2, 4, {'recompute': 'full'}, {'model': {'dropout': 0.1}}),

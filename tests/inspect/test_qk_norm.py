@@ -41,6 +41,7 @@ def test_each_pass_has_a_row_of_one_all_reduce_a_layer(overlap: str) -> None:
     assert {row.verdict for row in found} == {'equal'}
 
 
+@pytest.mark.slow
 def test_a_backward_pass_that_sums_the_squares_again_sends_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -69,7 +69,7 @@ SMALL = config(stages=2, context=2, train={'microbatches': 2})
 @pytest.mark.parametrize(
     'config',
     [
-        SMALL,
+        slow(SMALL),
         exhaustive(config(stages=2, context=2, **SP, shard='optimizer')),
         exhaustive(config('gpt', stages=2, data=2, model=2)),
         exhaustive(config(stages=2, virtual_stages=2, data=2, **SP, train=FULL)),
@@ -93,6 +93,7 @@ def test_a_step_sends_no_more_than_is_stated_and_computes_what_the_config_says(c
     assert not any(row.site.startswith('other') for row in found.rows)
 
 
+@pytest.mark.slow
 def test_rows_have_megatrons_runs_and_those_of_the_bubbles_ticks():
     found = as_built(SMALL)
     for phase in ('forward', 'backward'):

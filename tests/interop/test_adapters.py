@@ -18,7 +18,7 @@ from megajax.interop.huggingface.adapters import export_adapters
 from megajax.model.parameters import map_parameters
 
 DATA = Path(__file__).parent / 'data'
-FAMILIES = ('gpt2', exhaustive('llama3'), slow('phi3'), slow('qwen3'))
+FAMILIES = ('gpt2', exhaustive('llama3'), slow('phi3'), exhaustive('qwen3'))
 LORA = LoraConfig(rank=4, alpha=6.0)
 TARGETS = {
     'gpt2': {'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from interop.dist_writer import Part, write_checkpoint
 from interop.oracles import Arrays, arguments_of, logits, oracle_of, weights_of
-from support import by_name, on_mesh, relative_error
+from support import by_name, exhaustive, on_mesh, relative_error, slow
 
 from megajax.config import Config, ConfigError
 from megajax.interop.arguments import read_arguments
@@ -74,7 +74,7 @@ def stacked(weights: Arrays) -> Arrays:
     return result
 
 
-@pytest.mark.parametrize('seed', range(4))
+@pytest.mark.parametrize('seed', [0, exhaustive(1), exhaustive(2), slow(3)])
 @pytest.mark.parametrize('name', ['gpt2', 'llama'])
 def test_parameters_do_not_depend_on_the_chunks(name: str, seed: int, tmp_path: Path) -> None:
     oracle, random = oracle_of(name), np.random.default_rng(seed)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from support import make_config, on_mesh, relative_error
+from support import exhaustive, make_config, on_mesh, relative_error, slow
 from vlm import CROSS_VISION, SP
 
 from megajax.config import Config
@@ -63,7 +63,9 @@ def load(module: CrossAttention, weights: dict[str, np.ndarray]) -> None:
 
 
 @pytest.mark.parametrize(
-    'mesh', [(1, 1), (1, 2), (1, 4)], ids=['alone', 'heads sharded', 'fewer key/value heads']
+    'mesh',
+    [exhaustive((1, 1)), slow((1, 2)), (1, 4)],
+    ids=['alone', 'heads sharded', 'fewer key/value heads'],
 )
 def test_the_layers_are_those_of_transformers(mesh: tuple[int, int]) -> None:
     vision = CROSS_VISION | {'cross_every': 1}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from support import by_name, on_mesh
+from support import by_name, on_mesh, slow
 
 from megajax.config import Config, ConfigError, ModelConfig, load
 from megajax.interop.directories import export_huggingface, import_huggingface
@@ -180,7 +180,7 @@ def test_an_unknown_key_of_an_object_is_reported() -> None:
     ]
 
 
-@pytest.mark.parametrize('tied', [False, True])
+@pytest.mark.parametrize('tied', [False, slow(True)])
 def test_import_then_export_gives_the_same_tensors_bit_for_bit(tied: bool, tmp_path: Path) -> None:
     folder, expected = tmp_path / 'model', tensors(tied)
     folder.mkdir()

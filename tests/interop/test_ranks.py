@@ -22,7 +22,7 @@ from interop.oracles import (
     write_file,
     write_ranks,
 )
-from support import gather, relative_error
+from support import exhaustive, gather, relative_error, slow
 
 from megajax.checkpoint.open import open_model
 from megajax.config import Config, ConfigError, load
@@ -36,7 +36,14 @@ LIMIT = 2e-5  # relative, see support.relative_error
 
 
 @pytest.mark.parametrize(
-    ('name', 'ranks'), [('gpt2', 1), ('gpt2', 2), ('gpt2', 4), ('llama', 1), ('llama', 2)]
+    ('name', 'ranks'),
+    [
+        exhaustive('gpt2', 1),
+        exhaustive('gpt2', 2),
+        slow('gpt2', 4),
+        exhaustive('llama', 1),
+        ('llama', 2),
+    ],
 )
 def test_ranks_of_the_oracle_give_its_logits(name: str, ranks: int, tmp_path: Path) -> None:
     oracle = oracle_of(name)
@@ -50,7 +57,7 @@ def test_ranks_of_the_oracle_give_its_logits(name: str, ranks: int, tmp_path: Pa
     )
 
 
-@pytest.mark.parametrize(('name', 'ranks'), [('gpt2', 4), ('llama', 2)])
+@pytest.mark.parametrize(('name', 'ranks'), [slow('gpt2', 4), ('llama', 2)])
 def test_an_export_is_what_megatron_would_hold_and_comes_back(
     name: str, ranks: int, tmp_path: Path
 ) -> None:

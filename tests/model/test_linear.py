@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import make_config, on_mesh, relative_error
+from support import exhaustive, make_config, on_mesh, relative_error, slow
 
 from megajax.counts.declaration import Parameter, Role
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
@@ -16,7 +16,7 @@ from megajax.model.parameters import Parameters
 from megajax.model.product import product
 from megajax.parallel.layout import Layout
 
-SHARDS = [(1, False), (2, False), (4, False), (4, True)]
+SHARDS = [exhaustive(1, False), exhaustive(2, False), slow(4, False), (4, True)]
 SIZES = {'D': 16, 'F': 32}
 
 
@@ -53,7 +53,7 @@ def test_a_column_and_a_row_parallel_layer_are_two_plain_ones_and_each_bias_is_a
     assert relative_error(y_BSD, (x @ up + up_bias) @ down + down_bias) < 1e-6
 
 
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize('dtype', [slow(jnp.float32), jnp.bfloat16])
 @pytest.mark.parametrize(
     ('equation', 'sequence_parallel', 'x_axes', 'w_axes', 'out_axes'),
     [

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import P
+from support import exhaustive, slow
 
 from megajax.model.dropout import sequence_keys
 from megajax.model.relevance import (
@@ -120,7 +121,7 @@ def results(data: int, model: int, shards: int, noise: bool = False):
 
 
 @pytest.mark.parametrize('shards', [1, 2])
-@pytest.mark.parametrize(('data', 'model'), [(1, 1), (1, 2), (2, 4), (1, 8)])
+@pytest.mark.parametrize(('data', 'model'), [slow(1, 1), exhaustive(1, 2), (2, 4), slow(1, 8)])
 def test_relevance_and_gradients_are_the_same_wherever_the_scorers_are(data, model, shards):
     (relevance, gate, *values), gradients = results(1, 1, 1)
     (relevance_there, gate_there, *others), also = results(data, model, shards)

@@ -5,7 +5,7 @@ shrink by that.
 import jax
 import optax
 import pytest
-from support import by_name, make_config, on_mesh
+from support import by_name, exhaustive, make_config, on_mesh, slow
 
 from megajax.counts.parameters import num_parameters
 from megajax.parallel.mesh import concrete
@@ -73,7 +73,10 @@ def test_every_parameter_and_both_its_moments_lie_where_the_table_says(
             } == expected
 
 
-@pytest.mark.parametrize(('name', 'data', 'model', 'table'), CASES)
+@pytest.mark.parametrize(
+    ('name', 'data', 'model', 'table'),
+    [exhaustive(*case) for case in CASES[:3]] + [slow(*CASES[3]), CASES[4]],
+)
 def test_a_device_holds_its_share_of_what_is_sharded_and_all_of_the_rest(name, data, model, table):
     config = make_config(name, data, model)
     with on_mesh(config):

@@ -54,6 +54,7 @@ def loss_and_gradients(config: Config, **axes: int) -> tuple[float, dict[str, np
         return float(loss), gather(gradients)
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     expected_loss, expected = loss_and_gradients(make_config('llama'))
     monkeypatch.setattr(Layout, 'of', with_spare)

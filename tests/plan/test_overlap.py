@@ -259,6 +259,7 @@ def test_over_data_only_what_layers_send_in_a_pass_is_hidden() -> None:
                 assert 0 < part < 1
 
 
+@pytest.mark.slow
 def test_the_shares_of_all_stored_steps_that_fit_are_near():
     found = [*load_script('plan_overlap').steps()]
     assert len(found) > 400

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support import load_script
+from support import load_script, slow
 
 from megajax.hardware.records import hardware, hardware_names
 from megajax.plan.fit import fit, residuals
@@ -21,7 +21,7 @@ def test_the_rows_that_are_held_out_are_predicted():
     assert mean < 0.08
 
 
-@pytest.mark.parametrize('name', script.FITTED)
+@pytest.mark.parametrize('name', [slow(x) if 'a100' in x else x for x in script.FITTED])
 def test_the_efficiencies_of_a_gpu_are_those_of_the_fit(name):
     gpu, to_fit = hardware(name), rows_to_fit(name)
     found = residuals([predicted(row, gpu) for row in to_fit])

@@ -44,7 +44,7 @@ Arrays = dict[str, np.ndarray]
 
 on_each_mesh = pytest.mark.parametrize(
     ('model_size', 'sp'),
-    [(1, False), (2, False), (2, True), (4, False), (4, True)],
+    [exhaustive(1, False), slow(2, False), exhaustive(2, True), exhaustive(4, False), (4, True)],
     ids=['1', '2', '2+sp', '4', '4+sp'],
 )
 
@@ -179,7 +179,7 @@ def over_data(compiled: jax.stages.Compiled) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ('rung', 'sp', 'microbatches'),
-    [(2, False, 2), exhaustive(3, False, 1), exhaustive(2, True, 1), slow(3, True, 2)],
+    [slow(2, False, 2), exhaustive(3, False, 1), exhaustive(2, True, 1), slow(3, True, 2)],
 )
 def test_zero_has_the_gradients_of_megatron_by_hand(rung: int, sp: bool, microbatches: int) -> None:
     with on_mesh(gpt(2, sp)):

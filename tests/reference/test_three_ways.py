@@ -68,6 +68,7 @@ def test_all_send_the_same_over_the_model_axis() -> None:
     }
 
 
+@pytest.mark.slow
 def test_over_data_xla_reduces_a_tied_embedding_twice() -> None:
     """Each parameter is reduced once, but Auto axes reduce the part of the lookup and that of the
     head, then add.

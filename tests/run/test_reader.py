@@ -15,6 +15,7 @@ from megajax.run.reader import SHOWN, Reader
 SMALL = ['model.num_layers=1', 'vision.num_layers=1', 'mesh.data=1', 'mesh.model=1']
 
 
+@pytest.mark.slow
 def test_a_model_that_answers_nothing_reads_nothing_and_its_readings_are_drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """A step that is computed twice has the same bits, and one flipped bit in it ends the run."""
 
+import functools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +14,7 @@ from runs import losses, steps
 from support import exhaustive, make_batch, make_config, on_mesh, slow, write_run
 
 from megajax.config import Config, CorruptionError, load
+from megajax.parallel.mesh import concrete
 from megajax.run import trainer
 from megajax.run.clock import Clock
 from megajax.run.compile_step import compile_step
@@ -27,7 +29,7 @@ CONFIG = """
 model: {num_layers: 1, hidden_size: 16, num_heads: 2, vocab_size: 300, max_seq_len: 16,
         dropout: 0.1}
 mesh: {data: 2, model: 2}
-train: {steps: 6, batch_size: 4, seq_len: 16, dtype: float32, log_every: 1, eval_every: 6,
+train: {steps: 6, batch_size: 4, seq_len: 16, dtype: float32, log_every: 1, eval_every: 100,
         deterministic: true}
 checkpoint: {every: 3}
 optim: {lr: 1e-2, shard: optimizer}
@@ -98,6 +100,7 @@ def test_a_run_whose_steps_are_repeated_has_the_losses_of_one_without(
     assert len(losses(folder / 'repeated')) == 6
 
 
+@pytest.mark.slow
 def test_a_bit_that_is_wrong_on_one_device_ends_the_run_and_is_not_saved(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +122,13 @@ def test_a_bit_that_is_wrong_on_one_device_ends_the_run_and_is_not_saved(
     assert losses(folder / 'corrupted') == losses(folder / 'straight')
 
 
+@functools.cache
+def compiled_step(config: Config) -> Any:
+    """The step of a config, on the current mesh."""
+    state = jax.eval_shape(lambda: init_state(config))
+    return make_train_step(config).lower(concrete(state), abstract_batch(config)).compile()
+
+
 def repeat(
     config: Config,
     folder: Path,
@@ -131,8 +141,7 @@ def repeat(
     In the second, `corrupt` changes the results, and a token of the batch has this weight.
     """
     with on_mesh(config):
-        state = init_state(config)
-        compiled = make_train_step(config).lower(state, abstract_batch(config)).compile()
+        state, compiled = init_state(config), compiled_step(config)
         replay = Replay(
             config,
             Corrupting(compiled, corrupt, at=2),
@@ -158,7 +167,7 @@ def replayed(data: int = 1, model: int = 1, /, **sections: dict[str, Any]) -> Co
 @pytest.mark.parametrize(
     'config',
     [
-        replayed(),
+        exhaustive(replayed()),
         slow(replayed(2, 2, optim={'shard': 'weights'}, train={'microbatches': 2})),
         exhaustive(replayed(2, 2, optim={'shard': 'gradients', 'moments_dtype': 'bfloat16'})),
         exhaustive(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import laid_out, tiny
-from support import make_config, on_mesh, random_params, slow
+from support import exhaustive, make_config, on_mesh, random_params, slow
 
 from megajax.config import Config, ConfigError
 from megajax.data.text.tokenizer import byte_tokenizer
@@ -52,7 +52,7 @@ def test_each_step_is_there_once_and_lost_ones_are_not(
     'layout',
     [
         'data=3 x model=2, weights',
-        'data=2 x model_rows=2 model=2, optimizer',
+        exhaustive('data=2 x model_rows=2 model=2, optimizer'),
         slow('data=4 replicas=2 x model=2, gradients'),
     ],
 )

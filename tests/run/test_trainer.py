@@ -131,6 +131,7 @@ def test_only_a_whole_state_is_saved_and_where_all_processes_come_to_it(
     assert ('step 3 is not saved: the other processes did not fail' in caplog.text) != others
 
 
+@pytest.mark.slow
 def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(
     start: Any, tmp_path: Path
 ) -> None:

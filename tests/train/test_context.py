@@ -22,7 +22,7 @@ def sharded(name: str, context: int, data: int = 1, model: int = 1, **fields: An
 @pytest.mark.parametrize(
     'setting',
     [
-        sharded('llama', 2, model=2, data=2, **SP, **RING),
+        exhaustive(sharded('llama', 2, model=2, data=2, **SP, **RING)),
         exhaustive(sharded('llama', 2)),
         exhaustive(sharded('llama', 2, **RING)),
         exhaustive(sharded('llama', 4, model=2)),

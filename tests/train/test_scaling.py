@@ -136,6 +136,7 @@ def started(config: Config) -> TrainState:
     return with_scales(config, init_state(config), place_batch(make_batch(config)))
 
 
+@pytest.mark.slow
 def test_a_number_that_is_not_finite_skips_the_step_and_changes_no_scale() -> None:
     config = ONE.config
     with on_mesh(config):
@@ -199,7 +200,8 @@ def test_a_resume_on_another_mesh_has_the_same_scales(saved: tuple[Path, list[fl
         np.testing.assert_allclose(own, losses, rtol=1e-3)
 
 
-@pytest.mark.parametrize('there', ['fp8', slow('bfloat16')])
+@pytest.mark.slow
+@pytest.mark.parametrize('there', ['fp8', 'bfloat16'])
 def test_a_resume_may_change_between_bf16_and_fp8(
     there: str, saved: tuple[Path, list[float]], tmp_path: Path
 ) -> None:

@@ -67,7 +67,7 @@ def test_halves_that_take_turns_change_nothing(sequence_parallel):
     )
 
 
-@pytest.mark.parametrize('recompute', ['selective', 'full'])
+@pytest.mark.parametrize('recompute', [slow('selective'), 'full'])
 def test_recomputation_changes_nothing(recompute):
     assert_same_as_plain(
         make_config('gpt', 2, 2, sequence_parallel=True, train={'recompute': recompute})

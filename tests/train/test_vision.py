@@ -101,7 +101,8 @@ def test_loss_and_gradients_are_those_of_one_device(config: Config) -> None:
     assert_close(gradients, expected, LIMIT)
 
 
-@pytest.mark.parametrize('crossed', [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize('crossed', [False, True])
 def test_only_the_images_of_a_row_matter_to_it(crossed: bool) -> None:
     config = vlm(crossed=crossed)
     batch = make_batch(config)
