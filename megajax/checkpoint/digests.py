@@ -72,7 +72,9 @@ def problems(folder: Path, *, contents: bool = True) -> list[str]:
         sums = read_sums(folder)
     except FileNotFoundError:
         return [f'{SUMS} is missing']
-    except (OSError, ValueError):
+    except OSError as error:
+        return [f'{SUMS} cannot be read: {error.strerror}']
+    except ValueError:
         return [f'{SUMS} is damaged']
     files = _files(folder)
     faults = {name: 'is missing' for name in sums.digests if name not in files}
@@ -97,8 +99,23 @@ def strangers(folder: Path) -> list[str]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the folder holds a finished save, or links to one."""
-    return (folder / COMMIT).is_file()
+    """Whether the folder holds a finished save, or links to one.
+
+    Raises ConfigError if this user must not look into it.
+    """
+    with _permitted(folder):
+        return (folder / COMMIT).is_file()
+
+
+@contextmanager
+def _permitted(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except PermissionError as error:
+        raise ConfigError(
+            f'{error.filename or folder} cannot be read: {error.strerror}; '
+            'let this user read the folder of the run'
+        ) from error
 
 
 def foreign_step(folder: Path) -> int | None:
@@ -116,7 +133,8 @@ def find_foreign(folder: Path) -> list[Path]:
     """The finished checkpoints under the number of another step, in order; the run ignores them."""
     if not folder.is_dir():
         return []
-    foreign = [path for path in folder.iterdir() if foreign_step(path) is not None]
+    with _permitted(folder):
+        foreign = [path for path in folder.iterdir() if foreign_step(path) is not None]
     return sorted(foreign, key=lambda path: int(path.name))
 
 
@@ -127,8 +145,11 @@ def find_steps(folder: Path) -> list[int]:
     """
     if not folder.is_dir():
         return []
-    finished = (path for path in folder.iterdir() if is_step_name(path.name) and is_finished(path))
-    return sorted(int(path.name) for path in finished if foreign_step(path) is None)
+    with _permitted(folder):
+        names = [path for path in folder.iterdir() if is_step_name(path.name)]
+        return sorted(
+            int(path.name) for path in names if is_finished(path) and foreign_step(path) is None
+        )
 
 
 def find_step(path: Path) -> Path:

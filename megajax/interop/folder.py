@@ -66,7 +66,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(partial, os.O_RDONLY)
     except OSError as error:
-        raise ConfigError(f'{partial} cannot be created: {error.strerror}') from error
+        raise ConfigError(
+            f'{partial} cannot be created: {error.strerror}; allow it, or choose another path'
+        ) from error
     try:
         try:
             lock(descriptor, partial)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import LAYOUTS, equal, laid_out, leaves, make_state
-from support import ROOT, by_name, exhaustive, gather, on_mesh
+from support import ROOT, by_name, exhaustive, gather, on_mesh, slow
 
 from megajax.checkpoint import checkpoints as module
 from megajax.checkpoint.checkpoints import Checkpoints

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 from interop.oracles import Arrays, batch_of, steps_of, under
-from support import assert_close, exhaustive, relative_error
+from support import assert_close, exhaustive, relative_error, slow
 
 from megajax.checkpoint.open import Opened, open_model
 from megajax.interop.megatron import to_megatron

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoints import laid_out, make_state
-from support import exhaustive, gather, on_mesh
+from support import exhaustive, gather, on_mesh, slow
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.config import load
