@@ -60,6 +60,12 @@ def test_a_file_is_one_document(tmp_path: Path) -> None:
     assert read_documents(str(tmp_path / 'a.txt')) == [Document(name='a.txt', text='one\ntwo\n')]
 
 
+@pytest.mark.parametrize('url', ['s3://bucket/a.jsonl', 'hf://datasets/o/n/a.parquet'])
+def test_a_url_is_refused_with_the_command_that_reads_it(url: str) -> None:
+    with pytest.raises(ConfigError, match=f'megajax data build OUT --input {url}, and set data.co'):
+        read_documents(url)
+
+
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [

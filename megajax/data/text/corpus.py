@@ -15,6 +15,7 @@ from megajax.data.build.inputs import find_inputs
 from megajax.data.build.parse import parse
 from megajax.data.build.pieces import Position
 from megajax.data.build.read import read_pieces
+from megajax.data.build.remote import is_remote
 
 JSON_LINES = ('.jsonl', '.jsonl.gz', '.jsonl.zst')
 NOT_STDLIB = frozenset(
@@ -39,8 +40,13 @@ def read_documents(corpus: str) -> list[Document]:
     A file is one document; in .jsonl (also .jsonl.gz and .jsonl.zst) each line is one, with its
     text under the key 'text'. 'stdlib' is the running interpreter's own library, without its tests
     and installed packages. Hidden files, files with NUL bytes and empty files of a folder are
-    skipped. Raises ConfigError if no text remains, or if a text cannot be read.
+    skipped. Raises ConfigError if no text remains, or if a text cannot be read, as a URL cannot.
     """
+    if is_remote(corpus):
+        raise _error(
+            f'{corpus} is a URL, which a run does not read: run megajax data build OUT --input '
+            f'{corpus}, and set data.corpus=OUT'
+        )
     documents = _read_stdlib() if corpus == 'stdlib' else _read_path(Path(corpus).expanduser())
     if not documents:
         raise _error(f"{corpus!r} holds no text; give a file or a folder that does, or 'stdlib'")
