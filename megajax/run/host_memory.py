@@ -4,6 +4,8 @@ All of them share the memory of one host, and the kernel kills a process that ne
 word.
 """
 
+import resource
+
 import jax
 from jax.sharding import Mesh
 
@@ -13,10 +15,14 @@ from megajax.hardware.memory import host_memory
 from megajax.parallel.layout import Layout
 
 BYTES = {'float32': 4, 'bfloat16': 2, 'float16': 2}
+# Bytes of address space that jax and its threads take on two cores, however small the model is.
+ADDRESSES = 2 * 10**9
 
 
 def check_host_memory(config: Config, mesh: Mesh) -> None:
-    """Raise ConfigError if this process's CPU devices need more than the host's memory and swap."""
+    """Raise ConfigError if this process's CPU devices need more memory than the host has, with its
+    swap, or more address space than the process may use.
+    """
     if any(device.platform != 'cpu' for device in mesh.devices.flat):
         return
     count, have = mesh.size // jax.process_count(), host_memory()
@@ -26,6 +32,13 @@ def check_host_memory(config: Config, mesh: Mesh) -> None:
         raise ConfigError(
             f'training on {where} needs at least {needed / 1e9:.1f} GB for parameters, gradients '
             f'and moments, and this host has {have / 1e9:.1f} GB: {_remedy(config, have)}'
+        )
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < ADDRESSES + needed:
+        raise ConfigError(
+            f'the limit of address space (ulimit -v) is {limit / 1e9:.1f} GB, and this run needs '
+            f'at least {(ADDRESSES + needed) / 1e9:.1f} GB: run it after ulimit -v unlimited, '
+            'since XLA ends a process that cannot start its threads'
         )
 
 

@@ -1,5 +1,7 @@
 """Simulated devices that a host has no memory for are refused; what fits is not."""
 
+import resource
+
 import jax
 import numpy as np
 import pytest
@@ -30,6 +32,22 @@ def test_too_many_devices_for_a_host_are_refused_with_the_bytes_and_a_way_out(mo
     monkeypatch.setattr(host_memory, 'host_memory', lambda: GB)
     with pytest.raises(ConfigError, match='train a smaller model here, or this one on GPUs'):
         check_host_memory(config, mesh_for(config))
+
+
+def test_a_limit_of_address_space_is_named_before_xla_ends_the_process(monkeypatch):
+    monkeypatch.setattr(host_memory, 'ADDRESSES', 10**15)
+    monkeypatch.setattr(host_memory, 'host_memory', lambda: None)
+    config = make_config('gpt', 1, 1)
+    check_host_memory(config, mesh_for(config))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (999_000 * GB, before[1]))
+    try:
+        with pytest.raises(
+            ConfigError, match=r'\(ulimit -v\) is 999000.0 GB, .* 1000000.0 GB: run'
+        ):
+            check_host_memory(config, mesh_for(config))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.mark.parametrize('have', [4.2 * GB, None])
