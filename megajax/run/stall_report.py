@@ -7,7 +7,6 @@ first can name the process that is behind, for which the others therefore wait. 
 run's stacks come through a pipe and are logged.
 """
 
-import calendar
 import contextlib
 import mmap
 import os
@@ -28,7 +27,7 @@ HINT = 'run.watchdog_seconds sets the limit of a step, null turns the watchdog o
 # This process lives as long as the run.
 IGNORED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 HALF = re.compile(
-    r'^watchdog: (\S+) process (\d+) of \d+ \((pid \d+ on host \S+)\) '
+    r'^watchdog: \S+ process (\d+) of \d+ \((pid \d+ on host \S+)\) '
     r"has been in phase '([^'\n]*)'.* \[beat (\d+)\]$",
     re.MULTILINE,
 )
@@ -66,10 +65,13 @@ def report(shared: int, stacks: int, pid: int, log: str) -> None:
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     who, told = f'pid {pid} on host {platform.node()}', -1
+    start = os.path.getsize(log) if os.path.exists(log) else 0  # what follows is of this run
     while not select.select([stacks], [], [], _until_half(place := _place(shared), told))[0]:
         if place == _place(shared) and place.beat != told and _age(place) >= place.limit / 2:
             told = place.beat
-            threading.Thread(target=_tell_half, args=(shared, place, who, log), daemon=True).start()
+            threading.Thread(
+                target=_tell_half, args=(shared, place, who, log, start), daemon=True
+            ).start()
     text = os.read(stacks, mmap.PAGESIZE)
     if not text:
         return
@@ -78,7 +80,7 @@ def report(shared: int, stacks: int, pid: int, log: str) -> None:
         text += more
     stall = f'no progress for {place.limit:g} s in phase {place.phase!r}'
     line = f'watchdog: {stall}: {who} exits at {_now()}'
-    waited = _waited_for(place, log)
+    waited = _waited_for(place, log, start)
     head = [line + (f'; {waited}' if waited else '') + '; its stacks:', HINT]
     text = '\n'.join(head).encode() + b'\n' + text
     # In parallel: the run may be waiting for the file system, or for the reader of stderr.
@@ -92,7 +94,7 @@ def _until_half(place: Place, told: int) -> float:
     return min(MAX_SLEEP, place.limit / 10, max(place.limit / 2 - _age(place), 0.01))
 
 
-def _tell_half(shared: int, place: Place, who: str, log: str) -> None:
+def _tell_half(shared: int, place: Place, who: str, log: str, start: int) -> None:
     """Warn in the log and, in the first process once the others have done so, on the terminal."""
     line = f'process {place.index} of {place.count} ({who}) has been in phase {place.phase!r}'
     line += f' for {place.limit / 2:g} s and ends at {place.limit:g} s'
@@ -100,23 +102,24 @@ def _tell_half(shared: int, place: Place, who: str, log: str) -> None:
     if place.index == 0:
         time.sleep(min(place.limit / 10, MAX_SLEEP) if place.count > 1 else 0)
         if place == _place(shared):
-            waited = _waited_for(place, log)
+            waited = _waited_for(place, log, start)
             _say(f'watchdog: {line}{f"; {waited}" if waited else ""}\n'.encode())
 
 
-def _waited_for(place: Place, log: str) -> str:
-    """Name the processes that are behind, if the log of the last minutes shows any; else ''."""
+def _waited_for(place: Place, log: str, start: int) -> str:
+    """Name the processes that are behind, if the log from the byte `start` on shows any; else ''.
+
+    The times in the log are not compared: a host may have a wrong clock.
+    """
     try:
         with open(log, 'rb') as file:
-            file.seek(max(os.fstat(file.fileno()).st_size - TAIL, 0))
+            file.seek(max(os.fstat(file.fileno()).st_size - TAIL, start))
             text = file.read().decode(errors='replace')
     except OSError:
         return ''
-    oldest = time.time() - _age(place) - place.limit
     latest = {
         int(index): (int(beat), f"process {index} ({who}), which is in phase '{phase}'")
-        for when, index, who, phase, beat in HALF.findall(text)
-        if calendar.timegm(time.strptime(when, '%Y-%m-%dT%H:%M:%SZ')) >= oldest
+        for index, who, phase, beat in HALF.findall(text)
     }
     latest.setdefault(place.index, (place.beat, ''))
     behind = min(beat for beat, _ in latest.values())

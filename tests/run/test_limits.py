@@ -71,6 +71,7 @@ def test_the_process_that_got_less_far_is_named_as_the_one_that_the_others_wait_
             dataclasses.replace(one, limit=1.0),
             f'pid {one.index} on host h{one.index}',
             str(log),
+            0,
         )
         os.close(shared)
     assert len(HALF.findall(log.read_text())) == 3
@@ -78,23 +79,31 @@ def test_the_process_that_got_less_far_is_named_as_the_one_that_the_others_wait_
         f'the others wait for process {behind} (pid {behind} on host h{behind}), '
         "which is in phase 'data'"
     )
-    assert [_waited_for(one, str(log)) for one in places] == [named] * 3
+    assert [_waited_for(one, str(log), 0) for one in places] == [named] * 3
 
 
-def test_where_all_are_at_the_same_place_or_the_log_is_of_another_time_nobody_is_named(
+LINE = (
+    'watchdog: {} process {} of 3 (pid 1 on host a) '
+    "has been in phase 'step 14' for 300 s and ends at 600 s [beat {}]\n"
+)
+TIMES = '2026-11-26T04:30:00Z', '1970-01-01T00:00:09Z', '2038-01-19T03:14:07Z'
+
+
+def test_where_all_are_at_the_same_place_or_an_earlier_run_was_behind_nobody_is_named(
     tmp_path: Path,
 ):
     log = tmp_path / 'log'
-    line = (
-        'watchdog: {} process {} of 3 (pid 1 on host a) '
-        "has been in phase 'step 14' for 300 s and ends at 600 s [beat {}]\n"
+    earlier = LINE.format(TIMES[0], 1, 7)
+    log.write_text(earlier + ''.join(LINE.format(TIMES[0], index, 41) for index in range(3)))
+    assert _waited_for(place(0, 41, 'step 14'), str(log), len(earlier)) == ''
+    assert _waited_for(place(0, 41, 'step 14'), str(tmp_path / 'none'), 0) == ''
+
+
+@pytest.mark.parametrize('behind', [1, 2])
+def test_who_is_behind_is_named_whatever_the_clocks_of_the_hosts_say(tmp_path: Path, behind: int):
+    log = tmp_path / 'log'
+    beats = [40 if index == behind else 41 for index in range(3)]
+    log.write_text(''.join(map(LINE.format, TIMES, range(3), beats)))
+    assert _waited_for(place(0, 41, 'step 14'), str(log), 0).startswith(
+        f'the others wait for process {behind} '
     )
-    now, old = (
-        time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(time.time() - ago)) for ago in (0, 10_000)
-    )
-    log.write_text(
-        ''.join(line.format(now, index, 41) for index in range(3))
-        + line.format(old, 1, 7).replace(' 1 of', ' 4 of')
-    )
-    assert _waited_for(place(0, 41, 'step 14'), str(log)) == ''
-    assert _waited_for(place(0, 41, 'step 14'), str(tmp_path / 'none')) == ''
