@@ -194,16 +194,17 @@ def sound_checkpoint(path: Path) -> Iterator[Path]:
     """Yield what `find_sound` returns, which its run does not delete during the block."""
     tried: set[Path] = set()
     # The list is read anew each time: a run that trains may have written one and deleted others.
-    while candidates := [path for path in find_candidates(path) if path not in tried]:
-        candidate = candidates[0]
+    while untried := [each for each in find_candidates(path) if each not in tried]:
+        candidate = untried[0]
         tried.add(candidate)
         with folder_lock(candidate, shared=True) as is_there:
-            faults = problems(candidate) if is_there else []
-            if is_there and not faults:
+            if not is_there:
+                continue
+            faults = problems(candidate)
+            if not faults:
                 yield candidate.absolute()
                 return
-        if faults:
-            logger.warning('checkpoint %s is refused: %s', candidate, faults[0])
+        logger.warning('checkpoint %s is refused: %s', candidate, faults[0])
     raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
 
 

@@ -39,7 +39,7 @@ class Manager(ocp.CheckpointManager):
         self._checkpoint_deleter = _Deleter(folder, self._checkpoint_deleter)
 
     def save(self, step: int, *args: Any, **options: Any) -> bool:
-        """Save a step, which a former one of its number must not take with it."""
+        """Save a step; if one of this number was left to be deleted, the new one stays."""
         self._checkpoint_deleter.left.discard(step)
         return bool(super().save(step, *args, **options))
 
@@ -49,7 +49,7 @@ class Manager(ocp.CheckpointManager):
 
 
 class _Deleter:
-    """Orbax's deleter, which leaves a step that another process reads until a later save.
+    """Orbax's deleter, but a step that another process is reading is deleted after a later save.
 
     `left` holds these steps, in the first process, which deletes for all.
     """
