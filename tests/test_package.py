@@ -42,17 +42,41 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_notebook_of_the_three_ways_needs_no_clone(installed: Path, tmp_path: Path) -> None:
-    cells = nbformat.read(ROOT / 'notebooks/02_what_xla_inserted.ipynb', as_version=4).cells
-    imports, *others = [cell.source for cell in cells if cell.cell_type == 'code']
+    imports, *others = code_of('02_what_xla_inserted.ipynb')
     assert not any('import ' in source for source in others)
+    program = f'{imports}\nprint(megajax.__file__, three_ways.__file__)'
+    files = run(program, installed, tmp_path).splitlines()[-1].split()
+    assert [file.startswith(str(installed)) for file in files] == [True, True]
+
+
+def test_stored_results_that_notebooks_show_need_no_clone(installed: Path, tmp_path: Path) -> None:
+    lines = [
+        'import csv, megajax',
+        'from pathlib import Path',
+        'from megajax.inspect.report import si',
+        'from rich.table import Table',
+    ]
+    for notebook in ('05_where_weights_live.ipynb', '06_stages.ipynb'):
+        reads = [source for source in code_of(notebook) if 'results' in source]
+        lines += [*reads, f'assert results.is_relative_to({str(installed)!r}), results']
+    run('\n'.join(lines), installed, tmp_path)
+
+
+def code_of(notebook: str) -> list[str]:
+    """The sources of its code cells."""
+    cells = nbformat.read(ROOT / 'notebooks' / notebook, as_version=4).cells
+    return [cell.source for cell in cells if cell.cell_type == 'code']
+
+
+def run(program: str, installed: Path, folder: Path) -> str:
+    """What a program prints with the installed package, in an empty folder."""
     done = subprocess.run(
-        [sys.executable, '-c', f'{imports}\nprint(megajax.__file__, three_ways.__file__)'],
-        cwd=tmp_path,
+        [sys.executable, '-c', program],
+        cwd=folder,
         env={**os.environ, 'PYTHONPATH': str(installed), 'JAX_PLATFORMS': 'cpu'},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    files = done.stdout.splitlines()[-1].split()
-    assert [file.startswith(str(installed)) for file in files] == [True, True]
+    return done.stdout
