@@ -103,12 +103,13 @@ def is_finished(folder: Path) -> bool:
 
     Raises ConfigError if this user must not look into it.
     """
-    with _permitted(folder):
+    with readable(folder):
         return (folder / COMMIT).is_file()
 
 
 @contextmanager
-def _permitted(folder: Path) -> Iterator[None]:
+def readable(folder: Path) -> Iterator[None]:
+    """Raise ConfigError for what this user must not read of a folder during the block."""
     try:
         yield
     except PermissionError as error:
@@ -133,7 +134,7 @@ def find_foreign(folder: Path) -> list[Path]:
     """The finished checkpoints under the number of another step, in order; the run ignores them."""
     if not folder.is_dir():
         return []
-    with _permitted(folder):
+    with readable(folder):
         foreign = [path for path in folder.iterdir() if foreign_step(path) is not None]
     return sorted(foreign, key=lambda path: int(path.name))
 
@@ -145,7 +146,7 @@ def find_steps(folder: Path) -> list[int]:
     """
     if not folder.is_dir():
         return []
-    with _permitted(folder):
+    with readable(folder):
         names = [path for path in folder.iterdir() if is_step_name(path.name)]
         return sorted(
             int(path.name) for path in names if is_finished(path) and foreign_step(path) is None
@@ -179,19 +180,13 @@ def find_candidates(path: Path) -> list[Path]:
     return [folder / str(step) for step in reversed(find_steps(folder))] or [find_step(path)]
 
 
-def find_sound(path: Path) -> Path:
-    """Return the folder of the checkpoint that `path` stands for, verified by its digests.
-
-    For a run this is the newest sound checkpoint. Raises ConfigError if there is no finished
-    checkpoint, and CheckpointError if none is sound.
-    """
-    with sound_checkpoint(path) as folder:
-        return folder
-
-
 @contextmanager
 def sound_checkpoint(path: Path) -> Iterator[Path]:
-    """Yield what `find_sound` returns, which its run does not delete during the block."""
+    """Yield the folder of the checkpoint that `path` stands for, verified by its digests.
+
+    For a run this is the newest sound checkpoint. Its run does not delete it during the block.
+    Raises ConfigError if there is no finished checkpoint, and CheckpointError if none is sound.
+    """
     tried: set[Path] = set()
     # The list is read anew each time: a run that trains may have written one and deleted others.
     while untried := [each for each in find_candidates(path) if each not in tried]:

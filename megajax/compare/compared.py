@@ -52,25 +52,25 @@ def compare_sources(
     Raises ConfigError for what cannot be compared, before anything compiles.
     """
     both = _of_both(overrides, bool(transformers))
-    sources = Source.of(a, both, of_a), Source.of(b, both, of_b)
-    if overrides and all(source.kind == 'dump' for source in sources):
-        raise ConfigError(f'{a} and {b} are computed already: leave out {overrides[0]}')
-    sides = _sides(sources, transformers)
-    check_comparable(sides[0].config, sides[1].config, names=[a, b])
-    batch = _batch(sides, data=data)
-    _make_meshes(sides)
-    return compare(*(side.record(batch) for side in sides), tolerance=tolerance)
+    with Source.opened(a, both, of_a) as first, Source.opened(b, both, of_b) as second:
+        if overrides and first.kind == second.kind == 'dump':
+            raise ConfigError(f'{a} and {b} are computed already: leave out {overrides[0]}')
+        sides = _sides([first, second], transformers)
+        check_comparable(sides[0].config, sides[1].config, names=[a, b])
+        batch = _batch(sides, data=data)
+        _make_meshes(sides)
+        return compare(*(side.record(batch) for side in sides), tolerance=tolerance)
 
 
 def dump_source(
     name: str, file: Path, *, overrides: Sequence[str] = (), transformers: bool = False, data: bool
 ) -> None:
     """Write the numbers of a source's pass to a file that `compare_sources` reads."""
-    source = Source.of(name, _of_both(overrides, transformers))
-    if source.kind == 'dump':
-        raise ConfigError(f'{name} is a dump already: give a config, a run or a directory')
-    sides = _sides([source], 'a' if transformers else None)
-    write_recording(file, sides[0].record(_batch(sides, data=data)))
+    with Source.opened(name, _of_both(overrides, transformers)) as source:
+        if source.kind == 'dump':
+            raise ConfigError(f'{name} is a dump already: give a config, a run or a directory')
+        sides = _sides([source], 'a' if transformers else None)
+        write_recording(file, sides[0].record(_batch(sides, data=data)))
 
 
 def _of_both(overrides: Sequence[str], transformers: bool) -> Sequence[str]:

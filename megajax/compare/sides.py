@@ -4,11 +4,12 @@ Their configs are read and checked before anything compiles.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megajax.checkpoint.digests import find_sound, is_finished
+from megajax.checkpoint.digests import is_finished, readable, sound_checkpoint
 from megajax.checkpoint.record import RECORD, read_record
 from megajax.compare.recording import SUFFIX
 from megajax.config import Config, ConfigError, load, reload
@@ -37,10 +38,14 @@ class Source:
     family: str | None = None  # of a Hugging Face directory
 
     @classmethod
-    def of(cls, name: str, overrides: Sequence[str], own: Sequence[str] = ()) -> 'Source':
+    @contextmanager
+    def opened(
+        cls, name: str, overrides: Sequence[str], own: Sequence[str] = ()
+    ) -> 'Iterator[Source]':
         """Tell what a name stands for; `own` are overrides of this source alone.
 
-        Raises ConfigError if nothing is there, or for overrides of a dump alone.
+        The checkpoint of a run is not deleted during the block. Raises ConfigError if nothing is
+        there, if it must not be read, or for overrides of a dump alone.
         """
         path = Path(name)
         if path.suffix == SUFFIX:
@@ -49,14 +54,20 @@ class Source:
                     f'{name} holds numbers that are already computed, which {own[0]} cannot '
                     'change: leave it out, or dump again with it'
                 )
-            return cls(name=name, kind='dump', path=path, overrides=())
+            yield cls(name=name, kind='dump', path=path, overrides=())
+            return
         overrides = *overrides, *own
-        if (path / 'config.json').is_file():
+        with readable(path):
+            is_huggingface = (path / 'config.json').is_file()
+            is_run = path.is_dir() or is_finished(path.parent / 'checkpoints' / path.name)
+        if is_huggingface:
             family, _, _ = read_config_json(path)
-            return cls(name=name, kind='huggingface', path=path, overrides=overrides, family=family)
-        if path.is_dir() or is_finished(path.parent / 'checkpoints' / path.name):
-            return cls(name=name, kind='run', path=find_sound(path), overrides=overrides)
-        return cls(name=name, kind='config', path=path, overrides=overrides)
+            yield cls(name=name, kind='huggingface', path=path, overrides=overrides, family=family)
+        elif is_run:
+            with sound_checkpoint(path) as checkpoint:
+                yield cls(name=name, kind='run', path=checkpoint, overrides=overrides)
+        else:
+            yield cls(name=name, kind='config', path=path, overrides=overrides)
 
     def config(self, like: Config | None = None) -> Config:
         """Return the config to execute.

@@ -51,7 +51,7 @@ from megajax.run.log.report import Report
 from megajax.run.profile import Profiler
 from megajax.run.sampler import Sampler
 from megajax.run.standing import where_it_stands
-from megajax.run.start import check_tokenizer, companions_of_run, find_start, origin_of
+from megajax.run.start import check_tokenizer, companions_of_run, origin_of, start_checkpoint
 from megajax.run.stop import StopWatch
 from megajax.run.trainer import Trainer
 from megajax.run.watchdog import Watchdog
@@ -136,13 +136,13 @@ def run(
             if jax.process_index() == 0:
                 stop.progress = lambda: _what_is_saved(summary)
             watchdog.beat('verifying the checkpoint to start from', 'checkpoint')
-            start = find_start(config, folder)
-            watchdog.beat('reading the corpus', 'corpus')
-            with report.waiting('reading the corpus'):
-                data = load_data(config)
-            report.say(f'data       {data.summary}')
-            stop.check()
-            step = _train(config, data, folder, start, report, summary, stop, watchdog)
+            with start_checkpoint(config, folder) as start:
+                watchdog.beat('reading the corpus', 'corpus')
+                with report.waiting('reading the corpus'):
+                    data = load_data(config)
+                report.say(f'data       {data.summary}')
+                stop.check()
+                step = _train(config, data, folder, start, report, summary, stop, watchdog)
     report.say(
         f'run        {folder}\n'
         f'metrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard'

@@ -3,13 +3,15 @@
 import hashlib
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from megajax.checkpoint.companions import TEMPLATE, Companions, read_companions
-from megajax.checkpoint.digests import SUMS, find_sound, find_steps
+from megajax.checkpoint.digests import SUMS, find_steps, sound_checkpoint
 from megajax.checkpoint.record import (
     OF_ROWS,
     START_FROM,
@@ -31,20 +33,22 @@ ROTARY = ('model.max_seq_len', 'model.rope_theta', 'model.rope_scaling')
 logger = logging.getLogger(__name__)
 
 
-def find_start(config: Config, run: Path) -> Path | None:
-    """Return the checkpoint whose weights the run begins with, verified by its digests.
+@contextmanager
+def start_checkpoint(config: Config, run: Path) -> Iterator[Path | None]:
+    """Yield the checkpoint whose weights the run begins with, verified by its digests.
 
-    It may be of any mesh and any number of processes. Returns None if the run has checkpoints of
-    its own, or begins with random weights. Permitted differences are logged. Raises ConfigError
-    with every key of `model` that must not differ, or CheckpointError if no checkpoint holds what
-    was written.
+    It may be of any mesh and any number of processes, and its own run does not delete it during the
+    block. Yields None if the run has checkpoints of its own, or begins with random weights.
+    Permitted differences are logged. Raises ConfigError with every key of `model` that must not
+    differ, or CheckpointError if no checkpoint holds what was written.
     """
     wanted = config.run.start_from
     if wanted is None or from_first(len(find_steps(run / 'checkpoints')))[0]:
-        return None
-    start = _find_sound(Path(wanted))
-    _check_same_model(start, config)
-    return start
+        yield None
+        return
+    with _sound_in_all(Path(wanted)) as start:
+        _check_same_model(start, config)
+        yield start
 
 
 def check_tokenizer(start: Path, tokenizer: Tokenizer | None) -> None:
@@ -83,23 +87,25 @@ def origin_of(start: Path) -> dict[str, str]:
     return {'checkpoint': str(start), 'step': str(read_record(start).step), 'sha256': digest}
 
 
-def _find_sound(wanted: Path) -> Path:
-    """Call `find_sound` in the first process and return its result in all of them."""
+@contextmanager
+def _sound_in_all(wanted: Path) -> Iterator[Path]:
+    """Enter `sound_checkpoint` in the first process and yield its result in all of them."""
     sound, error = None, None
-    if jax.process_index() == 0:
-        try:
-            candidates_of_start(wanted)
-            sound = find_sound(wanted)
-        except RunError as failure:
-            error = failure
-    step = from_first(int(sound.name) if sound else -1)[0]
-    if step < 0:
-        raise error or CheckpointError(
-            f'{START_FROM}={wanted} cannot be used: the first process reports the reason'
+    with ExitStack() as held:
+        if jax.process_index() == 0:
+            try:
+                candidates_of_start(wanted)
+                sound = held.enter_context(sound_checkpoint(wanted))
+            except RunError as failure:
+                error = failure
+        step = from_first(int(sound.name) if sound else -1)[0]
+        if step < 0:
+            raise error or CheckpointError(
+                f'{START_FROM}={wanted} cannot be used: the first process reports the reason'
+            )
+        yield sound or next(
+            path.absolute() for path in candidates_of_start(wanted) if path.name == str(step)
         )
-    return sound or next(
-        path.absolute() for path in candidates_of_start(wanted) if path.name == str(step)
-    )
 
 
 def _check_same_model(start: Path, config: Config) -> None:

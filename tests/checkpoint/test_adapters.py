@@ -16,7 +16,7 @@ from megajax.config import Config, ConfigError, LoraConfig, dump
 from megajax.config.lora import with_adapters
 from megajax.data.text.tokenizer import byte_tokenizer
 from megajax.generate.weights import make_weights
-from megajax.run.start import find_start
+from megajax.run.start import start_checkpoint
 from megajax.train.feed import place_batch
 from megajax.train.step import init_state, make_train_step
 
@@ -137,7 +137,8 @@ def test_a_run_cannot_change_them_and_another_run_only_have_them_added(
 ) -> None:
     def begin(config: Config, start: Path) -> None:
         run = config.run.model_copy(update={'start_from': str(start)})
-        find_start(config.model_copy(update={'run': run}), tmp_path)
+        with start_checkpoint(config.model_copy(update={'run': run}), tmp_path):
+            pass
 
     with on_mesh(tiny()):
         for config, start in ((adapted(), base), (adapted(), tuned), (tiny(), tuned)):

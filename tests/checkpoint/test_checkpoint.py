@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from megajax.checkpoint import checkpoints as module
 from megajax.checkpoint.checkpoints import Checkpoints
-from megajax.checkpoint.digests import STAMP, SUMS, find_sound, sound_checkpoint, write_sums
+from megajax.checkpoint.digests import STAMP, SUMS, sound_checkpoint, write_sums
 from megajax.checkpoint.record import RECORD, read_record
 from megajax.commands.checkpoint import checkpoint_app
 from megajax.config import CheckpointError, Config, ConfigError
@@ -403,7 +403,8 @@ def test_a_step_that_is_being_read_is_deleted_after_a_later_save(folder: Path) -
             checkpoints.save(make_state(tiny(), 3), 3)
             checkpoints.wait()
             assert sorted(path.name for path in folder.iterdir()) == ['2', '3']
-            assert find_sound(folder.parent) == folder / '3'
+            with sound_checkpoint(folder.parent) as newest:
+                assert newest == folder / '3'
         checkpoints.save(make_state(tiny(), 4), 4)
         checkpoints.wait()
         assert sorted(path.name for path in folder.iterdir()) == ['4']

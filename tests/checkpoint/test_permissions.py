@@ -40,16 +40,24 @@ def run(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize('name', ['checkpoints', 'checkpoints/3'])
-@pytest.mark.parametrize('command', ['checkpoint verify', 'checkpoint ls', 'export hf'])
+@pytest.mark.parametrize('command', ['checkpoint verify', 'checkpoint ls', 'compare', 'export hf'])
 def test_a_folder_that_must_not_be_read_is_named(run: Path, name: str, command: str) -> None:
     (run / name).chmod(0)
-    out = ['out'] if command.startswith('export') else []
-    code, said = ran(*command.split(), 'run', *out, folder=run.parent)
+    second = {'compare': ['run'], 'export hf': ['out']}.get(command, [])
+    code, said = ran(*command.split(), 'run', *second, folder=run.parent)
     assert code == 2, said
     assert said.startswith(f'error: run/{name}')
     assert said.endswith(
         'cannot be read: Permission denied; let this user read the folder of the run\n'
     )
+
+
+def test_a_run_that_must_not_be_entered_is_named(run: Path) -> None:
+    run.chmod(0)
+    code, said = ran('compare', 'run', 'run', folder=run.parent)
+    run.chmod(0o755)
+    assert code == 2, said
+    assert said.startswith('error: run/config.json cannot be read: Permission denied')
 
 
 def test_digests_that_must_not_be_read_are_not_called_damaged(run: Path) -> None:

@@ -12,7 +12,7 @@ from interop.stored import DATA
 from support import write_run
 
 from megajax.checkpoint.companions import Companions, companions_of_model, read_companions
-from megajax.checkpoint.digests import find_sound, problems
+from megajax.checkpoint.digests import problems, sound_checkpoint
 from megajax.checkpoint.open import open_model
 from megajax.config import ConfigError
 from megajax.interop.directories import export_huggingface, import_huggingface
@@ -164,7 +164,8 @@ def test_training_and_its_resumption_carry_all_of_it_along(tmp_path: Path) -> No
     train(1, 'run.start_from=import')
     shutil.move(tmp_path / 'import', tmp_path / 'gone')
     train(2, 'data.tokenizer=run/tokenizer.json')
-    assert find_sound(tmp_path / 'run').name == '2'
+    with sound_checkpoint(tmp_path / 'run') as newest:
+        assert newest.name == '2'
     export_huggingface(tmp_path / 'run', tmp_path / 'out')
     for name, content in FILES.items():
         assert (tmp_path / 'out' / name).read_text() == content, name

@@ -29,8 +29,12 @@ def test_what_is_read_is_whole_however_fast_the_run_deletes(tmp_path: Path) -> N
         time.sleep(0.1)
     first = steps(folder / 'run')
     for command in (
-        'checkpoint verify run', 'export hf run exported', 'generate run --prompt a --max-tokens 2'
-    ):  # fmt: skip
+        'checkpoint verify run',
+        'export hf run exported',
+        'generate run --prompt a --max-tokens 2',
+        'compare run run',
+        'train small.yaml run.start_from=run run.dir=other train.steps=1',
+    ):
         done = subprocess.run(
             [sys.executable, '-m', 'megajax', *command.split()],
             cwd=folder,

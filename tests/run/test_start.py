@@ -20,7 +20,7 @@ from megajax.checkpoint.record import read_record
 from megajax.config import CheckpointError, Config, ConfigError, dump
 from megajax.data.text.tokenizer import byte_tokenizer, train_bpe
 from megajax.run.named import config_of_overrides
-from megajax.run.start import check_tokenizer, find_start, origin_of
+from megajax.run.start import check_tokenizer, origin_of, start_checkpoint
 from megajax.train.step import init_state
 
 ROTARY = {'position': 'rope', 'max_seq_len': 64}
@@ -58,6 +58,11 @@ def damage(checkpoint: Path) -> None:
         key=lambda path: path.stat().st_size,
     )
     largest.write_bytes(largest.read_bytes()[:-1])
+
+
+def find_start(config: Config, run: Path) -> Path | None:
+    with start_checkpoint(config, run) as start:
+        return start
 
 
 def starting(source: Path, /, **sections: dict[str, Any]) -> Config:
