@@ -42,25 +42,32 @@ MOST_SECONDS = 7200  # of a file of tests
 OUT_OF_TIME = 'none in time'
 
 TRACER = """
-import os, sys, threading
+import os, sys
+from sys import monitoring
 _folder = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'megajax') + os.sep
 _file, _seen = None, set()
 
-def _call(frame, event, argument):
-    code = frame.f_code
+def _started(code, offset):
     if code.co_filename.startswith(_folder):
         name = (code.co_filename, code.co_qualname.partition('.<locals>')[0])
         if name not in _seen:
             _seen.add(name)
             with open(_file, 'a') as file:
                 file.write(f'megajax/{os.path.relpath(name[0], _folder)}:{name[1]}\\n')
+    return monitoring.DISABLE  # once for each function until the next test
+
+monitoring.use_tool_id(monitoring.COVERAGE_ID, 'megajax')
+monitoring.register_callback(monitoring.COVERAGE_ID, monitoring.events.PY_START, _started)
 
 def trace(file):
     global _file
     os.environ['MEGAJAX_TRACE'], _file = file, file
     _seen.clear()
-    threading.settrace(_call)
-    sys.settrace(_call)
+    monitoring.set_events(monitoring.COVERAGE_ID, monitoring.events.PY_START)
+    monitoring.restart_events()
+
+def stop():
+    monitoring.set_events(monitoring.COVERAGE_ID, 0)
 
 if 'MEGAJAX_TRACE' in os.environ:
     trace(os.environ['MEGAJAX_TRACE'])
@@ -167,7 +174,7 @@ class Recorder:
         start = time.monotonic()
         sitecustomize.trace(str(self.trace_file))
         result = yield
-        sys.settrace(None)
+        sitecustomize.stop()
         if self.outcomes == ['passed'] * 3:
             calls = sorted(set(self.trace_file.read_text().split()))
             line = {

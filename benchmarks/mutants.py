@@ -3,10 +3,10 @@
 
 Changes are drawn from each room of the package in turn, and applied one at a time to a copy of the
 repository. Of a change those fast tests are run that call the changed function, the folder that
-mirrors its room first, up to the first that fails. Which tests call what is measured once (half an
-hour) and kept beside OUT.csv, for each file of tests as long as it is the same. A change that
-OUT.csv has is left out, so a run that was stopped goes on. The column `equivalent` is for hand: why
-a change that no test noticed makes no difference. `--count 0` shows the shares again.
+mirrors its room first, up to the first that fails. Which tests call what is measured once, with
+Python 3.12 or later, and kept beside OUT.csv, for each file of tests as long as it is the same. A
+change that OUT.csv has is left out, so a run that was stopped goes on. The column `equivalent` is
+for hand: why a change that no test noticed makes no difference. `--count 0` shows the shares again.
 
 mutmut leaves out decorated functions (here every `custom_vjp`, cached function and property) and
 draws no sample, and cosmic-ray starts a process, which imports jax anew, for each change: so this
