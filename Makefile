@@ -8,7 +8,7 @@ train: $(VENV)/.installed
 	$(BIN)/megajax train $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow and not faults' $(ARGS)
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal -m 'not slow and not faults' $(ARGS)
 
 test-slow: $(VENV)/.installed-dev
 	$(BIN)/pytest -n 2 --dist worksteal -m 'slow and not exhaustive' $(ARGS)
