@@ -164,6 +164,13 @@ def test_a_truncated_file_is_named(name: str, kept: float, tmp_path: Path) -> No
         units(str(path), unit=10**6)
 
 
+def test_a_file_whose_columns_have_no_names_in_utf_8_is_named(tmp_path: Path) -> None:
+    path = Path(write_parquet(tmp_path / 'a.parquet', ['a'], key='texts'))
+    path.write_bytes(path.read_bytes().replace(b'texts', b't\xffxts'))
+    with pytest.raises(ConfigError, match=r'a.parquet: cannot be read to its end: .*utf-8'):
+        units(str(path), unit=100)
+
+
 def test_a_library_that_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,8 @@ def read_rows(
                     piece = InputPiece(input=input, offset=row, line=row + 1, data=rows)
                     row, rows, weight = row + len(rows), [], 0
                     yield piece, row == total, input.size * row // total
-    except (arrow.ArrowException, OSError) as error:
+    # A column's name may be no UTF-8.
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise unreadable(input, error) from error
 
 
