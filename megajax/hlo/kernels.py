@@ -91,13 +91,14 @@ def _kind(
         return 'lookup'
     if 'reduce' in work or 'reduce-window' in work:
         return 'reduction'
-    if work <= _MAKES:
+    read = _dtypes_read(computation, instruction)
+    if work <= _MAKES or (work <= _MAKES | _MOVES and not read):
         return 'fill'
     if work - _MOVES - _PART_OF_STACK - {'convert'}:
         return 'elementwise'
     if work & _PART_OF_STACK:
         return 'stack'
-    return 'cast' if _changes_dtype(program, computation, instruction) else 'copy'
+    return 'cast' if {array.dtype for array in instruction.results} - read else 'copy'
 
 
 def _within(program: Program, instruction: Instruction) -> Iterator[Instruction]:
@@ -108,11 +109,10 @@ def _within(program: Program, instruction: Instruction) -> Iterator[Instruction]
         yield instruction
 
 
-def _changes_dtype(program: Program, computation: Computation, instruction: Instruction) -> bool:
-    read = {
+def _dtypes_read(computation: Computation, instruction: Instruction) -> set[str]:
+    return {
         array.dtype
         for name in instruction.operands
         for array in computation.by_name[name].results
         if array.shape
     }
-    return bool({array.dtype for array in instruction.results} - read)

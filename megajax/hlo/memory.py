@@ -29,9 +29,13 @@ def bytes_moved(program: Program, computation: Computation, instruction: Instruc
 
 def _of_fusion(computation: Computation) -> int:
     read = sum(_read(computation, parameter) for parameter in computation.parameters.values())
-    root = computation.root
-    outputs = root.operands if root.opcode == 'tuple' else (root.name,)
+    outputs = _outputs(computation)
     return read + sum(_written(computation, computation.by_name[name]) for name in outputs)
+
+
+def _outputs(computation: Computation) -> tuple[str, ...]:
+    root = computation.root
+    return root.operands if root.opcode == 'tuple' else (root.name,)
 
 
 def _read(computation: Computation, parameter: Instruction) -> int:
@@ -46,9 +50,13 @@ def _read(computation: Computation, parameter: Instruction) -> int:
 
 
 def _users(computation: Computation, name: str) -> Iterator[tuple[str, Instruction]]:
-    """Yield the readers of a value and the name by which they read it, past bitcasts and casts."""
+    """Yield the readers of a value and the name by which they read it.
+
+    A bitcast or a cast is none, unless its result is an output.
+    """
+    outputs = _outputs(computation)
     for user in computation.users.get(name, ()):
-        if user.opcode in ('bitcast', 'convert'):
+        if user.opcode in ('bitcast', 'convert') and user.name not in outputs:
             yield from _users(computation, user.name)
         else:
             yield name, user

@@ -95,6 +95,13 @@ def test_a_cast_there_and_back_in_a_copy_is_no_cast() -> None:
     assert kinds('', there_and_back) == ['copy']
 
 
+def test_zeros_for_several_arrays_are_no_cast_though_nothing_of_their_dtype_is_read() -> None:
+    zeros = '%z = f32[] constant(0)\n  %a = f32[16]{0} broadcast(%z), dimensions={}\n'
+    two = '  %b = f32[16]{0} copy(%a)\n  ROOT %r = (f32[16]{0},f32[16]{0}) tuple(%a, %b)'
+    call = '(f32[16]{0},f32[16]{0}) fusion(), kind=kLoop, calls=%fused'
+    assert kinds(call, zeros + two) == ['fill']
+
+
 def test_kernels_of_a_loop_run_as_often_as_it_and_transfers_are_none() -> None:
     found = [*kernels(program(*LOOP, before=body(start('s'), product('d'))))]
     times = Counter[str]()

@@ -26,6 +26,12 @@ TEXT = """HloModule jit_f, is_scheduled=true
   ROOT %layer = bf16[1,16]{1,0} slice(%low), slice={[2:3], [0:16]}
 }
 
+%narrow (x: f32[16]) -> bf16[1,16] {
+  %x = f32[16]{0} parameter(0)
+  %low = bf16[16]{0} convert(%x)
+  ROOT %row = bf16[1,16]{1,0} bitcast(%low)
+}
+
 %write (stack: f32[8,16], x: f32[16], i: s32[]) -> f32[8,16] {
   %stack = f32[8,16]{1,0} parameter(0)
   %x = f32[16]{0} parameter(1)
@@ -41,6 +47,7 @@ ENTRY %main (s: f32[8,16], x: f32[16], i: s32[]) -> f32[8,16] {
   %i = s32[] parameter(2)
   %loaded = f32[16]{0} fusion(%s, %x, %i), kind=kLoop, calls=%read
   %cast_layer = bf16[1,16]{1,0} fusion(%s), kind=kLoop, calls=%cast
+  %narrowed = bf16[1,16]{1,0} fusion(%x), kind=kLoop, calls=%narrow
   %doubled = f32[16]{0} add(%loaded, %loaded)
   %called = (f32[16]{0}, s8[64]{0}) custom-call(%doubled), custom_call_target="library"
   %result = f32[16]{0} get-tuple-element(%called), index=0
@@ -54,6 +61,7 @@ ENTRY %main (s: f32[8,16], x: f32[16], i: s32[]) -> f32[8,16] {
     [
         ('loaded', 3 * LAYER + 4),  # the slice, x, the index, and the result
         ('cast_layer', LAYER + LAYER // 2),  # a cast does not read what is sliced off after it
+        ('narrowed', LAYER + LAYER // 2),
         ('doubled', 3 * LAYER),
         ('called', 2 * LAYER),  # without the workspace
         ('stored', 2 * LAYER + 4),  # the stack is changed in place
