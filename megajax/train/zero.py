@@ -70,9 +70,9 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
         weights = map_parameters(gathered, params)
     if has_head(config):
         weights['head'] = params['head']
-    elif is_apart(config) and 'head' in weights:
-        # Else each microbatch casts it. A table that is also looked up is looked up in fp32.
-        weights['head'] = params['head'].replace(weights['head'].get_value().astype(dtype))
+    elif is_apart(config):  # else each microbatch casts it
+        tree, name = (weights, 'head') if 'head' in weights else (weights['embedding'], 'table')
+        tree[name] = tree[name].replace(cast(tree[name].get_value(), dtype))
     return weights
 
 

@@ -41,7 +41,8 @@ def assert_as_plain(setting: Setting) -> None:
     [
         Setting('llama', 2, 4, **SP, rows=8),  # with document masks
         exhaustive(Setting('llama', 1, 4, num_kv_heads=2)),
-        exhaustive(Setting('gpt', 2, 2, dtype='bfloat16')),  # with dropout and biases
+        # With dropout and biases; where it is unrolled, a tied table is cast before them all.
+        exhaustive(Setting('gpt', 2, 2, dtype='bfloat16', microbatches=2)),
         exhaustive(Setting('gpt', 2, 2, **SP, recompute='full')),
         exhaustive(Setting('llama', 2, 2, **SP, recompute='selective', microbatches=2, rows=16)),
         exhaustive(Setting('bert', 2, 2, **SP)),
