@@ -1,14 +1,19 @@
 """A server that speaks what huggingface_hub asks of the Hub, for one repository."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha1, sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Literal
+from urllib.parse import parse_qs, unquote, urlsplit
 
 NAME, COMMIT, TAG = 'Some/Model', 'c0ffee' + '0' * 34, 'v1.0'
+REVISIONS = ('main', TAG, COMMIT)
+PAGE = 3  # entries of a folder in one answer; the Hub sends a thousand
 
 
 class Hub(ThreadingHTTPServer):
@@ -19,9 +24,16 @@ class Hub(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, folder: Path, *, token: str | None = None, gated: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        kind: Literal['models', 'datasets'] = 'models',
+        token: str | None = None,
+        gated: bool = False,
+    ):
         super().__init__(('127.0.0.1', 0), _Handler)
-        self.folder, self.token, self.gated = folder, token, gated
+        self.folder, self.kind, self.token, self.gated = folder, kind, token, gated
         self.asked: list[str] = []
 
     @property
@@ -48,20 +60,23 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self, *, has_body: bool) -> None:
-        hub, path = self.server, self.path.partition('?')[0]
+        hub, path = self.server, unquote(urlsplit(self.path).path)
         hub.asked.append(f'{self.command} {path}')
-        api, files = f'/api/models/{NAME}', f'/{NAME}/resolve/{COMMIT}/'
-        is_known = path.startswith((api, files))
+        api = f'/api/{hub.kind}/{NAME}'
+        of_files = f'{"" if hub.kind == "models" else f"/{hub.kind}"}/{NAME}/resolve/'
+        is_known = path.startswith((api, of_files))
         is_allowed = hub.token in (None, self.headers.get('Authorization', '')[len('Bearer ') :])
+        verb, _, rest = path.removeprefix(api).removeprefix('/').partition('/')
+        revision, _, name = path.removeprefix(of_files).partition('/')
         if not is_known or not is_allowed:
             self._refuse(401, 'RepoNotFound', has_body)
-        elif hub.gated and path.startswith(files):
+        elif hub.gated and path.startswith(of_files):
             self._refuse(403, 'GatedRepo', has_body)
-        elif path.startswith(files):
-            self._send_file(hub.folder / path.removeprefix(files), has_body)
-        elif path.startswith(f'{api}/tree/'):
-            self._send(json.dumps([self._entry(file) for file in self._files()]), has_body)
-        elif path in (api, *(f'{api}/revision/{name}' for name in ('main', TAG, COMMIT))):
+        elif path.startswith(of_files) and revision in REVISIONS:
+            self._send_file(hub.folder / name, has_body)
+        elif verb == 'tree' and rest.partition('/')[0] in REVISIONS:
+            self._send_tree(rest.partition('/')[2], has_body)
+        elif path == api or (verb == 'revision' and rest in REVISIONS):
             listed = [{'rfilename': file.name} for file in self._files()]
             about = {'id': NAME, 'modelId': NAME, 'sha': COMMIT, 'siblings': listed}
             self._send(json.dumps(about), has_body)
@@ -71,10 +86,31 @@ class _Handler(BaseHTTPRequestHandler):
     def _files(self) -> list[Path]:
         return sorted(path for path in self.server.folder.iterdir() if path.is_file())
 
-    def _entry(self, file: Path) -> dict[str, object]:
-        content = file.read_bytes()
+    def _send_tree(self, below: str, has_body: bool) -> None:
+        """Send a page of the entries of a folder, and a link to the next."""
+        folder = self.server.folder / below
+        if not folder.is_dir():
+            self._refuse(404, 'EntryNotFound', has_body)
+            return
+        query = parse_qs(urlsplit(self.path).query)
+        is_recursive = query.get('recursive', [''])[0].lower() == 'true'
+        entries = sorted(folder.rglob('*') if is_recursive else folder.iterdir())
+        start = int(query.get('cursor', ['0'])[0])
+        headers = {}
+        if start + PAGE < len(entries):
+            address = f'{self.server.url}{urlsplit(self.path).path}'
+            cursor = f'recursive={is_recursive}&cursor={start + PAGE}'
+            headers['Link'] = f'<{address}?{cursor}>; rel="next"'
+        page = [self._entry(path) for path in entries[start : start + PAGE]]
+        self._send(json.dumps(page), has_body, headers)
+
+    def _entry(self, path: Path) -> dict[str, object]:
+        name = path.relative_to(self.server.folder).as_posix()
+        if path.is_dir():
+            return {'type': 'directory', 'path': name, 'size': 0, 'oid': '0' * 40}
+        content = path.read_bytes()
         oid = sha1(b'blob %d\0' % len(content) + content).hexdigest()
-        return {'type': 'file', 'path': file.name, 'size': len(content), 'oid': oid}
+        return {'type': 'file', 'path': name, 'size': len(content), 'oid': oid}
 
     def _send_file(self, file: Path, has_body: bool) -> None:
         if not file.is_file():
@@ -82,7 +118,14 @@ class _Handler(BaseHTTPRequestHandler):
             return
         content = file.read_bytes()
         etag = f'"{sha256(content).hexdigest()}"'
-        self._send(content, has_body, {'ETag': etag, 'X-Repo-Commit': COMMIT})
+        headers = {'ETag': etag, 'X-Repo-Commit': COMMIT}
+        status, size = 200, len(content)
+        if part := re.fullmatch(r'bytes=(\d+)-(\d*)', self.headers.get('Range', '')):
+            first, last = int(part[1]), min(int(part[2] or size), size - 1)
+            content = content[first : last + 1]
+            headers['Content-Range'] = f'bytes {first}-{last}/{size}'
+            status = 206 if content else 416
+        self._send(content, has_body, headers, status)
 
     def _refuse(self, status: int, code: str, has_body: bool) -> None:
         self._send('', has_body, {'X-Error-Code': code}, status)
@@ -104,9 +147,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(folder: Path, *, token: str | None = None, gated: bool = False) -> Iterator[Hub]:
+def serving(
+    folder: Path,
+    *,
+    kind: Literal['models', 'datasets'] = 'models',
+    token: str | None = None,
+    gated: bool = False,
+) -> Iterator[Hub]:
     """Serve a folder as the repository NAME until the block ends."""
-    with Hub(folder, token=token, gated=gated) as hub:
+    with Hub(folder, kind=kind, token=token, gated=gated) as hub:
         thread = threading.Thread(target=hub.serve_forever, kwargs={'poll_interval': 0.05})
         thread.start()
         try:

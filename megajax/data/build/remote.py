@@ -5,6 +5,7 @@ URL asks for them. Credentials are those that the package finds by itself.
 """
 
 import io
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,14 @@ BLOCK = 1 << 23  # bytes that are fetched at once, where a server has ranges
 BUFFER = 1 << 20  # bytes that are read at once
 # How filesystems name what changes with a file's content, the surest first.
 VERSIONS = 'ETag', 'etag', 'md5Hash', 'blob_id', 'mtime', 'LastModified', 'last_modified', 'created'
+PACKAGES = {'s3': 's3fs', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'hf': 'huggingface_hub'}
+# What gives a user the right to read, by protocol.
+CREDENTIALS = {
+    's3': 'AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY',
+    'gs': 'gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS',
+    'gcs': 'gcloud auth application-default login, or GOOGLE_APPLICATION_CREDENTIALS',
+    'hf': 'HF_TOKEN, and the terms of a gated repository accepted on the Hub',
+}
 
 Found = TypeVar('Found')
 
@@ -62,15 +71,18 @@ def open_remote(url: str, size: int, *, at_any_place: bool = False) -> Iterator[
     in_one_answer = is_web(url) and not at_any_place
     block = 0 if in_one_answer else BLOCK
     with _ask(url, lambda: files.open(path, 'rb', block_size=block)) as file:
-        raw = _Raw(file, size, is_seekable=not in_one_answer)
+        raw = _Raw(file, url, size, is_seekable=not in_one_answer)
         yield cast(BinaryIO, io.BufferedReader(raw, BUFFER))
 
 
 class _Raw(io.RawIOBase):
-    """A file of fsspec whose errors are OSErrors, and which raises EOFError if it ends early."""
+    """A file of fsspec whose errors are OSErrors, and which raises EOFError if it ends early.
 
-    def __init__(self, file: Any, size: int, *, is_seekable: bool) -> None:
-        self._file, self._size, self._is_seekable = file, size, is_seekable
+    A server that refuses its content is a ConfigError: a gated repository shows names and sizes.
+    """
+
+    def __init__(self, file: Any, url: str, size: int, *, is_seekable: bool) -> None:
+        self._file, self._url, self._size, self._is_seekable = file, url, size, is_seekable
         self._at = 0
 
     def readable(self) -> bool:
@@ -90,6 +102,8 @@ class _Raw(io.RawIOBase):
         try:
             data = self._file.read(len(buffer))
         except Exception as error:  # each filesystem has errors of its own
+            if _is_refusal(error):
+                raise _unreadable(self._url, error) from error
             raise OSError(f'{reason(error)} at byte {self._at}') from error
         buffer[: len(data)] = data
         self._at += len(data)
@@ -104,25 +118,64 @@ def _filesystem(url: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise _error(url, f'needs fsspec, which is not installed; {install("remote")}') from error
+    for package in ('gcsfs', 'google.auth'):  # which log what gcsfs raises, with a traceback
+        _quieten(package)
     try:
         files, path = url_to_fs(url)
     except ImportError as error:
-        needed = f'{reason(error).rstrip(".")}, beside {install("remote")}'
-        raise _error(url, f'needs a package that is not installed; {needed}') from error
+        if package := PACKAGES.get(_protocol(url)):
+            fix = f'{package}, which is not installed; pip install {package}'
+        else:
+            fix = f'a package that is not installed; {reason(error).rstrip(".")}'
+        raise _error(url, f'needs {fix}, beside {install("remote")}') from error
     except ValueError as error:
         raise _error(url, f'{reason(error)}; use s3://, gs://, hf:// or https://') from error
     return files, path
+
+
+def _quieten(package: str) -> None:
+    """Turn off a package's log, unless the user has chosen a level of it (GCSFS_DEBUG)."""
+    logger = logging.getLogger(package)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)
 
 
 def _ask(url: str, question: Callable[[], Found]) -> Found:
     try:
         return question()
     except FileNotFoundError as error:
-        raise _error(url, 'there is no such file; check the name, or give a glob') from error
+        fix = 'check the name, or give a glob'
+        if _protocol(url) == 'hf':  # which hides what is private
+            fix = 'check repository, revision and name; a private one needs HF_TOKEN'
+        elif isinstance(error.__cause__, Exception) and _is_refusal(error.__cause__):
+            raise _unreadable(url, error.__cause__) from error  # so fsspec says it of https
+        raise _error(url, f'there is no such file; {fix}') from error
     except Exception as error:  # each filesystem has errors of its own
-        raise _error(
-            url, f'cannot be read: {reason(error)}; check the name and the credentials'
-        ) from error
+        raise _unreadable(url, error) from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a server has answered 401 or 403, as s3fs, gcsfs, huggingface_hub and aiohttp say."""
+    codes = (
+        getattr(error, 'code', None),
+        getattr(error, 'status', None),
+        getattr(getattr(error, 'response', None), 'status_code', None),
+    )
+    return (
+        isinstance(error, PermissionError)
+        or str(error).startswith('Forbidden: ')
+        or any(code in (401, 403) for code in codes)
+    )
+
+
+def _unreadable(url: str, error: Exception) -> ConfigError:
+    credentials = CREDENTIALS.get(_protocol(url))
+    fix = f'the credentials ({credentials})' if credentials else 'the credentials'
+    return _error(url, f'cannot be read: {reason(error)}; check the name and {fix}')
+
+
+def _protocol(url: str) -> str:
+    return url.partition('://')[0]
 
 
 def _error(url: str, message: str) -> ConfigError:
