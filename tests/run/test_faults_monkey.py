@@ -73,12 +73,14 @@ def test_another_loss_a_missing_step_and_another_state_are_noticed(tmp_path: Pat
     (folder / 'other/metrics.jsonl').write_text(lines)
     found = monkey.differences(folder / 'straight', folder / 'other')
     assert found['loss'] == 0
-    assert found['weight'] > monkey.MAX_WEIGHT
+    assert found['weight'] > monkey.MAX_APART['weight']
     changed = [json.loads(line) for line in lines.splitlines()]
     step = next(line for line in changed if line.get('loss'))
     step['loss'] *= 1.0001
     (folder / 'same/metrics.jsonl').write_text('\n'.join(map(json.dumps, changed)))
-    assert monkey.differences(folder / 'straight', folder / 'same')['loss'] > monkey.MAX_LOSS
+    assert (
+        monkey.differences(folder / 'straight', folder / 'same')['loss'] > monkey.MAX_APART['loss']
+    )
     changed.remove(step)
     (folder / 'same/metrics.jsonl').write_text('\n'.join(map(json.dumps, changed)))
     with pytest.raises(AssertionError, match='a step is missing'):
