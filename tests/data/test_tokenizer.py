@@ -190,6 +190,12 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
     words.save(str(path))
     with pytest.raises(ConfigError, match=r'json has tokens that do not stand for bytes'):
         make_tokenizer(str(path), 300)
+    bpe_file(path)
+    content = json.loads(path.read_text(encoding='utf-8'))
+    content['model']['vocab']['a'] = 1 << 31
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=r"json gives 'a' the id 2147483648, and ids end at 1677"):
+        make_tokenizer(str(path), 300)
 
 
 def test_what_is_saved_is_a_hugging_face_tokenizer(tmp_path: Path) -> None:

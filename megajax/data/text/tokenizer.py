@@ -19,6 +19,7 @@ from megajax.data.text.long_texts import PART, parts, parts_to_learn
 if TYPE_CHECKING:
     import tokenizers
 
+MOST_IDS = 1 << 24  # some sixty times as many as the largest vocabularies have
 UINT16_BELOW = 65500  # as in megatron-core's `DType.optimal_dtype`
 # documents per call of tokenizers, which holds some 90 bytes for each of their tokens
 DOCUMENTS_AT_ONCE = 64
@@ -40,8 +41,8 @@ class Tokenizer:
     (int32 [vocab_size]) holds the number of UTF-8 bytes that each token stands for, 0 for a special
     one. `dtype` is uint16 for small vocabularies, else int32. `is_lossless` is false for BERT's
     WordPiece, which drops spaces and perhaps case; the dropped bytes are not counted. Raises
-    ConfigError, which names `spec`, if there is no end-of-document token or if tokens do not stand
-    for bytes.
+    ConfigError, which names `spec`, if there is no end-of-document token, if tokens do not stand
+    for bytes, or if an id is MOST_IDS or more.
     """
 
     def __init__(self, backend: 'tokenizers.Tokenizer', spec: str) -> None:
@@ -266,7 +267,14 @@ def _token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
             f'{spec} has tokens that do not stand for bytes; '
             'use a byte-level BPE or one with byte fallback'
         )
-    token_bytes = np.zeros(1 + max(backend.get_vocab().values()), np.int32)
+    vocab = backend.get_vocab()
+    last = max(vocab, key=vocab.__getitem__)
+    if vocab[last] >= MOST_IDS:
+        raise _error(
+            f'{spec} gives {last!r} the id {vocab[last]}, and ids end at {MOST_IDS - 1}; '
+            'number its tokens from 0 on'
+        )
+    token_bytes = np.zeros(1 + vocab[last], np.int32)
     for name, i in backend.get_vocab(with_added_tokens=False).items():
         num_bytes = (
             len(name.removeprefix('##').encode()) if word_piece else _sentencepiece_bytes(name)
