@@ -118,8 +118,8 @@ def _filesystem(url: str) -> tuple[Any, str]:
         from fsspec.core import url_to_fs
     except ImportError as error:
         raise _error(url, f'needs fsspec, which is not installed; {install("remote")}') from error
-    for package in ('gcsfs', 'google.auth'):  # which log what gcsfs raises, with a traceback
-        _quieten(package)
+    for logger in ('gcsfs', 'google.auth'):  # which log what gcsfs raises, with a traceback
+        _quieten(logger)
     try:
         files, path = url_to_fs(url)
     except ImportError as error:
