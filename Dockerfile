@@ -3,13 +3,29 @@
 #   docker build --tag megajax:cuda .                              # NVIDIA GPUs, CUDA 12
 #   docker build --tag megajax:cuda13 --build-arg EXTRAS=cuda13 .  # NVIDIA GPUs, CUDA 13
 #   docker build --tag megajax:cpu --build-arg EXTRAS=chat .       # simulated devices
-#   docker run --gpus all --shm-size=16g --volume "$PWD/runs:/runs" megajax:cuda train tiny run.dir=/runs/tiny
+#   docker run --gpus all --shm-size=16g --user "$(id -u):$(id -g)" --volume "$PWD/runs:/runs" megajax:cuda train tiny run.dir=/runs/tiny
 #
 # CUDA comes with jax's own packages: the host needs the driver and its container toolkit alone.
-FROM python:3.12-slim
+# BASE may be a mirror's image, or any other with a Python of at least 3.11 and its pip.
+ARG BASE=python:3.12-slim
+FROM $BASE
 
 ARG EXTRAS=cuda
-COPY . /opt/megajax
-RUN pip install --no-cache-dir "/opt/megajax[$EXTRAS]"
+WORKDIR /opt/megajax
+# The dependencies are a layer of their own, which a change of the source leaves as it is.
+COPY pyproject.toml ./
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+parts = [project['optional-dependencies'][extra] for extra in '$EXTRAS'.split(',')]; \
+print(*project['dependencies'], *(line for part in parts for line in part \
+if not line.startswith('megajax')), sep='\n')" > /tmp/requirements.txt \
+    && pip install --no-cache-dir --root-user-action=ignore --requirement /tmp/requirements.txt
+# The source stays: `pip install 'megajax[EXTRA] @ file:///opt/megajax'` adds an extra later.
+COPY . .
+RUN pip install --no-cache-dir --root-user-action=ignore ".[$EXTRAS]"
+
+# Any user may write to /runs and to HOME, as `--user` may name one that the image does not know.
+RUN mkdir /runs && chmod 1777 /runs
+ENV HOME=/tmp
 WORKDIR /runs
+USER 1000:1000
 ENTRYPOINT ["megajax"]

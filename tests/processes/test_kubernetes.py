@@ -119,6 +119,16 @@ def test_the_pods_meet_at_the_name_of_the_first(
     assert manifests['Service']['spec']['publishNotReadyAddresses'] is True
 
 
+def test_the_user_of_the_image_may_write_to_the_claim(
+    manifests: dict[str, dict[str, Any]],
+) -> None:
+    user = re.search(r'^USER (\d+):(\d+)$', (ROOT / 'Dockerfile').read_text(), re.MULTILINE)
+    assert user is not None
+    assert user[1] != '0'
+    pod = manifests['Job']['spec']['template']['spec']
+    assert pod['securityContext'] == {'fsGroup': int(user[2])}
+
+
 def test_its_variables_are_those_that_megajax_reads(container: dict[str, Any]) -> None:
     names = [one['name'] for one in container['env']]
     assert set(names) <= {environment.COORDINATOR, environment.TOKEN}
