@@ -25,9 +25,10 @@ from megajax.commands.ask_jax import MARK
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor_links import look_at_nccl
 from megajax.commands.doctor_ports import look_at_ports
+from megajax.config.errors import ConfigError
 from megajax.config.extras import install
 from megajax.hardware.targets import GPUS, has_compiler
-from megajax.processes.environment import visible_gpus
+from megajax.processes.environment import check_host_name, visible_gpus
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 TIMEOUT = 120.0  # seconds for jax to start; a driver that hangs never returns
@@ -225,6 +226,10 @@ def _network(diagnosis: Diagnosis, environ: Mapping[str, str]) -> None:
             'no port of 127.0.0.1 can be bound and reached, so processes cannot connect',
             'allow it in the firewall or the sandbox',
         )
+    try:
+        check_host_name()
+    except ConfigError as error:
+        diagnosis.wrong(*str(error).split(': ', maxsplit=1))
     if proxies := [name for name in PROXIES if environ.get(name)]:
         diagnosis.fact('proxy', f'{", ".join(proxies)}; the processes of a run bypass it')
 

@@ -12,7 +12,7 @@ import jax
 
 from megajax.config import RunError
 from megajax.processes.certificates import JAX_OPTION, check_certificates
-from megajax.processes.environment import LOCAL_DEVICES, Start, read_start
+from megajax.processes.environment import LOCAL_DEVICES, Start, check_host_name, read_start
 from megajax.processes.peers import RETRY, Peers, end
 from megajax.processes.rendezvous import gather
 
@@ -69,6 +69,7 @@ def initialize() -> Peers | None:
     start = read_start()
     if start is None or jax.distributed.is_initialized():
         return None
+    check_host_name()
     check_certificates(
         os.environ, jax=jax.__version__, has_mutual_tls=hasattr(jax.config, JAX_OPTION)
     )

@@ -44,6 +44,22 @@ class Start:
         return f'{self.host}:{self.port}'
 
 
+def check_host_name() -> None:
+    """Raise ConfigError if the name of this host has no address, which Gloo asks for.
+
+    Gloo is what processes on CPUs reduce with, and jax starts it beside GPUs too.
+    """
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except socket.gaierror as error:
+        raise ConfigError(
+            f'the name of this host, {name}, has no address, so the processes of a run cannot '
+            f'reach each other ({error.strerror}): add the line "127.0.1.1 {name}" to /etc/hosts, '
+            'with the address that other hosts reach if there are any'
+        ) from error
+
+
 def read_start(environ: Mapping[str, str] = os.environ) -> Start | None:
     """Read this process's place in the run from the environment.
 

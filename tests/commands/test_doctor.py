@@ -174,6 +174,14 @@ def test_a_host_without_loopback_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert what.startswith('no port of 127.0.0.1')
 
 
+def test_a_host_whose_name_has_no_address_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.socket, 'gethostname', lambda: 'nowhere.invalid')
+    (what,) = whats(diagnose(tmp_path, environ=CPU))
+    assert what.startswith('the name of this host, nowhere.invalid, has no address')
+
+
 def test_a_folder_that_cannot_be_written_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,24 @@ def test_a_flag_that_xla_does_not_know_is_named(folder: Path) -> None:
     assert 'Unknown flag in XLA_FLAGS: --xla_no_such_flag=1' in said
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason='naming a host needs root')
+def test_a_host_whose_name_has_no_address_is_named_before_jax_starts(folder: Path) -> None:
+    named = 'hostname nowhere.invalid && exec "$@"'
+    launch = [sys.executable, '-m', 'megajax', 'launch', '--processes', '2', '--']
+    done = subprocess.run(
+        ['unshare', '--uts', 'sh', '-c', named, '-', *launch, 'train', 'small.yaml', 'run.dir=run'],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert 'error: the name of this host, nowhere.invalid, has no address' in done.stderr
+    assert 'add the line "127.0.1.1 nowhere.invalid" to /etc/hosts' in done.stderr
+    assert not (folder / 'run').exists()
+
+
 @pytest.mark.skipif(
     any('cuda' in plugin.name for plugin in entry_points(group='jax_plugins')),
     reason='jax has a plugin for GPUs here',
