@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megajax.config import Config, ConfigError, dump, reload
+from megajax.config import Config, ConfigError, reload
 from megajax.config.load import dump_sections
 from megajax.config.schema import keys_of
 from megajax.interop.arguments import rejected
@@ -77,12 +77,11 @@ def _problems(line: Line) -> Iterator[str]:
 def _smallest(settings: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:
     """Return the settings without those that change nothing."""
     kept = {section: dict(keys) for section, keys in settings.items()}
-    expected = dump(config)
     for section, keys in settings.items():
         for key, value in keys.items():
             del kept[section][key]
             try:
-                is_same = dump(reload(kept, place=PLACE)) == expected
+                is_same = reload(kept, place=PLACE) == config
             except ConfigError:  # a key that is required, or that another one needs
                 is_same = False
             if not is_same:
