@@ -108,7 +108,7 @@ def _vocab_size(line: Line) -> int:
             content = json.loads(Path(tokenizer).read_bytes())
             added = (token['id'] for token in content['added_tokens'])
             return 1 + max(*content['model']['vocab'].values(), *added)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f'{tokenizer}: is not a tokenizer.json: {error!r:.80}') from error
     raise ConfigError(
         f'--tokenizer-type {kind}: the number of its tokens is not in the arguments: '
@@ -137,7 +137,8 @@ def _mesh(line: Line) -> Keys:
     if virtual := _virtual_stages(line, stages):
         mesh['virtual_stages'] = virtual
     if line.world_size is not None:
-        mesh['data'], rest = divmod(line.world_size, tensor * stages * context)
+        # Sizes below one are the config's to refuse.
+        mesh['data'], rest = divmod(line.world_size, max(tensor * stages * context, 1))
         if rest or not mesh['data']:
             raise ConfigError(
                 f'{line.world_size} GPUs are no multiple of tensor x pipeline x context = '

@@ -204,6 +204,21 @@ def test_a_tokenizer_of_unknown_size_is_named() -> None:
         convert(line)
 
 
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / 'tokenizer.json'
+    path.write_text('{"added_tokens": [], "model": {"vocab": ["a"]}}')
+    line = SMALL.replace(
+        '--vocab-size 100', f'--tokenizer-type HuggingFaceTokenizer --tokenizer-model {path}'
+    )
+    with pytest.raises(ConfigError, match=r'tokenizer.json: is not a tokenizer.json: Attribute'):
+        convert(line)
+
+
+def test_a_size_of_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'mesh.model: must be greater than 0, not 0'):
+        convert(SMALL + '--tensor-model-parallel-size 0', gpus=4)
+
+
 def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as refused:
         convert(SMALL + '--num-experts 8 --zzzz --clip-grad 0')
