@@ -52,7 +52,7 @@ def _read(computation: Computation, parameter: Instruction) -> int:
 def _users(computation: Computation, name: str) -> Iterator[tuple[str, Instruction]]:
     """Yield the readers of a value and the name by which they read it.
 
-    A bitcast or a cast is none, unless its result is an output.
+    Bitcasts and casts are followed to their readers, unless their result is an output.
     """
     outputs = _outputs(computation)
     for user in computation.users.get(name, ()):

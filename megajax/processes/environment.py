@@ -45,9 +45,9 @@ class Start:
 
 
 def check_host_name() -> None:
-    """Raise ConfigError if the name of this host has no address, which Gloo asks for.
+    """Raise ConfigError if the name of this host does not resolve to an address.
 
-    Gloo is what processes on CPUs reduce with, and jax starts it beside GPUs too.
+    Gloo, with which processes reduce on CPUs, resolves it, and jax starts Gloo beside GPUs too.
     """
     name = socket.gethostname()
     try:

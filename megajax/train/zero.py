@@ -70,9 +70,10 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
         weights = map_parameters(gathered, params)
     if has_head(config):
         weights['head'] = params['head']
-    elif is_apart(config):  # else each microbatch casts it
-        tree, name = (weights, 'head') if 'head' in weights else (weights['embedding'], 'table')
-        tree[name] = tree[name].replace(cast(tree[name].get_value(), dtype))
+    elif is_apart(config):  # else each microbatch casts the head
+        is_tied = config.model.tie_embeddings
+        parent, name = (weights['embedding'], 'table') if is_tied else (weights, 'head')
+        parent[name] = parent[name].replace(cast(parent[name].get_value(), dtype))
     return weights
 
 

@@ -253,8 +253,8 @@ def disturb(
 
 
 def apart_undisturbed(monkey: Monkey, layouts: tuple[tuple[str, ...], ...]) -> dict[str, float]:
-    """How far apart two runs may be: not at all on one layout, otherwise as far as the first run is
-    from one on another layout that nobody disturbs, in one process.
+    """How far apart two runs may be: not at all on one layout; otherwise as far as two undisturbed
+    runs on different layouts are, the second of them in one process.
     """
     if len(layouts) == 1:
         return dict.fromkeys(MAX_APART, 0.0)
