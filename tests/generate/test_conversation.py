@@ -116,3 +116,11 @@ def test_a_template_that_refuses_is_named(run: Path) -> None:
 def test_the_tokens_of_turns_are_as_in_training() -> None:
     tokenizer = byte_tokenizer(TURNS)
     assert [tokenizer.token_id(name) for name in TURNS] == [START, END]
+
+
+def test_what_begins_the_next_turn_ends_no_answer(tmp_path: Path) -> None:
+    write_chain(tmp_path, chain(SAID, then=START), chain_config(max_seq_len=128))
+    template = CHATML.replace('<|im_end|>\n', '\n').replace('<|im_start|>{{', '{{')
+    with conversing(tmp_path, template=template) as (conversation, _):
+        *_, row = conversation.answer('a')
+    assert row.end == 'length'

@@ -239,6 +239,14 @@ def test_the_first_of_equal_logits_is_the_most_probable() -> None:
         assert np.asarray(most_probable(placed, 1000, layout)).tolist() == [300, 999, 0]
 
 
+def test_logits_that_are_not_numbers_still_give_a_token_of_the_vocabulary() -> None:
+    config = small('gpt', 1, 4)
+    with on_mesh(config):
+        layout = Layout.of(config)
+        placed = jax.device_put(np.full((1, 1024), np.nan, np.float32), layout('BV'))
+        assert most_probable(placed, 1000, layout)[0] < 1000
+
+
 def frequencies(sampling: Sampling, probability: Sequence[float], draws: int = 4000) -> np.ndarray:
     config = small('gpt')
     with on_mesh(config):
