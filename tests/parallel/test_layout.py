@@ -5,9 +5,11 @@ shrink by that.
 import jax
 import optax
 import pytest
+from jax import P
 from support import by_name, exhaustive, make_config, on_mesh, slow
 
 from megajax.counts.parameters import num_parameters
+from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete
 from megajax.train.step import init_state
 
@@ -95,3 +97,11 @@ def test_a_device_holds_its_share_of_what_is_sharded_and_all_of_the_rest(name, d
         for device in jax.devices()[: data * model]
     }
     assert set(held.values()) == {sharded // model + total - sharded}
+
+
+def test_matrices_at_rest_over_some_axes_keep_those_alone():
+    config = make_config('llama', 2, 2, optim={'shard': 'weights'})
+    layout = Layout.of(config)
+    assert layout('DF', at_rest=True) == P('data', 'model')
+    assert layout.at_rest_over(('data',))('DF', at_rest=True) == P('data', 'model')
+    assert layout.at_rest_over(('model',))('DF', at_rest=True) == P(None, 'model')

@@ -15,7 +15,7 @@ from megajax.counts.parameters import num_parameters
 from megajax.counts.products import products
 from megajax.hardware.records import Hardware, hardware
 from megajax.plan.communication import communication
-from megajax.plan.launches import LAUNCH, launch_seconds
+from megajax.plan.launches import LAUNCH, launch_seconds, num_launches
 from megajax.plan.network import Cluster
 from megajax.plan.overlap import beside
 from megajax.plan.programs import FSDP, MEGATRON, MEGATRON_2021
@@ -31,6 +31,7 @@ LLAMA = (
     'mesh.sequence_parallel=true',
     'optim.shard=none',
 )
+ONE_ROW = 'mesh.data=8', 'train.batch_size=8', 'train.microbatches=1', 'train.recompute=none'
 
 
 def llama(*overrides: str) -> Config:
@@ -232,6 +233,14 @@ def test_a_small_step_waits_for_its_launches():
     )
     assert tiny.launches > tiny.products + tiny.memory_bound
     assert large.launches < 0.05 * large.total
+
+
+def test_sequence_parallelism_on_one_device_changes_no_launch():
+    alone, parallel = (
+        load('llama3_8b', ['mesh.model=1', f'mesh.sequence_parallel={value}', *ONE_ROW])
+        for value in ('false', 'true')
+    )
+    assert num_launches(alone) == num_launches(parallel)
 
 
 def test_a_kernel_takes_its_work_or_its_launch():

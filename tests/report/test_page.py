@@ -88,9 +88,11 @@ def test_a_page_is_well_formed_and_stands_alone(markup: str) -> None:
     assert '@import' not in markup
 
 
-def test_the_questions_stand_in_their_order(markup: str) -> None:
+def test_the_questions_stand_in_their_order_and_the_answers_lead_to_them(markup: str) -> None:
     titles = re.findall(r'<h2 id="[^"]*">(.*?)</h2>', markup)
     assert titles == [*(question.title for question in QUESTIONS), 'Config']
+    links = [source for source in Outline(markup).sources if source.startswith('#')]
+    assert links == [f'#{question.name}' for question in QUESTIONS]
 
 
 def test_a_run_that_was_resumed_on_another_mesh_says_so(markup: str) -> None:
