@@ -81,7 +81,7 @@ def encoded(encoder: Encoder, config: ModelConfig, pixels: jax.Array, grid: jax.
     return encoder(numbers_of(pixels, grid, config.vision), grid, place, segment)
 
 
-def test_an_image_does_not_see_what_stands_in_the_empty_places_of_its_slot() -> None:
+def test_a_patch_sees_its_whole_image_and_nothing_in_the_empty_places_of_its_slot() -> None:
     config = model(deepstack=(0,))
     random = np.random.default_rng(0)
     pixels = random.integers(256, size=(2, 24, 12)).astype(np.uint8)
@@ -92,8 +92,11 @@ def test_an_image_does_not_see_what_stands_in_the_empty_places_of_its_slot() -> 
         first = encode(pixels, grid)
         pixels[0, 16:], pixels[1, 4:] = 0, 255
         second = encode(pixels, grid)
+        pixels[0, 12:16] = 0  # the last unit of the first image
+        third = encode(pixels, grid)
     np.testing.assert_array_equal(first[0, :4], second[0, :4])
     np.testing.assert_array_equal(first[1, :1], second[1, :1])
+    assert not np.allclose(third[0, 0], second[0, 0])
     assert first.shape == (2, 6, 2, config.hidden_size)
 
 
