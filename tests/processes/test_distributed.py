@@ -52,9 +52,9 @@ ADD_UP = """
 import os, socket, sys
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
-from megajax.config import ConfigError
+from megajax.config import ConfigError, load
 from megajax.processes.distributed import processes
-from megajax.parallel.mesh import make_mesh
+from megajax.parallel.mesh import make_mesh, mesh_for
 
 with processes():
     mesh = make_mesh(1, 4)
@@ -65,7 +65,8 @@ with processes():
     socket.gethostname = lambda: f'host{jax.process_index()}'
     groups = make_mesh(2, 2).devices
     print('hosts', [[device.process_index for device in group] for group in groups])
-    print('across', make_mesh(1, 4, cross_hosts=True).shape['model'])
+    across = 'mesh.data=1', 'mesh.model=4', 'mesh.allow_model_across_hosts=true'
+    print('across', mesh_for(load('tiny', across)).shape['model'])
     replicas = make_mesh(2, 1, replica=2).devices.reshape(2, 2)
     print('replicas', [[device.process_index for device in group] for group in replicas])
     try:
