@@ -222,6 +222,8 @@ def test_the_command_prints_every_table_and_writes_what_it_knows(traced_run, res
     assert code == 0, said
     for title in ('a step, divided', 'products', 'collectives', 'beside', '3 longest instructions'):
         assert title in said
+    first, last = result.steps[0], result.steps[-1]
+    assert f', steps {first} to {last}, ' in said
     assert result.instructions[0].name in said
     written = Profile.model_validate_json((tmp_path / 'it.json').read_text())
     assert written == profile(traced_run, gpu='h100')

@@ -143,11 +143,14 @@ def test_a_run_may_be_rolled_back_any_number_of_times_that_gets_on_between(
     assert steps(tmp_path / 'run') == [7, 8]
 
 
-def test_a_run_that_gets_to_no_other_checkpoint_ends(start: Any, tmp_path: Path) -> None:
+def test_a_run_that_gets_to_no_other_checkpoint_ends(
+    start: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(
         NumericError, match=f'rolled back {ROLLBACKS} times without reaching another'
     ):
         start(*range(4, 5 + ROLLBACKS))
+    assert capsys.readouterr().out.count('is rolled back to step') == ROLLBACKS
     assert steps(tmp_path / 'run') == [3, 4]
 
 
