@@ -1,9 +1,9 @@
 """The command as a user types it, in its own process."""
 
+import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -87,11 +87,12 @@ def test_wrong_usage_exits_2(arguments: str) -> None:
     assert 'Usage: ' in done.stderr
 
 
-def test_a_wrong_config_fails_within_a_second() -> None:
+def test_a_wrong_config_fails_within_a_second_of_a_core() -> None:
     def seconds() -> float:
-        start = time.perf_counter()
+        before = os.times()
         megajax('train', 'mesh.model=7')
-        return time.perf_counter() - start
+        after = os.times()
+        return sum(after[2:4]) - sum(before[2:4])  # of children, however busy the machine is
 
     assert min(seconds() for _ in range(3)) < 1
 

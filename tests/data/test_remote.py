@@ -1,5 +1,6 @@
 """Inputs with URLs are read as those with paths: in bounded memory, and errors have a place."""
 
+import logging
 import os
 import threading
 import tracemalloc
@@ -156,6 +157,20 @@ def test_a_bad_line_is_named_with_its_url(tmp_path: Path, memory: str) -> None:
 def test_a_url_that_cannot_be_opened_is_a_mistake_of_the_user(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=f'{url}: {message}'):
         find_inputs([url], None)
+
+
+def test_a_library_logs_nothing_beside_the_message_unless_the_user_asked_it_to() -> None:
+    quiet, asked = (logging.getLogger(name) for name in ('gcsfs', 'google.auth'))
+    before = quiet.level, asked.level
+    quiet.setLevel(logging.NOTSET)
+    asked.setLevel(logging.DEBUG)
+    try:
+        with pytest.raises(ConfigError):
+            find_inputs(['memory://none.jsonl'], None)
+        assert (quiet.level, asked.level) == (logging.CRITICAL, logging.DEBUG)
+    finally:
+        quiet.setLevel(before[0])
+        asked.setLevel(before[1])
 
 
 def test_an_answer_that_breaks_off_is_no_end(tmp_path: Path, web: str) -> None:

@@ -22,6 +22,7 @@ OTHERS = [
     'module_0001.jit_f.sm_9.0a_gpu_after_optimizations-buffer-assignment.txt',
     'module_0000.jit_convert.0000.simplification.after_algsimp.before_dce.txt',
     'module_0000.jit_convert.sm_9.0a_gpu_after_optimizations.txt',
+    'module_0002.jit_zeros.0000.simplification.after_algsimp.before_dce.txt',
 ]
 
 

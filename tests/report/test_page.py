@@ -95,6 +95,12 @@ def test_the_questions_stand_in_their_order_and_the_answers_lead_to_them(markup:
     assert links == [f'#{question.name}' for question in QUESTIONS]
 
 
+def test_every_line_of_a_picture_has_two_ends(markup: str) -> None:
+    lines = re.findall('<line [^>]*>', markup)
+    assert lines
+    assert all(f' {end}="' in line for line in lines for end in ('x1', 'x2', 'y1', 'y2'))
+
+
 def test_a_run_that_was_resumed_on_another_mesh_says_so(markup: str) -> None:
     assert 'The run was started 2 times.' in markup
     assert 'mesh.data was changed from 2 to 1 after step 3.' in markup
