@@ -187,6 +187,17 @@ def test_on_gpus_a_transfer_of_another_stream_is_hidden_beside_kernels(tmp_path)
     )
 
 
+def test_the_report_sums_the_parts_of_each_kind_and_of_the_step(tmp_path):
+    code, said = ask(write_gpu_run(tmp_path / 'run', [[FIRST, SECOND]]))
+    assert code == 0
+    assert ', step 11, data=1 x model=2, ' in said
+    rows = [line.split() for line in said.splitlines()]
+    assert ['kernels', '2', '0.03', '30.0%', '0.04'] in rows
+    assert ['exposed', '1', '0.02', '20.0%', '0.01'] in rows
+    assert ['idle', '0.05', '50.0%', '0.05'] in rows
+    assert ['in', 'all', '3', '0.10', '100.0%', '0.10'] in rows
+
+
 def test_kernels_of_a_cuda_graph_are_counted_apart_and_the_report_says_what_to_do(tmp_path):
     run = write_gpu_run(tmp_path / 'run', [[[*FIRST, ('command_buffer.1', 70, 80)], SECOND]])
     (graph,) = (part for part in profile(run).parts if part.name == 'CUDA graph')
