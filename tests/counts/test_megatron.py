@@ -4,7 +4,7 @@ import pytest
 
 import megajax
 from megajax.config import presets
-from megajax.counts.megatron import Expected, expected
+from megajax.counts.megatron import Expected, expected, over_products
 from megajax.counts.parameters import own_counts
 
 
@@ -77,6 +77,15 @@ def test_microbatches_send_as_much_over_model_and_gradients_once():
     assert wire_bytes(one, *sites) == wire_bytes(four, *sites)
     assert counts(four, 'gradients') == {'all-reduce': 1}
     assert wire_bytes(one, 'gradients') == wire_bytes(four, 'gradients')
+
+
+def test_fp8_reduces_the_maxima_of_its_products_once_a_step():
+    """A layer has four products, each of inputs, weights and gradients; weights have no batch."""
+    found = [*over_products(config('megatron_8.3b', 'mesh.data=2', 'train.dtype=fp8'))]
+    assert [(one.array.shape, one.size, one.times) for one in found] == [
+        ((3 * 4 * 72,), 16, 1),
+        ((4 * 72,), 8, 1),
+    ]
 
 
 def test_a_mesh_of_one_sends_nothing():
