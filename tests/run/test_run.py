@@ -87,6 +87,16 @@ def test_a_resumed_run_equals_one_that_was_never_interrupted(folder: Path) -> No
     assert losses(folder / 'run') == losses(folder / 'straight')
 
 
+@pytest.mark.slow
+def test_a_run_in_fp8_resumes_to_the_bit(folder: Path) -> None:
+    fp8 = 'train.dtype=fp8', 'train.sample_prompts=[]', 'optim.schedule=constant'
+    assert train(folder, *fp8, 'run.dir=straight').returncode == 0
+    assert train(folder, *fp8, 'run.dir=run', 'train.steps=3').returncode == 0
+    resumed = train(folder, *fp8, 'run.dir=run', 'run.resume=must')
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(folder / 'run') == losses(folder / 'straight')
+
+
 @pytest.mark.faults
 @pytest.mark.exhaustive
 def test_a_run_resumes_on_another_mesh(folder: Path) -> None:
