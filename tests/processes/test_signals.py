@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from megajax.processes import signals
+from megajax.processes.peers import RETRY
 from megajax.processes.signals import SAME_SECONDS, STOPS, Patience, take_stops
 
 
@@ -56,3 +57,14 @@ def test_what_nobody_reads_is_no_error(reads):
     process.stdin.close()
     said = process.stdout.read() if reads else b''
     assert (process.wait(), said) == (0, b'word\n' if reads else b'')
+
+
+def test_a_run_that_is_stopped_while_it_imports_is_to_be_started_again(tmp_path):
+    command = [sys.executable, '-X', 'importtime', '-m', 'megajax', 'train', 'tiny']
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr:
+            if line.endswith(' typer\n'):  # long before jax
+                process.send_signal(signal.SIGTERM)
+                break
+        process.stderr.read()
+        assert process.wait(60) == RETRY
