@@ -128,7 +128,7 @@ class StepFolders:
                     path.unlink()
                 else:
                     with contextlib.suppress(OSError):
-                        (path / COMMIT).unlink(missing_ok=True)
+                        (path / COMMIT).unlink()
                     delete_folder(path)
         from_first(0)  # the others wait
 
