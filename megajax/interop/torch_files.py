@@ -142,9 +142,6 @@ class _Window(io.RawIOBase):
     def __init__(self, content: memoryview):
         self.content, self.place = content, 0
 
-    def readable(self) -> bool:
-        return True
-
     def seekable(self) -> bool:
         return True
 
