@@ -12,7 +12,9 @@ from megajax.hardware.targets import has_compiler
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_for, compile_in_child
 from megajax.inspect.memory_result import Memory
+from megajax.inspect.memory_table import memory_tables
 from megajax.inspect.peak_groups import by_file, by_source_line, grouped, total_bytes
+from megajax.render.console import as_text
 
 ROOT = Path(megajax.__file__).parent
 LAYERS = 3
@@ -49,6 +51,13 @@ def test_the_bytes_add_up_to_all_that_is_reserved(whole) -> None:
     placed = {'parameters': compiled.parameters, 'optimizer state': compiled.optimizer}
     for use, arrays in placed.items():
         assert by_use[use] == sum(each.bytes_per_device for each in arrays)
+
+
+def test_a_table_has_its_numbers_below_each_other(whole) -> None:
+    by_use = as_text(memory_tables(memory(whole)), width=100).split('\n\n')[0].splitlines()
+    shares = [line.rstrip() for line in by_use if line.rstrip().endswith('%')]
+    assert len(shares) > 3
+    assert len({len(line) for line in shares}) == len({line.index('B ') for line in shares}) == 1
 
 
 def test_full_recomputation_keeps_the_inputs_of_the_layers_and_little_else(whole) -> None:
