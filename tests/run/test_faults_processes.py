@@ -252,16 +252,19 @@ def test_a_number_that_is_not_finite_in_one_process_skips_the_step_in_all(folder
 
 
 @pytest.mark.parametrize(
-    ('kind', 'told'),
+    ('kind', 'told', 'codes'),
     [
-        ('ConfigError', 'error: corpus.bin: at byte 7'),
+        ('ConfigError', 'error: corpus.bin: at byte 7', {2}),
         pytest.param(
-            'MemoryError', 'MemoryError: corpus.bin: at byte 7', marks=pytest.mark.exhaustive
+            'MemoryError',
+            'MemoryError: corpus.bin: at byte 7',
+            {1, 2},  # process 1's or process 0's, whichever ends first
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )
 def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(
-    folder: Path, straight: Path, kind: str, told: str
+    folder: Path, straight: Path, kind: str, told: str, codes: set[int]
 ) -> None:
     fault = (
         ON_1
@@ -269,7 +272,7 @@ def test_rows_that_one_process_cannot_read_end_all_with_the_state_before_them(
         + ROWS.format(fault=f"raise {kind}('corpus.bin: at byte 7')")
     )
     code, said = finish(start(folder, processes=2, fault=fault))
-    assert code == 2, said
+    assert code in codes, said
     assert f'[1] {told}' in said
     assert '[0] error: process 1 could not read its rows of a batch: see what it printed' in said
     assert max(find_steps(folder / 'run/checkpoints')) == 33
