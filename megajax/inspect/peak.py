@@ -76,10 +76,12 @@ class _Step:
 
     def describe(self, buffer: Buffer) -> _Kind:
         """Return the use of an array, the part of the step, dtype and shape, and its source."""
-        known = [name for name in buffer.names if name[0] in self.places]
-        if not known:
+        # What is inside an asynchronous collective has memory and is not printed; its end is.
+        names = *buffer.names, (buffer.last, '')
+        known = next((name for name in names if name[0] in self.places), None)
+        if known is None:
             raise HloError(f'the program does not have {buffer.names[0][0]}, which has memory')
-        name, index = known[0]
+        name, index = known
         place = self.places[name]._replace(part=tuple(map(int, index.split(',') if index else ())))
         made = maker(self.program, place).instruction
         copied = maker(self.program, place, COPIES).instruction

@@ -9,10 +9,12 @@ from support import make_config
 import megajax
 from megajax.config import Config
 from megajax.hardware.targets import has_compiler
+from megajax.hlo.program import HloError, Program
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_for, compile_in_child
 from megajax.inspect.memory_result import Memory
 from megajax.inspect.memory_table import memory_tables
+from megajax.inspect.peak import _Step
 from megajax.inspect.peak_groups import by_file, by_source_line, grouped, total_bytes
 from megajax.render.console import as_text
 
@@ -51,6 +53,18 @@ def test_the_bytes_add_up_to_all_that_is_reserved(whole) -> None:
     placed = {'parameters': compiled.parameters, 'optimizer state': compiled.optimizer}
     for use, arrays in placed.items():
         assert by_use[use] == sum(each.bytes_per_device for each in arrays)
+
+
+def test_what_is_inside_an_asynchronous_collective_is_told_by_its_end(whole) -> None:
+    config, compiled = whole
+    step = _Step(config, Program(compiled.text))
+    known = compiled.buffers[0]
+    (name, _), *_ = known.names
+    inside = known._replace(names=(('all-gather.39', ''),), array='tuple', last=name)
+    site, source = step.describe(known)[1], step.describe(known)[3]
+    assert step.describe(inside)[1:] == (site, 'tuple', source)
+    with pytest.raises(HloError, match=r'does not have all-gather\.39, which has memory'):
+        step.describe(inside._replace(last='all-gather-done.15'))
 
 
 def test_a_table_has_its_numbers_below_each_other(whole) -> None:
