@@ -25,6 +25,7 @@ from megajax.config import ConfigError
 from megajax.data.build.build import build
 from megajax.data.build.job import Job
 from megajax.data.build.manifest import Manifest
+from megajax.data.build.partial import Partial, Progress, read_progress
 from megajax.data.build.pieces import UNIT
 from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer, train_bpe
 from megajax.data.tokens.indexed import read_pair
@@ -201,6 +202,13 @@ def test_the_manifest_says_what_the_files_are(corpus: Path, tmp_path: Path) -> N
     )
     assert tokenizer.fingerprint == train_bpe(TEXTS, 300).fingerprint
     assert f'{manifest.documents} documents, {manifest.tokens} tokens' in str(summary)
+
+
+def test_a_build_can_be_resumed_from_its_start_on(tmp_path: Path) -> None:
+    begun = Progress(fingerprint='of its inputs')
+    with Partial.lock(tmp_path / 'out') as partial:
+        partial.start(begun)
+    assert read_progress(tmp_path / 'out') == begun
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Published rates: efficiencies fitted on some rows predict the others."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,3 +82,10 @@ def test_of_the_degrees_that_were_measured_the_plan_chooses_the_fastest() -> Non
     for name, measured, chosen, share in load_script('plan_ranks').swept():
         assert len(measured) > 1
         assert share > 0.97, (name, chosen)
+
+
+def test_rates_beyond_the_peak_are_fitted_within_what_a_gpu_can_be() -> None:
+    gpu = hardware('h100')
+    beyond = [replace(row, published=1e6) for row in rows_to_fit('h100')[:2]]
+    assert fit(gpu, beyond, ['matmul', 'half_size']).matmul <= 1
+    assert fit(gpu, beyond, ['half_size']).half_size >= 0

@@ -5,15 +5,17 @@ import json
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
+from megajax.report.cost import SHOWN
 from megajax.report.facts import Facts
 from megajax.report.html import _VOID
 from megajax.report.page import QUESTIONS, page
-from megajax.report.read import read_runs
+from megajax.report.read import Checkpoint, read_runs
 
 EVIL = '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>"\'\u202e\x1b[2J\x00'
 MODEL = (
@@ -99,6 +101,14 @@ def test_every_line_of_a_picture_has_two_ends(markup: str) -> None:
     lines = re.findall('<line [^>]*>', markup)
     assert lines
     assert all(f' {end}="' in line for line in lines for end in ('x1', 'x2', 'y1', 'y2'))
+
+
+def test_of_many_checkpoints_the_newest_are_shown(finished_run: Path) -> None:
+    (run,) = read_runs([finished_run])
+    for count, more in ((SHOWN, ''), (SHOWN + 1, f', the newest {SHOWN} of {SHOWN + 1}')):
+        kept = [Checkpoint(step=i, record=None, bytes=0, fault=None) for i in range(1, count + 1)]
+        shown = page([Facts(run=replace(run, checkpoints=kept), colour=0)])
+        assert f'Checkpoints of {run.name}{more}<' in shown
 
 
 def test_a_run_that_was_resumed_on_another_mesh_says_so(markup: str) -> None:
