@@ -76,9 +76,10 @@ class _Step:
 
     def describe(self, buffer: Buffer) -> _Kind:
         """Return the use of an array, the part of the step, dtype and shape, and its source."""
-        # What is inside an asynchronous collective has memory and is not printed; its end is.
-        names = *buffer.names, (buffer.last, '')
-        known = next((name for name in names if name[0] in self.places), None)
+        known = next((name for name in buffer.names if name[0] in self.places), None)
+        if known is None and self._is_end(buffer.last):
+            # XLA does not print what is inside an asynchronous operation, though it has memory.
+            known = buffer.last, ''
         if known is None:
             raise HloError(f'the program does not have {buffer.names[0][0]}, which has memory')
         name, index = known
@@ -90,6 +91,10 @@ class _Step:
             source = self.program.source(made) or _name(copied)
             return _COPIED[_use(copied)], site, buffer.array, source
         return self._use(buffer, made), site, buffer.array, self.program.source(made) or '-'
+
+    def _is_end(self, name: str) -> bool:
+        """Whether the instruction of this name ends an asynchronous operation."""
+        return name in self.places and self.places[name].instruction.opcode.endswith('-done')
 
     def _use(self, buffer: Buffer, made: Instruction) -> Use:
         site, phase = kernel_site(made.op_name), phase_of(made.op_name)

@@ -96,13 +96,13 @@ class Terminal:
                 shown += os.read(self._end, 10_000).decode()
         return shown
 
-    def interrupt_until(self, pattern: str) -> str:
-        """Press Ctrl-C until it is seen: CPython's readline overlooks one before it waits."""
+    def interrupt_until(self, pattern: str) -> None:
+        """Press Ctrl-C until it has an effect: CPython's readline misses one before it waits."""
         for _ in range(SECONDS // 5):
             self.type('\x03')
             if select.select([self._end], [], [], 5)[0]:
                 break
-        return self.read_until(pattern)
+        self.read_until(pattern)
 
     def wait(self) -> int:
         code = self._process.wait(SECONDS)
