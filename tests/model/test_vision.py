@@ -90,10 +90,13 @@ def test_a_patch_sees_its_whole_image_and_nothing_in_the_empty_places_of_its_slo
         make = functools.partial(Encoder, config, key=jax.random.key(0))
         encode = jax.jit(lambda pixels, grid: encoded(make(), config, pixels, grid))
         first = encode(pixels, grid)
-        pixels[0, 16:], pixels[1, 4:] = 0, 255
-        second = encode(pixels, grid)
-        pixels[0, 12:16] = 0  # the last unit of the first image
-        third = encode(pixels, grid)
+        # New arrays: a step that was only dispatched may still read the one that it was given.
+        padded = pixels.copy()
+        padded[0, 16:], padded[1, 4:] = 0, 255
+        second = encode(padded, grid)
+        other = padded.copy()
+        other[0, 12:16] = 0  # the last unit of the first image
+        third = encode(other, grid)
     np.testing.assert_array_equal(first[0, :4], second[0, :4])
     np.testing.assert_array_equal(first[1, :1], second[1, :1])
     assert not np.allclose(third[0, 0], second[0, 0])
