@@ -287,8 +287,9 @@ def test_weights_begin_at_init_std_and_those_that_add_to_the_residual_stream_at_
         assert values.size < 1000 or error < 0.1
 
 
+@pytest.mark.parametrize('in_order', [False, True], ids=['plain', 'in order'])
 @pytest.mark.parametrize('name', ['gpt', slow('llama')])
-def test_recomputation_keeps_less_for_the_backward_pass(name):
+def test_recomputation_keeps_less_for_the_backward_pass(name, in_order):
     """Selective keeps no scores, full nothing of a layer but its input."""
     kept: dict[str, list[tuple[int, ...]]] = {}
     for recompute in ('none', 'selective', 'full'):
@@ -299,7 +300,7 @@ def test_recomputation_keeps_less_for_the_backward_pass(name):
         )
         with on_mesh(config):
             kept[recompute] = [
-                x.shape for x in jax.eval_shape(lambda config=config: residuals(config))
+                x.shape for x in jax.eval_shape(lambda config=config: residuals(config, in_order))
             ]
     scores = {how: sum(shape[-2:] == (24, 24) for shape in shapes) for how, shapes in kept.items()}
     assert scores['none'] > scores['selective'] == scores['full'] == 0
@@ -307,11 +308,13 @@ def test_recomputation_keeps_less_for_the_backward_pass(name):
     assert full < selective < none
 
 
-def residuals(config: Config) -> list[jax.Array]:
-    """What the backward pass of the layers reads of the forward pass."""
+def residuals(config: Config, in_order: bool) -> list[jax.Array]:
+    """What the backward pass of the layers, or of two parts in order, reads of the forward pass."""
     graph, params = nnx.split(new_model(config))
     token_BS = jnp.zeros((2, 24), jnp.int32, out_sharding=Layout.of(config)('BS'))
     key_B, computation = jax.random.split(jax.random.key(0), 2), Computation.of(config)
+    if in_order:
+        computation = computation._replace(num_parts=2, in_order=True, unroll=True)
 
     def hidden(params: nnx.State) -> jax.Array:
         return nnx.merge(graph, params).hidden(token_BS, computation, key_B=key_B)
