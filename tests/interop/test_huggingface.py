@@ -198,7 +198,8 @@ def test_names_of_other_versions_of_transformers(tmp_path: Path) -> None:
             expected = gather(from_huggingface(config, read_tensors(DATA / name), source=name))
         assert all(np.array_equal(found[path], x) for path, x in expected.items())
     wrong = (
-        r'lm_head\.weight differs from the embedding, but tie_word_embeddings says they are tied'
+        r'lm_head\.weight differs from model\.embed_tokens\.weight, '
+        'but tie_word_embeddings says they are tied'
     )
     with on_mesh(config), pytest.raises(ConfigError, match=wrong):
         from_huggingface(

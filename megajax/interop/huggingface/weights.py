@@ -138,9 +138,8 @@ def _named_as_saved(
         )
         if x is not None and not np.array_equal(named[copy], x):
             check_finite(name, x, of=source)  # NaN would differ even from itself
-            what = 'the embedding' if copy.endswith('weight') else name
             raise ConfigError(
-                f'{source}: {copy} differs from {what}, but tie_word_embeddings says they are tied'
+                f'{source}: {copy} differs from {name}, but tie_word_embeddings says they are tied'
             )
         del named[copy]
     return named
