@@ -151,8 +151,8 @@ def _check_tensor_groups(hosts: Sequence[str], sizes: Mapping[str, int]) -> None
             f'({", ".join(crossing)}), and each layer would wait for their network: '
             f'set their product to {largest} or a divisor of it, {allow}'
         )
-    shards, is_divided = divmod(_data(sizes) * model, largest)
-    example = '' if is_divided else f'for example mesh.data={shards} mesh.model={largest}, '
+    shards, remainder = divmod(_data(sizes) * model, largest)
+    example = '' if remainder else f'for example mesh.data={shards} mesh.model={largest}, '
     raise ConfigError(
         f'mesh.model={model} reaches across hosts ({", ".join(crossing)}), '
         'and each layer would wait for their network: '
