@@ -290,6 +290,7 @@ def problems(*overrides: str) -> list[Problem]:
 def test_the_message_offers_what_works(wrong: str, path: str, offer: str, right: str) -> None:
     (problem,) = [problem for problem in problems(*wrong.split()) if problem.path == path]
     assert offer in problem.message
+    assert problem.place in [f'override {override}' for override in wrong.split()]
     assert path not in [problem.path for problem in problems(*wrong.split(), right)]
 
 

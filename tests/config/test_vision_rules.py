@@ -57,6 +57,7 @@ def problems(*overrides: str) -> list[str]:
 def test_the_message_offers_what_works(wrong: str, said: str, right: str) -> None:
     (problem,) = problems(*wrong.split())
     assert said in problem
+    assert problem.startswith('override ')
     assert problems(*wrong.split(), right) == []
 
 
