@@ -5,6 +5,7 @@ below them.
 """
 
 import json
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,6 +47,15 @@ def keys_in(path: str | None = None) -> list[Key]:
     near = get_close_matches(path, [*SECTIONS, *(key.path for key in every)], n=1)
     fix = f'did you mean {near[0]}?' if near else f'sections: {", ".join(SECTIONS)}'
     raise ConfigError(f'{path}: no such section or key; {fix}')
+
+
+def sources(path: str) -> list[str]:
+    """Return the keys that the default of a key follows from, such as those of model.head_dim."""
+    name, _, key = path.partition('.')
+    fields = SECTIONS[name].model_fields
+    extra = fields[key].json_schema_extra if key in fields else None
+    formula = re.findall(r'\w+', str(extra['default'])) if isinstance(extra, dict) else []
+    return [f'{name}.{other}' for other in fields if other in formula]
 
 
 def _keys(path: str, section: type[Section]) -> Iterator[Key]:

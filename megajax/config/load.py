@@ -19,6 +19,7 @@ from ruamel.yaml.nodes import MappingNode, Node
 from megajax.config import values
 from megajax.config.bounded_yaml import compose, construct, explain, parse, read_text
 from megajax.config.errors import MAX_PROBLEMS, ConfigError, Problem
+from megajax.config.keys import sources
 from megajax.config.renamed import RENAMED, current
 from megajax.config.rules import incompatibilities
 from megajax.config.schema import SECTIONS, Config, keys_of
@@ -90,23 +91,30 @@ def _resolve(
     """
     if written is None:
         raise ConfigError(*problems)
-    sections, unsettled = _validate(written | overridden, file, problems)
+    settings = written | overridden
+    sections, unsettled = _validate(settings, file, problems)
     for problem in incompatibilities(Config.model_construct(**sections)):
-        keys = (problem.path, *problem.others)
+        keys = [problem.path, *problem.others]
+        keys += [source for key in keys if key not in settings for source in sources(key)]
         if unsettled.isdisjoint(keys):
-            place = next(
-                (
-                    settings[key].place
-                    for settings in (overridden, written)
-                    for key in keys
-                    if key in settings
-                ),
-                file,
-            )
+            place = _place(keys, overridden) or _place(keys, written) or file
             problems.append(replace(problem, place=place))
     if problems:
         raise ConfigError(*problems)
     return Config(**sections)
+
+
+def _place(keys: Sequence[str], settings: Mapping[str, _Setting]) -> str | None:
+    """Return the place of the first of these keys, or sections, that is set; None if none is."""
+    return next(
+        (
+            setting.place
+            for key in keys
+            for path, setting in settings.items()
+            if f'{path}.'.startswith(f'{key}.')
+        ),
+        None,
+    )
 
 
 def overridden(overrides: Sequence[str], path: str) -> Any:

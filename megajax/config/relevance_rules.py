@@ -35,13 +35,21 @@ def of_relevance(config: 'Config') -> Iterator[Problem]:
             f'{total} tokens for each of {vision.images} images are more than '
             f'train.seq_len={config.train.seq_len}; use longer sequences'
         )
-        yield Problem(path='relevance.total_tokens', message=message, others=('train.seq_len',))
+        yield Problem(
+            path='relevance.total_tokens',
+            message=message,
+            others=('train.seq_len', 'vision.images', 'vision.fusion'),
+        )
     patches = most * vision.unit
     if vision.max_patches != patches:
         message = (
             f'{vision.max_patches} patches: {regions} regions have {FINEST} x {FINEST} units of '
             f'{vision.unit} patches each, and every image is brought to that size; use {patches}'
         )
-        yield Problem(path='vision.max_patches', message=message, others=('relevance.regions',))
+        yield Problem(
+            path='vision.max_patches',
+            message=message,
+            others=('relevance.regions', 'vision.merge_size'),
+        )
     shards = ('relevance.scorer_shards', relevance.scorer_shards)
     yield from divides('relevance.scorer_size', relevance.scorer_size, *shards)

@@ -20,18 +20,19 @@ def of_positions(config: 'Config') -> Iterator[Problem]:
     if model.position != 'mrope':
         return
     pairs, sections = model.head_dim // 2, model.mrope_section
+    others = 'model.head_dim', 'model.position'
     if sum(sections) != pairs:
         message = (
             f'{list(sections)} are {sum(sections)} pairs, and model.head_dim={model.head_dim} has '
             f'{pairs}; use sections that add up to {pairs}'
         )
-        yield Problem(path='model.mrope_section', message=message, others=('model.head_dim',))
+        yield Problem(path='model.mrope_section', message=message, others=others)
     elif 3 * max(sections[1:]) > pairs:
         message = (
             f'{list(sections)}: row and column take every third of {pairs} pairs, so they have at '
             f'most {pairs // 3}; give the rest to the time'
         )
-        yield Problem(path='model.mrope_section', message=message, others=('model.head_dim',))
+        yield Problem(path='model.mrope_section', message=message, others=others)
 
 
 def of_encoder(config: 'Config') -> Iterator[Problem]:
@@ -70,7 +71,11 @@ def of_encoder(config: 'Config') -> Iterator[Problem]:
             f'{config.train.seq_len * vision.unit}, longer sequences, or '
             'vision.fusion=cross_attention'
         )
-        yield Problem(path='vision.max_patches', message=message, others=('train.seq_len',))
+        yield Problem(
+            path='vision.max_patches',
+            message=message,
+            others=('train.seq_len', 'vision.merge_size', 'vision.fusion'),
+        )
     if vision.image_token >= model.vocab_size:
         message = (
             f'{vision.image_token} is no token of model.vocab_size={model.vocab_size}; '

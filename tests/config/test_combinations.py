@@ -1,10 +1,14 @@
 """What excludes one another is one table, and each of its rows is refused with what it says."""
 
+import re
+
 import pytest
+from ruamel.yaml import YAML
+from support import ROOT
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
-from megajax.config import ConfigError, load
+from megajax.config import ConfigError, load, reload
 from megajax.config.combinations import COMBINATIONS, Combination
 
 VISION = ' '.join(
@@ -36,6 +40,18 @@ def test_each_row_is_refused_with_its_reason_and_what_to_do_instead(row: Combina
     settings = (VALUES.get(setting, setting) for setting in (row.one, row.other))
     said = refusal(*(one for setting in settings for one in setting.split(' ')))
     assert f'{row.reason}; {row.instead}' in said
+
+
+@pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
+def test_what_excludes_a_setting_of_the_file_stands_at_the_override(row: Combination) -> None:
+    in_file, added = (VALUES.get(each, each).split() for each in (row.other, row.one))
+    settings = YAML(typ='safe').load(ROOT / 'configs/gpt2_124m.yaml')
+    for section, key, value in (re.split('[.=]', each, maxsplit=2) for each in in_file):
+        settings[section] = settings.get(section, {}) | {key: YAML(typ='safe').load(value)}
+    with pytest.raises(ConfigError) as error:
+        reload(settings, added, place='the file')
+    (place,) = {one.place for one in error.value.problems if row.reason in one.message}
+    assert place in [f'override {each}' for each in added]
 
 
 @pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
