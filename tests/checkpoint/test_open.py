@@ -13,6 +13,7 @@ from support import by_name, make_config, on_mesh
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.digests import find_steps
 from megajax.checkpoint.open import Opened, abstract_params, open_model
+from megajax.checkpoint.orbax_manager import gb_to_read
 from megajax.config import CheckpointError, Config, ConfigError
 from megajax.data.text.tokenizer import byte_tokenizer
 from megajax.train.step import init_state
@@ -104,3 +105,8 @@ def test_what_is_not_there_or_does_not_fit_is_told(run: Path) -> None:
         ConfigError, match=r'holds other arrays \(params/layers/mlp/down/weight/value'
     ):
         open_model(run, ['model.ffn_size=64'])
+
+
+@pytest.mark.parametrize('elements', [1, 2**20, 50304 * 12288, 2**35])
+def test_a_read_may_hold_the_largest_array_with_its_padding(elements: int) -> None:
+    assert 1e9 * gb_to_read(elements) > 1.1 * 4 * elements

@@ -103,6 +103,26 @@ ENTRY %main (p: pred[], n: s32[]) -> pred[] {
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(('chosen', 'value'), [('true', 5), ('false', 7)])
+def test_of_two_computations_the_first_is_that_for_true(chosen, value):
+    text = Program(f"""
+%yes (x: s32[]) -> s32[] {{
+  ROOT %five = s32[] constant(5)
+}}
+
+%no (y: s32[]) -> s32[] {{
+  ROOT %seven = s32[] constant(7)
+}}
+
+ENTRY %main () -> s32[] {{
+  %chosen = pred[] constant({chosen})
+  %zero = s32[] constant(0)
+  ROOT %either = s32[] conditional(%chosen, %zero, %zero), branch_computations={{%yes, %no}}
+}}
+""")
+    assert Run(text, text.entry).value('either') == value
+
+
 @pytest.mark.parametrize(
     'calls',
     [

@@ -223,6 +223,18 @@ def test_messages_come_whole_however_they_were_cut_and_the_end_last(
     near.send(event='d')  # which nobody hears
 
 
+def test_the_kernel_notices_a_host_that_is_gone_within_seconds(
+    pair: tuple[Connection, Connection],
+) -> None:
+    near = pair[0].socket
+    assert near.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    idle, interval, count = (
+        near.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    )
+    assert idle + interval * count <= 5
+
+
 def test_silence_is_a_timeout_and_a_host_that_is_gone_an_end(
     pair: tuple[Connection, Connection],
 ) -> None:
