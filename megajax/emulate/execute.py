@@ -18,6 +18,7 @@ from jax.stages import Traced
 
 from megajax.emulate.translate import for_cpu
 from megajax.hardware.targets import compile_without_gpu
+from megajax.hlo.dump import without_cache
 
 Index = tuple[slice, ...]
 
@@ -65,9 +66,10 @@ def compile_for_gpu(
             _on(devices, sharding) if isinstance(sharding, NamedSharding) else sharding
             for sharding in computation.compile_args[part]
         )
-    compiled = compile_without_gpu(
-        lambda options: computation.compile(options, device_assignment=tuple(devices)), options
-    )
+    with without_cache():  # jax cannot read back a program for GPUs that are not there, and warns
+        compiled = compile_without_gpu(
+            lambda options: computation.compile(options, device_assignment=tuple(devices)), options
+        )
     return GpuProgram(
         text=full_text(compiled.xla_executable.hlo_modules()[0]),
         kept=tuple(sorted(compiled._kept_var_idx)),

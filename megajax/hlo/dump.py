@@ -1,4 +1,4 @@
-"""A compilation that also tells what is in the memory of a device when most of it is in use."""
+"""Compilation afresh, also with what is in the memory of a device when most of it is in use."""
 
 import contextlib
 import tempfile
@@ -20,14 +20,15 @@ def compile_with_buffers(
 
     XLA writes them to files as it compiles, so a program from jax's cache would have none.
     """
-    with tempfile.TemporaryDirectory() as folder, _without_cache():
+    with tempfile.TemporaryDirectory() as folder, without_cache():
         dump = {'xla_dump_to': folder, 'xla_dump_hlo_as_text': True}
         compiled = compile_with({**options, **dump})
         return compiled, buffers_at_peak(Path(folder))
 
 
 @contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
+def without_cache() -> Iterator[None]:
+    """Compile without jax's compilation cache during the block."""
     before: bool = jax.config.values['jax_enable_compilation_cache']
     _enable_cache(False)
     try:

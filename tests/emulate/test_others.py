@@ -1,4 +1,7 @@
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +45,21 @@ def test_an_abstract_mesh_is_as_good_as_devices():
     types = (jax.sharding.AxisType.Auto,) * 2
     axes = jax.sharding.AbstractMesh((2, 4), ('data', 'model'), axis_types=types)
     assert megajax.inspect.run(*flat(others.tensor_parallel(axes)), target='b200').ok
+
+
+def test_a_cache_of_compiled_programs_does_not_hold_those_for_a_gpu_that_is_not_there(tmp_path):
+    code = 'import megajax, jax.numpy as jnp\n'
+    code += 'megajax.inspect.run(lambda x: jnp.tanh(x @ x), jnp.ones((64, 64))).raise_if_wrong()'
+    cache = {
+        'JAX_COMPILATION_CACHE_DIR': str(tmp_path),
+        'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    }
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, '-c', code],
+            env=os.environ | cache, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert 'compilation cache' not in done.stderr
 
 
 def test_without_a_reference_a_manual_region_is_compared_with_the_cpus_own_program():
