@@ -28,12 +28,16 @@ from support import (
 )
 
 from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.counts.declaration import Parameter
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_for
+from megajax.model.parameters import map_parameters
+from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete
 from megajax.parallel.placements import parameter_name
 from megajax.train.loss_scale import HYSTERESIS, LossScale
 from megajax.train.step import init_state, make_train_step
+from megajax.train.zero import gather_once
 
 RUNGS = ['optimizer', 'gradients', 'weights']
 HIGHEST_FIRST = ['weights', slow('gradients'), slow('optimizer')]
@@ -310,3 +314,23 @@ def test_a_checkpoint_restores_to_the_bit_with_another_rung(tmp_path: Path, shar
         assert {x.sharding for x in jax.tree.leaves(state.params)} == placements
         for x, y in zip(before, jax.tree.leaves(state), strict=True):
             np.testing.assert_array_equal(y, x)
+
+
+@pytest.mark.parametrize('name', ['gpt', 'llama'])  # a tied head, and one of its own
+def test_layers_on_their_own_have_every_matrix_cast_before_the_first_microbatch(name: str) -> None:
+    config = make_config(name, 1, 2, train={'dtype': 'bfloat16', 'unroll': True, 'microbatches': 2})
+    dtypes: dict[str, set[Any]] = {}
+
+    def look(declared: Parameter, weight: Any) -> Any:
+        if declared.is_matrix:
+            dtypes[declared.dims] = {x.dtype for x in jax.tree.leaves(weight)}
+        return weight
+
+    with on_mesh(config):
+        params = jax.eval_shape(lambda: init_state(config)).params
+        jax.eval_shape(
+            lambda params: map_parameters(look, gather_once(params, config, Layout.of(config))),
+            params,
+        )
+    assert len(dtypes) > 4
+    assert set().union(*dtypes.values()) == {jnp.dtype('bfloat16')}
