@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.hlo.paths import destination
+from megajax.hlo.paths import destination, origin
 from megajax.hlo.program import Program
 
 DOT = 'f32[8,32]{1,0} dot(%read, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}'
@@ -79,3 +79,32 @@ ENTRY %main (p: f32[2,8]) -> f32[8,8] {{
 """)
     gather = text.entry.by_name['sum0']
     assert destination(text, text.entry, gather, 0) == 'jit(f)/norm/sin'
+
+
+def test_what_a_loop_returns_comes_from_where_its_body_made_it():
+    carried = '(s32[], f32[8])'
+    text = Program(f"""HloModule jit_f, is_scheduled=true
+
+%body (b: {carried}) -> {carried} {{
+  %b = {carried} parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %x = f32[8]{{0}} get-tuple-element(%b), index=1
+  %y = f32[8]{{0}} add(%x, %x), metadata={{op_name="jit(f)/layers/while/body/attention/add"}}
+  ROOT %next = {carried} tuple(%i, %y)
+}}
+
+%goes_on (c: {carried}) -> pred[] {{
+  %c = {carried} parameter(0)
+  ROOT %yes = pred[] constant(true)
+}}
+
+ENTRY %main (p: {carried}) -> f32[8] {{
+  %p = {carried} parameter(0)
+  %loop = {carried} while(%p), condition=%goes_on, body=%body, \
+metadata={{op_name="jit(f)/layers/while"}}
+  %out = f32[8]{{0}} get-tuple-element(%loop), index=1
+  ROOT %sum = f32[8]{{0}} all-reduce(%out), replica_groups={{{{0,1}}}}, to_apply=%goes_on
+}}
+""")
+    found = origin(text, text.entry, text.entry.by_name['sum'])
+    assert found == 'jit(f)/layers/while/body/attention/add'
