@@ -93,6 +93,18 @@ def in_order(config: 'Config') -> bool:
     return _has_order(config) and (is_split(config) or config.train.unroll is True)
 
 
+# The keys, and sections, that `num_parts` follows from beside train.overlap.
+PARTS_FOLLOW_FROM = (
+    'mesh.model',
+    'mesh.stages',
+    'mesh.context',
+    'mesh.model_rows',
+    'model.norm_position',
+    'vision',
+    'lora',
+)
+
+
 def num_parts(config: 'Config') -> int:
     """Return the number of parts of a microbatch, which do not depend on each other in a layer."""
     # Without tensor parallelism nothing is cut: all products hide what is sent over `data`.
@@ -146,4 +158,5 @@ def of_halves(config: 'Config') -> Iterator[Problem]:
             f'train.overlap=sequence_split needs a multiple of {count}; '
             f'use {multiples(length, count)}, or train.overlap=batch_split'
         )
-        yield Problem(path='train.seq_len', message=message, others=('train.overlap', 'mesh.model'))
+        others = 'train.overlap', 'mesh.sequence_parallel', *PARTS_FOLLOW_FROM
+        yield Problem(path='train.seq_len', message=message, others=others)

@@ -166,9 +166,10 @@ def _batches(config: 'Config') -> Iterator[Problem]:
             path='train.batch_size', message=message, others=('mesh.data', 'train.microbatches')
         )
         return
-    reasons = {}
+    reasons, others = {}, ['mesh.data', 'train.microbatches']
     if train.overlap == 'batch_split' and overlap_rules.num_parts(config) > 1:
         reasons['train.overlap'] = 'train.overlap=batch_split cuts them in half'
+        others += overlap_rules.PARTS_FOLLOW_FROM
     if rows > 1:
         reasons['mesh.model_rows'] = f'mesh.model_rows={rows} shards them in attention and MLP'
     parts = rows * (2 if 'train.overlap' in reasons else 1)
@@ -182,7 +183,7 @@ def _batches(config: 'Config') -> Iterator[Problem]:
         yield Problem(
             path='train.batch_size',
             message=message,
-            others=(*reasons, 'mesh.data', 'train.microbatches'),
+            others=(*reasons, *others),
         )
 
 

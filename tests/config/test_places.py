@@ -7,25 +7,53 @@ from typing import Any, get_args
 
 import pytest
 from ruamel.yaml import YAML
-from support import exhaustive
 
 from megajax.config import Config, ConfigError, reload
 from megajax.config.keys import sources
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
-PRESETS = [
-    'tiny_arr_coc',
-    'megatron_8.3b',
-    *(
-        exhaustive(name)
-        for name in ('gpt2_124m', 'tiny_vlm', 'tiny_bert', 'llama3_8b', 'arr_coc_32b')
+# A preset, and what is laid over it.
+CASES = {
+    'relevance': ('tiny_arr_coc', ''),
+    'pictures': ('tiny_vlm', ''),
+    'model': ('megatron_8.3b', ''),
+    'float16': ('gpt2_124m', 'train: {dtype: float16, loss_scale: 1024}'),
+    'stages': (
+        'gpt2_124m',
+        'mesh: {data: 4, stages: 2, virtual_stages: 3}\n'
+        'train: {microbatches: 4, dtype: bfloat16, profile: {start: 2000, steps: 9}}',
     ),
-]
+    'grid': (
+        'gpt2_124m',
+        'mesh: {data: 4, model: 2, model_rows: 2, sequence_parallel: true}\n'
+        'optim: {shard: weights}\n'
+        'train: {deterministic: true, replay_every: 9, microbatches: 2}',
+    ),
+    'context': (
+        'llama3_8b',
+        'mesh: {data: 2, model: 8, context: 2, sequence_parallel: true}\n'
+        'train: {seq_len: 4096}\noptim: {warmup_steps: 100, decay_steps: 200}',
+    ),
+    'halves of rows': ('llama3_8b', 'train: {overlap: batch_split}'),
+    'halves of tokens': (
+        'llama3_8b',
+        'mesh: {data: 2, model: 8, sequence_parallel: true}\ntrain: {overlap: sequence_split}',
+    ),
+    'adapters': ('llama3_8b', 'lora: {rank: 8}'),
+    'three numbers': (
+        'llama3_8b',
+        'model: {position: mrope, mrope_section: [24, 20, 20]}\nmesh: {replicas: 4}',
+    ),
+}
+PLAIN = 'gpt2_124m', 'tiny_bert', 'llama3_8b', 'arr_coc_32b'
 
 
 @functools.cache
-def written(preset: str) -> dict[str, dict[str, Any]]:
-    return YAML(typ='safe', pure=True).load(CONFIGS / f'{preset}.yaml')
+def written(case: str) -> dict[str, dict[str, Any]]:
+    yaml = YAML(typ='safe', pure=True)
+    preset, over = CASES.get(case, (case, ''))
+    settings, over = yaml.load(CONFIGS / f'{preset}.yaml'), yaml.load(over) or {}
+    return {name: settings.get(name, {}) | over.get(name, {}) for name in {*settings, *over}}
 
 
 def other_values(value: Any, annotation: Any) -> Iterator[Any]:
@@ -43,9 +71,9 @@ def other_values(value: Any, annotation: Any) -> Iterator[Any]:
             yield from ([each + 1 for each in value], [2 * each for each in value], [])
 
 
-def overrides(preset: str) -> Iterator[str]:
-    """Yield `section.key=value` for other values of each key that a preset has, set or not."""
-    config = reload(written(preset), place=preset)
+def overrides(case: str) -> Iterator[str]:
+    """Yield `section.key=value` for other values of each key that a config has, set or not."""
+    config = reload(written(case), place=case)
     for name in Config.model_fields:
         section = getattr(config, name)
         for key, field in type(section).model_fields.items() if section else ():
@@ -53,18 +81,18 @@ def overrides(preset: str) -> Iterator[str]:
                 yield f'{name}.{key}={str(value).lower()}'
 
 
-def places(preset: str, override: str) -> set[str]:
+def places(case: str, override: str) -> set[str]:
     """Return where the problems stand that an override makes."""
     try:
-        reload(written(preset), [override], place=preset)
+        reload(written(case), [override], place=case)
     except ConfigError as error:
         return {problem.place for problem in error.problems}
     return set()
 
 
-@pytest.mark.parametrize('preset', PRESETS)
-def test_whatever_one_override_makes_impossible_stands_at_it(preset: str) -> None:
-    found = {override: places(preset, override) for override in overrides(preset)}
+@pytest.mark.parametrize('case', [*CASES, *PLAIN])
+def test_whatever_one_override_makes_impossible_stands_at_it(case: str) -> None:
+    found = {override: places(case, override) for override in overrides(case)}
     refused = {override: where for override, where in found.items() if where}
     assert len(refused) > 20
     assert refused == {override: {f'override {override}'} for override in refused}
