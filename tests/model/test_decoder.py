@@ -319,4 +319,7 @@ def residuals(config: Config, in_order: bool) -> list[jax.Array]:
     def hidden(params: nnx.State) -> jax.Array:
         return nnx.merge(graph, params).hidden(token_BS, computation, key_B=key_B)
 
-    return jax.tree.leaves(jax.vjp(hidden, params)[1])
+    h_BTD, pull = jax.vjp(hidden, params)
+    (gradients,) = pull(h_BTD)
+    assert jax.tree.map(jnp.shape, gradients) == jax.tree.map(jnp.shape, params)
+    return jax.tree.leaves(pull)
