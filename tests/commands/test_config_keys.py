@@ -32,6 +32,7 @@ def test_a_pipe_has_a_line_for_each_key_with_all_of_its_meaning() -> None:
     for line, key in zip(lines, keys_in(), strict=True):
         assert line.startswith(f'{key.path} ')
         assert line.endswith(f' {key.meaning}')
+        assert f' {key.type}, {key.unit} ' in line if key.unit else f' {key.type} ' in line
 
 
 @pytest.mark.parametrize('width', [80, 100])

@@ -55,6 +55,12 @@ def test_one_gpu_is_a_group() -> None:
     assert found.nvlink_groups == [[0]]
 
 
+def test_a_host_has_the_links_that_its_command_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = '\tGPU0\tCPU Affinity\tNUMA Affinity\nGPU0\t X \t0-7\t0\n'
+    monkeypatch.setattr(topology, 'COMMAND', ['printf', table])
+    assert topology_of_host() == read_topology(table)
+
+
 def test_a_host_without_the_command_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, 'COMMAND', ['/nowhere/nvidia-smi'])
     assert topology_of_host() is None

@@ -1,5 +1,6 @@
 """Who starts a process tells it its place in a run, each in his own words."""
 
+import os
 import re
 import socket
 import subprocess
@@ -183,6 +184,24 @@ def test_steps_of_one_slurm_job_meet_at_different_ports():
 )
 def test_gpus_are_those_that_cuda_shows(environ, count):
     assert visible_gpus(environ) == count
+
+
+@pytest.mark.parametrize(
+    ('script', 'count'),
+    [
+        ('echo "GPU 0: H100 (UUID: GPU-1)"; echo "GPU 1: H100 (UUID: GPU-2)"', 2),
+        ('echo "NVIDIA-SMI has failed"; exit 9', 0),
+    ],
+    ids=['two', 'no driver'],
+)
+def test_without_a_choice_gpus_are_those_that_nvidia_smi_lists(
+    script, count, tmp_path, monkeypatch
+):
+    command = tmp_path / 'nvidia-smi'
+    command.write_text(f'#!/bin/sh\n{script}\n')
+    command.chmod(0o755)
+    monkeypatch.setenv('PATH', str(tmp_path), prepend=os.pathsep)
+    assert visible_gpus({}) == count
 
 
 def test_the_slurm_example_makes_a_token_that_is_on_no_command_line():

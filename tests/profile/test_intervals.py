@@ -33,7 +33,7 @@ def test_kernels_and_exposed_transfers_that_run_together_share_the_time_equally(
 
 
 def test_events_count_only_inside_the_step_and_nothing_is_all_idle():
-    step = divided(('a', -5, 2), ('b', 20, 30), ('c', 9, 12))
+    step = divided(('before', -5, 0), ('a', -5, 2), ('b', 20, 30), ('c', 9, 12))
     assert [(timed.name, timed.seconds) for timed in step.events] == [('a', 2), ('c', 1)]
     assert sum(divided().idle) == divided().seconds == 10
 

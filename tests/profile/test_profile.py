@@ -1,6 +1,7 @@
 """Where the time of traced steps went: on simulated devices, and on GPUs with a trace by hand."""
 
 import gzip
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,6 +49,12 @@ def test_each_instruction_runs_as_often_as_the_program_says_and_nothing_else_doe
         for computation in program.computations.values()
         for instruction in computation.instructions
     }
+    opcodes = {
+        instruction.name: instruction.opcode
+        for computation in program.computations.values()
+        for instruction in computation.instructions
+    }
+    assert 'while' not in {opcodes[line.name] for line in result.instructions}
     launches = {line.name: line.launches for line in result.instructions}
     assert launches == {name: times[name] for name in launches}
     called = {name: times[name] for name in times if name.startswith(('all-reduce', 'all-gather'))}
@@ -236,6 +243,7 @@ def test_the_command_prints_every_table_and_writes_what_it_knows(traced_run, res
     first, last = result.steps[0], result.steps[-1]
     assert f', steps {first} to {last}, ' in said
     assert result.instructions[0].name in said
+    assert re.search(r'^(data|model) +all-reduce ', said, re.MULTILINE)
     written = Profile.model_validate_json((tmp_path / 'it.json').read_text())
     assert written == profile(traced_run, gpu='h100')
     code, said = ask(traced_run)

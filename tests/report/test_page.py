@@ -103,6 +103,12 @@ def test_every_line_of_a_picture_has_two_ends(markup: str) -> None:
     assert all(f' {end}="' in line for line in lines for end in ('x1', 'x2', 'y1', 'y2'))
 
 
+def test_every_tick_of_a_picture_has_a_number(markup: str) -> None:
+    below = re.findall(r'<text [^>]*class="tick middle"[^>]*>([^<]*)</text>', markup)
+    assert len(below) > markup.count('<svg') > 0
+    assert all(re.search(r'\d', number) for number in below)
+
+
 def test_of_many_checkpoints_the_newest_are_shown(finished_run: Path) -> None:
     (run,) = read_runs([finished_run])
     for count, more in ((SHOWN, ''), (SHOWN + 1, f', the newest {SHOWN} of {SHOWN + 1}')):
@@ -184,6 +190,14 @@ def test_skipped_and_slow_steps_are_named_with_their_reasons(copied_run: Path) -
 def test_a_rise_of_the_validation_loss_is_a_fault(copied_run: Path) -> None:
     add_lines(copied_run, {'step': 6, 'validation_loss': 99.0})
     assert 'The validation loss has risen from its best' in page_on(copied_run)
+
+
+def test_a_single_validation_loss_that_is_not_finite_is_no_rise(copied_run: Path) -> None:
+    file = copied_run / 'metrics.jsonl'
+    lines = [line for line in file.read_text().splitlines() if 'validation_loss' not in line]
+    file.write_text('\n'.join(lines) + '\n')
+    add_lines(copied_run, {'step': 6, 'validation_loss': float('nan')})
+    assert 'has risen' not in page_on(copied_run)
 
 
 def test_without_validation_the_training_loss_is_the_answer(copied_run: Path) -> None:
