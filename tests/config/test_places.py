@@ -15,18 +15,19 @@ CONFIGS = Path(__file__).parents[2] / 'configs'
 # A preset, and what is laid over it.
 CASES = {
     'relevance': ('tiny_arr_coc', ''),
-    'pictures': ('tiny_vlm', ''),
+    'pictures': ('tiny_vlm', 'vision: {max_patches: 96, min_patches: 20, deepstack: [0, 2]}'),
     'model': ('megatron_8.3b', ''),
-    'float16': ('gpt2_124m', 'train: {dtype: float16, loss_scale: 1024}'),
+    'float16': ('gpt2_124m', 'train: {dtype: float16, loss_scale: 1024}\ndata: {corpus: web}'),
+    'odd': ('gpt2_124m', 'model: {head_dim: 63}\ntrain: {seq_len: 4}'),
     'stages': (
         'gpt2_124m',
         'mesh: {data: 4, stages: 2, virtual_stages: 3}\n'
-        'train: {microbatches: 4, dtype: bfloat16, profile: {start: 2000, steps: 9}}',
+        'train: {microbatches: 4, dtype: bfloat16, steps: 3000, profile: {start: 2900, steps: 9}}',
     ),
     'grid': (
         'gpt2_124m',
         'mesh: {data: 4, model: 2, model_rows: 2, sequence_parallel: true}\n'
-        'optim: {shard: weights}\n'
+        'optim: {shard: weights}\nmodel: {num_kv_heads: 4}\n'
         'train: {deterministic: true, replay_every: 9, microbatches: 2}',
     ),
     'context': (
@@ -67,6 +68,8 @@ def other_values(value: Any, annotation: Any) -> Iterator[Any]:
             yield from (2 * value, value / 2, 100 * value)
         case str():
             yield from (each for each in get_args(annotation) if isinstance(each, str))
+        case dict():
+            yield {'web': 1.0}
         case (int(), *_):
             yield from ([each + 1 for each in value], [2 * each for each in value], [])
 
