@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).parents[2] / 'configs'
 # A preset, and what is laid over it.
 CASES = {
     'relevance': ('tiny_arr_coc', ''),
-    'pictures': ('tiny_vlm', 'vision: {max_patches: 96, min_patches: 20, deepstack: [0, 2]}'),
+    'pictures': ('tiny_vlm', 'vision: {max_patches: 96, min_patches: 60, deepstack: [0, 2]}'),
     'model': ('megatron_8.3b', ''),
     'float16': ('gpt2_124m', 'train: {dtype: float16, loss_scale: 1024}\ndata: {corpus: web}'),
     'odd': ('gpt2_124m', 'model: {head_dim: 63}\ntrain: {seq_len: 4}'),
