@@ -17,6 +17,7 @@ from megajax.inspect.memory_result import Memory
 from megajax.inspect.memory_table import memory_tables
 from megajax.inspect.peak import _Step
 from megajax.inspect.peak_groups import by_file, by_source_line, grouped, total_bytes
+from megajax.inspect.report import to_text
 from megajax.render.console import as_text
 
 ROOT = Path(megajax.__file__).parent
@@ -63,6 +64,12 @@ def test_the_bytes_add_up_to_all_that_is_reserved(whole) -> None:
     placed = {'parameters': compiled.parameters, 'optimizer state': compiled.optimizer}
     for use, arrays in placed.items():
         assert by_use[use] == sum(each.bytes_per_device for each in arrays)
+
+
+def test_the_key_that_would_make_it_fit_is_told(whole) -> None:
+    found, key = audit(*whole, 'cpu'), 'train.recompute=full would make it fit'
+    with_key = found.memory.model_copy(update={'remedy': key})
+    assert key in to_text(found.model_copy(update={'memory': with_key}))
 
 
 def test_what_is_inside_an_asynchronous_collective_is_told_by_its_end() -> None:

@@ -192,6 +192,15 @@ def test_a_rise_of_the_validation_loss_is_a_fault(copied_run: Path) -> None:
     assert 'The validation loss has risen from its best' in page_on(copied_run)
 
 
+def test_the_best_loss_stands_below_the_last_where_it_is_another(copied_run: Path) -> None:
+    best = r'<br/?><small>[\d.]+ at step \d+</small>'
+    assert not re.search(best, page_on(copied_run))
+    (run,) = read_runs([copied_run])
+    _, losses = run.evaluated('validation_loss')
+    add_lines(copied_run, {'step': 7, 'validation_loss': (losses[0] + losses.min()) / 2})
+    assert re.search(best, page_on(copied_run))
+
+
 def test_a_single_validation_loss_that_is_not_finite_is_no_rise(copied_run: Path) -> None:
     file = copied_run / 'metrics.jsonl'
     lines = [line for line in file.read_text().splitlines() if 'validation_loss' not in line]
