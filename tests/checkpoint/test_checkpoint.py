@@ -6,6 +6,8 @@ import os
 import pickle
 import platform
 import shutil
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,27 @@ def test_a_refused_step_is_written_anew_when_the_run_comes_there_again(folder: P
         assert checkpoints.newest_verified() == 2
         assert equal(checkpoints.restore(1), tiny(), 1)
         assert equal(checkpoints.restore(2), tiny(), 7)
+
+
+def test_no_step_waits_for_a_save_in_progress(tmp_path: Path) -> None:
+    config, begun, go_on = tiny(), threading.Event(), threading.Event()
+
+    class OnASlowDisk:
+        fingerprint = byte_tokenizer().fingerprint
+
+        def save(self, path: Path) -> None:
+            begun.set()
+            go_on.wait(60)
+            byte_tokenizer().save(path)
+
+    with Checkpoints(tmp_path, config, tokenizer=OnASlowDisk()) as checkpoints:
+        checkpoints.save(make_state(config, 1), 1)
+        assert begun.wait(60)
+        start = time.monotonic()
+        assert not checkpoints.poll(config.checkpoint.every + 1)
+        assert time.monotonic() - start < 30
+        go_on.set()
+    assert [path.name for path in tmp_path.iterdir()] == ['1']
 
 
 def test_a_refused_step_takes_no_sound_ones_place(folder: Path) -> None:
