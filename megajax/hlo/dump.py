@@ -1,4 +1,4 @@
-"""Compilation afresh, also with what is in the memory of a device when most of it is in use."""
+"""Compilation without jax's cache, and with what is in the memory of a device at its peak."""
 
 import contextlib
 import tempfile

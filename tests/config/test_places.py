@@ -1,17 +1,16 @@
-"""A problem between keys stands at what was written last to cause it, not at what was sound."""
+"""A problem between keys is reported at the override that caused it, not at a sound line."""
 
 import functools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 from ruamel.yaml import YAML
+from support import ROOT
 
 from megajax.config import Config, ConfigError, reload
 from megajax.config.keys import sources
 
-CONFIGS = Path(__file__).parents[2] / 'configs'
 # A preset, and what is laid over it.
 CASES = {
     'relevance': ('tiny_arr_coc', ''),
@@ -53,7 +52,7 @@ PLAIN = 'gpt2_124m', 'tiny_bert', 'llama3_8b', 'arr_coc_32b'
 def written(case: str) -> dict[str, dict[str, Any]]:
     yaml = YAML(typ='safe', pure=True)
     preset, over = CASES.get(case, (case, ''))
-    settings, over = yaml.load(CONFIGS / f'{preset}.yaml'), yaml.load(over) or {}
+    settings, over = yaml.load(ROOT / f'configs/{preset}.yaml'), yaml.load(over) or {}
     return {name: settings.get(name, {}) | over.get(name, {}) for name in {*settings, *over}}
 
 
