@@ -90,7 +90,8 @@ def test_what_a_loop_returns_comes_from_where_its_body_made_it():
   %i = s32[] get-tuple-element(%b), index=0
   %x = f32[8]{{0}} get-tuple-element(%b), index=1
   %y = f32[8]{{0}} add(%x, %x), metadata={{op_name="jit(f)/layers/while/body/attention/add"}}
-  ROOT %next = {carried} tuple(%i, %y)
+  %copied = f32[8]{{0}} copy(%y)
+  ROOT %next = {carried} tuple(%i, %copied)
 }}
 
 %goes_on (c: {carried}) -> pred[] {{
