@@ -21,6 +21,7 @@ from megajax.config import Config
 from megajax.train.evaluation import make_eval_step
 from megajax.train.feed import place_batch
 from megajax.train.gradients import make_loss_and_gradients
+from megajax.train.loss_scale import init_loss_scale
 from megajax.train.step import init_state, make_train_step
 
 STEPS = 5
@@ -129,7 +130,8 @@ def loss_and_gradients(setting: Setting) -> tuple[float, dict[str, np.ndarray]]:
     with on_mesh(config):
         function = jax.jit(make_loss_and_gradients(config))
         params, batch = random_params(config, std=0.05), batch_of(setting)
-        (loss, _), gradients = function(params, batch, jax.random.key(0))
+        scale = init_loss_scale(config)  # without it fp16 would have no gradients this small
+        (loss, _), gradients = function(params, batch, jax.random.key(0), scale)
         assert {gradient.dtype for gradient in jax.tree.leaves(gradients)} == {np.dtype('float32')}
         return float(loss), in_layer_order(gather(gradients), config)
 
