@@ -104,7 +104,7 @@ def _size_along(array: Array, dims: re.Match[str] | None) -> int:
 
 def _score_elements(instruction: Instruction) -> int:
     scores = re.search(
-        r'"intermediate_tensor_shape": ?\{"element_type": ?"\w+", ?"dimensions": ?\[([^\]]*)\]',
+        r'"intermediate_tensor_shape": ?\{[^\[\]{}]*"dimensions": ?\[([^\]]*)\]',
         instruction.attributes,
     )
     return prod(int(number) for number in re.findall(r'\d+', scores[1])) if scores else 0

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from schedules import LOOP, body, product, program, start
 
-from megajax.hlo.kernels import KINDS, Kind, kernels
+from megajax.hlo.kernels import KINDS, Kernel, Kind, kernels
 from megajax.hlo.program import Program
 
 MASK = 'backend_config={"mask_type":"CAUSAL","intermediate_tensor_shape":{"element_type":"BF16"'
@@ -51,7 +51,11 @@ CALLS = {
 
 
 def kinds(call: str, fused: str = '') -> list[Kind]:
-    """The kinds of the kernels of an entry with one call."""
+    return [kernel.kind for kernel in of_call(call, fused)]
+
+
+def of_call(call: str, fused: str = '') -> list[Kernel]:
+    """The kernels of an entry with one call."""
     result = fused.split('ROOT %r = ')[1].split(' ')[0] if fused else call.split(' ')[0]
     inside = (
         f'%fused (x: f32[16]) -> {result} {{\n  %x = f32[16]{{0}} parameter(0)\n  {fused}\n}}\n'
@@ -73,7 +77,7 @@ ENTRY %main (x: f32[16], w: f32[4,4], q: bf16[1,2,16,8]) -> {result} {{
   ROOT %out = {call}
 }}
 """
-    return [kernel.kind for kernel in kernels(Program(text))]
+    return [*kernels(Program(text))]
 
 
 @pytest.mark.parametrize('kind', BODIES)
@@ -84,6 +88,18 @@ def test_a_fused_kernel_is_of_the_kind_of_what_it_computes(kind: Kind) -> None:
 @pytest.mark.parametrize('kind', CALLS)
 def test_a_call_is_of_the_kind_of_its_target(kind: Kind) -> None:
     assert kinds(CALLS[kind]) == [kind]
+
+
+@pytest.mark.parametrize(('kind', 'products'), [('attention', 2), ('attention gradient', 5)])
+def test_attention_has_the_flops_of_its_scores_wherever_a_compiler_writes_their_sizes(
+    kind: Kind, products: int
+) -> None:
+    later = CALLS[kind].replace('"element_type":"BF16","dimensions"', '"dimensions"')
+    later = later.replace('"16"]', '"16"],"element_type":"BF16","layout":{"minor_to_major":["1"]}')
+    for call in (CALLS[kind], later):
+        (kernel,) = of_call(call)
+        assert kernel.flops == products * 2 * (2 * 16 * 16) * 8
+    assert later != CALLS[kind]
 
 
 def test_every_kind_has_an_example_here() -> None:
