@@ -91,10 +91,15 @@ def sent_by(
 
 def product_seconds(product: Product, gpu: Hardware) -> float:
     """Seconds of a matrix product or an attention kernel; a causal kernel skips half its FLOPs."""
-    name = next((name for name, dtype in HLO_DTYPES.items() if dtype == product.dtype), '')
-    name = 'fp8' if product.dtype.startswith('f8') else name
     flops = product.flops / 2 if product.is_causal else product.flops
-    return flops / gpu.product_rate(name, is_attention=product.is_attention)
+    return flops / gpu.product_rate(dtype_of(product.dtype), is_attention=product.is_attention)
+
+
+def dtype_of(spelled: str) -> str:
+    """The name that a GPU's record has for a dtype as HLO spells it; empty if it has none."""
+    if spelled.startswith('f8'):
+        return 'fp8'
+    return next((name for name, dtype in HLO_DTYPES.items() if dtype == spelled), '')
 
 
 def _place(collective: Collective) -> Place:

@@ -68,7 +68,7 @@ def _own_work(trace: Trace, events: Sequence[Event], module: str, work: ProgramW
         for event in events
     ]
     if trace.gpu is not None:
-        return named
+        return work.schedule.named(named)
     seen = {event.name for event in named}
     around = {name for name, inside in work.calls.items() if inside & seen}
     return [event for event in named if event.name not in around]

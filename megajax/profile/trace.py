@@ -40,6 +40,7 @@ class Event(NamedTuple):
     module: str  # of the instruction's program; empty outside a program
     start: float  # seconds since the trace began
     end: float
+    kernel: str = ''  # the name of a GPU's kernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def _on_gpu(plane: Any) -> Iterator[Event]:
             for event in line.events:
                 stats = dict(event.stats)
                 name = str(stats.get('hlo_op', event.name))
-                yield Event(name, str(stats.get('hlo_module', '')), *_window(event))
+                yield Event(name, str(stats.get('hlo_module', '')), *_window(event), event.name)
 
 
 def _on_cpu(host: Any, steps: Sequence[Window]) -> dict[int, list[Event]]:

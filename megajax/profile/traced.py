@@ -7,8 +7,8 @@ from typing import NamedTuple
 from megajax.config import Config, ConfigError, load
 from megajax.config.errors import reason
 from megajax.hlo.program import HloError, Program
+from megajax.profile.graphs import is_graph
 from megajax.profile.trace import Trace, read_trace
-from megajax.profile.work import is_graph
 from megajax.run.kept_step import PROGRAM, decompressed
 from megajax.run.named import CONFIG
 from megajax.run.profile import FOLDER, PROCESS

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from megajax.config import Config
-from megajax.counts.megatron import HLO_DTYPES
 from megajax.hardware.records import Hardware
 from megajax.hlo.collectives import Collective, collectives
 from megajax.hlo.groups import device_groups
@@ -15,8 +14,9 @@ from megajax.hlo.program import Computation, Instruction, Program
 from megajax.hlo.timeline import Timeline, timeline
 from megajax.hlo.transfers import arrays_of, kind_of, ring_bytes, whole_of, widest
 from megajax.inspect.kernels import kernel_phase, kernel_site
-from megajax.inspect.overlap import kernel_seconds, sent_by
+from megajax.inspect.overlap import dtype_of, kernel_seconds, sent_by
 from megajax.inspect.sites import site_of
+from megajax.profile.graphs import Schedule, is_graph
 
 OUTSIDE, OTHER, GRAPH = 'outside the program', 'other', 'CUDA graph'
 PRODUCTS = 'product', 'attention', 'attention gradient'
@@ -67,6 +67,7 @@ class ProgramWork:
         }
         self._add_collectives()
         self.calls = self._calls()
+        self.schedule = Schedule(program)
         self.names = {name for each in program.computations.values() for name in each.by_name}
 
     def of(self, name: str) -> Work:
@@ -118,14 +119,6 @@ class ProgramWork:
             for _, caller in self.program.callers.get(computation.name, ()):
                 if caller.opcode == 'async-start':
                     self._by_name[caller.name] = work
-
-
-def is_graph(name: str) -> bool:
-    """Whether an event is a kernel that XLA put into a CUDA graph.
-
-    It does not say which: all have the name of their graph (openxla/xprof#3070).
-    """
-    return name.startswith('command_buffer')
 
 
 def _of_kernel(program: Program, kernel: Kernel, gpu: Hardware | None) -> Work:
@@ -184,5 +177,5 @@ def _of_collective(
 
 def peak_of(gpu: Hardware, dtype: str) -> float | None:
     """Return the peak FLOP/s of products in a dtype as HLO spells it, None if it is not known."""
-    name = next((name for name, spelled in HLO_DTYPES.items() if spelled == dtype), '')
-    return {str(name): peak for name, peak in gpu.peak_flops.items()}.get(name)
+    peaks = {str(name): peak for name, peak in gpu.peak_flops.items()}
+    return peaks.get(dtype_of(dtype))

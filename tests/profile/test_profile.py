@@ -18,6 +18,7 @@ from megajax.hardware.records import hardware
 from megajax.hlo.program import Program
 from megajax.inspect.products import count_products
 from megajax.profile import Profile, profile
+from megajax.profile.work import peak_of
 
 H100 = hardware('h100')
 
@@ -282,6 +283,11 @@ def test_a_trace_of_other_devices_or_another_program_is_a_mistake(traced_run, tm
     (other / 'profile/step.hlo.gz').write_bytes(renamed)
     with pytest.raises(ConfigError, match='not of the program beside them'):
         profile(other)
+
+
+def test_products_of_either_8_bit_format_have_the_peak_of_fp8():
+    assert {peak_of(H100, dtype) for dtype in ('f8e4m3fn', 'f8e5m2')} == {H100.peak_flops['fp8']}
+    assert peak_of(H100, 's32') is None
 
 
 @pytest.mark.slow

@@ -56,13 +56,14 @@ def test_the_streams_of_a_gpu_are_read_once_and_its_name(tmp_path):
     assert (step, device) == (11, 1)
     assert window == pytest.approx(Window(0, 9e-6))
     expected = [
-        Event('gemm_fusion.1', 'jit_train_step', 1e-6, 3e-6),
-        Event('all-reduce-start', 'jit_train_step', 2e-6, 5e-6),
-        Event('MemcpyH2D', '', 7e-6, 8e-6),
+        Event('gemm_fusion.1', 'jit_train_step', 1e-6, 3e-6, 'nvjet_hsh_128x256'),
+        Event('all-reduce-start', 'jit_train_step', 2e-6, 5e-6, 'ncclDevKernel_AllReduce'),
+        Event('MemcpyH2D', '', 7e-6, 8e-6, 'MemcpyH2D'),
     ]
     assert [event[:2] for event in events] == [event[:2] for event in expected]
     for event, wanted in zip(events, expected, strict=True):
-        assert event[2:] == pytest.approx(wanted[2:])
+        assert event[2:4] == pytest.approx(wanted[2:4])
+        assert event.kernel == wanted.kernel
 
 
 def test_each_simulated_device_of_a_process_has_its_own_events_within_the_steps(traced_run):
@@ -107,7 +108,7 @@ def test_work_that_goes_on_in_other_threads_lasts_to_its_end_within_the_step(
         write_gpu_trace(tmp_path / 'host.xplane.pb', text.replace('6000000', f'{written}000000'))
     )
     (event,) = trace.devices[0]
-    assert event[2:] == pytest.approx((1e-6, end))
+    assert (event.start, event.end) == pytest.approx((1e-6, end))
 
 
 @pytest.mark.parametrize('content', [b'', b'no trace', 'half'])
