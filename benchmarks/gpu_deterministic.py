@@ -38,7 +38,10 @@ def deterministic() -> dict[str, Any]:
 
 def run(how: str, wanted: str, folder: str) -> dict[str, Any]:
     command = [sys.executable, __file__, how, wanted, folder]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        raise SystemExit(f'{how}, deterministic={wanted}: {said[-1] if said else done.returncode}')
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
 

@@ -3,20 +3,22 @@ with a JSON line.
 """
 
 import functools
-import gzip
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import gpu_deterministic
+import gpu_numerics
 import gpu_overlap
-from gpu_step import SMALL, STEP, TINY, WARM_UP, Sensors, config_of, prepared, query, timed
+from gpu_step import SMALL, STEP, TINY, UNTRACED, Sensors, config_of, prepared, query, timed
 
 
 def main() -> None:
@@ -24,13 +26,14 @@ def main() -> None:
     kind, _, size = name.partition('-')
     found = {'machine': machine, 'products': products, 'attention': attention, 'losses': losses}
     found |= {'overlap': gpu_overlap.overlap, 'deterministic': gpu_deterministic.deterministic}
+    found |= {'numerics': gpu_numerics.numerics}
     if kind in found:
-        line = found[kind]()
+        print(json.dumps(found[kind]()))
     elif kind == 'torch':
-        line = torch_step(size)
+        print(json.dumps(torch_step(size)))
     else:
-        line = traced(size, out) if kind == 'trace' else step(size)
-    print(json.dumps(line))
+        for line in step(size, out / size):
+            print(json.dumps(line), flush=True)
 
 
 def machine() -> dict[str, Any]:
@@ -145,8 +148,14 @@ def attention() -> dict[str, Any]:
     return {'tflops': found, 'implementation': implementation}
 
 
-def step(size: str) -> dict[str, Any]:
-    """The training step as a run takes it, on one GPU."""
+def step(size: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """The training step as a run takes it, on one GPU; then the same with the files of two more
+    steps under the profiler.
+    """
+    folder.mkdir(parents=True)
+    if not SMALL:
+        choices = f'--xla_gpu_dump_autotune_results_to={folder}/autotune.txt'
+        os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {choices}'.strip()
     import jax
 
     from megajax.counts.flops import step_flops
@@ -154,6 +163,7 @@ def step(size: str) -> dict[str, Any]:
     config = config_of(size)
     compiled, state, batch, compile_seconds = prepared(config)
     held: list[Any] = [state, None]
+    del state
 
     def run() -> None:
         held[0], held[1] = compiled(held[0], batch)
@@ -162,7 +172,8 @@ def step(size: str) -> dict[str, Any]:
     with Sensors() as sensors:
         times = timed(run)
     device, flops = jax.devices()[0], step_flops(config)
-    return {
+    calls = re.findall(r'custom_call_target="([^"]+)"', compiled.as_text() or '')
+    line = {
         'device': device.device_kind,
         'jax': jax.__version__,
         'compile_s': round(compile_seconds, 1),
@@ -170,7 +181,11 @@ def step(size: str) -> dict[str, Any]:
         **sensors.result(),
         'peak_bytes': (device.memory_stats() or {}).get('peak_bytes_in_use'),
         'loss': float(held[1]['loss']),
+        'calls': dict(Counter(calls)),
     }
+    yield line
+    if size not in UNTRACED:
+        yield {**line, 'files': kept(config, compiled, held, batch, folder)}
 
 
 def rates(
@@ -195,7 +210,7 @@ def rates(
 
 
 def losses() -> dict[str, Any]:
-    """Five steps of a small model in fp32 and in bf16, here and on the CPU."""
+    """Five steps of a small model in fp32, bf16 and fp8, here and on the CPU."""
     here, there = own_losses(), None
     if os.environ.get('JAX_PLATFORMS') != 'cpu':
         environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
@@ -217,7 +232,7 @@ def own_losses() -> dict[str, list[float]]:
     import megajax
 
     found: dict[str, list[float]] = {}
-    for dtype in ('float32', 'bfloat16'):
+    for dtype in ('float32', 'bfloat16', 'fp8'):
         config = megajax.load('tiny', [*STEP, *TINY, 'train.batch_size=4', f'train.dtype={dtype}'])
         compiled, state, batch, _ = prepared(config)
         found[dtype] = []
@@ -282,29 +297,26 @@ def torch_step(size: str) -> dict[str, Any]:
     }
 
 
-def traced(size: str, out: Path) -> dict[str, Any]:
-    """Two steps under the profiler; the compiled text, and which kernels the autotuner chose."""
-    choices = out / 'autotune.txt'
-    if not SMALL:
-        flags = f'{os.environ.get("XLA_FLAGS", "")} --xla_gpu_dump_autotune_results_to={choices}'
-        os.environ['XLA_FLAGS'] = flags.strip()
+def kept(config: Any, compiled: Any, held: list[Any], batch: Any, folder: Path) -> dict[str, int]:
+    """Trace two more steps into an archive that `megajax profile` reads once it is unpacked; the
+    choices of the autotuner lie there too.
+    """
     import jax
 
-    compiled, state, batch, _ = prepared(config_of(size))
-    with gzip.open(out / 'step.hlo.gz', 'wt') as file:
-        file.write(compiled.as_text() or '')
-    for _ in range(WARM_UP):
-        state, metrics = compiled(state, batch)
-    jax.block_until_ready(metrics)
-    folder = out / 'trace'
-    with jax.profiler.trace(str(folder)):
-        for _ in range(2):
-            state, metrics = compiled(state, batch)
-        jax.block_until_ready(metrics)
-    shutil.make_archive(str(folder), 'gztar', folder)
+    from megajax.config import dump
+    from megajax.run.named import CONFIG
+    from megajax.run.profile import Profiler
+
+    (folder / CONFIG).write_text(dump(config))
+    with Profiler(folder, config) as profiler:
+        profiler.compiled = compiled
+        for number in (1, 2):
+            with profiler.step(number):
+                held[0], held[1] = compiled(held[0], batch)
+                jax.block_until_ready(held[1])
+    archive = Path(shutil.make_archive(str(folder), 'gztar', folder))
     shutil.rmtree(folder)
-    kept = [path for path in (out / 'step.hlo.gz', out / 'trace.tar.gz', choices) if path.exists()]
-    return {'files': {path.name: path.stat().st_size for path in kept}}
+    return {archive.name: archive.stat().st_size}
 
 
 if __name__ == '__main__':

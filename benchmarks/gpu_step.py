@@ -17,6 +17,7 @@ STEP = (
     'train.recompute=none',
     'optim.shard=none',
     'model.dropout=0',
+    'train.profile={start: 0, steps: 2}',
 )
 TINY = 'model.num_layers=2', 'model.hidden_size=64', 'model.num_heads=4', 'model.vocab_size=512'
 # By the name of a step: the preset, rows, microbatches, and what else differs from it.
@@ -30,6 +31,8 @@ SIZES: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     '4.2b': ('megatron_4.2b', 8, 1, ()),
     'llama': ('llama3_8b', 2, 1, ('model.num_layers=16',)),
 }
+# A machine that is lent may give few files back.
+UNTRACED = '1.2b-4x8', '345m'
 
 
 def config_of(size: str) -> Any:

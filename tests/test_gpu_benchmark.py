@@ -3,6 +3,7 @@ others.
 """
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 from support import ROOT, load_script
+
+from megajax.profile import profile
 
 script = load_script('gpu')
 NAMES = [one.name for one in script.MEASUREMENTS]
@@ -93,5 +96,5 @@ def test_everything_runs_to_its_end(tmp_path: Path) -> None:
             assert found[name]['loss'] == pytest.approx(6.2, abs=0.3)
     assert found['deterministic']['two starts are equal']
     assert found['deterministic']['a resume is equal']
-    assert (tmp_path / 'trace.tar.gz').exists()
-    assert (tmp_path / 'step.hlo.gz').exists()
+    shutil.unpack_archive(tmp_path / '124m.tar.gz', tmp_path / 'run')
+    assert profile(tmp_path / 'run').steps == [1, 2]
