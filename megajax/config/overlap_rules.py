@@ -21,7 +21,8 @@ def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
 
     On GPUs the halves of the rows take turns, or those of the tokens where a microbatch has an odd
     number of rows, and each layer is compiled on its own. With dropout of attention neither is so:
-    XLA takes six seconds a layer to compile the random numbers of its masks.
+    XLA takes six seconds a layer to compile the random numbers of its masks. A deterministic step
+    keeps its loop, see `train/compiler_options.py`.
     """
     is_ordered = on_gpu and _has_order(config) and config.model.attention_dropout == 0
     if config.train.overlap == 'auto':
@@ -29,7 +30,8 @@ def resolved(config: 'Config', *, on_gpu: bool) -> 'Config':
         splits = (_with(config, overlap=name) for name in SPLITS if is_worth_it)
         config = next(filter(_fits, splits), _with(config, overlap='none'))
     if config.train.unroll == 'auto':
-        config = _with(config, unroll=is_ordered and (is_split(config) or not _sends(config)))
+        is_worth_it = is_ordered and (is_split(config) or not _sends(config))
+        config = _with(config, unroll=is_worth_it and not config.train.deterministic)
     return config
 
 

@@ -47,6 +47,8 @@ SP = 'mesh.model=2', 'mesh.sequence_parallel=true'
         (('mesh.model=2', 'train.overlap=sequence_split'), ('sequence_split', True)),
         (('mesh.model=2', 'model.norm_position=after'), ('none', False)),
         (('mesh.model=2', 'model.qk_norm=all'), ('none', False)),
+        (('train.deterministic=true',), ('none', False)),
+        (('mesh.model=2', 'train.deterministic=true'), ('batch_split', False)),
     ],
     ids=lambda value: ' '.join(map(str, value)) or 'one GPU',
 )

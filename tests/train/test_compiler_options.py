@@ -4,10 +4,12 @@ import pytest
 from support import slow
 
 import megajax
+from megajax.config import ConfigError
 from megajax.config.overlap_rules import resolved
 from megajax.hardware.targets import has_compiler
 from megajax.hlo.program import Program
 from megajax.inspect.compile import compile_for
+from megajax.train import compiler_options
 
 
 @pytest.mark.skipif(
@@ -27,3 +29,23 @@ def test_a_deterministic_step_sorts_the_gradients_of_the_embedding(deterministic
     }
     assert 'scatter' in opcodes
     assert ('sort' in opcodes) == deterministic
+
+
+def test_a_deterministic_step_never_has_cudnns_attention_in_several_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On an H100 its first step ended with an IndexError, and that of a loop over layers ran."""
+    unrolled = 'train.deterministic=true', 'train.unroll=true', 'train.dtype=bfloat16'
+    config = megajax.load('tiny', [*unrolled, 'model.attention_dropout=0'])
+    compiler_options.step_options(config)  # a CPU has no cuDNN
+    monkeypatch.setattr(compiler_options, 'mesh_target', lambda: 'h100')
+    with pytest.raises(ConfigError, match=r'train\.unroll: .* use train\.unroll=false'):
+        compiler_options.step_options(config)
+    for others in (
+        ('train.deterministic=false',),
+        ('train.unroll=false',),
+        ('train.dtype=float32',),
+        ('model.attention_dropout=0.1',),
+    ):
+        sound = megajax.load('tiny', [*unrolled, 'model.attention_dropout=0', *others])
+        compiler_options.step_options(sound)
