@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from ruamel.yaml import YAML
 
@@ -21,6 +22,9 @@ from megajax.plan.real_step import busy, config_for, fitted_to_step, real_second
 SIZES = 128, 256, 512, 1024, 2048, 4096, 8192
 ELEMENTS = tuple(1 << power for power in range(14, 27, 3))  # sizes of the arrays that are reduced
 MEMORY_ELEMENTS = 1 << 26
+SHORTEST = 3e-5  # seconds of a product that say something of its rate, not of its launch
+MEMORY_TIMES = 16
+MOST_TIMES, LOOP_SECONDS = 256, 0.02  # of a loop that repeats a short product
 UNKNOWN = Link(bandwidth=1e9, latency=1e-5)
 UNKNOWN_POWER = 100.0
 
@@ -79,7 +83,12 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
 
 
 def fit_products(rates: list[Rate], peak: float) -> tuple[float, float]:
-    """Return the `matmul` and `half_size` of least squared logarithmic error over the products."""
+    """Return the `matmul` and `half_size` of least squared logarithmic error over the products.
+
+    Those that take no time do not count, unless there are no two others.
+    """
+    long = [each for each in rates if 2 * each.size**3 / each.rate >= SHORTEST]
+    rates = long if len(long) > 1 else rates[-2:]
 
     def loss(matmul: float, half_size: float) -> float:
         return sum(
@@ -119,26 +128,44 @@ def _on_every_device(shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def _product_rates(dtype: str, seconds: float) -> Iterator[Rate]:
-    square = jax.jit(lambda x: x @ x)
-    deadline = time.perf_counter() + seconds
     for size in SIZES:
-        x = _on_every_device((size, size), dtype)
-        each = _seconds(functools.partial(square, x), most=seconds / len(SIZES))
+        # Scaled, so that a product of many is no larger.
+        x = _on_every_device((size, size), dtype) * size**-0.5
+        each = _product_seconds(x, most=seconds / len(SIZES))
         yield Rate(size, 2 * size**3 / each)
-        # The next size takes eight times as long.
-        if size >= 512 and time.perf_counter() + 8 * 4 * each > deadline:
+        # The next size takes eight times as long, and runs at least four times.
+        if size >= 512 and 8 * 4 * each > seconds / 2:
             break
 
 
 def _memory_bandwidth(seconds: float) -> float:
     held = [_on_every_device((MEMORY_ELEMENTS // len(jax.devices()),), 'float32')]
-    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+
+    def adds(x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, MEMORY_TIMES, lambda _, x: x + 1, x)
+
+    add = jax.jit(adds, donate_argnums=0)
 
     def run() -> jax.Array:
         held[0] = add(held[0])
         return held[0]
 
-    return 2 * held[0].nbytes / len(jax.devices()) / _seconds(run, most=seconds)
+    moved = 2 * MEMORY_TIMES * held[0].nbytes / len(jax.devices())
+    return moved / _seconds(run, most=seconds)
+
+
+def _product_seconds(x: jax.Array, *, most: float) -> float:
+    """Return the seconds of x times x, in a loop on the device if they are few: a GPU takes longer
+    to be asked for a kernel than to run it.
+    """
+
+    def in_turn(times: int) -> Callable[[], jax.Array]:
+        last = jax.jit(lambda x: lax.fori_loop(0, times, lambda _, y: x @ y, x))
+        return functools.partial(last, x)
+
+    each = _seconds(in_turn(1), most=most / 2)
+    times = min(MOST_TIMES, int(LOOP_SECONDS / each))
+    return _seconds(in_turn(times), most=most / 2) / times if times > 1 else each
 
 
 def _link(seconds: float) -> Link:

@@ -1,5 +1,6 @@
 """Calibration: it recovers what it measures, and the planner reads what it writes."""
 
+import jax.numpy as jnp
 import pytest
 from support import make_config
 from typer.testing import CliRunner
@@ -20,6 +21,27 @@ def test_the_curve_of_products_is_recovered():
         Rate(size, 1e14 * true.of_product(size, size, size)) for size in (256, 512, 1024, 4096)
     ]
     assert fit_products(rates, 1e14) == (0.71, 88)
+
+
+def test_products_that_take_no_time_say_nothing_of_their_rate():
+    """As an H100 was measured: a product of 128 takes as long as its launch."""
+    measured = 0.313, 2.58, 25.5, 134, 532, 603, 648
+    rates = [Rate(size, 1e12 * rate) for size, rate in zip(calibrate.SIZES, measured, strict=True)]
+    assert fit_products(rates, 989.4e12) == (0.7, 192)
+    assert fit_products(rates[:3], 989.4e12) == fit_products(rates[1:3], 989.4e12)
+
+
+def test_a_short_product_is_repeated_on_the_device(monkeypatch):
+    for seconds, times in ((1e-3, 20), (1e-6, calibrate.MOST_TIMES), (0.5, 1)):
+        results = []
+        monkeypatch.setattr(
+            calibrate,
+            '_seconds',
+            lambda run, *, most, seconds=seconds, results=results: results.append(run()) or seconds,
+        )
+        x = 2.0**0.25 * jnp.eye(1)
+        assert calibrate._product_seconds(x, most=1) == pytest.approx(seconds / times)
+        assert float(results[-1][0, 0]) == pytest.approx(2.0 ** ((times + 1) / 4), rel=1e-4)
 
 
 @pytest.mark.parametrize('devices', [2, 8])
