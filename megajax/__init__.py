@@ -71,9 +71,12 @@ _CALLED = {'inspect': 'megajax.inspect', 'plan': 'megajax.plan', 'train': 'megaj
 
 def __getattr__(name: str) -> Any:
     if name == '__version__':
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version('megajax')
+        try:
+            return version('megajax')
+        except PackageNotFoundError:  # a clone that is not installed
+            return 'unknown'
     if name in _CALLED:
         return import_module(_CALLED[name])
     if name not in _HOMES:

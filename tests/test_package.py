@@ -5,13 +5,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import nbformat
 import pytest
 
 import megajax
+from megajax.report.page import _footer
 
 ROOT = Path(__file__).parents[1]
 
@@ -19,6 +20,15 @@ ROOT = Path(__file__).parents[1]
 def test_it_is_typed_and_has_the_version_of_its_distribution() -> None:
     assert (Path(megajax.__file__).parent / 'py.typed').is_file()
     assert megajax.__version__ == version('megajax')
+
+
+def test_a_clone_that_is_not_installed_has_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr('importlib.metadata.version', missing)
+    assert megajax.__version__ == 'unknown'
+    assert 'Written by megajax unknown at' in _footer()
 
 
 def test_importing_it_imports_no_jax() -> None:

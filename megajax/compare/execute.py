@@ -1,13 +1,13 @@
 """The numbers of one forward and one backward pass of a config, on its mesh."""
 
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import megajax
 from megajax.compare.forward import layer_by_layer, make_forward, on_host
 from megajax.compare.order import site_names
 from megajax.compare.parameters import by_layer, digests
@@ -54,7 +54,7 @@ def execute(
         source=source,
         config=config.model_dump(mode='json'),
         executed_with=f'jax {jax.__version__}',
-        megajax=version('megajax'),
+        megajax=megajax.__version__,
         platform=mesh.devices.flat[0].device_kind,
         weights=weights,
     )

@@ -4,12 +4,12 @@ The modules are found by the names of their parameters in the family's table.
 """
 
 from collections.abc import Mapping
-from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
+import megajax
 from megajax.compare.order import site_names
 from megajax.compare.recording import About, Arrays, Recording
 from megajax.compare.sides import Source
@@ -63,7 +63,7 @@ def execute_with_transformers(
         source=source.name,
         config=config.model_dump(mode='json'),
         executed_with=f'transformers {transformers.__version__}',
-        megajax=version('megajax'),
+        megajax=megajax.__version__,
         platform='cpu',
         weights=weights,
     )

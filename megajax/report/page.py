@@ -3,9 +3,9 @@
 import datetime
 from collections.abc import Callable, Sequence
 from importlib import resources
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import megajax
 from megajax.config import dump
 from megajax.counts.parameters import num_parameters
 from megajax.report import cost, learned, predicted, time_spent, wrong
@@ -144,4 +144,4 @@ def _value(value: Any) -> str:
 
 def _footer() -> str:
     now = datetime.datetime.now(datetime.UTC)
-    return f'Written by megajax {version("megajax")} at {now:%F %T} UTC.'
+    return f'Written by megajax {megajax.__version__} at {now:%F %T} UTC.'
