@@ -22,6 +22,7 @@ FITTED = {
     'a100': ('matmul', 'half_size', 'flash_2'),
     'a100_40gb': ('matmul', 'half_size', 'flash_2'),
     'h100': ('matmul', 'flash', 'flash_2'),
+    'h200': ('matmul', 'half_size'),
     'b200': ('matmul',),
 }
 

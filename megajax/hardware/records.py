@@ -56,18 +56,20 @@ class Efficiency(Section):
     A matrix product [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size)
     for each d of m, n and k. Attention in one kernel reaches `flash` of the peak rate if the kernel
     is cuDNN's and `flash_2` if it is FlashAttention-2 (Dao, 2023), for which only the FLOPs that
-    the causal mask leaves count. Memory-bound operations reach `memory` of the memory bandwidth.
+    the causal mask leaves count, times S / (S + half_length) for S tokens. Memory-bound operations reach `memory` of the memory bandwidth.
     """
 
     matmul: Share
     half_size: NonNegativeFloat
     flash: Share | None = None  # null if there is no such kernel
     flash_2: Share | None = None
+    half_length: NonNegativeFloat = 0.0
     memory: Share
 
-    def of_attention(self, kernel: Literal['flash', 'flash_2']) -> float | None:
+    def of_attention(self, kernel: Literal['flash', 'flash_2'], length: int) -> float | None:
         """Return the share of the peak that attention in one kernel reaches, None without one."""
-        return self.flash if kernel == 'flash' else self.flash_2 or self.flash
+        share = self.flash if kernel == 'flash' else self.flash_2 or self.flash
+        return share and share * length / (length + self.half_length)
 
     def of_product(self, *sizes: int) -> float:
         """Return the share of the peak that a product of these sizes reaches."""

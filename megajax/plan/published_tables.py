@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import resources
 
+from megajax.config import load
+from megajax.config.overlap_rules import resolved
 from megajax.hardware.records import hardware
 from megajax.plan.layouts import changed
 from megajax.plan.programs import (
     FSDP,
     FSDP_IN_JAX,
+    MEGAJAX,
     MEGATRON,
     MEGATRON_2022,
     MEGATRON_WITHOUT_OVERLAP,
@@ -230,6 +233,22 @@ def _simumax(lines: Iterator[Values]) -> Iterator[PublishedRate]:
         )
 
 
+def _megajax(lines: Iterator[Values]) -> Iterator[PublishedRate]:
+    for values in lines:
+        rows, microbatches = values['rows'], values['microbatches']
+        keys = {
+            'mesh': {'data': 1, 'model': 1},
+            'model': {'num_layers': values['layers'], 'dropout': 0},
+            'train': {'batch_size': rows, 'microbatches': microbatches, 'dtype': 'bfloat16'},
+        }
+        overrides = [f'{part}.{key}={x}' for part, one in keys.items() for key, x in one.items()]
+        config = load(values['preset'], [*overrides, 'train.recompute=none', 'optim.shard=none'])
+        name = f'{values["preset"]} of {values["layers"]} layers, {rows} rows in {microbatches}'
+        seconds = float(values['milliseconds']) / 1e3
+        on_gpu = resolved(config, on_gpu=True)
+        yield of_model_flops(values, name, 'h200', on_gpu, MEGAJAX, seconds)
+
+
 TABLES: dict[str, tuple[str, Callable[..., Iterator[PublishedRate]]]] = {
     'scaling': ('megatron_2019_scaling', _megatron_2019),
     'heads': ('megatron_2019_heads', _megatron_2019),
@@ -244,4 +263,5 @@ TABLES: dict[str, tuple[str, Callable[..., Iterator[PublishedRate]]]] = {
     'nvidia': ('nvidia_dgxc_h100', _nvidia),
     'simumax': ('simumax_b200', _simumax),
     'core': ('megatron_core_h100', _megatron_core),
+    'megajax': ('megajax_h200', _megajax),
 }

@@ -193,8 +193,8 @@ class Timer:
         cluster, program = self.cluster, self.program
         peak_flops(config, cluster)  # raises if the GPU does not compute in the dtype
         attention = program.attention if program.uses_flash(config) else None
-        rate = attention and cluster.hardware.efficiency.of_attention(attention)
-        flash = rate is not None
+        efficiency, length = cluster.hardware.efficiency, config.train.seq_len
+        flash = attention is not None and efficiency.of_attention(attention, length) is not None
         work = products(config, flash=flash, recomputes_last=program.recomputes_last)
         at_head = config
         if config.mesh.stages > 1 and not program.shares_head:
@@ -285,12 +285,10 @@ def product_seconds(
         # Of the blocks of other context shards no score is masked.
         own = product.sizes[0] == config.train.seq_len // config.mesh.context
         done = product.flops / 2 if config.model.causal and own else product.flops
-        return (
-            product.times
-            * (FITTED_BACKWARD if product.phase == 'backward' else 1)
-            * done
-            / (peak * (hardware.efficiency.of_attention(attention) or hardware.efficiency.matmul))
-        )
+        efficiency = hardware.efficiency
+        share = efficiency.of_attention(attention, product.sizes[0]) or efficiency.matmul
+        backward = FITTED_BACKWARD if product.phase == 'backward' else 1
+        return product.times * backward * done / (peak * share)
     compute = product.flops / (peak * hardware.efficiency.of_product(*product.sizes))
     moved = product.elements * BYTES[config.train.dtype]
     return product.times * max(
