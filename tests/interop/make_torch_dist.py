@@ -63,6 +63,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def use_the_cpu() -> None:
     torch.cuda.current_device = lambda: torch.device('cpu')
     torch.cuda.synchronize = lambda *_: None
+    torch.cuda.current_stream = lambda *_: None  # megatron-core 0.19 waits on it for CUDA graphs
     torch.Tensor.cuda = lambda self, *_, **__: self
     CudaRNGStatesTracker.fork = lambda *_: nullcontext()  # there is no dropout
     filesystem_async._process_memory = lambda: 0  # asks for psutil, only to log

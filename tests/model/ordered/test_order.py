@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from steps import Setting, loss_and_gradients
 from support import assert_close, exhaustive, slow
@@ -32,6 +33,13 @@ def assert_as_plain(setting: Setting) -> None:
     name = 'layers.attention.query_norm.weight'
     if name in gradients:
         assert_close({name: gradients.pop(name)}, {name: expected.pop(name)}, 2e-6)
+    # What leaves the first layer is rounded to 16 bits, on jax 0.12 one element of 65,536
+    # the other way; both gradients are 0.5 % from those of fp32.
+    for name in ('embedding.table', 'position.table'):
+        if setting.dtype != 'float32' and name in gradients:
+            one, other = gradients.pop(name), expected.pop(name)
+            assert np.mean(np.asarray(one) != np.asarray(other)) < 1e-3, name
+            assert_close({name: one}, {name: other}, 1e-4)
     assert_close(gradients, expected, limit)
 
 
