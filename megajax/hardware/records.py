@@ -53,10 +53,11 @@ class Fit(Section):
 class Efficiency(Section):
     """The shares of the peaks that training reaches.
 
-    A matrix product [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d + half_size)
-    for each d of m, n and k. Attention in one kernel reaches `flash` of the peak rate if the kernel
-    is cuDNN's and `flash_2` if it is FlashAttention-2 (Dao, 2023), for which only the FLOPs that
-    the causal mask leaves count, times S / (S + half_length) for S tokens. Memory-bound operations reach `memory` of the memory bandwidth.
+    A matrix product [m, k] x [k, n] reaches `matmul` of the peak rate, times d / (d +
+    half_size) for each d of m, n and k. Attention in one kernel reaches `flash` of the peak
+    rate if the kernel is cuDNN's and `flash_2` if it is FlashAttention-2 (Dao, 2023), for which
+    only the FLOPs that the causal mask leaves count, times S / (S + half_length) for S tokens.
+    Memory-bound operations reach `memory` of the memory bandwidth.
     """
 
     matmul: Share

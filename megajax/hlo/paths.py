@@ -115,8 +115,9 @@ def destination(
     """The path of the first matrix product that reads an array, or else of its first reader.
 
     `index` is the place of the array in the results of `producer`. An instruction that only stores
-    the array for later, or adds it to a sum, does not count as a reader. A product to which XLA
-    gave the path of the operation after it counts only if no other product reads the array.
+    the array for later, or adds it to a sum, does not count as a reader, nor one that jax 0.12
+    names after a call without a name. A product to which XLA gave the path of the operation after
+    it counts only if no other product reads the array.
     """
     first, product = '', ''
     ahead, known = [producer], {producer.name}
@@ -128,7 +129,8 @@ def destination(
                 and user.attribute('index') != str(index)
             ):
                 continue
-            if is_path(user.op_name) and flops(program, computation, user):
+            has_path = is_path(user.op_name) and not user.op_name.endswith('/jit')
+            if has_path and flops(program, computation, user):
                 if user.op_name.endswith('/dot_general'):
                     return user.op_name
                 product = product or user.op_name
@@ -138,7 +140,7 @@ def destination(
                 known.add(user.name)
             if (
                 not passes_on
-                and is_path(user.op_name)
+                and has_path
                 and not user.op_name.endswith(('/dynamic_update_slice', '/add'))
             ):
                 first = first or user.op_name

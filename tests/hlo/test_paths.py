@@ -53,6 +53,11 @@ def test_without_a_product_the_first_reader_is_its_destination():
     assert destination(text, text.entry, text.entry.by_name['gather'], 0) == 'jit(f)/norm/sin'
 
 
+def test_a_reader_that_jax_names_after_a_call_without_a_name_says_nothing():
+    text = program('sine(%gather), metadata={op_name="jit(f)/layers/while/body/jit"}')
+    assert destination(text, text.entry, text.entry.by_name['gather'], 0) == ''
+
+
 def test_a_reader_is_found_however_many_ways_lead_to_it():
     """Each of 60 sums doubles the ways, of which there are 2^60."""
     square = 'f32[8,8]{1,0}'
