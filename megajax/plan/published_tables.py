@@ -236,17 +236,16 @@ def _simumax(lines: Iterator[Values]) -> Iterator[PublishedRate]:
 def _megajax(lines: Iterator[Values]) -> Iterator[PublishedRate]:
     for values in lines:
         rows, microbatches = values['rows'], values['microbatches']
-        keys = {
-            'mesh': {'data': 1, 'model': 1},
-            'model': {'num_layers': values['layers'], 'dropout': 0},
-            'train': {'batch_size': rows, 'microbatches': microbatches, 'dtype': 'bfloat16'},
-        }
-        overrides = [f'{part}.{key}={x}' for part, one in keys.items() for key, x in one.items()]
-        config = load(values['preset'], [*overrides, 'train.recompute=none', 'optim.shard=none'])
+        overrides = (
+            *('mesh.data=1', 'mesh.model=1', 'optim.shard=none'),
+            *(f'model.num_layers={values["layers"]}', 'model.dropout=0'),
+            *(f'train.batch_size={rows}', f'train.microbatches={microbatches}'),
+            *('train.dtype=bfloat16', 'train.recompute=none'),
+        )
+        config = resolved(load(values['preset'], overrides), on_gpu=True)
         name = f'{values["preset"]} of {values["layers"]} layers, {rows} rows in {microbatches}'
         seconds = float(values['milliseconds']) / 1e3
-        on_gpu = resolved(config, on_gpu=True)
-        yield of_model_flops(values, name, 'h200', on_gpu, MEGAJAX, seconds)
+        yield of_model_flops(values, name, 'h200', config, MEGAJAX, seconds)
 
 
 TABLES: dict[str, tuple[str, Callable[..., Iterator[PublishedRate]]]] = {

@@ -156,8 +156,8 @@ def _share_out(kernels: Sequence[Event], calls: Iterable[Instruction]) -> list[E
     calls, names = [*calls], dict[Event, str]()
     for kind in ('cudnn', 'nccl', 'copy', 'library'):
         some = [each for each in kernels if _kind(each.kernel) == kind]
-        launching = [each.name for each in calls if _launches(each) == kind]
-        names |= zip(some, _in_turn(len(some), launching), strict=bool(launching))
+        of_kind = [each.name for each in calls if _launches(each) == kind]
+        names |= zip(some, _in_turn(len(some), of_kind), strict=bool(of_kind))
     name, found = None, list[Event]()
     for event in reversed(kernels):
         name = names.get(event, name if _kind(event.kernel) == 'fill' else None)
