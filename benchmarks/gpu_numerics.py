@@ -58,15 +58,13 @@ def blocks(kernel: Any, q: Any, k: Any, v: Any, do: Any) -> Results:
     """
     import jax.numpy as jnp
 
+    from megajax.model.context import merge
+
     half = LENGTH // 2
     q, do = q[:, half:], do[:, half:]
     parts = [(k[:, :half], v[:, :half], False), (k[:, half:], v[:, half:], True)]
-    outputs, sums = zip(*(kernel.forward(q, *part) for part in parts), strict=True)
-    lse = jnp.logaddexp(*sums)
-    o = sum(
-        o.astype(jnp.float32) * jnp.exp(each - lse).swapaxes(1, 2)[..., None]
-        for o, each in zip(outputs, sums, strict=True)
-    ).astype(q.dtype)
+    o, lse = merge(*(kernel.forward(q, *part) for part in parts))
+    o = o.astype(q.dtype)
     gradients = [kernel.backward(q, k, v, o, lse, do, causal) for k, v, causal in parts]
     dq = sum(dq.astype(jnp.float32) for dq, _, _ in gradients)
     joined = [jnp.concatenate(x, 1) for x in zip(*(x[1:] for x in gradients), strict=True)]

@@ -166,7 +166,7 @@ def test_the_readme_has_the_error_of_the_predicted_rates() -> None:
     mean, largest = re.search(
         r'^\| all \|\s*\| \d+ \| ([\d.]+)% \| ([\d.]+)%', text, flags=re.MULTILINE
     ).groups()
-    assert f'On {sum(map(int, held_out))} published rates that no fit has seen' in README
+    assert f'On {sum(map(int, held_out))} rates of training that no fit has seen' in README
     assert f'{mean} % off in the mean and {largest} % at most' in README
 
 

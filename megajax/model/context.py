@@ -87,9 +87,9 @@ def _attend(
         done.append(lse_2)
         # The second half of the rows is of the first chunk of queries or of the second.
         lowest = jnp.full_like(lse_2[rows:], -jnp.inf)
-        second = _merge(second, (o_2[:rows], lse_2[:rows]))
-        first = _merge(first, (o_2[rows:], jnp.where(is_earlier, lse_2[rows:], lowest)))
-        second = _merge(second, (o_2[rows:], jnp.where(is_earlier, lowest, lse_2[rows:])))
+        second = merge(second, (o_2[:rows], lse_2[:rows]))
+        first = merge(first, (o_2[rows:], jnp.where(is_earlier, lse_2[rows:], lowest)))
+        second = merge(second, (o_2[rows:], jnp.where(is_earlier, lowest, lse_2[rows:])))
     o = jnp.concatenate([first[0], second[0]], axis=1)
     return o.astype(q.dtype), jnp.concatenate([first[1], second[1]], axis=2)
 
@@ -229,7 +229,7 @@ def _to_chunks(
     return jnp.concatenate([first + of_first, second + (either - of_first)], 1)
 
 
-def _merge(a: Pair, b: Pair) -> Pair:
+def merge(a: Pair, b: Pair) -> Pair:
     """Merge the outputs for the same queries on different keys."""
     (o_a, lse_a), (o_b, lse_b) = a, b
     lse = jnp.logaddexp(lse_a, lse_b)
