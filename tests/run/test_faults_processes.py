@@ -29,6 +29,7 @@ from runs import (
 from support import write_run
 
 from megajax.checkpoint.digests import find_steps
+from megajax.processes.distributed import HEARTBEAT_TIMEOUT
 from megajax.run.watchdog import GRACE, LOG, STALLED
 
 pytestmark = pytest.mark.faults
@@ -183,21 +184,18 @@ def test_where_one_process_hangs_all_tell_where_they_are_and_end(
     assert all(gone(pid) for pid in pids)
 
 
-def test_a_frozen_process_is_found_by_its_heartbeat_and_named(folder: Path) -> None:
-    process = start(
-        folder,
-        processes=2,
-        fault='from megajax.processes import distributed; distributed.HEARTBEAT_TIMEOUT = 15',
-    )
+def test_a_frozen_process_is_named_and_then_found_by_its_heartbeat(folder: Path) -> None:
+    process = start(folder, processes=2)
     read_until(process, r'step 30/60')
     pids = children(process)
     os.kill(pids[1], signal.SIGSTOP)
     stopped = time.monotonic()
     read_until(process, r'^\[0\].* process 1 on .* has been silent for \d+ s')
-    assert time.monotonic() - stopped < 8 + SECONDS
+    # jax looks at beats that come every half of its limit, so it may end the run from then on.
+    assert time.monotonic() - stopped < HEARTBEAT_TIMEOUT / 2
     code, said = finish(process)
     assert (code, 'launch: process 1 of 2 was stopped' in said) == (75, True), said
-    assert time.monotonic() - stopped < 15 + SECONDS
+    assert time.monotonic() - stopped < HEARTBEAT_TIMEOUT + SECONDS
     assert all(gone(pid) for pid in pids)
 
 
