@@ -2,13 +2,21 @@
 
 import re
 
+import jax
 import pytest
 from jax.experimental import topologies
 
 from megajax.config import ConfigError
 from megajax.hardware import targets as gpu
 from megajax.hardware.records import hardware
-from megajax.hardware.targets import GPUS, check_target, gpu_devices, num_hosts
+from megajax.hardware.targets import (
+    GPUS,
+    NO_TILES,
+    check_target,
+    compile_without_gpu,
+    gpu_devices,
+    num_hosts,
+)
 
 KB = 1024
 FP32_UNITS = {(8, 0): 64, (9, 0): 128, (10, 0): 128}  # of one multiprocessor
@@ -106,3 +114,22 @@ def test_either_plugin_has_the_compiler(monkeypatch: pytest.MonkeyPatch, plugin:
         return check_target('h100')
     with pytest.raises(ConfigError, match='gpu-compile'):
         check_target('h100')
+
+
+@pytest.mark.parametrize('message', [*NO_TILES, 'RESOURCE_EXHAUSTED: out of memory'])
+def test_only_where_triton_finds_no_tiles_are_its_products_left_to_cublas(message: str) -> None:
+    asked = list[dict]()
+
+    def compile_with(options: dict) -> str:
+        asked.append(options)
+        if options.get('xla_gpu_enable_triton_gemm', True):
+            raise jax.errors.JaxRuntimeError(f'INTERNAL: {message}')
+        return 'compiled'
+
+    if message in NO_TILES:
+        assert compile_without_gpu(compile_with, {'own': 1}) == 'compiled'
+    else:
+        with pytest.raises(jax.errors.JaxRuntimeError, match='out of memory'):
+            compile_without_gpu(compile_with, {'own': 1})
+    assert len(asked) == 1 + (message in NO_TILES)
+    assert all(options['own'] == 1 for options in asked)

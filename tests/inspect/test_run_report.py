@@ -92,14 +92,15 @@ def test_a_program_of_16_bits_runs_twice_and_what_is_wrong_is_looked_into(
 
     monkeypatch.setattr('megajax.inspect.emulated_step.EmulatedStep', Step)
     monkeypatch.setattr(
-        'megajax.inspect.culprit.culprit', lambda *_, exact, say: f'a pass, exact={exact}'
+        'megajax.inspect.culprit.culprit',
+        lambda config, target, *, exact, say: f'{config.train.dtype} on {target}, exact={exact}',
     )
     monkeypatch.setattr(step_run, 'judged', judged)
     heard: list[str] = []
     config = make_config('gpt', 2, 4, train={'dtype': dtype})
     found = run(config, 'h100', bisect=True, reduce=False, say=heard.append)
     assert [one.exact for one in found] == exact
-    assert [one.culprit for one in found] == [f'a pass, exact={one}' for one in exact]
+    assert [one.culprit for one in found] == [f'{dtype} on h100, exact={one}' for one in exact]
     assert heard[0] == 'compiling the step for h100 ...'
     assert all(one.shrunk == [] and one.smallest == '' for one in found)
 

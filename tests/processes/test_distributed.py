@@ -48,6 +48,23 @@ with processes():
             time.sleep(0.02)
 """
 
+SAVES = """
+import jax
+from orbax.checkpoint import multihost
+from megajax.processes.agree import SaveBarrier
+from megajax.processes.distributed import processes
+
+with processes():
+    barrier = SaveBarrier()
+    for save in range(20):
+        barrier(key=f'save {save}', timeout_ms=60_000)
+    client = multihost.get_jax_distributed_client()
+    client.wait_at_barrier('all have saved', 60_000)
+    rounds = range(1, barrier.round + 1)
+    print('kept', [n for n in rounds if client.key_value_dir_get(f'megajax_save_{n}/')], flush=True)
+    client.wait_at_barrier('all have counted', 60_000)
+"""
+
 ADD_UP = """
 import os, socket, sys
 import jax, jax.numpy as jnp
@@ -173,6 +190,12 @@ def test_processes_are_one_jax_whose_model_axis_stays_in_a_host_and_which_listen
             re.fullmatch(r'.{6}7F|0{24}01000000|0{16}FFFF0000.{6}7F', one)
             for one in run.after(0, 'listens')
         ), run.lines
+
+
+def test_processes_leave_the_coordinator_no_keys_of_saves_long_done():
+    with Run(SAVES) as run:
+        assert run.codes() == {0: 0, 1: 0}, run.lines
+        assert [run.after(index, 'kept') for index in range(2)] == [['[20]'], ['[20]']]
 
 
 @pytest.mark.parametrize('victim', [1, 0])
