@@ -79,6 +79,7 @@ def make_config() -> Any:
         'num_heads': HEADS,
         'ffn_size': 4 * WIDTH,
         'vocab_size': VOCAB,
+        'max_seq_len': LENGTH,
     }
     keys = [f'model.{key}={value}' for key, value in model.items()]
     return load(

@@ -192,7 +192,7 @@ def test_two_configs_differ_in_what_is_written_and_what_is_left_out(tmp_path: Pa
         megajax('config', 'show', 'tiny', 'train.steps=70', 'mesh.model=1').stdout
     )
     found = CliRunner().invoke(app, ['config', 'diff', 'tiny', str(tmp_path)]).stdout
-    assert found == 'mesh.model: 2 -> 1\ntrain.steps: 180 -> 70\n'
+    assert found == 'mesh.model: 2 -> 1\ntrain.steps: 600 -> 70\n'
     assert not CliRunner().invoke(app, ['config', 'diff', 'tiny', 'tiny']).stdout
     assert 'vision.patch_size: None -> ' in (
         CliRunner().invoke(app, ['config', 'diff', 'tiny', 'tiny_vlm']).stdout

@@ -201,7 +201,7 @@ def test_gpus_that_jax_cannot_use_are_refused(monkeypatch):
     [
         (
             ['--processes', '2', '--', 'train', 'tiny', 'mesh.model=3'],
-            'error: override mesh.model=3: model.num_heads: 4',
+            'error: override mesh.model=3: model.num_heads: 8',
         ),
         (
             ['--processes', '3', '--', 'train', 'tiny'],

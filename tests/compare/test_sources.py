@@ -109,12 +109,12 @@ def test_the_first_batch_of_the_data_is_taken_where_it_is_asked_for(tmp_path: Pa
         (['tiny', 'nowhere.npz'], 'nowhere.npz cannot be read: No such file'),
         (['tiny', 'a.npz', '--b', 'mesh.model=1'], 'which mesh.model=1 cannot change'),
         (
-            ['tiny', 'tiny', '--b', 'train.seq_len=128'],
-            'train.seq_len: 256 in tiny, 128 in tiny',
+            ['tiny', 'tiny', '--b', 'train.seq_len=64'],
+            'train.seq_len: 128 in tiny, 64 in tiny',
         ),
-        (['tiny', 'tiny', '--b', 'model.num_layers=2'], 'model.num_layers: 4 in tiny, 2 in tiny'),
+        (['tiny', 'tiny', '--b', 'model.num_layers=4'], 'model.num_layers: 2 in tiny, 4 in tiny'),
         (['tiny_vlm', 'tiny'], 'tiny_vlm: its section vision'),
-        (['tiny', 'tiny', '--b', 'mesh.model=3'], '4 is not a multiple of mesh.model=3'),
+        (['tiny', 'tiny', '--b', 'mesh.model=3'], '8 is not a multiple of mesh.model=3'),
     ],
 )
 def test_a_mistake_is_named_before_anything_compiles(arguments: list[str], message: str) -> None:

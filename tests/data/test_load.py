@@ -216,8 +216,8 @@ def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Pa
 @pytest.mark.parametrize(
     ('overrides', 'message'),
     [
-        (['data.corpus={folder}', 'train.seq_len=256', 'train.batch_size=64'],
-         r'train.batch_size: 64 is more than the \d+ sequences'),
+        (['data.corpus={folder}', 'train.seq_len=128', 'train.batch_size=128'],
+         r'train.batch_size: 128 is more than the \d+ sequences'),
         (['data.corpus={folder}', 'data.tokenizer=none'],
          r'data.tokenizer: none, and data.corpus=.* is text; use bpe'),
         (['data.corpus={pair}'], (

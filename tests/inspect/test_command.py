@@ -53,7 +53,7 @@ def inspected(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path,
 def test_it_prints_the_table_and_exits_0_where_nothing_is_more(inspected):
     done, _, _ = inspected
     assert done.returncode == 0, done.stderr
-    assert 'attention  backward  model  2 AR f32[1,4,256,256]' in done.stdout
+    assert 'attention  backward  model  2 AR f32[1,4,128,128]' in done.stdout
     assert 'bytes on the wire  data: 1.000 of Megatron, model: 1.000 of Megatron' in done.stdout
     assert re.search(
         r'matrix products  \S+ TFLOP a step and device, 1.000 of what the config', done.stdout
@@ -108,7 +108,7 @@ def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
             ['tiny', '--json', '/nowhere/it.json'],
             '/nowhere/it.json: there is no folder /nowhere: create it first',
         ),
-        (['tiny', 'mesh.model=3'], 'model.num_heads: 4 is not a multiple of mesh.model=3'),
+        (['tiny', 'mesh.model=3'], 'model.num_heads: 8 is not a multiple of mesh.model=3'),
     ],
 )
 def test_a_wrong_call_exits_2_and_names_the_fix(arguments, message):

@@ -15,7 +15,8 @@ from megajax.inspect.compile import compile_for
 
 SIZE = (
     *('model.num_layers=2', 'model.hidden_size=512', 'model.num_heads=4', 'model.ffn_size=1024'),
-    *('model.vocab_size=1000', 'train.seq_len=256', 'train.recompute=none', 'mesh.data=1'),
+    *('model.vocab_size=1000', 'model.max_seq_len=256', 'train.seq_len=256'),
+    *('train.recompute=none', 'mesh.data=1'),
 )
 TENSOR_PARALLEL = 'mesh.model=2', 'mesh.sequence_parallel=true', 'train.batch_size=2'
 needs_compiler = pytest.mark.skipif(

@@ -229,7 +229,7 @@ def test_a_command_without_a_config_has_that_of_what_it_names(
     )
     assert began.data.tokenizer == f'{source}/tokenizer.json'
     default, name = config_of_overrides(['train.steps=500'])
-    assert (name, default.model.num_layers) == ('tiny', 4)
+    assert (name, default.model.num_layers) == ('tiny', 2)
 
 
 def test_a_run_dir_that_names_nothing_does_not_train_the_default(
