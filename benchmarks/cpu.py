@@ -32,15 +32,13 @@ def main() -> None:
     if arguments.worker:
         print(json.dumps(measure(make_worker(json.loads(arguments.worker)), arguments.steps)))
         return
-    table = {name: [] for name in contenders()}
+    speeds: dict[str, list[float]] = {name: [] for name in contenders()}  # one a round
     for turn in range(arguments.rounds):
         for name, worker in contenders().items():
-            table[name] += run_worker(worker, arguments.steps)
-            print(
-                f'round {turn + 1}: {name:32s} {TOKENS / min(table[name]):6.0f} tokens/s',
-                flush=True,
-            )
-    report({name: TOKENS / statistics.median(seconds) for name, seconds in table.items()})
+            seconds = run_worker(worker, arguments.steps)
+            speeds[name].append(TOKENS / statistics.median(seconds))
+            print(f'round {turn + 1}: {name:32s} {speeds[name][-1]:6.0f} tokens/s', flush=True)
+    report(speeds)
 
 
 def contenders() -> dict[str, dict[str, Any]]:
@@ -190,37 +188,28 @@ def transformers_step(*, dtype: str, compiled: bool) -> Callable[[], None]:
     return step
 
 
-def report(speeds: dict[str, float]) -> None:
-    print(f'\n{"":32s} tokens/s')
-    for name, speed in speeds.items():
-        print(f'{name:32s} {speed:8.0f}')
+def report(speeds: dict[str, list[float]]) -> None:
+    """Print tokens/s and their ratios: the median of the rounds, and the range."""
+    print(f'\n{"tokens/s":32s} {"median":>8s}  range')
+    for name, rounds in speeds.items():
+        print(f'{name:32s} {spread(rounds, ".0f")}')
+    print(f'\n{"ratio within a round":66s} {"median":>8s}  range')
     for dtype in ('float32', 'bfloat16'):
-        ours = {
-            name: speed
-            for name, speed in speeds.items()
-            if name.startswith('megajax') and name.endswith(dtype)
-        }
-        theirs = [
-            speed
-            for name, speed in speeds.items()
-            if name.startswith('transformers') and name.endswith(dtype)
-        ]
-        one = ours[f'megajax 1x1 {dtype}']
-        print(
-            f'{dtype}: model=2 on the same cores runs at '
-            f'{ours[f"megajax 1x2 {dtype}"] / one:.2f} of one device'
-        )
-        if theirs:
-            best = max(theirs)
-            products = speeds[f'the products of a step {dtype}']
-            print(
-                f'{dtype}: a step of nothing but its products would be at '
-                f'{products / best:.2f} of transformers'
-            )
-            print(
-                f'{dtype}: one device at {one / best:.2f}, '
-                f'the best mesh at {max(ours.values()) / best:.2f} of transformers'
-            )
+        one = f'megajax 1x1 {dtype}'
+        print_ratio(speeds, f'megajax 1x2 {dtype}', one)
+        for name in (one, f'the products of a step {dtype}'):
+            for kind in ('eager', 'compile'):
+                print_ratio(speeds, name, f'transformers {kind} {dtype}')
+
+
+def print_ratio(speeds: dict[str, list[float]], name: str, other: str) -> None:
+    if other in speeds:
+        rounds = [x / y for x, y in zip(speeds[name], speeds[other], strict=True)]
+        print(f'{f"{name} to {other}":66s} {spread(rounds, ".2f")}')
+
+
+def spread(rounds: list[float], form: str) -> str:
+    return f'{statistics.median(rounds):8{form}}  {min(rounds):{form}} to {max(rounds):{form}}'
 
 
 if __name__ == '__main__':
