@@ -31,6 +31,8 @@ _CALLED = re.compile(
     r'\b(?:to_apply|calls|body|condition|true_computation|false_computation)=%?([\w.\-]+)'
 )
 _BRANCHES = re.compile(r'\b(?:branch_computations|called_computations)=\{([^}]*)\}')
+# The least number of computations that an instruction calls, by opcode.
+_CALLS = {'fusion': 1, 'fusion-start': 1, 'call': 1, 'conditional': 2, 'while': 2}
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -140,7 +142,7 @@ class Computation:
         return next(instruction for instruction in self.instructions if instruction.is_root)
 
     def check(self) -> None:
-        """Raise HloError unless the computation has a root and every operand that it names."""
+        """Raise HloError unless there are a root, each operand and the names of what is called."""
         if not any(instruction.is_root for instruction in self.instructions):
             raise HloError(f'the computation {self.name} has no ROOT')
         for instruction in self.instructions:
@@ -148,6 +150,10 @@ class Computation:
                 raise HloError(
                     f'{instruction.name} reads {missing[0]}, which {self.name} does not have: '
                     f'{instruction.line}'
+                )
+            if len(instruction.called) < _CALLS.get(instruction.opcode, 0):
+                raise HloError(
+                    f'{instruction.name} does not name what it calls: {instruction.line}'
                 )
 
 

@@ -76,6 +76,16 @@ def test_an_instruction_keeps_the_text_of_its_result_and_between_its_brackets():
             ' fusion(%p), calls=%fused',
             'fused, which the text does not have: %one = f32[8,16]{1,0} fusion(%p)',
         ),
+        (
+            ' negate(%p)',
+            ' fusion(%p), calls=',
+            'one does not name what it calls: %one = f32[8,16]{1,0} fusion(%p)',
+        ),
+        (
+            ' negate(%p)',
+            ' while(%p), body=%add',
+            'one does not name what it calls: %one = f32[8,16]{1,0} while(%p)',
+        ),
         ('to_apply=%add', 'to_apply=%mul', 'mul, which the text does not have: ROOT %sent'),
         (GROUPS, 'dimensions={0}', 'ROOT %sent = f32[8,16]{1,0} all-reduce(%one)'),
         (
