@@ -32,7 +32,7 @@ _CALLED = re.compile(
 )
 _BRANCHES = re.compile(r'\b(?:branch_computations|called_computations)=\{([^}]*)\}')
 # The least number of computations that an instruction calls, by opcode.
-_CALLS = {'fusion': 1, 'fusion-start': 1, 'call': 1, 'conditional': 2, 'while': 2}
+_CALLS = {'fusion': 1, 'fusion-start': 1, 'call': 1, 'conditional': 1, 'while': 2}
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 
@@ -142,7 +142,7 @@ class Computation:
         return next(instruction for instruction in self.instructions if instruction.is_root)
 
     def check(self) -> None:
-        """Raise HloError unless there are a root, each operand and the names of what is called."""
+        """Raise HloError where a root, an operand or the name of what is called is missing."""
         if not any(instruction.is_root for instruction in self.instructions):
             raise HloError(f'the computation {self.name} has no ROOT')
         for instruction in self.instructions:

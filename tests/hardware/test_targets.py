@@ -116,20 +116,28 @@ def test_either_plugin_has_the_compiler(monkeypatch: pytest.MonkeyPatch, plugin:
         check_target('h100')
 
 
-@pytest.mark.parametrize('message', [*NO_TILES, 'RESOURCE_EXHAUSTED: out of memory'])
-def test_only_where_triton_finds_no_tiles_are_its_products_left_to_cublas(message: str) -> None:
-    asked = list[dict]()
+class Compiler:
+    """One that fails with a message wherever Triton's products are allowed."""
 
-    def compile_with(options: dict) -> str:
-        asked.append(options)
+    def __init__(self, message: str):
+        self.message, self.asked = message, list[dict]()
+
+    def __call__(self, options: dict) -> str:
+        self.asked.append(options)
         if options.get('xla_gpu_enable_triton_gemm', True):
-            raise jax.errors.JaxRuntimeError(f'INTERNAL: {message}')
+            raise jax.errors.JaxRuntimeError(f'INTERNAL: {self.message}')
         return 'compiled'
 
-    if message in NO_TILES:
-        assert compile_without_gpu(compile_with, {'own': 1}) == 'compiled'
-    else:
-        with pytest.raises(jax.errors.JaxRuntimeError, match='out of memory'):
-            compile_without_gpu(compile_with, {'own': 1})
-    assert len(asked) == 1 + (message in NO_TILES)
-    assert all(options['own'] == 1 for options in asked)
+
+@pytest.mark.parametrize('message', NO_TILES)
+def test_where_triton_has_no_tiles_its_products_are_left_to_cublas(message: str) -> None:
+    compiler = Compiler(message)
+    assert compile_without_gpu(compiler, {'own': 1}) == 'compiled'
+    assert [options['own'] for options in compiler.asked] == [1, 1]
+
+
+def test_another_error_of_the_compiler_is_raised_at_once() -> None:
+    compiler = Compiler('RESOURCE_EXHAUSTED: out of memory')
+    with pytest.raises(jax.errors.JaxRuntimeError, match='out of memory'):
+        compile_without_gpu(compiler, {})
+    assert len(compiler.asked) == 1

@@ -49,7 +49,6 @@ with processes():
 """
 
 SAVES = """
-import jax
 from orbax.checkpoint import multihost
 from megajax.processes.agree import SaveBarrier
 from megajax.processes.distributed import processes
