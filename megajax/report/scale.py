@@ -7,6 +7,7 @@ from collections.abc import Sequence
 _STEPS = 1.0, 2.0, 2.5, 5.0, 10.0
 _FEW = 3  # ticks that an axis with logarithmic ones has at least
 _MANY = 7
+_LARGEST = 1e100  # value that has a place: a range of larger ones may not be a number
 SMALL = 0.01  # largest tick of an axis whose labels may have exponents
 
 
@@ -25,8 +26,9 @@ class Scale:
         low, high, at = self.low, self.high, value
         if self.is_log:
             low, high, at = math.log(low), math.log(high), math.log(max(value, 1e-300))
-        share = (at - low) / (high - low)
-        return self.start + min(max(share, -1.0), 2.0) * (self.end - self.start)
+        width = high - low
+        share = (min(max(at, low - width), high + width) - low) / width
+        return self.start + share * (self.end - self.start)
 
     @property
     def ticks(self) -> list[float]:
@@ -44,8 +46,9 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], start: float, end: float, *, is_log: bool = False) -> Scale:
-    """Return a scale with room for all values; only positive ones have a logarithm."""
-    values = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
+    """Return a scale with room for all values that have a place; of logarithms, positive ones."""
+    smallest = 1 / _LARGEST if is_log else -_LARGEST
+    values = [value for value in values if smallest <= value <= _LARGEST]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)
     if is_log and values:
         room = max((high / low) ** 0.04, 1.01)

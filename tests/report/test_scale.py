@@ -1,7 +1,9 @@
 """Axes have a few round ticks inside their range, with labels that differ."""
 
+import math
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megajax.report.scale import label, scale_of
@@ -44,9 +46,18 @@ def test_labels_are_as_short_as_their_ticks_allow(
     assert label(value, ticks) == shown
 
 
-@pytest.mark.parametrize('values', [[], [5.0], [0.0, 0.0], [float('nan')]])
-@pytest.mark.parametrize('is_log', [False, True])
+@given(st.lists(st.floats(), max_size=4), st.booleans())
+@example([], True)
+@example([5.0], False)
+@example([math.nan], True)
+@example([1.0, 1.7e308], True)
+@example([-1.7e308, 1.7e308], False)
+@example([0.0, 5e-324], False)
+@example([0.0, 1e-322], False)
+@example([1.0, math.nextafter(1.0, 2.0)], False)
 def test_any_values_have_an_axis(values: list[float], is_log: bool) -> None:
     scale = scale_of(values, 0, 400, is_log=is_log)
     assert scale.low < scale.high
-    assert len(scale.ticks) >= 2
+    assert 2 <= len(scale.ticks) <= 9
+    assert all(math.isfinite(scale(value)) for value in values if not math.isnan(value))
+    assert all(label(tick, scale.ticks) for tick in scale.ticks)
