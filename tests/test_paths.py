@@ -52,14 +52,21 @@ def test_a_downloaded_model_is_trained_on_two_processes_resumed_elsewhere_and_ha
 
     lines = [json.dumps({'text': f'def f{n}(x):\n    return x + {n}\n' * 9}) for n in range(60)]
     (folder / 'mine.jsonl').write_text('\n'.join(lines))
-    own = ('run.start_from=base', f'data.corpus={folder}/mine.jsonl', 'mesh.data=2', 'mesh.model=2')
+    own = (
+        'run.start_from=base',
+        f'data.corpus={folder}/mine.jsonl',
+        'mesh.data=2',
+        'mesh.model=2',
+        'train.steps=60',  # enough that the signal comes before the last
+        'optim.lr=1e-3',
+    )
     stopped = start(folder, *own, processes=2, name='mine')
-    read_until(stopped, r'step 6/12')
+    read_until(stopped, r'step 6/60')
     stopped.send_signal(signal.SIGTERM)
     code, said = finish(stopped)
     assert code == 75, said
     before = steps(folder / 'mine')[-1]
-    assert 6 <= before < 12
+    assert 6 <= before < 60
 
     said = megajax(folder, 'train', 'run.dir=mine', 'mesh.data=1', 'mesh.model=4')
     assert re.search(rf'resume .*mine/checkpoints, step {before}', said)
@@ -67,7 +74,7 @@ def test_a_downloaded_model_is_trained_on_two_processes_resumed_elsewhere_and_ha
     assert code == 0, said
     disturbed, undisturbed = losses(folder / 'mine'), losses(folder / 'undisturbed')
     assert disturbed == pytest.approx(undisturbed, rel=1e-5)
-    assert disturbed[12] < disturbed[1]
+    assert disturbed[60] < disturbed[1]
 
     (folder / 'held_out.txt').write_text('def f61(x):\n    return x + 61\n' * 9)
     said = megajax(folder, 'eval', 'mine', '--task', 'perplexity', 'held_out.txt')
