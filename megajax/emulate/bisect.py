@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megajax.hlo.program import HloError
+from megajax.hlo.errors import HloError
 
 _MODULE = r'(?P<module>module_\d+\..*?)'
 _PASS = r'(?P<pipeline>.+?)\.after_(?P<after>.+?)(\.before_.+)?'

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.emulate.shapes import Shape
-from megajax.hlo.program import HloError
+from megajax.hlo.errors import HloError
 
 Arrays = tuple[jax.Array, ...]
 _EPILOGUES = re.compile(r'DEFAULT|(?:BIAS)?_?(?:GELU|RELU)?(?:_AUX)?')

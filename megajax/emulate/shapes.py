@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from megajax.hlo.program import HloError
+from megajax.hlo.errors import HloError
 
 _SHAPE = re.compile(r'(\w+)\[([\d,]*)\](?:\{([\d,]*)[^}]*\})?')
 _LAYOUT = re.compile(r'(?<=\])\{[^}]*\}')

@@ -15,8 +15,9 @@ from jax._src.lib import hlo  # type: ignore[attr-defined]
 
 from megajax.emulate.libraries import meaning
 from megajax.emulate.shapes import Shape, joined, shapes, split, without_layouts
+from megajax.hlo.errors import HloError
 from megajax.hlo.groups import device_groups
-from megajax.hlo.program import Computation, HloError, Instruction, Program
+from megajax.hlo.program import Computation, Instruction, Program
 from megajax.hlo.transfers import KINDS
 
 # Attributes that say how something is computed, not what. Without a channel, a collective is one

@@ -11,7 +11,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from megajax.hlo.program import HloError
+from megajax.hlo.errors import HloError
 
 _RANGE = re.compile(r'^    (\S+)\{([\d,]*)\}:(\d+)-(\d+)$', re.MULTILINE)
 _MOMENT = re.compile(r'^    (\d+):(\S+)$', re.MULTILINE)

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from megajax.hlo.cpu_readings import as_meant
+from megajax.hlo.errors import HloError
 from megajax.hlo.groups import Groups, axes_of, device_groups
 from megajax.hlo.paths import destination, joined, origin, paths
-from megajax.hlo.program import Array, Computation, HloError, Instruction, Program
+from megajax.hlo.program import Array, Computation, Instruction, Program
 from megajax.hlo.schedule import overlap
 from megajax.hlo.transfers import Sent, arrays_of, kind_of, ring_bytes, whole_of, widest
 

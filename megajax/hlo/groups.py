@@ -7,7 +7,8 @@ from math import prod
 
 import numpy as np
 
-from megajax.hlo.program import HloError, Instruction
+from megajax.hlo.errors import HloError
+from megajax.hlo.program import Instruction
 
 Groups = tuple[tuple[int, ...], ...]
 

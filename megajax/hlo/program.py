@@ -11,6 +11,9 @@ from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from megajax.hlo.errors import HloError
+from megajax.hlo.sources import Sources
+
 if TYPE_CHECKING:
     from megajax.hlo.runs import Runs
 
@@ -33,11 +36,8 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r'\b(?:branch_computations|called_computations)=\{([^}]*)\}')
 # The least number of computations that an instruction calls, by opcode.
 _CALLS = {'fusion': 1, 'fusion-start': 1, 'call': 1, 'conditional': 1, 'while': 2}
+_MOST_DIGITS = 4300  # of a number that Python reads
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-
-
-class HloError(ValueError):
-    """An HLO text that is not understood; the message has the line."""
 
 
 class Array(NamedTuple):
@@ -142,7 +142,9 @@ class Computation:
         return next(instruction for instruction in self.instructions if instruction.is_root)
 
     def check(self) -> None:
-        """Raise HloError where a root, an operand or the name of what is called is missing."""
+        """Raise HloError where a root, an operand, the number of a parameter or the name of what is
+        called is missing.
+        """
         if not any(instruction.is_root for instruction in self.instructions):
             raise HloError(f'the computation {self.name} has no ROOT')
         for instruction in self.instructions:
@@ -151,6 +153,8 @@ class Computation:
                     f'{instruction.name} reads {missing[0]}, which {self.name} does not have: '
                     f'{instruction.line}'
                 )
+            if instruction.opcode == 'parameter' and not instruction.inputs.isdecimal():
+                raise HloError(f'{instruction.name} has no number: {instruction.line}')
             if len(instruction.called) < _CALLS.get(instruction.opcode, 0):
                 raise HloError(
                     f'{instruction.name} does not name what it calls: {instruction.line}'
@@ -164,6 +168,8 @@ class Program:
     """
 
     def __init__(self, text: str, *, trip_count: int | None = None):
+        if too_long := re.search(rf'\d{{{_MOST_DIGITS + 1},}}', text):
+            raise HloError(f'a number of {len(too_long[0])} digits: {too_long[0][:20]}...')
         self.computations = {computation.name: computation for computation in _computations(text)}
         entries = re.findall(r'^ENTRY %?([\w.\-]+)', text, re.MULTILINE)
         if len(entries) != 1:
@@ -177,7 +183,7 @@ class Program:
         self._trip_count = trip_count
         counts = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', text.split('\n', 1)[0])
         self.num_devices = prod(map(int, counts))
-        self._sources = _Sources(text)
+        self._sources = Sources(text)
 
     def _callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
         callers = defaultdict(list)
@@ -212,7 +218,7 @@ class Program:
 
         Innermost first; empty where the text does not record them.
         """
-        return self._sources.of(instruction)
+        return self._sources.of(instruction.attributes)
 
 
 def _computations(text: str) -> Iterator[Computation]:
@@ -292,50 +298,3 @@ def _arrays(text: str, line: str) -> tuple[Array, ...]:
     if _ARRAY.sub('', text).strip('(), '):
         raise HloError(f'a result that is not understood: {line.strip()}')
     return tuple(arrays)
-
-
-class _Sources:
-    """The Python frames of instructions.
-
-    They are in tables at the head of the text, or as file and line in each instruction's metadata.
-    """
-
-    def __init__(self, text: str):
-        head = text.split('\n\n%', 1)[0]
-        self.files = {
-            int(number): name
-            for number, name in re.findall(
-                r'^(\d+) "(.*)"$', _section(head, 'FileNames'), re.MULTILINE
-            )
-        }
-        places = re.findall(
-            r'^(\d+) \{file_name_id=(\d+).*? line=(\d+)',
-            _section(head, 'FileLocations'),
-            re.MULTILINE,
-        )
-        self.places = {int(number): (int(file), int(line)) for number, file, line in places}
-        frames = re.findall(
-            r'^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?',
-            _section(head, 'StackFrames'),
-            re.MULTILINE,
-        )
-        self.frames = {
-            int(number): (int(place), int(parent or 0)) for number, place, parent in frames
-        }
-
-    def of(self, instruction: Instruction) -> str:
-        if match := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes):
-            return f'{match[1]}:{match[2]}'
-        frame = int(instruction.attribute('stack_frame_id') or 0)
-        chain: list[str] = []
-        while frame in self.frames:
-            place, parent = self.frames[frame]
-            file, line = self.places[place]
-            chain.append(f'{self.files[file]}:{line}')
-            frame = parent if parent != frame else 0
-        return ' < '.join(chain)
-
-
-def _section(head: str, title: str) -> str:
-    _, separator, rest = head.partition(f'\n{title}\n')
-    return rest.split('\n\n', 1)[0] if separator else ''

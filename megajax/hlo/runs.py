@@ -8,9 +8,10 @@ the branch that sends most bytes counts each time. Every other branch counts as 
 from collections import Counter
 from functools import cached_property
 
+from megajax.hlo.errors import HloError
 from megajax.hlo.evaluate import Run
 from megajax.hlo.groups import device_groups
-from megajax.hlo.program import Computation, HloError, Instruction, Program
+from megajax.hlo.program import Computation, Instruction, Program
 from megajax.hlo.transfers import arrays_of, kind_of, ring_bytes, whole_of, widest
 
 MAX_STEPS = 20_000  # steps of loops that are walked; beyond them predicates count as unknown

@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
+from megajax.hlo.errors import HloError
 from megajax.hlo.products import Product, flops, in_all, product_of
-from megajax.hlo.program import Computation, HloError, Instruction, Program
+from megajax.hlo.program import Computation, Instruction, Program
 
 Place = tuple[str, str]  # the names of a collective's computation and instruction
 

@@ -4,7 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megajax.hlo.program import Array, Computation, HloError, Instruction
+from megajax.hlo.errors import HloError
+from megajax.hlo.program import Array, Computation, Instruction
 
 KINDS = (
     'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all', 'ragged-all-to-all',

@@ -14,8 +14,9 @@ from operator import mul
 from megajax.config import Config
 from megajax.counts.parameters import dim_sizes, parameters, shape_of
 from megajax.hlo.buffers import Buffer
+from megajax.hlo.errors import HloError
 from megajax.hlo.makers import COPIES, Place, maker
-from megajax.hlo.program import HloError, Instruction, Program
+from megajax.hlo.program import Instruction, Program
 from megajax.inspect.kernels import kernel_site
 from megajax.inspect.memory_result import HeldArrays, Use
 from megajax.inspect.sites import phase_of

@@ -10,8 +10,9 @@ from jax import P
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.stages import Lowered
 
+from megajax.hlo.errors import HloError
 from megajax.hlo.groups import device_groups
-from megajax.hlo.program import HloError, Instruction, Program
+from megajax.hlo.program import Instruction, Program
 from megajax.miscompiles.entry import Miscompile, Repro
 from megajax.miscompiles.trace import Place, integer, trace
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from megajax.config import Config, ConfigError, load
 from megajax.config.errors import reason
-from megajax.hlo.program import HloError, Program
+from megajax.hlo.errors import HloError
+from megajax.hlo.program import Program
 from megajax.profile.graphs import is_graph
 from megajax.profile.trace import Trace, read_trace
 from megajax.run.kept_step import PROGRAM, decompressed

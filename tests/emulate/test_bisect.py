@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from megajax.emulate.bisect import first_wrong, modules
-from megajax.hlo.program import HloError
+from megajax.hlo.errors import HloError
 
 DUMPS = [
     'module_0001.jit_f.0000.pre-spmd-partitioner.after_pipeline-start.before_dce.txt',

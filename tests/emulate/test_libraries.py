@@ -7,7 +7,7 @@ import pytest
 from emulate.texts import executed, module, random
 
 from megajax.emulate.translate import for_cpu
-from megajax.hlo.program import HloError
+from megajax.hlo.errors import HloError
 
 EPILOGUES = (
     'DEFAULT', 'BIAS', 'RELU', 'GELU', 'BIAS_RELU', 'BIAS_GELU', 'RELU_AUX', 'GELU_AUX',

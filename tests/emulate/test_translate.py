@@ -4,7 +4,7 @@ import pytest
 from emulate.texts import ADD, executed, module, random
 
 from megajax.emulate.translate import for_cpu
-from megajax.hlo.program import HloError
+from megajax.hlo.errors import HloError
 
 FIRST, SUM = 'dimensions={0}', 'to_apply=%add'
 CHAIN, SWAP = 'source_target_pairs={{0,1},{1,2},{2,3}}', 'source_target_pairs={{0,3},{3,0}}'

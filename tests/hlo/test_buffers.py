@@ -12,8 +12,9 @@ from jax.sharding import SingleDeviceSharding
 from megajax.hardware.targets import compile_without_gpu, gpu_devices, has_compiler
 from megajax.hlo.buffers import Buffer, at_peak, buffers_at_peak
 from megajax.hlo.dump import compile_with_buffers
+from megajax.hlo.errors import HloError
 from megajax.hlo.makers import COPIES, Place, maker
-from megajax.hlo.program import HloError, Program
+from megajax.hlo.program import Program
 
 SIZE, LAYERS = 256, 5
 SQUARE = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)

@@ -3,7 +3,8 @@
 import pytest
 
 from megajax.hlo.collectives import Collective, collectives
-from megajax.hlo.program import HloError, Program
+from megajax.hlo.errors import HloError
+from megajax.hlo.program import Program
 
 MESH = {'data': 2, 'model': 4}
 GROUPS = 'replica_groups=[2,4]<=[8], use_global_device_ids=true'

@@ -4,8 +4,9 @@ import random
 import numpy as np
 import pytest
 
+from megajax.hlo.errors import HloError
 from megajax.hlo.groups import axes_of, crosses_hosts, device_groups
-from megajax.hlo.program import HloError, Instruction, Program
+from megajax.hlo.program import Instruction, Program
 
 MESH = {'data': 2, 'model': 4}
 DATA = ((0, 4), (1, 5), (2, 6), (3, 7))

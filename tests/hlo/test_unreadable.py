@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from megajax.hlo.collectives import collectives
-from megajax.hlo.program import HloError, Program
+from megajax.hlo.errors import HloError
+from megajax.hlo.program import Program
 
 GROUPS = 'replica_groups={{0,1}}'
 TEXT = f"""HloModule jit_f, is_scheduled=true
@@ -86,6 +87,8 @@ def test_an_instruction_keeps_the_text_of_its_result_and_between_its_brackets():
             ' while(%p), body=%add',
             'one does not name what it calls: %one = f32[8,16]{1,0} while(%p)',
         ),
+        ('%p = f32[8,16]{1,0} parameter(0)', '%p = f32[8,16]{1,0} parameter()', '%p = f32[8,16]'),
+        ('%one = f32[8,16]', f'%one = f32[{"9" * 5000}]', 'a number of 5000 digits: 999'),
         ('to_apply=%add', 'to_apply=%mul', 'mul, which the text does not have: ROOT %sent'),
         (GROUPS, 'dimensions={0}', 'ROOT %sent = f32[8,16]{1,0} all-reduce(%one)'),
         (

@@ -10,7 +10,8 @@ import megajax
 from megajax.config import Config
 from megajax.hardware.targets import has_compiler
 from megajax.hlo.buffers import Buffer
-from megajax.hlo.program import HloError, Program
+from megajax.hlo.errors import HloError
+from megajax.hlo.program import Program
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_for, compile_in_child
 from megajax.inspect.memory_result import Memory
