@@ -1,4 +1,4 @@
-"""What is raised where the text of a program is not understood."""
+"""The error of a program whose text is not understood."""
 
 
 class HloError(ValueError):
