@@ -63,4 +63,4 @@ $(VENV)-docs/.installed: pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-gpu-compile $(VENV)-docs site
+	rm -rf $(VENV) $(VENV)-gpu-compile $(VENV)-docs site .compiled

@@ -2,9 +2,11 @@
 
 import importlib.metadata
 import os
+import platform
+import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 # On a busy machine a simulated device may be late to a collective, and XLA's default ends the
 # process then.
@@ -16,11 +18,15 @@ for flag, value in FLAGS.items():
         os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flag}={value}'.strip()
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # The tests, and the processes that they start, compile far more than they run. This halves the
-# time; the SPMD partitioner works all the same. What one of them has compiled the others read.
+# time; the SPMD partitioner works all the same. What one of them has compiled the others read, and
+# so do later runs of the tests: JAX looks programs up by their text, options and versions.
 os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = 'true'
+COMPILED = Path(__file__).parents[1] / '.compiled'  # by machine: a program may need its processor
+MOST_COMPILED = 2**30  # bytes, after which all is compiled again
 if 'JAX_COMPILATION_CACHE_DIR' not in os.environ:
-    compiled = tempfile.TemporaryDirectory(prefix='megajax-compiled-')
-    os.environ['JAX_COMPILATION_CACHE_DIR'] = compiled.name
+    if sum(file.stat().st_size for file in COMPILED.glob('*/*')) > MOST_COMPILED:
+        shutil.rmtree(COMPILED, ignore_errors=True)
+    os.environ['JAX_COMPILATION_CACHE_DIR'] = str(COMPILED / platform.node())
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 
 import hypothesis  # noqa: E402
