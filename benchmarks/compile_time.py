@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -21,12 +22,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     parser.add_argument('overrides', nargs='*', help='for example train.dtype=float32')
     parser.add_argument('--turns', type=int, default=3)
+    parser.add_argument(
+        '--again', action='store_true', help='time starts that read what an earlier one compiled'
+    )
     parser.add_argument('--one', action='store_true', help='print the seconds of one turn as JSON')
     arguments = parser.parse_args()
     if arguments.one:
         print(json.dumps(one_turn(arguments.overrides)))
         return
-    turns = [in_a_process(arguments.overrides) for _ in range(arguments.turns)]
+    with tempfile.TemporaryDirectory() as folder:
+        cache = {'JAX_COMPILATION_CACHE_DIR': folder} if arguments.again else {}
+        if arguments.again:
+            in_a_process(arguments.overrides, cache)
+        turns = [in_a_process(arguments.overrides, cache) for _ in range(arguments.turns)]
     print(f'| {" | ".join([*PHASES, "all"])} |\n|{"---|" * (len(PHASES) + 1)}')
     for turn in [*turns, {phase: median(turn[phase] for turn in turns) for phase in PHASES}]:
         seconds = [*turn.values(), sum(turn.values())]
@@ -34,10 +42,12 @@ def main() -> None:
     print('\nThe last line has the medians.')
 
 
-def in_a_process(overrides: list[str]) -> dict[str, float]:
-    environ = os.environ | {'PYTHONPATH': str(Path(__file__).parents[1]), 'JAX_PLATFORMS': 'cpu'}
+def in_a_process(overrides: list[str], cache: dict[str, str]) -> dict[str, float]:
+    own = {'PYTHONPATH': str(Path(__file__).parents[1]), 'JAX_PLATFORMS': 'cpu'}
     command = [sys.executable, __file__, *overrides, '--one']
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=os.environ | own | cache, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
