@@ -13,6 +13,7 @@ from megajax.config.records import read_record
 from megajax.files.outputs import check_outputs
 
 if TYPE_CHECKING:
+    from megajax.inspect.budget import Budget
     from megajax.inspect.result import Inspection, StepRun
 
 
@@ -108,23 +109,31 @@ def step(
     _check_run(target, run, explained=bisect or reduce)
     _check_gpu(target, kernels=kernels, budget=budget)
     check_outputs(json, hlo)
+    limits = _read_budget(budget) if budget else None
     from megajax.inspect import inspect_with_text
-    from megajax.inspect.budget import Budget, over_budget
 
-    limits = read_record(budget, Budget) if budget else Budget()
     inspection, text = inspect_with_text(config, target=target, hosts=hosts, scan=scan)
     inspection = _with_remedy(inspection, config)
     if run:
         runs = _run_with_progress(config, target, bisect=bisect, reduce=reduce)
         inspection = inspection.model_copy(update={'runs': runs})
-    findings = [*inspection.findings, *over_budget(inspection, limits)]
-    inspection = inspection.model_copy(update={'findings': findings})
+    if limits:
+        from megajax.inspect.budget import over_budget
+
+        findings = [*inspection.findings, *over_budget(inspection, limits)]
+        inspection = inspection.model_copy(update={'findings': findings})
     if json:
         json.write_text(inspection.model_dump_json(indent=2))
     if hlo:
         hlo.write_text(text)
     _print(inspection, kernels=kernels, memory=memory)
     raise typer.Exit(0 if inspection.ok else 1)
+
+
+def _read_budget(file: Path) -> 'Budget':
+    from megajax.inspect.budget import Budget  # here, because it imports jax
+
+    return read_record(file, Budget)
 
 
 Compared = Annotated[

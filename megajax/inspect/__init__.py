@@ -5,6 +5,7 @@
 `megajax.inspect.run` executes the GPU program of any function and checks its results.
 """
 
+import importlib
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megajax.config import Config, ConfigError
 from megajax.config.overlap_rules import in_a_loop, resolved
 from megajax.hardware.targets import check_target, num_hosts
+from megajax.inspect.child import compile_in_child
 from megajax.inspect.result import Inspection
 
 if TYPE_CHECKING:
@@ -57,17 +59,20 @@ def inspect_with_text(
     """Do what `inspect` does, and return the compiled HLO too."""
     check_target(target, config.train.dtype)
     hosts = num_hosts(config.mesh.num_devices, hosts)
-    from megajax.inspect.audit import audit  # here, because it imports jax
-    from megajax.inspect.compile import compile_in_child
-
     on_gpu = target != 'cpu'
     config = resolved(config, on_gpu=on_gpu)
     is_quick = scan and config.train.unroll is True
     if is_quick:
         config = in_a_loop(config, on_gpu=on_gpu)
-    compiled = compile_in_child(config, target, hosts)
+    compiled = compile_in_child(config, target, hosts, meanwhile=_import_audit)
+    from megajax.inspect.audit import audit  # here, because it imports jax
+
     inspection = audit(config, compiled, target)
     return inspection.model_copy(update={'scan': is_quick}), compiled.text
+
+
+def _import_audit() -> None:
+    importlib.import_module('megajax.inspect.audit')
 
 
 def assert_collectives(

@@ -1,4 +1,7 @@
-"""A child process in which to compile, so that the caller's backend and devices stay unchanged."""
+"""A child process in which to compile, so that the caller's backend and devices stay unchanged.
+
+The caller need not have imported jax.
+"""
 
 import contextlib
 import os
@@ -6,17 +9,41 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megajax.config import ConfigError
+from megajax.config import Config, ConfigError
 from megajax.config.extras import install
+
+if TYPE_CHECKING:
+    from megajax.train.compiled_step import CompiledStep
 
 MARK = 'megajax config: '  # before each line of a ConfigError, since plugins write to stderr too
 
 
+def compile_in_child(
+    config: Config, target: str, hosts: int, meanwhile: Callable[[], object] = lambda: None
+) -> 'CompiledStep':
+    """Compile the training step in a child process, and call `meanwhile` while it does."""
+    with tempfile.TemporaryDirectory() as folder:
+        task, result = Path(folder, 'task'), Path(folder, 'result')
+        task.write_text(config.model_dump_json())
+        arguments = task, result, target, hosts
+        call_in_child('megajax.inspect.compile', *arguments, target=target, meanwhile=meanwhile)
+        from megajax.train.compiled_step import CompiledStep  # here, because it imports jax
+
+        return CompiledStep.from_json(result.read_text())
+
+
 def call_in_child(
-    module: str, *arguments: object, target: str, say: Callable[[str], None] | None = None
+    module: str,
+    *arguments: object,
+    target: str,
+    say: Callable[[str], None] | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run `python -m module arguments` on the CPU; `say` gets each line that it prints.
+    """Run `python -m module arguments` on the CPU, and call `meanwhile` as soon as it has started;
+    `say` gets each line that it prints.
 
     Raises ConfigError if cuDNN's library is missing or the child raises one, and RuntimeError with
     the child's errors if it fails otherwise.
@@ -29,6 +56,7 @@ def call_in_child(
         )
         assert child.stdout is not None
         with child:
+            meanwhile()
             for line in child.stdout:
                 if say is not None:
                     say(line.rstrip())

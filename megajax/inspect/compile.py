@@ -1,8 +1,10 @@
-"""Compilation of the training step with abstract arguments, for devices that need not exist."""
+"""Compilation of the training step with abstract arguments, for devices that need not exist.
+
+`megajax.inspect.child.compile_in_child` runs this module, to compile in a process of its own.
+"""
 
 import functools
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +15,7 @@ from jax.sharding import Mesh
 from megajax.config import Config
 from megajax.hardware.targets import compile_without_gpu, gpu_devices
 from megajax.hlo.dump import compile_with_buffers
-from megajax.inspect.child import call_in_child, telling_parent
+from megajax.inspect.child import telling_parent
 from megajax.parallel.mesh import concrete, mesh_for, mesh_of
 from megajax.train.compiled_step import CompiledStep, record_step
 from megajax.train.feed import abstract_batch
@@ -73,15 +75,6 @@ def compile_for(
         devices = gpu_devices(target, hosts=hosts, per_host=per_host)
         mesh = mesh_of(devices, config.mesh.sizes)
     return compile_step(config, mesh, per_host, compiler_options, buffers=buffers)
-
-
-def compile_in_child(config: Config, target: str, hosts: int) -> CompiledStep:
-    """Compile in a child process, so that the caller's backend and devices stay unchanged."""
-    with tempfile.TemporaryDirectory() as folder:
-        task, result = Path(folder, 'task'), Path(folder, 'result')
-        task.write_text(config.model_dump_json())
-        call_in_child(__name__, task, result, target, hosts, target=target)
-        return CompiledStep.from_json(result.read_text())
 
 
 def _main(task: str, result: str, target: str, hosts: str) -> None:

@@ -2,6 +2,7 @@
 
 from megajax.config import Config, ConfigError
 from megajax.hardware.targets import GPUS, check_target
+from megajax.inspect.child import compile_in_child
 from megajax.plan.memory import memory
 from megajax.plan.result import Plan
 
@@ -25,8 +26,6 @@ def verified(plan: Plan, gpu: str) -> Plan:
 
 
 def _compiled_bytes(config: Config, gpu: str, plan: Plan) -> int:
-    from megajax.inspect.compile import compile_in_child  # here, because it imports jax
-
     step = compile_in_child(config, gpu, plan.gpus // plan.gpus_per_host)
     # The copies of a repeated step are not its own.
     return step.arguments + step.temporaries + step.outputs + memory(config).repetition

@@ -14,10 +14,12 @@ from megajax.inspect.child import call_in_child
 def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     monkeypatch.setenv('PYTHONPATH', f'{tmp_path}:{Path(__file__).parents[2]}')
 
-    def call(code: str, *arguments: object) -> list[str]:
+    def call(
+        code: str, *arguments: object, meanwhile: Callable[[], object] = lambda: None
+    ) -> list[str]:
         (tmp_path / 'child.py').write_text(textwrap.dedent(code))
         heard: list[str] = []
-        call_in_child('child', *arguments, target='h100', say=heard.append)
+        call_in_child('child', *arguments, target='h100', say=heard.append, meanwhile=meanwhile)
         return heard
 
     return call
@@ -25,6 +27,19 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[
 
 def test_each_line_is_heard(call: Callable[..., list[str]]) -> None:
     assert call('import sys; print("one"); print(*sys.argv[1:])', 2, Path('a')) == ['one', '2 a']
+
+
+def test_the_caller_works_while_its_child_does(
+    call: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    code = """
+        import pathlib, sys, time
+        while not pathlib.Path(sys.argv[1]).exists():
+            time.sleep(0.01)
+        print('seen')
+    """
+    file = tmp_path / 'made meanwhile'
+    assert call(code, file, meanwhile=file.touch) == ['seen']
 
 
 def test_a_child_is_on_the_cpu(call: Callable[..., list[str]]) -> None:

@@ -15,7 +15,8 @@ from megajax.config import Config
 from megajax.hardware.targets import has_compiler
 from megajax.hlo.text import program_text
 from megajax.inspect.audit import audit
-from megajax.inspect.compile import CompiledStep, compile_in_child, compile_step
+from megajax.inspect.child import compile_in_child
+from megajax.inspect.compile import CompiledStep, compile_step
 from megajax.parallel.mesh import make_mesh
 
 CONFIGS = {

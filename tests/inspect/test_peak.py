@@ -13,7 +13,8 @@ from megajax.hlo.buffers import Buffer
 from megajax.hlo.errors import HloError
 from megajax.hlo.program import Program
 from megajax.inspect.audit import audit
-from megajax.inspect.compile import CompiledStep, compile_for, compile_in_child
+from megajax.inspect.child import compile_in_child
+from megajax.inspect.compile import CompiledStep, compile_for
 from megajax.inspect.memory_result import Memory
 from megajax.inspect.memory_table import memory_tables
 from megajax.inspect.peak import _Step

@@ -7,7 +7,8 @@ import megajax
 from megajax.config import Config
 from megajax.hardware.targets import has_compiler
 from megajax.inspect.audit import audit
-from megajax.inspect.compile import compile_for, compile_in_child
+from megajax.inspect.child import compile_in_child
+from megajax.inspect.compile import compile_for
 from megajax.inspect.report import to_text
 from megajax.inspect.result import Inspection
 

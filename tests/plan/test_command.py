@@ -274,7 +274,7 @@ def test_the_fastest_layout_is_compiled_too_where_it_is_another(monkeypatch):
     def compiled(config, gpu, hosts):
         return SimpleNamespace(arguments=config.mesh.model, temporaries=10 * hosts, outputs=100)
 
-    monkeypatch.setattr('megajax.inspect.compile.compile_in_child', compiled)
+    monkeypatch.setattr('megajax.plan.verify.compile_in_child', compiled)
     plan = megajax.plan(megajax.load('gpt2_345m', ['mesh.data=2', 'mesh.model=4']), gpu='h100')
     assert plan.fastest().mesh.model == 1
     checked = verified(plan, 'h100')

@@ -11,7 +11,7 @@ from megajax.config.overlap_rules import resolved
 from megajax.hardware.memory import USABLE
 from megajax.hardware.records import hardware
 from megajax.hardware.targets import has_compiler
-from megajax.inspect.compile import compile_in_child
+from megajax.inspect.child import compile_in_child
 from megajax.plan.memory import memory
 from megajax.plan.network import Cluster
 from megajax.plan.one_key import one_key, remedy
