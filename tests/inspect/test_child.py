@@ -34,9 +34,10 @@ def test_the_caller_works_while_its_child_does(
 ) -> None:
     code = """
         import pathlib, sys, time
-        while not pathlib.Path(sys.argv[1]).exists():
+        tries = iter(range(1000))
+        while not (seen := pathlib.Path(sys.argv[1]).exists()) and next(tries, None) is not None:
             time.sleep(0.01)
-        print('seen')
+        print('seen' if seen else 'never seen')
     """
     file = tmp_path / 'made meanwhile'
     assert call(code, file, meanwhile=file.touch) == ['seen']
