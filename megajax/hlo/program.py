@@ -5,6 +5,7 @@ A line that the grammar below does not cover raises `HloError` with the line; no
 
 import dataclasses
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
@@ -36,7 +37,7 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r'\b(?:branch_computations|called_computations)=\{([^}]*)\}')
 # The least number of computations that an instruction calls, by opcode.
 _CALLS = {'fusion': 1, 'fusion-start': 1, 'call': 1, 'conditional': 1, 'while': 2}
-_MOST_DIGITS = 4300  # of a number that Python reads
+_MOST_DIGITS = sys.int_info.default_max_str_digits  # of an integer that Python reads
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 
 

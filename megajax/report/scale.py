@@ -7,7 +7,7 @@ from collections.abc import Sequence
 _STEPS = 1.0, 2.0, 2.5, 5.0, 10.0
 _FEW = 3  # ticks that an axis with logarithmic ones has at least
 _MANY = 7
-_LARGEST = 1e100  # value that has a place: a range of larger ones may not be a number
+_LARGEST = 1e100  # value that is drawn to scale: the range of larger ones may overflow
 SMALL = 0.01  # largest tick of an axis whose labels may have exponents
 
 
@@ -46,7 +46,7 @@ class Scale:
 
 
 def scale_of(values: Sequence[float], start: float, end: float, *, is_log: bool = False) -> Scale:
-    """Return a scale with room for all values that have a place; of logarithms, positive ones."""
+    """Return a scale with room for values up to `_LARGEST`; only positive ones have a logarithm."""
     smallest = 1 / _LARGEST if is_log else -_LARGEST
     values = [value for value in values if smallest <= value <= _LARGEST]
     low, high = (min(values), max(values)) if values else (0.0, 1.0)

@@ -47,8 +47,13 @@ def test_labels_are_as_short_as_their_ticks_allow(
 
 
 @given(st.lists(st.floats(), max_size=4), st.booleans())
+@example([], False)
 @example([], True)
 @example([5.0], False)
+@example([5.0], True)
+@example([0.0, 0.0], False)
+@example([0.0, 0.0], True)
+@example([math.nan], False)
 @example([math.nan], True)
 @example([1.0, 1.7e308], True)
 @example([-1.7e308, 1.7e308], False)
