@@ -11,7 +11,7 @@ from megajax.config.errors import Problem
 from megajax.render.text import shorten
 
 if TYPE_CHECKING:
-    from megajax.config.schema import Config
+    from megajax.config.schema import Config, OptimConfig
 
 
 SHORTEST_PAIR = 16  # minimum tokens of a BERT sequence
@@ -215,7 +215,14 @@ def _optimizer(config: 'Config') -> Iterator[Problem]:
             f'use at most {optim.lr}, for example {optim.lr / 10:g}'
         )
         yield Problem(path='optim.min_lr', message=message, others=('optim.lr',))
-    if optim.warmup_steps >= steps:
+    if optim.warmup_init is not None and optim.warmup_init > optim.lr:
+        message = f'{optim.warmup_init} exceeds optim.lr={optim.lr}; use at most {optim.lr}, or 0'
+        yield Problem(path='optim.warmup_init', message=message, others=('optim.lr',))
+    yield from _schedule(optim, steps)
+
+
+def _schedule(optim: 'OptimConfig', steps: int) -> Iterator[Problem]:
+    if optim.decay_steps is None and optim.warmup_steps >= steps:
         message = (
             f'{optim.warmup_steps} leaves nothing of train.steps={steps}; '
             f'use at most {steps - 1}, or raise train.steps'
@@ -224,9 +231,20 @@ def _optimizer(config: 'Config') -> Iterator[Problem]:
     if optim.decay_steps is not None and optim.decay_steps <= optim.warmup_steps:
         message = (
             f'{optim.decay_steps} is not after optim.warmup_steps={optim.warmup_steps}; '
-            f'use at least {optim.warmup_steps + 1}, or leave it out'
+            f'use at least {math.floor(optim.warmup_steps) + 1}, or leave it out'
         )
         yield Problem(path='optim.decay_steps', message=message, others=('optim.warmup_steps',))
+    if optim.schedule == 'inverse_sqrt' and not optim.warmup_steps:
+        message = '0 with optim.schedule=inverse_sqrt, which divides by it; use 100, for example'
+        yield Problem(path='optim.warmup_steps', message=message, others=('optim.schedule',))
+    after = (optim.decay_steps or steps) - optim.warmup_steps
+    others = ('optim.decay_steps', 'optim.warmup_steps', 'train.steps')
+    if optim.wsd_steps is not None and 0 < after < optim.wsd_steps:
+        message = (
+            f'{optim.wsd_steps} is more than the {after} steps after the warm-up; '
+            f'use at most {after}'
+        )
+        yield Problem(path='optim.wsd_steps', message=message, others=others)
 
 
 def _profile(config: 'Config') -> Iterator[Problem]:

@@ -30,6 +30,8 @@ from megajax.config.section import (
     Fraction,
     Minutes,
     Name,
+    Point,
+    PointFromZero,
     Section,
     Sequences,
     Steps,
@@ -140,12 +142,18 @@ class OptimConfig(Section):
     """Largest learning rate, at the end of the warm-up."""
     min_lr: NonNegativeFloat = 1e-5
     """Learning rate at the end of the schedule."""
-    warmup_steps: Annotated[CountFromZero, Unit('steps')] = 0
-    """Length of the linear warm-up."""
-    decay_steps: Steps | None = None
+    warmup_steps: PointFromZero = 0
+    """Length of the linear warm-up, which need not be a whole number of steps."""
+    warmup_init: NonNegativeFloat | None = None
+    """Learning rate of a warm-up's first step, 0 in Megatron-LM; null: lr / (warmup_steps + 1)."""
+    decay_steps: Point | None = None
     """Step at which `schedule` has come down to min_lr, where the rate stays; null: the last."""
-    schedule: Literal['cosine', 'linear', 'constant', 'wsd'] = 'cosine'
-    """Way from lr to min_lr, after the warm-up."""
+    schedule: Literal['cosine', 'linear', 'constant', 'wsd', 'inverse_sqrt'] = 'cosine'
+    """Way from lr to min_lr, after the warm-up. inverse_sqrt: lr * sqrt(warmup_steps / step)."""
+    wsd_steps: Point | None = None
+    """Length of the decay of `schedule: wsd`; null: a fifth of the steps after the warm-up."""
+    wsd_decay: Literal['linear', 'cosine', 'exponential', 'minus_sqrt'] = 'linear'
+    """Form of the decay of `schedule: wsd`."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, of all parameters but biases and norms."""
     beta1: Fraction = 0.9

@@ -9,19 +9,19 @@ from megajax.config.load import dump_sections
 from megajax.config.schema import keys_of
 from megajax.interop.arguments import rejected
 from megajax.interop.megatron_line import Line
-from megajax.interop.megatron_settings import settings_of
+from megajax.interop.megatron_settings import SCHEDULES, settings_of
 
 PLACE = 'the arguments'
 COLUMNS = 100
 # Values of arguments with which a run is one of ours, with what to do instead of others.
 VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'optimizer': (('adam',), 'the optimizer is AdamW'),
-    'lr_decay_style': (
-        ('constant', 'linear', 'cosine', 'WSD'),
-        'give constant, linear, cosine or WSD',
+    'lr_decay_style': (tuple(SCHEDULES), f'give {", ".join(SCHEDULES)}'),
+    'lr_wsd_decay_style': (
+        ('linear', 'cosine', 'exponential', 'minus_sqrt'),
+        'give linear, cosine, exponential or minus_sqrt',
     ),
     'weight_decay_incr_style': (('constant',), 'the decay is constant: give --weight-decay'),
-    'lr_warmup_init': ((0.0,), 'the warm-up begins at 0'),
     'loss_scale': ((0.0,), 'the scale of fp16 is dynamic: leave it out'),
     'fp8_format': (('hybrid',), 'products are e4m3 forward and e5m2 backward: give hybrid'),
     'fp8_recipe': (('delayed',), 'scaling is delayed: give delayed'),

@@ -24,6 +24,8 @@ DEFAULTS: Mapping[str, Any] = {
     'seed': 1234,
     'min_lr': 0.0,
     'lr_decay_style': 'linear',
+    'lr_warmup_init': 0.0,
+    'lr_wsd_decay_style': 'exponential',
     'weight_decay': 0.01,
     'adam_beta1': 0.9,
     'adam_beta2': 0.999,
@@ -41,6 +43,13 @@ VOCABULARIES = {
     'BertWordPieceLowerCase': 30522,
     'BertWordPieceCase': 28996,
     'Llama2Tokenizer': 32000,
+}
+SCHEDULES = {
+    'constant': 'constant',
+    'linear': 'linear',
+    'cosine': 'cosine',
+    'WSD': 'wsd',
+    'inverse-square-root': 'inverse_sqrt',
 }
 SHARDS = {
     'no_shard': 'none',
@@ -200,25 +209,13 @@ def _dtype(line: Line) -> str:
 
 
 def _optim(line: Line, steps: int, batch: int) -> Keys:
-    def number_of_steps(what: str) -> int | None:
-        samples = line.get(f'{what}_samples')
-        return line.get(f'{what}_iters') or (samples // batch if samples else None)
-
-    decay = number_of_steps('lr_decay') or steps
-    fraction = line.get('lr_warmup_fraction')
-    warmup = int(fraction * decay) if fraction else number_of_steps('lr_warmup') or 0
-    style = _default(line, 'lr_decay_style')
-    if style == 'WSD':
-        _check_wsd(line, number_of_steps('lr_wsd_decay'), decay - warmup)
     moments = {line.get(f'{moment}_dtype') for moment in ('exp_avg', 'exp_avg_sq')} - {None}
     if len(moments) > 1:
         raise ConfigError('--exp-avg-dtype and --exp-avg-sq-dtype: both moments have one dtype')
     return {
         'lr': line.arguments['lr'],
         'min_lr': _default(line, 'min_lr'),
-        'warmup_steps': warmup,
-        'decay_steps': None if decay == steps else decay,
-        'schedule': style.lower(),
+        **_schedule(line, steps, batch),
         'weight_decay': _default(line, 'weight_decay'),
         'beta1': _default(line, 'adam_beta1'),
         'beta2': _default(line, 'adam_beta2'),
@@ -230,14 +227,32 @@ def _optim(line: Line, steps: int, batch: int) -> Keys:
     }
 
 
-def _check_wsd(line: Line, steps: int | None, decayed: int) -> None:
-    style = line.get('lr_wsd_decay_style') or 'exponential'
-    if style != 'linear' or steps != decayed // 5:
-        raise ConfigError(
-            f'--lr-decay-style WSD: decays {style} over {steps} steps, but wsd decays linear over '
-            f'the last fifth of the steps after the warm-up: give --lr-wsd-decay-style linear '
-            f'--lr-wsd-decay-iters {decayed // 5}, or another --lr-decay-style'
-        )
+def _schedule(line: Line, steps: int, batch: int) -> Keys:
+    """Return the keys of the learning rate; numbers of samples become fractions of steps."""
+
+    def number_of_steps(what: str) -> float | None:
+        samples = line.get(f'{what}_samples')
+        return line.get(f'{what}_iters') or (samples / batch if samples else None)
+
+    decay = (
+        number_of_steps('lr_decay') or line.get('train_iters') or line.get('train_samples') / batch
+    )
+    fraction = line.get('lr_warmup_fraction')
+    warmup = fraction * decay if fraction else number_of_steps('lr_warmup') or 0
+    init, style = _default(line, 'lr_warmup_init'), _default(line, 'lr_decay_style')
+    if style == 'inverse-square-root' and not warmup:  # Megatron-LM's is one sample, with all of lr
+        warmup, init = 1 / batch, line.arguments['lr']
+    schedule: Keys = {
+        'warmup_steps': warmup,
+        'warmup_init': init if warmup else None,
+        'decay_steps': None if decay == steps else decay,
+        'schedule': SCHEDULES[style],
+    }
+    if style != 'WSD':
+        return schedule
+    if (fall := number_of_steps('lr_wsd_decay')) is None:
+        raise ConfigError('--lr-decay-style WSD: --lr-wsd-decay-iters is missing')
+    return schedule | {'wsd_steps': fall, 'wsd_decay': _default(line, 'lr_wsd_decay_style')}
 
 
 def _shard(line: Line) -> str:

@@ -1,5 +1,6 @@
 """AdamW as in Megatron: global-norm clipping, no weight decay on biases and norms, warm-up."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,22 +36,44 @@ def make_schedule(optim: OptimConfig, steps: int) -> Callable[[Any], jax.Array]:
     """Return the learning rate as a function of the step, which counts from 0.
 
     It rises linearly to `lr`, which the first step after the warm-up has, and then follows
-    `optim.schedule` down to `min_lr`, which it has from `optim.decay_steps` on.
+    `optim.schedule` down to `min_lr`, which it has from `optim.decay_steps` on. With
+    `optim.warmup_init` it is the rate of Megatron-LM's OptimizerParamScheduler at every step.
     """
     warmup, end = optim.warmup_steps, optim.decay_steps or steps
+    fall = optim.wsd_steps or WSD_DECAY * (end - warmup)
+
+    def rising(step: Any) -> Any:
+        if optim.warmup_init is None:
+            return optim.lr * (step + 1) / (warmup + 1)
+        return optim.warmup_init + (optim.lr - optim.warmup_init) * step / (warmup or 1)
 
     def learning_rate(step: Any) -> jax.Array:
-        progress = jnp.clip((step - warmup) / max(end - warmup, 1), 0, 1)
+        progress = jnp.clip(_since(warmup, step) / (end - warmup), 0, 1)
+        fallen = jnp.clip(_since(end - fall, step) / fall, 0, 1)
         remaining = {
             'constant': jnp.ones_like(progress),
             'linear': 1 - progress,
             'cosine': (1 + jnp.cos(jnp.pi * progress)) / 2,
-            'wsd': jnp.clip((1 - progress) / WSD_DECAY, 0, 1),
-        }[optim.schedule]
-        decayed = optim.min_lr + (optim.lr - optim.min_lr) * remaining
-        return jnp.where(step < warmup, optim.lr * (step + 1) / (warmup + 1), decayed)
+            'wsd': {
+                'linear': 1 - fallen,
+                'cosine': (1 + jnp.cos(jnp.pi * fallen)) / 2,
+                'exponential': 2 * 0.5**fallen - 1,
+                'minus_sqrt': 1 - jnp.sqrt(fallen),
+            }[optim.wsd_decay],
+        }
+        if optim.schedule == 'inverse_sqrt':
+            slow = jnp.maximum(optim.min_lr, optim.lr * jnp.sqrt(warmup / jnp.maximum(step, 1)))
+            decayed = jnp.where(step > end, optim.min_lr, slow)
+        else:
+            decayed = optim.min_lr + (optim.lr - optim.min_lr) * remaining[optim.schedule]
+        return jnp.where(step < warmup, rising(step), decayed)
 
     return learning_rate
+
+
+def _since(point: float, step: Any) -> Any:
+    """Return the steps since a point of the schedule, exact in fp32 near it, however late it is."""
+    return step - math.floor(point) - point % 1
 
 
 def decays(params: Any) -> Any:

@@ -131,6 +131,19 @@ def problems(*overrides: str) -> list[Problem]:
             'use at least 101, or leave it out',
             'optim.decay_steps=101',
         ),
+        ('optim.warmup_init=1e-2', 'optim.warmup_init', 'use at most', 'optim.warmup_init=0.0'),
+        (
+            'optim.schedule=inverse_sqrt optim.warmup_steps=0',
+            'optim.warmup_steps',
+            'use 100, for example',
+            'optim.warmup_steps=100',
+        ),
+        (
+            'optim.schedule=wsd optim.warmup_steps=100 optim.decay_steps=200 optim.wsd_steps=150',
+            'optim.wsd_steps',
+            'is more than the 100 steps after the warm-up; use at most 100',
+            'optim.wsd_steps=100',
+        ),
         (
             'mesh.replicas=3 optim.shard=weights',
             'mesh.data',
