@@ -1,12 +1,12 @@
-"""Everything worth measuring on a GPU, in fifteen minutes: `benchmarks/gpu.py --out FOLDER`.
+"""Everything worth measuring on a GPU, in 45 minutes: `benchmarks/gpu.py --out FOLDER`.
 
 Each measurement is a process of its own with a limit of its own, what matters most first, and ends
 as one JSON line on standard output and in FOLDER/results.jsonl, whatever befalls the others.
 `--list` shows them, `--only` takes some. For most steps an archive of at most 16 MiB lies beside,
 which `megajax profile` reads once it is unpacked: a trace of two steps, with the compiled one and
 the autotuner's choices. `--small` runs tiny sizes, on a CPU too. `--wheels` is a folder of wheels
-that this machine lacks; they are installed for these processes alone. A machine with jax, flax and
-optax alone needs those of
+that this machine lacks; they are installed for these processes alone. For all but `repeated` and
+`newcomer`, which run megajax's commands, a machine with jax, flax and optax needs those of
 
     pip download --no-deps --dest WHEELS \\
         pydantic pydantic-core annotated-types typing-inspection ruamel.yaml
@@ -41,21 +41,41 @@ class Measurement(NamedTuple):
 
 MEASUREMENTS = (
     Measurement('machine', 30, 'versions, driver, clocks'),
+    # Is it right?
+    Measurement('numerics', 70, "cuDNN's attention and its gradients, compared with fp32"),
+    Measurement('losses', 90, 'five losses of a small model, compared with the CPU'),
+    Measurement(
+        'deterministic', 120, 'two starts and a resume of a step: equal bits, and the cost'
+    ),
+    Measurement(
+        'repeated',
+        280,
+        'runs in bf16, fp8, with LoRA and packed: two, a resume, each step replayed',
+    ),
+    # A rank of a large job on one card, without communication
+    Measurement('rank-8b-tp8', 150, 'llama3_8b, TP=8: one of 8 GPUs', 70),
+    Measurement('rank-8.3b-512', 200, 'megatron_8.3b, TP=8 x DP=64: one of 512 GPUs', 70),
+    Measurement('rank-70b-128', 240, 'llama3_70b, TP=8 x PP=4 x DP=4: one of 128 GPUs', 70),
+    # Compared with others
+    Measurement('step-8b-lora', 330, 'llama3_8b with LoRA: 32 rows of 4096, microbatches of 2', 70),
+    Measurement('torch-llama', 200, "PyTorch's Llama of the size of step-llama", 130),
+    Measurement('torch-1.2b-8', 150, "PyTorch's GPT-2 of the size of megatron_1.2b, 8 rows", 70),
+    # How fast
     Measurement('products', 40, 'twelve products of the models in bf16, and the rate of a copy'),
     Measurement('step-1.2b-8', 90, 'megatron_1.2b, 8 rows', 70),
     Measurement('step-1.2b-8-fp8', 180, 'the same in fp8', 70),
     Measurement('step-1.2b-4x8', 90, 'megatron_1.2b, 32 rows as four microbatches', 70),
-    Measurement('numerics', 70, "cuDNN's attention and its gradients, beside those of fp32"),
-    Measurement('losses', 90, 'five losses of a small model beside those of the CPU'),
-    Measurement('step-345m', 50, 'gpt2_345m, 32 rows', 30),
-    Measurement('step-124m', 40, 'gpt2_124m, 32 rows', 30),
+    Measurement('step-1.2b-32', 90, 'megatron_1.2b, 32 rows at once', 130),
     Measurement('attention', 30, "cuDNN's attention, forward and backward, at two sizes"),
-    Measurement('torch-1.2b-8', 150, "PyTorch's GPT-2 of the size of megatron_1.2b, 8 rows", 70),
     Measurement(
-        'deterministic', 120, 'two starts and a resume, compared to the bit, and what they cost'
+        'mosaic', 90, "JAX's Mosaic attention compared with cuDNN's, by the size of a head"
+    ),
+    Measurement(
+        'newcomer', 240, 'doctor, train gpt2_124m, profile, report: seconds and warnings', 30
     ),
     Measurement('overlap', 90, 'halves, quarters and slots for collectives, on several GPUs', 70),
-    Measurement('step-1.2b-32', 90, 'megatron_1.2b, 32 rows at once', 130),
+    Measurement('step-345m', 50, 'gpt2_345m, 32 rows', 30),
+    Measurement('step-124m', 40, 'gpt2_124m, 32 rows', 30),
     Measurement('step-4.2b', 100, 'megatron_4.2b, 8 rows', 130),
     Measurement('step-llama', 90, 'llama3_8b of 16 layers, 2 rows of 8192', 130),
 )
@@ -71,7 +91,7 @@ def main() -> None:
     if arguments.list:
         for one in chosen:
             memory = f', from {one.gigabytes} GB' if one.gigabytes else ''
-            print(f'{one.name:14} {one.seconds:4d} s  {one.what}{memory}')
+            print(f'{one.name:16} {one.seconds:4d} s  {one.what}{memory}')
         return
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
@@ -93,7 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         '--only', nargs='+', metavar='NAME', choices=[one.name for one in MEASUREMENTS]
     )
-    parser.add_argument('--seconds', type=float, default=900, help='for all of them together')
+    parser.add_argument('--seconds', type=float, default=2700, help='for all of them together')
     parser.add_argument(
         '--small', action='store_true', help='tiny sizes, to see that everything runs'
     )

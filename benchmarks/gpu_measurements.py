@@ -15,9 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_commands
 import gpu_deterministic
+import gpu_mosaic
 import gpu_numerics
 import gpu_overlap
+import gpu_rank
 from gpu_step import SMALL, STEP, TINY, UNTRACED, Sensors, config_of, prepared, query, timed
 
 
@@ -26,9 +29,12 @@ def main() -> None:
     kind, _, size = name.partition('-')
     found = {'machine': machine, 'products': products, 'attention': attention, 'losses': losses}
     found |= {'overlap': gpu_overlap.overlap, 'deterministic': gpu_deterministic.deterministic}
-    found |= {'numerics': gpu_numerics.numerics}
+    found |= {'numerics': gpu_numerics.numerics, 'mosaic': gpu_mosaic.mosaic}
+    found |= {'newcomer': gpu_commands.newcomer, 'repeated': gpu_commands.repeated}
     if kind in found:
         print(json.dumps(found[kind]()))
+    elif kind == 'rank':
+        print(json.dumps(gpu_rank.rank(size)))
     elif kind == 'torch':
         print(json.dumps(torch_step(size)))
     else:
@@ -243,30 +249,15 @@ def own_losses() -> dict[str, list[float]]:
 
 
 def torch_step(size: str) -> dict[str, Any]:
-    """PyTorch's GPT-2 of the same size, compiled, with its fused AdamW."""
+    """PyTorch's model of the same size, as transformers writes it, compiled, with fused AdamW."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
 
     from megajax.counts.flops import step_flops
 
     config = config_of(size)
-    model, train, device = (
-        config.model,
-        config.train,
-        'cuda' if torch.cuda.is_available() else 'cpu',
-    )
-    gpt2 = GPT2Config(
-        vocab_size=model.padded_vocab_size,
-        n_positions=model.max_seq_len,
-        n_embd=model.hidden_size,
-        n_layer=model.num_layers,
-        n_head=model.num_heads,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        attn_implementation='sdpa',
-    )
-    network = GPT2LMHeadModel(gpt2).to(device).train()
+    model, train = config.model, config.train
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    network = transformers_model(model).to(device).train()
     network = network if SMALL else torch.compile(network)
     optimizer = torch.optim.AdamW(
         network.parameters(), lr=1e-4, weight_decay=0.1, fused=device == 'cuda'
@@ -295,6 +286,39 @@ def torch_step(size: str) -> dict[str, Any]:
         **sensors.result(),
         'peak_bytes': peak,
     }
+
+
+def transformers_model(model: Any) -> Any:
+    """Return GPT-2 or Llama with the sizes of `model`, in fp32 with random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    if model.position == 'rope':
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=model.padded_vocab_size,
+                max_position_embeddings=model.max_seq_len,
+                hidden_size=model.hidden_size,
+                intermediate_size=model.ffn_size,
+                num_hidden_layers=model.num_layers,
+                num_attention_heads=model.num_heads,
+                num_key_value_heads=model.num_kv_heads,
+                rope_theta=model.rope_theta,
+                attn_implementation='sdpa',
+            )
+        )
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=model.padded_vocab_size,
+            n_positions=model.max_seq_len,
+            n_embd=model.hidden_size,
+            n_layer=model.num_layers,
+            n_head=model.num_heads,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            attn_implementation='sdpa',
+        )
+    )
 
 
 def kept(config: Any, compiled: Any, held: list[Any], batch: Any, folder: Path) -> dict[str, int]:

@@ -30,6 +30,7 @@ SIZES: dict[str, tuple[str, int, int, tuple[str, ...]]] = {
     '124m': ('gpt2_124m', 32, 1, ()),
     '4.2b': ('megatron_4.2b', 8, 1, ()),
     'llama': ('llama3_8b', 2, 1, ('model.num_layers=16',)),
+    '8b-lora': ('llama3_8b', 32, 16, ('lora.rank=16', 'lora.alpha=32', 'train.seq_len=4096')),
 }
 # A machine that is lent may give few files back.
 UNTRACED = '1.2b-4x8', '345m'
@@ -40,20 +41,25 @@ def config_of(size: str) -> Any:
 
     preset, rows, microbatches, more = SIZES[size]
     if SMALL:
-        preset, rows, more = 'tiny', microbatches, (*TINY, *(x for x in more if 'dtype' in x))
+        rope = ('model.position=rope',) if preset.startswith('llama') else ()
+        kept = (one for one in more if 'dtype' in one or 'lora' in one)
+        preset, rows, more = 'tiny', microbatches, (*TINY, *rope, *kept)
     batch = f'train.batch_size={rows}', f'train.microbatches={microbatches}'
     return megajax.load(preset, [*STEP, *more, *batch])
 
 
-def prepared(config: Any) -> tuple[Any, Any, Any, float]:
-    """The compiled step, its first state and a batch, and the seconds that compiling took."""
+def prepared(config: Any, mesh: Any = None) -> tuple[Any, Any, Any, float]:
+    """Return the compiled step, its first state and a batch, and the seconds of compiling.
+
+    The mesh is one device unless it is given.
+    """
     import jax
     import numpy as np
 
     import megajax
     from megajax.train.first_step import with_scales
 
-    jax.set_mesh(megajax.make_mesh(1, 1))
+    jax.set_mesh(mesh or megajax.make_mesh(1, 1))
     train = config.train
     tokens = np.random.default_rng(0).integers(
         0, config.model.vocab_size, (train.batch_size, train.seq_len + 1), np.int32
