@@ -7,6 +7,7 @@ import numpy as np
 from megajax.data.batches import Batch, Batches
 from megajax.data.image_rows import ImageDocument, RowShape
 from megajax.data.pictures import IMAGE, Picture
+from megajax.data.text.pieces import Piece
 from megajax.data.text.tokenizer import Tokenizer
 
 ENDLESS = range(1 << 60)
@@ -42,15 +43,21 @@ class PictureBatches(Batches):
         """Return the tokens and patches of a picture with question and answer."""
         patches, (height, width) = self.shape.patches, picture.image_HWC.shape[:2]
         grid = patches.fit(height, width)
-        texts = *picture.question.split(IMAGE), picture.answer
-        start, end, answer = self._tokenizer.encode_batch(texts)
+        start, end = picture.question.split(IMAGE)
+        pieces = [
+            Piece(text=start),
+            Piece(image=IMAGE),
+            Piece(text=end),
+            Piece(text=picture.answer, answered=True),
+        ]
+        ids, answered = self._tokenizer.encode_pieces(
+            pieces, sizes=[patches.tokens(grid)], image_token=self.shape.image_token
+        )
         eod = self._tokenizer.eod
-        image = [self.shape.image_token] * patches.tokens(grid)
-        before = [*(self._tokenizer.start or [eod]), *start, *image, *end]
-        tokens = np.array([*before, *answer, eod], np.int32)
+        begin = self._tokenizer.start or [eod]
         return ImageDocument(
-            tokens=tokens,
-            answered=np.arange(len(tokens)) >= len(before),
+            tokens=np.array([*begin, *ids, eod], np.int32),
+            answered=np.array([*[False] * len(begin), *answered, True]),
             grids=[grid],
             patches=[patches.cut(picture.image_HWC, grid)],
         )

@@ -74,13 +74,7 @@ class Conversation:
 
     def _encode(self, turns: list[Message]) -> list[int]:
         pieces = pieces_of_prompt([*self._system, *turns], self._vocabulary, self._chat, PLACE)
-        texts = iter(self._tokenizer.encode_batch([piece.text for piece in pieces if piece.text]))
-        ids: list[int] = []
-        for piece in pieces:
-            if piece.token is not None:
-                ids.append(piece.token)
-            elif piece.text:
-                ids += map(int, next(texts))
+        ids, _ = self._tokenizer.encode_pieces(pieces)
         begin = self._tokenizer.start or [self._tokenizer.eod]
         return ids if ids[: len(begin)] == begin else [*begin, *ids]
 

@@ -9,9 +9,10 @@ import numpy as np
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.image_rows import ImageDocument, RowShape
 from megajax.data.image_text.chat import Chat
-from megajax.data.image_text.lines import Piece, Vocabulary, pieces_of, pieces_of_text, read_lines
+from megajax.data.image_text.lines import Vocabulary, pieces_of, pieces_of_text, read_lines
 from megajax.data.images import inside, read_image, read_size
 from megajax.data.patches import Grid
+from megajax.data.text.pieces import Piece
 from megajax.data.text.tokenizer import Tokenizer
 
 
@@ -97,19 +98,9 @@ def _encode(
 
     The end counts if what stands before it does.
     """
-    encoded = iter(tokenizer.encode_batch([piece.text for piece in pieces if piece.text]))
-    sizes = iter(shape.patches.tokens(grid) for grid in grids)
-    ids: list[int] = []
-    answered: list[bool] = []
-    for piece in pieces:
-        if piece.image is not None:
-            added: Sequence[int] = [shape.image_token] * next(sizes)
-        elif piece.token is not None:
-            added = [piece.token]
-        else:
-            added = next(encoded).tolist() if piece.text else []
-        ids += added
-        answered += [piece.answered] * len(added)
+    ids, answered = tokenizer.encode_pieces(
+        pieces, sizes=list(map(shape.patches.tokens, grids)), image_token=shape.image_token
+    )
     begin = tokenizer.start or [tokenizer.eod]
     if ids[: len(begin)] != begin:
         ids, answered = [*begin, *ids], [*[False] * len(begin), *answered]

@@ -19,21 +19,10 @@ from megajax.data.build.inputs import find_inputs
 from megajax.data.build.pieces import Position
 from megajax.data.build.read import read_pieces
 from megajax.data.image_text.chat import Chat, Message
+from megajax.data.text.pieces import GUARDS, Piece
 
 MARKER = '<image>'  # a picture's place in a text
-# characters that Unicode keeps from use in texts, to take apart what spells a special token
-GUARDS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 VISION = '<|vision_start|>', '<|vision_end|>'  # stand around a picture where a tokenizer has them
-
-
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A text, a special token or a picture; exactly one is given."""
-
-    text: str = ''
-    token: int | None = None
-    image: str | None = None  # name, in the dataset's folder
-    answered: bool = False  # counts in the loss; a picture never does
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megajax.config.errors import ConfigError, Problem, reason
-from megajax.data.text.long_texts import PART, parts, parts_to_learn
+from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, parts, parts_to_learn
+from megajax.data.text.pieces import GUARDS, IMAGE, MarkedTokenizer, Piece, reader_of_letters
 
 if TYPE_CHECKING:
     import tokenizers
@@ -56,6 +57,9 @@ class Tokenizer:
                 f'{spec} has no end-of-document token; add one of {", ".join(END_OF_DOCUMENT)}'
             )
         self._backend, self._spec = backend, spec
+        is_bpe = type(backend.model).__name__ == 'BPE'
+        self._reader = backend if is_bpe else reader_of_letters(backend)
+        self._marked: MarkedTokenizer | None = None
         self.eod = vocab[names[0]]
         self.ends: tuple[int, ...] = (self.eod,)
         self.start = _start(backend)
@@ -86,13 +90,42 @@ class Tokenizer:
 
     def _encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         try:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
-        except Exception as error:  # a text has what the vocabulary lacks, and no token for that
-            raise _error(
-                f'{self._spec} cannot encode a text ({reason(error)}); '
-                'use a tokenizer that knows every text, such as a byte-level BPE'
-            ) from error
+            encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:
+            raise self._unknown(error) from error
         return [encoding.ids for encoding in encodings]
+
+    def _unknown(self, error: Exception) -> ConfigError:
+        # a text has what the vocabulary lacks, and no token for that
+        return _error(
+            f'{self._spec} cannot encode a text ({reason(error)}); '
+            'use a tokenizer that knows every text, such as a byte-level BPE'
+        )
+
+    def encode_pieces(
+        self, pieces: Sequence[Piece], *, sizes: Sequence[int] = (), image_token: int = IMAGE
+    ) -> tuple[list[int], list[bool]]:
+        """Return the ids of consecutive pieces of a document, and whether each counts in the loss.
+
+        They are those of the whole document, however it is cut into pieces, without start and
+        end-of-document tokens. Image n becomes sizes[n] times `image_token`. An id counts if its
+        token covers an answered character, as in the mask of transformers' `apply_chat_template`.
+        Raises UncuttableError for a document of more than `long_texts.WHOLE` characters.
+        """
+        text = ''.join(piece.text for piece in pieces)
+        if len(text) > WHOLE:
+            raise UncuttableError
+        if self._marked is None or self._marked.guard in text:
+            guard = next((guard for guard in GUARDS if guard not in text), '')
+            if not guard:
+                raise _error('cannot read a text that has all noncharacters from U+FDD0 to U+FDEE')
+            self._marked = MarkedTokenizer(self._backend, guard)
+        try:
+            return self._marked.encode(pieces, sizes, image_token)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise self._unknown(error) from error
 
     def also_ends(self, ids: Iterable[int]) -> None:
         """End generated texts at these ids too, such as those of the end of a turn."""
@@ -262,7 +295,7 @@ def _token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
 
     byte_level = isinstance(backend.decoder, ByteLevel)
     word_piece = type(backend.model).__name__ == 'WordPiece'
-    if not (byte_level or word_piece or getattr(backend.model, 'byte_fallback', False)):
+    if not (byte_level or word_piece or _has_byte_fallback(backend)):
         raise _error(
             f'{spec} has tokens that do not stand for bytes; '
             'use a byte-level BPE or one with byte fallback'
@@ -284,6 +317,13 @@ def _token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
     for i, token in backend.get_added_tokens_decoder().items():
         token_bytes[i] = 0 if token.special else len(token.content.encode())
     return token_bytes
+
+
+def _has_byte_fallback(backend: 'tokenizers.Tokenizer') -> bool:
+    if type(backend.model).__name__ == 'Unigram':  # has no attribute for it
+        state: bytes = backend.model.__getstate__()
+        return b'"byte_fallback":true' in state
+    return bool(getattr(backend.model, 'byte_fallback', False))
 
 
 def _sentencepiece_bytes(name: str) -> int:
