@@ -23,6 +23,9 @@ def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
     return [jax.tree.map(lambda x, i=i: part(x, i), rows) for i in range(num_parts)]
 
 
+BRANCHES = 'attention', 'mlp'
+
+
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -51,22 +54,25 @@ class Block(nnx.Module):
         Without sequence parallelism T is S and the gathers before the two branches do nothing: the
         backward pass of `product` makes f's all-reduce.
         """
-        row = self.layout('TD')
         with jax.named_scope('attention'):
             # SP: all-gather forward, reduce-scatter backward
             h_BSD = self.attention.qkv.gather(self._before(self.attention_norm, x_BTD))
             h_BTD, kept = self.attention(h_BSD, position_BS, core)
-            h_BTD = self._after(self.attention_norm, h_BTD)
-            x_BTD = x_BTD + dropout(h_BTD, self.rate, fold_in(key_B, 1), row)
+            x_BTD = x_BTD + self.added('attention', h_BTD, key_B)
         with jax.named_scope('mlp'):
             # SP: all-gather forward, reduce-scatter backward
             h_BSD = self.mlp.up.gather(self._before(self.mlp_norm, x_BTD))
-            h_BTD = self.mlp(h_BSD)
-            h_BTD = self._after(self.mlp_norm, h_BTD)
-            return x_BTD + dropout(h_BTD, self.rate, fold_in(key_B, 2), row), kept
+            return x_BTD + self.added('mlp', self.mlp(h_BSD), key_B), kept
+
+    def added(self, branch: str, h_BTD: jax.Array, key_B: jax.Array | None) -> jax.Array:
+        """Return what a branch adds to the residual stream, from the output of its module.
+
+        It reads only parameters whose names begin with that of the branch.
+        """
+        if self.is_norm_after:
+            h_BTD = getattr(self, f'{branch}_norm')(h_BTD)
+        keys = fold_in(key_B, 1 + BRANCHES.index(branch))
+        return dropout(h_BTD, self.rate, keys, self.layout('TD'))
 
     def _before(self, norm: Norm, x_BTD: jax.Array) -> jax.Array:
         return x_BTD if self.is_norm_after else norm(x_BTD)
-
-    def _after(self, norm: Norm, h_BTD: jax.Array) -> jax.Array:
-        return norm(h_BTD) if self.is_norm_after else h_BTD

@@ -11,20 +11,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 
 from megajax.config import ModelConfig
 from megajax.model import fp8
-from megajax.model.attention import Attention, attention_core
+from megajax.model.attention import attention_core
 from megajax.model.block import Block
-from megajax.model.dropout import dropout, fold_in
+from megajax.model.dropout import fold_in
 from megajax.model.fp8 import Operand, Quantized, value
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
-from megajax.model.mlp import MLP
 from megajax.model.norm import Norm
 from megajax.model.ordered.matrices import Matrix
 from megajax.model.ordered.token_parts import join_tokens, split_tokens
-from megajax.model.parameters import map_parameters
 from megajax.model.product import (
     input_gradient,
     partial_gradient,
@@ -45,48 +44,35 @@ class RowArrays(NamedTuple):
     key_B: jax.Array | None
 
 
-class Modules(NamedTuple):
-    """The modules of a branch, with some of their parameters, or with gradients in their place."""
-
-    norm: Norm
-    layer: Attention | MLP
-
-    @property
-    def first(self) -> ColumnParallelLinear:
-        """The first of the two linear layers."""
-        return self.layer.up if isinstance(self.layer, MLP) else self.layer.qkv
-
-    @property
-    def second(self) -> RowParallelLinear:
-        """The second of the two linear layers."""
-        return self.layer.down if isinstance(self.layer, MLP) else self.layer.out
-
-
 @dataclasses.dataclass(frozen=True)
 class Branch:
     """One of the two branches of a block, for some rows.
 
-    Steps that are differentiated take the `vectors` as an argument.
+    Steps that are differentiated take the `vectors` as an argument. A `Block` of a branch has None
+    in the place of the other parameters.
     """
 
     place: int  # among the branches of all layers
     index: int  # of the layer
+    name: str  # one of BRANCHES
     scope: str
-    vectors: Modules  # norms and biases
-    matrices: Modules  # those of all layers
-    totals: Modules | None  # the gradients of earlier microbatches in the place of the matrices
+    vectors: Block  # norms and biases
+    matrices: Block  # those of all layers
+    totals: Block | None  # the gradients of earlier microbatches in the place of the matrices
     rows: RowArrays
     config: ModelConfig
     layout: Layout
     dtype: DTypeLike
     recompute: bool  # what attention would save
     scales: tuple[jax.Array, jax.Array] | None  # [operand] of the two products, in fp8
+    keeps_output: bool = False  # for the gradient of `leave`
 
     def enter(self, x_BTD: jax.Array) -> tuple[Operand, Any]:
         """Return the normed residual stream and the transpose, which keeps the statistics."""
 
-        def normed(vectors: Modules, x_BTD: jax.Array) -> jax.Array:
-            return vectors.norm(row_major(x_BTD))
+        def normed(vectors: Block, x_BTD: jax.Array) -> jax.Array:
+            norm: Norm = getattr(vectors, f'{self.name}_norm')
+            return norm(row_major(x_BTD))
 
         h_BTD, pull = jax.vjp(normed, self.vectors, x_BTD)
         return self._operand('first', fp8.X, h_BTD), pull
@@ -98,15 +84,16 @@ class Branch:
 
     def first(self, weight: jax.Array, h_BSD: Operand) -> jax.Array:
         """Multiply by the column-parallel matrix."""
-        y = product(self.matrices.first.equation, value(h_BSD), weight, self.layout, self.dtype)
+        equation = self._linear('first').equation
+        y = product(equation, value(h_BSD), weight, self.layout, self.dtype)
         return self._unscaled('first', y, fp8.X, fp8.W)
 
-    def middle(self, vectors: Modules, y: jax.Array) -> jax.Array:
+    def middle(self, vectors: Block, y: jax.Array) -> jax.Array:
         """Compute attention, or the activation, from the first product."""
         position_BS, segment_BS, key_B = self.rows
-        if isinstance(vectors.layer, MLP):
-            return vectors.layer.activate(y)
-        y = vectors.first.with_bias(y)
+        if self.is_mlp:
+            return vectors.mlp.activate(y)
+        y = vectors.attention.qkv.with_bias(y)
         core = attention_core(
             self.config,
             self.layout,
@@ -114,17 +101,17 @@ class Branch:
             segment_BS=segment_BS,
             key_B=fold_in(key_B, 0),
         )
-        return vectors.layer.attend(y, position_BS, core)[0]
+        return vectors.attention.attend(y, position_BS, core)[0]
 
     def middle_and_pull(self, *ys: jax.Array) -> Sequence[Any]:
         """Do what `middle` does, for parts of the tokens; return the results and the transpose."""
 
-        def of_parts(vectors: Modules, *ys: jax.Array) -> tuple[jax.Array, ...]:
+        def of_parts(vectors: Block, *ys: jax.Array) -> tuple[jax.Array, ...]:
             if len(ys) == 1:
                 return (self.middle(vectors, *ys),)
-            y = join_tokens(ys, 'BS' + self.matrices.first.outputs, self.layout)
+            y = join_tokens(ys, 'BS' + linears(self.matrices, self.name)[0].outputs, self.layout)
             z = self.middle(vectors, y)
-            dims = 'BS' + self.matrices.second.inputs
+            dims = 'BS' + linears(self.matrices, self.name)[1].inputs
             return tuple(split_tokens(z, dims, len(ys), self.layout))
 
         zs, pull = jax.vjp(of_parts, self.vectors, *ys)
@@ -137,7 +124,7 @@ class Branch:
 
     def second(self, weight: jax.Array, z: Operand) -> jax.Array:
         """Multiply by the row-parallel matrix, up to the sum over its shards."""
-        equation = self.matrices.second.equation
+        equation = self._linear('second').equation
         sums = partial_sums(equation, value(z), weight, self.layout, self.dtype)
         return self._unscaled('second', sums, fp8.X, fp8.W)
 
@@ -145,28 +132,35 @@ class Branch:
         """Add partial sums: of the second product forward, of an input's gradient backward."""
         return sum_over_shards(partial, 'BTD', self.layout, self.dtype)
 
-    def leave(self, vectors: Modules, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
+    def leave(self, x_BTD: jax.Array, y_BTD: jax.Array) -> jax.Array:
         """Add the second product to the residual stream."""
-        keys = fold_in(self.rows.key_B, 2 if self.is_mlp else 1)
-        h_BTD = vectors.second.with_bias(y_BTD)
-        return x_BTD + dropout(h_BTD, self.config.dropout, keys, self.layout('TD'))
+        return x_BTD + self._added(self.vectors, y_BTD)
 
-    def gradient_of_leave(self, dx_BTD: jax.Array) -> tuple[Operand, Modules]:
-        """Return the gradients of the second product and of the vectors."""
-        zeros = jnp.zeros_like(dx_BTD)  # `leave` is linear: the gradients do not depend on x and y
-        _, pull = jax.vjp(lambda *given: self.leave(given[0], zeros, given[1]), self.vectors, zeros)
+    def _added(self, vectors: Block, y_BTD: jax.Array) -> jax.Array:
+        h_BTD = linears(vectors, self.name)[1].with_bias(y_BTD)
+        return vectors.added(self.name, h_BTD, self.rows.key_B)
+
+    def gradient_of_leave(
+        self, dx_BTD: jax.Array, y_BTD: jax.Array | None = None
+    ) -> tuple[Operand, Block]:
+        """Return the gradients of the second product and of the vectors.
+
+        They depend on the second product `y_BTD` only if the branch `keeps_output`.
+        """
+        y_BTD = jnp.zeros_like(dx_BTD) if y_BTD is None else y_BTD
+        _, pull = jax.vjp(self._added, self.vectors, y_BTD)
         vectors, dy_BTD = pull(dx_BTD)
         return self._operand('second', fp8.DY, dy_BTD), vectors
 
     def gradient_of_second(self, weight: jax.Array, dy_BSD: Operand) -> jax.Array:
         """Return the gradient of what `middle` returned."""
-        equation = self.matrices.second.equation
+        equation = self._linear('second').equation
         dz = input_gradient(equation, value(dy_BSD), weight, self.layout, self.dtype)
         return self._unscaled('second', dz, fp8.DY, fp8.W)
 
     def gradient_of_first(self, weight: jax.Array, dy: Operand) -> jax.Array:
         """Return the gradient of what `gather` returned, up to the sum over the shards."""
-        equation = self.matrices.first.equation
+        equation = self._linear('first').equation
         sums = partial_gradient(equation, value(dy), weight, self.layout, self.dtype)
         return self._unscaled('first', sums, fp8.DY, fp8.W)
 
@@ -183,7 +177,7 @@ class Branch:
         """Return the gradient of the `first` or the `second` matrix in earlier microbatches."""
         if self.totals is None:
             return None
-        total: jax.Array = getattr(self.totals, linear).weight.get_value()[self.index]
+        total: jax.Array = _linear_of(self.totals, self.name, linear).weight.get_value()[self.index]
         return total
 
     def matrix(self, linear: str) -> Matrix:
@@ -201,25 +195,26 @@ class Branch:
 
     def gradients(
         self,
-        vectors: Modules,
+        vectors: Block,
         first: jax.Array,
         second: jax.Array,
         counts: Sequence[jax.Array] | None,
-    ) -> Modules:
-        """Return the modules with gradients in the place of their parameters.
+    ) -> Block:
+        """Return the block with the gradients of the parameters that the branch computed.
 
-        `counts` are those of the two products in fp8.
+        The others are None. `counts` are those of the two products in fp8.
         """
-        modules = jax.tree.map(lambda x: x, self.matrices)
-        if counts is not None:
-            for linear, of_linear in zip(('first', 'second'), counts, strict=True):
-                scales = getattr(vectors, linear).scales
-                scales.set_value(of_linear)
-        modules.first.weight.set_value(first)
-        modules.second.weight.set_value(second)
-        return map_parameters(
-            lambda declared, x, y: x if declared.is_matrix else y, modules, vectors
-        )
+        gradients: Block = jax.tree.map(lambda x: x, vectors)
+        for index, weight in enumerate((first, second)):
+            linear = linears(gradients, self.name)[index]
+            linear.weight.set_value(weight)
+            if counts is not None and linear.scales is not None:
+                linear.scales.set_value(counts[index])
+        return gradients
+
+    def with_vectors(self, vectors: Block) -> 'Branch':
+        """Return the same branch with other vectors."""
+        return dataclasses.replace(self, vectors=vectors)
 
     @property
     def again(self) -> 'Branch':
@@ -234,7 +229,7 @@ class Branch:
     @property
     def is_mlp(self) -> bool:
         """Whether it is the feed-forward branch, in which tokens do not meet."""
-        return isinstance(self.vectors.layer, MLP)
+        return self.name == 'mlp'
 
     def _operand(self, linear: str, operand: int, x: jax.Array) -> Operand:
         """Return an operand of the `first` or the `second` matrix's product, rounded in fp8."""
@@ -256,25 +251,32 @@ class Branch:
         return self.scales[linear == 'second']
 
     def _linear(self, linear: str) -> ColumnParallelLinear | RowParallelLinear:
-        return self.matrices.first if linear == 'first' else self.matrices.second
+        return _linear_of(self.matrices, self.name, linear)
 
 
-def modules_of(block: Block, name: str) -> Modules:
-    """Return the modules of the branch `attention` or `mlp` of a block."""
-    return Modules(getattr(block, f'{name}_norm'), getattr(block, name))
+def linears(block: Block, name: str) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    """Return the two linear layers of the branch `attention` or `mlp`."""
+    if name == 'mlp':
+        return block.mlp.up, block.mlp.down
+    return block.attention.qkv, block.attention.out
 
 
-def select(modules: Modules, *, matrices: bool) -> Modules:
-    """Return modules that have only their matrices, or only their vectors."""
-    return map_parameters(
-        lambda declared, x: x if declared.is_matrix is matrices else None, modules
-    )
+def _linear_of(block: Block, name: str, linear: str) -> ColumnParallelLinear | RowParallelLinear:
+    return linears(block, name)[linear == 'second']
 
 
-def replaced(block: Block, attention: Modules, mlp: Modules) -> Block:
-    """Return a copy of a block with these modules."""
-    block = jax.tree.map(lambda x: x, block)
-    for name, modules in (('attention', attention), ('mlp', mlp)):
-        setattr(block, f'{name}_norm', modules.norm)
-        setattr(block, name, modules.layer)
-    return block
+def names(path: Sequence[Any]) -> list[str]:
+    """Return the names on the way to a parameter."""
+    return [str(getattr(key, 'name', getattr(key, 'key', key))) for key in path]
+
+
+def select(block: Block, name: str, *, matrices: bool) -> Block:
+    """Return a block that has only the matrices, or only the vectors, of a branch."""
+
+    def own(path: Any, param: nnx.Variable[Any]) -> nnx.Variable[Any]:
+        first = names(path)[0]
+        is_own = first == name or first.startswith(f'{name}_')
+        is_kept = is_own and param.declared.is_matrix is matrices
+        return param if is_kept else param.replace(None)
+
+    return jax.tree.map_with_path(own, block, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -6,8 +6,9 @@ from functools import partial
 import jax
 
 from megajax.model import fp8
+from megajax.model.block import Block
 from megajax.model.fp8 import Quantized
-from megajax.model.ordered.branch import Branch, Modules
+from megajax.model.ordered.branch import Branch
 from megajax.model.ordered.clock import Box, Clock
 from megajax.model.ordered.matrices import Key, Matrix
 
@@ -75,7 +76,7 @@ class Gradients:
         """The gradient of the head at rest."""
         return self._of_head.value
 
-    def of(self, branch: Branch) -> Modules:
+    def of(self, branch: Branch) -> Block:
         """Return the gradients of all parameters of a branch."""
         first, second = (
             self._matrices[branch.place, linear].value for linear in ('first', 'second')

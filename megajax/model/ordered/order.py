@@ -16,20 +16,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.config import ModelConfig
-from megajax.model.block import Block, parts_of_rows
+from megajax.model.block import BRANCHES, Block, parts_of_rows
 from megajax.model.computation import Computation
 from megajax.model.dropout import fold_in
 from megajax.model.ordered.apart import holds_totals, of_all, of_layer
-from megajax.model.ordered.branch import Branch, Modules, RowArrays, modules_of, replaced, select
+from megajax.model.ordered.branch import Branch, RowArrays, linears, select
 from megajax.model.ordered.clock import Box, Clock, in_turn
 from megajax.model.ordered.gradients import Gradients
 from megajax.model.ordered.matrices import Matrices, Matrix
+from megajax.model.ordered.reads import LINEARS, has_value, named, read, reads_output, require
 from megajax.model.ordered.token_parts import join_tokens, split_tokens
 from megajax.model.ordered.turns import Kept, Turns
+from megajax.model.parameters import map_parameters
 from megajax.parallel.layout import Layout
 
 Parts = tuple[jax.Array, ...]  # x_BTD of each part
-BRANCHES, LINEARS = ('attention', 'mlp'), ('first', 'second')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +77,19 @@ class Order:
             return forward(xs_BTD, head_Vd, *given)[0]
 
         def forward(xs_BTD: Parts, head_Vd: jax.Array | None, *given: Any) -> tuple[Any, Any]:
-            outputs, kept = self._forward(xs_BTD, self._branches(*given), self._head(head_Vd))
+            branches = self._branches(xs_BTD[0], *given)
+            self._require_all_read(given[0], branches[0][: len(BRANCHES)], xs_BTD[0])
+            outputs, kept = self._forward(xs_BTD, branches, self._head(head_Vd))
             return outputs, (kept, head_Vd, given)
 
         def backward(saved: Any, gradients: tuple[Parts, jax.Array | None]) -> tuple[Any, ...]:
             kept, head_Vd, given = saved
-            dxs_BTD, dhead_Vd, modules = self._backward(
-                *gradients, kept, self._branches(*given), self._head(head_Vd)
+            branches = self._branches(gradients[0][0], *given)
+            dxs_BTD, dhead_Vd, of_branches = self._backward(
+                *gradients, kept, branches, self._head(head_Vd)
             )
-            block = of_layer(given[0], 0)
-            pairs = zip(modules[::2], modules[1::2], strict=True)
-            blocks = [replaced(block, attention, mlp) for attention, mlp in pairs]
+            pairs = zip(of_branches[::2], of_branches[1::2], strict=True)
+            blocks = [_joined(attention, mlp) for attention, mlp in pairs]
             return dxs_BTD, dhead_Vd, of_all(given[0], blocks), None, None, None
 
         run.defvjp(forward, backward)
@@ -109,15 +112,19 @@ class Order:
         return Matrix(key, 'head', head_Vd, None, 'Vd', self.layout, self.computation.dtype)
 
     def _branches(
-        self, layers: Block, weights: Block | None, rows: Sequence[RowArrays], first: Any
+        self,
+        x_BTD: jax.Array,
+        layers: Block,
+        weights: Block | None,
+        rows: Sequence[RowArrays],
+        first: Any,
     ) -> list[list[Branch]]:
-        """The branches of all layers in turn, for each part of the rows."""
+        """The branches of all layers in turn, for each part of the rows; `x_BTD` is a part's."""
         count = len(layers.attention_norm.weight[...])
         blocks = [of_layer(layers, index) for index in range(count)]
-        used = [modules_of(weights or layers, name) for name in BRANCHES]
-        stacked = [select(modules, matrices=True) for modules in used]
-        is_added = holds_totals(layers, weights)
-        totals = [modules_of(layers, name) if is_added else None for name in BRANCHES]
+        used = weights or layers
+        stacked = [select(used, name, matrices=True) for name in BRANCHES]
+        totals = layers if holds_totals(layers, weights) else None
 
         def of_part(rows: RowArrays) -> Iterator[Branch]:
             for index, block in enumerate(blocks):
@@ -126,19 +133,33 @@ class Order:
                     yield Branch(
                         place=2 * index + offset,
                         index=index,
+                        name=name,
                         scope=name,
-                        vectors=select(modules_of(block, name), matrices=False),
+                        vectors=select(block, name, matrices=False),
                         matrices=stacked[offset],
-                        totals=totals[offset],
+                        totals=totals,
                         rows=with_keys,
                         config=self.config,
                         layout=self.layout,
                         dtype=self.computation.dtype,
                         recompute=self.computation.recompute == 'selective',
-                        scales=_scales(used[offset], index),
+                        scales=_scales(used, name, index),
                     )
 
-        return [[*of_part(part)] for part in rows]
+        branches = [[*of_part(part)] for part in rows]
+        keeps = [reads_output(branch, x_BTD) for branch in branches[0][: len(BRANCHES)]]
+        return [
+            [dataclasses.replace(branch, keeps_output=keeps[branch.is_mlp]) for branch in of_part]
+            for of_part in branches
+        ]
+
+    def _require_all_read(
+        self, layers: Block, branches: Sequence[Branch], x_BTD: jax.Array
+    ) -> None:
+        """Raise an AssertionError if the branches of a layer do not read all its parameters."""
+        num_parts = self.computation.num_parts if self.computation.splits_tokens else 1
+        found = (read(branch, x_BTD, num_parts, gathers=self._gathers) for branch in branches)
+        require(layers, set[str]().union(*found), 'does not use')
 
     def _forward(
         self, xs_BTD: Parts, branches: Sequence[list[Branch]], head: Matrix | None
@@ -154,7 +175,8 @@ class Order:
         )
         kept = [[Kept(*(box.value for box in each)) for each in kept] for _, kept in results]
         if self.computation.recompute == 'full':
-            kept = [[each.x_BTD for each in of_part[::2]] for of_part in kept]
+            ends = [zip(of_part[::2], of_part[1::2], strict=True) for of_part in kept]
+            kept = [[_of_block(*each) for each in of_part] for of_part in ends]
         else:  # the norm's transpose has x
             kept = [[each._replace(x_BTD=None) for each in of_part] for of_part in kept]
         gathered = matrices.values() if self._keeps_matrices else {}
@@ -168,17 +190,15 @@ class Order:
         saved: tuple[Any, Any],
         branches: Sequence[list[Branch]],
         head: Matrix | None,
-    ) -> tuple[Parts, jax.Array | None, list[Modules]]:
+    ) -> tuple[Parts, jax.Array | None, list[Block]]:
         """Return the gradients of the residual streams, of the head, and of each branch."""
         clock, (kept, gathered) = Clock(), saved
-        boxes: list[list[Any]]
+        boxes = [[Kept(*map(Box, each)) for each in of_part] for of_part in kept]
         if self.computation.recompute == 'full':
-            boxes = [[*map(Box, of_part)] for of_part in kept]
             blocks = [branches[0][i : i + 2] for i in range(0, len(branches[0]), 2)]
             in_turn_again = [branch for block in reversed(blocks) for branch in block]
             uses = [branch.matrix(linear) for branch in in_turn_again for linear in LINEARS]
         else:
-            boxes = [[Kept(*map(Box, each)) for each in of_part] for of_part in kept]
             uses = [b.matrix(name) for b in reversed(branches[0]) for name in reversed(LINEARS)]
         matrices = Matrices(clock, uses, at_rest=self._gathers, gathered=gathered)
         turns = Turns(clock, matrices, len(dxs_BTD), meets=self.computation.splits_tokens)
@@ -211,9 +231,21 @@ class Order:
         return self.computation.reduce_dtype if is_reduced else None
 
 
-def _scales(modules: Modules, index: int) -> tuple[jax.Array, jax.Array] | None:
+def _scales(block: Block, name: str, index: int) -> tuple[jax.Array, jax.Array] | None:
     """The scales [operand] of a layer's two products in a branch, in fp8."""
-    first, second = modules.first.scales, modules.second.scales
+    first, second = (linear.scales for linear in linears(block, name))
     if first is None or second is None:
         return None
     return first.get_value()[index], second.get_value()[index]
+
+
+def _of_block(attention: Kept, mlp: Kept) -> Kept:
+    """Return the values that full recomputation keeps of a block."""
+    return Kept(attention.x_BTD, None, None, None, None, mlp.y_BTD)
+
+
+def _joined(attention: Block, mlp: Block) -> Block:
+    """Return the gradients of a block from those of its branches."""
+    block = map_parameters(lambda _, x, y: y if x is None else x, attention, mlp)
+    require(block, (name for name, x in named(block) if has_value(x)), 'has no gradient of')
+    return block

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from megajax.model.ordered.branch import Branch, Modules
+from megajax.model.block import Block
+from megajax.model.ordered.branch import Branch
 from megajax.model.ordered.clock import Box, Clock, Meeting, Steps
 from megajax.model.ordered.gradients import Gradients
 from megajax.model.ordered.matrices import Matrices
@@ -26,6 +27,7 @@ class Kept(NamedTuple):
     h_BSD: Any  # the input of the first product
     pull: Any  # the transpose of what is between the products
     z: Any  # the input of the second product
+    y_BTD: Any  # the second product, if the branch keeps its output
 
 
 class Pending(NamedTuple):
@@ -67,19 +69,20 @@ class Turns:
             if branch.place > branches[0].place and branch.is_scattered:
                 h = clock.send(branch.scope, branch.gather, h)
             if entered and after is None:
-                return x, [*kept, Kept(x, enter, h, None, None)]
+                return x, [*kept, Kept(x, enter, h, None, None, None)]
             if branch.is_scattered:
                 yield
             y = self._first(branch, h)
             if branch.is_scattered:
                 yield
             pull, z = yield from self._middle(part, branch, y)
-            kept.append(Kept(x, enter, h, pull, z))
             sums = clock.tick(
                 branch.scope, branch.second, self.matrices(branch.matrix('second')), z
             )
             yield from self._let_ahead(part, branch)
             total = clock.send(branch.scope, branch.sum, sums)
+            output = total if branch.keeps_output else Box(None)
+            kept.append(Kept(x, enter, h, pull, z, output))
             yield
             x, *normed = clock.ticks(branch.scope, partial(_turn, branch, after), x, total)
             if normed:
@@ -104,27 +107,30 @@ class Turns:
         self,
         part: int,
         dx: Box,
-        kept: Sequence[Any],
+        kept: Sequence[Kept],
         branches: Sequence[Branch],
         gradients: Gradients,
     ) -> Steps:
         """Return the gradient of the residual stream before the branches.
 
         `kept` has what each branch has kept or, with full recomputation, the residual stream before
-        each block.
+        each block, and the output of its last branch.
         """
         pending, again = None, [branch.again for branch in branches]
         is_full = len(kept) < len(branches)
-        entered = self._enter(again[-2], kept[-1]) if is_full else None
+        entered = self._enter(again[-2], kept[-1].x_BTD) if is_full else None
         for first in reversed(range(0, len(branches), 2)):
             block, saved = slice(first, first + 2), kept[first : first + 2]
             if is_full:
-                _, saved = yield from self.forward(part, kept[first // 2], again[block], entered)
+                of_block = kept[first // 2]
+                x, again_block = of_block.x_BTD, again[block]
+                _, saved = yield from self.forward(part, x, again_block, entered)
+                saved[-1] = saved[-1]._replace(y_BTD=of_block.y_BTD)
             for branch, of_branch in zip(reversed(branches[block]), reversed(saved), strict=True):
-                dx, dy = self._turn_back(pending, branch, dx, gradients)
+                dx, dy = self._turn_back(pending, branch, dx, gradients, of_branch.y_BTD)
                 if is_full and not branch.is_mlp and first:
                     # What the layer before this one gathers again runs beside these products.
-                    entered = self._enter(again[first - 2], kept[first // 2 - 1])
+                    entered = self._enter(again[first - 2], kept[first // 2 - 1].x_BTD)
                 dh = yield from self._products_back(part, branch, of_branch, dy, gradients)
                 pending = Pending(branch, of_branch.enter, dh)
         self._do_one(part)
@@ -164,24 +170,30 @@ class Turns:
         return dh
 
     def _turn_back(
-        self, pending: Pending | None, branch: Branch | None, dx: Box, gradients: Gradients
+        self,
+        pending: Pending | None,
+        branch: Branch | None,
+        dx: Box,
+        gradients: Gradients,
+        output: Box | None = None,
     ) -> tuple[Box, Box]:
         """Return the gradients of the residual stream and of what `branch` adds to it."""
         turned = pending.branch if pending else branch
         assert turned is not None
 
         def step(dx_BTD: jax.Array, *sent: Any) -> Sequence[Any]:
-            vectors = list[Modules]()
+            vectors, rest = list[Block](), [*sent]
             if pending:
-                enter, dh_BTD = sent
+                enter, dh_BTD, *rest = sent
                 of_norm, entered_BTD = enter(dh_BTD)
                 dx_BTD, vectors = dx_BTD + entered_BTD, [of_norm]
             if branch is None:
                 return dx_BTD, *vectors
-            dy_BTD, of_leave = branch.gradient_of_leave(dx_BTD)
+            dy_BTD, of_leave = branch.gradient_of_leave(dx_BTD, *rest)
             return dx_BTD, *vectors, of_leave, dy_BTD
 
         sent = [pending.enter, pending.dh_BTD] if pending else []
+        sent += [output] if output is not None and branch and branch.keeps_output else []
         dx, *results = self.clock.ticks(turned.scope, step, dx, *sent)
         if pending:
             gradients.add_vectors(pending.branch, results.pop(0))
@@ -228,5 +240,5 @@ def _turn(
     branch: Branch, after: Branch | None, x_BTD: jax.Array, y_BTD: jax.Array
 ) -> Sequence[Any]:
     """Leave a branch and enter the one after it."""
-    x_BTD = branch.leave(branch.vectors, x_BTD, y_BTD)
+    x_BTD = branch.leave(x_BTD, y_BTD)
     return (x_BTD,) if after is None else (x_BTD, *after.enter(x_BTD))
