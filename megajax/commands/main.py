@@ -35,6 +35,7 @@ from megajax.config import (
 )
 from megajax.config.combinations import COMBINATIONS
 from megajax.counts.parameters import num_parameters
+from megajax.processes.environment import read_start
 from megajax.processes.signals import leave_when_asked
 from megajax.render.folded import Folded
 from megajax.render.logs import log_to_terminal
@@ -104,12 +105,13 @@ def train(
     log_to_terminal()
     logging.getLogger('megajax').setLevel(logging.INFO)
 
-    # Here, because they import jax: an invalid config fails before that.
+    start = read_start()
+    # Here, because they import jax: an invalid config or environment fails before that.
     from megajax.commands.mesh_advice import mesh_advice
     from megajax.processes.distributed import processes
     from megajax.run.run import run
 
-    with processes():
+    with processes(start):
         run(config, name=name, advise=mesh_advice, at_end=_write_report)
 
 

@@ -33,14 +33,15 @@ LAST_WORDS = 3  # seconds for the exit handlers, which may be waiting for a proc
 
 
 @contextmanager
-def processes() -> Iterator[None]:
+def processes(start: Start | None = None) -> Iterator[None]:
     """Join the processes that the environment names into one jax while the block runs.
 
-    Without such an environment the block runs in this process alone. A process that leaves with an
+    `start` is this process's place if it has been read. Without such an environment the block runs
+    in this process alone. A process that leaves with an
     exception ends the others with exit code 75; `SystemExit(75)` is one that all raise. Processes
     that did not reach each other in time end with 75 too. Raises ConfigError as `initialize` does.
     """
-    peers = initialize()
+    peers = initialize(start)
     try:
         yield
     except BaseException as error:
@@ -59,14 +60,14 @@ def processes() -> Iterator[None]:
         peers.done()
 
 
-def initialize() -> Peers | None:
+def initialize(start: Start | None = None) -> Peers | None:
     """Start `jax.distributed` if the environment names other processes.
 
     Call it before the first use of jax's devices. It ends the process with exit code 75 if the
     others do not all connect in time, or if one is lost later. Raises ConfigError for an invalid
     environment, and if jax is in use already.
     """
-    start = read_start()
+    start = start or read_start()
     if start is None or jax.distributed.is_initialized():
         return None
     check_host_name()

@@ -1,12 +1,12 @@
 """The index and the number of a run's processes, read from the environment. Imports no jax.
 
-`megajax launch`, Slurm, Open MPI or a user sets the variables. A user, or a Kubernetes manifest,
-sets MEGAJAX_COORDINATOR to host:port of process 0, MEGAJAX_PROCESSES to the number of processes and
-MEGAJAX_PROCESS to the index of each; under Slurm and Open MPI nothing need be set.
+`megajax launch`, a launcher (`launchers.py`) or a user sets the variables. A user, or a Kubernetes
+manifest, sets MEGAJAX_COORDINATOR to host:port of process 0, MEGAJAX_PROCESSES to the number of
+processes and MEGAJAX_PROCESS to the index of each. Under Slurm, torchrun and Open MPI 4 nothing
+need be set; other launchers do not say where process 0 runs.
 """
 
 import os
-import re
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from megajax.config.errors import ConfigError
+from megajax.processes.launchers import OPEN_MPI, TORCH, Place, find_place
 
 COORDINATOR, PROCESSES, PROCESS = 'MEGAJAX_COORDINATOR', 'MEGAJAX_PROCESSES', 'MEGAJAX_PROCESS'
 BIND, START_TIMEOUT = 'MEGAJAX_BIND', 'MEGAJAX_START_TIMEOUT'
@@ -63,8 +64,9 @@ def check_host_name() -> None:
 def read_start(environ: Mapping[str, str] = os.environ) -> Start | None:
     """Read this process's place in the run from the environment.
 
-    Returns None if it is the only process, as is the only task of a Slurm or Open MPI job. Raises
-    ConfigError for a variable that is missing or invalid.
+    Returns None if it is the only process, such as the only task of a Slurm or Open MPI job. Raises
+    ConfigError for a variable that is missing or invalid, and if a launcher started several
+    processes but does not say enough to make one run of them.
     """
     if PROCESSES in environ:
         return _by_hand(environ)
@@ -73,7 +75,8 @@ def read_start(environ: Mapping[str, str] = os.environ) -> Start | None:
             f'{PROCESS}={environ[PROCESS]} without {PROCESSES}: '
             f'set {COORDINATOR} and {PROCESSES} too, or none of the three'
         )
-    return _slurm(environ) or _open_mpi(environ)
+    place = find_place(environ)
+    return _launched(environ, place) if place else None
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
@@ -95,57 +98,48 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def _by_hand(environ: Mapping[str, str]) -> Start | None:
-    index = PROCESS if PROCESS in environ else POD_INDEX
+    if environ[PROCESSES].strip() == '1':
+        return None
+    place = find_place(environ)
+    given = [PROCESS, POD_INDEX, *([place.launcher.rank] if place else [])]
+    index = next((name for name in given if name in environ), PROCESS)
     if missing := [name for name in (COORDINATOR, index) if name not in environ]:
-        missing = [PROCESS if name == index else name for name in missing]
         raise ConfigError(
             f'{PROCESSES}={environ[PROCESSES]} without {" and ".join(missing)}: '
             'set all three, or none'
         )
-    return _start(environ, index, PROCESSES, environ[COORDINATOR])
+    local = place.local if place and index == place.launcher.rank else None
+    gpus = _share(environ, *local, place.on_node) if place and local else None
+    return _start(environ, index, PROCESSES, environ[COORDINATOR], gpus)
 
 
-def _slurm(environ: Mapping[str, str]) -> Start | None:
-    # Only srun sets the STEP variables, so an sbatch script or a shell in an allocation of many
-    # tasks is not mistaken for one of the tasks.
-    size, nodes = 'SLURM_STEP_NUM_TASKS', 'SLURM_STEP_NODELIST'
-    if int(environ.get(size, 1)) == 1 or nodes not in environ:
+def _launched(environ: Mapping[str, str], place: Place) -> Start | None:
+    name, index, count, _ = place.launcher
+    if count is None:
+        raise ConfigError(
+            f'{index}={environ[index]}: {name} started this process and does not say how many '
+            f'there are: export {PROCESSES}=COUNT, and {COORDINATOR}=HOST:PORT with the host of '
+            f'process 0 and a free port, for all of them; {PROCESSES}=1 if there is only this one'
+        )
+    if _whole(environ, count) == 1:
         return None
-    # The first node of 'node[001-004,7],other' is node001. Steps of one job may share a node, so
-    # each step has its own port.
-    first = re.sub(r'^([^,\[]*)(?:\[([^-,\]]*))?.*', r'\1\2', environ[nodes])
-    port = 61440 + (int(environ['SLURM_JOB_ID']) + 97 * int(environ.get('SLURM_STEP_ID', 0))) % 4096
-    per_node = _expand(environ.get('SLURM_STEP_TASKS_PER_NODE', '1'))
-    local = (
-        int(environ['SLURM_LOCALID']),
-        per_node[int(environ.get('SLURM_NODEID', 0)) % len(per_node)],
-    )
-    on_node = int(environ.get('SLURM_GPUS_ON_NODE', 0))
-    return _start(
-        environ,
-        'SLURM_PROCID',
-        size,
-        environ.get(COORDINATOR, f'{first}:{port}'),
-        _share(environ, *local, on_node),
-    )
-
-
-def _open_mpi(environ: Mapping[str, str]) -> Start | None:
-    size, index = 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_RANK'
-    if int(environ.get(size, 1)) == 1:
-        return None
-    address = environ.get(COORDINATOR)
+    address = environ.get(COORDINATOR, place.address)
     if address is None:
-        # mpirun's own address, which Open MPI exports up to version 4; process 0 runs on its host.
-        uri = re.match(r'(\d+)\..*tcp://([^,:]+)', environ.get('OMPI_MCA_orte_hnp_uri', ''))
-        if uri is None:
-            raise ConfigError(
-                'Open MPI does not say where process 0 runs: '
-                f'use mpirun -x {COORDINATOR}=HOST:PORT with the host of process 0'
-            )
-        address = f'{uri[2]}:{61440 + int(uri[1]) // 4096 % 4096}'
-    local = int(environ['OMPI_COMM_WORLD_LOCAL_RANK']), int(environ['OMPI_COMM_WORLD_LOCAL_SIZE'])
-    return _start(environ, index, size, address, _share(environ, *local, 0))
+        raise ConfigError(
+            f'{index}={environ[index]}, {count}={environ[count]}: {name} does not say where '
+            f'process 0 runs: {_how_to_say(name)}, with the host of process 0 and a free port; '
+            f'unset {index} and {count} if this process is not one of several'
+        )
+    gpus = _share(environ, *place.local, place.on_node) if place.local else None
+    return _start(environ, index, count, address, gpus)
+
+
+def _how_to_say(launcher: str) -> str:
+    if launcher == OPEN_MPI.name:
+        return f'use mpirun -x {COORDINATOR}=HOST:PORT'
+    if launcher == TORCH.name:
+        return 'set MASTER_ADDR and MASTER_PORT'
+    return f'export {COORDINATOR}=HOST:PORT before you start them'
 
 
 def _start(
@@ -246,12 +240,6 @@ def _share(
             f'or list the GPUs of each in {LOCAL_DEVICES}'
         )
     return tuple(range(local * each, (local + 1) * each))
-
-
-def _expand(per_node: str) -> list[int]:
-    """Expand Slurm's '4(x2),1' to [4, 4, 1]."""
-    parts = re.findall(r'(\d+)(?:\(x(\d+)\))?', per_node)
-    return [int(tasks) for tasks, times in parts for _ in range(int(times or 1))]
 
 
 def _whole(environ: Mapping[str, str], name: str, default: int | None = None) -> int:

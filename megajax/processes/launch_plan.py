@@ -18,6 +18,7 @@ from megajax.processes.environment import (
     PROCESSES,
     visible_gpus,
 )
+from megajax.processes.launchers import find_place
 
 PATIENCE = '--xla_cpu_collective_call_terminate_timeout_seconds'
 
@@ -59,6 +60,8 @@ def make_plan(
     processes of host number `host`, or of the pod of an Indexed Job. Raises ConfigError if the
     numbers do not fit, so that no GPU is idle or shared.
     """
+    if hosts == 1:
+        _check_alone(environ)
     gpus = _usable_gpus(environ)
     devices = devices_per_process or max((gpus or needed // hosts) // processes, 1)
     product = f'{processes} processes x {devices} devices'
@@ -87,6 +90,19 @@ def make_plan(
         hosts=hosts,
         first=first,
     )
+
+
+def _check_alone(environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if several processes run `launch`, each of which would start a run."""
+    if PROCESSES in environ or (place := find_place(environ)) is None:
+        return
+    name, index, count, _ = place.launcher
+    if count and environ[count] != '1':
+        raise ConfigError(
+            f'{name} started {environ[count]} processes ({count}), of which this is '
+            f'{index}={environ[index]}, and each would start a run of its own with launch: '
+            f'run megajax train without launch; or start one process, or with --hosts one per host'
+        )
 
 
 def _index_of_host(hosts: int, host: int | None, environ: Mapping[str, str]) -> int:
