@@ -72,6 +72,7 @@ class Checkpoints:
         self.tokenizer, self.data = tokenizer, data
         self.companions = Companions()  # what the model was imported with
         self.origin: Mapping[str, str] = {}  # the origin in the records
+        self.restored: Record | None = None  # the record of the state that was restored last
         self._saving: Record | None = None
         self._padded: dict[str, Shape] = {}  # shapes without padding of the arrays to be saved
         self._failed: str | None = None  # why the newest state is not on disk
@@ -122,7 +123,8 @@ class Checkpoints:
         if step != self._verified and self._folders.refuses(step):
             raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
         here, there = self._record(step), read_record(path)
-        self.origin, is_import = there.origin, holds_parameters_only(path)
+        self.restored, self.origin = there, there.origin
+        is_import = holds_parameters_only(path)
         check_same_model(path, there, here, is_import=is_import)
         check_same_data(path, there, here)
         log_differences(there, here, is_import=is_import)
@@ -161,10 +163,16 @@ class Checkpoints:
         return step % self.config.checkpoint.every == 0 or self._retry or (late and not running)
 
     def save(
-        self, state: TrainState | ParametersOnly, step: int, *, validation_loss: float | None = None
+        self,
+        state: TrainState | ParametersOnly,
+        step: int,
+        *,
+        validation_loss: float | None = None,
+        **place: int | None,
     ) -> None:
         """Start saving `state` as that after `step`, unless a sound checkpoint of `step` exists.
 
+        The record holds the place in the data, as `Batches.place` returns it.
         An import saves parameters only; a run that resumes from it begins with a fresh optimizer.
         Waits for the previous save. A failure is logged here or by `poll`, and does not raise.
         """
@@ -174,7 +182,7 @@ class Checkpoints:
         self._retry, self._is_retry, self._begun = False, self._retry, time.monotonic()
         if not self._make_room(step):
             return
-        self._saving = self._record(step, validation_loss)
+        self._saving = self._record(step, validation_loss=validation_loss, **place)
         parts = _parts(state)
         self._padded = changed_shapes(parts, unpadded(parts, Layout.of(self.config)))
         self._losses.begin(step, validation_loss)
@@ -320,15 +328,15 @@ class Checkpoints:
             self._manager.reload()
         return True
 
-    def _record(self, step: int, validation_loss: float | None = None) -> Record:
+    def _record(self, step: int, **values: Any) -> Record:
         fingerprint = self.tokenizer.fingerprint if self.tokenizer else None
         return make_record(
             self.config,
             step,
             tokenizer_sha256=fingerprint,
-            validation_loss=validation_loss,
             data=self.data,
             origin=self.origin,
+            **values,
         )
 
 

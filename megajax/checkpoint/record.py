@@ -37,6 +37,11 @@ class Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra='ignore')
 
     step: int  # the step after which the state was saved
+    # Samples of the training order that come before the next batch; None in records of old
+    # versions, whose batches all had the size of their config.
+    samples: int | None = None
+    # Samples for which Megatron-LM's order was made, which depends on them; else None.
+    order_of: int | None = None
     time: datetime.datetime  # time of the state, in UTC
     config: dict[str, dict[str, Any]]  # the resolved config, by section and key
     tokenizer_sha256: str | None = None  # digest of tokenizer.json, None if there is none
@@ -69,6 +74,8 @@ def make_record(
     config: Config,
     step: int,
     *,
+    samples: int | None = None,
+    order_of: int | None = None,
     tokenizer_sha256: str | None = None,
     validation_loss: float | None = None,
     data: Mapping[str, str] | None = None,
@@ -77,6 +84,8 @@ def make_record(
     """Return the record of this run's state after `step`."""
     return Record(
         step=step,
+        samples=samples,
+        order_of=order_of,
         time=datetime.datetime.now(datetime.UTC),
         config=config.model_dump(mode='json'),
         tokenizer_sha256=tokenizer_sha256,

@@ -1,9 +1,11 @@
-"""Samples as batches: the batch of a step depends only on the config and the step.
+"""Samples as batches: a batch depends only on the config and on the samples before it.
 
 R stands for a range of the rows B.
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Self, SupportsInt
 
 import numpy as np
 
@@ -18,6 +20,8 @@ READ_AHEAD = 2  # number of batches read ahead
 class Batches:
     """The samples of `order`, B at a time: `batches[step]` is the batch of a step.
 
+    After `going_on`, the batch of a step begins with the first sample that was not read before.
+
     It holds `tokens` and `labels` (int32) and `loss_mask` (float32), each [B, S]. `loss_mask` is 0
     where there is no label: past the end of the tokens, and in the rows that pad the last batch.
     With `document_mask`, attention does not cross document boundaries: int32 `segment_ids` [B, S]
@@ -27,6 +31,13 @@ class Batches:
     """
 
     read_threads = 1  # threads that make batches ahead of their steps
+    batch_size: int
+    # Samples before batch 0: not 0 where earlier batches had another size.
+    shift = 0
+    # Of Megatron-LM's order: for how many samples it was made, and how often and how it passes
+    # through each dataset. Equal passes make equal orders.
+    order_of: int | None = None
+    passes: tuple[object, ...] = ()
 
     def __init__(
         self,
@@ -46,7 +57,26 @@ class Batches:
         )
 
     def __len__(self) -> int:
-        return -(-len(self._order) // self.batch_size)
+        return max(-(-(len(self._order) - self.shift) // self.batch_size), 0)
+
+    @property
+    def num_samples(self) -> int:
+        """The number of different samples."""
+        return len(self._samples)
+
+    def going_on(self, step: int, samples: int) -> Self:
+        """Return these batches such that `samples` samples come before the batch of `step`."""
+        batches = copy(self)
+        batches.shift = samples - step * self.batch_size
+        return batches
+
+    def place(self, step: SupportsInt) -> dict[str, int | None]:
+        """Return the place before the batch of `step`, as a checkpoint records it."""
+        return {'samples': self.samples_before(int(step)), 'order_of': self.order_of}
+
+    def samples_before(self, step: int) -> int:
+        """Return the number of samples before the batch of `step`."""
+        return step * self.batch_size + self.shift
 
     def __getitem__(self, step: int) -> Batch:
         return self.rows(step, 0, self.batch_size)
@@ -73,9 +103,9 @@ class Batches:
         return _separate(batch, begins) if self._document_mask else batch
 
     def _places(self, step: int, start: int, stop: int) -> range:
-        if not 0 <= step < len(self):
+        first = self.samples_before(step)
+        if first < 0 or step >= len(self):
             raise IndexError(f'step {step} of {len(self)}')
-        first = step * self.batch_size
         return range(first + start, min(first + stop, len(self._order)))
 
     def read_ahead(self, first: int, last: int, rows: slice) -> Iterator[Batch]:

@@ -114,6 +114,12 @@ class EmptySlots(Batches):
             text,
             text._order,
         )
+        self.order_of, self.passes = text.order_of, text.passes
+
+    @property
+    def num_samples(self) -> int:
+        """The number of different samples."""
+        return self._text.num_samples
 
     def _rows(self, places: range, count: int) -> Batch:
         batch = self._text._rows(places, count) | self.shape.no_pictures(count)

@@ -38,6 +38,8 @@ class Data:
     validation: Batches  # without batches if `data.split` leaves no validation data
     summary: str  # line printed at the start of a run
     fingerprints: dict[str, str]  # fingerprint of each corpus, by name
+    # The training batches in the order of a run of so many samples, where that decides the order.
+    train_of: Callable[[int], Batches] | None = None
 
 
 def load_data(config: Config) -> Data:
@@ -66,7 +68,14 @@ def load_data(config: Config) -> Data:
     check_image_token(config, data.tokenizer)
     shape = row_shape(config)
     train, validation = (EmptySlots(batches, shape) for batches in (data.train, data.validation))
-    return replace(data, train=train, validation=validation)
+    if (of_text := data.train_of) is None:
+        return replace(data, train=train, validation=validation)
+    return replace(
+        data,
+        train=train,
+        validation=validation,
+        train_of=lambda num_samples: EmptySlots(of_text(num_samples), shape),
+    )
 
 
 def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
@@ -159,12 +168,12 @@ def _make(
                 'data.split',
                 *CORPUS,
             )
-    make_batches = (
-        _megatron if config.data.order == 'megatron' else partial(_stateless, tokenizer=tokenizer)
-    )
+    is_megatron = config.data.order == 'megatron'
+    make_batches = _megatron if is_megatron else partial(_stateless, tokenizer=tokenizer)
     return Data(
         tokenizer=tokenizer,
         train=make_batches(config, train),
+        train_of=partial(_megatron, config, train) if is_megatron else None,
         validation=make_batches(config, validation, validation=True),
         summary=summary,
         fingerprints={part.sequences.name: part.sequences.fingerprint() for part in train},
@@ -214,16 +223,19 @@ def _stateless(
     return batches(samples, stateless_order.shuffled(samples.starts, weights, config.train.seed))
 
 
-def _megatron(config: Config, parts: list[Part], *, validation: bool = False) -> Batches:
+def _megatron(
+    config: Config, parts: list[Part], num_samples: int | None = None, *, validation: bool = False
+) -> Batches:
     """Return the batches that Megatron-LM reads with the same settings.
 
-    Every evaluation reads the batches of Megatron-LM's first one.
+    `num_samples` is the number of samples of the run, unless set that of the config. Every
+    evaluation reads the batches of Megatron-LM's first one.
     """
     train = config.train
     steps = (
         (train.steps // train.eval_every + 1) * train.eval_batches if validation else train.steps
     )
-    num_samples = steps * train.batch_size
+    num_samples = num_samples or steps * train.batch_size
     blend = config.data.blend
     shares, sizes = (
         blend_sizes(list(blend.values()), num_samples) if blend else ([num_samples], [num_samples])
@@ -236,8 +248,11 @@ def _megatron(config: Config, parts: list[Part], *, validation: bool = False) ->
         for part, size in zip(parts, sizes, strict=True)
     ]
     samples = Joined(datasets)
+    passes = tuple(dataset.passes for dataset in datasets)
     if not blend:
-        return _batches(config, samples, range(len(samples)))
+        batches = _batches(config, samples, range(len(samples)))
+        batches.order_of, batches.passes = num_samples, passes
+        return batches
     index, numbers = blend_index(list(blend.values()), sum(shares))
     # Megatron raises here too: a dataset's surplus samples do not suffice
     if (numbers >= np.diff(samples.starts)[index]).any():
@@ -246,7 +261,9 @@ def _megatron(config: Config, parts: list[Part], *, validation: bool = False) ->
             f'{sum(shares)} samples are too few for these weights; increase train.steps',
             'train.steps',
         )
-    return _batches(config, samples, np.array(samples.starts)[index] + numbers)
+    batches = _batches(config, samples, np.array(samples.starts)[index] + numbers)
+    batches.order_of, batches.passes = num_samples, passes
+    return batches
 
 
 def _batches(config: Config, samples: Samples, order: Order) -> Batches:

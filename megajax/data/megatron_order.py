@@ -33,6 +33,7 @@ class MegatronSamples:
             )
         epochs = max(1, -(-(num_samples * seq_len + 1) // tokens))
         separate_from = _separate_from(tokens, epochs, num_samples, seq_len)
+        self.passes = epochs, separate_from
         random = np.random.RandomState(seed)
         sequences = np.arange(part.first, part.last, dtype=np.int32)
         if separate_from is None:

@@ -18,7 +18,7 @@ class Launcher(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What a launcher says about this process."""
+    """A process among those that its launcher started."""
 
     launcher: Launcher
     address: str | None = None  # host:port of process 0; None: it does not say

@@ -15,6 +15,7 @@ from megajax.report.words import large
 VALIDATION = 'validation_loss'
 MAX_CHARACTERS = 2000  # of a sample
 MAX_PROMPTS, MAX_TIMES = 8, 5  # samples that are shown: of these prompts, at so many steps
+MOST_TOKENS = 1e12  # of a step, so that damaged metrics are not counted
 LAST_STEPS = 0.02  # share of the steps whose mean is the training loss at the end
 
 
@@ -122,8 +123,14 @@ def _results(runs: Sequence[Facts]) -> Html:
 
 
 def tokens_of(run: RunData) -> int:
-    """The tokens of the steps that a run has taken."""
-    return run.last_step * run.config.train.batch_size * run.config.train.seq_len
+    """The tokens of the steps that a run has taken, whose batches may have had several sizes."""
+    with np.errstate(over='ignore', invalid='ignore'):
+        measured = run.steps['tokens_per_s'] * run.steps['step_ms'] / 1e3
+    counts = np.rint(np.where((measured > 0) & (measured < MOST_TOKENS), measured, 0))
+    is_count = (counts > 0) & np.isclose(counts, measured, rtol=1e-6, atol=0)
+    others = max(run.last_step - int(is_count.sum()), 0)
+    each = run.config.train.batch_size * run.config.train.seq_len
+    return int(counts[is_count].sum()) + others * each
 
 
 def _result_name(name: str) -> str:

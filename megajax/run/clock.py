@@ -81,6 +81,7 @@ class RunSummary:
         self.path, self.clock = folder / SUMMARY, clock
         before = _read(self.path)
         self.step: int | None = None  # the step reached; None before the run has a state
+        self.dispatched = 0  # the newest step that the devices were given
         self.first_step, self.began = 0, time.monotonic()  # of this start: its first state
         self.last_step: int = before.get('step', 0)  # the step that the previous start reached
         self._starts = before.get('starts', 0) + 1

@@ -49,6 +49,7 @@ from megajax.run.lock import run_lock
 from megajax.run.log.metrics import MetricsWriter, check_wandb
 from megajax.run.log.report import Report
 from megajax.run.profile import Profiler
+from megajax.run.resumed_data import resumed_data
 from megajax.run.sampler import Sampler
 from megajax.run.standing import where_it_stands
 from megajax.run.start import check_tokenizer, companions_of_run, origin_of, start_checkpoint
@@ -167,6 +168,7 @@ def _train(
         folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints
     ) as checkpoints:
         state = _first_state(config, checkpoints, start, report, summary.clock)
+        data = resumed_data(data, config, checkpoints.restored, batches=int(state.batches))
         _carry_along(checkpoints, folder, start)
         _write_inputs(folder, config, data, checkpoints.companions)
         report.placements(placements(state.params), num_parameters(config.model))
@@ -197,9 +199,7 @@ def _train(
             try:
                 trainer.train()
             except StopRequested:
-                watchdog.beat('saving', 'checkpoint')
-                trainer.save_now()
-                checkpoints.close(final=True)
+                _stop(trainer, folder)
                 raise
             # The newest state may be the cause.
             except (NumericError, CheckpointError, CorruptionError):
@@ -212,6 +212,15 @@ def _train(
     return trainer.step
 
 
+def _stop(trainer: Trainer, folder: Path) -> None:
+    """Save the state before a requested exit, and print where it is."""
+    trainer.watchdog.beat('saving', 'checkpoint')
+    trainer.save_now()
+    trainer.checkpoints.close(final=True)
+    saved = f'{folder}/checkpoints/{trainer.step}' if trainer.step else 'none'
+    trainer.report.say(f'run        {folder}\ncheckpoint {saved}')
+
+
 def _limits(config: Config) -> Mapping[str, float] | None:
     if sys.platform != 'linux' and config.run.watchdog_seconds == 'auto':
         return None
@@ -219,9 +228,9 @@ def _limits(config: Config) -> Mapping[str, float] | None:
 
 
 def _what_is_saved(summary: RunSummary) -> str:
-    if not summary.step:
+    if not summary.step and not summary.dispatched:
         return 'exiting before the first step, when the current operation is done'
-    return f'saving after the current step ({summary.step} done), then exiting'
+    return f'saving after the current step ({summary.step or 0} done), then exiting'
 
 
 @contextmanager

@@ -221,6 +221,7 @@ class Trainer:
 
     def _dispatch(self, step: int) -> _Dispatched:
         """Read the batch of a step and dispatch the step to the devices."""
+        self.summary.dispatched = step
         with self.profiler.step(step):
             start = self._begin('data_wait', 'data')
             batch = next(self._batches)
@@ -307,7 +308,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._begin('checkpoint', 'saving', 'checkpoint')
-        self.checkpoints.save(self.state, self.step)
+        self.checkpoints.save(self.state, self.step, **self.data.train.place(self.state.batches))
         self._saved = self.step
         self._rollbacks.reset()
 

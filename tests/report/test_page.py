@@ -9,13 +9,15 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megajax.report.cost import SHOWN
 from megajax.report.facts import Facts
 from megajax.report.html import _VOID
+from megajax.report.learned import tokens_of
 from megajax.report.page import QUESTIONS, page
-from megajax.report.read import Checkpoint, read_runs
+from megajax.report.read import Checkpoint, Steps, read_runs
 
 EVIL = '</pre></script><script>alert(1)</script><img src=x onerror=alert(2)>"\'\u202e\x1b[2J\x00'
 MODEL = (
@@ -263,6 +265,16 @@ def test_a_run_on_pictures_shows_the_newest_it_has_read(tmp_path: Path) -> None:
     (source,) = [source for source in outline.sources if not source.startswith('#')]
     assert source.startswith('data:image/png;base64,')
     assert 'validation read' in page_on(tmp_path)
+
+
+def test_tokens_are_those_of_the_batches_whatever_their_sizes_were(tmp_path: Path) -> None:
+    (tmp_path / 'config.yaml').write_text(f'{MODEL}}}')
+    (run,) = read_runs([tmp_path])
+    each = run.config.train.batch_size * run.config.train.seq_len
+    seconds = np.array([0.3, 0.7, 0.011, 0.5])
+    tokens = np.array([64, 64, 192, np.nan])  # of the last step, nothing is known
+    steps = Steps(np.arange(1.0, 5), {'tokens_per_s': tokens / seconds, 'step_ms': 1e3 * seconds})
+    assert tokens_of(replace(run, steps=steps)) == 64 + 64 + 192 + each
 
 
 def test_a_long_run_is_a_small_page_with_its_worst_step(tmp_path: Path) -> None:

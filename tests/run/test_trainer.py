@@ -1,6 +1,8 @@
 """The loop around a step that computes nothing: what is refused, rolled back, saved and written."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from runs import steps
 from support import write_run
 
+from megajax.checkpoint.record import read_record
 from megajax.config import Config, NumericError, load
 from megajax.data import Batches
 from megajax.run import compile_step, trainer
@@ -160,3 +163,51 @@ def test_a_batch_that_is_refused_is_not_read_again(start: Any) -> None:
     assert 2 in read[:restarted]
     assert read[restarted : restarted + 6] == list(range(3, 9))
     assert 2 not in read[restarted:]
+
+
+def test_a_run_with_another_batch_size_records_the_samples_that_it_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level('INFO')
+    monkeypatch.setattr(compile_step, 'make_train_step', make_counting_step)
+    folder = write_run(tmp_path, CONFIG, split='1,0,0')
+    expected = 0
+    for steps_of_run, batch_size in ((2, 2), (3, 4), (6, 1)):
+        sizes = [f'train.batch_size={batch_size}', f'train.steps={steps_of_run}']
+        run(load(folder / 'small.yaml', [f'run.dir={folder}/run', *sizes]), name='small')
+        expected += batch_size * (2 if batch_size == 2 else 1 if batch_size == 4 else 3)
+        record = read_record(folder / f'run/checkpoints/{steps_of_run}')
+        assert record.samples == expected
+    assert 'step 3 begins with sample 4 of the order' in caplog.text
+    assert 'step 4 begins with sample 8 of the order' in caplog.text
+
+
+@pytest.mark.parametrize('when', ['compiling', 'in the first step'])
+def test_a_run_that_is_stopped_at_its_start_says_what_it_saves_and_where(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    in_step = when == 'in the first step'
+    dispatch = Trainer._dispatch
+
+    def ask_in_step(trainer: Trainer, step: int) -> Any:
+        dispatched = dispatch(trainer, step)
+        os.kill(os.getpid(), signal.SIGINT)
+        return dispatched
+
+    def ask_while_compiling(config: Config) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return make_counting_step(config)
+
+    if in_step:
+        monkeypatch.setattr(Trainer, '_dispatch', ask_in_step)
+    make = make_counting_step if in_step else ask_while_compiling
+    monkeypatch.setattr(compile_step, 'make_train_step', make)
+    folder = write_run(tmp_path, CONFIG, split='1,0,0')
+    with pytest.raises(SystemExit):
+        run(load(folder / 'small.yaml', [f'run.dir={folder}/run']), name='small')
+    out, err = capfd.readouterr()
+    announced = 'saving after the current step (0 done)' if in_step else 'exiting before the first'
+    assert f'SIGINT: {announced}' in err
+    saved = f'{folder}/run/checkpoints/1' if in_step else 'none'
+    assert f'checkpoint {saved}' in ' '.join(out.split())
+    assert steps(folder / 'run') == ([1] if in_step else [])

@@ -30,6 +30,11 @@ class ImageTextBatches(Batches):
         self.batch_size, self.shape = batch_size, shape
         self._packed, self._order = rows, order
 
+    @property
+    def num_samples(self) -> int:
+        """The number of different rows."""
+        return len(self._packed)
+
     def _rows(self, places: range, count: int) -> Batch:
         batch = self.shape.empty(count)
         for row, index in enumerate(places):
