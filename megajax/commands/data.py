@@ -62,7 +62,7 @@ Inputs = Annotated[
 InputFormat = Annotated[
     Literal['jsonl', 'text', 'parquet'] | None,
     typer.Option(
-        help='By the suffix if left out; .gz and .zst are decompressed. '
+        help='By the suffix if left out; .gz, .zst, .bz2 and .xz are decompressed. '
         'A text file is one document.'
     ),
 ]

@@ -20,7 +20,6 @@ from megajax.commands.generate_pictures import (
 )
 from megajax.config import ConfigError
 from megajax.config.extras import install
-from megajax.files.bounded_json import parse_json
 from megajax.files.outputs import output_problems
 from megajax.render.logs import log_to_terminal
 
@@ -63,7 +62,7 @@ PromptFile = Annotated[
     Path | None,
     typer.Option(
         metavar='FILE',
-        help="A prompt per line, or .jsonl with 'prompt'. The output is JSON lines.",
+        help="A prompt per line, or JSON lines or Parquet with 'prompt'. The output is JSON lines.",
     ),
 ]
 BudgetFile = Annotated[
@@ -110,9 +109,11 @@ def generate(
 
     Without --prompts and --images, text is printed as it is generated.
     """
+    from megajax.data.text.prompts import read_prompts  # here, because it imports numpy
+
     of_pictures = {'--image': image, '--images': images, '--show-budget': show_budget}
     check_chat(chat, system, {'--prompts': prompts, **of_pictures})
-    texts = [*(prompt or []), *(_read_prompts(prompts) if prompts else [])]
+    texts = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
     _check_unicode(
         {
             '--prompt': prompt or [],
@@ -177,7 +178,7 @@ FilesAndOverrides = Annotated[
 Task = Annotated[
     Literal['perplexity', 'wikitext', 'lambada'] | None,
     typer.Option(
-        help='perplexity: text, .jsonl, also with pictures, and folders. '
+        help='perplexity: text, JSON lines, Parquet, also with pictures, and folders. '
         'wikitext, lambada: by the rules of the Megatron paper.'
     ),
 ]
@@ -315,19 +316,3 @@ def _check_unicode(texts: Mapping[str, Sequence[str]]) -> None:
                 raise ConfigError(
                     f'{where}: {text!r} is not UTF-8 at character {error.start}: write it in UTF-8'
                 ) from error
-
-
-def _read_prompts(file: Path) -> list[str]:
-    try:
-        lines = file.read_text(encoding='utf-8').splitlines()
-        prompts = (
-            [parse_json(line)['prompt'] for line in lines] if file.suffix == '.jsonl' else lines
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f'{file} cannot be read: {error!r}; '
-            "write a prompt per line, or in .jsonl {'prompt': text}"
-        ) from error
-    if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
-        raise ConfigError(f'{file} has no prompts, or some that are not text')
-    return prompts

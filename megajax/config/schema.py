@@ -190,8 +190,8 @@ class DataConfig(Section):
     """The corpus, its tokenizer, and the split of documents into training, validation and test."""
 
     corpus: Name = 'stdlib'
-    """stdlib (the sources of Python's standard library), a text file or a folder of text files,
-    .jsonl, or the prefix of .bin and .idx files.
+    """stdlib (the sources of Python's standard library); a file of text, JSON lines (.jsonl, .json,
+    .ndjson) or Parquet; a folder of these; or the prefix of .bin and .idx files.
     """
     blend: Annotated[dict[Name, PositiveFloat], AfterValidator(Weights)] = Weights()
     """Prefixes of .bin and .idx files, each with its weight, instead of a corpus."""

@@ -99,6 +99,7 @@ def _prefixes(config: Config) -> list[str]:
     """Return the prefixes of the corpus's .bin and .idx files; none if the corpus is text."""
     corpus = config.data.corpus
     if corpus.endswith(('.bin', '.idx')) and is_pair(corpus[:-4]):
+        read_pair(corpus[:-4])  # which raises if one of them is missing
         raise _problem('data.corpus', f'{corpus}: give the prefix of the two files, {corpus[:-4]}')
     return list(config.data.blend) or ([corpus] if is_pair(corpus) else [])
 

@@ -5,13 +5,13 @@ The last word counts by the strict rule of the Megatron paper (Shoeybi et al., 2
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TypeGuard
 
-from megajax.config import ConfigError
+from megajax.config import ConfigError, Problem
 from megajax.data import Tokenizer
+from megajax.data.build.inputs import format_of
+from megajax.data.build.objects import read_objects
 from megajax.evaluate.score import Scorer, Window
-from megajax.files.bounded_json import parse_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Lambada:
 
 
 def lambada(scorer: Scorer, tokenizer: Tokenizer, file: str) -> Lambada:
-    """Evaluate a .jsonl file of passages under the key 'text', as OpenAI published it for GPT-2.
+    """Evaluate JSON lines of passages under the key 'text', as OpenAI published it for GPT-2.
 
     A last word is right if each of its sub-word tokens is the most probable one, given the tokens
     before it. The passage without its last word, and the word with the space before it, are encoded
@@ -59,19 +59,22 @@ def _window(passage: str, word: str, tokenizer: Tokenizer) -> Window:
     return Window([*([*tokenizer.start, *before] or [tokenizer.eod]), *target], len(target))
 
 
-def _read(file: str) -> Iterator[str]:
+def _read(file: str) -> list[str]:
+    passages = []
+    for place, line in read_objects(file, 'jsonl' if format_of(file) == 'text' else None):
+        text = line.get('text')
+        if not _is_passage(text):
+            message = "has no passage under 'text'; correct the line"
+            raise ConfigError(Problem(path=place, message=message))
+        passages.append(text)
+    if not passages:
+        raise ConfigError(Problem(path=file, message='holds no passages; give JSON lines that do'))
+    return passages
+
+
+def _is_passage(text: object) -> TypeGuard[str]:
+    """Whether a value is a text with words, and without the half of a character."""
     try:
-        lines = Path(file).read_text(encoding='utf-8').splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f'{file} cannot be read as UTF-8: {error}') from error
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            text = parse_json(line)['text']
-            assert text.split()
-        except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-            raise ConfigError(
-                f"{file}:{number}: not a JSON object with a passage under 'text'"
-            ) from error
-        yield text
+        return isinstance(text, str) and bool(text.encode() and text.split())
+    except UnicodeEncodeError:
+        return False

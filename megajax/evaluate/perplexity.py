@@ -6,12 +6,12 @@ The rule is that of Shoeybi et al. (2019), appendix E.1.
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from megajax.config import ConfigError
 from megajax.data import Tokenizer, encode_documents, read_documents
+from megajax.data.text.corpus import read_text
 from megajax.evaluate.detokenize import detokenize_wikitext
 from megajax.evaluate.score import Scorer, Window
 
@@ -54,6 +54,8 @@ def perplexity(
     ids, _ = encode_documents(texts, tokenizer)
     if not tokenizer.start:
         ids = np.concatenate([[tokenizer.eod], ids])
+    if not any(texts):
+        raise ConfigError(f'{", ".join(files)}: the documents are empty: give some with text')
     tokens, nll = len(ids) - 1, _sum(scorer, ids, stride or scorer.config.model.max_seq_len)
     num_bytes = sum(len(text.encode()) for text in texts)
     return Perplexity(
@@ -78,10 +80,7 @@ def wikitext(
 
     Raises ConfigError for a file that is not UTF-8, or has fewer than two words or tokens.
     """
-    try:
-        text = Path(file).read_text(encoding='utf-8')
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f'{file} cannot be read as UTF-8: {error}') from error
+    text = read_text(file).replace('\r\n', '\n')
     words = len(text.strip().split(' '))
     (ids,) = tokenizer.encode_batch([detokenize_wikitext(text)])
     if words < 2 or len(ids) < 2:

@@ -1,14 +1,24 @@
-"""Documents are the same wherever they lie, and stay in their part of the split."""
+"""A file is read as what it is; documents do not depend on where they are, nor on their number."""
 
+import bz2
+import codecs
 import gzip
 import json
+import lzma
+import re
+import subprocess
 import sysconfig
 from pathlib import Path
+from shutil import which
 
 import pytest
 
 from megajax.config import ConfigError
 from megajax.data import Document, read_documents, split_documents
+from megajax.data.build.inputs import find_inputs
+from megajax.data.build.read import check_inputs
+from megajax.data.build.shapes import as_messages
+from megajax.data.text.prompts import read_prompts
 
 
 def write(root: Path, files: dict[str, bytes]) -> str:
@@ -69,16 +79,20 @@ def test_a_url_is_refused_with_the_command_that_reads_it(url: str) -> None:
 @pytest.mark.parametrize(
     ('name', 'content', 'message'),
     [
-        ('missing', None, 'there is no .*missing'),
-        ('empty.txt', b'', r'empty\.txt.* holds no text'),
-        ('image.png', b'PNG\0\xff', r'image\.png.* holds no text'),
-        ('latin1.txt', 'né'.encode('latin-1'), r'latin1\.txt is not UTF-8 at byte 1; convert it'),
+        ('missing', None, 'data.corpus: there is no .*missing'),
+        ('empty.txt', b'', r'data.corpus: .*empty\.txt.* holds no text'),
+        ('image.png', b'PNG\0\xff', r'image\.png: is binary'),
+        (
+            'latin1.txt',
+            'né'.encode('latin-1'),
+            r'latin1\.txt: is not UTF-8 at byte 1 .*; convert it',
+        ),
         (
             'folder/latin1.txt',
             'né'.encode('latin-1'),
-            r'latin1\.txt is not UTF-8 at byte 1; convert it',
+            r'latin1\.txt: is not UTF-8 at byte 1 .*; convert it',
         ),
-        ('folder/empty.txt', b'', 'folder.* holds no text'),
+        ('folder/empty.txt', b'', 'data.corpus: .*folder.* holds no text'),
     ],
 )
 def test_a_corpus_that_cannot_be_read(
@@ -86,7 +100,7 @@ def test_a_corpus_that_cannot_be_read(
 ) -> None:
     if content is not None:
         write(tmp_path, {name: content})
-    with pytest.raises(ConfigError, match=f'data.corpus: .*{message}'):
+    with pytest.raises(ConfigError, match=message):
         read_documents(str(tmp_path / name.split('/')[0]))
 
 
@@ -132,15 +146,163 @@ def test_fewer_documents_than_parts() -> None:
         split_documents(some(2), '90,5,5')
 
 
-@pytest.mark.parametrize('name', ['web.jsonl', 'web.jsonl.gz'])
+LINES = [json.dumps({'text': f'line {i}: é\n', 'id': i}) for i in range(12)]
+TEXTS = [f'line {i}: é\n' for i in range(12)]
+JSONL = '\n'.join([*LINES[:3], '', *LINES[3:]]).encode()
+WRITERS = {'gz': gzip.compress, 'bz2': bz2.compress, 'xz': lzma.compress}
+
+
+def texts(corpus: Path) -> list[str]:
+    return [document.text for document in read_documents(str(corpus))]
+
+
+def write_parquet(path: Path, **columns: list[object]) -> None:
+    pyarrow = pytest.importorskip('pyarrow')
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table(columns), path)
+
+
+@pytest.mark.parametrize(
+    'name',
+    ['a.jsonl', 'a.json', 'a.ndjson', 'a.JSON', 'a.jsonl.gz', 'a.json.bz2', 'a.ndjson.xz'],
+)
 def test_each_line_of_json_is_a_document(tmp_path: Path, name: str) -> None:
-    lines = [json.dumps({'text': f'line {i}: é\n', 'id': i}) for i in range(12)]
-    content = '\n'.join([*lines[:3], '', *lines[3:]]).encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith('.gz') else content)
-    for corpus in (tmp_path, tmp_path / name):
-        assert [document.text for document in read_documents(str(corpus))] == [
-            f'line {i}: é\n' for i in range(12)
-        ]
+    compress = WRITERS.get(name.rpartition('.')[2], bytes)
+    (tmp_path / name).write_bytes(compress(codecs.BOM_UTF8 + JSONL))
+    assert texts(tmp_path) == texts(tmp_path / name) == TEXTS
+
+
+def test_each_row_of_parquet_is_a_document(tmp_path: Path) -> None:
+    write_parquet(tmp_path / 'a.parquet', text=TEXTS, id=[*range(12)])
+    assert texts(tmp_path) == texts(tmp_path / 'a.parquet') == TEXTS
+
+
+def test_what_comes_with_a_dataset_is_not_read_and_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_parquet(tmp_path / 'data/train-00000-of-00001.parquet', text=TEXTS)
+    (tmp_path / 'README.md').write_text('# A dataset')
+    (tmp_path / 'dataset_infos.json').write_text('{"default": {"description": "of lines"}}')
+    (tmp_path / 'a.png').write_bytes(b'\x89PNG\0')
+    assert texts(tmp_path) == TEXTS
+    assert 'reading data/train-00000-of-00001.parquet, and not README.md, data' in caplog.text
+    assert 'png' not in caplog.text
+
+
+def test_settings_in_json_are_a_text_among_texts(tmp_path: Path) -> None:
+    for name, content in {'a.json': '{"name": "a"}\n', 'b.json': '{\n "b": [1]\n}\n'}.items():
+        (tmp_path / name).write_text(content)
+    assert texts(tmp_path) == ['{"name": "a"}\n', '{\n "b": [1]\n}\n']
+
+
+@pytest.mark.parametrize('end', ['\u2028', '\u2029', '\x85', '\f', '\v', '\x1c', '\r'])
+def test_only_a_line_feed_ends_a_line(tmp_path: Path, end: str) -> None:
+    text, path = f'one{end}two', tmp_path / 'a.jsonl'
+    path.write_text(json.dumps({'text': text, 'prompt': text}, ensure_ascii=False) + '\n')
+    assert texts(path) == read_prompts(path) == [text]
+    (tmp_path / 'a.txt').write_bytes(f'\ufeff{text}\r\n\nthree\n'.encode())
+    assert read_prompts(tmp_path / 'a.txt') == [text, '', 'three']
+    assert texts(tmp_path / 'a.txt') == [f'{text}\r\n\nthree\n']
+
+
+ARRAY = ('[' + ',\n'.join(LINES) + ']').encode()
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('a.txt', JSONL, r'a.txt: is JSON lines \(its first line: {"text": "line 0.*a.jsonl'),
+        ('a', b'{"messages": []}', r'a: is JSON lines .*rename it to .*/a.jsonl'),
+        ('a.txt.gz', gzip.compress(JSONL), r'rename it to .*/a.jsonl.gz'),
+        ('a.json', ARRAY, r'a.json: is a JSON array \(its first line: \[{"text".* jq -c'),
+        ('a.txt', ARRAY, r'a.txt: is a JSON array'),
+        ('a.json', json.dumps({'text': 'x'}, indent=1).encode(), r'is JSON over several lines'),
+        ('a.txt', gzip.compress(JSONL), r'compressed by gzip .*rename it to .*a.txt.gz'),
+        ('a.jsonl', lzma.compress(JSONL), r'compressed by xz .*rename it to .*a.jsonl.xz'),
+        ('a.txt', b'PAR1\x15\x04', r'a.txt: is Parquet .*rename it to .*a.txt.parquet'),
+        ('folder/a.arrow', b'\xff\xff\xff\xffx\0', r'a.arrow: is Arrow .*to_parquet'),
+        ('a.txt', 'text'.encode('utf-16'), r'is UTF-16 .*; convert it: iconv -f UTF-16'),
+        ('folder/a.txt', 'text'.encode('utf-16'), r'is UTF-16 '),
+        ('a.parquet', b'version https://git-lfs.github.com/spec/v1\n', r'a Git LFS pointer .*pull'),
+        ('folder/a.txt', b'version https://git-lfs.github.com/spec/v1\n', r'a Git LFS pointer'),
+        ('a.jsonl', b'<!DOCTYPE html>\n<html>', r'an HTML page, .*first line: <!DOCTYPE html>'),
+        ('a.parquet', b'<html><body>404', r'a.parquet: is an HTML page'),
+        ('a.zip', b'PK\3\4 and more', r'a.zip: is a ZIP archive .*; unpack it'),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_refused_with_its_first_line(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    write(tmp_path, {name: content})
+    if name.endswith('.parquet'):
+        pytest.importorskip('pyarrow')
+    with pytest.raises(ConfigError, match=message):
+        read_documents(str(tmp_path / name.split('/')[0]))
+    with pytest.raises(ConfigError, match=message):
+        check_inputs(find_inputs([str(tmp_path / name)], None), 'text')
+
+
+def test_a_page_of_html_and_a_line_of_settings_are_texts(tmp_path: Path) -> None:
+    (tmp_path / 'a.html').write_text('<html>')
+    (tmp_path / 'b.txt').write_text('{"name": 1}\n')
+    assert texts(tmp_path) == ['<html>', '{"name": 1}\n']
+
+
+@pytest.mark.parametrize(
+    ('line', 'message'),
+    [
+        ({'prompt': 'a', 'completion': 'b'}, 'role: "user", content: .prompt}'),
+        ({'instruction': 'a', 'input': '', 'output': 'b'}, 'join'),
+        ({'conversations': [{'from': 'human', 'value': 'a'}]}, '.conversations'),
+        ({'conversation': [{'role': 'user', 'content': 'a'}]}, '{messages: .conversation}'),
+        ({'body': 'a'}, r'its keys: body\); name the text "text", or build .* --json-key'),
+    ],
+)
+def test_lines_of_another_form_name_what_is_read(
+    tmp_path: Path, line: dict[str, object], message: str
+) -> None:
+    (tmp_path / 'a.jsonl').write_text(json.dumps(line))
+    with pytest.raises(ConfigError, match='neither "text" nor "messages"') as caught:
+        read_documents(str(tmp_path / 'a.jsonl'))
+    assert re.search(message if '--' in message else re.escape(message), str(caught.value))
+
+
+@pytest.mark.skipif(which('jq') is None, reason='jq is not installed')
+@pytest.mark.parametrize(
+    'line',
+    [
+        {'prompt': 'a', 'completion': 'b'},
+        {'instruction': 'a', 'input': '', 'output': 'b'},
+        {'instruction': 'a', 'output': 'b'},
+        {'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]},
+        {
+            'prompt': [{'role': 'user', 'content': 'a'}],
+            'completion': [{'role': 'assistant', 'content': 'b'}],
+        },
+    ],
+)
+def test_the_command_that_is_named_writes_messages(line: dict[str, object]) -> None:
+    command = as_messages(line).partition("jq -c '")[2].rpartition("' OLD")[0]
+    done = subprocess.run(
+        ['jq', '-c', command], input=json.dumps(line), capture_output=True, text=True, check=True
+    )
+    question, answer = json.loads(done.stdout)['messages']
+    assert question == {'role': 'user', 'content': 'a'}
+    assert answer == {'role': 'assistant', 'content': 'b'}
+
+
+def test_names_like_that_of_a_corpus_which_is_not_there_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ('web.bin', 'web.idx', 'notes.txt'):
+        (tmp_path / name).write_bytes(b'')
+    with pytest.raises(ConfigError, match=rf'no wbe in {tmp_path} .similar names: web') as caught:
+        read_documents('wbe')
+    for kind in ('.jsonl', 'Parquet', 'folder', '.idx', "'stdlib'"):
+        assert kind in str(caught.value)
 
 
 def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
@@ -149,3 +311,21 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
         ConfigError, match=r'web.jsonl:2: is not JSON .*; fix it, or use megajax data build'
     ):
         read_documents(str(tmp_path / 'web.jsonl'))
+
+
+@pytest.mark.parametrize(
+    ('name', 'content', 'message'),
+    [
+        ('a.jsonl', b'{"prompt": "a"}\n{"text": "b"}', r"a.jsonl:2: has no text under 'prompt'"),
+        ('a.txt', b'{"prompt": "a"}\n', r'a.txt: is JSON lines'),
+        ('a.txt', b'', 'a.txt: holds no prompts'),
+        ('a.txt', None, 'a.txt: there is no such file'),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_named(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_prompts(tmp_path / name)

@@ -374,9 +374,9 @@ def test_files_of_a_folder_are_read_and_text_needs_no_pictures(folder: Path) -> 
 @pytest.mark.parametrize('content', ['', '\n\n'])
 def test_an_empty_corpus_is_refused(folder: Path, content: str) -> None:
     (folder / 'data.jsonl').write_text(content)
-    with pytest.raises(ConfigError, match='holds no JSON lines'):
+    with pytest.raises(ConfigError, match='holds no documents'):
         load_rows(folder / 'data.jsonl')
-    with pytest.raises(ConfigError, match='holds no JSON lines'):
+    with pytest.raises(ConfigError, match='holds no documents'):
         load_rows(folder / 'a.png')
 
 

@@ -234,6 +234,8 @@ def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Pa
          r'data.corpus: .*a has 0 tokens to train on, in 0 of 60 sequences'),
         ([*IDS, 'data.corpus={pair}.idx'],
          r'data.corpus: .*a.idx: give the prefix of the two files, .*a'),
+        ([*IDS, 'data.corpus={folder}/ids.bin'],
+         r'ids: there is no ids.idx; give the prefix .*if ids.bin .*nanoGPT.*docs/data.md'),
         ([*IDS, 'data.corpus=x', 'data.blend={{{pair}: 1}}'],
          r'data.corpus: x, and data.blend names .*a; set one of the two'),
         ([*IDS, 'data.blend={{{pair}: 1, {pair}2: 1}}'],
@@ -242,6 +244,7 @@ def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Pa
     ],
 )  # fmt: skip
 def test_what_cannot_be_used(folder: Path, pair: Path, overrides: list[str], message: str) -> None:
+    (folder / 'ids.bin').write_bytes(np.arange(9, dtype=np.uint16).tobytes())
     with pytest.raises(ConfigError, match=message):
         load_data(config(*(override.format(folder=folder, pair=pair) for override in overrides)))
 

@@ -123,6 +123,35 @@ def test_a_model_of_text_learns_the_turns_of_messages(folder: Path) -> None:
     assert 'pixels' not in data.train[0]
 
 
+@pytest.mark.parametrize('name', ['data.json', 'data.ndjson', 'data.parquet'])
+def test_messages_are_learned_from_every_kind_of_file(folder: Path, name: str) -> None:
+    line = {'messages': [{**TURNS[0], 'content': 'What?'}, TURNS[1]]}
+    if name == 'data.parquet':
+        pyarrow = pytest.importorskip('pyarrow')
+        from pyarrow import parquet
+
+        columns = pyarrow.Table.from_pylist([{**line, 'images': None}, {**line, 'images': []}])
+        parquet.write_table(columns, folder / name)
+        (folder / 'README.md').write_text('About the conversations.')
+    else:
+        write(folder, *[line] * 2, name=name)
+    for corpus in (folder, folder / name):
+        assert shown(load_data(text_config(corpus))) == 'Red.<|endoftext|>'
+
+
+def test_a_corpus_that_is_not_there_is_named_beside_a_chat_template(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r'data.corpus: there is no .*gone.jsonl'):
+        load_data(text_config(folder / 'gone.jsonl', chat_template=str(folder / 't.jinja')))
+
+
+def test_messages_of_another_form_name_the_form_that_is_read(folder: Path) -> None:
+    write(folder, *[{'conversations': [{'from': 'human', 'value': 'a'}]}] * 2)
+    with pytest.raises(ConfigError, match=r'data.jsonl:1: .*"text" nor "messages".*conversations'):
+        load_data(text_config(folder))
+    with pytest.raises(ConfigError, match=r'data.jsonl:1: .*"text" or "messages".*jq -c'):
+        load_data(config(folder))
+
+
 def test_a_tokenizer_is_trained_on_what_is_trained_on(folder: Path) -> None:
     write(folder, *[{'messages': TURNS, 'images': ['a.png']}] * 20)
     many = config(folder, tokenizer='bpe')

@@ -5,7 +5,7 @@ it is installed.
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -411,14 +411,42 @@ def test_what_a_document_starts_with_is_read_and_the_first_is_not_predicted(tmp_
     assert [list(window.tokens) for window in oracle.seen] == texts
 
 
-@pytest.mark.parametrize('line', ['{"txt": "a b"}', '3', '[' * 100_000], ids=len)
-def test_what_is_not_lambada_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize(
+    ('line', 'message'),
+    [
+        ('{"txt": "a b"}', "has no passage under 'text'"),
+        ('{"text": " "}', "has no passage under 'text'"),
+        ('{"text": "a \\ud800"}', "has no passage under 'text'"),
+        ('3', 'is int, not a JSON object'),
+        ('[' * 100_000, 'is not JSON'),
+    ],
+    ids=range(5),
+)
+def test_what_is_not_lambada_is_refused_with_its_line(
+    tmp_path: Path, line: str, message: str
+) -> None:
     file = tmp_path / 'lambada.jsonl'
     file.write_text(f'{{"text": "a b"}}\n{line}\n')
-    with pytest.raises(
-        ConfigError, match=r"lambada.jsonl:2: not a JSON object with a passage under 'text'"
-    ):
+    with pytest.raises(ConfigError, match=f'lambada.jsonl:2: {message}'):
         lambada(Oracle(), TOKENIZER, str(file))
+
+
+def test_a_passage_with_a_line_separator_is_one_passage(tmp_path: Path) -> None:
+    (tmp_path / 'a.ndjson').write_text('\ufeff{"text": "one\u2028two three"}\n', 'utf-8')
+    assert lambada(Oracle(), TOKENIZER, str(tmp_path / 'a.ndjson')).passages == 1
+
+
+@pytest.mark.parametrize('task', [lambada, wikitext])
+def test_a_file_without_text_is_refused(tmp_path: Path, task: Callable[..., object]) -> None:
+    (tmp_path / 'a.jsonl').write_text('')
+    with pytest.raises(ConfigError, match=r'a.jsonl'):
+        task(Oracle(), TOKENIZER, str(tmp_path / 'a.jsonl'))
+
+
+def test_documents_without_text_have_no_perplexity(tmp_path: Path) -> None:
+    (tmp_path / 'a.jsonl').write_text('{"text": ""}\n' * 3)
+    with pytest.raises(ConfigError, match=r'a.jsonl: the documents are empty'):
+        perplexity(Oracle(), TOKENIZER, [str(tmp_path / 'a.jsonl')])
 
 
 def test_a_stride_that_leaves_tokens_out_is_refused(tmp_path: Path) -> None:

@@ -77,11 +77,11 @@ def read_build_input(path: Path) -> None:
 
 
 def read_lines(path: Path) -> None:
-    from megajax.commands.generate import _read_prompts
+    from megajax.data.text.prompts import read_prompts
     from megajax.evaluate.lambada import _read
 
     if path.stem == 'prompts':
-        _read_prompts(path)
+        read_prompts(path)
     elif path.stem == 'passages':
         list(_read(str(path)))
     else:

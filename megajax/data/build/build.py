@@ -35,7 +35,7 @@ from megajax.data.build.partial import (
     sync,
 )
 from megajax.data.build.pieces import UNIT
-from megajax.data.build.read import read_units
+from megajax.data.build.read import check_inputs, read_units
 from megajax.data.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ def build(
     out = Path(job.out).expanduser()
     check_job(job, out)
     inputs = find_inputs(job.inputs, job.format)
+    check_inputs(inputs, job.json_key)
     tokenizer = given_tokenizer(job, inputs)
     wanted = fingerprint(job, inputs, tokenizer, unit)
     _progress(out, wanted)  # raises before any file is touched

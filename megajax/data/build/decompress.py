@@ -1,8 +1,10 @@
 """Corpus files as streams of decompressed bytes."""
 
+import bz2
 import gzip
 import io
 import logging
+import lzma
 import sys
 import zlib
 from collections.abc import Iterator
@@ -44,11 +46,12 @@ def decompress(input: Input, raw: BinaryIO) -> Iterator[BinaryIO]:
         return
     if not raw.peek(1):  # type: ignore[attr-defined]
         raise EOFError('the file is empty')
-    if input.compression == '.gz':
-        with gzip.GzipFile(fileobj=raw) as file:
-            yield cast(BinaryIO, file)
-    else:
+    if input.compression == '.zst':
         yield io.BufferedReader(_ZstdFile(raw), UNIT)
+        return
+    readers = {'.gz': gzip.open, '.bz2': bz2.open, '.xz': lzma.open}
+    with readers[input.compression](raw) as file:  # type: ignore[operator]
+        yield cast(BinaryIO, file)
 
 
 def skip(stream: BinaryIO, count: int) -> None:
@@ -62,7 +65,7 @@ def read_errors(input: Input) -> Iterator[None]:
     """Raise what fails in reading the input as a ConfigError that names it."""
     try:
         yield
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise unreadable(input, error) from error
 
 

@@ -25,7 +25,7 @@ SUFFIXES: dict[str, Format] = {
     '.ndjson': 'jsonl',
     '.parquet': 'parquet',
 }
-COMPRESSED = ('.gz', '.zst')
+COMPRESSED = ('.gz', '.zst', '.bz2', '.xz')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,13 @@ class Input:
     mtime_ns: int
     stream: bool
     version: str = ''  # of a file with a URL: its ETag, or the time of its last change
+    given: bool = False  # whether the format was given, and not read from the suffix
 
     @property
     def compression(self) -> str:
-        """The suffix of a compressed file, '.gz' or '.zst', else the empty string."""
-        name = _name(self.path)
-        return Path(name).suffix if name.endswith(COMPRESSED) else ''
+        """The suffix of a compressed file, for example '.gz', else the empty string."""
+        suffix = Path(_name(self.path)).suffix.lower()
+        return suffix if suffix in COMPRESSED else ''
 
     @property
     def is_remote(self) -> bool:
@@ -54,8 +55,8 @@ class Input:
 def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
     """Return the files that paths, URLs, globs and '-' name, in order; a glob's matches are sorted.
 
-    With `format` None, the suffix of each file decides. Raises ConfigError with every file that
-    does not exist, cannot be read, or has a format that cannot be read in this way.
+    With `format` None, the suffix of each file decides (`format_of`). Raises ConfigError with every
+    file that does not exist, cannot be read, or has a format that cannot be read in this way.
     """
     problems: list[Problem] = []
     inputs = []
@@ -109,11 +110,12 @@ def _look(path: str, format: Format | None) -> Input:
         size, version = remote.look(path)
         input = Input(
             path=path,
-            format=format or _format(path),
+            format=format or format_of(path),
             size=size or 0,
             mtime_ns=0,
             stream=size is None,
             version=version,
+            given=format is not None,
         )
     else:
         try:
@@ -132,10 +134,11 @@ def _look(path: str, format: Format | None) -> Input:
         size, mtime_ns = (0, 0) if stream else (status.st_size, status.st_mtime_ns)
         input = Input(
             path=path,
-            format=format or _format(path),
+            format=format or format_of(path),
             size=size,
             mtime_ns=mtime_ns,
             stream=stream,
+            given=format is not None,
         )
     if input.format == 'parquet' and (input.stream or input.compression):
         raise input_error(
@@ -153,9 +156,10 @@ def _name(path: str) -> str:
     return path.partition('?')[0] if remote.is_web(path) else path
 
 
-def _format(path: str) -> Format:
-    name = _name(path)
-    bare = Path(name).with_suffix('') if name.endswith(COMPRESSED) else Path(name)
+def format_of(path: str) -> Format:
+    """Return the format that the name of a file or URL says it has."""
+    name = Path(_name(path).lower())
+    bare = name.with_suffix('') if name.suffix in COMPRESSED else name
     return SUFFIXES.get(bare.suffix, 'text')
 
 

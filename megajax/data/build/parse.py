@@ -1,41 +1,76 @@
-"""Conversion of pieces of raw bytes to texts; bad lines become problems."""
+"""Conversion of pieces of raw bytes to texts and objects; bad lines become problems."""
 
 import codecs
 import json
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from megajax.config.errors import Problem
 from megajax.data.build.pieces import InputPiece
+from megajax.data.build.shapes import as_messages
 
-OR_SKIP = 'fix it, or skip such lines with --skip-bad'
+
+class Fixes(NamedTuple):
+    """The advice about lines that cannot be used."""
+
+    bad: str = 'fix it, or skip such lines with --skip-bad'
+    no_key: str = 'give --json-key one of them, or --skip-bad'
+    messages: str = 'set data.corpus to the file: megajax train and eval read messages as they are'
 
 
-def parse(piece: InputPiece, key: str) -> Iterator[str | Problem]:
-    """Yield the texts of a piece in order, and a Problem in place of each bad one."""
+FIXES = Fixes()
+
+
+def parse(piece: InputPiece, key: str, fixes: Fixes = FIXES) -> Iterator[str | Problem]:
+    """Yield the texts of a piece in order, and a Problem in place of each bad one.
+
+    The byte order mark with which a file may begin is no part of its text.
+    """
     path = piece.input.path
     if isinstance(piece.data, list):
         for row, text in enumerate(piece.data, piece.line):
             place = f'{path}: row {row}'
             yield (
-                _decode(text, place)
+                _decode(text, place, fixes.bad)
                 if text is not None
-                else Problem(path=place, message=f'{key!r} is null, not text; {OR_SKIP}')
+                else Problem(path=place, message=f'{key!r} is null, not text; {fixes.bad}')
             )
     elif piece.input.format == 'text':
-        yield _decode(
-            piece.data,
-            path,
-            piece.offset,
-            fix='convert it, for example with iconv, or leave it out',
-        )
-    else:
         data = piece.data if piece.offset else piece.data.removeprefix(codecs.BOM_UTF8)
-        for number, line in enumerate(data.split(b'\n'), piece.line):
-            if line and not line.isspace():
-                yield _parse_line(line, key, f'{path}:{number}')
+        fix = 'convert it, for example with iconv, or leave it out'
+        yield _decode(data, path, fix, piece.offset + len(piece.data) - len(data))
+    else:
+        for line, place in lines(piece):
+            yield _parse_line(line, key, place, fixes)
 
 
-def _decode(data: bytes, path: str, offset: int = 0, fix: str = OR_SKIP) -> str | Problem:
+def lines(piece: InputPiece) -> Iterator[tuple[bytes, str]]:
+    """Yield the lines of a piece of JSON lines that are not blank, each with file and number."""
+    assert isinstance(piece.data, bytes)
+    data = piece.data if piece.offset else piece.data.removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(data.split(b'\n'), piece.line):
+        if line and not line.isspace():
+            yield line, f'{piece.input.path}:{number}'
+
+
+def parse_object(line: bytes, place: str, fix: str) -> dict[str, Any] | Problem:
+    """Return the object of a line of JSON, or the Problem with it."""
+    decoded = _decode(line, place, fix)
+    if isinstance(decoded, Problem):
+        return decoded
+    try:
+        value = json.loads(decoded)
+    except (ValueError, RecursionError) as error:
+        return Problem(path=place, message=f'is not JSON ({error}): {_short(decoded)}; {fix}')
+    if isinstance(value, dict):
+        return value
+    return Problem(
+        path=place,
+        message=f'is {type(value).__name__}, not a JSON object: {_short(decoded)}; {fix}',
+    )
+
+
+def _decode(data: bytes, path: str, fix: str, offset: int = 0) -> str | Problem:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -46,30 +81,18 @@ def _decode(data: bytes, path: str, offset: int = 0, fix: str = OR_SKIP) -> str 
         )
 
 
-def _parse_line(line: bytes, key: str, place: str) -> str | Problem:
-    if isinstance(decoded := _decode(line, place), Problem):
-        return decoded
-    try:
-        document = json.loads(decoded)
-    except (ValueError, RecursionError) as error:
-        return Problem(path=place, message=f'is not JSON ({error}): {_short(decoded)}; {OR_SKIP}')
-    if not isinstance(document, dict):
-        return Problem(
-            path=place,
-            message=f'is {type(document).__name__}, not a JSON object: '
-            f'{_short(decoded)}; {OR_SKIP}',
-        )
+def _parse_line(line: bytes, key: str, place: str, fixes: Fixes) -> str | Problem:
+    document = parse_object(line, place, fixes.bad)
+    if isinstance(document, Problem):
+        return document
     if key not in document:
-        keys = ', '.join(document) or 'none'
-        return Problem(
-            path=place,
-            message=f'has no key {key!r} (its keys: {_short(keys)}); '
-            'give --json-key one of them, or --skip-bad',
-        )
+        keys = _short(', '.join(document) or 'none')
+        fix = fixes.messages if 'messages' in document else as_messages(document) or fixes.no_key
+        return Problem(path=place, message=f'has no key {key!r} (its keys: {keys}); {fix}')
     text = document[key]
     if not isinstance(text, str):
         return Problem(
-            path=place, message=f'{key!r} is {_short(json.dumps(text))}, not text; {OR_SKIP}'
+            path=place, message=f'{key!r} is {_short(json.dumps(text))}, not text; {fixes.bad}'
         )
     if not text.isascii():
         try:
@@ -77,7 +100,8 @@ def _parse_line(line: bytes, key: str, place: str) -> str | Problem:
         except UnicodeEncodeError as error:
             return Problem(
                 path=place,
-                message=f'{key!r} has an unpaired surrogate at character {error.start}; {OR_SKIP}',
+                message=f'{key!r} has an unpaired surrogate at character {error.start}; '
+                f'{fixes.bad}',
             )
     return text
 

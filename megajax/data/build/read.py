@@ -4,12 +4,31 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
+from megajax.config.errors import ConfigError, Problem
+from megajax.data.build.contents import check_contents
 from megajax.data.build.decompress import decompress, open_input, read_errors, skip
 from megajax.data.build.inputs import Format, Input, input_error
 from megajax.data.build.parquet import read_rows
 from megajax.data.build.pieces import UNIT, InputPiece, Position, Unit
 
+HEAD = 1 << 16  # bytes of each file that are read before a build begins
 MAX_LINE_BYTES = 1 << 28  # maximum bytes of a line, all of which is held in memory
+
+
+def check_inputs(inputs: Sequence[Input], key: str) -> None:
+    """Raise ConfigError with every local file that is not what its name says.
+
+    A stream or a remote file is checked when it is read.
+    """
+    problems: list[Problem | str] = []
+    for input in inputs:
+        if not input.stream and not input.is_remote:
+            try:
+                next(read_pieces([input], key, Position(), HEAD), None)
+            except ConfigError as error:
+                problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
 
 
 def read_units(
@@ -71,6 +90,8 @@ def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[InputPiece,
         else:
             skip(stream, offset)
         for data, ended in _blocks(input, stream, unit):
+            if not offset:
+                check_contents(input, data, whole=ended)
             is_jsonl = input.format == 'jsonl'
             piece = InputPiece(
                 input=input,

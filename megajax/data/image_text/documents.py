@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from megajax.config.errors import ConfigError, Problem
+from megajax.data.build.objects import read_objects
 from megajax.data.image_rows import ImageDocument, RowShape
 from megajax.data.image_text.chat import Chat
-from megajax.data.image_text.lines import Vocabulary, pieces_of, pieces_of_text, read_lines
+from megajax.data.image_text.lines import Vocabulary, pieces_of, pieces_of_text
 from megajax.data.images import inside, read_image, read_size
 from megajax.data.patches import Grid
 from megajax.data.text.pieces import Piece
@@ -44,13 +45,13 @@ class FileDocument:
 def read_documents(
     path: Path, shape: RowShape, tokenizer: Tokenizer, chat: Chat
 ) -> Iterator[FileDocument]:
-    """Yield the documents of a JSON-lines file, with the sizes of its pictures.
+    """Yield the documents of JSON lines or a Parquet file, with the sizes of its pictures.
 
     Pictures are named from the file's folder. Raises ConfigError with file and line if a line
     breaks a rule, a picture is missing or no picture, or a document does not fit a row.
     """
     vocabulary = _vocabulary(shape, tokenizer)
-    for place, line in read_lines(path):
+    for place, line in read_objects(path):
         pieces = pieces_of(line, vocabulary, chat, place)
         paths = [
             inside(path.parent, piece.image, place=place)

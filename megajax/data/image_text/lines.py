@@ -6,18 +6,14 @@ A line is {"text": "...<image>...", "images": ["a.png"]} or {"messages": [{"role
 "images". The loss counts all of a "text", and the assistant's turns of "messages".
 """
 
-import codecs
 import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from megajax.config.errors import ConfigError, Problem
-from megajax.data.build.inputs import find_inputs
-from megajax.data.build.pieces import Position
-from megajax.data.build.read import read_pieces
+from megajax.data.build.shapes import as_messages
 from megajax.data.image_text.chat import Chat, Message
 from megajax.data.text.pieces import GUARDS, Piece
 
@@ -44,17 +40,6 @@ class Vocabulary:
         return re.compile('|'.join(map(re.escape, names)))
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the object of each line that is not blank, with its place, 'a.jsonl:12'."""
-    for piece, _ in read_pieces(find_inputs([str(path)], 'jsonl'), '', Position()):
-        assert isinstance(piece.data, bytes)
-        data = piece.data if piece.offset else piece.data.removeprefix(codecs.BOM_UTF8)
-        for number, line in enumerate(data.split(b'\n'), piece.line):
-            if line and not line.isspace():
-                place = f'{path}:{number}'
-                yield place, _parse(line, place)
-
-
 def spelled(line: dict[str, Any]) -> str:
     """Return the texts of a line, which need not keep the rules, to train a tokenizer on."""
     texts = [line.get('text')]
@@ -70,7 +55,8 @@ def pieces_of(line: dict[str, Any], vocabulary: Vocabulary, chat: Chat, place: s
     """Return the pieces of a line; raises ConfigError with its place if it breaks a rule."""
     if ('text' in line) == ('messages' in line):
         keys = ', '.join(map(str, line)) or 'none'
-        _refuse(place, f'needs either "text" or "messages" (its keys: {_short(keys)})')
+        mistake = f'needs either "text" or "messages" (its keys: {_short(keys)})'
+        _refuse(place, mistake, as_messages(line) or 'correct the line')
     if 'text' in line:
         return pieces_of_text(line, vocabulary, place)
     messages, names = _messages(line['messages'], _images(line, place), place)
@@ -282,16 +268,6 @@ def _unmatched(text: str, names: Sequence[str], place: str) -> NoReturn:
 
 def _unequal(places: int, images: Sequence[str], place: str) -> NoReturn:
     _refuse(place, f'has {places} places for pictures, and {len(images)} in "images"')
-
-
-def _parse(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        decoded = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        _refuse(place, f'is not JSON in UTF-8 ({error})')
-    if not isinstance(decoded, dict):
-        _refuse(place, f'is {_short(decoded)}, not a JSON object')
-    return decoded
 
 
 def _check(text: str, place: str) -> str:

@@ -8,12 +8,15 @@ from pathlib import Path
 
 from megajax.config import Config, ConfigError, Problem
 from megajax.data.batches import Batch, Batches, Order
+from megajax.data.build.objects import read_objects
+from megajax.data.drawn import PICTURES
 from megajax.data.image_rows import RowShape
 from megajax.data.image_text.chat import Chat, PlainChat, TemplateChat
 from megajax.data.image_text.documents import FileDocument, read_documents
-from megajax.data.image_text.lines import Vocabulary, read_lines, spelled
-from megajax.data.text.corpus import JSON_LINES, Document, split_documents
+from megajax.data.image_text.lines import Vocabulary, spelled
+from megajax.data.text.corpus import Document, find_corpus, split_documents
 from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.tokens.indexed import is_pair
 
 Row = Sequence[FileDocument]
 
@@ -63,7 +66,7 @@ def load_image_text(
     split: str,
     template: str | Path | None = None,
 ) -> ImageTextData:
-    """Open a JSON-lines file, or all of a folder; of a folder no other text is read.
+    """Open a file of JSON lines or Parquet, or all of a folder; no other text of it is read.
 
     Documents are split by the hash of file and line, as text is, and packed into rows whole and in
     that order; training draws rows, reshuffled in each epoch. `template` is a chat template of
@@ -77,8 +80,8 @@ def load_image_text(
             for document in read_documents(path, shape, tokenizer, chat):
                 documents[_name(name, document.place)] = document
     if not documents:
-        kinds = ', '.join(JSON_LINES)
-        raise _problem(f'{corpus!r} holds no JSON lines ({kinds}); give a file or folder that does')
+        raise _problem(f'{corpus!r} holds no documents; give JSON lines or Parquet that do')
+    find_corpus(corpus).log_unread(corpus)
     train, validation = (
         pack([documents[name] for name in names], shape) for names in _split(list(documents), split)
     )
@@ -133,7 +136,7 @@ def read_training_texts(corpus: str, split: str) -> list[str]:
     texts = {
         _name(name, place): spelled(line)
         for path, name in files_of(corpus)
-        for place, line in read_lines(path)
+        for place, line in read_objects(path)
     }
     return [texts[name] for name in _split(list(texts), split)[0]] if texts else []
 
@@ -158,23 +161,25 @@ def open_chat(
 
 
 def files_of(corpus: str) -> list[tuple[Path, str]]:
-    """Return the JSON-lines files of a corpus, each with its name inside it; none of a text."""
-    root = Path(corpus).expanduser()
-    if root.is_file():
-        return [(root, root.name)] if root.name.endswith(JSON_LINES) else []
-    paths = [path for path in sorted(root.rglob('*')) if path.name.endswith(JSON_LINES)]
-    return [(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()]
+    """Return the files of JSON lines and Parquet of a corpus, each with its name inside it.
+
+    Raises ConfigError if there is no such corpus.
+    """
+    return [(file.path, file.name) for file in find_corpus(corpus).files if file.format != 'text']
 
 
 def keeps_documents(config: Config, corpus: str) -> bool:
     """Whether a corpus is JSON lines whose documents stay whole in a row.
 
-    They are where a model sees, and where a text model is to learn the turns of messages.
+    They are where a model sees, and where a text model is to learn the turns of messages. Raises
+    ConfigError if there is no such corpus.
     """
+    if corpus in PICTURES or is_pair(corpus):
+        return False
     files = files_of(corpus)
     if config.vision is not None or config.data.chat_template is not None:
         return bool(files)
-    lines = (line for path, _ in files for _, line in read_lines(path))
+    lines = (line for path, _ in files for _, line in read_objects(path))
     return 'messages' in next(lines, {})
 
 

@@ -1,26 +1,44 @@
-"""Text documents, and their split into training, validation and test parts."""
+"""The files of a corpus, their text documents, and the split into training, validation and test."""
 
+import logging
+import mimetypes
 import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from hashlib import sha256
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from megajax.config.errors import ConfigError, Problem
-from megajax.data.build.inputs import find_inputs
-from megajax.data.build.parse import parse
+from megajax.data.build.contents import NoTextError, json_text
+from megajax.data.build.inputs import Format, Input, find_inputs, format_of
+from megajax.data.build.objects import read_objects
+from megajax.data.build.parse import Fixes, parse
 from megajax.data.build.pieces import Position
-from megajax.data.build.read import read_pieces
+from megajax.data.build.read import HEAD, read_pieces
 from megajax.data.build.remote import is_remote
+from megajax.data.build.shapes import as_messages
 
-JSON_LINES = ('.jsonl', '.jsonl.gz', '.jsonl.zst')
 NOT_STDLIB = frozenset(
     {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'}
 )
+KINDS = (
+    'a text file, JSON lines (.jsonl, .json, .ndjson), Parquet, a folder of these, '
+    "the prefix of token files (.bin and .idx), or 'stdlib'"
+)
+FIXES = Fixes(
+    bad='fix it, or use megajax data build, which can skip such lines',
+    no_key='name the text "text", or build token files with megajax data build --json-key KEY',
+    messages='put lines with "messages" into a file of their own',
+)
+MOST_NAMES = 3  # of files that are not read
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,23 +52,85 @@ class Document:
 Parts = tuple[list[Document], list[Document], list[Document]]  # training, validation, test
 
 
-def read_documents(corpus: str) -> list[Document]:
-    """Return the documents of `corpus`, sorted by name: 'stdlib', a file, or all files of a folder.
+class CorpusFile(NamedTuple):
+    """A file of a corpus, and its name inside it, with slashes."""
 
-    A file is one document; in .jsonl (also .jsonl.gz and .jsonl.zst) each line is one, with its
-    text under the key 'text'. 'stdlib' is the running interpreter's own library, without its tests
-    and installed packages. Hidden files, files with NUL bytes and empty files of a folder are
-    skipped. Raises ConfigError if no text remains, or if a text cannot be read, as a URL cannot.
+    path: Path
+    name: str
+    format: Format
+
+
+class Corpus(NamedTuple):
+    """The files that hold the documents of a corpus, and other files of its folder."""
+
+    files: list[CorpusFile]
+    unread: list[str]  # names
+
+    def log_unread(self, corpus: str) -> None:
+        """Name the files of a folder that are not read, except pictures."""
+        kinds = ((name, mimetypes.guess_type(name)[0] or '') for name in sorted(self.unread))
+        if names := [name for name, kind in kinds if not kind.startswith('image/')]:
+            logger.warning(
+                'data.corpus: %s: reading %s, and not %s',
+                corpus,
+                _few([file.name for file in self.files]),
+                _few(names),
+            )
+
+
+def find_corpus(corpus: str) -> Corpus:
+    """Return the files of a corpus: 'stdlib', a file, or a folder.
+
+    The documents of a folder are its JSON lines and Parquet, and where it has none its text.
+    Hidden files are left out. Raises ConfigError if there is no such file.
     """
     if is_remote(corpus):
         raise _error(
             f'{corpus} is a URL, which a run does not read: run megajax data build OUT --input '
             f'{corpus}, and set data.corpus=OUT'
         )
-    documents = _read_stdlib() if corpus == 'stdlib' else _read_path(Path(corpus).expanduser())
+    if corpus == 'stdlib':
+        root = Path(sysconfig.get_path('stdlib'))
+        files = [_file(path, root) for path in _walk(root, NOT_STDLIB) if path.suffix == '.py']
+        return Corpus(files, [])
+    root = Path(corpus).expanduser()
+    if not root.exists():
+        raise _error(f'there is no {root}{_near(root)}; give {KINDS}')
+    if root.is_file():
+        return Corpus([_file(root, root.parent)], [])
+    files = sorted(_in_folder(path, root) for path in _walk(root))
+    documents = [file for file in files if file.format != 'text']
     if not documents:
-        raise _error(f"{corpus!r} holds no text; give a file or a folder that does, or 'stdlib'")
+        return Corpus(files, [])
+    return Corpus(documents, [file.name for file in files if file.format == 'text'])
+
+
+def read_documents(corpus: str) -> list[Document]:
+    """Return the text documents of `find_corpus`, sorted by name.
+
+    A text file is one document; each line of JSON lines is one, and each row of Parquet, with its
+    text under the key 'text'. Of a folder of text, files of bytes and empty files are left out.
+    Raises ConfigError if no text remains, or if a text cannot be read.
+    """
+    files, unread = find_corpus(corpus)
+    is_folder = corpus == 'stdlib' or Path(corpus).expanduser().is_dir()
+    documents: list[Document] = []
+    for file in files:
+        try:
+            documents += _text(file) if file.format == 'text' else _lines(file)
+        except NoTextError:
+            if not is_folder:
+                raise
+            unread.append(file.name)
+    if not documents:
+        raise _error(f'{corpus!r} holds no text; give {KINDS}')
+    Corpus([file for file in files if file.name not in unread], unread).log_unread(corpus)
     return sorted(documents, key=lambda document: document.name)
+
+
+def read_text(path: str | Path) -> str:
+    """Return a file of text, without a byte order mark; raises ConfigError if it is none."""
+    return ''.join(_texts(CorpusFile(Path(path).expanduser(), '', 'text')))
 
 
 def split_documents(documents: Sequence[Document], split: str) -> Parts:
@@ -100,61 +180,80 @@ def _hash(document: Document) -> float:
     return int.from_bytes(digest[:6], 'big') / 2**48
 
 
-def _read_stdlib() -> list[Document]:
-    root = Path(sysconfig.get_path('stdlib'))
-    documents = []
-    for path in _files(root, NOT_STDLIB):
-        if path.suffix == '.py':
-            with suppress(UnicodeDecodeError):
-                documents += _documents(path, root)
-    return documents
+def _text(file: CorpusFile) -> list[Document]:
+    """Return the file as a document, or nothing if it is empty."""
+    texts = list(_texts(file))
+    return [Document(name=file.name, text=text) for text in [''.join(texts)] if text]
 
 
-def _read_path(root: Path) -> list[Document]:
-    if not root.exists():
-        raise _error(f"there is no {root}; give a text file, a folder of them, or 'stdlib'")
-    documents: list[Document] = []
-    for path in [root] if root.is_file() else _files(root):
-        try:
-            read = _lines if path.name.endswith(JSON_LINES) else _documents
-            documents += read(path, root if root.is_dir() else root.parent)
-        except UnicodeDecodeError as error:
-            raise _error(
-                f'{path} is not UTF-8 at byte {error.start}; '
-                'convert it, for example with iconv, or remove it'
-            ) from error
-        except OSError as error:
-            raise _error(
-                f'{path} cannot be read: {error.strerror}; make it readable, or remove it'
-            ) from error
-    return documents
+def _lines(file: CorpusFile) -> Iterator[Document]:
+    """Yield each line or row as a document; names sort as the lines do."""
+    place, first = next(read_objects(file.path), ('', {'text': ''}))
+    if not {'text', 'messages'} & first.keys():
+        keys = ', '.join(map(str, first)) or 'none'
+        fix = as_messages(first) or FIXES.no_key
+        raise ConfigError(
+            Problem(
+                path=place,
+                message=f'has neither "text" nor "messages" (its keys: {keys}); {fix}',
+            )
+        )
+    for number, text in enumerate(_texts(file)):
+        yield Document(name=f'{file.name}:{number:012}', text=text)
 
 
-def _documents(path: Path, root: Path) -> list[Document]:
-    """Return the file as a document, or nothing if it is empty or binary."""
-    content = path.read_bytes()
-    if not content or b'\0' in content:
-        return []
-    return [Document(name=path.relative_to(root).as_posix(), text=content.decode())]
+def _texts(file: CorpusFile) -> Iterator[str]:
+    for piece, _ in read_pieces([_input(file)], 'text', Position()):
+        for text in parse(piece, 'text', FIXES):
+            if isinstance(text, Problem):
+                raise ConfigError(text)
+            yield text
 
 
-def _lines(path: Path, root: Path) -> Iterator[Document]:
-    """Yield each line of a JSON file as a document; names sort as the lines do."""
-    pieces = read_pieces(find_inputs([str(path)], 'jsonl'), 'text', Position())
-    texts = (text for piece, _ in pieces for text in parse(piece, 'text'))
-    for number, text in enumerate(texts):
-        if isinstance(text, Problem):
-            mistake, _ = text.message.rsplit('; ', 1)
-            fix = 'fix it, or use megajax data build, which can read another key or skip such lines'
-            raise ConfigError(replace(text, message=f'{mistake}; {fix}'))
-        yield Document(name=f'{path.relative_to(root).as_posix()}:{number:012}', text=text)
+def _in_folder(path: Path, root: Path) -> CorpusFile:
+    """Return a file of a folder: a .json that holds no documents, such as settings, is a text."""
+    file = _file(path, root)
+    if file.format == 'jsonl' and '.json' in map(str.lower, path.suffixes[-2:]):
+        as_text = file._replace(format='text')
+        with suppress(ConfigError):  # which is raised again when the file is read
+            piece, _ = next(read_pieces(find_inputs([str(path)], 'text'), '', Position(), HEAD))
+            assert isinstance(piece.data, bytes)
+            found = json_text(piece.data, whole=piece.last)
+            return file if found and found.is_documents else as_text
+        return as_text
+    return file
 
 
-def _files(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+def _input(file: CorpusFile) -> Input:
+    (input,) = find_inputs([str(file.path)], file.format)
+    return replace(input, given=False)  # what a folder makes of a file is checked
+
+
+def _file(path: Path, root: Path) -> CorpusFile:
+    return CorpusFile(path, path.relative_to(root).as_posix(), format_of(path.name))
+
+
+def _walk(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith('.')]
         paths = (Path(folder, name) for name in names if not name.startswith('.'))
         yield from (path for path in paths if path.is_file())  # no broken links, no pipes
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f' and {len(names) - MOST_NAMES:,} more' if len(names) > MOST_NAMES else ''
+    return ', '.join(names[:MOST_NAMES]) + more
+
+
+def _near(path: Path) -> str:
+    """Return where a relative path begins, and the names there that are like its own."""
+    names: set[str] = set()
+    with suppress(OSError):
+        names = {name.name for name in path.parent.iterdir()}
+    names |= {name.removesuffix('.idx') for name in names if name.endswith('.idx')}
+    near = [str(path.with_name(name)) for name in get_close_matches(path.name, names, MOST_NAMES)]
+    here = '' if path.is_absolute() else f' in {Path.cwd()}'
+    return here + f' (similar names: {", ".join(near)})' * bool(near)
 
 
 def _error(message: str) -> ConfigError:

@@ -133,11 +133,11 @@ def read_pair(prefix: str | Path) -> Sequences:
     prefix = Path(prefix).expanduser()
     bin_path, idx_path = paths(prefix)
     if missing := [path.name for path in (bin_path, idx_path) if not path.is_file()]:
-        raise _problem(
-            prefix,
-            f'there is no {" and no ".join(missing)}; '
-            'give the prefix of two files, copied or built with megajax data build',
-        )
+        fix = 'give the prefix of two files, copied or built with megajax data build'
+        if missing == [idx_path.name]:
+            fix += f'; if {bin_path.name} is an array of ids alone, as nanoGPT writes it, '
+            fix += 'docs/data.md converts it'
+        raise _problem(prefix, f'there is no {" and no ".join(missing)}; {fix}')
     try:
         tokens, index = _map(bin_path, np.uint8), _map(idx_path, np.uint8)
     except OSError as error:

@@ -1,0 +1,35 @@
+"""Prompts that are read from a file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megajax.config.errors import ConfigError, Problem
+from megajax.data.build.inputs import format_of
+from megajax.data.build.objects import read_objects
+from megajax.data.text.corpus import read_text
+
+
+def read_prompts(path: Path) -> list[str]:
+    """Return the lines of a text, or what JSON lines or Parquet have under 'prompt'.
+
+    A line ends with a line feed, which a carriage return may precede, and with no other character.
+    Raises ConfigError with file and line.
+    """
+    if format_of(path.name) != 'text':
+        prompts = list(_prompts(path))
+    else:
+        prompts = [line.removesuffix('\r') for line in read_text(path).split('\n')]
+        prompts = prompts if prompts[-1] else prompts[:-1]
+    if not prompts:
+        message = "holds no prompts; write one per line, or JSON lines with 'prompt'"
+        raise ConfigError(Problem(path=str(path), message=message))
+    return prompts
+
+
+def _prompts(path: Path) -> Iterator[str]:
+    for place, line in read_objects(path):
+        if not isinstance(line.get('prompt'), str):
+            keys = ', '.join(map(str, line)) or 'none'
+            message = f"has no text under 'prompt' (its keys: {keys}); give it one"
+            raise ConfigError(Problem(path=place, message=message))
+        yield line['prompt']
