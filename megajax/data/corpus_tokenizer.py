@@ -83,6 +83,13 @@ def tokenizer_of_pairs(
                 f'which has another hash; {fix}'
             )
             raise _problem('data.tokenizer', message, *CORPUS)
+    for prefix, manifest in manifests.items():
+        if manifest and manifest.append_eod and manifest.eod != tokenizer.eod:
+            message = (
+                f'{spec} ends documents with token {tokenizer.eod}, and those of {prefix} end with '
+                f'{manifest.eod}; build it again with --tokenizer {spec}'
+            )
+            raise _problem('data.tokenizer', message, *CORPUS)
     return tokenizer
 
 

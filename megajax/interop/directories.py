@@ -20,11 +20,11 @@ from megajax.checkpoint.digests import sound_checkpoint
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.config import Config, ConfigError, ModelConfig, reload
 from megajax.config.lora import without_adapters
+from megajax.files.json_file import read_json
 from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.huggingface.families import read_config_json, write_family
 from megajax.interop.huggingface.hub import Repository
 from megajax.interop.huggingface.preprocessor import FILE, read_preprocessor, write_preprocessor
-from megajax.interop.json_file import read_json
 from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
 
 Dtype = Literal['float32', 'bfloat16', 'float16']
@@ -177,17 +177,21 @@ def _write_companions(checkpoint: Path, folder: Path, model: ModelConfig) -> dic
 
     shutil.copyfile(checkpoint / TOKENIZER, folder / 'tokenizer.json')
     tokenizer = load_tokenizer(str(checkpoint / TOKENIZER))
-    end = {'content': tokenizer.decode([tokenizer.eod]), 'id': tokenizer.eod}
+    end = tokenizer.decode([tokenizer.eod])
     added = json.loads((checkpoint / TOKENIZER).read_bytes())['added_tokens']
-    begin = next((token for token in added if token['content'] in BEGIN_OF_DOCUMENT), end)
+    ids = {token['content']: token['id'] for token in added}
+    named = tokenizer.named_tokens
+    if 'eos_token' not in named:
+        begin = next((name for name in BEGIN_OF_DOCUMENT if name in ids), end)
+        named = {'bos_token': begin, **named, 'eos_token': end}
     about = {'tokenizer_class': 'PreTrainedTokenizerFast', 'model_max_length': model.max_seq_len}
-    about |= {'bos_token': begin['content'], 'eos_token': end['content']}
+    about |= named
     if TOKENIZER_CONFIG not in companions.files:
         (folder / TOKENIZER_CONFIG).write_text(
             json.dumps(about | {'clean_up_tokenization_spaces': False}, indent=2) + '\n'
         )
-    ids = {token['content']: token['id'] for token in added}
     beside = {
         key: ids[name] for name, key in BESIDE_PICTURES.items() if model.vision and name in ids
     }
-    return {'bos_token_id': begin['id'], 'eos_token_id': end['id'], **beside} | own
+    begin_id = tokenizer.token_id(named['bos_token']) if 'bos_token' in named else None
+    return {'bos_token_id': begin_id, 'eos_token_id': tokenizer.eod, **beside} | own

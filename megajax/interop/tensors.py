@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from megajax.config import ConfigError
-from megajax.interop.json_file import read_json
+from megajax.files.json_file import read_json
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 SHARD_BYTES = 5_000_000_000  # maximum bytes of a file, as in `save_pretrained`

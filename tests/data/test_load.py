@@ -298,6 +298,16 @@ def test_another_tokenizer_than_the_one_that_built_the_data(tmp_path: Path) -> N
     load_data(config(f'data.corpus={prefix}', f'data.tokenizer={prefix}.tokenizer.json'))
 
 
+def test_documents_that_end_with_another_token_than_the_tokenizers(tmp_path: Path) -> None:
+    prefix = build(tmp_path / 'web')
+    (tmp_path / 'web.tokenizer_config.json').write_text(json.dumps({'eos_token': 'x'}))
+    with pytest.raises(
+        ConfigError,
+        match=r'web.tokenizer.json ends documents with token \d+, .* end with 264',
+    ):
+        load_data(config(f'data.corpus={prefix}'))
+
+
 def test_a_blend_of_two_tokenizers(tmp_path: Path) -> None:
     first, second = build(tmp_path / 'web'), build(tmp_path / 'code')
     load_data(config(f'data.blend={{{first}: 1, {second}: 2}}'))

@@ -183,7 +183,7 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'json is not a tokenizer.json: EOF'):
         make_tokenizer(str(path), 300)
     bpe_file(path, eod='<end>')
-    with pytest.raises(ConfigError, match=r'json has no end-of-document token; add one of'):
+    with pytest.raises(ConfigError, match=r'has no end-of-document token; name it as eos_token'):
         make_tokenizer(str(path), 300)
     words = tokenizers.Tokenizer(models.WordLevel({'a': 0, '</s>': 1}, unk_token='a'))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -170,6 +170,9 @@ def test_a_tokenizer_that_begins_documents_keeps_its_token(tmp_path: Path) -> No
     number = spec['model']['vocab']['<s>'] = spec['model']['vocab'].pop('z')
     spec['added_tokens'].insert(0, spec['added_tokens'][0] | {'id': number, 'content': '<s>'})
     (tmp_path / 'in' / 'tokenizer.json').write_text(json.dumps(spec))
+    config = json.loads((tmp_path / 'in' / 'config.json').read_text())
+    config['tokenizer_class'] = 'PreTrainedTokenizerFast'  # GPT-2's own class has a begin token
+    (tmp_path / 'in' / 'config.json').write_text(json.dumps(config))
     import_huggingface(tmp_path / 'in', tmp_path / 'run')
     export_huggingface(tmp_path / 'run', tmp_path / 'out')
     about, keys = (

@@ -30,10 +30,10 @@ def write_model(folder: Path) -> None:
 def read_model(path: Path) -> None:
     from megajax.checkpoint.companions import companions_of_model
     from megajax.config import reload
+    from megajax.files.json_file import read_json
     from megajax.interop.folder import settings
     from megajax.interop.huggingface.families import read_family
     from megajax.interop.huggingface.preprocessor import read_preprocessor
-    from megajax.interop.json_file import read_json
 
     folder = path.parent
     keys = read_json(folder / 'config.json')

@@ -8,7 +8,7 @@ from megajax.config.errors import ConfigError, Problem
 from megajax.data.build.inputs import Input
 from megajax.data.build.job import Job
 from megajax.data.build.parse import parse
-from megajax.data.build.partial import NEW, TOKENIZER, Partial
+from megajax.data.build.partial import NEW, TOKEN_NAMES, TOKENIZER, Partial
 from megajax.data.build.pieces import Position
 from megajax.data.build.read import read_pieces
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer, train_bpe
@@ -62,7 +62,10 @@ def kept_tokenizer(
                 message=f'cannot be written: {error}; free disk space, or choose another OUT',
             )
         ) from error
-    partial.write(TOKENIZER, (partial.folder / NEW).read_bytes())
+    saved_json = (partial.folder / NEW).read_bytes()
+    if content := tokenizer.names.content:
+        partial.write(TOKEN_NAMES, content)
+    partial.write(TOKENIZER, saved_json)
     return tokenizer
 
 

@@ -90,7 +90,7 @@ def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, 
 
     files = [_identity(input) for input in inputs]
     once = uuid4().hex if any(_is_unknown(input) for input in inputs) else ''
-    spec = tokenizer.fingerprint if tokenizer else f'bpe {job.train_bpe}'
+    spec = f'{tokenizer.fingerprint} {tokenizer.eod}' if tokenizer else f'bpe {job.train_bpe}'
     options = (job.json_key, job.append_eod, job.skip_bad, unit)
     return sha256(
         json.dumps([VERSION, tokenizers.__version__, files, once, spec, *options]).encode()

@@ -19,16 +19,18 @@ from megajax.data.tokens.indexed import write_index
 from megajax.files.locks import lock
 
 TOKENS, LENGTHS, DOCUMENTS, INDEX = 'tokens', 'lengths', 'documents', 'index'
-TOKENIZER, MANIFEST, PROGRESS, LOCK, NEW = (
+TOKENIZER, TOKEN_NAMES, MANIFEST, PROGRESS, LOCK, NEW = (
     'tokenizer.json',
+    'tokenizer_config.json',
     'manifest.json',
     'progress.json',
     'lock',
     'new',
 )
-# the final suffix of each file, in the order of the renames
+# the final suffix of each file, in the order of the renames; TOKEN_NAMES is not always there
 FINAL = {
     TOKENIZER: '.tokenizer.json',
+    TOKEN_NAMES: '.tokenizer_config.json',
     MANIFEST: '.json',
     TOKENS: '.bin',
     INDEX: '.idx',

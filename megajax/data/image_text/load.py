@@ -156,7 +156,9 @@ def open_chat(
         yield PlainChat(special, image=image, eod=eod)
         return
     bos = next((name for name, i in special.items() if [i] == tokenizer.start[:1]), '')
-    with TemplateChat(template, bos=bos, eos=eod, text=text) as chat:
+    named = tokenizer.named_tokens or {'bos_token': bos, 'eos_token': eod}
+    bos, eos = (named.get(key, '') for key in ('bos_token', 'eos_token'))
+    with TemplateChat(template, bos=bos, eos=eos, text=text) as chat:
         yield chat
 
 

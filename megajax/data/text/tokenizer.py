@@ -16,6 +16,7 @@ import numpy as np
 from megajax.config.errors import ConfigError, Problem, reason
 from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, parts, parts_to_learn
 from megajax.data.text.pieces import GUARDS, IMAGE, MarkedTokenizer, Piece, reader_of_letters
+from megajax.data.text.token_names import TokenNames, name_tokens
 
 if TYPE_CHECKING:
     import tokenizers
@@ -24,7 +25,8 @@ MOST_IDS = 1 << 24  # some sixty times as many as the largest vocabularies have
 UINT16_BELOW = 65500  # as in megatron-core's `DType.optimal_dtype`
 # documents per call of tokenizers, which holds some 90 bytes for each of their tokens
 DOCUMENTS_AT_ONCE = 64
-# end-of-document tokens, by preference: of GPT-2 and megajax, Llama 2, Llama 3, BERT
+# end-of-document tokens of a tokenizer.json alone, by preference: of GPT-2 and megajax, Llama 2,
+# Llama 3, BERT
 END_OF_DOCUMENT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '[SEP]')
 
 # The pieces within which BPE merges: a word with the space before it; punctuation with the blanks,
@@ -38,29 +40,37 @@ class Tokenizer:
 
     `vocab_size` is the number of ids, `eod` the id of the end-of-document token, and `start` the
     ids with which a document begins, such as Llama's <|begin_of_text|>, if any. `ends` has the ids
-    that end a generated text: `eod`, and those that `also_ends` adds. `token_bytes`
-    (int32 [vocab_size]) holds the number of UTF-8 bytes that each token stands for, 0 for a special
-    one. `dtype` is uint16 for small vocabularies, else int32. `is_lossless` is false for BERT's
-    WordPiece, which drops spaces and perhaps case; the dropped bytes are not counted. Raises
-    ConfigError, which names `spec`, if there is no end-of-document token, if tokens do not stand
-    for bytes, or if an id is MOST_IDS or more.
+    that end a generated text: `eod`, and those that `also_ends` adds. `named_tokens` has the names
+    of special tokens by role, such as bos_token, as transformers' `special_tokens_map` does; none
+    for a tokenizer.json alone. `token_bytes` (int32 [vocab_size]) holds the number of UTF-8 bytes
+    that each token stands for, 0 for a special one. `dtype` is uint16 for small vocabularies, else
+    int32. `is_lossless` is false for BERT's WordPiece, which drops spaces and perhaps case; the
+    dropped bytes are not counted. Raises ConfigError, which names `spec`, if there is no
+    end-of-document token, if tokens do not stand for bytes, or if an id is MOST_IDS or more.
     """
 
-    def __init__(self, backend: 'tokenizers.Tokenizer', spec: str) -> None:
+    def __init__(
+        self,
+        backend: 'tokenizers.Tokenizer',
+        spec: str,
+        names: TokenNames = TokenNames(),  # noqa: B008 (immutable)
+    ) -> None:
         backend.encode_special_tokens = True  # text that spells a special token is still text
         backend.no_truncation()
         backend.no_padding()
         vocab = backend.get_vocab()
-        names = [name for name in END_OF_DOCUMENT if name in vocab]
-        if not names:
+        ends = [names.end] if names.end else [end for end in END_OF_DOCUMENT if end in vocab]
+        if not ends or ends[0] not in vocab:
             raise _error(
-                f'{spec} has no end-of-document token; add one of {", ".join(END_OF_DOCUMENT)}'
+                f'{spec} has no end-of-document token; name it as eos_token in a '
+                f'tokenizer_config.json next to it, or add one of {", ".join(END_OF_DOCUMENT)}'
             )
-        self._backend, self._spec = backend, spec
+        self._backend, self._spec, self.names = backend, spec, names
+        self.named_tokens = dict(names.named)
+        self.eod = vocab[ends[0]]
         is_bpe = type(backend.model).__name__ == 'BPE'
         self._reader = backend if is_bpe else reader_of_letters(backend)
         self._marked: MarkedTokenizer | None = None
-        self.eod = vocab[names[0]]
         self.ends: tuple[int, ...] = (self.eod,)
         self.start = _start(backend)
         self.is_lossless = type(backend.model).__name__ != 'WordPiece'
@@ -146,8 +156,9 @@ class Tokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def save(self, path: str | Path) -> None:
-        """Write a Hugging Face tokenizer.json, which `make_tokenizer` reads."""
+        """Write a tokenizer.json, and the names of its tokens to tokenizer_config.json there."""
         self._backend.save(str(path))
+        self.names.save(Path(path))
 
 
 def make_tokenizer(
@@ -246,7 +257,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
 def load_tokenizer(path: str) -> Tokenizer:
     """Load the tokenizer of a Hugging Face tokenizer.json, or make that of 'bytes'.
 
-    Raises ConfigError if the file does not exist or cannot be used.
+    The files next to it, such as tokenizer_config.json, name its tokens (`token_names.py`). Raises
+    ConfigError if a file does not exist or cannot be used.
     """
     if path == 'bytes':
         return byte_tokenizer()
@@ -262,7 +274,7 @@ def load_tokenizer(path: str) -> Tokenizer:
             f'{path} is not a tokenizer.json: {error}; '
             "give one that the tokenizers library wrote, 'bpe' or 'bytes'"
         ) from error
-    return Tokenizer(backend, path)
+    return Tokenizer(backend, path, name_tokens(file, backend))
 
 
 def _byte_level(model: 'tokenizers.models.BPE') -> 'tokenizers.Tokenizer':

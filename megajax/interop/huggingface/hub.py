@@ -17,8 +17,8 @@ from megajax.checkpoint.companions import COMPANIONS
 from megajax.config import ConfigError
 from megajax.config.errors import reason
 from megajax.config.extras import install
+from megajax.files.json_file import read_json
 from megajax.interop.huggingface.preprocessor import FILE as PREPROCESSOR
-from megajax.interop.json_file import read_json
 from megajax.interop.tensors import INDEX, SINGLE
 from megajax.render.text import in_line
 

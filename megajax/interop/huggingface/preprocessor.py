@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megajax.config import ConfigError, VisionConfig
+from megajax.files.json_file import read_json
 from megajax.interop.huggingface.reader import Keys, Reader
-from megajax.interop.json_file import read_json
 
 FILE = 'preprocessor_config.json'
 CLASS = 'Qwen2VLImageProcessorFast'

@@ -13,9 +13,9 @@ from pkgutil import iter_modules
 from typing import Any
 
 from megajax.config import ConfigError, ModelConfig, VisionConfig
+from megajax.files.json_file import read_json
 from megajax.interop.huggingface.family import Family
 from megajax.interop.huggingface.reader import Keys, Reader
-from megajax.interop.json_file import read_json
 from megajax.render.text import shorten
 
 POST_NORM = 'norms come after the residual connections, but only models with norms before them are'
