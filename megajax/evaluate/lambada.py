@@ -11,6 +11,7 @@ from megajax.config import ConfigError, Problem
 from megajax.data import Tokenizer
 from megajax.data.build.inputs import format_of
 from megajax.data.build.objects import read_objects
+from megajax.data.text.pieces import Piece
 from megajax.evaluate.score import Scorer, Window
 
 
@@ -29,8 +30,9 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, file: str) -> Lambada:
     """Evaluate JSON lines of passages under the key 'text', as OpenAI published it for GPT-2.
 
     A last word is right if each of its sub-word tokens is the most probable one, given the tokens
-    before it. The passage without its last word, and the word with the space before it, are encoded
-    separately. If a passage is longer than the model's positions, only its end is read.
+    before it. A passage is encoded as a whole; the tokens of the last word are those that cover a
+    character of it or of the space before it. If a passage is longer than the model's positions,
+    only its end is read.
     """
     limit = scorer.config.model.max_seq_len + 1
     passages = [_window(*_split(text), tokenizer) for text in _read(file)]
@@ -55,8 +57,10 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _window(passage: str, word: str, tokenizer: Tokenizer) -> Window:
-    before, target = tokenizer.encode_batch([passage, f' {word}'])
-    return Window([*([*tokenizer.start, *before] or [tokenizer.eod]), *target], len(target))
+    pieces = [Piece(text=passage), Piece(text=f' {word}', answered=True)]
+    ids, answered = tokenizer.encode_pieces(pieces)
+    tokens, targets = [*tokenizer.start, *ids], sum(answered)
+    return Window(tokens if len(tokens) > targets else [tokenizer.eod, *tokens], targets)
 
 
 def _read(file: str) -> list[str]:

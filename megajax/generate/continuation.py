@@ -6,8 +6,7 @@ from typing import Literal
 import numpy as np
 
 from megajax.data import Tokenizer
-
-UNFINISHED = '\ufffd'  # the text that a tokenizer decodes an incomplete character to
+from megajax.data.text.byte_tokens import UNFINISHED
 
 End = Literal['eod', 'stop', 'length']
 
@@ -36,7 +35,7 @@ class Continuation:
         self.limit = limit
         self._prompt, self._tokenizer = list(prompt), tokenizer
         self._ends, self._stops = ends, stops
-        self._skip = len(tokenizer.decode(self._prompt)) if tokenizer else 0
+        self._before = tokenizer.decode(self._prompt) if tokenizer else ''
 
     def add(self, ids: Sequence[int]) -> None:
         """Add the next tokens."""
@@ -50,14 +49,18 @@ class Continuation:
             self.end = 'length'
         if self._tokenizer:
             # With the prompt: some tokenizers drop a space at the start of what they decode.
-            self._look_for_stops(self._tokenizer.decode([*self._prompt, *self.ids])[self._skip :])
+            text, before = self._tokenizer.decode([*self._prompt, *self.ids]), self._before
+            if not text.startswith(before):  # the prompt's last character is complete now
+                before = before.rstrip(UNFINISHED)
+            self._look_for_stops(text[len(before) :])
 
     def _look_for_stops(self, text: str) -> None:
+        if not self.end:
+            text = text.rstrip(UNFINISHED)
         starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
         if starts:
             text, self.end = text[: min(starts)], 'stop'
         elif not self.end:
-            text = text.rstrip(UNFINISHED)
             text = text[: len(text) - max((_begun(text, stop) for stop in self._stops), default=0)]
         self.text = text
 

@@ -7,11 +7,11 @@ import random
 
 import pytest
 import tokenizers
+from twelve_tokenizers import TWELVE, random_text
 
 from megajax.config import ConfigError
 from megajax.data.text.pieces import Piece
 from megajax.data.text.tokenizer import Tokenizer
-from tests.data.twelve_tokenizers import TWELVE, random_text
 
 COUNT = 100
 IMAGE_TOKEN = 1 << 20

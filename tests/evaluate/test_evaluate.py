@@ -16,6 +16,7 @@ import pytest
 from checkpoints import laid_out
 from flax import nnx
 from support import graph_of, make_config, on_mesh, random_params, slow, start_token
+from twelve_tokenizers import TWELVE
 
 from megajax.config import Config, ConfigError
 from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
@@ -388,6 +389,26 @@ def test_a_passage_is_cut_only_if_it_is_longer_than_the_model_reads(tmp_path: Pa
     assert [len(window.tokens) for window in oracle.seen] == [15, 17, 17, 17, 17]
     assert [window.num_targets for window in oracle.seen] == [5, 5, 4, 6, 16]
     assert (found.passages, found.cut) == (5, 2)
+
+
+@pytest.mark.parametrize('kind', TWELVE)
+def test_the_tokens_of_a_last_word_are_those_that_the_harness_scores(
+    kind: str, tmp_path: Path
+) -> None:
+    backend = TWELVE[kind]()
+    tokenizer = Tokenizer(backend, kind)
+    passages = ['the cat sat on the mat', 'Say it again, and again', 'do return self', "x don't"]
+    file = tmp_path / 'lambada.jsonl'
+    file.write_text('\n'.join(json.dumps({'text': text}) for text in passages))
+    oracle = Oracle(make_config('llama', model={'max_seq_len': 2000, 'vocab_size': 1000}))
+    lambada(oracle, tokenizer, str(file))
+    for window, passage in zip(oracle.seen, passages, strict=True):
+        whole, context = (
+            backend.encode(text, add_special_tokens=False).ids
+            for text in (passage, passage.rpartition(' ')[0])
+        )
+        assert list(window.tokens) == [*tokenizer.start, *whole]
+        assert window.num_targets == len(whole) - len(context)
 
 
 def test_what_a_document_starts_with_is_read_and_the_first_is_not_predicted(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +14,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from support import graph_of, make_config, on_mesh, random_params, slow, start_token
+from twelve_tokenizers import TWELVE
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.commands import generate as cli_generate
 from megajax.config import Config, ConfigError
-from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer
+from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from megajax.generate import Continuation, Generator, Request, Sampling, encode_prompts, generate
 from megajax.generate.engine import Rows, _any_left, engine
 from megajax.generate.sampling import choose, most_probable, row_keys
@@ -315,6 +317,51 @@ def test_half_a_character_is_not_shown() -> None:
     known, row = texts_of([b'gr', 'ü'.encode()[:1], 'ü'.encode()[1:], '√'.encode()[:2]], limit=6)
     assert known == ['gr', 'gr', 'grü', 'grü\ufffd']  # the last is the end, and stays half
     assert row.end == 'length'
+
+
+JAPANESE = '祇園精舎の鐘の声、 諸行無常の響きあり\ufffd🙂'
+
+
+@pytest.mark.parametrize('kind', ['Prepend and Replace', 'Metaspace first', 'byte-level'])
+@pytest.mark.parametrize('prompt', ['', 'the ', '白く'])
+@pytest.mark.parametrize('lost', [0, 1, 2])
+def test_each_character_is_shown_once_and_as_soon_as_it_is_whole(
+    kind: str, prompt: str, lost: int
+) -> None:
+    tokenizer = Tokenizer(TWELVE[kind](), kind)
+    (ids,) = tokenizer.encode_batch([prompt + JAPANESE])
+    number = len(tokenizer.encode_batch([prompt])[0]) if prompt else 0
+    ids, number = list(map(int, ids)), number - lost if number > lost else number
+    row = Continuation([tokenizer.eod, *ids[:number]], tokenizer, limit=len(ids) - number)
+    known = ['']
+    for i in ids[number:]:
+        row.add([i])
+        assert row.text.startswith(known[-1])
+        known.append(row.text)
+    text = row.text.lstrip()
+    assert text == (prompt + JAPANESE)[-len(text) :]
+    assert len(text) >= len(JAPANESE)
+    assert max(len(b) - len(a) for a, b in pairwise(known)) <= 3  # U+FFFD waits for the next
+
+
+@pytest.mark.parametrize('kind', ['Prepend and Replace', 'byte-level'])
+def test_a_stop_of_several_bytes_ends_a_text_and_is_not_shown(kind: str) -> None:
+    tokenizer = Tokenizer(TWELVE[kind](), kind)
+    (ids,) = tokenizer.encode_batch(['春はあけぼの。山'])
+    row = Continuation([tokenizer.eod], tokenizer, limit=99, stops=['ぼの', '�'])
+    known = []
+    for i in map(int, ids):
+        row.add([i])
+        known.append(row.text)
+    assert (row.text.lstrip(), row.end) == ('春はあけ', 'stop')
+    assert all(row.text.startswith(text) for text in known)
+
+
+def test_a_cut_in_a_character_loses_that_character_alone() -> None:
+    for tokenizer in byte_tokenizer(), Tokenizer(TWELVE['Prepend and Replace'](), 'Llama'):
+        ids = list(tokenizer.encode_batch(['山ぎは'])[0])
+        assert tokenizer.decode(ids[:-1]).strip() == '山ぎ\ufffd'
+        assert tokenizer.decode([*ids[:-1], *ids[-3:]]).strip() == '山ぎ\ufffdは'
 
 
 def test_a_text_ends_before_the_first_stop_and_shows_nothing_of_it() -> None:

@@ -15,7 +15,8 @@ from itertools import groupby
 from secrets import token_hex
 from typing import TYPE_CHECKING
 
-from megajax.config.errors import ConfigError, Problem
+from megajax.config.errors import ConfigError
+from megajax.data.text.byte_tokens import tokenizer_error
 
 if TYPE_CHECKING:
     import tokenizers
@@ -94,12 +95,11 @@ class MarkedTokenizer:
         return piece.text if piece.token is None else self._marks[piece.token]
 
     def _not_found(self, i: int) -> ConfigError:
-        message = (
+        return tokenizer_error(
             f'does not find its special token {self._names(i)} within a document, because of the '
             'text around it; set "single_word" and "normalized" to false for this token in '
             'tokenizer.json'
         )
-        return ConfigError(Problem(path='data.tokenizer', message=message))
 
 
 def reader_of_letters(backend: 'tokenizers.Tokenizer') -> 'tokenizers.Tokenizer':

@@ -4,7 +4,6 @@ The tokens are bytes, those of a byte-level BPE trained here, or those of a Hugg
 tokenizer.json.
 """
 
-import re
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from itertools import takewhile
@@ -14,6 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megajax.config.errors import ConfigError, Problem, reason
+from megajax.data.text.byte_tokens import (
+    UNFINISHED,
+    count_token_bytes,
+    tokenizer_error,
+    without_broken_bytes,
+)
 from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, parts, parts_to_learn
 from megajax.data.text.pieces import GUARDS, IMAGE, MarkedTokenizer, Piece, reader_of_letters
 from megajax.data.text.token_names import TokenNames, name_tokens
@@ -21,7 +26,6 @@ from megajax.data.text.token_names import TokenNames, name_tokens
 if TYPE_CHECKING:
     import tokenizers
 
-MOST_IDS = 1 << 24  # some sixty times as many as the largest vocabularies have
 UINT16_BELOW = 65500  # as in megatron-core's `DType.optimal_dtype`
 # documents per call of tokenizers, which holds some 90 bytes for each of their tokens
 DOCUMENTS_AT_ONCE = 64
@@ -61,7 +65,7 @@ class Tokenizer:
         vocab = backend.get_vocab()
         ends = [names.end] if names.end else [end for end in END_OF_DOCUMENT if end in vocab]
         if not ends or ends[0] not in vocab:
-            raise _error(
+            raise tokenizer_error(
                 f'{spec} has no end-of-document token; name it as eos_token in a '
                 f'tokenizer_config.json next to it, or add one of {", ".join(END_OF_DOCUMENT)}'
             )
@@ -73,8 +77,11 @@ class Tokenizer:
         self._marked: MarkedTokenizer | None = None
         self.ends: tuple[int, ...] = (self.eod,)
         self.start = _start(backend)
+        self._decodes_bytes = b'"ByteFallback"' in (
+            backend.decoder.__getstate__() if backend.decoder else b''
+        )
         self.is_lossless = type(backend.model).__name__ != 'WordPiece'
-        self.token_bytes = _token_bytes(backend, spec)
+        self.token_bytes = count_token_bytes(backend, spec)
         self.token_bytes[self.eod] = 0
         self.vocab_size = len(self.token_bytes)
         self.dtype = np.dtype(np.uint16 if self.vocab_size < UINT16_BELOW else np.int32)
@@ -107,7 +114,7 @@ class Tokenizer:
 
     def _unknown(self, error: Exception) -> ConfigError:
         # a text has what the vocabulary lacks, and no token for that
-        return _error(
+        return tokenizer_error(
             f'{self._spec} cannot encode a text ({reason(error)}); '
             'use a tokenizer that knows every text, such as a byte-level BPE'
         )
@@ -128,7 +135,9 @@ class Tokenizer:
         if self._marked is None or self._marked.guard in text:
             guard = next((guard for guard in GUARDS if guard not in text), '')
             if not guard:
-                raise _error('cannot read a text that has all noncharacters from U+FDD0 to U+FDEE')
+                raise tokenizer_error(
+                    'cannot read a text that has all noncharacters from U+FDD0 to U+FDEE'
+                )
             self._marked = MarkedTokenizer(self._backend, guard)
         try:
             return self._marked.encode(pieces, sizes, image_token)
@@ -152,8 +161,17 @@ class Tokenizer:
         return {token.content: i for i, token in added.items() if token.special}
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; special tokens appear by name, invalid UTF-8 as U+FFFD."""
-        return self._backend.decode([int(i) for i in ids], skip_special_tokens=False)
+        """Return the text of `ids`; special tokens appear by name, invalid UTF-8 as U+FFFD.
+
+        `tokenizers` makes U+FFFD of all bytes of a byte fallback that have one invalid byte among
+        them; here, whole characters remain.
+        """
+        numbers = [int(i) for i in ids]
+        text: str = self._backend.decode(numbers, skip_special_tokens=False)
+        if UNFINISHED not in text or not self._decodes_bytes:
+            return text
+        tokens = filter(None, map(self._backend.id_to_token, numbers))
+        return str(self._backend.decoder.decode(list(without_broken_bytes(tokens))))
 
     def save(self, path: str | Path) -> None:
         """Write a tokenizer.json, and the names of its tokens to tokenizer_config.json there."""
@@ -180,12 +198,12 @@ def make_tokenizer(
         else load_tokenizer(spec)
     )
     if not special and not tokenizer.is_lossless:
-        raise _error(
+        raise tokenizer_error(
             f'{spec} is a WordPiece tokenizer, whose tokens cannot be converted back to the text; '
             'use a byte-level BPE or one with byte fallback'
         )
     if missing := [name for name in special if tokenizer.token_id(name) is None]:
-        raise _error(
+        raise tokenizer_error(
             f'{spec} has no {", ".join(missing)}, which model.objective=masked_lm needs; '
             'give a tokenizer.json that has them'
         )
@@ -266,11 +284,11 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     file = Path(path).expanduser()
     if not file.is_file():
-        raise _error(f"there is no file {path}; give a tokenizer.json, 'bpe' or 'bytes'")
+        raise tokenizer_error(f"there is no file {path}; give a tokenizer.json, 'bpe' or 'bytes'")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
-        raise _error(
+        raise tokenizer_error(
             f'{path} is not a tokenizer.json: {error}; '
             "give one that the tokenizers library wrote, 'bpe' or 'bytes'"
         ) from error
@@ -300,51 +318,3 @@ def _start(backend: 'tokenizers.Tokenizer') -> list[int]:
         lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True)
     )
     return [i for i, _ in prefix if backend.id_to_token(i) != '[CLS]']
-
-
-def _token_bytes(backend: 'tokenizers.Tokenizer', spec: str) -> np.ndarray:
-    from tokenizers.decoders import ByteLevel
-
-    byte_level = isinstance(backend.decoder, ByteLevel)
-    word_piece = type(backend.model).__name__ == 'WordPiece'
-    if not (byte_level or word_piece or _has_byte_fallback(backend)):
-        raise _error(
-            f'{spec} has tokens that do not stand for bytes; '
-            'use a byte-level BPE or one with byte fallback'
-        )
-    vocab = backend.get_vocab()
-    last = max(vocab, key=vocab.__getitem__)
-    if vocab[last] >= MOST_IDS:
-        raise _error(
-            f'{spec} gives {last!r} the id {vocab[last]}, and ids end at {MOST_IDS - 1}; '
-            'number its tokens from 0 on'
-        )
-    token_bytes = np.zeros(1 + vocab[last], np.int32)
-    for name, i in backend.get_vocab(with_added_tokens=False).items():
-        num_bytes = (
-            len(name.removeprefix('##').encode()) if word_piece else _sentencepiece_bytes(name)
-        )
-        # a byte-level name has a letter for each byte
-        token_bytes[i] = len(name) if byte_level else num_bytes
-    for i, token in backend.get_added_tokens_decoder().items():
-        token_bytes[i] = 0 if token.special else len(token.content.encode())
-    return token_bytes
-
-
-def _has_byte_fallback(backend: 'tokenizers.Tokenizer') -> bool:
-    if type(backend.model).__name__ == 'Unigram':  # has no attribute for it
-        state: bytes = backend.model.__getstate__()
-        return b'"byte_fallback":true' in state
-    return bool(getattr(backend.model, 'byte_fallback', False))
-
-
-def _sentencepiece_bytes(name: str) -> int:
-    """Return the bytes of a SentencePiece token: U+2581 is a space, and <0x0A> a byte.
-
-    U+2581 also stands for the space that is put before a text.
-    """
-    return 1 if re.fullmatch('<0x[0-9A-F]{2}>', name) else len(name.replace('\u2581', ' ').encode())
-
-
-def _error(message: str) -> ConfigError:
-    return ConfigError(Problem(path='data.tokenizer', message=message))
