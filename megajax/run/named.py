@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from megajax.checkpoint.digests import find_candidates
+from megajax.checkpoint.digests import find_candidates, find_steps
 from megajax.checkpoint.record import RECORD, START_FROM, TOKENIZER, read_record
 from megajax.config import CheckpointError, Config, ConfigError, Problem, load, overridden, reload
 
 CONFIG = 'config.yaml'
 DEFAULT = 'tiny'
+NO_FILES = 'auto', 'bytes', 'bpe', 'none'  # values of `data.tokenizer` that name no file
 
 
 def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
@@ -67,6 +68,26 @@ def tokenizer_of(checkpoint: Path) -> Path:
     """
     run_tokenizer = checkpoint.absolute().parent.parent / TOKENIZER
     return run_tokenizer if run_tokenizer.is_file() else checkpoint.absolute() / TOKENIZER
+
+
+def with_own_tokenizer(config: Config, run: Path) -> Config:
+    """Return the config of a run with its own tokenizer.json in place of the file it began with.
+
+    So a run resumes wherever it was moved to, and whatever has become of that file. A file that
+    the config names for the first time is not replaced.
+    """
+    for step in reversed(find_steps(run / 'checkpoints')):
+        checkpoint = run / 'checkpoints' / str(step)
+        try:
+            begun = read_record(checkpoint).config.get('data', {})
+        except CheckpointError:  # one without a record is not restored
+            continue
+        spec, own = config.data.tokenizer, tokenizer_of(checkpoint)
+        if spec in NO_FILES or spec != begun.get('tokenizer') or not own.is_file():
+            return config
+        data = config.data.model_copy(update={'tokenizer': str(own)})
+        return config.model_copy(update={'data': data})
+    return config
 
 
 def _nothing_there(folder: Path) -> str:

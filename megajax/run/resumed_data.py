@@ -51,7 +51,9 @@ def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> in
     """
     different = config_differences(there, make_record(config, there.step))
     old, new = set(there.data.values()), set(data.fingerprints.values())
-    changed = [key for key in (*OF_SAMPLES, *OF_ORDER) if key in different]
+    weights = [list(x.values()) for x in different.get('data.blend', ())]
+    same = {'data.corpus', 'data.blend'} if old == new and weights[:1] == weights[1:] else set()
+    changed = [key for key in (*OF_SAMPLES, *OF_ORDER) if key in different and key not in same]
     if old and old.isdisjoint(new) and {'data.corpus', 'data.blend'} & set(changed):
         logger.warning('resume     the corpus is another one: it is read from its first sample')
         return 0
@@ -60,7 +62,7 @@ def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> in
     if old_length != length and not isinstance(data.train, PictureBatches):
         samples = -(-read // length)
         changed.append('train.seq_len')
-    if old != new and not changed:
+    if old and old != new and not changed:
         changed = ['the corpus']
     if changed:
         logger.warning(

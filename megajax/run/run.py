@@ -48,6 +48,7 @@ from megajax.run.links import slow_links
 from megajax.run.lock import run_lock
 from megajax.run.log.metrics import MetricsWriter, check_wandb
 from megajax.run.log.report import Report
+from megajax.run.named import with_own_tokenizer
 from megajax.run.profile import Profiler
 from megajax.run.resumed_data import resumed_data
 from megajax.run.sampler import Sampler
@@ -140,7 +141,7 @@ def run(
             with start_checkpoint(config, folder) as start:
                 watchdog.beat('reading the corpus', 'corpus')
                 with report.waiting('reading the corpus'):
-                    data = load_data(config)
+                    data = load_data(with_own_tokenizer(config, folder))
                 report.say(f'data       {data.summary}')
                 stop.check()
                 step = _train(config, data, folder, start, report, summary, stop, watchdog)

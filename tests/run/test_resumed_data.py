@@ -1,5 +1,6 @@
 """A resumed run begins with the first sample that it has not read, or says what it cannot keep."""
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,6 +134,19 @@ def test_what_cannot_be_kept_is_said_in_tokens(
     run.start(4, FIRST)
     run.start(1, FIRST, *overrides)
     assert all(words in caplog.text for words in said), caplog.text
+
+
+def test_the_same_corpus_by_another_name_is_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(A)
+    run.start(4, FIRST)
+    for suffix in 'bin', 'idx':
+        shutil.copy(f'{PAIRS}/a.{suffix}', tmp_path / f'moved.{suffix}')
+    run.start(4, FIRST, f'data.corpus={tmp_path}/moved')
+    expected = straight(A)
+    assert run.read == [next(expected) for _ in run.read]
+    assert not caplog.text
 
 
 def test_a_run_that_is_resumed_as_it_was_says_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ from megajax.checkpoint.open import restore_params
 from megajax.checkpoint.record import read_record
 from megajax.config import CheckpointError, Config, ConfigError, dump
 from megajax.data.text.tokenizer import byte_tokenizer, train_bpe
-from megajax.run.named import config_of_overrides
+from megajax.run.named import config_of_overrides, with_own_tokenizer
 from megajax.run.start import check_tokenizer, origin_of, start_checkpoint
 from megajax.train.step import init_state
 
@@ -252,3 +252,27 @@ def test_a_run_dir_that_names_nothing_does_not_train_the_default(
         ),
     ):
         config_of_overrides(['run.dir=nowhere/at/all'])
+
+
+def test_a_run_resumes_with_its_own_tokenizer_wherever_it_is_and_takes_no_other_for_it(
+    tmp_path: Path,
+) -> None:
+    began, run = tmp_path / 'import/tokenizer.json', tmp_path / 'run'
+    config = tiny(data={'tokenizer': str(began)})
+    with on_mesh(config), Checkpoints(run / 'checkpoints', config, tokenizer=byte_tokenizer()) as c:
+        c.save(make_state(config, 3), 3)
+    byte_tokenizer().save(run / 'tokenizer.json')
+    moved = run.rename(tmp_path / 'moved')
+
+    def tokenizer(config: Config, run: Path) -> str:
+        return with_own_tokenizer(config, run).data.tokenizer
+
+    assert tokenizer(config, moved) == str(moved / 'tokenizer.json')
+    began.parent.mkdir()
+    began.write_text('of another import, which is now at this place')
+    assert tokenizer(config, moved) == str(moved / 'tokenizer.json')
+    (moved / 'tokenizer.json').unlink()
+    assert tokenizer(config, moved) == str(moved / 'checkpoints/3/tokenizer.json')
+    for spec in str(tmp_path / 'mistyped.json'), 'bytes', 'auto':
+        assert tokenizer(tiny(data={'tokenizer': spec}), moved) == spec
+    assert tokenizer(config, tmp_path / 'new') == str(began)
