@@ -48,7 +48,7 @@ def _encoded(text: str) -> bytes:
     return text.encode(errors='surrogateescape')  # as Linux does, whatever the locale
 
 
-def _plain(number: float) -> float:
+def plain_number(number: float) -> float:
     """Return a whole number as an integer, as it is written in a config."""
     return int(number) if number == int(number) else number
 
@@ -67,8 +67,8 @@ Pixels = Annotated[PositiveInt, Field(le=2**16), Unit('pixels')]
 Sequences = Annotated[Count, Unit('sequences')]
 Steps = Annotated[Count, Unit('steps')]
 # A point of a schedule may lie between two steps: that of a number of samples does.
-Point = Annotated[float, Field(gt=0, le=INT32), AfterValidator(_plain), Unit('steps')]
-PointFromZero = Annotated[float, Field(ge=0, le=INT32), AfterValidator(_plain), Unit('steps')]
+Point = Annotated[float, Field(gt=0, le=INT32), AfterValidator(plain_number), Unit('steps')]
+PointFromZero = Annotated[float, Field(ge=0, le=INT32), AfterValidator(plain_number), Unit('steps')]
 Tokens = Annotated[Count, Unit('tokens')]
 
 

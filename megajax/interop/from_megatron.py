@@ -1,18 +1,21 @@
 """A config file from a command line of Megatron-LM. Imports no jax."""
 
+import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megajax.config import Config, ConfigError, reload
+from megajax.config import Config, ConfigError, Problem, reload
 from megajax.config.load import dump_sections
 from megajax.config.schema import keys_of
 from megajax.interop.arguments import rejected
 from megajax.interop.megatron_line import Line
+from megajax.interop.megatron_script import WAY_OUT
 from megajax.interop.megatron_settings import SCHEDULES, settings_of
+from megajax.interop.megatron_table import SOURCES
 
-PLACE = 'the arguments'
 COLUMNS = 100
+DROPOUT, LAYERNORM_1P = 'attention_dropout', 'apply_layernorm_1p'
 # Values of arguments with which a run is one of ours, with what to do instead of others.
 VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
     'optimizer': (('adam',), 'the optimizer is AdamW'),
@@ -45,21 +48,62 @@ VALUES: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def from_megatron(line: Line) -> str:
-    """Return the smallest YAML file that means the same; comments name what it leaves out.
+    """Return a YAML file that means the same; comments name what it leaves out.
 
-    Raises ConfigError for each argument that is not supported, and with all that are missing.
+    It has each key that an argument sets, and those of Megatron-LM's defaults that differ.
+
+    Raises ConfigError with all arguments that are not supported, missing, or at odds.
     """
-    if problems := list(_problems(line)):
-        raise ConfigError(*problems)
-    settings = settings_of(line)
-    config = reload(settings, place=PLACE)
-    keys = dump_sections(_smallest(settings, config)).splitlines()
-    return '\n'.join([*_head(line, config), *keys, *_comments(line)]) + '\n'
+    problems = list(_problems(line))
+    settings = config = None
+    try:
+        if settings := settings_of(_supported(line), problems):
+            config = reload(settings, place='')
+    except ConfigError as error:
+        problems += [_in_their_names(line, problem) for problem in error.problems]
+    if line.place:  # of a script of which something is unknown
+        problems.append(f'{line.place}: {WAY_OUT}')
+    if problems or settings is None or config is None:
+        raise ConfigError(*dict.fromkeys(problems))
+    keys = dump_sections(_written(line, settings, config)).splitlines()
+    return (
+        '\n'.join([*_head(line, config), *_with_notes(line, config, keys), *_unused(line)]) + '\n'
+    )
+
+
+def _supported(line: Line) -> Line:
+    """Return a line without the arguments that `_problems` names, and without their values."""
+    wrong = {name for name, *_ in rejected(line.arguments)} | {
+        name
+        for name, (allowed, _) in VALUES.items()
+        if name in line.arguments and line.arguments[name] not in allowed
+    }
+    kept = {name: value for name, value in line.arguments.items() if name not in wrong}
+    if kept.get('clip_grad') == 0:
+        del kept['clip_grad']
+    return line._replace(arguments=kept)
+
+
+def _in_their_names(line: Line, problem: Problem | str) -> str:
+    """Return a problem of the config with Megatron-LM's arguments for megajax's keys."""
+
+    def name(match: re.Match[str]) -> str:
+        sources = SOURCES.get(match[1])
+        if sources is None:
+            return match[0]
+        given = next((source for source in sources if source in line.spelled), sources[0])
+        return line.option(given) + (' ' if match[2] else '')
+
+    return re.sub(
+        r'\b((?:model|mesh|train|optim|data|run|checkpoint)\.\w+)(=?)', name, str(problem)
+    )
 
 
 def _problems(line: Line) -> Iterator[str]:
     yield from line.problems
     for name, _, instead in rejected(line.arguments):
+        if name == LAYERNORM_1P:  # a scale of 1 + w with w from 0 is one from 1
+            continue
         yield f'{line.spelled[name]}: is not supported: {instead}'
     for name, (allowed, instead) in VALUES.items():
         if name in line.arguments and line.arguments[name] not in allowed:
@@ -74,14 +118,20 @@ def _problems(line: Line) -> Iterator[str]:
         yield f'{line.spelled["clip_grad"]}: is not supported: give a large number, such as 1e9'
 
 
-def _smallest(settings: Mapping[str, Mapping[str, Any]], config: Config) -> dict[str, Any]:
-    """Return the settings without those that change nothing."""
+def _written(
+    line: Line, settings: Mapping[str, Mapping[str, Any]], config: Config
+) -> dict[str, Any]:
+    """Return the keys that the line sets, those that change something, and dropout in attention."""
     kept = {section: dict(keys) for section, keys in settings.items()}
     for section, keys in settings.items():
         for key, value in keys.items():
+            sources = SOURCES.get(f'{section}.{key}', ())
+            is_set = any(source in line.spelled for source in sources)
+            if value is not None and (is_set or (value and key == DROPOUT)):
+                continue
             del kept[section][key]
             try:
-                is_same = reload(kept, place=PLACE) == config
+                is_same = reload(kept, place='') == config
             except ConfigError:  # a key that is required, or that another one needs
                 is_same = False
             if not is_same:
@@ -91,6 +141,25 @@ def _smallest(settings: Mapping[str, Mapping[str, Any]], config: Config) -> dict
         for section in kept
         if kept[section]
     }
+
+
+def _with_notes(line: Line, config: Config, keys: Sequence[str]) -> Iterator[str]:
+    """Yield the keys, and before two of them what is worth knowing."""
+    notes = {}
+    if config.model.attention_dropout:
+        notes[f'  {DROPOUT}:'] = (
+            "Dropout in attention needs XLA's attention, which keeps all scores in memory. With 0, "
+            "16-bit dtypes and a head dim up to 128, a GPU runs cuDNN's flash attention."
+        )
+    if line.get('save'):
+        notes['  dir:'] = (
+            f"This is not {line.get('save')}, the folder of Megatron-LM's checkpoints."
+        )
+    for key in keys:
+        for begin, note in notes.items():
+            if key.startswith(begin):
+                yield from (f'  {text}' for text in _comment(note, hang=''))
+        yield key
 
 
 def _head(line: Line, config: Config) -> Iterator[str]:
@@ -111,21 +180,26 @@ def _head(line: Line, config: Config) -> Iterator[str]:
         )
 
 
-def _comments(line: Line) -> Iterator[str]:
-    if line.unused:
+def _unused(line: Line) -> Iterator[str]:
+    unused = dict(line.unused)
+    if line.get(LAYERNORM_1P):
+        unused[
+            'a norm whose scale is 1 + w, with w from 0, trains as one whose scale is from 1'
+        ] = [line.spelled[LAYERNORM_1P]]
+    if unused:
         yield ''
         yield '# Without a meaning here:'
-    for reason, arguments in line.unused.items():
+    for reason, arguments in unused.items():
         yield from _comment(f'{", ".join(arguments)}: {reason}', indent='  ')
 
 
-def _comment(text: str, indent: str = '') -> list[str]:
+def _comment(text: str, indent: str = '', hang: str = '  ') -> list[str]:
     text = ''.join(letter if letter.isprintable() else ' ' for letter in text)
     return textwrap.wrap(
         text,
-        COLUMNS,
+        COLUMNS - 2,
         initial_indent=f'# {indent}',
-        subsequent_indent=f'#   {indent}',
+        subsequent_indent=f'# {hang}{indent}',
         break_on_hyphens=False,
         break_long_words=False,
     )

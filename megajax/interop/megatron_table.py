@@ -67,6 +67,7 @@ RENAMED: Mapping[str, str] = {
     'fp8': 'fp8_format',
 }
 KERNELS = 'XLA chooses and fuses kernels'
+ATTENTION = "attention on a GPU is cuDNN's flash attention, or XLA's if it has dropout"
 SCHEDULE = 'XLA schedules collectives; train.overlap has the choice'
 NETWORK = 'jax finds the devices, and NCCL the network'
 PRECISION = 'softmax, norms, loss and sums of gradients are in fp32'
@@ -76,12 +77,13 @@ LOGS = 'a run logs to its directory, TensorBoard included; run.wandb'
 WATCH = 'always watched, see docs/when_a_run_breaks.md'
 READER = 'tokens are read by memory-mapped files'
 NO_MEANING: Mapping[str, str] = {
+    ATTENTION: 'use_flash_attn use_flash_attn_v2 attention_backend',
+    "layers are megajax's own": 'transformer_impl',
     KERNELS: """
         no_masked_softmax_fusion masked_softmax_fusion scaled_upper_triang_masked_softmax_fusion
         scaled_masked_softmax_fusion no_bias_swiglu_fusion no_bias_dropout_fusion
-        bias_dropout_fusion
-        no_rope_fusion no_persist_layer_norm no_gradient_accumulation_fusion use_flash_attn
-        attention_backend transformer_impl use_mcore_models use_legacy_models
+        bias_dropout_fusion no_rope_fusion no_persist_layer_norm no_gradient_accumulation_fusion
+        use_mcore_models use_legacy_models
         cross_entropy_loss_fusion cross_entropy_fusion_impl enable_cuda_graph cuda_graph_impl
         cuda_graph_scope cuda_graph_warmup_steps external_cuda_graph te_rng_tracker
         inference_rng_tracker apply_rope_fusion bias_activation_fusion memory_efficient_layer_norm
@@ -200,8 +202,8 @@ NO_MEANING: Mapping[str, str] = {
 # Arguments of which no value is supported, with what to do instead.
 NO_EXPERTS = 'there are no experts here: train a dense model, or Mixtral with MaxText'
 INSTEAD: Mapping[str, str] = {
-    'rampup_batch_size': 'train first with a small train.batch_size and then, from that run, '
-    'with run.start_from and a larger one',
+    'rampup_batch_size': 'leave it out; a run that is stopped and resumed with a larger '
+    'train.batch_size goes on with it',
     'step_batch_size_schedule': 'use one train.batch_size, or several runs with run.start_from',
     'num_moe_experts': NO_EXPERTS,
     'init_method_xavier_uniform': 'weights are drawn from a normal distribution: '
@@ -247,6 +249,80 @@ INSTEAD: Mapping[str, str] = {
     'fp4_format': 'give --fp8-format hybrid, or --bf16',
     'label_smoothing': 'set loss.label_smoothing in the YAML',
     'use_dion': 'the optimizer is AdamW',
+}
+# The argument that decides a key; of several, each does.
+KEYS = """
+    model.num_layers: num_layers
+    model.hidden_size: hidden_size
+    model.num_heads: num_attention_heads
+    model.num_kv_heads: num_query_groups
+    model.head_dim: kv_channels
+    model.ffn_size: ffn_hidden_size
+    model.vocab_size: vocab_size
+    model.max_seq_len: max_position_embeddings
+    model.norm: normalization
+    model.activation: swiglu openai_gelu bias_gelu_fusion
+    model.position: position_embedding_type
+    model.rope_theta: rotary_base
+    model.rope_scaling: use_rope_scaling rope_scaling_factor
+    model.qk_norm: qk_layernorm
+    model.bias: add_bias_linear
+    model.qkv_bias: add_qkv_bias
+    model.tie_embeddings: untie_embeddings_and_output_weights
+    model.dropout: hidden_dropout
+    model.attention_dropout: attention_dropout
+    model.norm_eps: norm_epsilon
+    model.init_std: init_method_std
+    mesh.model: tensor_model_parallel_size
+    mesh.stages: pipeline_model_parallel_size
+    mesh.context: context_parallel_size
+    mesh.sequence_parallel: sequence_parallel
+    mesh.context_exchange: cp_comm_type
+    mesh.virtual_stages: num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage
+    mesh.replicas: num_distributed_optimizer_instances
+    train.steps: train_iters train_samples
+    train.batch_size: global_batch_size micro_batch_size
+    train.microbatches: micro_batch_size
+    train.seq_len: seq_length
+    train.dtype: bf16 fp16 fp8_format
+    train.recompute: recompute_granularity
+    train.eval_every: eval_interval
+    train.eval_batches: eval_iters
+    train.log_every: log_interval
+    train.seed: seed
+    train.deterministic: deterministic_mode
+    train.loss_scale: initial_loss_scale
+    train.profile: profile
+    optim.lr: lr
+    optim.min_lr: min_lr
+    optim.warmup_steps: lr_warmup_iters lr_warmup_samples lr_warmup_fraction
+    optim.warmup_init: lr_warmup_init
+    optim.decay_steps: lr_decay_iters lr_decay_samples
+    optim.schedule: lr_decay_style
+    optim.wsd_steps: lr_wsd_decay_iters lr_wsd_decay_samples
+    optim.wsd_decay: lr_wsd_decay_style
+    optim.weight_decay: weight_decay
+    optim.beta1: adam_beta1
+    optim.beta2: adam_beta2
+    optim.eps: adam_eps
+    optim.grad_clip: clip_grad
+    optim.shard: use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2
+    optim.reduce_dtype: grad_reduce_in_bf16
+    optim.moments_dtype: exp_avg_dtype exp_avg_sq_dtype
+    data.split: split
+    data.corpus: data_path
+    data.blend: data_path
+    data.tokenizer: tokenizer_model
+    data.document_mask: reset_position_ids reset_attention_mask
+    checkpoint.every: save_interval
+    checkpoint.keep_every: save_retain_interval
+    run.dir: save
+    run.max_minutes: exit_duration_in_mins
+    run.wandb: wandb_project
+"""
+SOURCES: Mapping[str, list[str]] = {
+    key.strip(): sources.split()
+    for key, sources in (line.split(':') for line in KEYS.strip().splitlines())
 }
 
 

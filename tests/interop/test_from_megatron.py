@@ -1,5 +1,6 @@
 """A command line of Megatron-LM becomes the config that means the same, or is refused by name."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -15,6 +16,7 @@ SMALL = (
     'pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 '
     '--max-position-embeddings 32 --train-iters 10 --lr 1e-3 --vocab-size 100 '
 )
+SMALL_SETS = re.compile(r'lr: .*|(min_lr|grad_clip|every|steps|attention_dropout|schedule): .*')
 
 
 def convert(line: str, *, gpus: int | None = None) -> str:
@@ -84,7 +86,7 @@ def test_the_line_of_the_paper(tmp_path: Path) -> None:
     )
     assert (config.train.recompute, config.train.dtype) == ('full', 'float16')
     assert (dict(config.data.blend), config.data.order) == ({'web': 0.5, 'books': 0.5}, 'megatron')
-    assert (config.run.dir, config.checkpoint.every) == ('runs/8b', 5000)
+    assert (config.run.dir, config.checkpoint.every) == ('runs/8b-megajax', 5000)
 
 
 def test_gpt3_in_stages(tmp_path: Path) -> None:
@@ -130,20 +132,77 @@ def test_bert(tmp_path: Path) -> None:
     assert config.optim == load('bert_336m').optim.model_copy(update={'warmup_init': 0.0})
 
 
-def test_the_file_is_the_smallest_and_names_what_it_leaves_out(tmp_path: Path) -> None:
-    text = convert(SMALL + '--distributed-backend nccl --use-flash-attn --no-rope-fusion')
-    lines = [line for line in text.splitlines() if not line.startswith('#')]
-    whole = config_of(SMALL, tmp_path)
-    for index, line in enumerate(lines):
-        (tmp_path / 'less.yaml').write_text('\n'.join([*lines[:index], *lines[index + 1 :]]))
-        try:
-            less = load(tmp_path / 'less.yaml')
-        except ConfigError:
-            continue
-        assert less != whole or not line, line
+def test_the_file_has_what_the_line_sets_and_names_what_it_leaves_out(tmp_path: Path) -> None:
+    line = SMALL + '--min-lr 1e-5 --clip-grad 1.0 --save-interval 1000 --lr-decay-style cosine '
+    text = convert(line + '--distributed-backend nccl --use-flash-attn --no-rope-fusion')
+    for key in ('lr: 0.001', 'min_lr: 1e-05', 'grad_clip: 1.0', 'every: 1000', 'steps: 10'):
+        assert f'\n  {key}\n' in text, key
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith('#')]
+    whole = config_of(line, tmp_path)
+    for index, key in enumerate(lines):
+        if not SMALL_SETS.fullmatch(key.strip()):
+            (tmp_path / 'less.yaml').write_text('\n'.join([*lines[:index], *lines[index + 1 :]]))
+            try:
+                less = load(tmp_path / 'less.yaml')
+            except ConfigError:
+                continue
+            assert less != whole or not key, key
     assert '--distributed-backend nccl: jax finds the devices' in text
-    assert '--use-flash-attn, --no-rope-fusion: XLA chooses and fuses kernels' in text
+    assert '--no-rope-fusion: XLA chooses and fuses kernels' in text
+    assert "--use-flash-attn: attention on a GPU is cuDNN's flash attention, or XLA's" in text
     assert 'give --gpus N' in text
+
+
+def test_dropout_in_attention_is_written_with_what_it_costs() -> None:
+    text = convert(SMALL)
+    note = "  # Dropout in attention needs XLA's attention, which keeps all scores in memory."
+    assert text.index(note) < text.index('  attention_dropout: 0.1\n')
+    assert 'attention_dropout: 0.0\n' in convert(SMALL + '--attention-dropout 0')
+    assert note not in convert(SMALL + '--attention-dropout 0')
+
+
+def test_a_run_is_not_written_among_the_checkpoints_of_megatron() -> None:
+    text = convert(SMALL + '--save ckpt')
+    assert (
+        "  # This is not ckpt, the folder of Megatron-LM's checkpoints.\n  dir: ckpt-megajax\n"
+        in text
+    )
+
+
+def test_norms_that_begin_at_one_plus_zero_convert(tmp_path: Path) -> None:
+    assert config_of(SMALL + '--apply-layernorm-1p', tmp_path) == config_of(SMALL, tmp_path)
+    assert '--apply-layernorm-1p: a norm whose scale is 1 + w' in convert(
+        SMALL + '--apply-layernorm-1p'
+    )
+
+
+def test_a_problem_of_the_config_has_the_names_of_the_line() -> None:
+    with pytest.raises(ConfigError) as refused:
+        convert(
+            SMALL.replace('--num-layers 2', '--num-layers 24 --pipeline-model-parallel-size 16')
+        )
+    assert str(refused.value).startswith(
+        '--num-layers: 24 is not a multiple of --pipeline-model-parallel-size 16'
+    )
+
+
+def test_all_faults_of_a_line_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as refused:
+        convert(
+            SMALL + '--rampup-batch-size 16 16 5859375 --tensor-model-parallel-size 3 '
+            '--fp16 --bf16 --decoupled-lr 1e-3 --lr-decay-style WSD --save $DIR',
+            gpus=8,
+        )
+    for part in (
+        '--rampup-batch-size 16 16 5859375: is not supported: leave it out; a run that is',
+        '8 GPUs are no multiple of tensor x pipeline x context = 3 x 1 x 1: give --gpus 3',
+        '--fp16 and --bf16',
+        '--decoupled-lr 1e-3: is not supported',
+        '--lr-wsd-decay-iters is missing',
+        "--save '$DIR': the value of $DIR is not in the text",
+        '4 is not a multiple of --tensor-model-parallel-size 3',
+    ):
+        assert part in str(refused.value), part
 
 
 @pytest.mark.parametrize(
@@ -154,7 +213,10 @@ def test_the_file_is_the_smallest_and_names_what_it_leaves_out(tmp_path: Path) -
         ('--rotary-percent 0.5', '--rotary-percent 0.5: is not supported'),
         ('--position-embedding-type yarn', '--position-embedding-type yarn: .* rope'),
         ('--no-position-embedding', '--no-position-embedding: .* give --position-embedding-type'),
-        ('--rampup-batch-size 16 16 5859375', '16 16 5859375: is not supported: .*start_from'),
+        (
+            '--rampup-batch-size 16 16 5859375',
+            '16 16 5859375: is not supported: .*larger train.batch_size',
+        ),
         ('--optimizer sgd', '--optimizer sgd: is not supported: the optimizer is AdamW'),
         ('--end-weight-decay 0.3', '--end-weight-decay 0.3: .* constant'),
         ('--clip-grad 0', '--clip-grad 0: .* large number'),
@@ -171,9 +233,9 @@ def test_the_file_is_the_smallest_and_names_what_it_leaves_out(tmp_path: Path) -
         ('--seed many', '--seed many: expected a whole number'),
         ('--lr inf', '--lr inf: expected a number'),
         ('--bf16 yes', '--bf16 yes: expected no value'),
-        ('--tensor-model-parallel-size 3', 'mesh.model'),
+        ('--tensor-model-parallel-size 3', '--tensor-model-parallel-size'),
         ('--tokenizer-type HuggingFaceTokenizer --tokenizer-model none', None),
-        ('--save $DIR', r'--save .*\$DIR.*: holds a variable'),
+        ('--save $DIR', r'--save .*\$DIR.*: the value of \$DIR is not in the text'),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(added: str, message: str | None) -> None:
@@ -214,7 +276,9 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_size_of_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'mesh.model: must be greater than 0, not 0'):
+    with pytest.raises(
+        ConfigError, match=r'--tensor-model-parallel-size: must be greater than 0, not 0'
+    ):
         convert(SMALL + '--tensor-model-parallel-size 0', gpus=4)
 
 
@@ -261,7 +325,7 @@ def test_a_script_is_read_without_running_it(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ['config', 'from-megatron', f'@{script}'])
     assert result.exit_code == 0, result.output
     assert '# 16 GPUs: data 16' in result.output
-    assert 'dir: runs/out/a' in result.output
+    assert 'dir: runs/out/a-megajax' in result.output
     piped = CliRunner().invoke(app, ['config', 'from-megatron', '-'], input=script.read_text())
     assert piped.output == result.output
     bomb = 'A=aaaaaaaaaa\n' + ''.join('A=$A$A$A$A\n' for _ in range(40))

@@ -1,0 +1,154 @@
+"""A script is read as far as its text goes, and the rest is named with a way out."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megajax.config import ConfigError
+from megajax.interop.from_megatron import from_megatron
+from megajax.interop.megatron_line import read_line
+from megajax.interop.megatron_script import find_launch, plain
+
+ARGUMENTS = (
+    '--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 '
+    '--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 10'
+)
+WAY_OUT = 'put `echo` before the command, run the script, and give its output'
+
+
+def words_of(text: str) -> list[str]:
+    return [plain(word) for word in find_launch(text, 'train.sh').words]
+
+
+def converted(text: str, folder: Path) -> str:
+    (folder / 'train.sh').write_text(text)
+    return from_megatron(read_line([f'@{folder}/train.sh']))
+
+
+def refused(text: str, folder: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        converted(text, folder)
+    return str(error.value)
+
+
+PLAIN = f'ARGS="{ARGUMENTS}"\ntorchrun --nproc_per_node 8 pretrain_gpt.py $ARGS\n'
+SAME = {
+    'a variable': f'set -x\nSCRIPT=pretrain_gpt.py\nA="{ARGUMENTS}"\n'
+    'torchrun --nproc_per_node 8 $SCRIPT $A\n',
+    'a guard': f'SCRIPT=pretrain_gpt.py\nif [[ ! -f "$SCRIPT" || -z $x ]]; then\n'
+    f'  echo "no $SCRIPT: usage: torchrun $SCRIPT"\n  exit 1\nfi\n{PLAIN}',
+    'comments': f'# torchrun pretrain_gpt.py --num-layers 9\n{PLAIN} # pretrain_gpt.py',
+    'an array': f'A=(\n  --nproc_per_node 8 # GPUs\n  # --nnodes 2\n)\nB=({ARGUMENTS})\nC=()\n'
+    'C+=("${B[@]}")\ntorchrun "${A[@]}" \\\n  pretrain_gpt.py ${C[@]} 2>&1 | tee log.txt\n',
+    'defaults': 'N=${N:-8}; : "${L:=2}"\n'
+    f'torchrun --nproc_per_node ${{N}} "${{P:-pretrain_gpt.py}}" {ARGUMENTS} --num-layers $L &> x',
+    'a sum': 'G=4\nN=$(( $G * (1 + 1) ))\n'
+    f'torchrun --nproc_per_node $N pretrain_gpt.py {ARGUMENTS}',
+    'eval': f'C="torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS} | tee x"\n'
+    'echo ${C}\neval ${C}\n',
+    'a shell': f'export L="python -m torch.distributed.run --nproc_per_node 8"\n'
+    f'export C=" `pwd`/pretrain_gpt.py {ARGUMENTS}"\necho $C\n'
+    "clear; srun --jobid $ID bash -c '$L --node_rank $SLURM_PROCID $C' 2>&1 | tee x.$ID",
+    'a here-document': f'cat <<EOT > $config\n{{"train": pretrain_gpt.py, don\'t}}\nEOT\n{PLAIN}',
+    'another program': f'python prepare.py --split train\n{PLAIN}',
+    'a module': f'exec torchrun --nproc_per_node 8 --module pretrain_gpt {ARGUMENTS}',
+    'sbatch': '#SBATCH --nodes=2 --ntasks-per-node=4  # GPUs\n'
+    f'srun -l --output=x-%j.log sh -c "python -u pretrain_gpt.py {ARGUMENTS}"',
+    'an assignment before': f'OMP_NUM_THREADS=4 {PLAIN.splitlines()[1]}'.replace(
+        '$ARGS', ARGUMENTS
+    ),
+    'output of echo': f'torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS}',
+    'no backslash': 'torchrun --nproc_per_node 8 pretrain_gpt.py\n  '
+    + ARGUMENTS.replace(' --', '\n--'),
+    'a set branch': f'if [ -n "$TB" ]; then\n  TB=tb\nfi\n{PLAIN[:-1]} --tensorboard-dir $TB/x',
+}
+
+
+@pytest.mark.parametrize('name', SAME)
+def test_forms_of_one_script_have_one_config(name: str, tmp_path: Path) -> None:
+    expected = converted(PLAIN, tmp_path)
+    text = converted(SAME[name], tmp_path)
+    assert text.partition('\n# Without')[0].strip() == expected.strip()
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('if [ $1 = small ]; then\n' + PLAIN.replace('\ntorch', '\nfi\ntorch'),
+         '$ARGS: its value is not in the text: `if` in line 1 sets it'),
+        (f'for L in 2 4; do\n torchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L\ndone',
+         "--num-layers '$L': the value of $L is not in the text: `for` in line 1 sets it"),
+        (f'[ -z $L ] && L=4\ntorchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L',
+         'is not in the text: `&&` in line 1 sets it'),
+        (f'case $1 in\n a) L=2 ;;\nesac\ntorchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L',
+         '`case` in line 1 sets it'),
+        (f'run() {{\n L=2\n}}\nrun\ntorchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L',
+         'a function in line 1 sets it'),
+        (f'torchrun pretrain_gpt.py {ARGUMENTS} --seed $(date +%s)',
+         "--seed '$(date +%s)': the value of $(date +%s) is not in the text: the output of a"),
+        (f'S=$1\ntorchrun pretrain_gpt.py {ARGUMENTS} --save $S',
+         "--save '$1': the value of $1 is not in the text: an argument of the script"),
+        (f'torchrun pretrain_gpt.py "$@" {ARGUMENTS}', '$@: its value is not in the text'),
+        (f'torchrun pretrain_gpt.py {ARGUMENTS} --manual-gc $MORE',
+         '$MORE: its value is not in the text: the text does not set it'),
+        (f'torchrun pretrain_gpt.py {ARGUMENTS} --save ${{X%/}}', 'a rewriting of a variable'),
+        (f'torchrun pretrain_gpt.py {ARGUMENTS} --seed $(( 2 ** 3 ))', 'a sum of numbers'),
+    ],
+)  # fmt: skip
+def test_what_only_a_shell_knows_is_named_with_the_way_out(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    said = refused(text, tmp_path)
+    assert message in said
+    assert WAY_OUT in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('bash train_llama.sh $X', 'no command in it starts pretrain_gpt.py or pretrain_bert.py'),
+        (
+            'if $A; then\n  torchrun pretrain_gpt.py --lr 1\nelse\n  torchrun pretrain_gpt.py\nfi',
+            'lines 2 and 4 each start a program',
+        ),
+        ('echo "a', 'is not the text of a command: " is not closed'),
+        ('A=(1 2', 'is not the text of a command: ( is not closed'),
+        ('A=${B', 'is not the text of a command: { is not closed'),
+    ],
+)
+def test_a_script_without_one_launch_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    assert message in refused(text, tmp_path)
+
+
+def test_a_placeholder_is_named(tmp_path: Path) -> None:
+    text = f'D=<Path to data>_text\ntorchrun pretrain_gpt.py {ARGUMENTS} --save "$D"'
+    said = refused(text, tmp_path)
+    assert "--save '<Path to data>_text': is a placeholder: put a value there" in said
+
+
+def test_words_are_those_of_a_shell() -> None:
+    text = r"""
+    A=1; B="two words" # not $A
+    C=('x y' "$B" $B z\ z "a\"b" 'c"d' $A$A ${A}0 "" )
+    python run.py --a "${C[@]}" --b "$B" --c ${NO:-${A}5} '$A' > out 2>&1 < in &
+    """
+    found = find_launch(text, 'x').words
+    assert found == shlex.split(
+        r"""python run.py --a 'x y' 'two words' two words 'z z' 'a"b' 'c"d' 11 10 '' """
+        """--b 'two words' --c 15 '$A'"""
+    )
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        '"$(' * 5000,
+        'if ' * 20_000,
+        '${A:-' * 5000 + '}' * 5000,
+        "A='eval $B; eval $B'\nB='eval $A; eval $A'\neval $A",
+        'A=$((' + '1+' * 100_000 + '1))',
+    ],
+)
+def test_a_script_that_is_nested_without_end_is_refused(text: str, tmp_path: Path) -> None:
+    assert refused(text, tmp_path)
