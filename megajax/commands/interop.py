@@ -133,9 +133,13 @@ def import_megatron_lm(
     too, with their virtual stages.
     """
     log_to_terminal()
-    from megajax.interop.ranks import import_megatron
+    from megajax.checkpoint.record import read_record
+    from megajax.interop.ranks import ITERATION, import_megatron
 
     import_megatron(folder, out, overrides or (), ranks=tensor_parallel, stages=pipeline_parallel)
+    record = read_record(out / 'checkpoints' / '0')
+    consumed = 'not in the checkpoint' if record.samples is None else f'{record.samples:,}'
+    print(f'iteration  {record.data.get(ITERATION, 0)}, consumed samples: {consumed}')
     print(f'run        {out}\ncheckpoint {out}/checkpoints/0')
 
 

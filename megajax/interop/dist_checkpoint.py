@@ -17,7 +17,14 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.interop.dist_metadata import FILE as METADATA
 from megajax.interop.dist_metadata import Chunk, Tensor, read_metadata
-from megajax.interop.rank_files import IGNORED, arguments_of, check_version, local_name
+from megajax.interop.rank_files import (
+    IGNORED,
+    Progress,
+    arguments_of,
+    check_version,
+    local_name,
+    progress_of,
+)
 from megajax.interop.torch_files import load_archive, load_torch, map_file
 
 BACKEND, COMMON = 'metadata.json', 'common.pt'
@@ -40,6 +47,7 @@ class DistCheckpoint(NamedTuple):
 
     folder: Path
     arguments: Mapping[str, Any]  # empty if it has none
+    progress: Progress
     tensors: Mapping[str, Tensor]
 
 
@@ -83,7 +91,9 @@ def open_checkpoint(folder: Path) -> DistCheckpoint:
     for what in dict.fromkeys(left.values()):
         count = sum(each == what for each in left.values())
         logger.warning('%s: left out: %s (%d entries)', folder, what, count)
-    return DistCheckpoint(folder, arguments_of(common), dict(_of_layers(model)))
+    return DistCheckpoint(
+        folder, arguments_of(common), progress_of(common), dict(_of_layers(model))
+    )
 
 
 def _left_out(names: Iterable[str]) -> dict[str, str]:

@@ -176,7 +176,7 @@ def _head(line: Line, config: Config) -> Iterator[str]:
     if line.get('load'):
         yield from _comment(
             f'To go on from its checkpoint: `megajax import megatron {line.get("load")} RUN`, '
-            'and then run.start_from=RUN.'
+            'and then run.start_from=RUN. The learning rate then begins anew, with step 1.'
         )
 
 

@@ -35,11 +35,20 @@ ALIASES = (
 )
 
 
+class Progress(NamedTuple):
+    """How far Megatron-LM's run has come; None for what a checkpoint does not say."""
+
+    iteration: int | None = None
+    samples: int | None = None  # consumed in training
+    total: int | None = None  # samples of the run, on which their order depends
+
+
 class RankFile(NamedTuple):
     """The contents of one rank's file."""
 
     path: Path
     arguments: Mapping[str, Any]  # empty if it has none
+    progress: Progress
     chunks: tuple[Mapping[str, np.ndarray], ...]  # tensors by megatron-core's names
 
 
@@ -126,7 +135,10 @@ def read_rank(path: Path) -> RankFile:
         raise ConfigError(f"{path}: holds no 'model', nor 'model0', 'model1' and so on")
     check_version(contents, path)
     return RankFile(
-        path, arguments_of(contents), tuple(_tensors(contents[name], path) for name in names)
+        path,
+        arguments_of(contents),
+        progress_of(contents),
+        tuple(_tensors(contents[name], path) for name in names),
     )
 
 
@@ -146,6 +158,24 @@ def arguments_of(contents: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(arguments, Namespace):
         return vars(arguments)
     return arguments if isinstance(arguments, Mapping) else {}
+
+
+def progress_of(contents: Mapping[str, Any]) -> Progress:
+    """Return the iteration of a checkpoint, its consumed samples and those of the whole run."""
+    arguments = arguments_of(contents)
+
+    def count(name: str, source: Mapping[str, Any] = arguments) -> int | None:
+        value = source.get(name)
+        return value if type(value) is int and 0 <= value < 2**53 else None
+
+    iteration, samples, total = (
+        count('iteration', contents),
+        count('consumed_train_samples'),
+        count('train_samples'),
+    )
+    if total is None and (batch := count('global_batch_size')) and (steps := count('train_iters')):
+        total = steps * batch
+    return Progress(iteration, samples, total)
 
 
 def local_name(name: str) -> str:

@@ -23,6 +23,7 @@ from megajax.interop.rank_files import (
     RELEASE,
     TRACKER,
     VERSION,
+    Progress,
     RankFile,
     chunk_names,
     find_ranks,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
 MEGATRON_VOCAB_MULTIPLE = 128  # rows on each rank, Megatron's make_vocab_size_divisible_by
 LAYER = re.compile(r'decoder\.layers\.(\d+)\.')
+ITERATION = 'iteration of megatron'  # in the record of an import
 COPY = 'output_layer.weight'  # of a tied embedding, on the last stage of a pipeline
 
 
@@ -61,7 +63,7 @@ def import_megatron(
     files = [[read_rank(path) for path in group] for group in find_ranks(folder, ranks, stages)]
     first = files[0][0]
     config = _config(folder, first.path, first.arguments, out, overrides)
-    _start(out, config, lambda config: _merge(config, files))
+    _start(out, config, lambda config: _merge(config, files), first.progress)
     return config
 
 
@@ -77,14 +79,18 @@ def _import_dist(
     config = _config(folder, folder / COMMON, checkpoint.arguments, out, overrides)
     from megajax.interop.dist_import import merge_chunks
 
-    _start(out, config, lambda config: merge_chunks(config, checkpoint))
+    _start(out, config, lambda config: merge_chunks(config, checkpoint), checkpoint.progress)
     return config
 
 
-def _start(out: Path, config: Config, load: Callable[[Config], Any]) -> None:
+def _start(out: Path, config: Config, load: Callable[[Config], Any], progress: Progress) -> None:
     from megajax.interop.runs import start_run
 
-    start_run(out, config, load, tokenizer=None, origin={'imported from': 'megatron'})
+    origin = {'imported from': 'megatron'}
+    if progress.iteration:
+        origin[ITERATION] = str(progress.iteration)
+    place = {'samples': progress.samples, 'order_of': progress.total} if progress.samples else {}
+    start_run(out, config, load, tokenizer=None, origin=origin, place=place)
 
 
 def export_megatron(

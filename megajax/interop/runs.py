@@ -31,12 +31,13 @@ def start_run(
     tokenizer: Path | None,
     origin: Mapping[str, str],
     companions: Companions = Companions(),  # noqa: B008 (immutable)
+    place: Mapping[str, int | None] | None = None,
 ) -> None:
     """Make `out` a run at step 0 with the parameters that `load` returns, and a fresh optimizer.
 
-    `load` is called on the mesh of `config`. `origin` goes into the checkpoint's record, and
-    `companions` beside it. Nothing in `out` looks like a checkpoint until it is complete. Raises
-    ConfigError for a config with adapters.
+    `load` is called on the mesh of `config`. `origin` goes into the checkpoint's record, with the
+    `place` of the next sample in Megatron-LM's order, and `companions` next to it. Nothing in `out`
+    looks like a checkpoint until it is complete. Raises ConfigError for a config with adapters.
     """
     if config.lora is not None:
         raise ConfigError(
@@ -65,7 +66,7 @@ def start_run(
                 write_file(out / TEMPLATE, companions.chat_template.encode())
         with Checkpoints(out / 'checkpoints', config, tokenizer=loaded, data=origin) as checkpoints:
             checkpoints.companions = companions
-            checkpoints.save({'params': params}, 0)
+            checkpoints.save({'params': params}, 0, **(place or {}))
 
 
 def parts(checkpoint: Path, ranks: Sequence[Pieces]) -> Iterator[tuple[int, str, np.ndarray]]:

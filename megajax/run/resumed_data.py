@@ -2,8 +2,9 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
-from megajax.checkpoint.record import OF_ROWS, Record, config_differences, make_record
+from megajax.checkpoint.record import OF_ROWS, Record, config_differences, make_record, read_record
 from megajax.config import Config
 from megajax.data import Batches, Data
 from megajax.data.picture_batches import PictureBatches
@@ -28,8 +29,16 @@ def resumed_data(data: Data, config: Config, there: Record | None, *, batches: i
     samples = there.samples
     if samples is None:
         samples = batches * before['batch_size']
-    if batches:  # an import has read nothing here
+    if batches:
         samples = _in_new_order(data, config, there, samples)
+    elif data.train_of is None:  # what Megatron-LM has consumed counts in its own order alone
+        samples = 0
+    elif samples:
+        logger.info(
+            'start      data.order=megatron: goes on with sample %s, the first one that '
+            'Megatron-LM had not consumed',
+            f'{samples:,}',
+        )
     if batches and before['batch_size'] != train.batch_size:
         logger.info(
             'resume     train.batch_size: step %d begins with sample %s of the order, the first '
@@ -42,6 +51,15 @@ def resumed_data(data: Data, config: Config, there: Record | None, *, batches: i
         )
     batches_of_run = _megatron(data, config, there, samples) if data.train_of else data.train
     return replace(data, train=batches_of_run.going_on(batches, samples))
+
+
+def imported(start: Path) -> Record | None:
+    """Return the record of an import from Megatron-LM in which samples are consumed, else None.
+
+    A run that begins with any other checkpoint reads its data from the first sample on.
+    """
+    record = read_record(start)
+    return record if record.step == 0 and record.samples else None
 
 
 def _in_new_order(data: Data, config: Config, there: Record, samples: int) -> int:

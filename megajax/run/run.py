@@ -50,7 +50,7 @@ from megajax.run.log.metrics import MetricsWriter, check_wandb
 from megajax.run.log.report import Report
 from megajax.run.named import with_own_tokenizer
 from megajax.run.profile import Profiler
-from megajax.run.resumed_data import resumed_data
+from megajax.run.resumed_data import imported, resumed_data
 from megajax.run.sampler import Sampler
 from megajax.run.standing import where_it_stands
 from megajax.run.start import check_tokenizer, companions_of_run, origin_of, start_checkpoint
@@ -169,7 +169,8 @@ def _train(
         folder / 'checkpoints', config, tokenizer=data.tokenizer, data=data.fingerprints
     ) as checkpoints:
         state = _first_state(config, checkpoints, start, report, summary.clock)
-        data = resumed_data(data, config, checkpoints.restored, batches=int(state.batches))
+        before = checkpoints.restored or (imported(start) if start else None)
+        data = resumed_data(data, config, before, batches=int(state.batches))
         _carry_along(checkpoints, folder, start)
         _write_inputs(folder, config, data, checkpoints.companions)
         report.placements(placements(state.params), num_parameters(config.model))

@@ -182,3 +182,22 @@ def test_a_new_corpus_is_read_from_its_first_sample_and_shorter_sequences_from_t
     run = Run(A)
     run.start(4, FIRST)
     assert run.start(0, FIRST, 'train.seq_len=24').samples_before(4) == -(-32 * 32 // 24)
+
+
+@pytest.mark.parametrize('blend', [A, BLEND])
+def test_a_run_from_megatron_goes_on_with_the_samples_it_would_have_had(blend: str) -> None:
+    config = config_of(FIRST, blend, 'data.order=megatron')
+    whole = load_data(config)
+    read, total = 5 * FIRST, STEPS * FIRST
+    record = make_record(config_of(4), 0, samples=read, order_of=total)
+    rest = config_of(FIRST, blend, 'data.order=megatron', f'train.steps={STEPS - 5}')
+    data = resumed_data(load_data(rest), rest, record, batches=0)
+    for step in range(STEPS - 5):
+        assert samples_of(data.train, step) == samples_of(whole.train, step + 5)
+
+
+def test_what_megatron_has_consumed_is_not_skipped_in_another_order() -> None:
+    config = config_of(FIRST, A)
+    record = make_record(config_of(4), 0, samples=40, order_of=STEPS * FIRST)
+    data = resumed_data(load_data(config), config, record, batches=0)
+    assert samples_of(data.train, 0) == samples_of(load_data(config).train, 0)
