@@ -92,7 +92,7 @@ def _report(
         gpus=cluster.num_devices,
         gpus_per_host=cluster.devices_per_host,
         layout=_layout(chosen, ranking, available).model_copy(
-            update={} if fits else {'reason': too_large(needed.total, available)}
+            update={} if fits else {'reason': _too_large(config, needed.total, available)}
         ),
         memory=[
             MemoryLine(name=name, bytes=size)
@@ -124,6 +124,16 @@ def _report(
         impossible={mesh_name(mesh): reason for mesh, reason in ranking.impossible.items()},
         **known,
     )
+
+
+def _too_large(config: Config, needed: int, available: int) -> str:
+    """Say what a config needs that does not fit, and without dropout in attention if it has it."""
+    reason = too_large(needed, available)
+    if not config.model.attention_dropout:
+        return reason
+    without = changed(config, model__attention_dropout=0.0)
+    least = memory(without, capacity_bytes=available).total
+    return f'{reason}, and {least / 1e9:.1f} GB with model.attention_dropout=0'
 
 
 def _cost(time: StepTime, cluster: Cluster, tokens: float, price: float | None) -> CostLine:

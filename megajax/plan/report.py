@@ -79,6 +79,8 @@ def memory_table(plan: Plan) -> Table:
         f'largest microbatch {rows}'
     )
     table.add_row('total', si(plan.layout.bytes), Text(note, style='green' if fits else 'bold red'))
+    if not fits and plan.planned().model.attention_dropout:
+        table.add_row('', '', plan.layout.reason)
     if plan.compiled_bytes is not None:
         table.add_row(
             'compiled',

@@ -19,6 +19,7 @@ from megajax.hardware.targets import has_compiler
 from megajax.plan import Plan
 from megajax.plan.layouts import changed
 from megajax.plan.memory import UNDERCOUNT
+from megajax.plan.report import to_text
 from megajax.plan.verify import verified
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +171,16 @@ def test_a_config_that_does_not_fit_exits_1_and_shows_what_does():
     assert re.search(
         r'sharding over data  ZeRO-[23]; .*no ZeRO needs [\d.]+ GB of 76.0 GB', done.stdout
     )
+
+
+def test_dropout_in_attention_is_named_where_a_config_does_not_fit():
+    large = ('train.batch_size=256', 'train.microbatches=1', 'train.recompute=none')
+    keys = ('mesh.data=8', 'mesh.model=1', *large)
+    for rate, is_named in ((0.1, True), (0.0, False)):
+        config = megajax.load('gpt2_345m', [*keys, f'model.attention_dropout={rate}'])
+        plan = megajax.plan(config, gpu='h100')
+        assert ('GB with model.attention_dropout=0' in plan.layout.reason) == is_named
+        assert ('GB with model.attention_dropout=0' in to_text(plan, width=200)) == is_named
 
 
 def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
