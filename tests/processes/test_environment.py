@@ -4,10 +4,13 @@ import os
 import re
 import socket
 import subprocess
+import tomllib
 from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from megajax import load
 from megajax.config import ConfigError
@@ -230,3 +233,43 @@ def test_the_slurm_example_has_a_mesh_for_its_tasks():
         == sizes['nodes'] * sizes['ntasks-per-node']
         == sizes['nodes'] * sizes['gpus-per-node']
     )
+
+
+def test_the_slurm_example_shows_a_container_the_run_and_the_corpus(tmp_path):
+    srun = tmp_path / 'bin/srun'
+    srun.parent.mkdir()
+    srun.write_text('#!/bin/sh\necho "$@"\n')
+    srun.chmod(0o755)
+    names = {
+        'PATH': f'{srun.parent}:{os.environ["PATH"]}',
+        'SLURM_JOB_ID': '7',
+        'IMAGE': 'image',
+        'RUN_DIR': str(tmp_path / 'run'),
+        'MOUNTS': '/a:/a',
+    }
+    command = ['bash', str(SCRIPTS / 'slurm.sbatch'), 'tiny', 'data.corpus=/shared/web']
+    said = subprocess.run(
+        command, env=os.environ | names, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    mounts = [tmp_path, tmp_path / 'run', '/a', '/shared']
+    assert f'--container-mounts={",".join(f"{x}:{x}" for x in mounts)} ' in said
+    assert f'megajax train tiny data.corpus=/shared/web run.dir={tmp_path}/run' in said
+
+
+def test_the_slurm_example_asks_for_the_memory_of_its_hosts():
+    options = (SCRIPTS / 'slurm.sbatch').read_text().splitlines()
+    assert {'#SBATCH --mem=0', '#SBATCH --exclusive'} <= set(options)
+
+
+def test_the_image_has_pinned_versions_that_the_package_allows():
+    project = tomllib.loads((SCRIPTS.parent / 'pyproject.toml').read_text())['project']
+    lines = (SCRIPTS / 'constraints.txt').read_text().splitlines()
+    pinned = dict(line.split('==') for line in lines if not line.startswith('#'))
+    extras = project['optional-dependencies']
+    images = [*project['dependencies'], *extras['cuda'], *extras['cuda13'], *extras['chat']]
+    for requirement in map(Requirement, images):
+        version = pinned[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), (requirement, version)
+    dockerfile = (SCRIPTS.parent / 'Dockerfile').read_text()
+    assert re.search(r'^ARG BASE=python:3\.\d+\.\d+-', dockerfile, re.MULTILINE)
+    assert dockerfile.count('--constraint ') == dockerfile.count('pip install --no-cache-dir')

@@ -1,5 +1,6 @@
 """The Kubernetes example says what megajax reads: its command, its variables and its exit codes."""
 
+import copy
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ from megajax.processes.peers import RETRY
 from megajax.run.watchdog import STALLED
 
 ROOT = Path(__file__).parents[2]
+KUBERNETES = '1.29', '1.33'  # the oldest release that the example names, and a newer one
 # The fields that the example may have: one with a typing error is refused by a cluster alone.
 FIELDS = {
     'Service': {'apiVersion', 'kind', 'metadata', 'spec'},
@@ -126,12 +128,54 @@ def test_the_user_of_the_image_may_write_to_the_claim(
     assert user is not None
     assert user[1] != '0'
     pod = manifests['Job']['spec']['template']['spec']
-    assert pod['securityContext'] == {'fsGroup': int(user[2])}
+    context = pod['securityContext']
+    ids = (context['runAsUser'], context['runAsGroup'], context['fsGroup'])
+    assert ids == (int(user[1]), int(user[2]), int(user[2]))
+    assert context['fsGroupChangePolicy'] == 'OnRootMismatch'
+
+
+def test_the_pod_security_standard_restricted_admits_the_pods(
+    manifests: dict[str, dict[str, Any]], container: dict[str, Any]
+) -> None:
+    pod = manifests['Job']['spec']['template']['spec']
+    assert pod['securityContext']['runAsNonRoot'] is True
+    assert pod['securityContext']['runAsUser'] != 0
+    assert pod['securityContext']['seccompProfile'] == {'type': 'RuntimeDefault'}
+    assert container['securityContext'] == {
+        'allowPrivilegeEscalation': False,
+        'capabilities': {'drop': ['ALL']},
+    }
+    assert not {'hostNetwork', 'hostPID', 'hostIPC'} & set(pod)
+    kinds = {kind for volume in pod['volumes'] for kind in volume if kind != 'name'}
+    assert kinds <= {'persistentVolumeClaim', 'emptyDir', 'secret', 'configMap', 'projected'}
+
+
+def test_a_pod_requests_what_it_may_use(container: dict[str, Any]) -> None:
+    resources = container['resources']
+    assert resources['requests'] == resources['limits']
+    assert {'cpu', 'memory', 'nvidia.com/gpu'} <= set(resources['requests'])
+
+
+@pytest.mark.parametrize('release', KUBERNETES)
+def test_the_schema_of_the_api_has_every_field(
+    release: str, manifests: dict[str, dict[str, Any]]
+) -> None:
+    validate = pytest.importorskip('kubernetes_validate').validate
+    for manifest in manifests.values():
+        validate(manifest, release, strict=True)
+    misspelt = copy.deepcopy(manifests['Job'])
+    misspelt['spec']['template']['spec']['restartpolicy'] = 'Never'
+    with pytest.raises(Exception, match='restartpolicy'):
+        validate(misspelt, release, strict=True)
+
+
+def test_the_corpus_has_to_be_named(container: dict[str, Any]) -> None:
+    assert load(*_config(container)).data.corpus == '/runs/YOUR_CORPUS'
 
 
 def test_its_variables_are_those_that_megajax_reads(container: dict[str, Any]) -> None:
     names = [one['name'] for one in container['env']]
-    assert set(names) <= {environment.COORDINATOR, environment.TOKEN}
+    assert set(names) <= {environment.COORDINATOR, environment.TOKEN, environment.START_TIMEOUT}
     (secret,) = [one for one in container['env'] if 'valueFrom' in one]
     assert secret['name'] == environment.TOKEN
     assert secret['valueFrom']['secretKeyRef'] == {'name': 'megajax-token', 'key': 'token'}
@@ -141,7 +185,7 @@ def test_what_would_repeat_fails_the_job_and_what_a_restart_mends_does_not(
     manifests: dict[str, dict[str, Any]], container: dict[str, Any]
 ) -> None:
     job = manifests['Job']['spec']
-    first, second = job['podFailurePolicy']['rules']
+    first, late, second = job['podFailurePolicy']['rules']
     assert first['action'] == 'FailJob'
     assert first['onExitCodes']['containerName'] == container['name']
     assert first['onExitCodes']['operator'] == 'In'
@@ -149,7 +193,13 @@ def test_what_would_repeat_fails_the_job_and_what_a_restart_mends_does_not(
     codes = {getattr(errors, name).exit_code for name in repeat}
     assert set(first['onExitCodes']['values']) == codes
     assert not codes & {RETRY, STALLED, errors.StopRequested.exit_code}
-    assert second == {'action': 'Ignore', 'onPodConditions': [{'type': 'DisruptionTarget'}]}
+    # A pod that lost another, or waited in vain for one that came late, has not failed itself.
+    assert late['action'] == 'Ignore'
+    assert late['onExitCodes'] == {**first['onExitCodes'], 'values': [RETRY]}
+    assert second == {
+        'action': 'Ignore',
+        'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}],
+    }
     # A policy for failed pods is for pods that are not restarted in place.
     assert job['template']['spec']['restartPolicy'] == 'Never'
     assert job['backoffLimitPerIndex'] > 0
