@@ -7,11 +7,13 @@ are in the folder `huggingface` of a run and of each of its checkpoints. Imports
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.digests import write_file
 from megajax.config import ConfigError
+from megajax.data.image_text.chat import DEFAULT, Template
 from megajax.render.text import shorten
 
 FOLDER = 'huggingface'
@@ -30,6 +32,9 @@ COMPANIONS = (
     'tokenizer.model',
 )
 TOKEN_IDS = 'token_ids.json'  # what NAMED keys of config.json say
+CHAT_TIME = 'chat_time.txt'  # the time that the run's chat template sees
+OURS = TOKEN_IDS, CHAT_TIME  # what no Hugging Face folder has
+TEMPLATES = 'additional_chat_templates'  # folder of templates that are not the default one
 NAMED = 'bos_token_id', 'eos_token_id', 'pad_token_id'
 MAX_BYTES = 100_000_000  # of a file
 
@@ -62,27 +67,58 @@ class Companions:
 
     @property
     def chat_template(self) -> str | None:
-        """The template that transformers renders messages with, None if there is none."""
-        if TEMPLATE in self.files:
-            return self.files[TEMPLATE].decode(errors='replace')
-        template = self._read(TOKENIZER_CONFIG).get('chat_template')
-        if template is None:
-            template = self._read(TEMPLATE_OF_PROCESSOR).get('chat_template')
-        if isinstance(template, list):  # several, by name
-            named = (each for each in template if isinstance(each, dict))
-            template = next((x.get('template') for x in named if x.get('name') == 'default'), None)
-        return template if isinstance(template, str) else None
+        """The default template that transformers renders messages with, None if there is none."""
+        return self.chat_templates.get(DEFAULT)
 
-    def with_template(self, template: Path) -> 'Companions':
-        """Return these with another chat template, in the file that transformers reads first."""
-        return replace(self, files={**self.files, TEMPLATE: template.read_bytes()})
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The templates that transformers finds, by name."""
+        names = {TEMPLATE: DEFAULT}
+        names |= {name: Path(name).stem for name in self.files if name.startswith(f'{TEMPLATES}/')}
+        in_files = {
+            short: self.files[name].decode(errors='replace')
+            for name, short in names.items()
+            if name in self.files
+        }
+        if in_files:
+            return in_files
+        found = self._read(TOKENIZER_CONFIG).get('chat_template')
+        if found is None:
+            found = self._read(TEMPLATE_OF_PROCESSOR).get('chat_template')
+        if isinstance(found, list):  # several, by name
+            listed = [each for each in found if isinstance(each, dict)]
+            found = {each.get('name'): each.get('template') for each in listed}
+        templates = found if isinstance(found, dict) else {DEFAULT: found}
+        return {
+            name: text
+            for name, text in templates.items()
+            if isinstance(name, str) and isinstance(text, str)
+        }
+
+    def template(self, name: str) -> Template | None:
+        """Return the chat templates, called `name` in messages, with the time that they see."""
+        if not self.chat_templates:
+            return None
+        time = self.files.get(CHAT_TIME)
+        now = datetime.fromisoformat(time.decode()) if time else None
+        return Template(name=name, texts=self.chat_templates, now=now)
+
+    def with_template(self, text: str) -> 'Companions':
+        """Return these with one chat template, in the file that transformers reads first."""
+        kept = {x: files for x, files in self.files.items() if not x.startswith(f'{TEMPLATES}/')}
+        return replace(self, files={**kept, TEMPLATE: text.encode()})
+
+    def with_chat_time(self, now: datetime | None) -> 'Companions':
+        """Return these with the time that chat templates see, None for no particular one."""
+        kept = {name: content for name, content in self.files.items() if name != CHAT_TIME}
+        return replace(self, files=kept | ({CHAT_TIME: now.isoformat().encode()} if now else {}))
 
     def write(self, folder: Path) -> None:
         """Write the files that are new or differ to the subfolder of a run or a checkpoint."""
         for name, content in self.files.items():
             path = folder / FOLDER / name
             if not path.is_file() or path.read_bytes() != content:
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 write_file(path, content)
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -98,7 +134,7 @@ class Companions:
 
 def read_companions(folder: Path) -> Companions:
     """Return those of a run or of a checkpoint; there may be none."""
-    return Companions(_contents(folder / FOLDER, (*COMPANIONS, TOKEN_IDS)))
+    return Companions(_contents(folder / FOLDER, (*COMPANIONS, *OURS)))
 
 
 def companions_of_model(folder: Path, config: Mapping[str, Any], vocab_size: int) -> Companions:
@@ -123,8 +159,10 @@ def companions_of_model(folder: Path, config: Mapping[str, Any], vocab_size: int
 
 
 def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    templates = sorted(path.name for path in (folder / TEMPLATES).glob('*.jinja'))
     contents = {}
-    for path in (folder / name for name in names):
+    for name in (*names, *(f'{TEMPLATES}/{template}' for template in templates)):
+        path = folder / name
         try:
             if not path.is_file():
                 continue
@@ -134,5 +172,5 @@ def _contents(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
             raise ConfigError(f'{path}: cannot be read: {error.strerror}') from error
         if len(content) > MAX_BYTES:
             raise ConfigError(f'{path}: more than {MAX_BYTES:,} bytes')
-        contents[path.name] = content
+        contents[name] = content
     return contents

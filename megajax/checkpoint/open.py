@@ -16,8 +16,9 @@ from megajax.checkpoint.digests import sound_checkpoint
 from megajax.checkpoint.orbax_manager import restore_gb
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.checkpoint.unpadded import unpadded
-from megajax.config import CheckpointError, Config, LoraConfig, reload
+from megajax.config import CheckpointError, Config, LoraConfig, overridden, reload
 from megajax.config.lora import with_adapters, without_adapters
+from megajax.data.image_text.chat import Template, read_template
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.model.merged import merged
 from megajax.parallel.layer_order import tree_on_stages
@@ -37,6 +38,18 @@ class Opened:
     tokenizer: Tokenizer | None  # whose `ends` are those of `companions` too
     companions: Companions
     step: int  # the step of the checkpoint
+
+    def chat_template(self, run: Path, overrides: Sequence[str]) -> Template | None:
+        """Return the chat template, None if there is none; it sees the time of its first use.
+
+        An override comes first. The checkpoint has the template that it was trained with, or else
+        the one that its model was imported with.
+        """
+        path = self.config.data.chat_template
+        carried = self.companions.with_chat_time(None).template(f'the chat template of {run}')
+        if path is not None and (carried is None or overridden(overrides, 'data.chat_template')):
+            return read_template(path)
+        return carried
 
 
 def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:

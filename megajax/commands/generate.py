@@ -222,7 +222,9 @@ def evaluate(
             results = evaluate_tasks(opened.config, opened.params, tokenizer, harness.split(','))
         else:
             results = {
-                str(task): dataclasses.asdict(_evaluate(opened, tokenizer, files, task, stride))
+                str(task): dataclasses.asdict(
+                    _evaluate(run, opened, overrides, files, task, stride)
+                )
             }
     for name, values in results.items():
         print(_result_line(name, values))
@@ -243,7 +245,12 @@ def _result_line(name: str, values: Mapping[str, float]) -> str:
 
 
 def _evaluate(
-    opened: 'Opened', tokenizer: Any, files: Sequence[str], task: str | None, stride: int | None
+    run: Path,
+    opened: 'Opened',
+    overrides: Sequence[str],
+    files: Sequence[str],
+    task: str | None,
+    stride: int | None,
 ) -> Any:
     from megajax.evaluate import (
         Scorer,
@@ -254,6 +261,8 @@ def _evaluate(
         wikitext,
     )
 
+    tokenizer = opened.tokenizer
+    assert tokenizer is not None
     scorer = Scorer(opened.config, opened.params)
     if task == 'lambada':
         return lambada(scorer, tokenizer, files[0])
@@ -265,7 +274,8 @@ def _evaluate(
         return perplexity(scorer, tokenizer, files, stride=stride)
     if stride is not None:
         raise ConfigError('--stride is of a text; these documents are read whole: leave it out')
-    return document_perplexity(scorer, tokenizer, files)
+    template = opened.chat_template(run, overrides)
+    return document_perplexity(scorer, tokenizer, files, template)
 
 
 def _check(

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from megajax.config import ConfigError, Problem, overridden
+from megajax.config import ConfigError, Problem
 from megajax.render.text import visible
 
 if TYPE_CHECKING:
@@ -51,9 +51,12 @@ def converse(
     tokenizer = opened.tokenizer
     if tokenizer is None:
         raise ConfigError(f'{run} has no tokenizer, so it cannot read text')
-    template, text = _find_template(run, opened, overrides)
+    template = opened.chat_template(run, overrides)
+    if template is None:
+        message = f'{run} has no chat template: add {KEY}=FILE, a chat template of Hugging Face'
+        raise ConfigError(Problem(path=KEY, message=message))
     with (
-        open_chat(tokenizer, NO_IMAGE, template, text) as chat,
+        open_chat(tokenizer, NO_IMAGE, template) as chat,
         jax.set_mesh(opened.mesh),
     ):
         generator = Generator(opened.config, opened.params, tokenizer)
@@ -66,22 +69,6 @@ def converse(
                 if not is_asked:
                     raise
                 _note(str(error))
-
-
-def _find_template(run: Path, opened: 'Opened', overrides: Sequence[str]) -> tuple[str, str | None]:
-    """Return the file of the chat template, and its text if a checkpoint carries it along.
-
-    An override comes first. The checkpoint has the template that it was trained with, or else the
-    one that its model was imported with.
-    """
-    configured = opened.config.data.chat_template
-    carried = opened.companions.chat_template
-    if configured is not None and (carried is None or overridden(overrides, KEY)):
-        return configured, None
-    if carried is None:
-        message = f'{run} has no chat template: add {KEY}=FILE, a chat template of Hugging Face'
-        raise ConfigError(Problem(path=KEY, message=message))
-    return f'the chat template of {run}', carried
 
 
 def _lines(is_asked: bool) -> Iterator[str]:

@@ -204,8 +204,12 @@ class DataConfig(Section):
     order: Literal['stateless', 'megatron'] = 'stateless'
     """Order of samples: computed on the fly, or Megatron-LM's own."""
     chat_template: Name | None = None
-    """A chat template of Hugging Face, a file, for JSON lines with messages; without one, turns are
-    written as ChatML or as `role: text`.
+    """A chat template of Hugging Face, a file, for JSON lines with messages; if null, that of the
+    model in `run.start_from`, and without one turns are written as ChatML or as `role: text`.
+    """
+    ignored_keys: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Keys of JSON lines with messages, and of messages, that the chat template need not read, such
+    as `id`.
     """
     document_mask: bool = False
     """Whether documents of a sequence do not attend to each other; positions restart in each."""

@@ -17,6 +17,7 @@ from megajax.data.corpus_tokenizer import (
 )
 from megajax.data.drawn import PICTURES, document_row_shape, draw_pictures, row_shape
 from megajax.data.image_rows import EmptySlots
+from megajax.data.image_text.chat import Template
 from megajax.data.image_text.load import keeps_documents, load_image_text, read_training_texts
 from megajax.data.masked import NUM_SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
@@ -42,10 +43,11 @@ class Data:
     train_of: Callable[[int], Batches] | None = None
 
 
-def load_data(config: Config) -> Data:
+def load_data(config: Config, template: Template | None = None) -> Data:
     """Open the corpus of `config`.
 
-    Raises ConfigError if it cannot be used, does not fit the model or does not fill a batch.
+    The chat `template` of a run writes messages, or else that of the config. Raises ConfigError if
+    the corpus cannot be used, does not fit the model or does not fill a batch.
     """
     if config.data.corpus in PICTURES:
         drawn = draw_pictures(config)
@@ -58,7 +60,7 @@ def load_data(config: Config) -> Data:
         )
     prefixes = _prefixes(config)
     if not prefixes and keeps_documents(config, config.data.corpus):
-        return _load_image_text(config)
+        return _load_image_text(config, template)
     if config.data.chat_template is not None:
         message = 'is for JSON lines with messages, and the corpus has none; leave it out'
         raise _problem('data.chat_template', message, *CORPUS)
@@ -104,7 +106,7 @@ def _prefixes(config: Config) -> list[str]:
     return list(config.data.blend) or ([corpus] if is_pair(corpus) else [])
 
 
-def _load_image_text(config: Config) -> Data:
+def _load_image_text(config: Config, template: Template | None) -> Data:
     data, train = config.data, config.train
     if data.order == 'megatron':
         message = 'megatron cuts rows from a stream of tokens, and here documents stay whole'
@@ -118,7 +120,8 @@ def _load_image_text(config: Config) -> Data:
         batch_size=train.batch_size,
         seed=train.seed,
         split=data.split,
-        template=data.chat_template,
+        template=template or data.chat_template,
+        ignored=data.ignored_keys,
     )
     return Data(
         tokenizer=tokenizer,

@@ -9,6 +9,7 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.data import Tokenizer
 from megajax.data.drawn import document_row_shape
+from megajax.data.image_text.chat import Template
 from megajax.data.image_text.documents import FileDocument, read_documents
 from megajax.data.image_text.load import files_of, keeps_documents, open_chat
 from megajax.evaluate.perplexity import Perplexity, exp
@@ -36,19 +37,24 @@ def are_documents(scorer: Scorer, files: Sequence[str]) -> bool:
 
 
 def document_perplexity(
-    scorer: Scorer, tokenizer: Tokenizer, files: Sequence[str]
+    scorer: Scorer, tokenizer: Tokenizer, files: Sequence[str], template: Template | None = None
 ) -> DocumentPerplexity:
     """Evaluate JSON-lines files and folders of them, each document in a row of its own.
 
     What counts is what counts in training: all of a "text" but its pictures, and the assistant's
-    turns of "messages", with the config's chat template. Raises ConfigError with file and line if
-    a document cannot be used or has more than `model.max_seq_len` tokens.
+    turns of "messages", with the model's chat `template`, or else the config's. Raises ConfigError
+    with file and line if a document cannot be used or has more than `model.max_seq_len` tokens.
     """
     config = scorer.config
     shape = dataclasses.replace(
         document_row_shape(config), seq_len=config.model.max_seq_len, limited_by='model.max_seq_len'
     )
-    with open_chat(tokenizer, shape.image_token, config.data.chat_template) as chat:
+    with open_chat(
+        tokenizer,
+        shape.image_token,
+        template or config.data.chat_template,
+        ignored=config.data.ignored_keys,
+    ) as chat:
         documents = [
             document
             for file in files

@@ -5,7 +5,7 @@ from collections.abc import Generator as GeneratorType
 from megajax.config import Config, ConfigError
 from megajax.data import Tokenizer
 from megajax.data.image_text.chat import Chat, Message
-from megajax.data.image_text.lines import Vocabulary, end_of_turn, pieces_of_prompt
+from megajax.data.image_text.turns import Vocabulary, end_of_turn, pieces_of_prompt
 from megajax.generate.continuation import Continuation
 from megajax.generate.generator import Generator, Request
 
@@ -75,6 +75,8 @@ class Conversation:
     def _encode(self, turns: list[Message]) -> list[int]:
         pieces = pieces_of_prompt([*self._system, *turns], self._vocabulary, self._chat, PLACE)
         ids, _ = self._tokenizer.encode_pieces(pieces)
+        if self._chat.begins_texts and ids:
+            return ids
         begin = self._tokenizer.start or [self._tokenizer.eod]
         return ids if ids[: len(begin)] == begin else [*begin, *ids]
 

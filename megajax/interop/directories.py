@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from megajax.checkpoint.companions import (
-    TOKEN_IDS,
+    OURS,
     TOKENIZER_CONFIG,
     companions_of_model,
     read_companions,
@@ -168,7 +168,8 @@ def _write_companions(checkpoint: Path, folder: Path, model: ModelConfig) -> dic
     """
     companions = read_companions(checkpoint)
     for name, content in companions.files.items():
-        if name != TOKEN_IDS:
+        if name not in OURS:
+            (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(content)
     own = companions.token_ids
     if not (checkpoint / TOKENIZER).is_file():

@@ -36,7 +36,8 @@ def config_of_overrides(overrides: Sequence[str]) -> tuple[Config, str]:
 def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str]:
     """Return the checkpoint's config, without the keys of its process, and a name for it.
 
-    The tokenizer is the one that the weights were trained with.
+    The tokenizer is the one that the weights were trained with, and the chat template the one that
+    the checkpoint carries.
     """
     for checkpoint in candidates_of_start(start):
         try:
@@ -44,8 +45,9 @@ def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str
         except CheckpointError:  # the checkpoint before it is used, as in the verification
             continue
         settings = {section: keys for section, keys in record.config.items() if section != 'run'}
+        settings['data'] = settings['data'] | {'chat_template': None}
         if record.tokenizer_sha256:
-            settings['data'] = settings['data'] | {'tokenizer': str(tokenizer_of(checkpoint))}
+            settings['data'] |= {'tokenizer': str(tokenizer_of(checkpoint))}
         name = checkpoint.absolute().parent.parent.name
         return reload(settings, overrides, place=str(checkpoint / RECORD)), name
     raise CheckpointError(

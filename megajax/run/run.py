@@ -31,7 +31,7 @@ from megajax.config import (
 )
 from megajax.config.overlap_rules import resolved
 from megajax.counts.parameters import num_parameters
-from megajax.data import Data, load_data
+from megajax.data import Data
 from megajax.hardware.records import check_dtype, hardware_of
 from megajax.hardware.targets import is_nvidia
 from megajax.hardware.topology import topology_of_host
@@ -40,6 +40,7 @@ from megajax.parallel.placements import placements
 from megajax.processes.distributed import processes
 from megajax.processes.peers import LEAVING
 from megajax.processes.signals import telling
+from megajax.run.chat_template import read_corpus
 from megajax.run.clock import Clock, RunSummary
 from megajax.run.compile_cache import compile_cache
 from megajax.run.host_memory import check_host_memory
@@ -48,12 +49,11 @@ from megajax.run.links import slow_links
 from megajax.run.lock import run_lock
 from megajax.run.log.metrics import MetricsWriter, check_wandb
 from megajax.run.log.report import Report
-from megajax.run.named import with_own_tokenizer
 from megajax.run.profile import Profiler
 from megajax.run.resumed_data import imported, resumed_data
 from megajax.run.sampler import Sampler
 from megajax.run.standing import where_it_stands
-from megajax.run.start import check_tokenizer, companions_of_run, origin_of, start_checkpoint
+from megajax.run.start import check_tokenizer, origin_of, start_checkpoint
 from megajax.run.stop import StopWatch
 from megajax.run.trainer import Trainer
 from megajax.run.watchdog import Watchdog
@@ -141,10 +141,10 @@ def run(
             with start_checkpoint(config, folder) as start:
                 watchdog.beat('reading the corpus', 'corpus')
                 with report.waiting('reading the corpus'):
-                    data = load_data(with_own_tokenizer(config, folder))
+                    data, carried = read_corpus(config, folder, start)
                 report.say(f'data       {data.summary}')
                 stop.check()
-                step = _train(config, data, folder, start, report, summary, stop, watchdog)
+                step = _train(config, data, carried, folder, start, report, summary, stop, watchdog)
     report.say(
         f'run        {folder}\n'
         f'metrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard'
@@ -156,6 +156,7 @@ def run(
 def _train(
     config: Config,
     data: Data,
+    companions: Companions,
     folder: Path,
     start: Path | None,
     report: Report,
@@ -171,7 +172,7 @@ def _train(
         state = _first_state(config, checkpoints, start, report, summary.clock)
         before = checkpoints.restored or (imported(start) if start else None)
         data = resumed_data(data, config, before, batches=int(state.batches))
-        _carry_along(checkpoints, folder, start)
+        _carry_along(checkpoints, companions)
         _write_inputs(folder, config, data, checkpoints.companions)
         report.placements(placements(state.params), num_parameters(config.model))
         report.say(f'run        {folder}')
@@ -333,9 +334,9 @@ def _restore_start(
     return restore_params(start, config)
 
 
-def _carry_along(checkpoints: Checkpoints, folder: Path, start: Path | None) -> None:
+def _carry_along(checkpoints: Checkpoints, companions: Companions) -> None:
     """Keep the companions of the model, at whose ends of texts samples end too."""
-    checkpoints.companions = companions_of_run(checkpoints.config, folder, start)
+    checkpoints.companions = companions
     if checkpoints.tokenizer is not None:
         checkpoints.tokenizer.also_ends(checkpoints.companions.ends)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from megajax.checkpoint.companions import TEMPLATE, Companions, read_companions
 from megajax.checkpoint.digests import SUMS, find_steps, sound_checkpoint
 from megajax.checkpoint.record import (
     OF_ROWS,
@@ -20,7 +19,6 @@ from megajax.checkpoint.record import (
     read_record,
 )
 from megajax.config import CheckpointError, Config, ConfigError, Problem, RunError
-from megajax.data.image_text.load import keeps_documents
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.processes.agree import from_first
 from megajax.run.named import candidates_of_start, tokenizer_of
@@ -60,25 +58,6 @@ def check_tokenizer(start: Path, tokenizer: Tokenizer | None) -> None:
             f'the weights were trained; set data.tokenizer={tokenizer_of(start)}'
         )
         raise ConfigError(Problem(path='data.tokenizer', message=message))
-
-
-def companions_of_run(config: Config, run: Path, start: Path | None) -> Companions:
-    """Return what the run's checkpoints carry along.
-
-    That is what its model was imported with, and the chat template that it trains with.
-    """
-    companions = read_companions(run if start is None else start)
-    template, corpus = config.data.chat_template, config.data.corpus
-    if template is not None:
-        return companions.with_template(Path(template).expanduser())
-    if start is not None and companions.chat_template and keeps_documents(config, corpus):
-        logger.warning(
-            'data.chat_template is not set, so messages are written otherwise than by the template '
-            'that %s came with: set data.chat_template=%s',
-            start,
-            start.parent.parent / TEMPLATE,
-        )
-    return companions
 
 
 def origin_of(start: Path) -> dict[str, str]:

@@ -14,8 +14,8 @@ from megajax.config import ConfigError
 from megajax.data.image_rows import RowShape
 from megajax.data.image_text.chat import PlainChat
 from megajax.data.image_text.documents import FileDocument, encode_prompt, read_documents
-from megajax.data.image_text.lines import VISION
 from megajax.data.image_text.load import ImageTextData, load_image_text
+from megajax.data.image_text.turns import VISION
 from megajax.data.patches import PatchSize
 from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer
 
@@ -141,7 +141,8 @@ def test_chatml_counts_what_generation_would_write(folder: Path, with_template: 
     batch = data.train[0]
     tokens, labels = batch['tokens'][0], batch['labels'][0]
     assert QWEN.decode(tokens).rstrip('\0') == (
-        '<|endoftext|><|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Say <|im_end|>'
+        f'{"" if with_template else "<|endoftext|>"}<|im_start|>user\n'
+        '<|vision_start|><|image_pad|><|vision_end|>Say <|im_end|>'
         '<|im_end|>\n<|im_start|>assistant\n<|im_start|><|im_end|>\n<|endoftext|>'
     )
     counted = labels[batch['loss_mask'][0] == 1]
@@ -166,7 +167,11 @@ def test_chatml_counts_what_generation_would_write(folder: Path, with_template: 
         ('{"text": "\\ud800"}', 'unpaired surrogate'),
         ({'messages': []}, 'not a list of messages'),
         ({'messages': ['hi']}, 'not an object with a "role"'),
-        ({'messages': [{'role': 'assistant'}]}, 'neither a text nor a list of parts'),
+        ({'messages': [{'role': 'assistant'}]}, 'has no text as its "content"'),
+        (
+            {'messages': [{'role': 'assistant', 'content': 3}]},
+            'a "content" is 3, neither a text nor a list of parts',
+        ),
         ({'messages': [{'role': 'user', 'content': 'hi'}]}, 'no message is of the role'),
         (
             {'messages': [{'role': 'assistant', 'content': [{'type': 'video'}]}]},

@@ -9,6 +9,7 @@ from chains import CHATML, END, START, TURNS, chain, chain_config, write_chain
 
 from megajax.checkpoint.open import open_model
 from megajax.config import ConfigError
+from megajax.data.image_text.chat import DEFAULT, Template
 from megajax.data.image_text.load import open_chat
 from megajax.data.text.tokenizer import byte_tokenizer
 from megajax.generate import Generator, Request, Sampling
@@ -40,7 +41,9 @@ def conversing(
 
     request = Request(max_tokens=max_tokens, sampling=Sampling(temperature=0))
     with (
-        open_chat(opened.tokenizer, NO_IMAGE, 'the template', template) as chat,
+        open_chat(
+            opened.tokenizer, NO_IMAGE, Template(name='the template', texts={DEFAULT: template})
+        ) as chat,
         jax.set_mesh(opened.mesh),
     ):
         generator = Noting(opened.config, opened.params, opened.tokenizer)
@@ -63,7 +66,7 @@ def test_an_answer_ends_with_its_turn_and_is_remembered(run: Path) -> None:
     with conversing(run, system='S') as (conversation, prompts):
         assert answer(conversation, 'a') == 'Yes!'
         assert answer(conversation, 'b') == 'Yes!'
-    before = [256, *turn('system', 'S'), *turn('user', 'a')]
+    before = [*turn('system', 'S'), *turn('user', 'a')]
     assert prompts[0] == [*before, *BEGINS]
     assert prompts[1] == [*before, *turn('assistant', 'Yes!'), *turn('user', 'b'), *BEGINS]
 
@@ -71,7 +74,7 @@ def test_an_answer_ends_with_its_turn_and_is_remembered(run: Path) -> None:
 def test_text_that_spells_a_special_token_is_text(run: Path) -> None:
     with conversing(run) as (conversation, prompts):
         answer(conversation, '<|im_end|>')
-    assert prompts[0] == [256, START, *b'user\n<|im_end|>', END, ord('\n'), *BEGINS]
+    assert prompts[0] == [START, *b'user\n<|im_end|>', END, ord('\n'), *BEGINS]
 
 
 def test_the_oldest_turns_are_forgotten_once_they_leave_no_room(tmp_path: Path) -> None:
@@ -83,16 +86,16 @@ def test_the_oldest_turns_are_forgotten_once_they_leave_no_room(tmp_path: Path) 
     assert max(map(len, prompts)) <= 96 - 8
     said = turn('assistant', 'Yes!')
     kept = [*turn('user', 'c'), *said, *turn('user', 'd'), *said, *turn('user', 'e')]
-    assert prompts[4] == [256, *turn('system', 'S'), *kept, *BEGINS]
+    assert prompts[4] == [*turn('system', 'S'), *kept, *BEGINS]
 
 
 def test_a_turn_that_alone_leaves_no_room_is_refused_and_forgotten(run: Path) -> None:
     with conversing(run) as (conversation, prompts):
-        length = len([256, *turn('user', 'x' * 120), *BEGINS])
+        length = len([*turn('user', 'x' * 120), *BEGINS])
         with pytest.raises(ConfigError, match=f'this turn has {length} tokens'):
             answer(conversation, 'x' * 120)
         answer(conversation, 'a')
-    assert prompts == [[256, *turn('user', 'a'), *BEGINS]]
+    assert prompts == [[*turn('user', 'a'), *BEGINS]]
 
 
 def test_an_answer_that_is_broken_off_is_remembered_as_far_as_it_came(run: Path) -> None:
@@ -102,7 +105,7 @@ def test_an_answer_that_is_broken_off_is_remembered_as_far_as_it_came(run: Path)
         growing.close()
         answer(conversation, 'b')
     said = [*turn('user', 'a'), *turn('assistant', 'Y'), *turn('user', 'b')]
-    assert prompts[1] == [256, *said, *BEGINS]
+    assert prompts[1] == [*said, *BEGINS]
 
 
 def test_a_template_that_refuses_is_named(run: Path) -> None:

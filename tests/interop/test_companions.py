@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megajax.checkpoint.companions import Companions, companions_of_model, read_
 from megajax.checkpoint.digests import problems, sound_checkpoint
 from megajax.checkpoint.open import open_model
 from megajax.config import ConfigError
+from megajax.data.image_text.chat import Template
 from megajax.interop.directories import export_huggingface, import_huggingface
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
@@ -120,6 +122,42 @@ def test_the_chat_template_is_found_where_transformers_finds_it(
     assert found == template
 
 
+@pytest.mark.parametrize(
+    ('files', 'templates'),
+    [
+        (
+            {'chat_template.jinja': 'd', 'additional_chat_templates/tool_use.jinja': 't'},
+            {'default': 'd', 'tool_use': 't'},
+        ),
+        (  # files come before tokenizer_config.json
+            {
+                'additional_chat_templates/rag.jinja': 'r',
+                'tokenizer_config.json': '{"chat_template": "a"}',
+            },
+            {'rag': 'r'},
+        ),
+        (
+            {
+                'tokenizer_config.json': '{"chat_template": [{"name": "default", "template": "d"},'
+                '{"name": "tool_use", "template": "t"}]}'
+            },
+            {'default': 'd', 'tool_use': 't'},
+        ),
+    ],
+)
+def test_templates_of_several_names_are_those_of_transformers(
+    files: dict[str, str], templates: dict[str, str], tmp_path: Path
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = companions_of_model(tmp_path, {}, 50)
+    assert found.chat_templates == templates
+    found.write(tmp_path / 'run')
+    assert read_companions(tmp_path / 'run') == found
+    assert found.with_template('mine').chat_templates == {'default': 'mine'}
+
+
 def test_an_import_writes_its_chat_template_as_a_file_to_train_with(tmp_path: Path) -> None:
     import_huggingface(write_model(tmp_path / 'in', 'tokenizer_config.json'), tmp_path / 'run')
     assert (tmp_path / 'run' / 'chat_template.jinja').read_text() == TEMPLATE
@@ -173,10 +211,13 @@ def test_training_and_its_resumption_carry_all_of_it_along(tmp_path: Path) -> No
 
 
 def test_the_template_that_a_run_trains_with_takes_the_place_of_its_models(tmp_path: Path) -> None:
-    (tmp_path / 'mine.jinja').write_text('mine')
     before = Companions({name: text.encode() for name, text in FILES.items()})
-    after = before.with_template(tmp_path / 'mine.jinja')
+    after = before.with_template('mine')
     assert after.chat_template == 'mine'
     assert after.ends == before.ends
+    after = after.with_chat_time(datetime(2026, 11, 27, 9))
     after.write(tmp_path)
     assert read_companions(tmp_path) == after
+    assert after.template('t') == Template(
+        name='t', texts={'default': 'mine'}, now=datetime(2026, 11, 27, 9)
+    )

@@ -184,11 +184,12 @@ def write_template(folder: Path) -> None:
 
 
 def read_template(path: Path) -> None:
-    from megajax.data.image_text.chat import TemplateChat
+    from megajax.data.image_text.chat import Request, TemplateChat, read_template
 
     messages = [{'role': 'user', 'content': 'é'}, {'role': 'assistant', 'content': [{'text': 'b'}]}]
-    with TemplateChat(path) as chat:
-        chat.render([(messages, False), (messages[:1], True)], place='a.jsonl:1')
+    requests = [Request(messages=messages), Request(messages=messages[:1], begins=True)]
+    with TemplateChat(read_template(path)) as chat:
+        chat.render(requests, place='a.jsonl:1')
 
 
 def write_tokenizers(folder: Path) -> None:

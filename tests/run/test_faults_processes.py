@@ -202,7 +202,7 @@ def test_a_frozen_process_is_named_and_then_found_by_its_heartbeat(folder: Path)
 @pytest.mark.parametrize(
     'where',
     [
-        'megajax.run.run.load_data',
+        'megajax.run.run.read_corpus',
         pytest.param('megajax.run.compile_step.make_train_step', marks=pytest.mark.exhaustive),
     ],
 )

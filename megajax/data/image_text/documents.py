@@ -10,7 +10,8 @@ from megajax.config.errors import ConfigError, Problem
 from megajax.data.build.objects import read_objects
 from megajax.data.image_rows import ImageDocument, RowShape
 from megajax.data.image_text.chat import Chat
-from megajax.data.image_text.lines import Vocabulary, pieces_of, pieces_of_text
+from megajax.data.image_text.lines import pieces_of, pieces_of_text
+from megajax.data.image_text.turns import Vocabulary
 from megajax.data.images import inside, read_image, read_size
 from megajax.data.patches import Grid
 from megajax.data.text.pieces import Piece
@@ -62,7 +63,8 @@ def read_documents(
             shape.patches.fit(*read_size(file, place=place), name=str(file), place=place)
             for file in paths
         ]
-        tokens, answered = _encode(pieces, grids, shape, tokenizer)
+        is_begun = chat.begins_texts and 'messages' in line
+        tokens, answered = _encode(pieces, grids, shape, tokenizer, is_begun=is_begun)
         _check_fit(tokens, grids, shape, place)
         yield FileDocument(place=place, tokens=tokens, answered=answered, paths=paths, grids=grids)
 
@@ -93,16 +95,22 @@ def _vocabulary(shape: RowShape, tokenizer: Tokenizer) -> Vocabulary:
 
 
 def _encode(
-    pieces: Sequence[Piece], grids: Sequence[Grid], shape: RowShape, tokenizer: Tokenizer
+    pieces: Sequence[Piece],
+    grids: Sequence[Grid],
+    shape: RowShape,
+    tokenizer: Tokenizer,
+    *,
+    is_begun: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of a document, from its start to its end, and whether each counts.
 
-    The end counts if what stands before it does.
+    The end counts if what stands before it does. `is_begun` says that the pieces have whatever
+    begins a document, as those of a chat template have.
     """
     ids, answered = tokenizer.encode_pieces(
         pieces, sizes=list(map(shape.patches.tokens, grids)), image_token=shape.image_token
     )
-    begin = tokenizer.start or [tokenizer.eod]
+    begin = [] if is_begun and ids else tokenizer.start or [tokenizer.eod]
     if ids[: len(begin)] != begin:
         ids, answered = [*begin, *ids], [*[False] * len(begin), *answered]
     if ids[-1] != tokenizer.eod or len(ids) == len(begin):

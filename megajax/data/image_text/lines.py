@@ -1,43 +1,29 @@
-"""JSON lines with pictures as pieces of text and pictures, each answered or not.
+"""JSON lines with messages or pictures as pieces, each answered or not.
 
 A line is {"text": "...<image>...", "images": ["a.png"]} or {"messages": [{"role": ..., "content":
 ...}], "images": [...]}; a content is a text, or a list of {"type": "text", "text": ...} and
-{"type": "image", "image": "a.png"}, as Hugging Face writes it. Each <image> takes the next of
-"images". The loss counts all of a "text", and the assistant's turns of "messages".
+{"type": "image", "image": "a.png"}, as Hugging Face writes it. Where a model reads pictures, each
+<image> takes the next of "images". The other keys of a line with messages are for its chat
+template, such as "tools". The loss counts all of a "text", and the assistant's turns of "messages".
 """
 
-import json
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from megajax.config.errors import ConfigError, Problem
 from megajax.data.build.shapes import as_messages
-from megajax.data.image_text.chat import Chat, Message
-from megajax.data.text.pieces import GUARDS, Piece
+from megajax.data.image_text.chat import Chat, Message, Request, are_parts
+from megajax.data.image_text.turns import (
+    MARKER,
+    VISION,
+    Vocabulary,
+    pieces_of_chat,
+    refuse,
+    short,
+)
+from megajax.data.text.pieces import Piece
 
-MARKER = '<image>'  # a picture's place in a text
-VISION = '<|vision_start|>', '<|vision_end|>'  # stand around a picture where a tokenizer has them
-
-
-@dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """The special tokens of a tokenizer by name, and the one that stands for pictures."""
-
-    special: dict[str, int]
-    image_token: int
-
-    @property
-    def image(self) -> str:
-        """The text of a picture in a chat."""
-        name = next((name for name, i in self.special.items() if i == self.image_token), MARKER)
-        return name.join(VISION) if set(VISION) <= self.special.keys() else name
-
-    def pattern(self) -> re.Pattern[str]:
-        """Return what finds special tokens, the longest first."""
-        names = sorted({*self.special, self.image}, key=len, reverse=True)
-        return re.compile('|'.join(map(re.escape, names)))
+OBJECTS = 'tools', 'documents'  # keys of a line that are lists of objects
+KWARGS = 'chat_template_kwargs'  # trl's key for other variables of a template
 
 
 def spelled(line: dict[str, Any]) -> str:
@@ -53,22 +39,27 @@ def spelled(line: dict[str, Any]) -> str:
 
 def pieces_of(line: dict[str, Any], vocabulary: Vocabulary, chat: Chat, place: str) -> list[Piece]:
     """Return the pieces of a line; raises ConfigError with its place if it breaks a rule."""
-    if ('text' in line) == ('messages' in line):
+    given = {key: value for key, value in line.items() if value is not None}
+    if ('text' in given) == ('messages' in given):
         keys = ', '.join(map(str, line)) or 'none'
-        mistake = f'needs either "text" or "messages" (its keys: {_short(keys)})'
-        _refuse(place, mistake, as_messages(line) or 'correct the line')
-    if 'text' in line:
-        return pieces_of_text(line, vocabulary, place)
-    messages, names = _messages(line['messages'], _images(line, place), place)
-    return _pieces_of_chat(messages, names, vocabulary, chat, place)
+        mistake = f'needs either "text" or "messages" (its keys: {short(keys)})'
+        refuse(place, mistake, as_messages(line) or 'correct the line')
+    if 'text' in given:
+        return pieces_of_text(given, vocabulary, place)
+    _check(given, place)
+    images = _images(given, vocabulary, place)
+    messages, names = _messages(given['messages'], images, vocabulary, place)
+    request = Request(messages=messages, variables=_variables(given, place))
+    return pieces_of_chat(request, names, vocabulary, chat, place)
 
 
 def pieces_of_text(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> list[Piece]:
     """Return the pieces of a line with a "text", as `pieces_of` does."""
-    text, images = line['text'], _images(line, place)
+    text, images = line['text'], _images(line, vocabulary, place)
     if not isinstance(text, str):
-        _refuse(place, f'"text" is {_short(text)}, not a text')
-    texts = _check(text, place).split(MARKER)
+        refuse(place, f'"text" is {short(text)}, not a text')
+    _check(text, place)
+    texts = text.split(MARKER) if vocabulary.sees else [text]
     if len(texts) - 1 != len(images):
         _unequal(len(texts) - 1, images, place)
     pieces = [Piece(text=texts[0], answered=True)]
@@ -78,10 +69,29 @@ def pieces_of_text(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> 
     return pieces
 
 
-def _images(line: dict[str, Any], place: str) -> list[str]:
+def _variables(line: dict[str, Any], place: str) -> dict[str, Any]:
+    """Return what a line has for its template but the messages."""
+    for key in OBJECTS:
+        value = line.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+            refuse(place, f'"{key}" is {short(value)}, not a list of objects')
+    others = line.get(KWARGS, {})
+    if not isinstance(others, dict):
+        refuse(place, f'"{KWARGS}" is {short(others)}, not an object')
+    variables = {key: x for key, x in line.items() if key not in ('messages', 'images', KWARGS)}
+    if twice := sorted({*variables, 'messages', 'add_generation_prompt'} & others.keys()):
+        refuse(place, f'"{KWARGS}" has {", ".join(twice)}, which the line gives')
+    if 'add_generation_prompt' in variables:
+        refuse(place, '"add_generation_prompt" is for what generates; remove it')
+    return variables | others
+
+
+def _images(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> list[str]:
     images = line.get('images', [])
     if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
-        _refuse(place, f'"images" is {_short(images)}, not a list of file names')
+        refuse(place, f'"images" is {short(images)}, not a list of file names')
+    if not vocabulary.sees:
+        _check_blind(len(images), place)
     return images
 
 
@@ -90,199 +100,81 @@ def _around(vocabulary: Vocabulary) -> Sequence[str]:
 
 
 def _messages(
-    messages: object, images: Sequence[str], place: str
+    messages: object, images: Sequence[str], vocabulary: Vocabulary, place: str
 ) -> tuple[list[Message], list[str]]:
-    """Return the messages as a template wants them, and the pictures in their order."""
+    """Return the messages with their pictures as parts, and the pictures' names in order."""
     if not isinstance(messages, list) or not messages:
-        _refuse(place, f'"messages" is {_short(messages)}, not a list of messages')
+        refuse(place, f'"messages" is {short(messages)}, not a list of messages')
     rest = list(reversed(images))
     names: list[str] = []
     normalized: list[Message] = []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get('role'), str):
-            _refuse(place, f'a message is {_short(message)}, not an object with a "role"')
-        parts = _parts(message.get('content'), place)
+            refuse(place, f'a message is {short(message)}, not an object with a "role"')
+        content = message.get('content')
+        if message['role'] != 'tool' or are_parts(content) or isinstance(content, str):
+            content = _content(content, vocabulary, place)
+        parts = content if are_parts(content) else []
         for part in parts:
             if part['type'] == 'image':
                 name = part.get('image')
                 if name is None:
                     name = rest.pop() if rest else _unequal(len(names) + 1, images, place)
                 if not isinstance(name, str):
-                    _refuse(place, f'"image" is {_short(name)}, not a file name')
+                    refuse(place, f'"image" is {short(name)}, not a file name')
                 names.append(name)
-        has_images = any(part['type'] == 'image' for part in parts)
-        content = parts if has_images else ''.join(part['text'] for part in parts)
-        normalized.append({**message, 'content': content})
+        normalized.append(message if content is None else {**message, 'content': content})
     if rest:
         _unequal(len(names), images, place)
-    if all(message['role'] != 'assistant' for message in normalized):
-        _refuse(place, 'no message is of the role "assistant", so nothing can be learned')
     return normalized, names
 
 
-def _parts(content: object, place: str) -> list[dict[str, Any]]:
+def _content(
+    content: object, vocabulary: Vocabulary, place: str
+) -> str | list[dict[str, Any]] | None:
+    """Return the content of a message; a text with places for pictures becomes a list of parts."""
+    if content is None or (isinstance(content, str) and not _has_places(content, vocabulary)):
+        return content
     if isinstance(content, str):
-        first, *others = _check(content, place).split(MARKER)
+        first, *others = content.split(MARKER)
         parts: list[dict[str, Any]] = [{'type': 'text', 'text': first}]
         for text in others:
             parts += [{'type': 'image'}, {'type': 'text', 'text': text}]
         return [part for part in parts if part.get('text') != '']
     if not isinstance(content, list):
-        _refuse(place, f'a "content" is {_short(content)}, neither a text nor a list of parts')
+        refuse(place, f'a "content" is {short(content)}, neither a text nor a list of parts')
     for part in content:
         kind = part.get('type') if isinstance(part, dict) else None
-        if kind == 'text' and isinstance(part.get('text'), str):
-            _check(part['text'], place)
-        elif kind != 'image':
-            _refuse(place, f'a part is {_short(part)}, neither a text nor an image')
+        if kind != 'image' and not (kind == 'text' and isinstance(part.get('text'), str)):
+            refuse(place, f'a part is {short(part)}, neither a text nor an image')
+    if not vocabulary.sees:
+        _check_blind(sum(part['type'] == 'image' for part in content), place)
     return content
 
 
-def _pieces_of_chat(
-    messages: list[Message], names: Sequence[str], vocabulary: Vocabulary, chat: Chat, place: str
-) -> list[Piece]:
-    pattern, guard = vocabulary.pattern(), _unused_guard(messages, place)
-    guarded = _all_guarded(messages, pattern, guard)
-    text, spans = _assistant_spans(guarded, chat, place)
-    rest = list(reversed(names))
-    pieces = []
-    for start, stop, answered in _cuts(len(text), spans):
-        last = start
-        for match in [*pattern.finditer(text, start, stop), None]:
-            end = match.start() if match else stop
-            if end > last:
-                between = text[last:end].replace(guard, '')
-                pieces.append(Piece(text=between, answered=answered))
-            if not match:
-                break
-            last, name = match.end(), match.group()
-            inner = name.removeprefix(VISION[0]).removesuffix(VISION[1])
-            if vocabulary.special.get(inner) == vocabulary.image_token or name == vocabulary.image:
-                around = [] if inner == name else [vocabulary.special[token] for token in VISION]
-                image = rest.pop() if rest else _unmatched(text, names, place)
-                pieces += [Piece(token=token) for token in around[:1]]
-                pieces.append(Piece(image=image))
-                pieces += [Piece(token=token) for token in around[1:]]
-            else:
-                pieces.append(Piece(token=vocabulary.special[name], answered=answered))
-    if rest:
-        _unmatched(text, names, place)
-    return pieces
+def _has_places(text: str, vocabulary: Vocabulary) -> bool:
+    return vocabulary.sees and MARKER in text
 
 
-def pieces_of_prompt(
-    messages: list[Message], vocabulary: Vocabulary, chat: Chat, place: str
-) -> list[Piece]:
-    """Return the pieces of messages without pictures, up to where the assistant's turn begins."""
-    pattern, guard = vocabulary.pattern(), _unused_guard(messages, place)
-    (text,) = chat.render([(_all_guarded(messages, pattern, guard), True)], place=place)
-    pieces, last = [], 0
-    for match in pattern.finditer(text):
-        token = vocabulary.special.get(match.group())
-        if token is not None:
-            pieces += [
-                Piece(text=text[last : match.start()].replace(guard, '')),
-                Piece(token=token),
-            ]
-            last = match.end()
-    return [*pieces, Piece(text=text[last:].replace(guard, ''))]
-
-
-def end_of_turn(vocabulary: Vocabulary, chat: Chat, place: str) -> int | None:
-    """Return the special token that a template writes after an answer, None if there is none."""
-    answer = GUARDS[0]
-    turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': answer}]
-    (text,) = chat.render([(turns, False)], place=place)
-    _, found, after = text.rpartition(answer)
-    match = vocabulary.pattern().match(after.lstrip()) if found else None
-    return vocabulary.special.get(match.group()) if match else None
-
-
-def _unused_guard(messages: list[Message], place: str) -> str:
-    written = json.dumps(messages, ensure_ascii=False)
-    guard = next((guard for guard in GUARDS if guard not in written), '')
-    if not guard:
-        _refuse(place, 'holds all noncharacters from U+FDD0 to U+FDEF')
-    return guard
-
-
-def _all_guarded(messages: list[Message], pattern: re.Pattern[str], guard: str) -> list[Message]:
-    return [
-        {**message, 'content': _guarded(message['content'], pattern, guard)} for message in messages
-    ]
-
-
-def _guarded(content: object, pattern: re.Pattern[str], guard: str) -> object:
-    """Return the content with what spells a special token taken apart: it is text."""
-    if isinstance(content, str):
-        return pattern.sub(lambda match: match.group()[0] + guard + match.group()[1:], content)
-    assert isinstance(content, list)
-    return [
-        {**part, 'text': _guarded(part['text'], pattern, guard)} if part['type'] == 'text' else part
-        for part in content
-    ]
-
-
-def _assistant_spans(
-    messages: list[Message], chat: Chat, place: str
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the text of all messages, and where in it the assistant's turns are.
-
-    A turn is what the template adds for a message of the assistant after the beginning with which
-    it asks for one, so that training sees what generation sees.
-    """
-    numbers = [i for i, message in enumerate(messages) if message['role'] == 'assistant']
-    requests = [(messages, False)]
-    for i in numbers:
-        requests += [(messages[:i], True), (messages[: i + 1], False)]
-    text, *others = chat.render(requests, place=place)
-    spans = []
-    for i, before, after in zip(numbers, others[::2], others[1::2], strict=True):
-        if not after.startswith(before) or not text.startswith(after):
-            _refuse(
-                place,
-                f'the chat template writes message {i + 1} otherwise once more messages follow, so '
-                "the assistant's turn cannot be found",
-                'split the messages, or change the template',
-            )
-        spans.append((len(before), len(after)))
-    return text, spans
-
-
-def _cuts(length: int, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, bool]]:
-    last = 0
-    for start, stop in spans:
-        yield last, start, False
-        yield start, stop, True
-        last = stop
-    yield last, length, False
-
-
-def _unmatched(text: str, names: Sequence[str], place: str) -> NoReturn:
-    _refuse(
-        place,
-        f'the chat template does not write each of the {len(names)} pictures once: {_short(text)}',
-        'use a template that knows pictures, or leave them out',
-    )
+def _check_blind(pictures: int, place: str) -> None:
+    if pictures:
+        mistake = f'has {pictures} pictures, and the model reads text alone'
+        refuse(place, mistake, 'leave them out')
 
 
 def _unequal(places: int, images: Sequence[str], place: str) -> NoReturn:
-    _refuse(place, f'has {places} places for pictures, and {len(images)} in "images"')
+    refuse(place, f'has {places} places for pictures, and {len(images)} in "images"')
 
 
-def _check(text: str, place: str) -> str:
-    if not text.isascii():
+def _check(value: object, place: str) -> None:
+    """Raise ConfigError if a text in a value cannot be written in UTF-8."""
+    if isinstance(value, str) and not value.isascii():
         try:
-            text.encode()
+            value.encode()
         except UnicodeEncodeError as error:
-            _refuse(place, f'has an unpaired surrogate at character {error.start} of a text')
-    return text
-
-
-def _refuse(place: str, mistake: str, fix: str = 'correct the line') -> NoReturn:
-    raise ConfigError(Problem(path=place, message=f'{mistake}; {fix}'))
-
-
-def _short(value: object) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 60 else f'{text[:60]}...'
+            refuse(place, f'has an unpaired surrogate at character {error.start} of a text')
+    elif isinstance(value, dict):
+        _check([*value, *value.values()], place)
+    elif isinstance(value, list):
+        for each in value:
+            _check(each, place)

@@ -1,6 +1,6 @@
 """The path from JSON lines with pictures to batches."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
@@ -11,9 +11,10 @@ from megajax.data.batches import Batch, Batches, Order
 from megajax.data.build.objects import read_objects
 from megajax.data.drawn import PICTURES
 from megajax.data.image_rows import RowShape
-from megajax.data.image_text.chat import Chat, PlainChat, TemplateChat
+from megajax.data.image_text.chat import Chat, PlainChat, Template, TemplateChat, read_template
 from megajax.data.image_text.documents import FileDocument, read_documents
-from megajax.data.image_text.lines import Vocabulary, spelled
+from megajax.data.image_text.lines import spelled
+from megajax.data.image_text.turns import Vocabulary
 from megajax.data.text.corpus import Document, find_corpus, split_documents
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.data.tokens.indexed import is_pair
@@ -64,18 +65,19 @@ def load_image_text(
     batch_size: int,
     seed: int,
     split: str,
-    template: str | Path | None = None,
+    template: Template | str | Path | None = None,
+    ignored: Container[str] = (),
 ) -> ImageTextData:
     """Open a file of JSON lines or Parquet, or all of a folder; no other text of it is read.
 
     Documents are split by the hash of file and line, as text is, and packed into rows whole and in
-    that order; training draws rows, reshuffled in each epoch. `template` is a chat template of
-    Hugging Face. Raises ConfigError if a line cannot be used, or if the rows do not fill a batch.
+    that order; training draws rows, reshuffled in each epoch. `template` and `ignored` are as for
+    `open_chat`. Raises ConfigError if a line cannot be used, or if the rows do not fill a batch.
     """
     from megajax.data import stateless_order
 
     documents: dict[str, FileDocument] = {}
-    with open_chat(tokenizer, shape.image_token, template) as chat:
+    with open_chat(tokenizer, shape.image_token, template, ignored=ignored) as chat:
         for path, name in files_of(corpus):
             for document in read_documents(path, shape, tokenizer, chat):
                 documents[_name(name, document.place)] = document
@@ -143,22 +145,27 @@ def read_training_texts(corpus: str, split: str) -> list[str]:
 
 @contextmanager
 def open_chat(
-    tokenizer: Tokenizer, image_token: int, template: str | Path | None, text: str | None = None
+    tokenizer: Tokenizer,
+    image_token: int,
+    template: Template | str | Path | None,
+    *,
+    ignored: Container[str] = (),
 ) -> Iterator[Chat]:
     """Open a chat template of Hugging Face, or without one the plain form of a tokenizer.
 
-    `text` is the template, if it is not in the file `template`.
+    `template` may be the path of its file. `ignored` are keys of lines and messages that it need
+    not read.
     """
     special = tokenizer.special_tokens()
     eod = next((name for name, i in special.items() if i == tokenizer.eod), '')
     if template is None:
         image = Vocabulary(special=special, image_token=image_token).image
-        yield PlainChat(special, image=image, eod=eod)
+        yield PlainChat(special, image=image, eod=eod, ignored=ignored)
         return
     bos = next((name for name, i in special.items() if [i] == tokenizer.start[:1]), '')
     named = tokenizer.named_tokens or {'bos_token': bos, 'eos_token': eod}
-    bos, eos = (named.get(key, '') for key in ('bos_token', 'eos_token'))
-    with TemplateChat(template, bos=bos, eos=eos, text=text) as chat:
+    opened = template if isinstance(template, Template) else read_template(template)
+    with TemplateChat(opened, named, ignored=ignored) as chat:
         yield chat
 
 

@@ -2,7 +2,7 @@
 
 jinja's sandbox keeps a template from the interpreter's internals, but not from looping or from
 filling the memory; the system's timers and limits of a process do. It reads a JSON line with the
-template and the limits, then one with a list of renderings at a time, and answers each.
+templates and the limits, then one with a list of renderings at a time, and answers each.
 """
 
 import json
@@ -10,7 +10,7 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, ValuesView
 from contextlib import suppress
 from datetime import datetime
 from types import FrameType
@@ -18,8 +18,10 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
+import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEMPLATE = 'chat template'  # its file name in tracebacks
@@ -27,14 +29,93 @@ GRACE = 2  # times the limit after which a loop that Python cannot interrupt is 
 
 
 class Generation(jinja2.ext.Extension):
-    """Transformers' {% generation %}, which marks the assistant's turns: renders its body."""
+    """Transformers' {% generation %}: `spans` has where the text of a rendering has marks.
+
+    `is_found` says whether a template that was parsed has the tag.
+    """
 
     tags = {'generation'}  # noqa: RUF012 (as in jinja2)
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Return the nodes up to {% endgeneration %}."""
-        next(parser.stream)
-        return parser.parse_statements(('name:endgeneration',), drop_needle=True)
+    def __init__(self, environment: jinja2.Environment) -> None:
+        super().__init__(environment)
+        self.is_found = False
+        self.count = 0  # characters rendered so far
+        self.spans: list[tuple[int, int]] = []
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """Return the call of `note` with the nodes up to {% endgeneration %}."""
+        self.is_found = True
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method('note'), [], [], body).set_lineno(line)
+
+    def note(self, caller: Callable[[], str]) -> str:
+        """Return the text of a mark's body, and keep its place."""
+        text = caller()
+        self.spans.append((self.count, self.count + len(text)))
+        return text
+
+
+class Message(dict[str, Any]):
+    """A message that notes which of its keys a template has not read."""
+
+    __module__ = 'builtins'  # so that errors of jinja2 call it a "Message object"
+    __slots__ = ('_unread',)
+
+    def __init__(self, keys: dict[str, Any]):
+        super().__init__(keys)
+        self._unread: set[object] = set(keys)
+
+    def __getitem__(self, key: str) -> Any:
+        self._unread.discard(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self._unread.discard(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self._unread.discard(key)
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self._unread.clear()
+        return super().__iter__()
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        self._unread.clear()
+        return super().keys()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        self._unread.clear()
+        return super().values()
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        self._unread.clear()
+        return super().items()
+
+    def __repr__(self) -> str:
+        self._unread.clear()
+        return super().__repr__()
+
+    @classmethod
+    def unread(cls, message: 'Message') -> list[str]:
+        """Return the keys that were not read; no attribute, which a key could be meant for."""
+        return sorted(map(str, message._unread))
+
+
+class CheckedNamespace(jinja2.utils.Namespace):
+    """Jinja's, without the names with an underscore, which transformers refuses."""
+
+    # no parameter is called self, which may be a name
+    def __init__(*args: Any, **names: Any) -> None:
+        jinja2.utils.Namespace.__init__(*args, **names)
+        for name in dict(*args[1:], **names):
+            _refuse_underscore(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_underscore(name)
+        super().__setitem__(name, value)
 
 
 def make_environment() -> jinja2.Environment:
@@ -51,23 +132,53 @@ def make_environment() -> jinja2.Environment:
     environment.intercepted_binops = frozenset(environment.default_binop_table)
     environment.filters['tojson'] = _to_json
     environment.globals['raise_exception'] = _raise
-    environment.globals['strftime_now'] = lambda form: datetime.now().strftime(form)
+    environment.globals['namespace'] = CheckedNamespace
     return environment
 
 
-def render(template: jinja2.Template, variables: dict[str, Any], max_characters: int) -> str:
-    """Render a template up to a number of characters; raises ValueError beyond it."""
-    chunks, count = [], 0
-    for chunk in template.generate(variables):
-        count += len(chunk)
-        if count > max_characters:
-            raise ValueError(f'its text has more than {max_characters:,} characters')
-        chunks.append(chunk)
-    return ''.join(chunks)
+class Templates:
+    """Compiled templates by name."""
+
+    def __init__(self, texts: dict[str, str], now: str):
+        self._environment = make_environment()
+        clock = datetime.fromisoformat(now)
+        self._environment.globals['strftime_now'] = lambda form: clock.strftime(form)
+        generation = self._environment.extensions[Generation.identifier]
+        assert isinstance(generation, Generation)
+        self._generation = generation
+        self._templates: dict[str, jinja2.Template] = {}
+        self.about: dict[str, dict[str, Any]] = {}  # what each reads, and whether it has marks
+        for name, text in texts.items():
+            generation.is_found = False
+            names = jinja2.meta.find_undeclared_variables(self._environment.parse(text))
+            self.about[name] = {'reads': sorted(names), 'has_marks': generation.is_found}
+            code = self._environment.compile(text, name=TEMPLATE, filename=TEMPLATE)
+            self._templates[name] = self._environment.template_class.from_code(
+                self._environment, code, self._environment.globals
+            )
+
+    def render(self, name: str, variables: dict[str, Any], most: int) -> dict[str, Any]:
+        """Render a template up to `most` characters; raises ValueError beyond them."""
+        generation, chunks = self._generation, []
+        generation.count, generation.spans = 0, []
+        messages = [Message(message) for message in variables['messages']]
+        for chunk in self._templates[name].generate({**variables, 'messages': messages}):
+            generation.count += len(chunk)
+            if generation.count > most:
+                raise ValueError(f'its text has more than {most:,} characters')
+            chunks.append(chunk)
+        return {
+            'text': ''.join(chunks),
+            'marked': generation.spans,
+            'unread': [Message.unread(message) for message in messages],
+        }
 
 
 def serve(lines: Iterable[str]) -> None:
-    """Answer each line after the first with {'texts': ...} or {'error': ...}."""
+    """Answer the first line with {'templates': ...}, each other one with {'renderings': ...}.
+
+    An answer is {'error': ...} where that failed.
+    """
     requests = iter(lines)
     settings = json.loads(next(requests))
     with suppress(ValueError, OSError):  # a lower limit may be set, or none possible
@@ -76,22 +187,20 @@ def serve(lines: Iterable[str]) -> None:
     signal.signal(signal.SIGVTALRM, _time_is_up)
     signal.setitimer(signal.ITIMER_PROF, GRACE * seconds)  # its signal ends the process
     try:
-        environment = make_environment()
-        code = environment.compile(settings['template'], name=TEMPLATE, filename=TEMPLATE)
-        template = environment.template_class.from_code(environment, code, environment.globals)
+        templates = Templates(settings['templates'], settings['now'])
     except Exception as error:
         _answer({'error': _described(error)})
         return
-    _answer({})
+    _answer({'templates': templates.about})
     for request in requests:
         signal.setitimer(signal.ITIMER_PROF, GRACE * seconds)
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
         try:
-            texts = [
-                render(template, variables, settings['max_characters'])
-                for variables in json.loads(request)
+            renderings = [
+                templates.render(name, variables, settings['max_characters'])
+                for name, variables in json.loads(request)
             ]
-            answer: dict[str, Any] = {'texts': texts}
+            answer: dict[str, Any] = {'renderings': renderings}
         except Exception as error:  # a template can raise anything
             answer = {'error': _described(error)}
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -120,8 +229,26 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _refuse_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith('_'):
+        raise jinja2.exceptions.SecurityError(f'{name!r} begins with an underscore; rename it')
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON that is not escaped for HTML; the parameters are those of transformers."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 if __name__ == '__main__':

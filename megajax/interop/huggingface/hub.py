@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 from urllib.parse import urlsplit
 
-from megajax.checkpoint.companions import COMPANIONS
+from megajax.checkpoint.companions import COMPANIONS, TEMPLATES
 from megajax.config import ConfigError
 from megajax.config.errors import reason
 from megajax.config.extras import install
@@ -22,7 +22,14 @@ from megajax.interop.huggingface.preprocessor import FILE as PREPROCESSOR
 from megajax.interop.tensors import INDEX, SINGLE
 from megajax.render.text import in_line
 
-DESCRIPTION = ('config.json', 'tokenizer.json', PREPROCESSOR, INDEX, *COMPANIONS)
+DESCRIPTION = (
+    'config.json',
+    'tokenizer.json',
+    PREPROCESSOR,
+    INDEX,
+    *COMPANIONS,
+    f'{TEMPLATES}/*.jinja',
+)
 NAME = re.compile(r'[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}', re.ASCII)
 REVISION = re.compile(r'[\w][\w./-]{0,254}', re.ASCII)
 WEIGHTS = re.compile(r'[\w.-]+\.safetensors', re.ASCII)

@@ -1,0 +1,245 @@
+"""Which tokens of a chat the assistant says, and what else of a line reaches its template."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megajax.config import ConfigError
+from megajax.data.drawn import NO_TOKEN
+from megajax.data.image_rows import RowShape
+from megajax.data.image_text.chat import DEFAULT, Template
+from megajax.data.image_text.documents import FileDocument, read_documents
+from megajax.data.image_text.load import open_chat
+from megajax.data.patches import PatchSize
+from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer
+
+SPECIAL = ('<s>', '<|end|>', '<|user|>', '<|assistant|>')
+TOKENIZER = byte_tokenizer(SPECIAL)
+SHAPE = RowShape(
+    seq_len=500,
+    images=0,
+    patches=PatchSize(patch_size=1, merge_size=1, max_patches=1),
+    image_token=NO_TOKEN,
+    mrope=False,
+)
+PLAIN = '{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}'
+BEGIN = '{% if add_generation_prompt %}<|assistant|>{% endif %}'
+EOD = '<|endoftext|>'
+
+
+def turns(*contents: str) -> list[dict[str, Any]]:
+    roles = ['user', 'assistant'] * len(contents)
+    return [{'role': role, 'content': text} for role, text in zip(roles, contents, strict=False)]
+
+
+def read(
+    folder: Path,
+    template: str | None,
+    line: dict[str, Any],
+    tokenizer: Tokenizer = TOKENIZER,
+    ignored: tuple[str, ...] = (),
+) -> FileDocument:
+    (folder / 'a.jsonl').write_text(json.dumps(line) + '\n')
+    given = None if template is None else Template(name='chat.jinja', texts={DEFAULT: template})
+    with open_chat(tokenizer, NO_TOKEN, given, ignored=ignored) as chat:
+        (document,) = read_documents(folder / 'a.jsonl', SHAPE, tokenizer, chat)
+    return document
+
+
+def shown(document: FileDocument) -> tuple[str, str]:
+    """The text of a document, and that of the tokens that count."""
+    return (
+        TOKENIZER.decode(document.tokens),
+        TOKENIZER.decode(document.tokens[document.answered]),
+    )
+
+
+def refusal(folder: Path, template: str | None, line: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as found:
+        read(folder, template, line)
+    assert str(found.value).startswith(f'{folder}/a.jsonl:1: ')
+    return str(found.value)
+
+
+def test_a_document_begins_as_its_template_does_and_ends_once(tmp_path: Path) -> None:
+    text, answered = shown(read(tmp_path, PLAIN + BEGIN, {'messages': turns('a', 'b')}))
+    assert text == f'<|user|>a<|end|><|assistant|>b<|end|>{EOD}'
+    assert answered == f'b<|end|>{EOD}'
+
+
+def test_special_tokens_after_all_turns_do_not_hide_the_earlier_ones(tmp_path: Path) -> None:
+    template = (
+        PLAIN + '{% if add_generation_prompt %}<|assistant|>{% else %}<|endoftext|>{% endif %}'
+    )
+    line = {'messages': turns('a', 'b', 'c', 'd')}
+    text, answered = shown(read(tmp_path, template, line))
+    assert (
+        text == f'<|user|>a<|end|><|assistant|>b<|end|><|user|>c<|end|><|assistant|>d<|end|>{EOD}'
+    )
+    assert answered == f'b<|end|>d<|end|>{EOD}'
+
+
+def test_a_last_turn_may_end_otherwise_than_earlier_ones(tmp_path: Path) -> None:
+    template = (
+        '{% for m in messages %}<|{{ m.role }}|>{{ m.content }}'
+        '{% if loop.last and m.role == "assistant" %}<|endoftext|>{% else %}<|end|>{% endif %}'
+        '{% endfor %}'
+    )
+    _, answered = shown(read(tmp_path, template + BEGIN, {'messages': turns('a', 'b', 'c', 'd')}))
+    assert answered == f'bd{EOD}'
+
+
+def test_a_turn_begins_after_its_header_where_the_prompt_says_more(tmp_path: Path) -> None:
+    template = PLAIN + '{% if add_generation_prompt %}<|assistant|>think: {% endif %}'
+    _, answered = shown(read(tmp_path, template, {'messages': turns('a', 'b', 'c', 'd')}))
+    assert answered == f'b<|end|>d<|end|>{EOD}'
+
+
+def test_a_conversation_may_begin_with_the_assistant(tmp_path: Path) -> None:
+    template = '{% if messages[0].role == "system" %}!{% endif %}' + PLAIN + BEGIN
+    line = {'messages': [{'role': 'assistant', 'content': 'Hello'}, *turns('a', 'b')]}
+    _, answered = shown(read(tmp_path, template, line))
+    assert answered == f'Hello<|end|>b<|end|>{EOD}'
+
+
+def test_marks_of_generation_say_what_counts(tmp_path: Path) -> None:
+    template = (
+        '{% for m in messages %}{% if m.role == "assistant" %}<|assistant|>{% generation %}'
+        '{{ m.content }}{% if loop.last %}!{% endif %}{% endgeneration %}<|end|>'
+        '{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}'
+    )
+    text, answered = shown(read(tmp_path, template, {'messages': turns('a', 'b', 'c', 'd')}))
+    assert text == f'<|user|>a<|assistant|>b<|end|><|user|>c<|assistant|>d!<|end|>{EOD}'
+    assert answered == 'bd!'
+    assert 'marks nothing in this line' in refusal(tmp_path, template, {'messages': turns('a')})
+
+
+def test_a_template_that_leaves_out_earlier_reasoning_is_refused_with_a_way_out(
+    tmp_path: Path,
+) -> None:
+    template = (
+        '{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.reasoning_content %}'
+        '({{ m.reasoning_content }}){% endif %}{{ m.content }}<|end|>{% endfor %}' + BEGIN
+    )
+    messages = turns('a', 'b', 'c', 'd')
+    for message in messages[1::2]:
+        message['reasoning_content'] = 'why'
+    one = {'messages': messages[:2]}
+    assert shown(read(tmp_path, template, one))[1] == f'(why)b<|end|>{EOD}'
+    text = refusal(tmp_path, template, {'messages': messages})
+    assert 'writes message 2 otherwise once more messages follow' in text
+    assert '{% generation %}' in text
+    assert 'one message of the assistant' in text
+
+
+@pytest.mark.parametrize('ascii', ['False', 'True'])
+def test_what_a_line_spells_is_text_in_all_of_its_fields(tmp_path: Path, ascii: str) -> None:
+    template = (
+        '{{ tools | tojson }}{% for m in messages %}<|{{ m.role }}|>{{ m | tojson }}<|end|>'
+        '{% endfor %}' + BEGIN
+    ).replace('tojson', f'tojson(ensure_ascii={ascii})')
+    spelled = 'a <|end|> b'
+    call = {'function': {'name': spelled, 'arguments': {spelled: [spelled]}}}
+    line = {
+        'messages': [
+            {'role': 'user', 'content': spelled, 'name': spelled},
+            {'role': 'assistant', 'reasoning_content': spelled, 'tool_calls': [call]},
+        ],
+        'tools': [{'name': spelled}],
+    }
+    document = read(tmp_path, template, line)
+    text, answered = shown(document)
+    tokens = document.tokens.tolist()
+    counts = {name: tokens.count(TOKENIZER.token_id(name)) for name in SPECIAL}
+    assert counts == {'<s>': 0, '<|end|>': 2, '<|user|>': 1, '<|assistant|>': 1}
+    assert text.count(spelled) == 8  # reasoning has two names
+    assert answered.endswith(f'}}<|end|>{EOD}')
+
+
+def test_tools_documents_and_other_variables_reach_the_template(tmp_path: Path) -> None:
+    template = (
+        '{{ tools[0].name }}{{ documents[0].text }}{{ date_string }}{{ thinking is true }}'
+        + PLAIN
+        + BEGIN
+    )
+    line = {
+        'messages': turns('a', 'b'),
+        'tools': [{'name': 'T'}],
+        'documents': [{'text': 'D'}],
+        'date_string': '1 May',
+        'chat_template_kwargs': {'thinking': True},
+    }
+    assert shown(read(tmp_path, template, line))[0].startswith('TD1 MayTrue<|user|>')
+
+
+@pytest.mark.parametrize(
+    ('line', 'key'),
+    [
+        ({'tools': [{'name': 'f'}]}, 'tools'),
+        ({'documents': [{'text': 'd'}]}, 'documents'),
+        ({'source': 'web'}, 'source'),
+        ({'chat_template_kwargs': {'enable_thinking': False}}, 'enable_thinking'),
+    ],
+)
+def test_a_key_that_nothing_reads_is_named_unless_it_is_ignored(
+    tmp_path: Path, line: dict[str, Any], key: str
+) -> None:
+    line |= {'messages': turns('a', 'b')}
+    for template in (PLAIN + BEGIN, None):
+        text = refusal(tmp_path, template, line)
+        assert f'"{key}"' in text
+        assert f'data.ignored_keys=[{key}]' in text
+        assert shown(read(tmp_path, template, line, ignored=(key,)))[1].startswith('b')
+    nothing = {**line, key: None, 'chat_template_kwargs': None}
+    assert read(tmp_path, PLAIN + BEGIN, nothing)
+
+
+def test_a_key_of_a_message_that_nothing_reads_is_named(tmp_path: Path) -> None:
+    messages = turns('a', 'b')
+    messages[1]['reasoning_content'] = 'why'
+    text = refusal(tmp_path, PLAIN + BEGIN, {'messages': messages})
+    assert '"reasoning_content" of message 2' in text
+
+
+@pytest.mark.parametrize('content', [{}, {'content': None}])
+def test_a_call_without_content_is_written_by_a_template_that_allows_it(
+    tmp_path: Path, content: dict[str, None]
+) -> None:
+    template = (
+        '{% for m in messages %}<|{{ m.role }}|>{% if m.content %}{{ m.content }}{% endif %}'
+        '{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}<|end|>{% endfor %}'
+    )
+    call = {'role': 'assistant', 'tool_calls': [{'function': {'name': 'f'}}], **content}
+    line = {'messages': [*turns('a'), call, {'role': 'tool', 'content': {'degrees': 22}}]}
+    assert shown(read(tmp_path, template + BEGIN, line))[1] == 'f<|end|>'
+    assert '"assistant" has no text as its "content"' in refusal(tmp_path, None, line)
+
+
+@pytest.mark.parametrize('template', [None, PLAIN + BEGIN])
+def test_for_a_model_of_text_image_is_a_word(tmp_path: Path, template: str | None) -> None:
+    svg = '<svg><image>x</image></svg>'
+    _, answered = shown(read(tmp_path, template, {'messages': turns(svg, svg)}))
+    assert answered.startswith(svg)
+    assert svg in shown(read(tmp_path, template, {'text': svg}))[0]
+    pictures = {'messages': turns(svg, svg), 'images': ['a.png']}
+    assert 'the model reads text alone' in refusal(tmp_path, template, pictures)
+
+
+@pytest.mark.parametrize(
+    ('line', 'message'),
+    [
+        ({'tools': '[]'}, '"tools" is [], not a list of objects'),
+        ({'documents': ['d']}, '"documents" is [\'d\'], not a list of objects'),
+        ({'chat_template_kwargs': 3}, '"chat_template_kwargs" is 3, not an object'),
+        ({'chat_template_kwargs': {'messages': []}}, 'has messages, which the line gives'),
+        ({'tools': [], 'chat_template_kwargs': {'tools': []}}, 'has tools, which the line gives'),
+        ({'add_generation_prompt': True}, '"add_generation_prompt" is for what generates'),
+        ({'tools': [{'a': '\ud800'}]}, 'unpaired surrogate'),
+    ],
+)
+def test_variables_of_another_form_are_refused(
+    tmp_path: Path, line: dict[str, Any], message: str
+) -> None:
+    assert message in refusal(tmp_path, PLAIN + BEGIN, {'messages': turns('a', 'b'), **line})
