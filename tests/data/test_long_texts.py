@@ -1,18 +1,24 @@
 """A long text is read in parts, and has the tokens that it has in one."""
 
+import codecs
+import functools
+import gzip
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
-from tokenizers import models, normalizers
+from twelve_tokenizers import TWELVE, random_text
 
+from megajax.data.build.encode import Options, encode
+from megajax.data.build.inputs import find_inputs
+from megajax.data.build.pieces import Position
+from megajax.data.build.read import read_units
 from megajax.data.text import long_texts
-from megajax.data.text.long_texts import UncuttableError, parts, parts_to_learn
+from megajax.data.text.long_texts import UncuttableError, parts
 from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer, train_bpe
 
 SOURCE = Path(random.__file__).read_text()
@@ -38,6 +44,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_texts, 'PART', 2000)
     monkeypatch.setattr(long_texts, 'WHOLE', 8000)
     monkeypatch.setattr('megajax.data.text.tokenizer.PART', 2000)
+    monkeypatch.setattr('megajax.data.text.tokenizer.WHOLE', 8000)
 
 
 def mixed() -> str:
@@ -45,39 +52,51 @@ def mixed() -> str:
     return ''.join(draw.choice(WORDS) + draw.choice(' \n') for _ in range(12_000))
 
 
-def without_spaces() -> Tokenizer:
-    """A tokenizer like Llama 2's, which puts a space before each text that it reads."""
-    backend = tokenizers.Tokenizer(
-        models.BPE(
-            vocab={'<unk>': 0, '</s>': 1, '▁': 2, 'a': 3, '▁a': 4},
-            merges=[('▁', 'a')],
-            unk_token='<unk>',
-            byte_fallback=True,
-        )
-    )
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.Prepend('▁'), normalizers.Replace(' ', '▁')]
-    )
-    backend.add_special_tokens(['</s>'])
-    backend.decoder = tokenizers.decoders.Metaspace()
-    return Tokenizer(backend, 'mine')
+@functools.cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    return {'bytes': byte_tokenizer, 'bpe': lambda: train_bpe([SOURCE, mixed()], 600)}.get(
+        kind, lambda: Tokenizer(TWELVE[kind](), kind)
+    )()
 
 
-@pytest.mark.parametrize('make', [byte_tokenizer, lambda: train_bpe([SOURCE, mixed()], 600)])
-@pytest.mark.parametrize('text', [SOURCE, mixed(), SOURCE.replace('\n', ' '), 'a\n' * 9000])
-def test_the_ids_of_the_parts_are_those_of_the_text(
-    make: Callable[[], Tokenizer], text: str
-) -> None:
-    tokenizer = make()
-    whole = tokenizer._backend.encode(text, add_special_tokens=False).ids
-    (ids,) = tokenizer.encode_batch([text])
-    np.testing.assert_array_equal(ids, whole)
-    assert max(map(len, parts(text, lambda part: tokenizer.encode_batch([part])[0]))) <= 2000
+def whole_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids: list[int] = tokenizer._reader.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@pytest.mark.parametrize('kind', ['bytes', 'bpe', *TWELVE])
+@pytest.mark.parametrize('text', [SOURCE[:30_000], mixed(), SOURCE[:9000].replace('\n', ' ')])
+def test_the_ids_of_the_parts_are_those_of_the_text(kind: str, text: str) -> None:
+    tokenizer = tokenizer_of(kind)
+    assert max(map(len, parts(text))) <= 2000
+    ids = tokenizer._encode_long(text, '', '')
+    np.testing.assert_array_equal(ids, whole_ids(tokenizer, text))
+
+
+@pytest.mark.parametrize('kind', ['bytes', 'bpe', *TWELVE])
+def test_a_text_has_the_ids_that_it_has_in_its_document_or_is_refused(kind: str) -> None:
+    tokenizer, draw = tokenizer_of(kind), random.Random(1)
+    special, refused = list(tokenizer.special_tokens()), 0
+    for _ in range(10):
+        text = ''.join(random_text(draw, special) for _ in range(200))
+        cuts = sorted(draw.sample(range(len(text)), 3))
+        found: list[int] = []
+        try:
+            for start, end in pairwise([0, *cuts, len(text)]):
+                (ids,) = tokenizer.encode_batch(
+                    [text[start:end]], before=text[:start], after=text[end:]
+                )
+                found += ids.tolist()
+        except UncuttableError:
+            refused += 1
+            continue
+        assert found == whole_ids(tokenizer, text)
+    assert refused <= 2
 
 
 def test_a_word_that_is_long_is_not_cut() -> None:
     text = 'one ' + 'a' * 5000 + ' two' + ' b' * 3000
-    pieces = list(parts(text, lambda part: byte_tokenizer().encode_batch([part])[0]))
+    pieces = list(parts(text))
     assert ''.join(pieces) == text
     assert any('a' * 5000 in piece for piece in pieces)
 
@@ -89,22 +108,46 @@ def test_a_text_without_a_place_for_a_cut_has_a_limit(text: str) -> None:
         byte_tokenizer().encode_batch([text])
 
 
-def test_a_tokenizer_that_allows_no_cut_reads_a_text_at_once_or_refuses_it() -> None:
-    tokenizer = without_spaces()
-    (ids,) = tokenizer.encode_batch(['a ' * 1500])
-    whole = tokenizer._backend.encode('a ' * 1500, add_special_tokens=False).ids
-    np.testing.assert_array_equal(ids, whole)
+def test_blanks_that_a_tokenizer_strips_around_a_cut_make_it_read_the_text_at_once() -> None:
+    tokenizer = tokenizer_of('Strip')
+    text = 'x' * 1000 + ('\n' * 700 + 'x') + 'x' * 1000
+    (ids,) = tokenizer.encode_batch([text])
+    np.testing.assert_array_equal(ids, whole_ids(tokenizer, text))
     with pytest.raises(UncuttableError):
-        tokenizer.encode_batch(['a ' * 5000])
+        tokenizer.encode_batch([text[1300:]], before=text[:1300])
+    with pytest.raises(UncuttableError):
+        tokenizer.encode_batch([text[:1300]], after=text[1300:])
 
 
 def test_a_bpe_is_learned_from_parts_as_from_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = [SOURCE, mixed()]
-    assert all(''.join(parts_to_learn(text)) == text for text in texts)
-    assert all(len(list(parts_to_learn(text))) > 10 for text in texts)
+    assert all(''.join(parts(text)) == text for text in texts)
+    assert all(len(list(parts(text))) > 10 for text in texts)
     of_parts = train_bpe(texts, 700).fingerprint
     monkeypatch.setattr(long_texts, 'PART', 10**9)
     assert train_bpe(texts, 700).fingerprint == of_parts
+
+
+@pytest.mark.parametrize('kind', TWELVE)
+@pytest.mark.parametrize('suffix', ['', '.gz'])
+def test_a_text_file_in_units_has_the_ids_of_the_whole_from_wherever_it_is_read(
+    kind: str, suffix: str, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    data = codecs.BOM_UTF8 + mixed()[:12_000].encode()
+    file = tmp_path / f'a.txt{suffix}'
+    file.write_bytes(gzip.compress(data) if suffix else data)
+    inputs = find_inputs([str(file)], None)
+    options = Options(key='', append_eod=False, skip_bad=False)
+    start, found, units = Position(), [], 0
+    while unit := next(read_units(inputs, '', start, 3000), None):  # resumed before each unit
+        encoded = encode(unit, tokenizer, options)
+        assert encoded.error is None
+        found += encoded.ids.tolist()
+        start, units = unit.after, units + 1
+    assert units > 4
+    text = data.decode('utf-8-sig')
+    assert found == [*tokenizer.start, *whole_ids(tokenizer, text)]
 
 
 @pytest.mark.slow

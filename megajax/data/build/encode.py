@@ -51,7 +51,8 @@ def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
     """Parse and encode a unit; the first bad line ends it, unless bad lines are skipped."""
     texts, skipped, error = _parse_unit(unit, options)
     try:
-        ids = tokenizer.encode_batch(texts) if error is None else []
+        before, after = map(_decode_context, (unit.pieces[0].before, unit.pieces[-1].after))
+        ids = tokenizer.encode_batch(texts, before=before, after=after) if error is None else []
     except UncuttableError:
         ids, error = [], _uncuttable(unit)
     first, last = unit.pieces[0].first, unit.pieces[-1].last
@@ -85,9 +86,13 @@ def _uncuttable(unit: Unit) -> Problem:
     piece = max(unit.pieces, key=lambda piece: piece.weight)
     return Problem(
         path=f'{piece.input.path}:{piece.line}',
-        message=f'a text of more than {WHOLE >> 20} million characters, in which this tokenizer '
-        'allows no cut: split it into several documents',
+        message='has a text that the tokenizer does not read in parts as it reads the whole, or of '
+        f'more than {WHOLE >> 20} million characters in a line; split it into several documents',
     )
+
+
+def _decode_context(data: bytes) -> str:
+    return data.decode(errors='ignore')  # a character may be cut; the piece of the others is read
 
 
 def _parse_unit(unit: Unit, options: Options) -> tuple[list[str], list[Problem], Problem | None]:

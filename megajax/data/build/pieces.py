@@ -28,6 +28,8 @@ class InputPiece:
     data: bytes | list[bytes | None]
     first: bool = True  # whether a text document begins here
     last: bool = True  # whether a text document ends here
+    before: bytes = b''  # of the text document before this piece, for its tokens
+    after: bytes = b''  # of the text document after this piece
 
     @property
     def weight(self) -> int:

@@ -1,6 +1,7 @@
 """Corpus files as units of raw bytes, decompressed and cut at line ends; `parse.py` parses them."""
 
 import re
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
@@ -10,6 +11,7 @@ from megajax.data.build.decompress import decompress, open_input, read_errors, s
 from megajax.data.build.inputs import Format, Input, input_error
 from megajax.data.build.parquet import read_rows
 from megajax.data.build.pieces import UNIT, InputPiece, Position, Unit
+from megajax.data.text.long_texts import AROUND
 
 HEAD = 1 << 16  # bytes of each file that are read before a build begins
 MAX_LINE_BYTES = 1 << 28  # maximum bytes of a line, all of which is held in memory
@@ -84,15 +86,19 @@ def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[InputPiece,
     With each piece come whether it is the last of the file, and the bytes of the file read so far.
     """
     offset, line = here.offset, here.line
+    is_jsonl = input.format == 'jsonl'
     with read_errors(input), open_input(input) as raw, decompress(input, raw) as stream:
+        context = max(offset - AROUND, 0)
         if offset and not input.compression and stream.seekable():
-            stream.seek(offset)
+            stream.seek(context)
         else:
-            skip(stream, offset)
-        for data, ended in _blocks(input, stream, unit):
+            skip(stream, context)
+        before = stream.read(offset - context)
+        if not context:
+            before = before.removeprefix(BOM_UTF8)
+        for data, after, ended in _blocks(input, stream, unit):
             if not offset:
                 check_contents(input, data, whole=ended)
-            is_jsonl = input.format == 'jsonl'
             piece = InputPiece(
                 input=input,
                 offset=offset,
@@ -100,19 +106,22 @@ def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[InputPiece,
                 data=data,
                 first=is_jsonl or not offset,
                 last=is_jsonl or ended,
+                before=b'' if is_jsonl else before,
+                after=b'' if is_jsonl else after,
             )
+            before = (before + (data if offset else data.removeprefix(BOM_UTF8)))[-AROUND:]
             yield piece, ended, offset + len(data) if input.stream else raw.tell()
             offset, line = offset + len(data), line + data.count(b'\n')
 
 
-def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, bool]]:
-    """Yield blocks of complete lines, each with whether it is the last.
+def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, bytes, bool]]:
+    """Yield blocks of complete lines, each with what follows it and whether it is the last.
 
     A block has at most `unit` bytes, unless a single line is longer.
     """
     block = bytearray()
     while True:
-        block += stream.read(unit + 1 - len(block))  # one byte more, to notice the end
+        block += stream.read(max(unit + 1 - len(block), 0))  # one byte more, to notice the end
         end = _cut(block, unit, input.format) if len(block) > unit else 0
         seen = unit
         while not end and len(block) > seen:
@@ -126,17 +135,19 @@ def _blocks(input: Input, stream: BinaryIO, unit: int) -> Iterator[tuple[bytes, 
                         f'has a line of more than {MAX_LINE_BYTES >> 20} MiB; '
                         f'split the line (is the file {input.format}?)',
                     )
-        yield bytes(block[: end or len(block)]), not end
         if not end:
+            yield bytes(block), b'', True
             return
+        block += stream.read(max(end + AROUND - len(block), 0))
+        yield bytes(block[:end]), bytes(block[end : end + AROUND]), False
         del block[:end]
 
 
 def _cut(block: bytearray, unit: int, format: Format) -> int:
     """Return the index after the last line break before `unit`, 0 if there is none.
 
-    In text, prefer a break at which the usual tokenizers split too, so that no token changes: one
-    between two lines that are neither blank nor indented, or else one before such a line.
+    In text, prefer a break at which the usual tokenizers split too: one between two lines that are
+    neither blank nor indented, or else one before such a line.
     """
     if format == 'text':
         for lines in (rb'\S\n(?=\S)', rb'\n(?=\S)'):

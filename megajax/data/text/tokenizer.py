@@ -19,7 +19,7 @@ from megajax.data.text.byte_tokens import (
     tokenizer_error,
     without_broken_bytes,
 )
-from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, parts, parts_to_learn
+from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, encode_in_parts, parts
 from megajax.data.text.pieces import GUARDS, IMAGE, MarkedTokenizer, Piece, reader_of_letters
 from megajax.data.text.token_names import TokenNames, name_tokens
 
@@ -87,23 +87,42 @@ class Tokenizer:
         self.dtype = np.dtype(np.uint16 if self.vocab_size < UINT16_BELOW else np.int32)
         self.fingerprint = sha256(backend.to_str().encode()).hexdigest()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(
+        self, texts: Sequence[str], *, before: str = '', after: str = ''
+    ) -> list[np.ndarray]:
         """Return the ids of each text, without start and end-of-document tokens.
 
-        A long text is read in parts. Raises UncuttableError for one that can neither be cut nor be
-        read at once (`long_texts.py`).
+        `before` is what comes before the first text in its document, and `after` what follows the
+        last one; a text has the ids that it has there. A long text is read in parts. Raises
+        UncuttableError for one that can be read neither in parts nor at once (`long_texts.py`).
         """
-        if max(map(len, texts), default=0) > PART:
-            return [self._encode_long(text) for text in texts]
+        if before or after or max(map(len, texts), default=0) > PART:
+            last = len(texts) - 1
+            return [
+                self._encode_long(text, '' if i else before, '' if i < last else after)
+                for i, text in enumerate(texts)
+            ]
         return [np.array(ids, self.dtype) for ids in self._encode(texts)]
 
-    def _encode_long(self, text: str) -> np.ndarray:
+    def _encode_long(self, text: str, before: str, after: str) -> np.ndarray:
         def encode(part: str) -> Sequence[int]:
             (ids,) = self._encode([part])
             return ids
 
-        ids = [np.array(encode(part), self.dtype) for part in parts(text, encode)]
-        return np.concatenate(ids)
+        def locate(window: str) -> tuple[Sequence[int], Sequence[int]]:
+            encoding = self._reader.encode(window, add_special_tokens=False)
+            return encoding.ids, [start for start, _ in encoding.offsets]
+
+        try:
+            parts = [
+                np.array(ids, self.dtype)
+                for ids in encode_in_parts(text, before, after, encode, locate)
+            ]
+        except UncuttableError:
+            if before or after or len(text) > WHOLE:
+                raise
+            parts = [np.array(encode(text), self.dtype)]
+        return np.concatenate(parts)
 
     def _encode(self, texts: Sequence[str]) -> list[Sequence[int]]:
         try:
@@ -265,7 +284,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
     size, alphabet = vocab_size - 1 - len(special), pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(
-        (part for text in texts for part in parts_to_learn(text)),
+        (part for text in texts for part in parts(text)),
         BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False),
     )
     backend.add_special_tokens([END_OF_DOCUMENT[0], *special])
