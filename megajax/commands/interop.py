@@ -73,7 +73,7 @@ def import_hf(
         print(f'repository {repository}')
     print(f'run        {out}\ncheckpoint {out}/checkpoints/0')
     if (out / TEMPLATE).is_file():
-        print(f'chat       data.chat_template={out / TEMPLATE}')
+        print(f'chat       {out / TEMPLATE}, the default for training and generate --chat')
 
 
 @export_app.command('hf')

@@ -10,7 +10,7 @@ from megajax.data import Data, load_data
 from megajax.data.image_text.chat import DEFAULT, Template, read_template
 from megajax.data.image_text.load import keeps_documents
 from megajax.processes.agree import from_first
-from megajax.run.named import with_own_tokenizer
+from megajax.run.named import newest_data, with_own_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def companions_of_run(config: Config, run: Path, start: Path | None) -> Companio
     """
     there = read_companions(run if start is None else start)
     companions, path = there, config.data.chat_template
-    if path is not None and (start is not None or not _only_carried(path, there)):
+    if path is not None and (start is not None or not _began_with(path, run, there)):
         companions = there.with_template(read_template(path).texts[DEFAULT])
     template = companions.template('')
     if template is None or config.data.blend or not keeps_documents(config, config.data.corpus):
@@ -53,9 +53,10 @@ def template_of_run(config: Config, run: Path, companions: Companions) -> Templa
     return companions.template(_name(config, run))
 
 
-def _only_carried(path: str, companions: Companions) -> bool:
-    """Whether the file of a template is gone, and the run has its text."""
-    return not Path(path).expanduser().is_file() and companions.chat_template is not None
+def _began_with(path: str, run: Path, companions: Companions) -> bool:
+    """Whether a run carries the template of the file that its config still names."""
+    _, data = newest_data(run)
+    return path == data.get('chat_template') and companions.chat_template is not None
 
 
 def _name(config: Config, run: Path) -> str:

@@ -3,9 +3,10 @@
 Imports no jax.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 from megajax.checkpoint.digests import find_candidates, find_steps
 from megajax.checkpoint.record import RECORD, START_FROM, TOKENIZER, read_record
@@ -78,18 +79,25 @@ def with_own_tokenizer(config: Config, run: Path) -> Config:
     So a run resumes wherever it was moved to, and whatever has become of that file. A file that
     the config names for the first time is not replaced.
     """
+    checkpoint, begun = newest_data(run)
+    if checkpoint is None or config.data.tokenizer in NO_FILES:
+        return config
+    own = tokenizer_of(checkpoint)
+    if config.data.tokenizer != begun.get('tokenizer') or not own.is_file():
+        return config
+    data = config.data.model_copy(update={'tokenizer': str(own)})
+    return config.model_copy(update={'data': data})
+
+
+def newest_data(run: Path) -> tuple[Path | None, Mapping[str, Any]]:
+    """Return a run's newest checkpoint that has a record, and the `data` section that it holds."""
     for step in reversed(find_steps(run / 'checkpoints')):
         checkpoint = run / 'checkpoints' / str(step)
         try:
-            begun = read_record(checkpoint).config.get('data', {})
+            return checkpoint, read_record(checkpoint).config.get('data', {})
         except CheckpointError:  # one without a record is not restored
             continue
-        spec, own = config.data.tokenizer, tokenizer_of(checkpoint)
-        if spec in NO_FILES or spec != begun.get('tokenizer') or not own.is_file():
-            return config
-        data = config.data.model_copy(update={'tokenizer': str(own)})
-        return config.model_copy(update={'data': data})
-    return config
+    return None, {}
 
 
 def _nothing_there(folder: Path) -> str:

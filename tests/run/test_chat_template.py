@@ -6,12 +6,14 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from support import make_config
+from support import make_config, on_mesh
 
+from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.companions import TEMPLATE, Companions, read_companions
 from megajax.config import Config, ConfigError
 from megajax.data import load_data
 from megajax.run.chat_template import companions_of_run, template_of_run
+from megajax.train.step import init_state
 
 TEXT = '{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}'
 DATED = '{{ strftime_now("%H:%M:%S") }}' + TEXT
@@ -89,12 +91,20 @@ def test_a_run_keeps_the_time_that_its_template_saw_first(
     assert tokens(config(), run, later) != tokens(config(), run, first)
 
 
-def test_a_run_that_resumes_has_its_own_copy_of_a_template_that_is_gone(folder: Path) -> None:
+def test_a_run_that_resumes_has_the_template_that_it_began_with_and_takes_no_other_for_it(
+    folder: Path,
+) -> None:
     (folder / 'mine.jinja').write_text(TEXT)
-    mine = config(chat_template='mine.jinja')
-    companions_of_run(mine, folder / 'run', None).write(folder / 'run')
+    mine, run = config(chat_template='mine.jinja'), folder / 'run'
+    with on_mesh(mine), Checkpoints(run / 'checkpoints', mine) as checkpoints:
+        checkpoints.save(init_state(mine), 1)
+    companions_of_run(mine, run, None).write(run)
+    for change in ((folder / 'mine.jinja').unlink, lambda: (folder / 'mine.jinja').write_text('x')):
+        change()
+        assert companions_of_run(mine, run, None).chat_template == TEXT
+    with pytest.raises(ConfigError, match=r'mime.jinja: cannot be read'):
+        companions_of_run(config(chat_template='mime.jinja'), run, None)
     (folder / 'mine.jinja').unlink()
-    assert companions_of_run(mine, folder / 'run', None).chat_template == TEXT
     with pytest.raises(ConfigError, match=r'mine.jinja: cannot be read'):
         companions_of_run(mine, folder / 'other', None)
 
