@@ -90,9 +90,9 @@ def test_a_task_gets_its_files_and_the_stride_if_one_is_given(
         )
     monkeypatch.setattr('megajax.evaluate.are_documents', lambda scorer, files: False)
     monkeypatch.setattr('megajax.evaluate.Scorer', lambda config, params: f'{params} of {config}')
-    opened = SimpleNamespace(config='config', params='parameters')
+    opened = SimpleNamespace(config='config', params='parameters', tokenizer='tokenizer')
     *found, scorer, tokenizer = cli_generate._evaluate(
-        opened, 'tokenizer', ['a', 'b'], task, stride
+        Path('run'), opened, [], ['a', 'b'], task, stride
     )
     assert tuple(found) == asked
     assert (scorer, tokenizer) == ('parameters of config', 'tokenizer')
@@ -105,9 +105,15 @@ def test_what_was_found_is_told_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
         loss: float
 
     def evaluate(
-        opened: object, tokenizer: str, files: list[str], task: str, stride: int | None
+        run: Path,
+        opened: object,
+        overrides: list[str],
+        files: list[str],
+        task: str,
+        stride: int | None,
     ) -> Found:
-        assert (tokenizer, files, task, stride) == ('tokenizer', [text], 'perplexity', 3)
+        assert (run, overrides, files) == (Path('run'), ['mesh.data=1'], [text])
+        assert (task, stride) == ('perplexity', 3)
         return Found(tokens=12_345, loss=1.23456789)
 
     def open_run(run: Path, overrides: list[str]) -> object:

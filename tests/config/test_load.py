@@ -118,7 +118,7 @@ data: stdlib
         f'{file}:10: trian: unknown key; did you mean train?',
         (
             f'{file}:14: data: must be a group of keys; it has corpus, blend, tokenizer, split, '
-            'order, chat_template, document_mask'
+            'order, chat_template, ignored_keys, document_mask'
         ),
         'override lr=3: lr: unknown key; did you mean optim.lr?',
         'override train.steps: not of the form section.key=value, for example train.steps=100',

@@ -725,7 +725,7 @@ def test_the_command_writes_the_same_on_another_mesh(
     [
         ({'overrides': ['mesh.model=3']}, 'mesh.model=3'),
         ({'prompt': ['x' * 32]}, 'prompt 1 has 33 tokens'),
-        ({'prompts': Path('missing.txt')}, 'missing.txt cannot be read'),
+        ({'prompts': Path('missing.txt')}, 'missing.txt: there is no such file'),
     ],
 )
 def test_a_wrong_command_is_refused(run: Path, settings: dict[str, object], message: str) -> None:

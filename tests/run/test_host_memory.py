@@ -20,7 +20,7 @@ GB = 10**9
 def test_too_many_devices_for_a_host_are_refused_with_the_bytes_and_a_way_out(monkeypatch):
     config = load('gpt2_124m', ['mesh.data=2', 'mesh.model=4', 'train.dtype=bfloat16'])
     monkeypatch.setattr(host_memory, 'host_memory', lambda: 3 * GB)
-    monkeypatch.setattr(run, 'load_data', lambda _: pytest.fail('the run has begun'))
+    monkeypatch.setattr(run, 'read_corpus', lambda *_: pytest.fail('the run has begun'))
     with pytest.raises(ConfigError) as refusal:
         run.run(config, name='large')
     assert str(refusal.value) == (
