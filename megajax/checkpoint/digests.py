@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from megajax.checkpoint.record import VALIDATION, recorded_step
 from megajax.config import CheckpointError, ConfigError
+from megajax.config.load import runs_in
 from megajax.files.locks import folder_lock
 
 SUMS = 'SHA256SUMS'
@@ -161,11 +162,14 @@ def find_step(path: Path) -> Path:
     for candidate in (path, path.parent / 'checkpoints' / path.name):
         if is_finished(candidate):
             return candidate
-    folder = path.parent / 'checkpoints'
-    steps = find_steps(folder) or find_steps(path / 'checkpoints') or find_steps(path)
+    near = path.parent, path.parent / 'checkpoints', path / 'checkpoints', path
+    steps = next(filter(None, map(find_steps, near)), [])
+    runs = runs_in(path)
     choice = (
         f'choose one of steps {", ".join(map(str, steps))}'
         if steps
+        else f'give one of its runs: {", ".join(runs)}'
+        if runs
         else "give a run's directory, or RUN/STEP"
     )
     raise ConfigError(f'{path}: no finished checkpoint there; {choice}')

@@ -7,7 +7,7 @@ import typer
 
 from megajax.config import load
 from megajax.config.differences import differences
-from megajax.run.named import CONFIG
+from megajax.config.load import CONFIG
 
 Source = Annotated[str, typer.Argument(help='A preset, a YAML file or the folder of a run.')]
 

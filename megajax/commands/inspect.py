@@ -11,6 +11,7 @@ from megajax.commands.default_command import DefaultGroup
 from megajax.config import Config, ConfigError, load
 from megajax.config.records import read_record
 from megajax.files.outputs import check_outputs
+from megajax.hardware.records import record_name
 
 if TYPE_CHECKING:
     from megajax.inspect.budget import Budget
@@ -35,7 +36,11 @@ Overrides = Annotated[
 ]
 ConfigSource = Annotated[str, typer.Argument(metavar='CONFIG', help='A preset or a YAML file.')]
 Target = Annotated[
-    str, typer.Option(help='cpu, or a GPU, which need not be present: a100, b200, h100, h200.')
+    str,
+    typer.Option(
+        callback=record_name,
+        help='cpu, or a GPU, which need not be present: a100, b200, h100, h200.',
+    ),
 ]
 NumHosts = Annotated[
     int | None,

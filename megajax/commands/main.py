@@ -20,6 +20,7 @@ from megajax.commands.from_megatron import SETTINGS, from_megatron
 from megajax.commands.generate import evaluate, generate
 from megajax.commands.inspect import inspect_app
 from megajax.commands.interop import export_app, import_app
+from megajax.commands.options import KeysGroup
 from megajax.commands.plan import plan_app
 from megajax.commands.profile import profile
 from megajax.commands.report import report
@@ -42,13 +43,14 @@ from megajax.render.logs import log_to_terminal
 from megajax.run.named import config_of_overrides
 
 app = typer.Typer(
+    cls=KeysGroup,
     no_args_is_help=True,
     context_settings={'help_option_names': ['-h', '--help']},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 config_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help='Show and compare configs.'
+    cls=KeysGroup, no_args_is_help=True, rich_markup_mode=None, help='Show and compare configs.'
 )
 
 Overrides = Annotated[

@@ -9,6 +9,7 @@ from rich.console import Console
 from megajax.commands.default_command import DefaultGroup
 from megajax.config import Config, ConfigError, load
 from megajax.files.outputs import check_outputs
+from megajax.hardware.records import record_name
 from megajax.render.folded import Folded
 
 if TYPE_CHECKING:
@@ -36,7 +37,11 @@ Overrides = Annotated[
     typer.Argument(metavar='KEY=VALUE', help='For example train.seq_len=4096.'),
 ]
 Gpu = Annotated[
-    str, typer.Option(help='a100, b200, h100, ..., or a YAML file such as calibrate writes.')
+    str,
+    typer.Option(
+        callback=record_name,
+        help='a100, b200, h100, ..., or a YAML file such as calibrate writes.',
+    ),
 ]
 NumGpus = Annotated[
     int | None,

@@ -23,9 +23,11 @@ from megajax.config.keys import sources
 from megajax.config.renamed import RENAMED, current
 from megajax.config.rules import incompatibilities
 from megajax.config.schema import SECTIONS, Config, keys_of
+from megajax.config.synonyms import key_meant, key_of_option, without_a_key
 from megajax.render.text import shorten
 
 KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
+CONFIG = 'config.yaml'  # in the folder of a run
 RECIPES = 'recipes'  # the folder, beside the presets
 LONGEST_KEY = 100  # characters of a path; the schema's have fewer than 40
 
@@ -77,6 +79,11 @@ def reload(
         else:
             problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
     return _resolve(written, _read_overrides(overrides, problems), place, problems)
+
+
+def runs_in(folder: Path) -> list[str]:
+    """Return the paths of the runs in a folder, in order; none if it is no folder."""
+    return sorted(str(file.parent) for file in folder.glob(f'*/{CONFIG}'))
 
 
 def _resolve(
@@ -155,14 +162,9 @@ def _read_file(file: Path, problems: list[Problem]) -> dict[str, _Setting] | Non
     try:
         return _read_settings(read_text(file), str(file), problems)
     except FileNotFoundError:
-        near = get_close_matches(file.name.removesuffix('.yaml'), presets(), n=1)
-        fix = f'did you mean {near[0]}? ' if near else ''
-        problems.append(
-            Problem(
-                path=str(file),
-                message=f'no such file or preset; {fix}presets: {", ".join(presets())}',
-            )
-        )
+        problems.append(Problem(path=str(file), message=_no_such_file(file)))
+    except IsADirectoryError:
+        problems.append(Problem(path=str(file), message=_is_a_folder(file)))
     except OSError as error:
         problems.append(Problem(path=str(file), message=f'cannot be read: {error.strerror}'))
     except YAMLError as error:
@@ -174,6 +176,26 @@ def _read_file(file: Path, problems: list[Problem]) -> dict[str, _Setting] | Non
             )
         )
     return None
+
+
+def _no_such_file(file: Path) -> str:
+    files = [path for end in ('*.yaml', '*.yml') for path in file.parent.glob(end)]
+    here = {path.stem: str(path) for path in files}
+    choices = here | {name: name for name in presets()}
+    near = get_close_matches(file.name.removesuffix('.yaml'), choices, n=1)
+    fix = f'did you mean {choices[near[0]]}? ' if near else ''
+    return f'no such file or preset; {fix}presets: {", ".join(presets())}'
+
+
+def _is_a_folder(folder: Path) -> str:
+    if (folder / CONFIG).is_file():
+        return f'is the folder of a run; to resume it use run.dir={folder}'
+    run = folder.absolute().parent.parent
+    if (run / CONFIG).is_file():
+        return f'is a checkpoint; to begin a run with its weights use run.start_from={folder}'
+    if runs := runs_in(folder):
+        return f'is a folder of runs; to resume one use run.dir={runs[0]}'
+    return 'is a folder; give a YAML file, or a preset (megajax config list)'
 
 
 def _read_settings(text: str, file: str, problems: list[Problem]) -> dict[str, _Setting]:
@@ -224,13 +246,11 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[s
     for override in overrides:
         path, equals, text = override.partition('=')
         place = f'override {override}'
-        if not equals or path in SECTIONS:
-            problems.append(
-                Problem(
-                    path=place,
-                    message='not of the form section.key=value, for example train.steps=100',
-                )
-            )
+        if not equals or path in SECTIONS or path.startswith('-'):
+            key = key_of_option(path, KEYS) if path.startswith('-') else None
+            example = f'{key}=VALUE' if key else 'for example train.steps=100'
+            message = f'not of the form section.key=value, {example}'
+            problems.append(Problem(path=place, message=message))
         elif path not in KEYS and path not in RENAMED:
             problems.append(Problem(path=path, message=_unknown(path, problems), place=place))
         else:
@@ -294,12 +314,15 @@ def _unknown(path: str, problems: list[Problem]) -> str:
     if len(problems) >= MAX_PROBLEMS or len(path) > LONGEST_KEY:
         return 'unknown key'
     section, _, key = path.partition('.')
+    if instead := without_a_key(path):
+        return f'unknown key; {instead}'
     siblings = keys_of(section) if section in SECTIONS else ()
-    in_section = [f'{section}.{near}' for near in get_close_matches(key, siblings, n=1)]
     same_key = [full for full, name in KEYS.items() if name == (key or section)]
-    near = in_section or same_key or get_close_matches(path, [*SECTIONS, *KEYS], n=1, cutoff=0.75)
+    in_section = [f'{section}.{near}' for near in get_close_matches(key, siblings, n=1)]
+    elsewhere = get_close_matches(path, [*SECTIONS, *KEYS], n=1, cutoff=0.75)
+    near = key_meant(path) or next(iter(same_key + in_section + elsewhere), None)
     return (
-        f'unknown key; did you mean {near[0]}?'
+        f'unknown key; did you mean {near}?'
         if near
         else f'unknown key; there are {_members(section)}'
     )

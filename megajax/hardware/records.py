@@ -5,6 +5,7 @@ bytes; latencies are in seconds. To add a GPU, copy a file and give its path.
 """
 
 import functools
+import re
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -187,15 +188,22 @@ def _with_link(gpu: Hardware, link: LinkName | None) -> Hardware:
 
 
 def _hardware(name: str | Path) -> Hardware:
-    if str(name) in hardware_names():
-        return _known(str(name))
+    known = record_name(str(name))
+    if known in hardware_names():
+        return _known(known)
     path = Path(name)
     if path.suffix not in ('.yaml', '.yml'):
         raise ConfigError(
-            f'GPU {name}: choose among {", ".join(hardware_names())}, '
-            'or give a YAML file (megajax plan calibrate writes one)'
+            f'GPU {name}: choose among {", ".join(hardware_names())}; of others there is no '
+            'record: write one as docs/add_a_gpu.md shows, and give its YAML file'
         )
     return _read(path)
+
+
+def record_name(name: str) -> str:
+    """Return a GPU's name as records write it: H100 is h100, and A100-40GB is a100_40gb."""
+    plain = re.sub(r'[\W_]+', '_', name.lower())
+    return plain if plain in hardware_names() else name
 
 
 def hardware_of(device_kind: str) -> Hardware | None:

@@ -66,7 +66,9 @@ def is_nvidia(device: Any) -> bool:
 def check_target(target: str, dtype: str | None = None) -> None:
     """Raise ConfigError unless a step, of `train.dtype` if given, can be compiled for it here."""
     if target not in TARGETS:
-        raise ConfigError(f'target {target}: choose among {", ".join(TARGETS)}')
+        raise ConfigError(
+            f'target {target}: choose among {", ".join(TARGETS)}; docs/add_a_gpu.md adds others'
+        )
     if target == 'cpu':
         return
     if dtype is not None:

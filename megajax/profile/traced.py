@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from megajax.config import Config, ConfigError, load
 from megajax.config.errors import reason
+from megajax.config.load import CONFIG
 from megajax.hlo.errors import HloError
 from megajax.hlo.program import Program
 from megajax.profile.graphs import is_graph
 from megajax.profile.trace import Trace, read_trace
 from megajax.run.kept_step import PROGRAM, decompressed
-from megajax.run.named import CONFIG
 from megajax.run.profile import FOLDER, PROCESS
 
 _TRACES = 'plugins/profile/*/*.xplane.pb'  # the folder of a trace is named after its time

@@ -14,12 +14,12 @@ from megajax.checkpoint.digests import find_steps, problems, read_sums
 from megajax.checkpoint.record import Record, read_record
 from megajax.config import Config, ConfigError, RunError, load
 from megajax.config.errors import reason
+from megajax.config.load import CONFIG, runs_in
 from megajax.files.bounded_json import parse_json
 from megajax.report.thin import Floats
 from megajax.run.clock import SUMMARY
 from megajax.run.kept_step import KeptStep, read_step
 from megajax.run.lock import running_in
-from megajax.run.named import CONFIG
 
 METRICS, SAMPLES = 'metrics.jsonl', 'samples.jsonl'
 MAX_STEPS = 2**53  # that a float, as columns have them, can count
@@ -114,10 +114,14 @@ def _faults(folders: Sequence[Path]) -> Iterator[str]:
         if (folder / CONFIG).is_file():
             continue
         parent = folder.parent
-        runs = [path.parent.name for path in parent.glob(f'*/{CONFIG}')] if parent.is_dir() else []
+        runs = [Path(run).name for run in runs_in(parent)]
         near = get_close_matches(folder.absolute().name, runs, n=1)
         guess = f'did you mean {parent / near[0]}? ' if near else ''
-        fix = f'{guess}give the folder that megajax train printed after `run`'
+        fix = (
+            f'give its runs: {" ".join(below)}'
+            if (below := runs_in(folder))
+            else f'{guess}give the folder that megajax train printed after `run`'
+        )
         yield f'{folder} holds no run (no {CONFIG}): {fix}'
 
 

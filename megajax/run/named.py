@@ -11,8 +11,8 @@ from typing import Any
 from megajax.checkpoint.digests import find_candidates, find_steps
 from megajax.checkpoint.record import RECORD, START_FROM, TOKENIZER, read_record
 from megajax.config import CheckpointError, Config, ConfigError, Problem, load, overridden, reload
+from megajax.config.load import CONFIG, runs_in
 
-CONFIG = 'config.yaml'
 DEFAULT = 'tiny'
 NO_FILES = 'auto', 'bytes', 'bpe', 'none'  # values of `data.tokenizer` that name no file
 
@@ -101,13 +101,10 @@ def newest_data(run: Path) -> tuple[Path | None, Mapping[str, Any]]:
 
 
 def _nothing_there(folder: Path) -> str:
-    runs = (
-        sorted(path.parent.name for path in folder.parent.glob(f'*/{CONFIG}'))
-        if folder.parent.is_dir()
-        else []
-    )
-    near = get_close_matches(folder.name, runs, n=1)
-    guess = f'did you mean run.dir={folder.parent / near[0]}? ' if near else ''
+    inside = [Path(run).name for run in runs_in(folder)]
+    near = get_close_matches(folder.name, [Path(run).name for run in runs_in(folder.parent)], n=1)
+    meant = folder / inside[0] if inside else folder.parent / near[0] if near else None
+    guess = f'did you mean run.dir={meant}? ' if meant else ''
     fix = 'to begin a run there name its config, for example '
     fix += f'megajax train {DEFAULT} run.dir={folder}'
     return f'run.dir={folder}: there is no run to resume (no {CONFIG}); {guess}{fix}'

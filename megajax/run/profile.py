@@ -11,9 +11,9 @@ import jax
 from jax.stages import Compiled
 
 from megajax.config import Config, dump
+from megajax.config.load import CONFIG
 from megajax.hlo.text import program_text
 from megajax.run.kept_step import PROGRAM, compressed
-from megajax.run.named import CONFIG
 
 FOLDER = 'profile'
 PROCESS = 'process_{}'

@@ -177,7 +177,9 @@ def test_a_missing_file_names_the_nearest_preset() -> None:
 
 
 def test_what_is_no_file_or_no_text_is_told(tmp_path: Path) -> None:
-    assert mistakes(tmp_path) == [f'{tmp_path}: cannot be read: Is a directory']
+    assert mistakes(tmp_path) == [
+        f'{tmp_path}: is a folder; give a YAML file, or a preset (megajax config list)'
+    ]
     (tmp_path / 'binary.yaml').write_bytes(b'\xff\xfe')
     (message,) = mistakes(tmp_path / 'binary.yaml')
     assert message.startswith(f'{tmp_path}/binary.yaml: not valid YAML: ')

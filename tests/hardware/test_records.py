@@ -89,6 +89,17 @@ def test_an_unknown_name_lists_the_known(name, message):
         hardware(name)
 
 
+@pytest.mark.parametrize('name', ['H100', 'A100-40GB', 'h100-pcie', 'A100 40GB'])
+def test_a_name_is_read_in_any_case_and_with_any_hyphen(name):
+    assert hardware(name) == hardware(name.lower().replace('-', '_').replace(' ', '_'))
+
+
+@pytest.mark.parametrize('name', ['4090', 'L40S', 'a10'])
+def test_a_gpu_without_a_record_gets_the_page_that_says_how_to_write_one(name):
+    with pytest.raises(ConfigError, match=rf'GPU {name}: choose .*docs/add_a_gpu\.md'):
+        hardware(name)
+
+
 @pytest.mark.parametrize('name', hardware_names())
 def test_gpus_without_nvlink_send_over_pcie(name):
     gpu, over_pcie = hardware(name), hardware(name, 'pcie')

@@ -61,6 +61,7 @@ def test_a_file_that_is_no_report_is_kept(finished_run: Path, tmp_path: Path, co
     ('arguments', 'message'),
     [
         (['{folder}/nothing'], '{folder}/nothing holds no run (no config.yaml): '),
+        (['{run}/..'], '{run}/.. holds no run (no config.yaml): give its runs: {run}/../'),
         (['{run}', '--out', '{folder}/no/page.html'], 'there is no folder {folder}/no: create it'),
         (['{run}', '--out', '{folder}'], '{folder} is a folder: give the name of a file in it'),
         (['{run}', '{run}'], 'is given twice: leave one out'),

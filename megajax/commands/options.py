@@ -1,0 +1,54 @@
+"""A key of the config that was written as an option: `--steps 10` is `train.steps=10`."""
+
+from typing import Any, ClassVar
+
+import typer
+from typer.core import TyperGroup
+
+from megajax.config import ConfigError
+from megajax.config.load import KEYS
+from megajax.config.synonyms import key_of_option
+
+OVERRIDE = 'KEY=VALUE'
+_CONFIG = 'config', 'cfg', 'config_file', 'config_path', 'preset'
+
+
+class KeysGroup(TyperGroup):
+    """A group of commands whose error for an unknown option names the key that it stands for."""
+
+    _WORDS: ClassVar[str] = f'{__name__}.words'  # name in click's storage of a command line
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        ctx.meta.setdefault(self._WORDS, list(args))
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
+        """Run the command. Raises ConfigError for an option that stands for a key."""
+        try:
+            return super().invoke(ctx)
+        except Exception as error:
+            option, where = getattr(error, 'option_name', None), getattr(error, 'ctx', None)
+            if not option or where is None or not _takes_overrides(where):
+                raise
+            verbs = where.command_path.removeprefix(ctx.find_root().command_path)
+            fix = _fix(option, ctx.meta[self._WORDS], f'megajax{verbs}')
+            if not fix:
+                raise
+            raise ConfigError(f'{option}: no such option; {fix}') from error
+
+
+def _takes_overrides(where: Any) -> bool:
+    return any(OVERRIDE in str(param.metavar) for param in where.command.params)
+
+
+def _fix(option: str, words: list[str], command: str) -> str | None:
+    """Return what to write instead of an option of this command line, None if it is no key."""
+    value = 'VALUE'
+    for word, following in zip(words, [*words[1:], '-'], strict=True):
+        name, equals, text = word.partition('=')
+        if name == option:
+            value = text if equals else value if following.startswith('-') else following
+    if option.lstrip('-').replace('-', '_') in _CONFIG:
+        return f'the config is an argument: {command} {value}'
+    key = key_of_option(option, KEYS)
+    return key and f'keys of the config are set by {OVERRIDE}: {key}={value}'
