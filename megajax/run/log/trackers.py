@@ -10,12 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import text as tensorboard_text
-
 from megajax.run.log.append import AppendedFile
+from megajax.run.log.without_torch import without_torch
+
+with without_torch():
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+    from tensorboardX.proto.summary_pb2 import Summary
+    from tensorboardX.record_writer import masked_crc32c
+    from tensorboardX.summary import text as tensorboard_text
 
 WANDB_ID = 'wandb_id'
 SECONDS = 30  # time limit for wandb to start, and again to send the rest at the end
