@@ -220,7 +220,14 @@ def megatron_counts(
     return count(full_heads, tuple(shards.items()), modules, learned)
 
 
-def num_parameters(model: ModelConfig, *, padded: bool = False) -> int:
-    """Count the model's parameters exactly, with the tokenizer's vocabulary or the padded one."""
+def num_parameters(model: ModelConfig, *, padded: bool = False, trained: bool = False) -> int:
+    """Count the model's parameters exactly, with the tokenizer's vocabulary or the padded one.
+
+    With `trained`, only those that are not frozen.
+    """
     sizes = dim_sizes(model) if padded else {**dim_sizes(model), 'V': model.vocab_size}
-    return sum(num_elements(parameter, sizes) for _, parameter in parameters(model))
+    return sum(
+        num_elements(parameter, sizes)
+        for _, parameter in parameters(model)
+        if not (trained and parameter.is_frozen)
+    )

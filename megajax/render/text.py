@@ -1,5 +1,11 @@
 """Text from elsewhere, as it may stand in a line of a message."""
 
+import re
+
+INDENT, CONTINUED = 11, 4  # columns before a value, and before the rest of another line
+MIN_WIDTH = 40  # columns
+_VALUE = re.compile(rf'(?=.{{{INDENT - 1}}} \S)[\w ]+')
+
 
 def shorten(text: str, limit: int = 80) -> str:
     """Return a text of at most `limit` characters, with its beginning, its end and its length."""
@@ -21,6 +27,30 @@ def visible(text: str) -> str:
 def in_line(text: str, limit: int) -> str:
     r"""Return a text of at most `limit` characters, with \n for a newline."""
     return shorten(text, limit).replace('\n', r'\n')
+
+
+def folded(text: str, width: int) -> str:
+    """Return a text whose lines are broken at spaces to `width` columns, below their values.
+
+    A value begins after the name of a line of a run, in column INDENT. Longer words stay whole.
+    """
+    return '\n'.join(
+        part for line in text.splitlines() for part in (_parts(line, width) if line else [''])
+    )
+
+
+def _parts(line: str, width: int) -> list[str]:
+    """Break a line at its spaces; spaces within a part stay as they are."""
+    indent = ' ' * (INDENT if _VALUE.match(line) else CONTINUED)
+    parts, rest = list[str](), line
+    while len(rest) > max(width, MIN_WIDTH):
+        end = rest.rfind(' ', len(indent) + 1, width + 1)
+        end = end if end > 0 else rest.find(' ', width)
+        if end < 0:
+            break
+        parts.append(rest[:end].rstrip())
+        rest = indent + rest[end:].lstrip()
+    return [*parts, rest]
 
 
 _CONTROL = {*range(0x20), *range(0x7F, 0xA0)} - {ord('\n'), ord('\t')}

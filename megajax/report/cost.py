@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from typing import Any
 
-from megajax.render.units import si
+from megajax.render.units import duration, si
 from megajax.report.chart import Line, chart, chip, spread
 from megajax.report.facts import Facts, lines_of
 from megajax.report.html import Html, details, element, join, table
 from megajax.report.learned import tokens_of
 from megajax.report.read import Checkpoint, RunData
 from megajax.report.thin import thin
-from megajax.report.words import count, duration, large
+from megajax.report.words import count, large
 
 SHOWN = 12  # checkpoints in a table
 

@@ -4,11 +4,10 @@ from collections.abc import Iterator, Sequence
 
 from megajax.inspect.report import transfers_cell
 from megajax.inspect.result import Inspection, Row
-from megajax.render.units import si
+from megajax.render.units import duration, si
 from megajax.report.cost import memory_of
 from megajax.report.facts import Facts, Prediction
 from megajax.report.html import Html, details, element, join, table
-from megajax.report.words import duration
 
 
 def headline(facts: Facts) -> str:

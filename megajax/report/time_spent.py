@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from megajax.render.units import duration
 from megajax.report.chart import chart, chip, spread
 from megajax.report.facts import Facts, lines_of
 from megajax.report.html import Html, element, join, table
-from megajax.report.words import duration
 from megajax.run.clock import ACTIVITIES
 
 MEANINGS = {

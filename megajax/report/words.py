@@ -1,22 +1,6 @@
 """Numbers with their units, as a page says them."""
 
 
-def duration(seconds: float) -> str:
-    """Return a time in the units that a person would use: 12.3 s, 4 min 5 s, 7 h 30 min."""
-    if seconds < 1:
-        return f'{1e3 * seconds:.3g} ms'
-    if seconds < 99.95:
-        return f'{seconds:.1f} s'
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f'{minutes} min {rest} s'
-    hours, minutes = divmod(round(seconds / 60), 60)
-    if hours < 48:
-        return f'{hours} h {minutes} min'
-    days, hours = divmod(round(seconds / 3600), 24)
-    return f'{days} d {hours} h'
-
-
 def count(number: int, one: str, many: str = '') -> str:
     """Return a number with its noun: 1 step, 2 steps."""
     return f'{number:,} {one if number == 1 else many or one + "s"}'

@@ -6,11 +6,12 @@ from itertools import pairwise
 import numpy as np
 
 from megajax.checkpoint.record import config_differences
+from megajax.render.units import duration
 from megajax.report.facts import Facts
 from megajax.report.html import Html, element, join, table
 from megajax.report.learned import VALIDATION
 from megajax.report.read import METRICS, RunData
-from megajax.report.words import count, duration
+from megajax.report.words import count
 from megajax.run.watchdog import LOG
 
 SLOW = 2.0  # times the median, from which a step counts as slow

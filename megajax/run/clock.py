@@ -9,12 +9,12 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from textwrap import fill
 from typing import Any, Literal, get_args
 
 import jax
 
 from megajax.files.bounded_json import parse_json
+from megajax.render.text import INDENT
 
 Activity = Literal[
     'productive',
@@ -36,7 +36,6 @@ ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 
 # The activities that a line always names; it names others above this share.
 ALWAYS, SMALL = ('compile', 'restore', 'checkpoint', 'data_wait'), 0.01
-WIDTH, INDENT = 120, 11  # columns of a line on the terminal
 SUMMARY = 'summary.json'
 EVERY = 10.0  # minimum seconds between two writes of the summary during a run
 
@@ -161,7 +160,7 @@ def describe(seconds: Mapping[Activity, float]) -> str:
 
 
 def _line(name: str, seconds: Mapping[Activity, float]) -> str:
-    return fill(f'{name:<{INDENT}}{describe(seconds)}', WIDTH, subsequent_indent=' ' * INDENT)
+    return f'{name:<{INDENT}}{describe(seconds)}'
 
 
 def _short(seconds: float) -> str:

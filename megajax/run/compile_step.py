@@ -23,7 +23,9 @@ def compile_step(config: Config, state: TrainState, folder: Path, report: Report
     with report.waiting('compiling the training step'):
         compiled = make_train_step(config).lower(state, abstract_batch(config)).compile()
         _check(compiled, report)
-    keep_step(folder, compiled, state, seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    report.say(f'compiled   the training step in {seconds:.1f} s')
+    keep_step(folder, compiled, state, seconds=seconds)
     return compiled
 
 

@@ -174,7 +174,7 @@ def _train(
         data = resumed_data(data, config, before, batches=int(state.batches))
         _carry_along(checkpoints, companions)
         _write_inputs(folder, config, data, checkpoints.companions)
-        report.placements(placements(state.params), num_parameters(config.model))
+        _show_parameters(config, state, report)
         report.say(f'run        {folder}')
         metrics_writer = MetricsWriter(folder, int(state.step), config=config)
         with (
@@ -222,6 +222,11 @@ def _stop(trainer: Trainer, folder: Path) -> None:
     trainer.checkpoints.close(final=True)
     saved = f'{folder}/checkpoints/{trainer.step}' if trainer.step else 'none'
     trainer.report.say(f'run        {folder}\ncheckpoint {saved}')
+
+
+def _show_parameters(config: Config, state: TrainState, report: Report) -> None:
+    total, trained = (num_parameters(config.model, trained=only) for only in (False, True))
+    report.placements(placements(state.params), total, trained)
 
 
 def _limits(config: Config) -> Mapping[str, float] | None:

@@ -17,7 +17,7 @@ from megajax.config.errors import reason
 from megajax.data.text.tokenizer import byte_tokenizer
 from megajax.generate.continuation import Continuation
 from megajax.render.logs import log_to_terminal
-from megajax.render.text import shorten, visible
+from megajax.render.text import folded, shorten, visible
 
 CLEAR = '\x1b[2J\x1b]0;title\x07'
 OBEYED = [*map(chr, range(32)), *map(chr, range(0x7F, 0xA0)), '\u202e', '\u2066', '\u2028']
@@ -87,3 +87,17 @@ def test_a_pipe_gets_the_text_as_it_is(is_terminal: bool, monkeypatch: pytest.Mo
         got = os.read(reader, 100).decode()
     os.close(reader)
     assert got.strip() == 'a' + (visible(CLEAR) if is_terminal else CLEAR)
+
+
+def test_a_broken_line_has_its_words_and_the_indentation_of_its_value() -> None:
+    path = 'runs/' + 'x' * 60
+    for line, indent in (
+        (f'metrics    {path}, and more words', 11),
+        (f'step 1  waited for data {path} and more words', 4),
+    ):
+        first, *others = folded(line, 50).split('\n')
+        assert others
+        assert all(part.startswith(' ' * indent) for part in others)
+        assert ' '.join([first, *map(str.strip, others)]).split() == line.split()
+    table = '| a    b |'
+    assert folded(f'\n{table}\n', 50).split('\n') == ['', table]

@@ -7,8 +7,10 @@ import pytest
 from jax import P
 from support import make_config
 
+from megajax.config import load
 from megajax.config.overlap_rules import resolved
 from megajax.counts.flops import step_flops
+from megajax.counts.parameters import num_parameters
 from megajax.parallel.placements import Placement
 from megajax.run.log.report import Report
 
@@ -163,6 +165,59 @@ def test_a_parameter_has_its_shape_its_axes_and_its_bytes_in_this_order(
     assert head.split() == ['parameter', 'shape', 'placement', 'bytes', 'per', 'device']
     assert row.split() == ['embedding.table', '4096x256', 'model,-', '2,097,152']
     assert total.split() == ['1,048,576', 'parameters', '2,097,152']
+
+
+def test_a_run_with_adapters_says_how_many_parameters_are_trained(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = load('tiny', ['lora.rank=8', 'model.dropout=0'])
+    counts = num_parameters(config.model), num_parameters(config.model, trained=True)
+    Report().placements([], *counts)
+    # (in + out) x rank of qkv, out, up and down, in each of two layers
+    per_layer = 8 * sum((128 + 384, 128 + 128, 128 + 768, 384 + 128))
+    assert counts[1] == config.model.num_layers * per_layer
+    last = capsys.readouterr().out.splitlines()[-1]
+    share = counts[1] / counts[0]
+    assert last == f'trained    {counts[1]:,} of {counts[0]:,} parameters ({share:.2%})'
+
+
+def test_a_run_that_trains_all_parameters_has_no_line_on_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Report().placements([], 100, 100)
+    assert 'trained' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ('milliseconds', 'estimate'),
+    [
+        ([102e3], '1 min 42 s a step: the 1,999 steps that are left take about 2 d 9 h'),
+        ([102e3, 1e3], '1 min 42 s a step: the 1,999 steps that are left take about 2 d 9 h'),
+        ([900.0], None),
+        ([900.0, 500.0], '500 ms a step: the 1,998 steps that are left take about 16 min 39 s'),
+    ],
+)  # fmt: skip
+def test_the_time_of_a_run_is_said_after_its_first_or_its_second_step(
+    capsys: pytest.CaptureFixture[str], milliseconds: list[float], estimate: str | None
+) -> None:
+    with Report().progress(start=0, steps=2000, log_every=10) as progress:
+        for step, ms in enumerate(milliseconds, 1):
+            progress.step(step, {**STEP, 'skipped_steps': 0, 'step_ms': ms})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ([f'time       {estimate}'] if estimate else [])
+
+
+def test_a_line_is_broken_at_its_spaces_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (('FORCE_COLOR', '1'), ('TERM', 'xterm'), ('COLUMNS', '80')):
+        monkeypatch.setenv(name, value)
+    line = 'data       ' + 'tokenizer of 4096 tokens, ' * 8
+    Report().say(line)
+    shown = [part.rstrip() for part in capsys.readouterr().out.splitlines()]
+    assert all(len(part) <= 80 for part in shown)
+    assert {part[:11] for part in shown[1:]} == {' ' * 11}
+    assert ' '.join(part.strip() for part in shown) == line.strip()
 
 
 def test_what_overlaps_is_told_and_how_the_layers_are_compiled(

@@ -27,7 +27,8 @@ from megajax.parallel.mesh import is_simulated
 from megajax.parallel.placements import Placement
 from megajax.processes.signals import drop_lost_outputs
 from megajax.render.folded import Folded
-from megajax.render.text import visible
+from megajax.render.text import folded, visible
+from megajax.render.units import duration
 from megajax.train.loss_scale import MARGIN
 
 LEARNING = {'loss': 'loss {:.3f}', 'lr': 'lr {:.2e}', 'grad_norm': 'grad norm {:.2f}'}
@@ -39,6 +40,8 @@ RATES = {
 }
 # A delay is reported if it exceeds this share of the step time since the last line, and these ms.
 WORTH_SAYING, LEAST_MS = 0.1, 100.0
+# Seconds of a first step whose own overhead, of some tenths of a second, does not count.
+LONG = 2.0
 
 
 class Report:
@@ -48,8 +51,11 @@ class Report:
         self.console = _Console(highlight=False, soft_wrap=True, quiet=jax.process_index() != 0)
 
     def say(self, text: str) -> None:
-        """Print a line."""
-        self.console.print(visible(text), markup=False)
+        """Print a line; on a terminal that is too narrow it is broken at its spaces."""
+        text = visible(text)
+        if self.console.is_terminal:
+            text = folded(text, self.console.width)
+        self.console.print(text, markup=False)
 
     def mesh(self, mesh: Mesh) -> None:
         """Print the axes of the mesh and its devices."""
@@ -103,8 +109,10 @@ class Report:
             f'the run begins with {held / MARGIN:,.0f}'
         )
 
-    def placements(self, parameters: list[Placement], num_parameters: int) -> None:
-        """Print the table of the parameters' placements."""
+    def placements(
+        self, parameters: list[Placement], num_parameters: int, trained: int | None = None
+    ) -> None:
+        """Print the table of the parameters' placements, and how many of them are trained."""
         table = Table(
             'parameter',
             'shape',
@@ -124,6 +132,9 @@ class Report:
         total = sum(parameter.bytes_per_device for parameter in parameters)
         table.add_row(f'{num_parameters:,} parameters', '', '', f'{total:,}', style='bold')
         self.console.print(Folded(table) if self.console.is_terminal else table)
+        if trained is not None and trained < num_parameters:
+            share = trained / num_parameters
+            self.say(f'trained    {trained:,} of {num_parameters:,} parameters ({share:.2%})')
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -180,6 +191,7 @@ class StepReport:
         self._sums: Counter[str] = Counter()  # since the last line
         self._skipped: Counter[str] = Counter()
         self._count = 0
+        self._is_timed = False  # whether the time of the run was estimated
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Report a step; `values` are its numbers as in `metrics.jsonl`."""
@@ -204,6 +216,18 @@ class StepReport:
             for remark in _remarks(self._sums, values):
                 self.report.say(f'step {step}  {remark}')
             self._sums.clear()
+        self._estimate(step, values['step_ms'] / 1e3)
+
+    def _estimate(self, step: int, seconds: float) -> None:
+        """Print the time of the steps that are left, after the first step if that was long."""
+        left = self.steps - step
+        if self._is_timed or not left or (self._count == 1 and seconds < LONG):
+            return
+        self._is_timed = True
+        self.report.say(
+            f'time       {duration(seconds)} a step: the {left:,} steps that are left take '
+            f'about {duration(left * seconds)}'
+        )
 
     def _say(self, learning: str, rates: str) -> None:
         """Print a line, above the bar if there is one; two on a terminal that is too narrow."""
