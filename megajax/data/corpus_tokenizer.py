@@ -72,15 +72,11 @@ def tokenizer_of_pairs(
         spec = str(tokenizer_paths[0])
     tokenizer = make_tokenizer(spec, config.model.vocab_size, special=_special(config))
     for path in tokenizer_paths:
-        if load_tokenizer(str(path)).fingerprint != tokenizer.fingerprint:
-            fix = (
-                'blend corpora that share a tokenizer'
-                if config.data.tokenizer == 'auto'
-                else 'use data.tokenizer=auto'
-            )
+        made_by = load_tokenizer(str(path))
+        if made_by.fingerprint != tokenizer.fingerprint:
             message = (
                 f'{spec} did not make these tokens: their tokenizer is {path}, '
-                f'which has another hash; {fix}'
+                f'which has another hash; {_fix(config, made_by, spec)}'
             )
             raise _problem('data.tokenizer', message, *CORPUS)
     for prefix, manifest in manifests.items():
@@ -91,6 +87,18 @@ def tokenizer_of_pairs(
             )
             raise _problem('data.tokenizer', message, *CORPUS)
     return tokenizer
+
+
+def _fix(config: Config, made_by: Tokenizer, spec: str) -> str:
+    """Return what to do about tokens that another tokenizer made."""
+    again = f'build them again: megajax data build NEW --input FILES --tokenizer {spec}'
+    if config.data.tokenizer == 'auto':
+        return f'blend corpora that share a tokenizer; {again}'
+    if config.run.start_from is not None:
+        return f'{again}, and set data.corpus=NEW'
+    size = made_by.vocab_size
+    vocabulary = f' model.vocab_size={size}' if size > config.model.vocab_size else ''
+    return f'use data.tokenizer=auto{vocabulary}, or {again}'
 
 
 def check_image_token(config: Config, tokenizer: Tokenizer | None) -> None:

@@ -58,7 +58,7 @@ def load_data(config: Config, template: Template | None = None) -> Data:
             summary=drawn.summary,
             fingerprints={config.data.corpus: drawn.fingerprint},
         )
-    prefixes = _prefixes(config)
+    prefixes = prefixes_of(config)
     if not prefixes and keeps_documents(config, config.data.corpus):
         return _load_image_text(config, template)
     if config.data.chat_template is not None:
@@ -97,7 +97,7 @@ def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
     return _make(config, tokenizer, train, validation, summary)
 
 
-def _prefixes(config: Config) -> list[str]:
+def prefixes_of(config: Config) -> list[str]:
     """Return the prefixes of the corpus's .bin and .idx files; none if the corpus is text."""
     corpus = config.data.corpus
     if corpus.endswith(('.bin', '.idx')) and is_pair(corpus[:-4]):

@@ -19,9 +19,11 @@ from megajax.checkpoint.record import (
     read_record,
 )
 from megajax.config import CheckpointError, Config, ConfigError, Problem, RunError
-from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.build.manifest import Manifest
+from megajax.data.load import prefixes_of
+from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.processes.agree import from_first
-from megajax.run.named import candidates_of_start, tokenizer_of
+from megajax.run.named import NO_FILES, candidates_of_start, tokenizer_of
 
 # Keys that do not change what the weights mean.
 HARMLESS = ('model.dropout', 'model.attention_dropout', 'model.init_std', 'vision.freeze', *OF_ROWS)
@@ -46,6 +48,7 @@ def start_checkpoint(config: Config, run: Path) -> Iterator[Path | None]:
         return
     with _sound_in_all(Path(wanted)) as start:
         _check_same_model(start, config)
+        _check_corpus(start, config)
         yield start
 
 
@@ -104,6 +107,32 @@ def _check_same_model(start: Path, config: Config) -> None:
             problems.append(Problem(path=key, message=message))
     if problems:
         raise ConfigError(*problems)
+
+
+def _check_corpus(start: Path, config: Config) -> None:
+    """Raise ConfigError if the tokens of the corpus, or its tokenizer, are not of these weights.
+
+    Their vocabulary is fixed, so that tokens which another tokenizer made must be made again.
+    """
+    there = read_record(start).tokenizer_sha256
+    for prefix in prefixes_of(config):
+        if manifest := Manifest.read(prefix):
+            path = manifest.tokenizer_path(prefix)
+            made_by = load_tokenizer(str(path))
+            if made_by.fingerprint != (there or made_by.fingerprint) or (
+                made_by.vocab_size > config.model.vocab_size
+            ):
+                theirs = str(tokenizer_of(start)) if there else "the weights' tokenizer.json"
+                new = f'{prefix}_{start.absolute().parent.parent.name}'
+                message = (
+                    f'{prefix} holds tokens of {path}, and the weights of {start} were trained '
+                    f'with the ids of another tokenizer; build the corpus again: megajax data '
+                    f'build {new} --input FILES --tokenizer {theirs}, and set data.corpus={new}; '
+                    'or train on the text itself, data.corpus=FILE.jsonl'
+                )
+                raise ConfigError(Problem(path='data.corpus', message=message))
+    if config.data.tokenizer not in NO_FILES:
+        check_tokenizer(start, load_tokenizer(config.data.tokenizer))
 
 
 def _text(value: Any) -> str:

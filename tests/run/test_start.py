@@ -3,6 +3,7 @@ as they are.
 """
 
 import logging
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +13,15 @@ import numpy as np
 import pytest
 from checkpoints import make_state, tiny
 from support import by_name, on_mesh
+from typer.testing import CliRunner
 from vlm import vlm
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.open import restore_params
 from megajax.checkpoint.record import read_record
+from megajax.commands.main import app
 from megajax.config import CheckpointError, Config, ConfigError, dump
+from megajax.data import load_data
 from megajax.data.text.tokenizer import byte_tokenizer, train_bpe
 from megajax.run.named import config_of_overrides, with_own_tokenizer
 from megajax.run.start import check_tokenizer, origin_of, start_checkpoint
@@ -276,3 +280,50 @@ def test_a_run_resumes_with_its_own_tokenizer_wherever_it_is_and_takes_no_other_
     for spec in str(tmp_path / 'mistyped.json'), 'bytes', 'auto':
         assert tokenizer(tiny(data={'tokenizer': spec}), moved) == spec
     assert tokenizer(config, tmp_path / 'new') == str(began)
+
+
+def build_corpus(folder: Path, name: str, **options: Any) -> str:
+    """Build tokens of a text in a folder, as `megajax data build` does."""
+    text = folder / 'text.txt'
+    text.write_text('one two three four ' * 200)
+    arguments = [str(folder / name), '--input', str(text)]
+    arguments += [part for key, value in options.items() for part in (f'--{key}', str(value))]
+    done = CliRunner().invoke(app, ['data', 'build', *arguments])
+    assert done.exit_code == 0, (done.output, done.exception)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize('keys', [{}, {'tokenizer': 'own'}, {'tokenizer': 'auto'}])
+def test_the_advice_on_tokens_of_another_tokenizer_ends_in_a_run_that_starts(
+    source: Path, tmp_path: Path, keys: dict[str, str]
+) -> None:
+    corpus = build_corpus(tmp_path, 'web', **{'train-bpe': 300})
+    own = f'{source}/tokenizer.json'
+    keys = {key: value.replace('own', own) for key, value in keys.items()}
+    with pytest.raises(ConfigError) as error:
+        find_start(starting(source, data={'corpus': corpus, **keys}), tmp_path / 'new')
+    message = str(error.value)
+    built = re.search(r'megajax (data build \S+) --input FILES (--tokenizer \S+), and set', message)
+    assert built, message
+    words = [*built[1].split(), '--input', str(tmp_path / 'text.txt'), *built[2].split()]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    again = re.search(r'set data\.corpus=(\S+);', message)[1]
+    config = starting(source, data={'corpus': again, **keys})
+    assert find_start(config, tmp_path / 'new')
+    check_tokenizer(source / 'checkpoints/3', load_data(config).tokenizer)
+
+
+def test_the_advice_on_another_tokenizer_for_a_text_ends_in_a_run_that_starts(
+    source: Path, tmp_path: Path
+) -> None:
+    text, other = tmp_path / 'text.txt', tmp_path / 'other.json'
+    text.write_text('one two three four ' * 200)
+    train_bpe([text.read_text()], 300).save(other)
+    data = {'corpus': str(text), 'tokenizer': str(other)}
+    with pytest.raises(ConfigError) as error:
+        find_start(starting(source, data=data), tmp_path / 'new')
+    key, value = str(error.value).rpartition('; set ')[2].split('=')
+    assert key == 'data.tokenizer'
+    config = starting(source, data={**data, 'tokenizer': value})
+    assert find_start(config, tmp_path / 'new')
+    check_tokenizer(source / 'checkpoints/3', load_data(config).tokenizer)
