@@ -30,7 +30,6 @@ from megajax.config import (
     dump,
 )
 from megajax.config.overlap_rules import resolved
-from megajax.counts.parameters import num_parameters
 from megajax.data import Data
 from megajax.hardware.records import check_dtype, hardware_of
 from megajax.hardware.targets import is_nvidia
@@ -174,7 +173,7 @@ def _train(
         data = resumed_data(data, config, before, batches=int(state.batches))
         _carry_along(checkpoints, companions)
         _write_inputs(folder, config, data, checkpoints.companions)
-        _show_parameters(config, state, report)
+        report.placements(placements(state.params), config.model)
         report.say(f'run        {folder}')
         metrics_writer = MetricsWriter(folder, int(state.step), config=config)
         with (
@@ -222,11 +221,6 @@ def _stop(trainer: Trainer, folder: Path) -> None:
     trainer.checkpoints.close(final=True)
     saved = f'{folder}/checkpoints/{trainer.step}' if trainer.step else 'none'
     trainer.report.say(f'run        {folder}\ncheckpoint {saved}')
-
-
-def _show_parameters(config: Config, state: TrainState, report: Report) -> None:
-    total, trained = (num_parameters(config.model, trained=only) for only in (False, True))
-    report.placements(placements(state.params), total, trained)
 
 
 def _limits(config: Config) -> Mapping[str, float] | None:

@@ -20,7 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megajax.config import Config
+from megajax.config.model import ModelConfig
 from megajax.config.overlap_rules import is_split
+from megajax.counts.parameters import num_parameters
 from megajax.counts.schedule import schedule_of
 from megajax.hardware.targets import is_nvidia
 from megajax.parallel.mesh import is_simulated
@@ -109,9 +111,7 @@ class Report:
             f'the run begins with {held / MARGIN:,.0f}'
         )
 
-    def placements(
-        self, parameters: list[Placement], num_parameters: int, trained: int | None = None
-    ) -> None:
+    def placements(self, parameters: list[Placement], model: ModelConfig) -> None:
         """Print the table of the parameters' placements, and how many of them are trained."""
         table = Table(
             'parameter',
@@ -129,12 +129,12 @@ class Report:
             axes = ','.join('+'.join(axes) or '-' for axes in parameter.axes)
             shape = 'x'.join(map(str, parameter.shape))
             table.add_row(parameter.name, shape, axes, f'{parameter.bytes_per_device:,}')
+        count, trained = (num_parameters(model, trained=only) for only in (False, True))
         total = sum(parameter.bytes_per_device for parameter in parameters)
-        table.add_row(f'{num_parameters:,} parameters', '', '', f'{total:,}', style='bold')
+        table.add_row(f'{count:,} parameters', '', '', f'{total:,}', style='bold')
         self.console.print(Folded(table) if self.console.is_terminal else table)
-        if trained is not None and trained < num_parameters:
-            share = trained / num_parameters
-            self.say(f'trained    {trained:,} of {num_parameters:,} parameters ({share:.2%})')
+        if trained < count:
+            self.say(f'trained    {trained:,} of {count:,} parameters ({trained / count:.2%})')
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
