@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megajax.config import RunError as RunError
     from megajax.config import load as load
     from megajax.inspect import Inspect
+    from megajax.model.loss import cross_entropy as cross_entropy
     from megajax.model.transformer import Decoder as Decoder
     from megajax.model.transformer import LanguageModel as LanguageModel
     from megajax.parallel.layout import Layout as Layout
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from megajax.plan import PlanPackage
     from megajax.run.run import Run as Run
     from megajax.run.run import train as train
+    from megajax.run.start import load_params as load_params
+    from megajax.train.compiler_options import step_options as step_options
+    from megajax.train.custom import gradients as gradients
+    from megajax.train.custom import loss as loss
     from megajax.train.feed import place_batch as place_batch
     from megajax.train.step import TrainState as TrainState
     from megajax.train.step import init_state as init_state
@@ -39,14 +44,19 @@ __all__ = [
     'Run',
     'RunError',
     'TrainState',
+    'cross_entropy',
+    'gradients',
     'init_state',
     'inspect',
     'load',
+    'load_params',
+    'loss',
     'make_mesh',
     'make_train_step',
     'place_batch',
     'placements',
     'plan',
+    'step_options',
     'train',
 ]
 
@@ -59,12 +69,17 @@ _HOMES = {
     'Run': 'megajax.run.run',
     'RunError': 'megajax.config',
     'TrainState': 'megajax.train.step',
+    'cross_entropy': 'megajax.model.loss',
+    'gradients': 'megajax.train.custom',
     'init_state': 'megajax.train.step',
     'load': 'megajax.config',
+    'load_params': 'megajax.run.start',
+    'loss': 'megajax.train.custom',
     'make_mesh': 'megajax.parallel.mesh',
     'make_train_step': 'megajax.train.step',
     'place_batch': 'megajax.train.feed',
     'placements': 'megajax.parallel.placements',
+    'step_options': 'megajax.train.compiler_options',
 }
 _CALLED = {'inspect': 'megajax.inspect', 'plan': 'megajax.plan', 'train': 'megajax.train'}
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import P, lax
 
 from megajax.config import Config
 from megajax.counts.chunks import chunk_sizes
@@ -56,10 +56,7 @@ class Loss:
         `label` forward, none backward.
         """
         token = self._token_ids(logits)
-        # Each of these reductions over V is an all-reduce of [B, ...].
-        top = lax.stop_gradient(logits.max(-1))
-        log_total = jnp.log(jnp.exp(logits - top[..., None]).sum(-1)) + top
-        nll = log_total - jnp.where(token == label[..., None], logits, 0).sum(-1)
+        nll, log_total = _nll(logits, label, token)
         objective = nll
         if self.label_smoothing:
             mean = jnp.where(token < self.vocab_size, logits, 0).sum(-1) / self.vocab_size
@@ -104,6 +101,29 @@ class Loss:
         computed in the same pass, so nothing is computed twice.
         """
         return _sum_over_tokens(x_BTD, (head_Vd.T, bias_V), label_BS, weight_BS, self)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Return the negative log-likelihood of each label in nats, in fp32.
+
+    `logits` are [..., V] and `labels` [...]. This is
+    `optax.softmax_cross_entropy_with_integer_labels` for logits that are sharded over V, as a
+    model's are; optax raises a ShardingTypeError for them.
+    """
+    logits = logits.astype(jnp.float32)
+    vocabulary = jax.typeof(logits).sharding.spec[-1]
+    token_V = jnp.arange(logits.shape[-1], out_sharding=P(vocabulary))
+    return _nll(logits, labels, jnp.expand_dims(token_V, tuple(range(logits.ndim - 1))))[0]
+
+
+def _nll(logits: jax.Array, label: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the negative log-likelihood, and the logarithm of the softmax's denominator.
+
+    `token` has the ids of the logits. Each reduction over V is an all-reduce of `label`'s size.
+    """
+    top = lax.stop_gradient(logits.max(-1))
+    log_total = jnp.log(jnp.exp(logits - top[..., None]).sum(-1)) + top
+    return log_total - jnp.where(token == label[..., None], logits, 0).sum(-1), log_total
 
 
 Sums = tuple[jax.Array, jax.Array]

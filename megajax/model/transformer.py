@@ -26,6 +26,7 @@ from megajax.model.ordered.order import Order
 from megajax.model.parameters import Parameters
 from megajax.model.relevance import RelevanceNetworks
 from megajax.model.vision import Encoder
+from megajax.parallel.layer_order import require_model_order
 from megajax.parallel.layout import Layout
 
 Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
@@ -157,6 +158,7 @@ class Transformer(nnx.Module):
         weights: 'Transformer | None' = None,
     ) -> jax.Array:
         """x_BTD after the final norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
+        require_model_order(self.layout)
         merged, seen = None, None
         x_BTD = self.embed(
             token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
@@ -281,14 +283,11 @@ class LanguageModel(Transformer):
     ) -> jax.Array:
         """Logits [B, S, V] in fp32, sharded over V.
 
-        The logits of the vocabulary's padding are the lowest fp32 number.
+        The logits of the vocabulary's padding are the lowest fp32 number. `megajax.cross_entropy`
+        compares them with labels. Raises ConfigError on stages and context shards.
         """
         x_BTD = self.hidden(
-            token_BS,
-            computation,
-            position_BS=position_BS,
-            segment_BS=segment_BS,
-            type_BS=type_BS,
+            token_BS, computation, position_BS=position_BS, segment_BS=segment_BS, type_BS=type_BS
         )
         x_BTD = self.before_head(x_BTD)
         with jax.named_scope('head'):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from megajax.config import ConfigError
 from megajax.parallel.layout import STAGE, Layout
 
 
@@ -113,3 +114,15 @@ def _rounds(stages: int, chunks: int) -> list[list[Move]]:
         held, wanted = (chunk % stages, chunk // stages), (chunk // chunks, chunk % chunks)
         rounds[turn].append((held, wanted))
     return rounds
+
+
+def require_model_order(layout: Layout) -> None:
+    """Raise ConfigError where a layout has layers or tokens in another order than the model's."""
+    keys = {'stages': 'L', 'context': 'S'}
+    axes = [f'mesh.{key}' for key, dim in keys.items() if layout.num_shards(dim) > 1]
+    if axes:
+        raise ConfigError(
+            f'a model cannot be called with {" and ".join(axes)}: use '
+            f'{" ".join(f"{axis}=1" for axis in axes)}, or megajax.loss, megajax.gradients or '
+            'megajax.make_train_step, which know the order of layers and tokens there'
+        )

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from megajax.checkpoint.digests import SUMS, find_steps, sound_checkpoint
+from megajax.checkpoint.open import restore_params
 from megajax.checkpoint.record import (
     OF_ROWS,
     START_FROM,
@@ -52,6 +54,21 @@ def start_checkpoint(config: Config, run: Path) -> Iterator[Path | None]:
         yield start
 
 
+def load_params(path: str | Path, config: Config) -> nnx.State:
+    """Return the parameters of a run, an import or one checkpoint, placed on the current mesh.
+
+    They are placed as those of `init_state(config)`, which also takes them, and may have been
+    trained on any mesh. For a run they are those of its newest checkpoint that verifies, and
+    `load('RUN/config.yaml', overrides)` is its config.
+
+    Raises ConfigError, with every key of `model` that differs from the checkpoint's, if the config
+    has another model, and CheckpointError if no checkpoint holds what was written.
+    """
+    with sound_checkpoint(Path(path)) as start:
+        _check_same_model(start, config, 'load_params')
+        return restore_params(start, config)
+
+
 def check_tokenizer(start: Path, tokenizer: Tokenizer | None) -> None:
     """Raise ConfigError unless the run has the tokenizer that the weights were trained with."""
     there, here = read_record(start).tokenizer_sha256, tokenizer.fingerprint if tokenizer else None
@@ -90,7 +107,7 @@ def _sound_in_all(wanted: Path) -> Iterator[Path]:
         )
 
 
-def _check_same_model(start: Path, config: Config) -> None:
+def _check_same_model(start: Path, config: Config, source: str = START_FROM) -> None:
     there = read_record(start)
     different = config_differences(there, make_record(config, there.step))
     free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
@@ -101,7 +118,7 @@ def _check_same_model(start: Path, config: Config) -> None:
             logger.info('start      %s: %s -> %s', key, old, new)
         elif key.startswith(('model.', 'vision.', 'lora.')):
             message = (
-                f'{_text(new)}, but {_text(old)} in {start}, the checkpoint of {START_FROM}; '
+                f'{_text(new)}, but {_text(old)} in {start}, the checkpoint of {source}; '
                 f'set {key}={_text(old)}'
             )
             problems.append(Problem(path=key, message=message))

@@ -16,6 +16,7 @@ from support import by_name, on_mesh
 from typer.testing import CliRunner
 from vlm import vlm
 
+import megajax
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.open import restore_params
 from megajax.checkpoint.record import read_record
@@ -108,6 +109,21 @@ def test_the_weights_are_the_same_bits_on_any_mesh(source: Path, data: int, mode
     for name, x in expected.items():
         np.testing.assert_array_equal(actual[name], x, err_msg=name)
         assert actual[name].sharding == x.sharding
+
+
+def test_a_script_loads_the_weights_of_a_run_onto_any_mesh(source: Path) -> None:
+    config = tiny(1, 4)
+    with on_mesh(config):
+        actual = by_name(megajax.load_params(source, config))
+        expected = by_name(make_state(config, 3).params)
+    for name, x in expected.items():
+        np.testing.assert_array_equal(actual[name], x, err_msg=name)
+        assert actual[name].sharding == x.sharding
+
+
+def test_a_script_that_loads_weights_into_another_model_is_told_the_keys(source: Path) -> None:
+    with pytest.raises(ConfigError, match=r'hidden_size: 64, but 32 .* of load_params; set'):
+        megajax.load_params(source, tiny(model={'hidden_size': 64}))
 
 
 def test_a_run_that_has_begun_starts_from_nothing(source: Path) -> None:

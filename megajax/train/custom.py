@@ -1,0 +1,78 @@
+"""The loss and the gradients of a training step, as functions for a custom training loop."""
+
+import jax
+from flax import nnx
+
+from megajax.config import Config, ConfigError, Problem
+from megajax.train.feed import Batch
+from megajax.train.gradients import make_loss_and_gradients
+from megajax.train.step import dropout_key
+
+
+def loss(
+    params: nnx.State, batch: Batch, config: Config, *, step: jax.Array | int = 0
+) -> jax.Array:
+    """Return the loss of a batch as the training step computes it; differentiate and jit it.
+
+    `params` are those of `init_state(config)` or `load_params`, and `batch` is what `place_batch`
+    returns. `step` selects the dropout masks of that step of a run. `jax.value_and_grad(loss)`
+    gives the gradients of the training step on any mesh and at any ZeRO stage, in one pass.
+    Second derivatives are not supported. On GPUs, compile with the options that work around known
+    miscompiles of XLA:
+
+        @partial(jax.jit, compiler_options=megajax.step_options(config))
+        def step(params, opt_state, batch):
+            loss, gradients = jax.value_and_grad(megajax.loss)(params, batch, config)
+            updates, opt_state = optimizer.update(gradients, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
+
+    Raises ConfigError for train.dtype=fp8 and float16, whose scales only `make_train_step` keeps,
+    and for a model with frozen parameters, which have no gradients.
+    """
+
+    @jax.custom_vjp
+    def of(params: nnx.State) -> jax.Array:
+        return forward(params)[0]
+
+    def forward(params: nnx.State) -> tuple[jax.Array, nnx.State]:
+        key = dropout_key(config.train.seed, step)
+        (value, _), of_params = make_loss_and_gradients(config)(params, batch, key)
+        return value, of_params
+
+    def backward(of_params: nnx.State, factor: jax.Array) -> tuple[nnx.State]:
+        return (jax.tree.map(lambda gradient: factor * gradient, of_params),)
+
+    _check(config)
+    of.defvjp(forward, backward)
+    return of(params)
+
+
+def gradients(
+    params: nnx.State, batch: Batch, config: Config, *, step: jax.Array | int = 0
+) -> nnx.State:
+    """Return the gradients of `loss`, placed as `params` are, for an optimizer to take.
+
+    For the loss as well, call `jax.value_and_grad(megajax.loss)`, which computes both in one pass.
+    Raises ConfigError as `loss` does.
+    """
+    return jax.grad(loss)(params, batch, config, step=step)
+
+
+def _check(config: Config) -> None:
+    """Raise ConfigError for a config whose gradients need more than parameters and a batch."""
+    dtype, problems = config.train.dtype, []
+    if dtype in ('fp8', 'float16'):
+        message = (
+            f'{dtype} is not supported in a custom loop, because only make_train_step keeps its '
+            'scales; use train.dtype=bfloat16'
+        )
+        problems.append(Problem(path='train.dtype', message=message))
+    if config.model.has_frozen:
+        message = (
+            'frozen parameters are not supported in a custom loop, because they have no '
+            'gradients; use make_train_step'
+        )
+        path = 'lora' if config.lora is not None else 'vision.freeze'
+        problems.append(Problem(path=path, message=message))
+    if problems:
+        raise ConfigError(*problems)
