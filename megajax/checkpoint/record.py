@@ -26,6 +26,7 @@ FIXED = ('model.', 'vision.', 'lora.', 'train.dtype')
 # Those of `vision` that only change the rows of a batch.
 OF_ROWS = ('vision.images', 'vision.max_patches', 'vision.min_patches')
 OWN = ('run.', 'checkpoint.')  # keys of a process, not of the training
+FAMILY = 'imported as'  # key of `data` and `origin`: the Hugging Face family of an import
 START_FROM = 'run.start_from'
 # Keys that matter only when a run begins, and change nothing afterwards.
 AT_THE_START = frozenset({START_FROM, 'train.loss_scale'})

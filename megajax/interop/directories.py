@@ -17,7 +17,7 @@ from megajax.checkpoint.companions import (
     read_companions,
 )
 from megajax.checkpoint.digests import sound_checkpoint
-from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
+from megajax.checkpoint.record import FAMILY, RECORD, TOKENIZER, read_record
 from megajax.config import Config, ConfigError, ModelConfig, reload
 from megajax.config.lora import without_adapters
 from megajax.files.json_file import read_json
@@ -43,7 +43,7 @@ BESIDE_PICTURES = {
     '<|video_pad|>': 'video_token_id',
 }
 # Keys in the record of an imported checkpoint.
-FAMILY, DTYPE, REPOSITORY = 'imported as', 'imported in', 'imported from'
+DTYPE, REPOSITORY = 'imported in', 'imported from'
 
 logger = logging.getLogger(__name__)
 

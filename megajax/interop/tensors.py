@@ -17,6 +17,7 @@ from megajax.config import ConfigError
 from megajax.files.json_file import read_json
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
+ADAPTER = 'adapter_config.json'  # of PEFT
 SHARD_BYTES = 5_000_000_000  # maximum bytes of a file, as in `save_pretrained`
 SAFETENSORS_DTYPES = {
     'F32': np.dtype(np.float32),
@@ -51,21 +52,32 @@ class Tensor(NamedTuple):
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
     """Return every tensor of a directory by name, as views of the memory-mapped files.
 
-    A tensor's bytes are read only when it is used. Raises ConfigError, with file and tensor, if a
-    file is damaged or missing, or if the index and the files disagree.
+    A tensor's bytes are read only when it is used. As in transformers, `model.safetensors` comes
+    before an index, which `save_pretrained` leaves of an older model. Raises ConfigError, with file
+    and tensor, if a file is damaged or missing, or if the index and the files disagree, and for a
+    folder whose weights transformers would change by an adapter.
     """
+    check_adapter(folder)
+    if (folder / SINGLE).is_file():
+        return _read_file(folder / SINGLE)
     if (folder / INDEX).is_file():
         return _read_indexed(folder)
-    if not (folder / SINGLE).is_file():
-        pickles = sorted(path.name for path in folder.glob('*.bin'))
-        why = (
-            f'; {pickles[0]} is a pickle, which could run any code: '
-            'save the model as safetensors first'
-            if pickles
-            else ''
+    pickles = sorted(path.name for path in folder.glob('*.bin'))
+    why = (
+        f'; {pickles[0]} is a pickle, which could run any code: save the model as safetensors first'
+        if pickles
+        else ''
+    )
+    raise ConfigError(f'{folder}: there is neither {SINGLE} nor {INDEX}{why}')
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise ConfigError if transformers would add an adapter to the weights of a folder."""
+    if (folder / ADAPTER).is_file():
+        raise ConfigError(
+            f'{folder / ADAPTER}: transformers adds this adapter to the weights of the folder, and '
+            'megajax does not; move it away, or merge it with PEFT first (merge_and_unload)'
         )
-        raise ConfigError(f'{folder}: there is neither {SINGLE} nor {INDEX}{why}')
-    return _read_file(folder / SINGLE)
 
 
 def _read_indexed(folder: Path) -> dict[str, np.ndarray]:

@@ -14,6 +14,7 @@ from flax import nnx
 from megajax.checkpoint.digests import SUMS, find_steps, sound_checkpoint
 from megajax.checkpoint.open import restore_params
 from megajax.checkpoint.record import (
+    FAMILY,
     OF_ROWS,
     START_FROM,
     config_differences,
@@ -83,7 +84,10 @@ def check_tokenizer(start: Path, tokenizer: Tokenizer | None) -> None:
 def origin_of(start: Path) -> dict[str, str]:
     """Describe the checkpoint for the records of the run that begins with it."""
     digest = hashlib.sha256((start / SUMS).read_bytes()).hexdigest()
-    return {'checkpoint': str(start), 'step': str(read_record(start).step), 'sha256': digest}
+    record = read_record(start)
+    family = (record.data | record.origin).get(FAMILY)
+    origin = {'checkpoint': str(start), 'step': str(record.step), 'sha256': digest}
+    return origin if family is None else origin | {FAMILY: family}
 
 
 @contextmanager

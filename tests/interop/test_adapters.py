@@ -52,7 +52,7 @@ def export(run: Path, base: Path, folder: Path, family: str) -> None:
     named = family if family == 'phi3' else None  # the others are the first that fits
     export_huggingface(run, folder / 'with', family=named)
     export_huggingface(base, folder / 'without', family=named)
-    export_adapters(run, folder / 'alone', base=str(folder / 'without'), family=named)
+    export_adapters(run, folder / 'alone', base=str(folder / 'without'))
 
 
 @pytest.mark.parametrize('family', FAMILIES)

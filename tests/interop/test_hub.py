@@ -90,6 +90,7 @@ def test_the_files_of_an_index_are_downloaded_and_no_other_name(
 ) -> None:
     for name in ('a.safetensors', 'b.safetensors'):
         (model / name).write_text(name)
+    (model / 'model.safetensors').unlink()
     weights = {'x': 'a.safetensors', 'y': 'b.safetensors', 'z': 'modeling_gpt2.py', 'w': '*'}
     (model / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weights}))
     with serving(model) as hub:

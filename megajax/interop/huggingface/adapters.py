@@ -2,16 +2,17 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megajax.checkpoint.digests import sound_checkpoint
-from megajax.checkpoint.record import RECORD, read_record
+from megajax.checkpoint.record import FAMILY, RECORD, read_record
 from megajax.config import Config, ConfigError, reload
 from megajax.config.lora import without_adapters
+from megajax.files.json_file import read_json
 from megajax.interop.folder import new_folder
 from megajax.interop.huggingface.families import FAMILIES, write_family
 from megajax.interop.huggingface.family import Family, There
@@ -27,8 +28,9 @@ def export_adapters(
     """Write the adapters of a checkpoint as a directory that PEFT loads; return the family.
 
     `base` is the directory or the name of the model that they belong to, which PEFT reads where it
-    is not given one. Raises ConfigError if the checkpoint has no adapters, if no family can
-    represent its model, or if `out` already exists.
+    is not given one. The modules have the names of `family`, else of the family of the config.json
+    in `base`, else of the import that the run began with. Raises ConfigError if the checkpoint has
+    no adapters, if no family can represent its model, or if `out` already exists.
     """
     with sound_checkpoint(source) as checkpoint:
         config = reload(read_record(checkpoint).config, place=str(checkpoint / RECORD))
@@ -37,6 +39,7 @@ def export_adapters(
                 f'{checkpoint} was trained without lora and has no adapters: export it without '
                 '--adapter'
             )
+        family = family or _family_of(base, read_record(checkpoint).origin)
         name, _ = write_family(without_adapters(config).model, family)
         tensors = dict(_tensors(checkpoint, config, FAMILIES[name]))
         from safetensors.numpy import save
@@ -48,6 +51,13 @@ def export_adapters(
             )
             (partial / WEIGHTS).write_bytes(save(tensors, metadata={'format': 'pt'}))
         return name
+
+
+def _family_of(base: str | None, origin: Mapping[str, str]) -> str | None:
+    """Return the family of the model that adapters belong to, None if nothing says it."""
+    file = Path(base or '') / 'config.json'
+    family = read_json(file).get('model_type') if base and file.is_file() else None
+    return str(family) if family is not None else origin.get(FAMILY)
 
 
 def _settings(config: Config, modules: list[str], base: str | None) -> dict[str, Any]:

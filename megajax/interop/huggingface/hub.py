@@ -19,7 +19,7 @@ from megajax.config.errors import reason
 from megajax.config.extras import install
 from megajax.files.json_file import read_json
 from megajax.interop.huggingface.preprocessor import FILE as PREPROCESSOR
-from megajax.interop.tensors import INDEX, SINGLE
+from megajax.interop.tensors import ADAPTER, INDEX, SINGLE, check_adapter
 from megajax.render.text import in_line
 
 DESCRIPTION = (
@@ -27,6 +27,7 @@ DESCRIPTION = (
     'tokenizer.json',
     PREPROCESSOR,
     INDEX,
+    ADAPTER,
     *COMPANIONS,
     f'{TEMPLATES}/*.jinja',
 )
@@ -55,9 +56,13 @@ class Repository:
         return f'{self.name} at {self.commit}'
 
     def fetch_weights(self) -> None:
-        """Download the files of `model.safetensors.index.json`, or the only one."""
+        """Download `model.safetensors`, or the files of its index if there is no such file."""
+        check_adapter(self.folder)
+        self._fetch([SINGLE], self.commit)
         index = self.folder / INDEX
-        listed = read_json(index).get('weight_map') if index.is_file() else {'': SINGLE}
+        if (self.folder / SINGLE).is_file() or not index.is_file():
+            return
+        listed = read_json(index).get('weight_map')
         files = {str(file) for file in listed.values()} if isinstance(listed, dict) else set()
         # `read_tensors` refuses any other name.
         self._fetch(sorted(file for file in files if WEIGHTS.fullmatch(file)), self.commit)

@@ -1,0 +1,42 @@
+"""Of several files of weights, the one that transformers loads is read."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from megajax.config import ConfigError
+from megajax.interop.huggingface.adapters import _family_of
+from megajax.interop.huggingface.hub import DESCRIPTION
+from megajax.interop.tensors import ADAPTER, read_tensors
+
+INDEX = 'model.safetensors.index.json'
+
+
+@pytest.mark.parametrize('shard_is_there', [True, False])
+def test_a_single_file_comes_before_the_index_of_an_older_model(
+    shard_is_there: bool, tmp_path: Path
+) -> None:
+    save_file({'x': np.ones(2, np.float32)}, tmp_path / 'model.safetensors')
+    (tmp_path / INDEX).write_text(json.dumps({'weight_map': {'x': 'old.safetensors'}}))
+    if shard_is_there:
+        save_file({'x': np.zeros(2, np.float32)}, tmp_path / 'old.safetensors')
+    assert read_tensors(tmp_path)['x'].tolist() == [1, 1]
+
+
+def test_a_folder_or_repository_with_an_adapter_is_rejected(tmp_path: Path) -> None:
+    save_file({'x': np.ones(2, np.float32)}, tmp_path / 'model.safetensors')
+    (tmp_path / ADAPTER).write_text('{}')
+    with pytest.raises(ConfigError, match=r'adapter_config.json: .*merge_and_unload'):
+        read_tensors(tmp_path)
+    assert ADAPTER in DESCRIPTION  # so that it is found before any weights are downloaded
+
+
+def test_adapters_have_the_family_of_their_base_else_of_the_import(tmp_path: Path) -> None:
+    origin = {'imported as': 'mistral'}
+    (tmp_path / 'config.json').write_text('{"model_type": "phi3"}')
+    assert _family_of(str(tmp_path), origin) == 'phi3'
+    assert _family_of('org/name', origin) == _family_of(None, origin) == 'mistral'
+    assert _family_of(None, {}) is None
