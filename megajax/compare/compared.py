@@ -11,6 +11,7 @@ from megajax.compare.in_transformers import check_installed, execute_with_transf
 from megajax.compare.recording import Recording, read_recording, write_recording
 from megajax.compare.sides import WITHOUT_DROPOUT, Source, check_comparable
 from megajax.config import Config, ConfigError
+from megajax.config.lora import without_adapters
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class _Side:
     config: Config
     recording: Recording | None = None  # of a file
     with_transformers: bool = False
+    is_merged: bool = False  # whether adapters are added to the weights
 
     def record(self, batch: Mapping[str, np.ndarray]) -> Recording:
         """Return the numbers of a pass over a batch."""
@@ -55,11 +57,15 @@ def compare_sources(
     with Source.opened(a, both, of_a) as first, Source.opened(b, both, of_b) as second:
         if overrides and first.kind == second.kind == 'dump':
             raise ConfigError(f'{a} and {b} are computed already: leave out {overrides[0]}')
-        sides = _sides([first, second], transformers)
+        sides = _with_like_adapters(_sides([first, second], transformers))
         check_comparable(sides[0].config, sides[1].config, names=[a, b])
         batch = _batch(sides, data=data)
         _make_meshes(sides)
-        return compare(*(side.record(batch) for side in sides), tolerance=tolerance)
+        return compare(
+            *(side.record(batch) for side in sides),
+            tolerance=tolerance,
+            merged=[letter for letter, side in zip('AB', sides, strict=True) if side.is_merged],
+        )
 
 
 def dump_source(
@@ -113,6 +119,18 @@ def _sides(sources: Sequence[Source], transformers: str | None) -> list[_Side]:
     ]
 
 
+def _with_like_adapters(sides: Sequence[_Side]) -> list[_Side]:
+    """Merge the adapters of a side that is to be computed if the other one has none."""
+    if all(side.config.lora is not None for side in sides):
+        return [*sides]
+    return [
+        side
+        if side.config.lora is None or side.recording is not None
+        else dataclasses.replace(side, config=without_adapters(side.config), is_merged=True)
+        for side in sides
+    ]
+
+
 def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
     """Return the batch of both: that of a dump, of A's data, or random tokens."""
     for side in sides:
@@ -125,9 +143,7 @@ def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
             return side.recording.batch
     config = sides[0].config
     if data:
-        from megajax.data import load_data
-
-        return load_data(config).train[0]
+        return sides[0].source.data(config).train[0]
     from megajax.inspect.random_batch import make_batch
 
     return make_batch(config)

@@ -1,6 +1,6 @@
 """The difference of two recordings, site by site."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,9 @@ class Comparison(_Result):
     weights: int = Field(description='number of parameters')
     different_weights: list[str] = Field(description='those whose bits differ, the first first')
     sites: list[Site]
+    merged: list[str] = Field(
+        default=[], description='the sides whose adapters were added to their weights'
+    )
 
     @property
     def first(self) -> Site | None:
@@ -74,11 +77,14 @@ class Comparison(_Result):
         return all(site.same_bits for site in self.sites)
 
 
-def compare(a: Recording, b: Recording, *, tolerance: float | None = None) -> Comparison:
+def compare(
+    a: Recording, b: Recording, *, tolerance: float | None = None, merged: Sequence[str] = ()
+) -> Comparison:
     """Compare two passes over the same batch.
 
     The limit is `tolerance`, or that of a GPU-compiled step in the less precise of the two dtypes
-    (`inspect/limits.py`). Raises ConfigError if the batches differ.
+    (`inspect/limits.py`). `merged` has the letters of those whose adapters are in their weights.
+    Raises ConfigError if the batches differ.
     """
     if not _same_batch(a.batch, b.batch):
         raise ConfigError(
@@ -102,6 +108,7 @@ def compare(a: Recording, b: Recording, *, tolerance: float | None = None) -> Co
         weights=len(before),
         different_weights=[name for name in forward if before.get(name) != after.get(name)],
         sites=sites,
+        merged=[*merged],
     )
 
 

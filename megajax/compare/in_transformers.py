@@ -55,6 +55,9 @@ def execute_with_transformers(
         attn_implementation='eager',
         use_safetensors=True,  # never a pickle
     ).eval()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.padding_idx = None  # of which torch leaves out the gradient alone
     forward = _forward(model, source, config, batch)
     forward['loss'].backward()
     gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}

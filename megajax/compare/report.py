@@ -26,6 +26,8 @@ def to_text(comparison: Comparison, *, every: bool = False) -> RenderableType:
     if comparison.keys:
         parts += [Text(), Folded(_keys(comparison))]
     parts += [Text(), Folded(_sites(comparison, every=every)), Text()]
+    if comparison.merged:
+        parts += [Text(f'adapters: merged into the weights of {" and ".join(comparison.merged)}')]
     return Group(*parts, Text(f'weights: {_weights(comparison)}'), Text(verdict(comparison)))
 
 

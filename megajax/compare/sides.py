@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from megajax.checkpoint.digests import is_finished, readable, sound_checkpoint
 from megajax.checkpoint.record import RECORD, read_record
 from megajax.compare.recording import SUFFIX
-from megajax.config import Config, ConfigError, load, reload
+from megajax.config import Config, ConfigError, load, overridden, reload
 from megajax.interop.huggingface.families import read_config_json
 
 if TYPE_CHECKING:
     from flax import nnx
+
+    from megajax.data import Data
 
 Kind = Literal['config', 'run', 'huggingface', 'dump']
 # A Hugging Face directory has none of these keys: they are those of the other side or, compared
@@ -104,6 +106,21 @@ class Source:
         )
         place = str(self.path / 'config.json')
         return reload({'model': model, 'train': train}, self.overrides, place=place)
+
+    def data(self, config: Config) -> 'Data':
+        """Return the data; a run has its own tokenizer and chat template."""
+        from megajax.data import load_data
+
+        if self.kind != 'run':
+            return load_data(config)
+        from megajax.checkpoint.companions import read_companions
+        from megajax.run.named import with_own_tokenizer
+
+        own = with_own_tokenizer(config, self.path.absolute().parent.parent)
+        if overridden(self.overrides, 'data.chat_template'):
+            return load_data(own)
+        template = read_companions(self.path).template(f'the chat template of {self.name}')
+        return load_data(own, template)
 
     def load(self, config: Config) -> 'nnx.State':
         """Return the parameters, placed on the current mesh as a config has them between steps."""

@@ -1,6 +1,7 @@
 """`megajax compare` as a user calls it, on configs, runs, directories and files."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,19 @@ import pytest
 from click.testing import Result
 from compare.small import from_seed, small, with_fault
 from interop.stored import DATA
-from support import write_run
+from support import make_config, write_run
 from typer.testing import CliRunner
 
 from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.companions import TEMPLATE, Companions
 from megajax.commands.main import app
 from megajax.compare.in_transformers import check_installed
 from megajax.compare.recording import read_recording
+from megajax.compare.sides import Source
 from megajax.config import Config, ConfigError, dump, load
 from megajax.config.load import dump_sections
 from megajax.data import load_data
-from megajax.interop.directories import import_huggingface
+from megajax.interop.directories import export_huggingface, import_huggingface
 from megajax.parallel.mesh import mesh_for
 
 
@@ -74,6 +77,40 @@ def test_a_directory_is_its_import_to_the_bit(tmp_path: Path) -> None:
     result = command(DATA / 'llama3', tmp_path / 'run')
     assert result.exit_code == 0, result.exception
     assert 'equal to the bit: all' in verdict(result)
+
+
+def test_adapters_are_merged_for_a_side_that_has_none(written: Path) -> None:
+    run, lora = written.parent / 'run', small(lora={'rank': 2})
+
+    def trained(config: Config) -> Any:
+        return jax.tree.map(lambda x: x + 0.01, from_seed(config))
+
+    save_run(run, lora, trained)
+    export_huggingface(run, written.parent / 'out')
+    plain = 'loss.z_loss=0', 'loss.label_smoothing=0', 'data.document_mask=false'
+    result = command(run, written.parent / 'out', *plain)
+    assert result.exit_code == 0, result.output or result.exception
+    assert 'adapters: merged into the weights of A' in result.output
+
+
+def test_the_data_of_a_run_are_written_by_its_own_chat_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    turns = [{'role': 'user', 'content': 'a'}, {'role': 'assistant', 'content': 'b'}]
+    Path('chats.jsonl').write_text((json.dumps({'messages': turns}) + '\n') * 20)
+    text = '{% for x in messages %}[{{ x.role }}]{{ x.content }}{% endfor %}'
+    run = tmp_path / 'run' / 'checkpoints' / '0'
+    Companions({TEMPLATE: text.encode()}).write(run)
+    config = make_config(
+        'llama',
+        model={'vocab_size': 300, 'max_seq_len': 64},
+        train={'seq_len': 64, 'batch_size': 1},
+        data={'corpus': 'chats.jsonl', 'tokenizer': 'bytes'},
+    )
+    source = Source(name='run', kind='run', path=run, overrides=())
+    tokens = source.data(config).train[0]['tokens'][0].astype('uint8').tobytes()
+    assert tokens.startswith(b'[user]a[assistant]b')
 
 
 def test_a_dump_is_compared_with_a_config_over_its_own_batch(written: Path) -> None:
@@ -140,6 +177,14 @@ class TestWithTransformers:
     @pytest.mark.parametrize('name', ['gpt2', 'llama2', 'phi3', 'qwen2', 'qwen3'])
     def test_no_site_differs(self, name: str) -> None:
         result = command(DATA / name, DATA / name, '--transformers', 'b')
+        assert result.exit_code == 0, result.output or result.exception
+
+    def test_the_row_of_a_pad_token_has_its_gradient(self, tmp_path: Path) -> None:
+        folder = tmp_path / 'padded'
+        shutil.copytree(DATA / 'llama2', folder)
+        keys = json.loads((folder / 'config.json').read_text())
+        (folder / 'config.json').write_text(json.dumps(keys | {'pad_token_id': 3}))
+        result = command(folder, folder, '--transformers', 'b')
         assert result.exit_code == 0, result.output or result.exception
 
     def test_another_rope_is_found_in_the_attention_of_the_first_layer(self) -> None:
