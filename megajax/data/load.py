@@ -1,5 +1,6 @@
 """The path from a config to the batches of its run."""
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,10 +25,13 @@ from megajax.data.megatron_order import MegatronSamples, blend_index, blend_size
 from megajax.data.samples import Joined, Samples, Windows
 from megajax.data.text.corpus import Document, read_documents, split_documents
 from megajax.data.text.parts import Part, split_sequences
+from megajax.data.text.spelled import SpelledTokens, letters_warning
 from megajax.data.text.tokenizer import Tokenizer, encode_documents
 from megajax.data.tokens.indexed import from_lengths, is_pair, read_pair
 from megajax.data.tokens.token_ids import check_token_ids
 from megajax.data.tokens.watched import watched
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +139,7 @@ def _load_image_text(config: Config, template: Template | None) -> Data:
 def _load_text(config: Config) -> Data:
     train, validation, _ = split_documents(read_documents(config.data.corpus), config.data.split)
     tokenizer = tokenizer_of_text(config, lambda: [document.text for document in train])
+    _warn_of_spelled_tokens([*train, *validation], tokenizer)
     parts = [_encode(config.data.corpus, documents, tokenizer) for documents in (train, validation)]
     train_bytes, validation_bytes = (
         sum(len(document.text.encode()) for document in documents)
@@ -146,6 +151,12 @@ def _load_text(config: Config) -> Data:
         f'{tokenizer.vocab_size} tokens, {train_bytes / len(parts[0].tokens):.2f} bytes each'
     )
     return _make(config, tokenizer, [parts[0]], [parts[1]], summary)
+
+
+def _warn_of_spelled_tokens(documents: Sequence[Document], tokenizer: Tokenizer) -> None:
+    special = SpelledTokens(tokenizer.special_tokens())
+    if spelled := [names for document in documents if (names := special.find(document.text))]:
+        logger.warning('data.corpus: %s', letters_warning(len(spelled), set().union(*spelled)))
 
 
 def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:

@@ -181,6 +181,17 @@ def test_a_long_text_is_one_document(tmp_path: Path) -> None:
     assert Manifest.read(tmp_path / 'out').max_token == 256  # type: ignore[union-attr]
 
 
+def test_documents_that_spell_special_tokens_are_counted_once_over_units(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(3):
+        text = 'a line\n' * 200 + '<|endoftext|>\n' * (i % 2 == 0) * 200
+        (tmp_path / f'{i}.txt').write_text(text)
+    build(job(tmp_path / 'out', tmp_path / '*.txt', workers=2), unit=500)
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == 'WARNING']
+    assert warning.startswith('2 documents spell special tokens (<|endoftext|>), which are read as')
+
+
 def test_the_manifest_says_what_the_files_are(corpus: Path, tmp_path: Path) -> None:
     summary = build(job(tmp_path / 'out', corpus, train_bpe=300, append_eod=True))
     manifest = Manifest.read(tmp_path / 'out')  # checks the tokenizer's hash

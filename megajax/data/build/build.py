@@ -36,6 +36,7 @@ from megajax.data.build.partial import (
 )
 from megajax.data.build.pieces import UNIT
 from megajax.data.build.read import check_inputs, read_units
+from megajax.data.text.spelled import letters_warning
 from megajax.data.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -178,6 +179,7 @@ class _Builder:
         ]
         progress.text_bytes += encoded.text_bytes
         progress.max_token = max(progress.max_token, encoded.max_token)
+        self._count_spelling(encoded)
         ids, lengths = encoded.ids, encoded.lengths.astype(np.int64)
         if not encoded.first:
             ids, lengths = self._join(ids, lengths, encoded.last)
@@ -190,6 +192,15 @@ class _Builder:
         progress.tokens += len(ids)
         progress.sequences += int(filled.sum())
         progress.documents += len(ended)
+
+    def _count_spelling(self, encoded: Encoded) -> None:
+        progress, spells = self._progress, encoded.spells.copy()
+        again = not encoded.first and progress.open_spells  # counted in an earlier unit
+        if again:
+            spells[0] = True
+        progress.spelling += int(spells.sum()) - again
+        progress.open_spells = not encoded.last and bool(spells[-1])
+        progress.spelled = sorted({*progress.spelled, *encoded.spelled})
 
     def _join(
         self, ids: np.ndarray, lengths: np.ndarray, last: bool
@@ -231,6 +242,8 @@ class _Builder:
                 f'{progress.skipped} bad lines; give other files'
             )
             raise ConfigError(Problem(path='--input', message=message))
+        if progress.spelling:
+            logger.warning(letters_warning(progress.spelling, progress.spelled))
         partial.write_index(tokenizer.dtype)
         manifest = Manifest(
             tokenizer=finals(out)[0].name,

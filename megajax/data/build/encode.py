@@ -18,6 +18,7 @@ from megajax.data.build.parse import parse
 from megajax.data.build.partial import UnfinishedError
 from megajax.data.build.pieces import Position, Unit
 from megajax.data.text.long_texts import WHOLE, UncuttableError
+from megajax.data.text.spelled import SpelledTokens
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -43,12 +44,20 @@ class Encoded:
     last: bool  # whether the last document ends in this unit
     text_bytes: int  # bytes of text encoded
     max_token: int  # largest token id
+    spells: np.ndarray  # bool [documents], whether each spells special tokens
+    spelled: set[str]  # names of these tokens
     skipped: list[Problem]  # bad lines that were skipped
     error: Problem | None  # bad line with which the build must end
 
 
-def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
-    """Parse and encode a unit; the first bad line ends it, unless bad lines are skipped."""
+def encode(
+    unit: Unit, tokenizer: Tokenizer, options: Options, special: SpelledTokens | None = None
+) -> Encoded:
+    """Parse and encode a unit; the first bad line ends it, unless bad lines are skipped.
+
+    `special` finds the tokenizer's special tokens in a text.
+    """
+    special = special or SpelledTokens(tokenizer.special_tokens())
     texts, skipped, error = _parse_unit(unit, options)
     try:
         before, after = map(_decode_context, (unit.pieces[0].before, unit.pieces[-1].after))
@@ -69,6 +78,7 @@ def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
             np.concatenate([part, eod]) if i in complete and len(part) else part
             for i, part in enumerate(ids)
         ]
+    spelled = [special.find(text) for text in texts]
     all_ids = np.concatenate([np.empty(0, tokenizer.dtype), *ids])
     return Encoded(
         ids=all_ids,
@@ -77,6 +87,8 @@ def encode(unit: Unit, tokenizer: Tokenizer, options: Options) -> Encoded:
         last=last,
         text_bytes=sum(len(text) if text.isascii() else len(text.encode()) for text in texts),
         max_token=int(all_ids.max(initial=0)),
+        spells=np.array([bool(names) for names in spelled], bool),
+        spelled=set().union(*spelled),
         skipped=skipped,
         error=error,
     )
@@ -213,5 +225,6 @@ def serve(descriptor: int) -> None:
         connection = Connection(descriptor)
         path, options = connection.recv()
         tokenizer = load_tokenizer(path)
+        special = SpelledTokens(tokenizer.special_tokens())
         while True:
-            connection.send(encode(connection.recv(), tokenizer, options))
+            connection.send(encode(connection.recv(), tokenizer, options, special))

@@ -14,7 +14,7 @@ from megajax.data.build.inputs import Format, Input
 from megajax.data.text.tokenizer import Tokenizer
 
 # version of the conversion from bytes to tokens; a partial build of another version is not resumed
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)

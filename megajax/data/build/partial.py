@@ -57,6 +57,9 @@ class Progress(BaseModel):
     documents: int = 0
     max_token: int = 0  # largest token id
     text_bytes: int = 0  # bytes of text encoded
+    spelling: int = 0  # number of documents that spell special tokens
+    open_spells: bool = False  # whether the document that continues does
+    spelled: list[str] = []  # names of these tokens
     skipped: int = 0  # number of bad lines skipped
     skipped_places: list[str] = []  # file and line of the first of them
 
