@@ -1,6 +1,6 @@
 """Which steps overlap communication and computation in an order of ours.
 
-`train/overlap.py` says what stands beside what; `model/ordered/` has the order.
+`train/overlap.py` says what stands beside what; `model/overlap/` has the order.
 """
 
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ class Computation(NamedTuple):
     recompute: str = 'none'  # in the backward pass: none, selective (attention's core) or full
     # Parts of the rows, independent within a layer: batch-split overlap (Domino).
     num_parts: int = 1
-    in_order: bool = False  # whether the parts take turns (`ordered.py`), or XLA orders them
+    in_order: bool = False  # whether the parts take turns (`model/overlap`), or XLA orders them
     splits_tokens: bool = False  # whether the parts are of the tokens, not of the rows
     unroll: bool = False  # whether each layer is compiled on its own, or a loop over layers
     shard: str = 'none'  # what is sharded over `data` (`overlap_rules.rung`)

@@ -21,8 +21,8 @@ from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, Vocab
 from megajax.model.images import Images, Merged, add_deep, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
-from megajax.model.ordered.branch import RowArrays
-from megajax.model.ordered.order import Order
+from megajax.model.overlap.schedule import Order
+from megajax.model.overlap.sublayer_steps import RowArrays
 from megajax.model.parameters import Parameters
 from megajax.model.relevance import RelevanceNetworks
 from megajax.model.vision import Encoder

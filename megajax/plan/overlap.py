@@ -85,7 +85,7 @@ _OVER_DATA = {
 
 
 # In an order of ours the traffic of the layers runs beside all products of its pass
-# (`model/ordered/`), but for what is sent beside a short one; halves of the tokens wait for each
+# (`model/overlap/`), but for what is sent beside a short one; halves of the tokens wait for each
 # other where attention needs both. In a loop the first and the last transfer of a layer have
 # nothing beside them.
 _IN_ORDER = {'batch_split': 0.92, 'sequence_split': 0.75}

@@ -12,7 +12,7 @@ from jax import lax
 from megajax.config import Config
 from megajax.config.overlap_rules import resolved
 from megajax.miscompiles import mesh_target
-from megajax.model.ordered.apart import added, holds_totals, with_totals
+from megajax.model.overlap.per_layer_arrays import added, holds_totals, with_totals
 from megajax.model.shard_copies import add_copies, copy_to_shards
 from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards

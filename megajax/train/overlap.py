@@ -3,7 +3,7 @@
 In a Megatron layer every matrix product waits for the collective before it. Two halves of a
 microbatch do not depend on each other, or only in attention: while one communicates, the other
 computes (Domino, Wang et al., 2024). What is sent over `data` stands beside the products of other
-layers. The number of bytes is the same. `model/ordered/` has the order; where it has none, for
+layers. The number of bytes is the same. `model/overlap/` has the order; where it has none, for
 stages, context shards, grids and images, the halves are left to XLA's scheduler.
 """
 

@@ -30,7 +30,7 @@ from megajax.model import at_rest
 from megajax.model.at_rest import reduced_in_backward
 from megajax.model.fp8 import cast
 from megajax.model.gradient_slot import separate
-from megajax.model.ordered.apart import Stack, apart, together
+from megajax.model.overlap.per_layer_arrays import Stack, apart, together
 from megajax.model.parameters import map_parameters, trainable
 from megajax.model.shard_copies import copied_dims
 from megajax.parallel.layout import Axes, Layout

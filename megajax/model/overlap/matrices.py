@@ -7,7 +7,7 @@ import jax
 from jax.typing import DTypeLike
 
 from megajax.model import at_rest, fp8
-from megajax.model.ordered.clock import Box, Clock
+from megajax.model.overlap.barriers import Box, Clock
 from megajax.parallel.layout import Layout
 
 AHEAD = 2  # gathers that have started when a product begins, beside its own

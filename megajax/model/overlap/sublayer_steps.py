@@ -1,7 +1,7 @@
 """The two branches of a block, cut into steps.
 
 A branch is x + leave(second(middle(first(enter(x))))), where `first` and `second` are the products
-with its column-parallel and its row-parallel matrix. `megajax.model.ordered` chooses when each step
+with its column-parallel and its row-parallel matrix. `megajax.model.overlap` chooses when each step
 runs.
 """
 
@@ -22,8 +22,8 @@ from megajax.model.dropout import fold_in
 from megajax.model.fp8 import Operand, Quantized, value
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.norm import Norm
-from megajax.model.ordered.matrices import Matrix
-from megajax.model.ordered.token_parts import join_tokens, split_tokens
+from megajax.model.overlap.matrices import Matrix
+from megajax.model.overlap.split_tokens import join_tokens, split_tokens
 from megajax.model.product import (
     input_gradient,
     partial_gradient,

@@ -8,9 +8,9 @@ import jax
 from megajax.model import fp8
 from megajax.model.block import Block
 from megajax.model.fp8 import Quantized
-from megajax.model.ordered.branch import Branch
-from megajax.model.ordered.clock import Box, Clock
-from megajax.model.ordered.matrices import Key, Matrix
+from megajax.model.overlap.barriers import Box, Clock
+from megajax.model.overlap.matrices import Key, Matrix
+from megajax.model.overlap.sublayer_steps import Branch
 
 
 class Gradients:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from megajax.model.ordered.clock import Box, Clock, Meeting, in_turn
+from megajax.model.overlap.barriers import Box, Clock, Meeting, in_turn
 
 
 def reached(function, *arrays: jax.Array, result: int) -> set[str]:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import jax
 
 from megajax.model.block import Block
-from megajax.model.ordered.branch import Branch
-from megajax.model.ordered.clock import Box, Clock, Meeting, Steps
-from megajax.model.ordered.gradients import Gradients
-from megajax.model.ordered.matrices import Matrices
+from megajax.model.overlap.barriers import Box, Clock, Meeting, Steps
+from megajax.model.overlap.gradients import Gradients
+from megajax.model.overlap.matrices import Matrices
+from megajax.model.overlap.sublayer_steps import Branch
 
 
 class Kept(NamedTuple):

@@ -13,7 +13,7 @@ from steps import Setting, loss_and_gradients
 from support import assert_close, exhaustive, slow
 
 from megajax.counts.declaration import Parameter
-from megajax.model.ordered.apart import Stack
+from megajax.model.overlap.per_layer_arrays import Stack
 from megajax.model.parameters import map_parameters
 from megajax.train import zero
 

@@ -19,14 +19,14 @@ from megajax.config import ModelConfig
 from megajax.model.block import BRANCHES, Block, parts_of_rows
 from megajax.model.computation import Computation
 from megajax.model.dropout import fold_in
-from megajax.model.ordered.apart import holds_totals, of_all, of_layer
-from megajax.model.ordered.branch import Branch, RowArrays, linears, select
-from megajax.model.ordered.clock import Box, Clock, in_turn
-from megajax.model.ordered.gradients import Gradients
-from megajax.model.ordered.matrices import Matrices, Matrix
-from megajax.model.ordered.reads import LINEARS, has_value, named, read, reads_output, require
-from megajax.model.ordered.token_parts import join_tokens, split_tokens
-from megajax.model.ordered.turns import Kept, Turns
+from megajax.model.overlap.barriers import Box, Clock, in_turn
+from megajax.model.overlap.gradients import Gradients
+from megajax.model.overlap.interleave import Kept, Turns
+from megajax.model.overlap.matrices import Matrices, Matrix
+from megajax.model.overlap.per_layer_arrays import holds_totals, of_all, of_layer
+from megajax.model.overlap.reads import LINEARS, has_value, named, read, reads_output, require
+from megajax.model.overlap.split_tokens import join_tokens, split_tokens
+from megajax.model.overlap.sublayer_steps import Branch, RowArrays, linears, select
 from megajax.model.parameters import map_parameters
 from megajax.parallel.layout import Layout
 

@@ -1,7 +1,7 @@
 """Which parameters the steps of a layer read, found by tracing them.
 
-`Block` says what a layer computes, and `branch.py` says it again in steps. A parameter that only
-`Block` knows would have no part in the loss, and no gradient.
+`Block` says what a layer computes, and `sublayer_steps.py` says it again in steps. A parameter that
+only `Block` knows would have no part in the loss, and no gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from megajax.counts.declaration import Role
 from megajax.model.block import Block
-from megajax.model.ordered.branch import Branch, linears, names
+from megajax.model.overlap.sublayer_steps import Branch, linears, names
 
 LINEARS = 'first', 'second'
 
@@ -25,7 +25,7 @@ def require(layers: Block, found: Iterable[str], what: str) -> None:
         raise AssertionError(
             f'the overlap schedule {what} {", ".join(f"layers.{name}" for name in missing)}: '
             'apply it in `added` of megajax/model/block.py, under a name that begins with '
-            'attention_ or mlp_, or in a step of megajax/model/ordered/branch.py; or let '
+            'attention_ or mlp_, or in a step of megajax/model/overlap/sublayer_steps.py; or let '
             '_has_order in megajax/config/overlap_rules.py leave out models that have it'
         )
 

@@ -1,0 +1,1 @@
+"""The overlap schedule: layers in an order that hides what they send (`schedule.py`)."""
