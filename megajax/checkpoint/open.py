@@ -79,6 +79,7 @@ def open_model(path: Path, overrides: Sequence[str] = ()) -> Opened:
         companions = read_companions(folder)
         if tokenizer is not None:
             tokenizer.also_ends(companions.ends)
+            tokenizer.limit(config.model.vocab_size)
         mesh = mesh_for(config)
         with jax.set_mesh(mesh):
             params = restore_params(folder, config)

@@ -3,7 +3,9 @@
 Imports no jax.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from megajax.render.text import in_line, shorten, visible
@@ -59,6 +61,22 @@ class ConfigError(RunError, ValueError):
         shown = [str(problem) for problem in self.problems[:MAX_PROBLEMS]]
         more = len(self.problems) - len(shown)
         return visible('\n'.join([*shown, *([f'and {more:,} more'] if more else [])]))
+
+
+@contextmanager
+def problems_at(place: str) -> Iterator[None]:
+    """Add the place, such as file and line, to the problems of the block that have none."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(
+            *(
+                replace(problem, place=problem.place or place)
+                if isinstance(problem, Problem)
+                else problem
+                for problem in error.problems
+            )
+        ) from error
 
 
 class NumericError(RunError):

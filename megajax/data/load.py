@@ -23,7 +23,7 @@ from megajax.data.image_text.load import keeps_documents, load_image_text, read_
 from megajax.data.masked import NUM_SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
 from megajax.data.samples import Joined, Samples, Windows
-from megajax.data.text.corpus import Document, read_documents, split_documents
+from megajax.data.text.corpus import Document, naming_lines, read_documents, split_documents
 from megajax.data.text.parts import Part, split_sequences
 from megajax.data.text.spelled import SpelledTokens, letters_warning
 from megajax.data.text.tokenizer import Tokenizer, encode_documents
@@ -137,10 +137,12 @@ def _load_image_text(config: Config, template: Template | None) -> Data:
 
 
 def _load_text(config: Config) -> Data:
-    train, validation, _ = split_documents(read_documents(config.data.corpus), config.data.split)
+    documents = read_documents(config.data.corpus)
+    train, validation, _ = split_documents(documents, config.data.split)
     tokenizer = tokenizer_of_text(config, lambda: [document.text for document in train])
     _warn_of_spelled_tokens([*train, *validation], tokenizer)
-    parts = [_encode(config.data.corpus, documents, tokenizer) for documents in (train, validation)]
+    with naming_lines(documents):
+        parts = [_encode(config.data.corpus, part, tokenizer) for part in (train, validation)]
     train_bytes, validation_bytes = (
         sum(len(document.text.encode()) for document in documents)
         for documents in (train, validation)

@@ -11,7 +11,7 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.data import Tokenizer, encode_documents, read_documents
-from megajax.data.text.corpus import read_text
+from megajax.data.text.corpus import naming_lines, read_text
 from megajax.evaluate.detokenize import detokenize_wikitext
 from megajax.evaluate.score import Scorer, Window
 
@@ -50,8 +50,10 @@ def perplexity(
     document is predicted once, from the tokens before it in its window of `max_seq_len`. The window
     moves by `stride` tokens, by default by its own length, so that its first tokens see little.
     """
-    texts = [document.text for file in files for document in read_documents(file)]
-    ids, _ = encode_documents(texts, tokenizer)
+    documents = [document for file in files for document in read_documents(file)]
+    texts = [document.text for document in documents]
+    with naming_lines(documents):
+        ids, _ = encode_documents(texts, tokenizer)
     if not tokenizer.start:
         ids = np.concatenate([[tokenizer.eod], ids])
     if not any(texts):

@@ -140,8 +140,10 @@ def _check_corpus(start: Path, config: Config) -> None:
         if manifest := Manifest.read(prefix):
             path = manifest.tokenizer_path(prefix)
             made_by = load_tokenizer(str(path))
-            if made_by.fingerprint != (there or made_by.fingerprint) or (
-                made_by.vocab_size > config.model.vocab_size
+            if (
+                made_by.fingerprint != there
+                if there
+                else made_by.vocab_size > config.model.vocab_size
             ):
                 theirs = str(tokenizer_of(start)) if there else "the weights' tokenizer.json"
                 new = f'{prefix}_{start.absolute().parent.parent.name}'

@@ -17,6 +17,7 @@ from megajax.checkpoint.digests import problems, sound_checkpoint
 from megajax.checkpoint.open import open_model
 from megajax.config import ConfigError
 from megajax.data.image_text.chat import Template
+from megajax.data.text.tokenizer import load_tokenizer
 from megajax.interop.directories import export_huggingface, import_huggingface
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
@@ -68,6 +69,22 @@ def test_a_model_without_a_tokenizer_keeps_its_ends_too(tmp_path: Path) -> None:
     assert token_ids(tmp_path / 'out')['eos_token_id'] == [5, 6]
     written = (tmp_path / 'out' / 'generation_config.json').read_text()
     assert written == FILES['generation_config.json']
+
+
+def test_a_padding_token_without_a_row_is_imported_and_exported_with_its_id(
+    tmp_path: Path,
+) -> None:
+    model = write_model(tmp_path / 'in')
+    keys = {'eos_token': '<|endoftext|>', 'pad_token': '[PAD]'}
+    (model / 'tokenizer_config.json').write_text(json.dumps(keys))
+    import_huggingface(model, tmp_path / 'run')
+    opened = open_model(tmp_path / 'run').tokenizer
+    assert opened is not None
+    assert (opened.token_id('[PAD]'), opened.token_bytes[50:].tolist()) == (50, [0])
+    export_huggingface(tmp_path / 'run', tmp_path / 'out')
+    assert json.loads((tmp_path / 'out' / 'config.json').read_text())['vocab_size'] == 50
+    again = load_tokenizer(str(tmp_path / 'out' / 'tokenizer.json'))
+    assert (again.fingerprint, again.token_id('[PAD]')) == (opened.fingerprint, 50)
 
 
 def test_a_text_ends_at_every_end_of_the_import(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megajax.config.errors import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem, problems_at
 from megajax.data.build.objects import read_objects
 from megajax.data.image_rows import ImageDocument, RowShape
 from megajax.data.image_text.chat import Chat
@@ -64,7 +64,8 @@ def read_documents(
             for file in paths
         ]
         is_begun = chat.begins_texts and 'messages' in line
-        tokens, answered = _encode(pieces, grids, shape, tokenizer, is_begun=is_begun)
+        with problems_at(place):
+            tokens, answered = _encode(pieces, grids, shape, tokenizer, is_begun=is_begun)
         _check_fit(tokens, grids, shape, place)
         yield FileDocument(place=place, tokens=tokens, answered=answered, paths=paths, grids=grids)
 

@@ -6,7 +6,7 @@ import os
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from hashlib import sha256
@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
-from megajax.config.errors import ConfigError, Problem
+from megajax.config.errors import ConfigError, Problem, problems_at
 from megajax.data.build.contents import NoTextError, json_text
 from megajax.data.build.inputs import Format, Input, find_inputs, format_of
 from megajax.data.build.objects import read_objects
@@ -23,6 +23,7 @@ from megajax.data.build.pieces import Position
 from megajax.data.build.read import HEAD, read_pieces
 from megajax.data.build.remote import is_remote
 from megajax.data.build.shapes import as_messages
+from megajax.data.text.rows import NoRowError
 
 NOT_STDLIB = frozenset(
     {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'}
@@ -126,6 +127,25 @@ def read_documents(corpus: str) -> list[Document]:
         raise _error(f'{corpus!r} holds no text; give {KINDS}')
     Corpus([file for file in files if file.name not in unread], unread).log_unread(corpus)
     return sorted(documents, key=lambda document: document.name)
+
+
+@contextmanager
+def naming_lines(documents: Sequence[Document]) -> Iterator[None]:
+    """Name the line of a text, or the document of JSON lines, with a token that has no row."""
+    try:
+        yield
+    except NoRowError as error:
+        for document in documents:
+            before, token, _ = document.text.partition(error.token)
+            if token:
+                file, _, number = document.name.rpartition(':')
+                is_line = bool(file) and number.isdecimal()
+                line = before.count('\n') + 1
+                with problems_at(
+                    f'{file}: document {int(number) + 1}' if is_line else f'{document.name}:{line}'
+                ):
+                    raise
+        raise
 
 
 def read_text(path: str | Path) -> str:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -91,6 +92,21 @@ def name_tokens(path: Path, backend: 'tokenizers.Tokenizer') -> TokenNames:
         end = None  # the class's, which transformers adds, and with which no text ends
     _add(backend, added, {*named.values()}, _next_to(path, CONFIG))
     return TokenNames(named, str(end) if end else _end(path, model, backend))
+
+
+def start_ids(backend: 'tokenizers.Tokenizer') -> list[int]:
+    """Return the ids that a tokenizer.json puts before every text, except [CLS].
+
+    [CLS] is added with the masks (`masked.py`).
+    """
+    try:
+        encoding = backend.encode('a')
+    except Exception:  # the texts to come may have only what the vocabulary has
+        return []
+    prefix = takewhile(
+        lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+    )
+    return [i for i, _ in prefix if backend.id_to_token(i) != '[CLS]']
 
 
 def _merged(

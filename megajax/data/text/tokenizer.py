@@ -6,13 +6,12 @@ tokenizer.json.
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megajax.config.errors import ConfigError, Problem, reason
+from megajax.config.errors import ConfigError, reason
 from megajax.data.text.byte_tokens import (
     UNFINISHED,
     count_token_bytes,
@@ -21,7 +20,8 @@ from megajax.data.text.byte_tokens import (
 )
 from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, encode_in_parts, parts
 from megajax.data.text.pieces import GUARDS, IMAGE, MarkedTokenizer, Piece, reader_of_letters
-from megajax.data.text.token_names import TokenNames, name_tokens
+from megajax.data.text.rows import NoRowError, fit_to_rows
+from megajax.data.text.token_names import TokenNames, name_tokens, start_ids
 
 if TYPE_CHECKING:
     import tokenizers
@@ -76,14 +76,14 @@ class Tokenizer:
         self._reader = backend if is_bpe else reader_of_letters(backend)
         self._marked: MarkedTokenizer | None = None
         self.ends: tuple[int, ...] = (self.eod,)
-        self.start = _start(backend)
+        self.start = start_ids(backend)
         self._decodes_bytes = b'"ByteFallback"' in (
             backend.decoder.__getstate__() if backend.decoder else b''
         )
         self.is_lossless = type(backend.model).__name__ != 'WordPiece'
         self.token_bytes = count_token_bytes(backend, spec)
         self.token_bytes[self.eod] = 0
-        self.vocab_size = len(self.token_bytes)
+        self.vocab_size = self._rows = len(self.token_bytes)
         self.dtype = np.dtype(np.uint16 if self.vocab_size < UINT16_BELOW else np.int32)
         self.fingerprint = sha256(backend.to_str().encode()).hexdigest()
 
@@ -129,6 +129,8 @@ class Tokenizer:
             encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:
             raise self._unknown(error) from error
+        for encoding in encodings:
+            self._check_rows(encoding.ids)
         return [encoding.ids for encoding in encodings]
 
     def _unknown(self, error: Exception) -> ConfigError:
@@ -159,11 +161,27 @@ class Tokenizer:
                 )
             self._marked = MarkedTokenizer(self._backend, guard)
         try:
-            return self._marked.encode(pieces, sizes, image_token)
+            ids, answered = self._marked.encode(pieces, sizes, image_token)
         except ConfigError:
             raise
         except Exception as error:
             raise self._unknown(error) from error
+        self._check_rows(ids)
+        return ids, answered
+
+    def limit(self, rows: int) -> dict[int, str]:
+        """Return the tokens with ids of `rows` or more by id, and reject texts that have them.
+
+        A model of that vocabulary has no row for them in its embedding.
+        """
+        self._rows = min(rows, self.vocab_size)
+        self.token_bytes[self._rows :] = 0
+        names = map(self._backend.id_to_token, range(self._rows, self.vocab_size))
+        return {i: name for i, name in enumerate(names, self._rows) if name is not None}
+
+    def _check_rows(self, ids: Sequence[int]) -> None:
+        if self._rows < self.vocab_size and (last := max(ids, default=0)) >= self._rows:
+            raise NoRowError(self._spec, str(self._backend.id_to_token(last)), last, self._rows)
 
     def also_ends(self, ids: Iterable[int]) -> None:
         """End generated texts at these ids too, such as those of the end of a turn."""
@@ -178,6 +196,11 @@ class Tokenizer:
         """Return the ids of the special tokens by name."""
         added = self._backend.get_added_tokens_decoder()
         return {token.content: i for i, token in added.items() if token.special}
+
+    @property
+    def added_tokens(self) -> frozenset[int]:
+        """The ids of the tokens that are found in texts before the vocabulary is used."""
+        return frozenset(self._backend.get_added_tokens_decoder())
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`; special tokens appear by name, invalid UTF-8 as U+FFFD.
@@ -207,7 +230,7 @@ def make_tokenizer(
     tokenizer.json. `special` names tokens that the tokenizer must have; they are added to bytes and
     to a BPE. A BPE has fewer entries if the texts have no more pairs to merge. Raises ConfigError
     if the file cannot be used or lacks special tokens, or if there are more entries than
-    `vocab_size`.
+    `vocab_size`, except for added tokens (`rows.py`).
     """
     tokenizer = (
         byte_tokenizer(special)
@@ -226,14 +249,7 @@ def make_tokenizer(
             f'{spec} has no {", ".join(missing)}, which model.objective=masked_lm needs; '
             'give a tokenizer.json that has them'
         )
-    if tokenizer.vocab_size > vocab_size:
-        message = (
-            f'{vocab_size} is below the {tokenizer.vocab_size} entries of data.tokenizer={spec}; '
-            f'use {tokenizer.vocab_size} or more'
-        )
-        raise ConfigError(
-            Problem(path='model.vocab_size', message=message, others=('data.tokenizer',))
-        )
+    fit_to_rows(tokenizer, vocab_size, spec, special)
     return tokenizer
 
 
@@ -322,18 +338,3 @@ def _byte_level(model: 'tokenizers.models.BPE') -> 'tokenizers.Tokenizer':
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return backend
-
-
-def _start(backend: 'tokenizers.Tokenizer') -> list[int]:
-    """Return the ids that a tokenizer.json puts before every text, except [CLS].
-
-    [CLS] is added with the masks (`masked.py`).
-    """
-    try:
-        encoding = backend.encode('a')
-    except Exception:  # the texts to come may have only what the vocabulary has
-        return []
-    prefix = takewhile(
-        lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-    )
-    return [i for i, _ in prefix if backend.id_to_token(i) != '[CLS]']
