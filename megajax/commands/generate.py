@@ -215,7 +215,7 @@ def evaluate(
     if tokenizer is None:
         raise ConfigError(f'{run} has no tokenizer, so it cannot read text')
     with jax.set_mesh(opened.mesh):
-        results: dict[str, dict[str, float]]
+        results: Mapping[str, Mapping[str, float | None]]
         if harness:
             from megajax.evaluate.harness import evaluate_tasks
 
@@ -237,10 +237,11 @@ def evaluate(
         )
 
 
-def _result_line(name: str, values: Mapping[str, float]) -> str:
+def _result_line(name: str, values: Mapping[str, float | None]) -> str:
     return f'{name}  ' + '  '.join(
         f'{key} {value:.6g}' if isinstance(value, float) else f'{key} {value:,}'
         for key, value in values.items()
+        if value is not None
     )
 
 

@@ -32,6 +32,7 @@ class Batches:
 
     read_threads = 1  # threads that make batches ahead of their steps
     batch_size: int
+    order: Order
     # Samples before batch 0: not 0 where earlier batches had another size.
     shift = 0
     # Of Megatron-LM's order: for how many samples it was made, and how often and how it passes
@@ -48,21 +49,24 @@ class Batches:
         batch_size: int,
         document_mask: bool = False,
     ):
-        self.batch_size = batch_size
-        self._samples, self._order, self._seq_len, self._document_mask = (
-            samples,
-            order,
-            seq_len,
-            document_mask,
-        )
+        self.batch_size, self.order = batch_size, order
+        self._samples, self._seq_len, self._document_mask = samples, seq_len, document_mask
 
     def __len__(self) -> int:
-        return max(-(-(len(self._order) - self.shift) // self.batch_size), 0)
+        return max(-(-(len(self.order) - self.shift) // self.batch_size), 0)
 
     @property
     def num_samples(self) -> int:
         """The number of different samples."""
         return len(self._samples)
+
+    def counted(self, sample: int) -> np.ndarray:
+        """Return the labels of a sample that count in the loss."""
+        alone = copy(self)
+        alone.order = [sample]
+        row = alone._rows(range(1), 1)
+        counted: np.ndarray = row['labels'][row['loss_mask'] > 0]
+        return counted
 
     def going_on(self, step: int, samples: int) -> Self:
         """Return these batches such that `samples` samples come before the batch of `step`."""
@@ -96,7 +100,7 @@ class Batches:
         loss_mask_RS = np.zeros((count, self._seq_len), np.float32)
         begins = []
         for row, index in enumerate(places):
-            num_tokens, row_begins = self._samples.read(self._order[index], window_RS[row])
+            num_tokens, row_begins = self._samples.read(self.order[index], window_RS[row])
             loss_mask_RS[row, : num_tokens - 1] = 1
             begins += [(row, begin) for begin in row_begins]
         batch = {'tokens': window_RS[:, :-1], 'labels': window_RS[:, 1:], 'loss_mask': loss_mask_RS}
@@ -106,7 +110,7 @@ class Batches:
         first = self.samples_before(step)
         if first < 0 or step >= len(self):
             raise IndexError(f'step {step} of {len(self)}')
-        return range(first + start, min(first + stop, len(self._order)))
+        return range(first + start, min(first + stop, len(self.order)))
 
     def read_ahead(self, first: int, last: int, rows: slice) -> Iterator[Batch]:
         """Yield these rows of the batches of steps `first` up to `last`, read ahead in threads."""

@@ -108,18 +108,18 @@ class EmptySlots(Batches):
     """Batches of text as a model that sees reads them: no row has a picture."""
 
     def __init__(self, text: Batches, shape: RowShape):
-        self.batch_size, self.shape, self._text, self._order = (
-            text.batch_size,
-            shape,
-            text,
-            text._order,
-        )
+        self.batch_size, self.order = text.batch_size, text.order
+        self.shape, self._text = shape, text
         self.order_of, self.passes = text.order_of, text.passes
 
     @property
     def num_samples(self) -> int:
         """The number of different samples."""
         return self._text.num_samples
+
+    def counted(self, sample: int) -> np.ndarray:
+        """Return the labels of a sample that count in the loss."""
+        return self._text.counted(sample)
 
     def _rows(self, places: range, count: int) -> Batch:
         batch = self._text._rows(places, count) | self.shape.no_pictures(count)

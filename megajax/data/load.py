@@ -16,19 +16,20 @@ from megajax.data.corpus_tokenizer import (
     tokenizer_of_pairs,
     tokenizer_of_text,
 )
+from megajax.data.counted import check_counted
 from megajax.data.drawn import PICTURES, document_row_shape, draw_pictures, row_shape
 from megajax.data.image_rows import EmptySlots
 from megajax.data.image_text.chat import Template
 from megajax.data.image_text.load import keeps_documents, load_image_text, read_training_texts
-from megajax.data.masked import NUM_SPECIAL, DocumentPieces, MaskedBatches, Vocabulary
+from megajax.data.masked import NUM_SPECIAL, SHORTEST, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
 from megajax.data.samples import Joined, Samples, Windows
 from megajax.data.text.corpus import Document, naming_lines, read_documents, split_documents
 from megajax.data.text.parts import Part, split_sequences
 from megajax.data.text.spelled import SpelledTokens, letters_warning
 from megajax.data.text.tokenizer import Tokenizer, encode_documents
-from megajax.data.tokens.indexed import from_lengths, is_pair, read_pair
-from megajax.data.tokens.token_ids import check_token_ids
+from megajax.data.tokens.indexed import Sequences, from_lengths, is_pair, read_pair
+from megajax.data.tokens.token_ids import check_token_ids, token_range
 from megajax.data.tokens.watched import watched
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ def load_data(config: Config, template: Template | None = None) -> Data:
     """Open the corpus of `config`.
 
     The chat `template` of a run writes messages, or else that of the config. Raises ConfigError if
-    the corpus cannot be used, does not fit the model or does not fill a batch.
+    the corpus cannot be used, does not fit the model, does not fill a batch, or has no token that
+    counts in the loss.
     """
     if config.data.corpus in PICTURES:
         drawn = draw_pictures(config)
@@ -62,6 +64,12 @@ def load_data(config: Config, template: Template | None = None) -> Data:
             summary=drawn.summary,
             fingerprints={config.data.corpus: drawn.fingerprint},
         )
+    data = _load_files(config, template)
+    check_counted(config, data.tokenizer, data.train, data.validation)
+    return data
+
+
+def _load_files(config: Config, template: Template | None) -> Data:
     prefixes = prefixes_of(config)
     if not prefixes and keeps_documents(config, config.data.corpus):
         return _load_image_text(config, template)
@@ -90,6 +98,8 @@ def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
     tokenizer = tokenizer_of_pairs(config, manifests)
     for pair, manifest in zip(sequences, manifests.values(), strict=True):
         check_token_ids(pair, config.model.vocab_size, manifest.max_token if manifest else None)
+        if tokenizer is not None and manifest is None and len(pair.tokens):
+            _check_tokenizer(config, tokenizer, pair)
     parts = [
         split_sequences(watched(pair, config.model.vocab_size), config.data.split)
         for pair in sequences
@@ -99,6 +109,16 @@ def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
         f'{_size(train)} to train on, {_size(validation)} to validate, of {", ".join(prefixes)}'
     )
     return _make(config, tokenizer, train, validation, summary)
+
+
+def _check_tokenizer(config: Config, tokenizer: Tokenizer, pair: Sequences) -> None:
+    _, high = token_range(pair)
+    if high >= tokenizer.vocab_size:
+        message = (
+            f'{config.data.tokenizer} has {tokenizer.vocab_size} tokens, so it did not make token '
+            f'{high} of {pair.name}; give the tokenizer.json that did, or none'
+        )
+        raise _problem('data.tokenizer', message, *CORPUS)
 
 
 def prefixes_of(config: Config) -> list[str]:
@@ -220,6 +240,10 @@ def _stateless(
         assert tokenizer is not None
         vocabulary, length = Vocabulary.of(tokenizer), seq_len - NUM_SPECIAL
         samples = Joined([DocumentPieces(part, length=length, eod=tokenizer.eod) for part in parts])
+        if not len(samples) and any(len(part.tokens) for part in parts):
+            use = 'validate' if validation else 'train'
+            message = f'no document to {use} on has {SHORTEST} tokens, so none can be masked'
+            raise _problem('data.corpus', f'{message}; give longer documents', *CORPUS)
         batches = partial(
             MaskedBatches,
             seq_len=seq_len,

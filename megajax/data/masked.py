@@ -143,7 +143,7 @@ class MaskedBatches(Batches):
         """Fill a row from place `index` of the order; only it and the seed decide random draws."""
         random = np.random.default_rng([self._seed, index])
         piece_S = np.empty(self._seq_len - NUM_SPECIAL, np.int32)
-        num_tokens, sentences = self._samples.read(self._order[index], piece_S)
+        num_tokens, sentences = self._samples.read(self.order[index], piece_S)
         cut = sentences[int(random.random() * len(sentences))] if sentences else num_tokens // 2
         segments = [piece_S[:cut], piece_S[cut:num_tokens]]
         swapped = random.random() < 0.5

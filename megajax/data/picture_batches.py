@@ -32,12 +32,12 @@ class PictureBatches(Batches):
         unlike: 'PictureBatches | None' = None,
     ):
         self.batch_size, self.draw, self.shape, self.unlike = batch_size, draw, shape, unlike
-        self._tokenizer, self._order = tokenizer, ENDLESS if count is None else range(count)
+        self._tokenizer, self.order = tokenizer, ENDLESS if count is None else range(count)
 
     @property
     def pictures(self) -> list[Picture]:
         """All pictures, of batches that end."""
-        return [self.draw(i) for i in self._order]
+        return [self.draw(i) for i in self.order]
 
     def document(self, picture: Picture) -> ImageDocument:
         """Return the tokens and patches of a picture with question and answer."""

@@ -1,6 +1,7 @@
 """The perplexity of documents that training reads whole: with pictures, or turns of messages."""
 
 import dataclasses
+import logging
 import math
 from collections.abc import Iterator, Sequence
 
@@ -8,6 +9,7 @@ import numpy as np
 
 from megajax.config import ConfigError
 from megajax.data import Tokenizer
+from megajax.data.counted import ONLY_SPECIAL
 from megajax.data.drawn import document_row_shape
 from megajax.data.image_text.chat import Template
 from megajax.data.image_text.documents import FileDocument, read_documents
@@ -15,6 +17,8 @@ from megajax.data.image_text.load import files_of, keeps_documents, open_chat
 from megajax.evaluate.perplexity import Perplexity, exp
 from megajax.evaluate.score import Scorer, Window
 from megajax.generate import prompt_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,8 @@ def document_perplexity(
         int(tokenizer.token_bytes[document.tokens[1:][counts]].sum())
         for document, counts in zip(documents, answered, strict=True)
     )
+    if not num_bytes:
+        logger.warning('%s: %s', ', '.join(files), ONLY_SPECIAL)
     return DocumentPerplexity(
         documents=len(documents),
         pictures=sum(len(document.paths) for document in documents),
@@ -87,7 +93,7 @@ def document_perplexity(
         bytes=num_bytes,
         loss=nll / tokens,
         perplexity=exp(nll / tokens),
-        bits_per_byte=nll / num_bytes / math.log(2) if num_bytes else math.inf,
+        bits_per_byte=nll / num_bytes / math.log(2) if num_bytes else None,
     )
 
 

@@ -27,7 +27,8 @@ class Perplexity:
     bytes: int  # of the text in UTF-8
     loss: float  # nats per token
     perplexity: float  # per token
-    bits_per_byte: float  # the loss per byte of UTF-8, which no tokenizer can flatter
+    # The loss per byte of UTF-8, which no tokenizer can flatter; None without a byte.
+    bits_per_byte: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 from flax import nnx
 from jax.stages import Compiled
 
@@ -66,7 +67,7 @@ class Evaluation:
             self.watchdog.beat('evaluation')
         if not math.isfinite(sums['nll']):
             batches.check()
-        losses, text = self._losses(sums)
+        losses, text = losses_of(sums)
         self.report.say(f'step {step}  validation {text}')
         if step and self._reader is not None:
             self.watchdog.beat('reading', 'compile')
@@ -76,21 +77,6 @@ class Evaluation:
     def _check(self) -> None:
         self.watchdog.beat('reading', 'compile')  # another shape of prompts may follow
         self.stop.check()
-
-    def _losses(self, sums: Counter[str]) -> tuple[dict[str, float], str]:
-        """The losses of all batches by name, and as text."""
-        losses = {'validation_loss': sums['nll'] / sums['tokens']}
-        text = f'{losses["validation_loss"]:.3f} nats per token'
-        if 'rows' in sums:
-            losses['validation_order_loss'] = order_loss = sums['order_nll'] / sums['rows']
-            text = (
-                f'{losses["validation_loss"]:.3f} nats per masked token, '
-                f'{order_loss:.3f} for the order of its segments'
-            )
-        elif self.data.tokenizer is not None:
-            losses['validation_bits_per_byte'] = sums['nll'] / sums['bytes'] / math.log(2)
-            text = f'{losses["validation_bits_per_byte"]:.3f} bits per byte ({text})'
-        return losses, text
 
     def _batches(self) -> PlacedBatches:
         """The first `train.eval_batches` batches, with the number of text bytes of each label."""
@@ -106,7 +92,22 @@ class Evaluation:
         tokenizer = self.data.tokenizer
         if tokenizer is None or self.config.model.is_bert:
             return batch
-        return {
-            **batch,
-            'label_bytes': tokenizer.token_bytes[batch['labels']] * (batch['loss_mask'] > 0),
-        }
+        # Where no label counts there may be an image token that the tokenizer does not have.
+        labels = np.where(batch['loss_mask'] > 0, batch['labels'], tokenizer.eod)
+        return {**batch, 'label_bytes': tokenizer.token_bytes[labels]}
+
+
+def losses_of(sums: Counter[str]) -> tuple[dict[str, float], str]:
+    """Return the losses of all batches by name, and as text; no bits per byte without a byte."""
+    losses = {'validation_loss': sums['nll'] / sums['tokens']}
+    text = f'{losses["validation_loss"]:.3f} nats per token'
+    if 'rows' in sums:
+        losses['validation_order_loss'] = order_loss = sums['order_nll'] / sums['rows']
+        text = (
+            f'{losses["validation_loss"]:.3f} nats per masked token, '
+            f'{order_loss:.3f} for the order of its segments'
+        )
+    elif sums['bytes']:
+        losses['validation_bits_per_byte'] = sums['nll'] / sums['bytes'] / math.log(2)
+        text = f'{losses["validation_bits_per_byte"]:.3f} bits per byte ({text})'
+    return losses, text

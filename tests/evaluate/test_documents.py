@@ -107,6 +107,16 @@ def test_a_document_that_is_too_long_is_refused_with_the_key_that_limits_it(corp
         evaluate(config(corpus), corpus)
 
 
+def test_only_special_tokens_have_a_loss_and_no_bits_per_byte(
+    corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    messages = [{'role': 'user', 'content': '?'}, {'role': 'assistant', 'content': ''}]
+    corpus.write_text(json.dumps({'messages': messages}))
+    found = evaluate(config(corpus), corpus)
+    assert (found.tokens, found.bytes, found.bits_per_byte) == (1, 0, None)
+    assert 'data.jsonl: only special tokens count' in caplog.text
+
+
 def test_files_of_both_kinds_are_refused(corpus: Path) -> None:
     (corpus.parent / 'a.txt').write_text('text')
     of_corpus = config(corpus)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+import numpy as np
+
 from megajax.config import Config, ConfigError, Problem
 from megajax.data.batches import Batch, Batches, Order
 from megajax.data.build.objects import read_objects
@@ -31,18 +33,24 @@ class ImageTextBatches(Batches):
     read_threads = 4
 
     def __init__(self, rows: Sequence[Row], shape: RowShape, order: Order, *, batch_size: int):
-        self.batch_size, self.shape = batch_size, shape
-        self._packed, self._order = rows, order
+        self.batch_size, self.order = batch_size, order
+        self.shape, self._packed = shape, rows
 
     @property
     def num_samples(self) -> int:
         """The number of different rows."""
         return len(self._packed)
 
+    def counted(self, sample: int) -> np.ndarray:
+        """Return the labels of a row that count in the loss; no picture is decoded."""
+        return np.concatenate(
+            [document.tokens[1:][document.answered[1:]] for document in self._packed[sample]]
+        )
+
     def _rows(self, places: range, count: int) -> Batch:
         batch = self.shape.empty(count)
         for row, index in enumerate(places):
-            documents = [document.read(self.shape) for document in self._packed[self._order[index]]]
+            documents = [document.read(self.shape) for document in self._packed[self.order[index]]]
             self.shape.fill({name: x[row] for name, x in batch.items()}, documents)
         return batch
 
