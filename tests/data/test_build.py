@@ -354,7 +354,10 @@ def test_bad_lines_are_skipped_and_counted(corpus: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ('options', 'message'),
     [
-        ({'out': '{folder}/no/out'}, 'no/out: there is no folder .*; create it first'),
+        (
+            {'out': '{folder}/corpus.jsonl/no/out'},
+            'no/out: .*/corpus.jsonl is a file; choose another OUT',
+        ),
         ({'out': '{folder}/out.bin'}, 'out.bin: is the name of one of the files; give the prefix'),
         ({'tokenizer': None}, '--tokenizer: neither --tokenizer nor .* is given; give one'),
         ({'tokenizer': '{folder}/none.json'}, '--tokenizer: there is no file'),
@@ -373,6 +376,11 @@ def test_a_mistake_in_the_job_is_named(
     with pytest.raises(ConfigError, match=message):
         build(replace(job(tmp_path / 'out', corpus), **filled))  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ['corpus.jsonl']
+
+
+def test_the_folders_of_the_output_are_created(corpus: Path, tmp_path: Path) -> None:
+    summary = build(job(tmp_path / 'runs/new/out', corpus))
+    assert {*summary.files} == set((tmp_path / 'runs/new').iterdir())
 
 
 @pytest.mark.parametrize('suffix', ['.bin', '.idx', '.json', '.tokenizer.json'])
@@ -423,7 +431,7 @@ def test_the_command_takes_several_files_and_standard_input(corpus: Path, tmp_pa
     assert (done.returncode, done.stderr) == (0, '')
     assert re.fullmatch(
         r'120 documents, \d+ tokens, \d\.\d\d bytes each; .* MB/s; wrote .*out.bin, '
-        r'.*out.idx, .*\n',
+        r'.*out.idx, .*out.json, .*out.tokenizer.json\n',
         done.stdout,
     )
     command = [

@@ -1,5 +1,8 @@
 """The mesh has two Explicit axes, and the devices of a tensor-parallel group are neighbours."""
 
+import os
+from pathlib import Path
+
 import jax
 import pytest
 from jax.sharding import AxisType
@@ -225,3 +228,14 @@ def test_an_abstract_state_made_concrete_lies_on_the_current_mesh_as_the_state_w
     for x, like in zip(jax.tree.leaves(real), jax.tree.leaves(abstract), strict=True):
         assert (x.shape, x.dtype) == (like.shape, like.dtype)
         assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+
+
+@pytest.mark.parametrize('has_gpu', [True, False])
+def test_the_libraries_of_gpus_are_checked_only_where_there_are_gpus(
+    has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('megajax.parallel.mesh.NVIDIA', [tmp_path / ('.' if has_gpu else 'no')])
+    monkeypatch.setattr(os, 'environ', dict(os.environ))
+    os.environ.pop('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', None)
+    make_mesh(1, 1)
+    assert ('JAX_SKIP_CUDA_CONSTRAINTS_CHECK' in os.environ) == (not has_gpu)

@@ -111,10 +111,11 @@ def build(
             builder.encode(unit, checkpoint_units, checkpoint_seconds)
             builder.complete(out)
         partial.publish()
-    tokenizer_file, *files = finals(out)
-    encoded, seconds = progress.text_bytes - before, time.perf_counter() - started
     return BuildSummary(
-        progress=progress, encoded=encoded, seconds=seconds, files=(*files, tokenizer_file)
+        progress=progress,
+        encoded=progress.text_bytes - before,
+        seconds=time.perf_counter() - started,
+        files=tuple(sorted(path for path in finals(out) if path.exists())),
     )
 
 

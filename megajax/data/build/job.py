@@ -49,10 +49,8 @@ def check_job(job: Job, out: Path) -> None:
                 f'for example {out.parent}/corpus',
             )
         )
-    elif not out.parent.is_dir():
-        problems.append(
-            Problem(path=job.out, message=f'there is no folder {out.parent}; create it first')
-        )
+    elif not (there := next(path for path in out.absolute().parents if path.exists())).is_dir():
+        problems.append(Problem(path=job.out, message=f'{there} is a file; choose another OUT'))
     if (job.tokenizer is None) == (job.train_bpe is None):
         given = (
             'both --tokenizer and --train-bpe are given'

@@ -108,7 +108,7 @@ class Partial:
         """
         partial = cls(out)
         with _errors(partial.folder):
-            partial.folder.mkdir(exist_ok=True)
+            partial.folder.mkdir(parents=True, exist_ok=True)
             if strange := sorted({path.name for path in partial.folder.iterdir()} - NAMES):
                 raise _problem(
                     partial.folder,
