@@ -3,6 +3,7 @@
 `train/overlap.py` says what stands beside what; `model/overlap/` has the order.
 """
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -149,6 +150,13 @@ def has_head(config: 'Config') -> bool:
     is_sent = gathers_ahead(config) or config.optim.shard == 'weights'
     is_ordered = in_order(config) and config.train.unroll is True
     return is_sent and is_ordered and not config.model.tie_embeddings
+
+
+def length_multiple(config: 'Config') -> int:
+    """Return what train.seq_len is a multiple of, for equal shards and halves of a sequence."""
+    shards, context = _shards_of_tokens(config), config.mesh.context
+    parts = num_parts(config) if config.train.overlap == 'sequence_split' else 1
+    return math.lcm(parts * shards, context * math.lcm(2, shards) if context > 1 else 1)
 
 
 def of_halves(config: 'Config') -> Iterator[Problem]:

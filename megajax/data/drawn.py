@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from megajax.config import Config, ConfigError, Problem
 from megajax.config.model import FINEST
+from megajax.config.overlap_rules import length_multiple
 from megajax.data.corpus_tokenizer import check_image_token
 from megajax.data.image_rows import RowShape
 from megajax.data.patches import PatchSize
@@ -116,12 +117,10 @@ def row_shape(config: Config) -> RowShape:
         **_of_relevance(config),
     )
     return RowShape(
-        seq_len=config.train.seq_len,
         images=vision.images,
         patches=patches,
         image_token=vision.image_token,
-        mrope=config.model.position == 'mrope',
-        document_mask=config.data.document_mask,
+        **_of_text(config),
     )
 
 
@@ -130,10 +129,18 @@ def document_row_shape(config: Config) -> RowShape:
     if config.vision is not None:
         return row_shape(config)
     return RowShape(
-        seq_len=config.train.seq_len,
         images=0,
         patches=PatchSize(patch_size=1, merge_size=1, max_patches=1),
         image_token=NO_TOKEN,
-        mrope=config.model.position == 'mrope',
-        document_mask=config.data.document_mask,
+        **_of_text(config),
     )
+
+
+def _of_text(config: Config) -> dict[str, Any]:
+    return {
+        'seq_len': config.train.seq_len,
+        'max_seq_len': config.model.max_seq_len,
+        'multiple': length_multiple(config),
+        'mrope': config.model.position == 'mrope',
+        'document_mask': config.data.document_mask,
+    }

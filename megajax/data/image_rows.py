@@ -36,6 +36,14 @@ class RowShape:
     mrope: bool  # positions of three axes
     document_mask: bool = False
     limited_by: str = 'train.seq_len'  # the key of the config that limits `seq_len`
+    max_seq_len: int = 0  # tokens that the model reads
+    multiple: int = 1  # of which `seq_len` is one
+
+    def longer(self, seq_len: int) -> str:
+        """Return the keys of the config, with values, for rows of at least so many tokens."""
+        fits = -(-seq_len // self.multiple) * self.multiple
+        is_of_model = fits > self.max_seq_len and self.limited_by != 'model.max_seq_len'
+        return f'{self.limited_by}={fits}' + f' model.max_seq_len={fits}' * is_of_model
 
     def empty(self, count: int) -> Batch:
         """Return rows without documents."""

@@ -13,6 +13,7 @@ from megajax.data.counted import ONLY_SPECIAL
 from megajax.data.drawn import document_row_shape
 from megajax.data.image_text.chat import Template
 from megajax.data.image_text.documents import FileDocument, read_documents
+from megajax.data.image_text.fit import check_fit
 from megajax.data.image_text.load import files_of, keeps_documents, open_chat
 from megajax.evaluate.perplexity import Perplexity, exp
 from megajax.evaluate.score import Scorer, Window
@@ -47,7 +48,8 @@ def document_perplexity(
 
     What counts is what counts in training: all of a "text" but its pictures, and the assistant's
     turns of "messages", with the model's chat `template`, or else the config's. Raises ConfigError
-    with file and line if a document cannot be used or has more than `model.max_seq_len` tokens.
+    with file and line if a document cannot be used, or if some have more than `model.max_seq_len`
+    tokens.
     """
     config = scorer.config
     shape = dataclasses.replace(
@@ -65,6 +67,7 @@ def document_perplexity(
             for path, _ in files_of(file)
             for document in read_documents(path, shape, tokenizer, chat)
         ]
+    check_fit(documents, shape)
 
     def windows() -> Iterator[Window]:
         for document in documents:

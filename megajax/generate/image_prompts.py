@@ -12,6 +12,7 @@ from megajax.data import Tokenizer
 from megajax.data.drawn import row_shape
 from megajax.data.image_rows import ImageDocument, RowShape
 from megajax.data.image_text.documents import FileDocument, encode_prompt
+from megajax.data.image_text.fit import check_pictures
 from megajax.model.images import Images
 
 
@@ -49,6 +50,7 @@ class PromptReader:
         for one that ends with a picture.
         """
         document = encode_prompt(text, images, self._shape, self._tokenizer)
+        check_pictures(dataclasses.replace(document, place='prompt'), self._shape)
         patches, last = self._shape.patches, int(document.tokens[-1])
         if patches.budget and not patches.marked and last == self._shape.image_token:
             raise ConfigError(

@@ -221,7 +221,7 @@ def test_generate_refuses_a_bad_picture_by_file(
         (line('gone.png'), 'gone.png: is not a file'),
         (line('../good.png'), '../good.png: lies outside'),
         (line('link.png'), 'link.png: lies outside'),
-        (line('good.png', 'good.png'), 'has 2 pictures, and a row holds 1; use vision.images=2'),
+        (line('good.png', 'good.png'), 'has 2 pictures, and a row holds 1'),
         ('{"text": \n', 'is not JSON'),
     ],
 )

@@ -7,6 +7,7 @@ from megajax.config.overlap_rules import (
     gathers_ahead,
     in_a_loop,
     in_order,
+    length_multiple,
     num_parts,
     resolved,
     rung,
@@ -106,3 +107,26 @@ def test_tokens_that_cannot_be_halved_on_each_shard_are_refused_with_lengths_tha
     fix = r'1022 .* needs a multiple of 4; use 1020 or 1024, or train\.overlap=batch_split'
     with pytest.raises(ValueError, match=fix):
         llama(*SP, 'train.overlap=sequence_split', 'train.seq_len=1022')
+
+
+@pytest.mark.parametrize(
+    ('overrides', 'expected'),
+    [
+        (('mesh.model=2',), 1),
+        (SP, 2),
+        ((*SP, 'train.overlap=sequence_split'), 4),
+        (('mesh.context=4',), 8),
+        (('mesh.context=4', 'mesh.model=4'), 8),
+        (('mesh.context=2', 'mesh.model=4', 'mesh.sequence_parallel=true'), 8),
+    ],
+)
+def test_a_length_is_accepted_if_it_is_a_multiple_of_what_the_mesh_needs(
+    overrides: tuple[str, ...], expected: int
+) -> None:
+    config = llama(*overrides)
+    assert length_multiple(config) == expected
+    for length in range(1000, 1033):
+        train = config.train.model_copy(update={'seq_len': length})
+        problems = incompatibilities(config.model_copy(update={'train': train}))
+        is_refused = any(problem.path == 'train.seq_len' for problem in problems)
+        assert is_refused == (length % expected > 0)

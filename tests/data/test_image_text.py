@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer
 TOKENIZER = byte_tokenizer(('<image>',))
 QWEN = byte_tokenizer(('<|im_start|>', '<|im_end|>', *VISION, '<|image_pad|>'))
 EOD, IMAGE = 256, 257
+KEYS = 'train.seq_len', 'vision.images'
 CHATML = """{%- for message in messages %}
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- if message.content is string %}{{- message.content }}{% else %}
@@ -189,16 +191,6 @@ def test_chatml_counts_what_generation_would_write(folder: Path, with_template: 
         ({'text': '<image>', 'images': ['text.png']}, 'text.png: is not a picture'),
         ({'text': '<image>', 'images': ['../a.png']}, '../a.png: lies outside'),
         ({'text': '<image>', 'images': ['thin.png']}, 'one side may be at most 200 times'),
-        (
-            {'text': '<image>' * 3, 'images': ['a.png'] * 3},
-            'has 3 pictures, and a row holds 2; use vision.images=3',
-        ),
-        ({'text': 'a' * 63}, 'has 65 tokens, 0 of them for pictures, and a row holds 64; use '),
-        (
-            {'text': 'a' * 60 + '<image>', 'images': ['a.png']},
-            'has 68 tokens, 6 of them for pictures, and a row holds 64; use train.seq_len=67, a '
-            'smaller vision.max_patches',
-        ),
     ],
 )
 def test_mistakes_are_refused_with_file_and_line(folder: Path, line: object, message: str) -> None:
@@ -210,6 +202,54 @@ def test_mistakes_are_refused_with_file_and_line(folder: Path, line: object, mes
     assert str(found.value).startswith(f'{path}:3: ')
     assert message in str(found.value)
     assert ';' in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ('lines', 'messages'),
+    [
+        ([{'text': 'a' * 63}], ['1: has 65 tokens and a row holds 64; use train.seq_len=64, or']),
+        (
+            [{'text': 'a'}, {'text': 'a' * 70}, {'text': 'a' * 90}, {'text': 'a' * 80}],
+            [
+                '2: has 72 tokens and a row holds 64; too long: 3 of 4 documents; '
+                'use train.seq_len=92 model.max_seq_len=92, or shorter documents'
+            ],
+        ),
+        (
+            [{'text': 'a' * 60 + '<image>', 'images': ['a.png']}, {'text': 'a'}],
+            [
+                '1: has 68 tokens, 6 of them for pictures, and a row holds 64; too long: 1 of 2 '
+                'documents; use train.seq_len=68, a smaller vision.max_patches, or'
+            ],
+        ),
+        (
+            [
+                {'text': '<image>' * count + 'a' * 5 * count, 'images': ['b.png'] * count}
+                for count in (2, 3, 2, 20, 4)
+            ],
+            [
+                '2: has 3 pictures, and a row holds 2; too many: 3 of 5 documents; '
+                'use vision.images=20, or fewer pictures',
+                '4: has 122 tokens, 20 of them for pictures, and a row holds 64',
+            ],
+        ),
+    ],
+)
+def test_documents_that_do_not_fit_are_counted_and_all_fit_what_is_named(
+    folder: Path, lines: list[object], messages: list[str]
+) -> None:
+    path = write(folder, *lines)
+    with pytest.raises(ConfigError) as found:
+        load_rows(path, make_shape(max_seq_len=68, multiple=4))
+    problems = [str(problem) for problem in found.value.problems]
+    assert len(problems) == len(messages)
+    for problem, message in zip(problems, messages, strict=True):
+        assert problem.startswith(f'{path}:{message}')
+    tokens, pictures = (re.search(rf'{key}=(\d+)', '\n'.join(problems)) for key in KEYS)
+    fits = make_shape(
+        seq_len=int(tokens[1]) if tokens else 63, images=int(pictures[1]) if pictures else 2
+    )
+    load_rows(path, fits)
 
 
 PARTS = st.sampled_from(['a', ' ', '\n', 'é', '<|im_end|>', '<|im_start|>', '<|image_pad|>', '<'])

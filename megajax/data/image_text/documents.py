@@ -49,7 +49,7 @@ def read_documents(
     """Yield the documents of JSON lines or a Parquet file, with the sizes of its pictures.
 
     Pictures are named from the file's folder. Raises ConfigError with file and line if a line
-    breaks a rule, a picture is missing or no picture, or a document does not fit a row.
+    breaks a rule, or a picture is missing or no picture. `check_fit` is for all documents at once.
     """
     vocabulary = _vocabulary(shape, tokenizer)
     for place, line in read_objects(path):
@@ -66,7 +66,6 @@ def read_documents(
         is_begun = chat.begins_texts and 'messages' in line
         with problems_at(place):
             tokens, answered = _encode(pieces, grids, shape, tokenizer, is_begun=is_begun)
-        _check_fit(tokens, grids, shape, place)
         yield FileDocument(place=place, tokens=tokens, answered=answered, paths=paths, grids=grids)
 
 
@@ -81,7 +80,6 @@ def encode_prompt(
     pieces = pieces_of_text(line, _vocabulary(shape, tokenizer), 'prompt')
     grids = [shape.patches.fit(*read_size(path), name=str(path)) for path in images]
     tokens, answered = _encode(pieces, grids, shape, tokenizer)
-    _check_slots(grids, shape, 'prompt')
     return FileDocument(
         place='',
         tokens=tokens[:-1],
@@ -117,29 +115,3 @@ def _encode(
     if ids[-1] != tokenizer.eod or len(ids) == len(begin):
         ids, answered = [*ids, tokenizer.eod], [*answered, pieces[-1].answered]
     return np.array(ids, np.int32), np.array(answered, bool)
-
-
-def _check_slots(grids: Sequence[Grid], shape: RowShape, place: str) -> None:
-    if grids and not shape.images:
-        message = f'has {len(grids)} pictures, and the model reads text alone; leave them out'
-        raise ConfigError(Problem(path=place, message=message))
-    if len(grids) > shape.images:
-        message = (
-            f'has {len(grids)} pictures, and a row holds {shape.images}; '
-            f'use vision.images={len(grids)}, or split the line'
-        )
-        raise ConfigError(Problem(path=place, message=message, others=('vision.images',)))
-
-
-def _check_fit(tokens: np.ndarray, grids: Sequence[Grid], shape: RowShape, place: str) -> None:
-    _check_slots(grids, shape, place)
-    if len(tokens) > shape.seq_len + 1:
-        of_images = sum(map(shape.patches.tokens, grids))
-        smaller = ', a smaller vision.max_patches' if of_images > len(grids) else ''
-        message = (
-            f'has {len(tokens)} tokens, {of_images} of them for pictures, and a row holds '
-            f'{shape.seq_len + 1}; use {shape.limited_by}={len(tokens) - 1}'
-            f'{smaller}, or split the line'
-        )
-        others = (shape.limited_by, 'vision.max_patches')
-        raise ConfigError(Problem(path=place, message=message, others=others))

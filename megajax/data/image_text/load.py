@@ -15,6 +15,7 @@ from megajax.data.drawn import PICTURES
 from megajax.data.image_rows import RowShape
 from megajax.data.image_text.chat import Chat, PlainChat, Template, TemplateChat, read_template
 from megajax.data.image_text.documents import FileDocument, read_documents
+from megajax.data.image_text.fit import check_fit
 from megajax.data.image_text.lines import spelled
 from megajax.data.image_text.turns import Vocabulary
 from megajax.data.text.corpus import Document, find_corpus, split_documents
@@ -80,7 +81,8 @@ def load_image_text(
 
     Documents are split by the hash of file and line, as text is, and packed into rows whole and in
     that order; training draws rows, reshuffled in each epoch. `template` and `ignored` are as for
-    `open_chat`. Raises ConfigError if a line cannot be used, or if the rows do not fill a batch.
+    `open_chat`. Raises ConfigError if a line cannot be used, if documents do not fit into rows, or
+    if the rows do not fill a batch.
     """
     from megajax.data import stateless_order
 
@@ -91,6 +93,7 @@ def load_image_text(
                 documents[_name(name, document.place)] = document
     if not documents:
         raise _problem(f'{corpus!r} holds no documents; give JSON lines or Parquet that do')
+    check_fit(list(documents.values()), shape)
     find_corpus(corpus).log_unread(corpus)
     train, validation = (
         pack([documents[name] for name in names], shape) for names in _split(list(documents), split)
