@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megajax.config.errors import ConfigError
+from megajax.data.text.tokenizer_class import build_as_class
 from megajax.files.json_file import read_json
 from megajax.render.text import shorten
 
@@ -75,7 +76,10 @@ def name_tokens(path: Path, backend: 'tokenizers.Tokenizer') -> TokenNames:
     special_map = {} if 'added_tokens_decoder' in config else _read(path, MAP)
     if not (config or special_map or 'model_type' in model):
         return TokenNames()
-    by_class = _defaults(config, model, backend)
+    name = _class_of(config, model, backend)
+    by_family = bool(OF_FAMILY.get(str(model.get('model_type'))))
+    build_as_class(backend, name, config, str(_next_to(path, CONFIG)), by_family=by_family)
+    by_class = DEFAULTS.get(name, {})
     keys, further = _merged(_next_to(path, CONFIG), by_class, config, special_map)
     tokens = {
         key: token for key, x in keys.items() if key.endswith('_token') and (token := _token(x))
@@ -127,16 +131,15 @@ def _merged(
     return keys, [_token(x) or _refuse(where, 'extra_special_tokens', x) for x in further]
 
 
-def _defaults(config: Keys, model: Keys, backend: 'tokenizers.Tokenizer') -> Keys:
-    """Return the tokens of the class that transformers makes."""
+def _class_of(config: Keys, model: Keys, backend: 'tokenizers.Tokenizer') -> str:
+    """Return the tokenizer class that transformers makes, empty for one without parts or tokens."""
     family = model.get('model_type')
     family = family if isinstance(family, str) else ''
     said = config.get('tokenizer_class') or model.get('tokenizer_class')
     said = said.removesuffix('Fast') if isinstance(said, str) else BY_DEFAULT.get(family, '')
     name = OF_FAMILY.get(family, said)
-    if name == 'LlamaTokenizer' and '"ByteLevel"' in backend.to_str():
-        name = ''  # Llama 3, whose tokens are not SentencePiece's
-    return dict(DEFAULTS.get(name, {}))
+    # Llama 3 names this class, and its tokens are not SentencePiece's.
+    return '' if name == 'LlamaTokenizer' and '"ByteLevel"' in backend.to_str() else name
 
 
 def _added(path: Path, config: Keys, special: set[str], known: set[str]) -> dict[str, Keys]:

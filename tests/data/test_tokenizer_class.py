@@ -1,0 +1,136 @@
+"""A folder's tokenizer is read as transformers makes it of its class, or rejected."""
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import normalizers, pre_tokenizers
+from twelve_tokenizers import EOD, TWELVE, byte_level, random_text, sentencepiece
+
+from megajax.config import ConfigError
+from megajax.data.text.tokenizer import load_tokenizer
+from megajax.data.text.tokenizer_class import CLASSES, OTHERS
+
+KEYS: dict[str, list[dict[str, Any]]] = {
+    'GPT2Tokenizer': [{}, {'add_prefix_space': True}],
+    'Qwen2Tokenizer': [{}],
+    'LlamaTokenizer': [{}, {'legacy': True}, {'add_prefix_space': False}],
+    'BertTokenizer': [{}, {'do_lower_case': False, 'strip_accents': True}],
+    'PreTrainedTokenizerFast': [{'add_prefix_space': True, 'legacy': True}],
+}
+
+
+def write(folder: Path, backend: Backend, family: str = 'llama', **keys: Any) -> str:
+    folder.mkdir(exist_ok=True)
+    backend.save(str(folder / 'tokenizer.json'))
+    (folder / 'config.json').write_text(json.dumps({'model_type': family}))
+    (folder / 'tokenizer_config.json').write_text(json.dumps(keys))
+    return str(folder / 'tokenizer.json')
+
+
+@pytest.mark.parametrize('name', KEYS)
+def test_texts_have_the_ids_and_ids_the_texts_of_transformers(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip('transformers')
+    draw, read = random.Random(1), 0
+    for number, (kind, make) in enumerate(TWELVE.items()):
+        for keys in KEYS[name]:
+            known = make().get_vocab()
+            end = next(name for name in (EOD, '</s>', '[SEP]') if name in known)
+            folder = tmp_path / f'{number}{len(keys)}'
+            path = write(folder, make(), tokenizer_class=name, eos_token=end, **keys)
+            try:
+                ours = load_tokenizer(path)
+            except ConfigError as error:
+                assert f'transformers makes a {name}, which reads' in str(error)  # noqa: PT017
+                continue
+            theirs = transformers.AutoTokenizer.from_pretrained(folder)
+            for text in (' a', *(random_text(draw, ['</s', '[SEP']) for _ in range(20))):
+                encoded = theirs(text, add_special_tokens=False, split_special_tokens=True)
+                ids = encoded.input_ids
+                assert ours.encode_batch([text])[0].tolist() == ids, (kind, keys, text)
+                text_of_ids = ours._backend.decode(ids, skip_special_tokens=False)
+                assert text_of_ids == theirs.decode(ids), (kind, keys, text)
+            read += 1
+    assert read
+
+
+def test_parts_that_differ_are_named_with_what_reads_the_file_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        keys = {'tokenizer_class': 'LlamaTokenizerFast', 'eos_token': '</s>'}
+        (ids,) = load_tokenizer(write(tmp_path, sentencepiece(), **keys)).encode_batch([' the'])
+        assert 'a LlamaTokenizer has a normalizer, pre_tokenizer of its own, not' in caplog.text
+        caplog.clear()
+        keys['tokenizer_class'] = 'PreTrainedTokenizerFast'
+        as_is = load_tokenizer(write(tmp_path, sentencepiece(), **keys))
+    assert not caplog.text
+    assert len(as_is.encode_batch([' the'])[0]) == len(ids) + 1  # a space of its own
+
+
+def test_a_family_that_decides_about_the_class_is_left_in_another_folder(tmp_path: Path) -> None:
+    keys = {'tokenizer_class': 'PreTrainedTokenizerFast', 'eos_token': EOD}
+    text, backend = 'cafe\u0301', byte_level(normalizer=normalizers.NFD())
+    path = write(tmp_path, backend, 'qwen2', **keys)
+    (composed,) = load_tokenizer(path).encode_batch([text])
+    (tmp_path / 'config.json').unlink()
+    (decomposed,) = load_tokenizer(path).encode_batch([text])
+    assert decomposed.tolist() == backend.encode(text).ids != composed.tolist()
+
+
+def test_the_parts_of_published_folders_are_those_of_their_class(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for family, name in (('gpt2', 'GPT2Tokenizer'), ('mistral', 'LlamaTokenizer')):
+            backend = byte_level() if family == 'gpt2' else sentencepiece()
+            if family == 'gpt2':
+                backend.pre_tokenizer = pre_tokenizers.ByteLevel(False, trim_offsets=False)
+            end = EOD if family == 'gpt2' else '</s>'
+            load_tokenizer(write(tmp_path, backend, family, tokenizer_class=name, eos_token=end))
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ('name', 'backend', 'message'),
+    [
+        ('GPTNeoXTokenizerFast', byte_level, 'makes a GPTNeoXTokenizer, which does not read all'),
+        (
+            'GPT2Tokenizer',
+            sentencepiece,
+            'reads byte-level BPE, and tokenizer.json has BPE of S',
+        ),
+        ('BertTokenizer', byte_level, 'reads WordPiece, and tokenizer.json has byte-level BPE'),
+    ],
+)
+def test_a_class_that_megajax_does_not_read_is_rejected_with_the_one_that_it_does(
+    name: str, backend: Any, message: str, tmp_path: Path
+) -> None:
+    keys = {'eos_token': EOD if backend is byte_level else '</s>'}
+    path = write(tmp_path, backend(), tokenizer_class=name, **keys)
+    with pytest.raises(ConfigError, match=message) as raised:
+        load_tokenizer(path)
+    assert 'set "tokenizer_class": "PreTrainedTokenizerFast"' in str(raised.value)
+    load_tokenizer(write(tmp_path, backend(), tokenizer_class='PreTrainedTokenizerFast', **keys))
+
+
+def test_every_class_of_transformers_that_makes_its_own_parts_is_known() -> None:
+    transformers = pytest.importorskip('transformers')
+    backend = transformers.PreTrainedTokenizerFast
+    auto = transformers.models.auto.tokenization_auto
+    names = {name.removesuffix('Fast') for name in dir(transformers) if 'Tokenizer' in name}
+    names |= {name.removesuffix('Fast') for name in auto.TOKENIZER_MAPPING_NAMES.values() if name}
+    classes = {name: auto.tokenizer_class_from_name(name) for name in names}
+    own = {
+        name
+        for name, made in classes.items()
+        if isinstance(made, type)
+        and issubclass(made, backend)
+        and made is not backend
+        and '__init__' in made.__dict__
+    }
+    assert {name for name in own if not OTHERS.fullmatch(name)} == CLASSES.keys()
