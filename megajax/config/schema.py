@@ -197,7 +197,7 @@ class DataConfig(Section):
     """Prefixes of .bin and .idx files, each with its weight, instead of a corpus."""
     tokenizer: Name = 'auto'
     """A tokenizer.json, bytes, bpe (trained on the text), or none (for ids); auto: the one next to
-    .bin and .idx, or bpe.
+    .bin and .idx, otherwise that of the weights in `run.start_from`, otherwise bpe.
     """
     split: str = '95,5,0'
     """Weights of training, validation and test."""

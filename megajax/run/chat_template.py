@@ -21,7 +21,7 @@ def read_corpus(config: Config, run: Path, start: Path | None) -> tuple[Data, Co
     Raises ConfigError as `load_data` does.
     """
     companions = companions_of_run(config, run, start)
-    own = with_own_tokenizer(config, run)
+    own = with_own_tokenizer(config, run, start)
     return load_data(own, template_of_run(config, run, companions)), companions
 
 

@@ -73,17 +73,21 @@ def tokenizer_of(checkpoint: Path) -> Path:
     return run_tokenizer if run_tokenizer.is_file() else checkpoint.absolute() / TOKENIZER
 
 
-def with_own_tokenizer(config: Config, run: Path) -> Config:
+def with_own_tokenizer(config: Config, run: Path, start: Path | None = None) -> Config:
     """Return the config of a run with its own tokenizer.json in place of the file it began with.
 
     So a run resumes wherever it was moved to, and whatever has become of that file. A file that
-    the config names for the first time is not replaced.
+    the config names for the first time is not replaced. With `data.tokenizer=auto`, the run's own
+    tokenizer is that of the weights which it began with; a new run finds it in the checkpoint
+    `start`.
     """
-    checkpoint, begun = newest_data(run)
-    if checkpoint is None or config.data.tokenizer in NO_FILES:
-        return config
-    own = tokenizer_of(checkpoint)
-    if config.data.tokenizer != begun.get('tokenizer') or not own.is_file():
+    checkpoint, begun = newest_data(run) if start is None else (start, {})
+    tokenizer = config.data.tokenizer
+    if tokenizer == 'auto':
+        is_own = config.run.start_from is not None
+    else:
+        is_own = tokenizer not in NO_FILES and tokenizer == begun.get('tokenizer')
+    if checkpoint is None or not is_own or not (own := tokenizer_of(checkpoint)).is_file():
         return config
     data = config.data.model_copy(update={'tokenizer': str(own)})
     return config.model_copy(update={'data': data})

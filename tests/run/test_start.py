@@ -24,6 +24,7 @@ from megajax.commands.main import app
 from megajax.config import CheckpointError, Config, ConfigError, dump
 from megajax.data import load_data
 from megajax.data.text.tokenizer import byte_tokenizer, train_bpe
+from megajax.run.chat_template import read_corpus
 from megajax.run.named import config_of_overrides, with_own_tokenizer
 from megajax.run.start import check_tokenizer, origin_of, start_checkpoint
 from megajax.train.step import init_state
@@ -296,6 +297,18 @@ def test_a_run_resumes_with_its_own_tokenizer_wherever_it_is_and_takes_no_other_
     for spec in str(tmp_path / 'mistyped.json'), 'bytes', 'auto':
         assert tokenizer(tiny(data={'tokenizer': spec}), moved) == spec
     assert tokenizer(config, tmp_path / 'new') == str(began)
+
+
+@pytest.mark.parametrize('began', [False, True])
+def test_a_text_is_read_with_the_tokenizer_of_the_weights_that_a_run_begins_with(
+    source: Path, tmp_path: Path, began: bool
+) -> None:
+    (tmp_path / 'text.txt').write_text('one two three four ' * 200)
+    config = starting(source, data={'corpus': str(tmp_path / 'text.txt')})
+    start = find_start(config, tmp_path / 'new')
+    run, start = (source, None) if began else (tmp_path / 'new', start)
+    data, _ = read_corpus(config, run, start)
+    check_tokenizer(source / 'checkpoints/3', data.tokenizer)
 
 
 def build_corpus(folder: Path, name: str, **options: Any) -> str:
