@@ -1,16 +1,18 @@
 """A model for EleutherAI's lm-evaluation-harness, which answers with `Scorer` and `Generator`.
 
 Needs the extra `harness`. As in the harness's own models, a text begins with the start
-tokens of its tokenizer, and an empty context is a start token, or the end of a document.
+tokens of its tokenizer, and an empty context is a start token, or the end of a document. A
+request has the result of the harness's `HFLM`; one that `HFLM` fails at is a ConfigError.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flax import nnx
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
@@ -19,7 +21,10 @@ from megajax.data import Tokenizer
 from megajax.evaluate.score import Scorer, Window
 from megajax.generate import Generator, Request, Sampling
 
-MAX_TOKENS = 256  # tokens of a continuation unless the task sets it, as in the harness's own models
+TOP_K = 50  # of transformers' `generate`, unless the task sets it
+READ = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_k', 'top_p'}
+NO_EFFECT = {'num_beams': 1, 'repetition_penalty': 1}
+OWN_TASK = 'in a copy of the task, and evaluate it as FOLDER/NAME'
 
 
 class HarnessModel(TemplateLM):
@@ -73,14 +78,38 @@ class HarnessModel(TemplateLM):
         scored = iter(self._scorer.in_any_order(windows))
         return [-sum(float(next(scored).nll.sum()) for _ in range(count)) for count in counts]
 
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation, and whether it is the greedy one.
+
+        Raises ConfigError for an empty continuation.
+        """
+        if empty := [request for request in requests if not request.args[1]]:
+            raise _no_likelihood(empty[0].args, 'an empty continuation', 'give it text')
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
+        return found
+
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return the continuation of each context, up to the end that its task sets."""
-        by_request: dict[tuple[Request, int], list[int]] = {}
+        """Return the continuation of each context, up to the end that its task sets.
+
+        Raises ConfigError with everything in `generation_kwargs` that cannot be kept to.
+        """
+        by_request: dict[Request, list[int]] = {}
+        problems: list[str] = []
         for number, request in enumerate(requests):
-            by_request.setdefault(_request(request.args[1]), []).append(number)
+            try:
+                wanted = _request(request.args[1], self._limit)
+            except ConfigError as error:
+                task = getattr(request, 'task_name', None) or 'a task'
+                problems += [f'generation_kwargs of {task}: {line}' for line in error.problems]
+            else:
+                by_request.setdefault(wanted, []).append(number)
+        if problems:
+            raise ConfigError(*dict.fromkeys(problems))
         texts = [''] * len(requests)
-        for (wanted, max_tokens), numbers in by_request.items():
-            room = max(self._limit - max_tokens, 1)
+        for wanted, numbers in by_request.items():
+            room = self._limit - wanted.max_tokens
             prompts = [
                 (self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])[-room:]
                 for i in numbers
@@ -90,9 +119,20 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        limit = self._limit + 1
+        for asked, context, target in requests:
+            if not context or not target:
+                part = 'continuation' if context else 'context'
+                raise _no_likelihood(
+                    asked, f'no token of the {part} alone', 'end the context between two tokens'
+                )
+            if len(target) > self._limit:
+                raise _no_likelihood(
+                    asked,
+                    f'{len(target)} tokens to score, more than model.max_seq_len={self._limit}',
+                    'shorten the continuation, or evaluate a model of a longer context',
+                )
         windows = [
-            Window([*context, *target][-limit:], min(len(target), limit - 1))
+            Window([*context, *target][-self._limit - 1 :], len(target))
             for _, context, target in requests
         ]
         scored = self._scorer.in_any_order(windows)
@@ -101,7 +141,15 @@ class HarnessModel(TemplateLM):
     def _continue(self, prompts: Sequence[Sequence[int]], request: Request) -> Iterable[str]:
         self._generator = self._generator or Generator(self._config, self._params, self._text)
         *_, rows = self._generator.stream(prompts, request)
-        return [row.text for row in rows if row]
+        return [self._answer(row.ids, request.stops) for row in rows if row]
+
+    def _answer(self, ids: Sequence[int], stops: Sequence[str]) -> str:
+        """Return the text of generated ids as `HFLM` decodes it: alone, without special tokens."""
+        special = set(self._text.special_tokens().values())
+        text = self._text.decode(i for i in ids if i not in special)
+        end = self._text.decode([self._text.eod])
+        answer: str = postprocess_generated_text(text, [*stops, end], None)
+        return answer
 
     @property
     def _limit(self) -> int:
@@ -135,18 +183,54 @@ def evaluate_tasks(
     }
 
 
-def _request(given: dict[str, Any]) -> tuple[Request, int]:
-    stops = given.get('until') or ()
-    max_tokens = int(given.get('max_gen_toks', MAX_TOKENS))
-    at_random = given.get('do_sample', bool(given.get('temperature')))
-    sampling = Sampling(
-        temperature=float(given.get('temperature') or 1),
-        top_k=given.get('top_k'),
-        top_p=given.get('top_p'),
+def _request(given: Mapping[str, Any], limit: int) -> Request:
+    """Return the request that `HFLM` makes of `generation_kwargs`, for a model of `limit` tokens.
+
+    Raises ConfigError for what `HFLM` or `generate` of transformers would fail at, and for
+    what is not `READ`.
+    """
+    kwargs = {key: value for key, value in given.items() if value is not None}
+    kwargs = normalize_gen_kwargs(kwargs)
+    max_tokens, temperature = kwargs['max_gen_toks'], float(kwargs.get('temperature', 0))
+    problems = []
+    if not 0 < max_tokens < limit:
+        problems.append(
+            f'max_gen_toks={max_tokens} must be at least 1 and less than '
+            f'model.max_seq_len={limit}, which context and continuation share: '
+            f'set max_gen_toks to at most {limit - 1} {OWN_TASK}'
+        )
+    if kwargs['do_sample'] and not temperature:
+        problems.append(
+            'do_sample=true needs a temperature above 0: '
+            f'set temperature=1.0, or do_sample=false, {OWN_TASK}'
+        )
+    if '' in kwargs['until']:
+        problems.append(
+            f'until has an empty string, which every text contains: leave it out {OWN_TASK}'
+        )
+    if 'max_length' in kwargs:
+        problems.append(
+            f'max_length={kwargs.pop("max_length")} counts the context and its padding, too: '
+            f'set max_gen_toks instead {OWN_TASK}'
+        )
+    problems += [
+        f'{key}={value} is not supported (the keys are {", ".join(sorted(READ))}): '
+        f'leave it out {OWN_TASK}'
+        for key, value in kwargs.items()
+        if key not in READ and NO_EFFECT.get(key) != value
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    sampling = Sampling(temperature=0)
+    if kwargs['do_sample']:
+        top_k = kwargs.get('top_k', TOP_K) or None
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=kwargs.get('top_p'))
+    return Request(max_tokens=max_tokens, sampling=sampling, stops=tuple(kwargs['until']))
+
+
+def _no_likelihood(asked: tuple[str, str] | None, problem: str, fix: str) -> ConfigError:
+    context, continuation = asked or ('', '')
+    return ConfigError(
+        f'a task asks for the likelihood of {continuation[:40]!r} after {context[-40:]!r}, '
+        f'which has {problem}: {fix}'
     )
-    request = Request(
-        max_tokens=max_tokens,
-        sampling=sampling if at_random else Sampling(temperature=0),
-        stops=tuple(stop for stop in ([stops] if isinstance(stops, str) else stops) if stop),
-    )
-    return request, max_tokens

@@ -4,7 +4,6 @@ it is installed.
 
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
@@ -516,23 +515,6 @@ def test_the_harness_gets_what_it_asks_for() -> None:
     assert greedy == stopped != sampled
 
 
-class Base:
-    """What the harness's own base of a model says of it."""
-
-    def __init__(self) -> None:
-        self.rank, self.world_size = 0, 1
-
-
-# What the module takes from lm-evaluation-harness, where that is not installed.
-STAND_INS: dict[str, dict[str, object]] = {
-    'lm_eval': {'simple_evaluate': None},
-    'lm_eval.api': {},
-    'lm_eval.api.model': {'TemplateLM': Base},
-    'lm_eval.tasks': {'TaskManager': None},
-    'lm_eval.utils': {'get_rolling_token_windows': None, 'make_disjoint_window': None},
-}
-
-
 @pytest.fixture(name='harness')
 def import_harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module, whose models score with an `Oracle` and continue a prompt by its bytes in
@@ -551,17 +533,13 @@ def import_harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         prompts: Sequence[Sequence[int]], request: Request
     ) -> Iterator[list[SimpleNamespace | None]]:
         rows = [
-            SimpleNamespace(text=f'{TOKENIZER.decode(ids).upper()}{"".join(request.stops)}')
+            SimpleNamespace(ids=f'{TOKENIZER.decode(ids).upper()}{"".join(request.stops)}'.encode())
             for ids in prompts
         ]
         yield [None] * len(rows)
         yield rows
 
-    if not find_spec('lm_eval'):
-        for name, values in STAND_INS.items():
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-            for key, value in values.items():
-                setattr(sys.modules[name], key, value)
+    pytest.importorskip('lm_eval', reason='lm-evaluation-harness is not installed')
     spec = find_spec('megajax.evaluate.harness')
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -579,23 +557,57 @@ GREEDY = Sampling(temperature=0)
         ({}, Request(max_tokens=256, sampling=GREEDY)),
         ({'until': None, 'max_gen_toks': '7'}, Request(max_tokens=7, sampling=GREEDY)),
         ({'until': 'END'}, Request(max_tokens=256, sampling=GREEDY, stops=('END',))),
+        ({'until': ['\n', 'END']}, Request(max_tokens=256, sampling=GREEDY, stops=('\n', 'END'))),
         (
-            {'until': ['\n', '', 'END']},
-            Request(max_tokens=256, sampling=GREEDY, stops=('\n', 'END')),
+            {'max_tokens': 5, 'max_new_tokens': 6, 'max_completion_tokens': 7},
+            Request(max_tokens=6, sampling=GREEDY),
         ),
-        ({'temperature': 0.5}, Request(max_tokens=256, sampling=Sampling(temperature=0.5))),
+        ({'max_completion_tokens': 7}, Request(max_tokens=7, sampling=GREEDY)),
+        (
+            {'temperature': 0.5},
+            Request(max_tokens=256, sampling=Sampling(temperature=0.5, top_k=50)),
+        ),
         ({'temperature': 0.0}, Request(max_tokens=256, sampling=GREEDY)),
         ({'temperature': 0.5, 'do_sample': False}, Request(max_tokens=256, sampling=GREEDY)),
         (
-            {'do_sample': True, 'top_k': 5, 'top_p': 0.9},
+            {'do_sample': True, 'temperature': 1, 'top_k': 5, 'top_p': 0.9, 'num_beams': 1},
             Request(max_tokens=256, sampling=Sampling(temperature=1, top_k=5, top_p=0.9)),
+        ),
+        (
+            {'do_sample': True, 'temperature': 1, 'top_k': 0},
+            Request(max_tokens=256, sampling=Sampling(temperature=1)),
         ),
     ],
 )
 def test_a_task_says_how_a_text_goes_on(
     harness: ModuleType, given: dict[str, object], wanted: Request
 ) -> None:
-    assert harness._request(given) == (wanted, wanted.max_tokens)
+    assert harness._request(given, 257) == wanted
+
+
+@pytest.mark.parametrize(
+    ('given', 'message'),
+    [
+        ({}, 'max_gen_toks=256 must be at least 1 and less than model.max_seq_len=16'),
+        ({'max_new_tokens': 16}, 'max_gen_toks=16 .* set max_gen_toks to at most 15 in a copy of'),
+        ({'max_gen_toks': 0}, 'max_gen_toks=0 must be at least 1'),
+        ({'max_gen_toks': 6, 'max_length': 9}, 'max_length=9 counts the context .* set max_gen_to'),
+        ({'max_gen_toks': 6, 'do_sample': True}, 'do_sample=true needs a temperature above 0'),
+        ({'max_gen_toks': 6, 'do_sample': True, 'temperature': 0.0}, '.* a temperature above 0'),
+        ({'max_gen_toks': 6, 'temperature': 1, 'top_p': 1.5}, 'top-p 1.5 must be above 0'),
+        ({'max_gen_toks': 6, 'until': ['.', '']}, 'until has an empty string'),
+        ({'max_gen_toks': 6, 'num_beams': 10}, r'num_beams=10 is not supported \(the keys are do_'),
+        ({'max_gen_toks': 6, 'min_p': 0.1}, 'min_p=0.1 is not supported'),
+    ],
+)
+def test_what_a_task_sets_is_kept_to_or_rejected_by_name(
+    harness: ModuleType, given: dict[str, object], message: str
+) -> None:
+    model = harness.HarnessModel(small(), None, TOKENIZER)
+    right = ask('ab', {'max_gen_toks': 6})
+    wrong = SimpleNamespace(args=('ab', given), task_name='sums')
+    with pytest.raises(ConfigError, match=f'^generation_kwargs of sums: {message}'):
+        model.generate_until([right, wrong, wrong])
 
 
 def test_a_context_begins_as_a_document_does(harness: ModuleType, tmp_path: Path) -> None:
@@ -623,14 +635,40 @@ def test_the_end_of_what_is_too_long_has_its_likelihood(harness: ModuleType) -> 
         (b'one', b' two'),
         (b'a' * 14, b' end'),
         (b'b', b'c' * 16),
-        (b'd', b'e' * 30),
         (b'f', b'xyz'),
     ]
     found = model._loglikelihood_tokens(
         [(None, [*context], [*target]) for context, target in pairs]
     )
     # A token costs as much as there is before it: of 17 at most.
-    assert found == [(-18.0, True), (-58.0, True), (-136.0, True), (-136.0, True), (-6.0, False)]
+    assert found == [(-18.0, True), (-58.0, True), (-136.0, True), (-6.0, False)]
+
+
+@pytest.mark.parametrize(
+    ('context', 'continuation', 'message'),
+    [
+        ('a', 'e' * 17, "'eee.*' after 'a', which has 17 tokens .* than model.max_seq_len=16"),
+        ('ab', '', "the likelihood of '' after 'ab', which has an empty continuation"),
+        ('', '', 'an empty continuation'),
+        (' ', 'x', "'x' after ' ', which has no token of the context alone"),
+        ('', 'merged', 'no token of the continuation alone'),
+    ],
+)
+def test_what_has_no_likelihood_is_rejected(
+    harness: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    context: str,
+    continuation: str,
+    message: str,
+) -> None:
+    model = harness.HarnessModel(small(), None, TOKENIZER)
+    monkeypatch.setattr(
+        model,
+        'tok_encode',
+        lambda text, **_: [model.prefix_token_id] if text == 'merged' else list(text.encode()),
+    )
+    with pytest.raises(ConfigError, match=message):
+        model.loglikelihood([ask('a', 'b'), ask(context, continuation)], disable_tqdm=True)
 
 
 def test_each_text_has_the_likelihood_of_its_own_windows(
@@ -653,16 +691,16 @@ def test_each_text_has_the_likelihood_of_its_own_windows(
 def test_continuations_come_in_the_order_of_asking_from_the_end_of_a_context(
     harness: ModuleType,
 ) -> None:
-    short, long = {'until': '.', 'max_gen_toks': 6}, {'until': [], 'max_gen_toks': 99}
+    short, long = {'until': '.', 'max_gen_toks': 6}, {'until': [], 'max_gen_toks': 15}
     requests = [('abc', short), ('def', long), ('', short), ('a context that is long', short)]
     model = harness.HarnessModel(small(), None, TOKENIZER)
     found = model.generate_until([ask(*request) for request in requests])
     assert found == [
-        'ABC.',
+        'ABC',
         'F',
-        '<|ENDOFTEXT|>.',
-        'AT IS LONG.',
-    ]  # 16 positions less 6, and one at least
+        '<|ENDOFTEXT|>',
+        'AT IS LONG',
+    ]  # 16 positions less 6 or 15
 
 
 def test_a_task_is_looked_for_in_its_folder_and_only_its_numbers_are_kept(
