@@ -140,6 +140,21 @@ def test_inputs_come_in_the_order_given_and_globs_sorted(
     assert [input.stream for input in found] == [False] * 4 + [True]
 
 
+@pytest.mark.parametrize('given', [('a.jsonl', '*.jsonl'), ('*.jsonl', './a.jsonl'), ('-', '-')])
+def test_a_file_that_two_inputs_name_is_refused_with_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: tuple[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ('a.jsonl', 'b.jsonl'):
+        write(tmp_path, name, b'x')
+    first, second = map(re.escape, given)
+    message = rf'would be read twice: --input {first} and --input {second} both name it; name it'
+    with pytest.raises(ConfigError, match=message):
+        find_inputs(given, None)
+    with pytest.raises(ConfigError, match=r'^a.jsonl: would be .*, and so would 1 others: '):
+        find_inputs(['*.jsonl', '*.jsonl'], None)
+
+
 def test_all_inputs_that_cannot_be_found_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         find_inputs([f'{tmp_path}/a.jsonl', f'{tmp_path}/*.txt', str(tmp_path)], None)

@@ -56,13 +56,17 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
     """Return the files that paths, URLs, globs and '-' name, in order; a glob's matches are sorted.
 
     With `format` None, the suffix of each file decides (`format_of`). Raises ConfigError with every
-    file that does not exist, cannot be read, or has a format that cannot be read in this way.
+    file that does not exist, cannot be read, has a format that cannot be read in this way, or is
+    named twice.
     """
     problems: list[Problem] = []
     inputs = []
+    named: dict[str, str] = {}  # the pattern of each file
     for pattern in patterns:
         try:
-            inputs += [_look(path, format) for path in _expand(pattern)]
+            paths = _expand(pattern)
+            problems += _named_before(pattern, paths, named)
+            inputs += [_look(path, format) for path in paths]
         except ConfigError as error:
             problems += [problem for problem in error.problems if isinstance(problem, Problem)]
     if not patterns:
@@ -91,6 +95,21 @@ def _expand(pattern: str) -> list[str]:
     if not names:
         raise input_error(path, "matches no file; check the pattern ('**' descends into folders)")
     return _once(pattern, names)
+
+
+def _named_before(pattern: str, paths: Sequence[str], named: dict[str, str]) -> list[Problem]:
+    """Return a problem if files are among those `named`; add them to these."""
+    twice = [path for path in paths if os.path.normpath(path) in named]
+    problems = []
+    if twice:
+        more = f', and so would {len(twice) - 1:,} others' if len(twice) > 1 else ''
+        message = (
+            f'would be read twice{more}: --input {named[os.path.normpath(twice[0])]} and --input '
+            f'{pattern} both name it; name it once, or build it apart and weight it by data.blend'
+        )
+        problems = [Problem(path=twice[0], message=message)]
+    named.update({os.path.normpath(path): pattern for path in paths})
+    return problems
 
 
 def _once(pattern: str, names: list[str]) -> list[str]:
