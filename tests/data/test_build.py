@@ -378,6 +378,17 @@ def test_a_mistake_in_the_job_is_named(
     assert [path.name for path in tmp_path.iterdir()] == ['corpus.jsonl']
 
 
+def test_a_bpe_that_gets_smaller_than_asked_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / 'a.txt').write_text('to be or not to be')
+    build(job(tmp_path / 'out', tmp_path / 'a.txt', train_bpe=400))
+    (record,) = [each for each in caplog.records if each.levelname == 'WARNING']
+    size = load_tokenizer(f'{tmp_path}/out.tokenizer.json').vocab_size
+    assert 257 < size < 400
+    assert f'the BPE has {size} entries; use --train-bpe {size}, ' in record.getMessage()
+
+
 def test_the_folders_of_the_output_are_created(corpus: Path, tmp_path: Path) -> None:
     summary = build(job(tmp_path / 'runs/new/out', corpus))
     assert {*summary.files} == set((tmp_path / 'runs/new').iterdir())

@@ -53,6 +53,14 @@ def kept_tokenizer(
         assert job.train_bpe is not None
         logger.info('training a BPE of %d entries', job.train_bpe)
         tokenizer = train_bpe(_sample(job, inputs), job.train_bpe)
+        if (size := tokenizer.vocab_size) < job.train_bpe:
+            logger.warning(
+                '--train-bpe %d: the text has too few pairs to merge, so the BPE has %d entries; '
+                'use --train-bpe %d, or more text',
+                job.train_bpe,
+                size,
+                size,
+            )
     try:
         tokenizer.save(partial.folder / NEW)
     except Exception as error:  # tokenizers raises nothing narrower
