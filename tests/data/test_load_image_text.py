@@ -121,6 +121,7 @@ def test_a_model_of_text_learns_the_turns_of_messages(folder: Path) -> None:
     data = load_data(text_config(folder))
     assert shown(data) == 'Red.<|endoftext|>'
     assert 'pixels' not in data.train[0]
+    assert data.summary == '2 documents; 1 rows to train on, 1 to validate'
 
 
 @pytest.mark.parametrize('name', ['data.json', 'data.ndjson', 'data.parquet'])

@@ -107,6 +107,7 @@ def load_image_text(
             'data.split',
         )
     pictures = sum(len(document.paths) for document in documents.values())
+    with_pictures = f' with {pictures:,} pictures' if shape.images else ''
     return ImageTextData(
         train=ImageTextBatches(
             train,
@@ -120,8 +121,8 @@ def load_image_text(
             stateless_order.in_order([0, len(validation)], [1.0]),
             batch_size=batch_size,
         ),
-        summary=f'{len(documents):,} documents with {pictures:,} pictures; {len(train):,} rows '
-        f'to train on, {len(validation):,} to validate',
+        summary=f'{len(documents):,} documents{with_pictures}; {len(train):,} rows to train on, '
+        f'{len(validation):,} to validate',
         fingerprint=_fingerprint(documents),
     )
 
