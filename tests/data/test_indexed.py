@@ -3,6 +3,7 @@ where it breaks.
 """
 
 import io
+import re
 import shutil
 import struct
 from contextlib import suppress
@@ -231,3 +232,34 @@ def read_everything(found: Sequences) -> None:
     assert found.document_starts(0, len(found.tokens)) == sorted(
         set(found.document_starts(0, len(found.tokens)))
     )
+
+
+@pytest.mark.parametrize('documents', [[[5, 6], [7], []], [[1, 2, 3]], [[]]])
+@pytest.mark.parametrize('is_ended', [False, True])
+def test_the_page_on_data_makes_a_pair_of_an_array_of_ids(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, documents: list[list[int]], is_ended: bool
+) -> None:
+    page = (Path(__file__).parents[2] / 'docs/data.md').read_text()
+    (code,) = re.findall(r'^```python\n(.*?)^```$', page, flags=re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    ended = [[*ids, 50256] for ids in documents]
+    if not is_ended:
+        ended[-1] = [*ended[-1], 8]
+    np.concatenate(ended).astype(np.uint16).tofile('train.bin')
+    exec(code, {})
+    found = read_pair('train')
+    split = np.split(found.tokens, np.cumsum(found.lengths)[:-1])
+    expected = ended if is_ended else [*ended[:-1], ended[-1][:-1], [8]]
+    assert [ids.tolist() for ids in split] == expected
+    assert found.documents.tolist() == list(range(len(expected) + 1))
+
+
+def test_a_relative_prefix_that_is_not_there_names_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'train.bin').write_bytes(b'ab')
+    with pytest.raises(ConfigError, match=rf'there is no train.idx in {tmp_path}; .*write train.i'):
+        read_pair('train')
+    with pytest.raises(ConfigError, match=rf'no web.bin and no web.idx in {tmp_path}/more; give'):
+        read_pair('more/web')

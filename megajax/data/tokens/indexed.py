@@ -136,8 +136,9 @@ def read_pair(prefix: str | Path) -> Sequences:
         fix = 'give the prefix of two files, copied or built with megajax data build'
         if missing == [idx_path.name]:
             fix += f'; if {bin_path.name} is an array of ids alone, as nanoGPT writes it, '
-            fix += 'docs/data.md converts it'
-        raise _problem(prefix, f'there is no {" and no ".join(missing)}; {fix}')
+            fix += f'docs/data.md shows how to write {idx_path.name}'
+        here = '' if prefix.is_absolute() else f' in {prefix.absolute().parent}'
+        raise _problem(prefix, f'there is no {" and no ".join(missing)}{here}; {fix}')
     try:
         tokens, index = _map(bin_path, np.uint8), _map(idx_path, np.uint8)
     except OSError as error:
