@@ -304,6 +304,12 @@ def _check(
     problems += [
         f'{file}: no such file or folder' for file in files if not Path(file).expanduser().exists()
     ]
+    paths = [Path(file).expanduser().resolve() for file in files]
+    problems += [
+        f'{file}: would be read twice: name it, or the folder that holds it, once'
+        for i, (file, path) in enumerate(zip(files, paths, strict=True))
+        if path in paths[:i] or not set(path.parents).isdisjoint(paths)
+    ]
     problems += output_problems(out)
     if problems:
         raise ConfigError(*problems)

@@ -16,6 +16,8 @@ from megajax.commands.main import app
 from megajax.config import ConfigError
 from megajax.config.extras import install
 
+TWICE = 'would be read twice: name it, or the folder that holds it, once'
+
 
 @pytest.mark.parametrize(
     ('words', 'problem'),
@@ -30,6 +32,8 @@ from megajax.config.extras import install
         ('--task wikitext a.txt b.txt', '--task wikitext needs one file, not 2'),
         ('--task lambada a.txt --stride 4', '--task lambada has no --stride'),
         ('--task perplexity gone.txt', 'gone.txt: no such file or folder'),
+        ('--task perplexity a.txt b.txt ./a.txt', f'./a.txt: {TWICE}'),
+        ('--task perplexity . a.txt', f'a.txt: {TWICE}'),
         (
             '--task perplexity a.txt --json gone/out.json',
             'gone/out.json: there is no folder gone: create it first',
