@@ -57,8 +57,6 @@ def perplexity(
         ids, _ = encode_documents(texts, tokenizer)
     if not tokenizer.start:
         ids = np.concatenate([[tokenizer.eod], ids])
-    if not any(texts):
-        raise ConfigError(f'{", ".join(files)}: the documents are empty: give some with text')
     tokens, nll = len(ids) - 1, _sum(scorer, ids, stride or scorer.config.model.max_seq_len)
     num_bytes = sum(len(text.encode()) for text in texts)
     return Perplexity(

@@ -378,6 +378,12 @@ def test_a_mistake_in_the_job_is_named(
     assert [path.name for path in tmp_path.iterdir()] == ['corpus.jsonl']
 
 
+def test_ends_of_empty_documents_alone_are_no_text(tmp_path: Path) -> None:
+    (tmp_path / 'a.jsonl').write_text('{"text": ""}\n' * 3)
+    with pytest.raises(ConfigError, match=r'--input: holds no text: 3 documents without a token'):
+        build(job(tmp_path / 'out', tmp_path / 'a.jsonl', append_eod=True))
+
+
 def test_a_bpe_that_gets_smaller_than_asked_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -92,6 +92,7 @@ def test_a_url_is_refused_with_the_command_that_reads_it(url: str) -> None:
             'né'.encode('latin-1'),
             r'latin1\.txt: is not UTF-8 at byte 1 .*; convert it',
         ),
+        ('empty.jsonl', b'{"text": ""}\n' * 3, r'data.corpus: .*empty\.jsonl.* holds no text'),
         ('folder/empty.txt', b'', 'data.corpus: .*folder.* holds no text'),
     ],
 )

@@ -237,9 +237,9 @@ class _Builder:
             self._partial,
             self._tokenizer,
         )
-        if not progress.tokens:
+        if not (progress.tokens and progress.text_bytes):
             message = (
-                f'holds no text: {progress.documents} documents without tokens, '
+                f'holds no text: {progress.documents} documents without a token of text, '
                 f'{progress.skipped} bad lines; give other files'
             )
             raise ConfigError(Problem(path='--input', message=message))

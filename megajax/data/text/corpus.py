@@ -123,7 +123,7 @@ def read_documents(corpus: str) -> list[Document]:
             if not is_folder:
                 raise
             unread.append(file.name)
-    if not documents:
+    if not any(document.text for document in documents):
         raise _error(f'{corpus!r} holds no text; give {KINDS}')
     Corpus([file for file in files if file.name not in unread], unread).log_unread(corpus)
     return sorted(documents, key=lambda document: document.name)
