@@ -25,7 +25,13 @@ from megajax.interop.folder import check_new, new_folder, settings
 from megajax.interop.huggingface.families import read_config_json, write_family
 from megajax.interop.huggingface.hub import Repository
 from megajax.interop.huggingface.preprocessor import FILE, read_preprocessor, write_preprocessor
-from megajax.interop.tensors import SHARD_BYTES, Tensor, read_tensors, write_tensors
+from megajax.interop.tensors import (
+    SHARD_BYTES,
+    Tensor,
+    check_adapter,
+    read_tensors,
+    write_tensors,
+)
 
 Dtype = Literal['float32', 'bfloat16', 'float16']
 EXPORT_DTYPES = {
@@ -62,6 +68,7 @@ def import_huggingface(
     not supported, and for incomplete weights.
     """
     check_new(out)
+    check_adapter(folder)
     family, model, left = read_config_json(folder)
     if 'vision' in model:
         model['vision'] |= read_preprocessor(folder, model['vision'])

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from megajax.config import ConfigError
 from megajax.files.json_file import read_json
+from megajax.render.text import shorten
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
 ADAPTER = 'adapter_config.json'  # of PEFT
@@ -72,12 +73,21 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def check_adapter(folder: Path) -> None:
-    """Raise ConfigError if transformers would add an adapter to the weights of a folder."""
-    if (folder / ADAPTER).is_file():
-        raise ConfigError(
-            f'{folder / ADAPTER}: transformers adds this adapter to the weights of the folder, and '
-            'megajax does not; move it away, or merge it with PEFT first (merge_and_unload)'
-        )
+    """Raise ConfigError for an adapter of PEFT, also one that transformers adds to a model."""
+    file = folder / ADAPTER
+    if not file.is_file():
+        return
+    base, adapter = str(read_json(file).get('base_model_name_or_path')), str(folder)
+    why, first = f'an adapter of {shorten(base)}, and no model', ''
+    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
+        why = 'transformers adds this adapter to the weights of the folder, and megajax does not'
+        base, adapter = adapter, 'ADAPTER'
+        first = 'move adapter_* to a folder ADAPTER, to leave it out or '
+    raise ConfigError(
+        f'{file}: {why}; {first}to merge it: PeftModel.from_pretrained(AutoModelForCausalLM'
+        f'.from_pretrained({shorten(base)!r}), {adapter!r}).merge_and_unload()'
+        ".save_pretrained('merged'), with the files of the tokenizer copied to merged"
+    )
 
 
 def _read_indexed(folder: Path) -> dict[str, np.ndarray]:

@@ -105,6 +105,13 @@ def test_peft_computes_with_them_what_the_merged_weights_compute(
     assert np.abs(actual - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
+def test_a_base_without_the_modules_of_the_adapters_is_rejected(tmp_path: Path) -> None:
+    run = save(tmp_path / 'run', tuned('llama3', tmp_path / 'import'))
+    with pytest.raises(ConfigError, match=r'phi3: has no model.layers.0.*_proj.weight, to which'):
+        export_adapters(run, tmp_path / 'alone', base=str(DATA / 'phi3'), family='llama')
+    assert not (tmp_path / 'alone').exists()
+
+
 def test_an_import_begins_without_adapters(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r'lora.rank=8: an import has no adapters yet; leave lora'

@@ -8,6 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from megajax.config import ConfigError
+from megajax.interop.directories import import_huggingface
 from megajax.interop.huggingface.adapters import _family_of
 from megajax.interop.huggingface.hub import DESCRIPTION
 from megajax.interop.tensors import ADAPTER, read_tensors
@@ -27,9 +28,11 @@ def test_a_single_file_comes_before_the_index_of_an_older_model(
 
 
 def test_a_folder_or_repository_with_an_adapter_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / ADAPTER).write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(ConfigError, match='an adapter of org/base, and no model; to merge it'):
+        import_huggingface(tmp_path, tmp_path / 'run')
     save_file({'x': np.ones(2, np.float32)}, tmp_path / 'model.safetensors')
-    (tmp_path / ADAPTER).write_text('{}')
-    with pytest.raises(ConfigError, match=r'adapter_config.json: .*merge_and_unload'):
+    with pytest.raises(ConfigError, match=r'adds this .*; move adapter_\* to a folder .*to merge'):
         read_tensors(tmp_path)
     assert ADAPTER in DESCRIPTION  # so that it is found before any weights are downloaded
 

@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megajax.interop.folder import new_folder
 from megajax.interop.huggingface.families import FAMILIES, write_family
 from megajax.interop.huggingface.family import Family, There
 from megajax.interop.pieces import cut, dims_here, groups_of, make_pieces
+from megajax.interop.tensors import INDEX, SINGLE, read_tensors
 
 CONFIG, WEIGHTS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'  # of a module's name, within PEFT's model
@@ -30,7 +31,8 @@ def export_adapters(
     `base` is the directory or the name of the model that they belong to, which PEFT reads where it
     is not given one. The modules have the names of `family`, else of the family of the config.json
     in `base`, else of the import that the run began with. Raises ConfigError if the checkpoint has
-    no adapters, if no family can represent its model, or if `out` already exists.
+    no adapters, if no family can represent its model, if a directory `base` lacks modules, or if
+    `out` already exists.
     """
     with sound_checkpoint(source) as checkpoint:
         config = reload(read_record(checkpoint).config, place=str(checkpoint / RECORD))
@@ -42,6 +44,7 @@ def export_adapters(
         family = family or _family_of(base, read_record(checkpoint).origin)
         name, _ = write_family(without_adapters(config).model, family)
         tensors = dict(_tensors(checkpoint, config, FAMILIES[name]))
+        _check_base(base, tensors, FAMILIES[name])
         from safetensors.numpy import save
 
         with new_folder(out) as partial:
@@ -58,6 +61,21 @@ def _family_of(base: str | None, origin: Mapping[str, str]) -> str | None:
     file = Path(base or '') / 'config.json'
     family = read_json(file).get('model_type') if base and file.is_file() else None
     return str(family) if family is not None else origin.get(FAMILY)
+
+
+def _check_base(base: str | None, tensors: Iterable[str], family: Family) -> None:
+    """Raise ConfigError if a directory `base` lacks a module, whose adapter PEFT would drop."""
+    folder = Path(base or '')
+    if not base or not any((folder / file).is_file() for file in (SINGLE, INDEX)):
+        return
+    there = {name.removeprefix(family.prefix) for name in read_tensors(folder)}
+    for tensor in tensors:
+        weight = tensor.removeprefix(PREFIX).rsplit('.lora_', 1)[0] + '.weight'
+        if weight.removeprefix(family.prefix) not in there:
+            raise ConfigError(
+                f'{folder}: has no {weight}, to which adapters of {family.name} belong; give '
+                '--base the model that the run began with, without --family'
+            )
 
 
 def _settings(config: Config, modules: list[str], base: str | None) -> dict[str, Any]:
