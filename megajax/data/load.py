@@ -105,6 +105,8 @@ def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
         for pair in sequences
     ]
     train, validation = [part[0] for part in parts], [part[1] for part in parts]
+    for part in train:
+        _check_tokens(part)
     summary = (
         f'{_size(train)} to train on, {_size(validation)} to validate, of {", ".join(prefixes)}'
     )
@@ -163,6 +165,7 @@ def _load_text(config: Config) -> Data:
     _warn_of_spelled_tokens([*train, *validation], tokenizer)
     with naming_lines(documents):
         parts = [_encode(config.data.corpus, part, tokenizer) for part in (train, validation)]
+    _check_tokens(parts[0])
     train_bytes, validation_bytes = (
         sum(len(document.text.encode()) for document in documents)
         for documents in (train, validation)
@@ -186,6 +189,16 @@ def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> P
     return Part(sequences=from_lengths(name, tokens, lengths), first=0, last=len(lengths))
 
 
+def _check_tokens(part: Part) -> None:
+    if len(part.tokens) < 2:  # a token and its label
+        message = (
+            f'{part.sequences.name} has {len(part.tokens)} tokens to train on, '
+            f'in {len(part)} of {len(part.sequences)} sequences'
+        )
+        fix = 'give more text, or another data.split'
+        raise _problem('data.corpus', f'{message}; {fix}', 'data.split', *CORPUS)
+
+
 def _make(
     config: Config,
     tokenizer: Tokenizer | None,
@@ -193,18 +206,6 @@ def _make(
     validation: list[Part],
     summary: str,
 ) -> Data:
-    for part in train:
-        if len(part.tokens) < 2:  # a token and its label
-            message = (
-                f'{part.sequences.name} has {len(part.tokens)} tokens to train on, '
-                f'in {len(part)} of {len(part.sequences)} sequences'
-            )
-            raise _problem(
-                'data.corpus',
-                f'{message}; give more text, or another data.split',
-                'data.split',
-                *CORPUS,
-            )
     is_megatron = config.data.order == 'megatron'
     make_batches = _megatron if is_megatron else partial(_stateless, tokenizer=tokenizer)
     return Data(
@@ -281,7 +282,7 @@ def _megatron(
     shares, sizes = (
         blend_sizes(list(blend.values()), num_samples) if blend else ([num_samples], [num_samples])
     )
-    # only validation parts can be empty: `_make` has checked the training parts
+    # only validation parts can be empty: `_check_tokens` raises for training parts
     if not all(len(part.tokens) for part in parts):
         return _batches(config, Joined([]), [])
     datasets = [

@@ -230,6 +230,8 @@ def test_ids_are_read_once_and_again_when_the_file_changes(pair: Path, notes: Pa
          r'train.sample_prompts: nothing can be sampled with data.tokenizer=none'),
         ([*IDS[:2], 'data.corpus={pair}', 'model.vocab_size=500'],
          r'a.bin: at byte \d+: .*500 ids end below \d+.*; use 1000 or more'),
+        (['data.corpus={folder}/0.py', 'data.split=0.00001,99,0', 'data.tokenizer=bytes'],
+         r'data.corpus: .*0.py has 0 tokens to train on, .*or another data.split'),
         ([*IDS, 'data.corpus={pair}', 'data.split=1,999,0'],
          r'data.corpus: .*a has 0 tokens to train on, in 0 of 60 sequences'),
         ([*IDS, 'data.corpus={pair}.idx'],
