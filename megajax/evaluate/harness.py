@@ -5,6 +5,8 @@ tokens of its tokenizer, and an empty context is a start token, or the end of a 
 request has the result of the harness's `HFLM`; one that `HFLM` fails at is a ConfigError.
 """
 
+import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,16 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megajax.config import Config, ConfigError
 from megajax.data import Tokenizer
+from megajax.data.text.pieces import Piece
 from megajax.evaluate.score import Scorer, Window
 from megajax.generate import Generator, Request, Sampling
+
+logger = logging.getLogger(__name__)
 
 TOP_K = 50  # of transformers' `generate`, unless the task sets it
 READ = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_k', 'top_p'}
 NO_EFFECT = {'num_beams': 1, 'repetition_penalty': 1}
+NOTHING = r'[^\s\S]'  # a pattern without a match
 OWN_TASK = 'in a copy of the task, and evaluate it as FOLDER/NAME'
 
 
@@ -35,6 +41,9 @@ class HarnessModel(TemplateLM):
         self._config, self._params, self._text = config, params, tokenizer
         self._scorer = Scorer(config, params)
         self._generator: Generator | None = None
+        self._special = tokenizer.special_tokens()
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._spelled = re.compile(f'({"|".join(map(re.escape, longest_first)) or NOTHING})')
 
     @property
     def eot_token_id(self) -> int:
@@ -43,15 +52,30 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands for an empty context."""
-        return (self._text.start or [self._text.eod])[-1]
+        """The token that stands for an empty context: the tokenizer's bos_token if it has one."""
+        bos = self._special.get(self._text.named_tokens.get('bos_token', ''))
+        return (self._text.start or [self._text.eod])[-1] if bos is None else bos
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the ids of a text, after the tokenizer's start tokens unless told to omit them."""
-        start = [] if add_special_tokens is False else self._text.start
-        return [*start, *map(int, self._text.encode_batch([string])[0])]
+        """Return the ids of a text, after the tokenizer's start tokens unless told to omit them.
+
+        As in `HFLM`, what spells a special token is that token, and a text that begins with the
+        token of an empty context has no other start.
+        """
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._text.decode([self.prefix_token_id]))
+        start = self._text.start if add_special_tokens else []
+        parts = [part for part in self._spelled.split(string) if part]
+        if self._special.keys().isdisjoint(parts):
+            return [*start, *map(int, self._text.encode_batch([string])[0])]
+        tokens = [self._special.get(part) for part in parts]
+        pieces = [
+            Piece(text=part) if token is None else Piece(token=token)
+            for part, token in zip(parts, tokens, strict=True)
+        ]
+        return [*start, *self._text.encode_pieces(pieces)[0]]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
@@ -107,15 +131,17 @@ class HarnessModel(TemplateLM):
                 by_request.setdefault(wanted, []).append(number)
         if problems:
             raise ConfigError(*dict.fromkeys(problems))
-        texts = [''] * len(requests)
+        texts, cut = [''] * len(requests), 0
         for wanted, numbers in by_request.items():
             room = self._limit - wanted.max_tokens
-            prompts = [
-                (self.tok_encode(requests[i].args[0]) or [self.prefix_token_id])[-room:]
-                for i in numbers
+            contexts = [
+                self.tok_encode(requests[i].args[0]) or [self.prefix_token_id] for i in numbers
             ]
+            prompts = [context[-room:] for context in contexts]
+            cut += sum(len(context) > room for context in contexts)
             for i, text in zip(numbers, self._continue(prompts, wanted), strict=True):
                 texts[i] = text
+        self._warn_of_cut(cut, len(requests))
         return texts
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
@@ -135,6 +161,11 @@ class HarnessModel(TemplateLM):
             Window([*context, *target][-self._limit - 1 :], len(target))
             for _, context, target in requests
         ]
+        cut = sum(
+            len(window.tokens) < len(context) + len(target)
+            for window, (_, context, target) in zip(windows, requests, strict=True)
+        )
+        self._warn_of_cut(cut, len(requests))
         scored = self._scorer.in_any_order(windows)
         return [(-float(scores.nll.sum()), bool(scores.is_top.all())) for scores in scored]
 
@@ -145,11 +176,19 @@ class HarnessModel(TemplateLM):
 
     def _answer(self, ids: Sequence[int], stops: Sequence[str]) -> str:
         """Return the text of generated ids as `HFLM` decodes it: alone, without special tokens."""
-        special = set(self._text.special_tokens().values())
+        special = self._special.values()
         text = self._text.decode(i for i in ids if i not in special)
         end = self._text.decode([self._text.eod])
         answer: str = postprocess_generated_text(text, [*stops, end], None)
         return answer
+
+    def _warn_of_cut(self, number: int, total: int) -> None:
+        if number:
+            logger.warning(
+                '%d of %d contexts lost their first tokens: with the continuation they are longer '
+                'than model.max_seq_len=%d',
+                *(number, total, self._limit),
+            )
 
     @property
     def _limit(self) -> int:

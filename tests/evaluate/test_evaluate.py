@@ -689,7 +689,7 @@ def test_each_text_has_the_likelihood_of_its_own_windows(
 
 
 def test_continuations_come_in_the_order_of_asking_from_the_end_of_a_context(
-    harness: ModuleType,
+    harness: ModuleType, caplog: pytest.LogCaptureFixture
 ) -> None:
     short, long = {'until': '.', 'max_gen_toks': 6}, {'until': [], 'max_gen_toks': 15}
     requests = [('abc', short), ('def', long), ('', short), ('a context that is long', short)]
@@ -701,6 +701,13 @@ def test_continuations_come_in_the_order_of_asking_from_the_end_of_a_context(
         '<|ENDOFTEXT|>',
         'AT IS LONG',
     ]  # 16 positions less 6 or 15
+    assert '2 of 4 contexts lost their first tokens' in caplog.text
+    model._loglikelihood_tokens(
+        [(None, [1] * 15, [2]), (None, [1] * 16, [2]), (None, [1], [2] * 16)]
+    )
+    assert '1 of 3' not in caplog.text
+    model._loglikelihood_tokens([(None, [1] * 16, [2]), (None, [1] * 16, [2, 3])])
+    assert '1 of 2 contexts lost' in caplog.text
 
 
 def test_a_task_is_looked_for_in_its_folder_and_only_its_numbers_are_kept(
