@@ -167,7 +167,7 @@ def test_the_readme_has_the_error_of_the_predicted_rates() -> None:
         r'^\| all \|\s*\| \d+ \| ([\d.]+)% \| ([\d.]+)%', text, flags=re.MULTILINE
     ).groups()
     assert f'On {sum(map(int, held_out))} rates of training that no fit has seen' in README
-    assert f'{mean} % off in the mean and {largest} % at most' in README
+    assert f'off by {mean}% on average and {largest}% at worst' in README
 
 
 def test_the_page_names_the_held_out_rates_that_are_far_off() -> None:
