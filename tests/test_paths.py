@@ -88,7 +88,7 @@ def test_a_downloaded_model_is_trained_on_two_processes_resumed_elsewhere_and_ha
     pytest.importorskip('torch', reason='needs transformers and torch')
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / 'tuned')
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / 'tuned')
-    prompt = tokenizer('<|endoftext|>def f1(', return_tensors='pt')
+    prompt = tokenizer(tokenizer.eos_token + 'def f1(', return_tensors='pt')
     ids = model.generate(**prompt, max_new_tokens=16, do_sample=False)
     assert tokenizer.decode(ids[0], skip_special_tokens=True).strip() == text.strip()
 

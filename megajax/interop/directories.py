@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -150,7 +151,24 @@ def export_huggingface(
             cast = (_cast(name, x, dtype) for _, name, x in parts(checkpoint, [pieces]))
             arrays = (_together([next(cast) for _ in group]) for group in joined.values())
             write_tensors(partial, plan, arrays, shard_bytes=shard_bytes)
+        _warn_of_other_texts(out, record.tokenizer_sha256)
         return family, dtype
+
+
+def _warn_of_other_texts(folder: Path, fingerprint: str | None) -> None:
+    """Warn of a tokenizer whose class transformers makes otherwise than tokenizer.json says."""
+    if fingerprint is None:
+        return
+    from megajax.data.text.tokenizer import load_tokenizer
+
+    with suppress(ConfigError):
+        if load_tokenizer(str(folder / 'tokenizer.json')).fingerprint == fingerprint:
+            return
+    logger.warning(
+        '%s: AutoTokenizer of transformers 5 reads texts otherwise than the run did; use '
+        'PreTrainedTokenizerFast.from_pretrained',
+        folder,
+    )
 
 
 def _together(arrays: list[np.ndarray]) -> np.ndarray:

@@ -1,6 +1,7 @@
 """What came with a model stays with it: through import, training and export."""
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -10,14 +11,15 @@ from typing import Any
 
 import pytest
 from interop.stored import DATA
-from support import write_run
+from support import on_mesh, random_params, write_run
 
+from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.companions import Companions, companions_of_model, read_companions
 from megajax.checkpoint.digests import problems, sound_checkpoint
 from megajax.checkpoint.open import open_model
-from megajax.config import ConfigError
+from megajax.config import Config, ConfigError
 from megajax.data.image_text.chat import Template
-from megajax.data.text.tokenizer import load_tokenizer
+from megajax.data.text.tokenizer import byte_tokenizer, load_tokenizer
 from megajax.interop.directories import export_huggingface, import_huggingface
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
@@ -238,3 +240,26 @@ def test_the_template_that_a_run_trains_with_takes_the_place_of_its_models(tmp_p
     assert after.template('t') == Template(
         name='t', texts={'default': 'mine'}, now=datetime(2026, 11, 27, 9)
     )
+
+
+@pytest.mark.parametrize(('family', 'warns'), [('llama', False), ('qwen2', True)])
+def test_an_export_whose_tokenizer_transformers_reads_otherwise_says_so(
+    family: str, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = Config(
+        model={
+            **{'num_layers': 1, 'hidden_size': 16, 'num_heads': 2, 'vocab_size': 257},
+            **{'max_seq_len': 16, 'norm': 'rmsnorm', 'activation': 'swiglu', 'position': 'rope'},
+            **{'bias': False, 'qkv_bias': family == 'qwen2', 'tie_embeddings': False},
+        },
+        train={'seq_len': 16, 'dtype': 'float32'},
+    )
+    own = byte_tokenizer()
+    with (
+        on_mesh(config),
+        Checkpoints(tmp_path / 'run' / 'checkpoints', config, tokenizer=own) as checkpoints,
+    ):
+        checkpoints.save({'params': random_params(config, 0.5)}, 1)
+    with caplog.at_level(logging.WARNING):
+        assert export_huggingface(tmp_path / 'run', tmp_path / 'out')[0] == family
+    assert ('use PreTrainedTokenizerFast.from_pretrained' in caplog.text) == warns
