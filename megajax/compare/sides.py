@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from megajax.data import Data
 
 Kind = Literal['config', 'run', 'huggingface', 'dump']
-# A Hugging Face directory has none of these keys: they are those of the other side or, compared
-# with another directory, these.
+# A Hugging Face directory has neither these keys nor a loss: they are those of the other side or,
+# compared with another directory, these.
 SHARED = 'batch_size', 'seq_len', 'dtype', 'seed'
 ALONE = {'batch_size': 2, 'dtype': 'float32'}
 ALONE_TOKENS = 128  # of a sequence, unless the model's maximum is smaller
@@ -104,8 +104,16 @@ class Source:
             if like is None
             else {key: getattr(like.train, key) for key in SHARED}
         )
+        of_loss: Mapping[str, Any] = (
+            {}
+            if like is None
+            else {
+                'loss': like.loss.model_dump(mode='json'),
+                'data': {'document_mask': like.data.document_mask},
+            }
+        )
         place = str(self.path / 'config.json')
-        return reload({'model': model, 'train': train}, self.overrides, place=place)
+        return reload({'model': model, 'train': train, **of_loss}, self.overrides, place=place)
 
     def data(self, config: Config) -> 'Data':
         """Return the data; a run has its own tokenizer and chat template."""

@@ -87,10 +87,24 @@ def test_adapters_are_merged_for_a_side_that_has_none(written: Path) -> None:
 
     save_run(run, lora, trained)
     export_huggingface(run, written.parent / 'out')
-    plain = 'loss.z_loss=0', 'loss.label_smoothing=0', 'data.document_mask=false'
-    result = command(run, written.parent / 'out', *plain)
+    result = command(run, written.parent / 'out')
     assert result.exit_code == 0, result.output or result.exception
     assert 'adapters: merged into the weights of A' in result.output
+
+
+@pytest.mark.parametrize('arguments', ['run out', 'out run'])
+def test_a_directory_has_the_loss_and_the_documents_of_the_other_side(
+    arguments: str, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(written.parent)
+    config = small(loss={'z_loss': 0.01, 'label_smoothing': 0.1}, data={'document_mask': True})
+    save_run(Path('run'), config, from_seed)
+    export_huggingface(Path('run'), Path('out'))
+    result = command(*arguments.split())
+    assert result.exit_code == 0, result.output or result.exception
+    assert 'equal to the bit: all' in verdict(result)
+    assert 'loss.z_loss' not in result.output
+    assert 'data.document_mask' not in result.output
 
 
 def test_the_data_of_a_run_are_written_by_its_own_chat_template(
