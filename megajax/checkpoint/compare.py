@@ -22,7 +22,8 @@ from megajax.checkpoint.record import (
     other_differences,
     version_differences,
 )
-from megajax.config import CheckpointError, ConfigError
+from megajax.config import CheckpointError, ConfigError, OptimConfig
+from megajax.train.optimizer import make_schedule
 
 OF_LEARNED = 'vision.freeze', 'lora.'  # keys that decide what is learned
 BLOCK = 1 << 24  # elements compared at a time
@@ -80,6 +81,8 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
             else ''
         )
         logger.info('resume     %s: %s -> %s%s', key, old, new, effect)
+    if not is_import:
+        _log_schedule(there, here)
     for name, (old, new) in version_differences(there, here).items():
         logger.warning(
             'resume     %s %s -> %s: the results may differ in their last bits from those of a run '
@@ -88,6 +91,35 @@ def log_differences(there: Record, here: Record, *, is_import: bool) -> None:
             old,
             new,
         )
+
+
+def _log_schedule(there: Record, here: Record) -> None:
+    """Log what the changes of a resumed run do to the learning rate, if they do anything."""
+    (optim, steps), (old_optim, old_steps) = map(_schedule, (here, there))
+    ends, old_ends = optim.decay_steps or steps, old_optim.decay_steps or old_steps
+    rate, old_rate = (
+        float(make_schedule(*pair)(there.step)) for pair in ((optim, steps), (old_optim, old_steps))
+    )
+    end = ''
+    if ends != old_ends and optim.schedule != 'constant':
+        end = (
+            f', and min_lr at step {ends} instead of {old_ends}; '
+            f'optim.decay_steps={old_ends} keeps the old end'
+        )
+    if end or rate != old_rate:
+        logger.info(
+            'resume     learning rate: %.4g at step %d, which had %.4g before the change%s',
+            rate,
+            there.step + 1,
+            old_rate,
+            end,
+        )
+
+
+def _schedule(record: Record) -> tuple[OptimConfig, int]:
+    optim = record.config['optim']
+    known = {key: value for key, value in optim.items() if key in OptimConfig.model_fields}
+    return OptimConfig.model_validate(known), record.config['train']['steps']
 
 
 def check_same_arrays(

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 
 from megajax.checkpoint import checkpoints as module
 from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.compare import log_differences
 from megajax.checkpoint.digests import STAMP, SUMS, sound_checkpoint, write_sums
-from megajax.checkpoint.record import RECORD, read_record
+from megajax.checkpoint.record import RECORD, Record, make_record, read_record
 from megajax.commands.checkpoint import checkpoint_app
 from megajax.config import CheckpointError, Config, ConfigError
 from megajax.data.text.tokenizer import byte_tokenizer, train_bpe
@@ -332,7 +333,42 @@ def test_what_may_change_is_said(folder: Path, caplog: pytest.LogCaptureFixture)
         'optim.lr: 0.00015 -> 0.5',
         'train.steps: 1000 -> 7',
         'data corpus: a -> b',
+        'learning rate: 0.4059 at step 3, which had 0.00015 before the change, and min_lr at step '
+        '7 instead of 1000; optim.decay_steps=1000 keeps the old end',
     ]
+
+
+@pytest.mark.parametrize(
+    ('before', 'after', 'said'),
+    [
+        (
+            {},
+            {'train': {'steps': 200}},
+            '8e-05 at step 101, which had 1e-05 before the change, and min_lr at step 200 instead '
+            'of 100; optim.decay_steps=100 keeps the old end',
+        ),
+        ({}, {'train': {'steps': 200}, 'optim': {'decay_steps': 100}}, None),
+        ({'optim': {'schedule': 'constant'}}, {'train': {'steps': 200}}, None),
+        ({}, {'optim': {'min_lr': 2e-5}}, '2e-05 at step 101, which had 1e-05 before the change'),
+        ({}, {'train': {'eval_every': 7}}, None),
+    ],
+    ids=range(5),
+)
+def test_a_resume_says_what_becomes_of_the_learning_rate(
+    before: dict[str, Any],
+    after: dict[str, Any],
+    said: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def record(changes: dict[str, Any]) -> Record:
+        keys = {'train': {'steps': 100}} | before
+        merged = {key: keys.get(key, {}) | changes.get(key, {}) for key in {*keys, *changes}}
+        return make_record(tiny(**merged), 100)
+
+    with caplog.at_level(logging.INFO):
+        log_differences(record({}), record(after), is_import=False)
+    rates = [record.message for record in caplog.records if 'learning rate' in record.message]
+    assert rates == ([] if said is None else [f'resume     learning rate: {said}'])
 
 
 def test_other_data_under_the_same_name_is_a_mistake_unless_the_config_asks_for_other_data(
