@@ -105,10 +105,17 @@ def test_peft_computes_with_them_what_the_merged_weights_compute(
     assert np.abs(actual - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
-def test_a_base_without_the_modules_of_the_adapters_is_rejected(tmp_path: Path) -> None:
-    run = save(tmp_path / 'run', tuned('llama3', tmp_path / 'import'))
-    with pytest.raises(ConfigError, match=r'phi3: has no model.layers.0.*_proj.weight, to which'):
-        export_adapters(run, tmp_path / 'alone', base=str(DATA / 'phi3'), family='llama')
+def test_a_base_with_other_weights_is_rejected(tmp_path: Path) -> None:
+    config = tuned('llama3', tmp_path / 'import')
+    run, base = save(tmp_path / 'run', config), save(tmp_path / 'base', config, adds=False)
+    export_huggingface(base, tmp_path / 'bfloat16', dtype='bfloat16')
+    export_adapters(run, tmp_path / 'rounded', base=str(tmp_path / 'bfloat16'))
+    for folder, fault in ((DATA / 'llama3', 'embed_tokens.weight is not'), (DATA / 'phi3', '.*')):
+        with pytest.raises(ConfigError, match=f'--base {folder}: .*{fault}'):
+            export_adapters(run, tmp_path / 'alone', base=str(folder), family='llama')
+    export_huggingface(run, tmp_path / 'with')  # so that the adapters would be added twice
+    with pytest.raises(ConfigError, match=r'proj.weight is not that of .*: megajax export hf'):
+        export_adapters(run, tmp_path / 'alone', base=str(tmp_path / 'with'))
     assert not (tmp_path / 'alone').exists()
 
 

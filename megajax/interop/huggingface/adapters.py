@@ -2,7 +2,7 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from megajax.checkpoint.digests import sound_checkpoint
 from megajax.checkpoint.record import FAMILY, RECORD, read_record
-from megajax.config import Config, ConfigError, reload
+from megajax.config import Config, ConfigError, ModelConfig, reload
 from megajax.config.lora import without_adapters
 from megajax.files.json_file import read_json
 from megajax.interop.folder import new_folder
@@ -31,8 +31,8 @@ def export_adapters(
     `base` is the directory or the name of the model that they belong to, which PEFT reads where it
     is not given one. The modules have the names of `family`, else of the family of the config.json
     in `base`, else of the import that the run began with. Raises ConfigError if the checkpoint has
-    no adapters, if no family can represent its model, if a directory `base` lacks modules, or if
-    `out` already exists.
+    no adapters, if no family can represent its model, if a directory `base` has other weights, or
+    if `out` already exists.
     """
     with sound_checkpoint(source) as checkpoint:
         config = reload(read_record(checkpoint).config, place=str(checkpoint / RECORD))
@@ -43,8 +43,8 @@ def export_adapters(
             )
         family = family or _family_of(base, read_record(checkpoint).origin)
         name, _ = write_family(without_adapters(config).model, family)
+        _check_base(checkpoint, without_adapters(config).model, base, name)
         tensors = dict(_tensors(checkpoint, config, FAMILIES[name]))
-        _check_base(base, tensors, FAMILIES[name])
         from safetensors.numpy import save
 
         with new_folder(out) as partial:
@@ -63,19 +63,42 @@ def _family_of(base: str | None, origin: Mapping[str, str]) -> str | None:
     return str(family) if family is not None else origin.get(FAMILY)
 
 
-def _check_base(base: str | None, tensors: Iterable[str], family: Family) -> None:
-    """Raise ConfigError if a directory `base` lacks a module, whose adapter PEFT would drop."""
+def _check_base(checkpoint: Path, model: ModelConfig, base: str | None, family: str) -> None:
+    """Raise ConfigError if a directory `base` has other weights than those with the adapters.
+
+    Weights are equal if they are in the dtype of either. Quantized ones are not compared.
+    """
     folder = Path(base or '')
     if not base or not any((folder / file).is_file() for file in (SINGLE, INDEX)):
         return
-    there = {name.removeprefix(family.prefix) for name in read_tensors(folder)}
-    for tensor in tensors:
-        weight = tensor.removeprefix(PREFIX).rsplit('.lora_', 1)[0] + '.weight'
-        if weight.removeprefix(family.prefix) not in there:
-            raise ConfigError(
-                f'{folder}: has no {weight}, to which adapters of {family.name} belong; give '
-                '--base the model that the run began with, without --family'
-            )
+    from megajax.checkpoint.compare import read_parameter
+    from megajax.interop.huggingface.weights import huggingface_pieces, tensors_of_pieces
+    from megajax.interop.runs import weight_shapes
+
+    began = read_record(checkpoint).origin.get('checkpoint', 'the run that it started from')
+    fix = f'give --base the weights that they belong to: megajax export hf {began} NEW'
+    pieces = huggingface_pieces(model, weight_shapes(checkpoint), family=family)
+    tensors = tensors_of_pieces(
+        model, pieces, read_tensors(folder), source=f'--base {base}', family=family
+    )
+    for path, parts in pieces.items():
+        here = read_parameter(checkpoint, path)
+        for piece in parts:
+            there = tensors.get(piece.name)
+            if there is None:
+                raise ConfigError(f'--base {base}: has no {piece.name}, of a {family}; {fix}')
+            if there.dtype.itemsize > 1 and not _are_equal(cut(here, piece), there):
+                raise ConfigError(
+                    f'--base {base}: {piece.name} is not that of the run, to which the adapters '
+                    f'are added; {fix}'
+                )
+
+
+def _are_equal(a: np.ndarray, b: np.ndarray) -> bool:
+    return a.size == b.size and (
+        np.array_equal(a.ravel(), b.ravel().astype(a.dtype))
+        or np.array_equal(a.ravel().astype(b.dtype), b.ravel())
+    )
 
 
 def _settings(config: Config, modules: list[str], base: str | None) -> dict[str, Any]:

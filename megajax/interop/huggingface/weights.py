@@ -78,14 +78,31 @@ def from_huggingface(
     """
     abstract = abstract_params(config)
     pieces = huggingface_pieces(config.model, shapes_of(config.model), family=family)
-    chosen = _family(config.model, family)
-    tensors = _named_as_saved(config.model, chosen, tensors, source)
-    for name, parts in joined_tensors(pieces, chosen).items():
-        if len(parts) > 1:
-            tensors |= _split(name, parts, tensors, source)
+    tensors = tensors_of_pieces(config.model, pieces, tensors, source=source, family=family)
     check(abstract, pieces, tensors, of=source, keys='config.json decides which tensors exist')
     params = place(abstract, pieces, tensors, of=source)
     return tree_on_stages(params, Layout.of(config))
+
+
+def tensors_of_pieces(
+    model: ModelConfig,
+    pieces: Pieces,
+    tensors: Mapping[str, np.ndarray],
+    *,
+    source: str,
+    family: str | None = None,
+) -> dict[str, np.ndarray]:
+    """Return a directory's tensors by the names of the pieces, as views; others keep their names.
+
+    Raises ConfigError, which names `source`, for a joined tensor that is missing or of another
+    shape, and for tied tensors that differ.
+    """
+    chosen = _family(model, family)
+    named = _named_as_saved(model, chosen, tensors, source)
+    for name, parts in joined_tensors(pieces, chosen).items():
+        if len(parts) > 1:
+            named |= _split(name, parts, named, source)
+    return named
 
 
 def joined_tensors(pieces: Pieces, family: Family | str) -> dict[str, list[Piece]]:
