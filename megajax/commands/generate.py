@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from megajax.commands.generate_chat import check_chat, converse
-from megajax.commands.generate_output import as_json, as_text
+from megajax.commands.generate_output import as_json, as_text, is_cut, note_cut
 from megajax.commands.generate_pictures import (
     answer_all,
     check_budget,
@@ -168,6 +168,8 @@ def _continue(
         show = as_json(texts) if as_lines else as_text(texts)
         for rows in generator.stream(encoded, request, pictures):
             show(rows)
+    cut = sum(row is not None and is_cut(row, request) for row in rows)
+    note_cut(cut, len(rows), request, opened.config)
     return rows
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from megajax.commands.generate_output import note
 from megajax.config import ConfigError, Problem
 from megajax.render.text import visible
 
@@ -68,7 +69,7 @@ def converse(
             except ConfigError as error:
                 if not is_asked:
                     raise
-                _note(str(error))
+                note(str(error))
 
 
 def _lines(is_asked: bool) -> Iterator[str]:
@@ -103,7 +104,7 @@ def _answer(conversation: 'Conversation', turn: str) -> None:
         for row in answer:
             if conversation.dropped > dropped:
                 number, dropped = conversation.dropped - dropped, conversation.dropped
-                _note(f'the oldest {number} of the turns no longer fit and are forgotten')
+                note(f'the oldest {number} of the turns no longer fit and are forgotten')
             new, shown, end = row.text[shown:], len(row.text), row.end
             # A terminal obeys none of it; a pipe gets it as it is.
             sys.stdout.write(visible(new) if sys.stdout.isatty() else new)
@@ -113,7 +114,7 @@ def _answer(conversation: 'Conversation', turn: str) -> None:
     sys.stdout.write('\n')
     sys.stdout.flush()
     if end == 'length':
-        _note('the answer was cut at --max-tokens, or where model.max_seq_len ends')
+        note('the answer was cut at --max-tokens, or where model.max_seq_len ends')
 
 
 @contextmanager
@@ -131,7 +132,3 @@ def _interrupts() -> Iterator[list[int]]:
         yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _note(text: str) -> None:
-    print(f'note: {visible(text)}', file=sys.stderr, flush=True)

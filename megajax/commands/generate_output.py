@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from megajax.render.text import visible
 
 if TYPE_CHECKING:
-    from megajax.generate import Continuation
+    from megajax.config import Config
+    from megajax.generate import Continuation, Request
 
 
 def as_json(prompts: Sequence[str]) -> Any:
@@ -52,3 +53,22 @@ def as_text(prompts: Sequence[str]) -> Any:
         sys.stdout.flush()
 
     return show
+
+
+def is_cut(row: 'Continuation', request: 'Request') -> bool:
+    """Whether a text ended at the end of the model's positions, before the tokens asked for."""
+    return row.end == 'length' and row.limit < request.max_tokens
+
+
+def note_cut(number: int, total: int, request: 'Request', config: 'Config') -> None:
+    """Say how many texts `is_cut` is true of, if any."""
+    if number:
+        note(
+            f'model.max_seq_len={config.model.max_seq_len}, which a prompt and its text share, '
+            f'ended {number} of {total} texts before --max-tokens {request.max_tokens}'
+        )
+
+
+def note(text: str) -> None:
+    """Print a note to standard error, so that a pipe gets the texts alone."""
+    print(f'note: {visible(text)}', file=sys.stderr, flush=True)

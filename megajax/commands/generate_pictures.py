@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megajax.commands.generate_output import is_cut, note_cut
 from megajax.config import ConfigError
 from megajax.files.outputs import output_problems
 
@@ -62,7 +63,9 @@ def answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: '
     documents = check_prompts(reader, prompt, find_pictures(folder))
     with jax.set_mesh(opened.mesh):
         generator = Generator(opened.config, opened.params, opened.tokenizer)
+        cut = 0
         for picture, row in answer_all(generator, reader, documents, request):
+            cut += is_cut(row, request)
             line = {
                 'image': picture.name,
                 'text': row.text,
@@ -70,3 +73,4 @@ def answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: '
                 'end': row.end,
             }
             print(json.dumps(line, ensure_ascii=False), flush=True)
+    note_cut(cut, len(documents), request, opened.config)

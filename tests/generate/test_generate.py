@@ -18,6 +18,7 @@ from twelve_tokenizers import TWELVE
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.commands import generate as cli_generate
+from megajax.commands.generate_output import is_cut, note_cut
 from megajax.config import Config, ConfigError
 from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from megajax.generate import Continuation, Generator, Request, Sampling, encode_prompts, generate
@@ -717,7 +718,26 @@ def test_the_command_writes_the_same_on_another_mesh(
     assert written[:2] == written[2:]
     assert {(line['tokens'], line['end']) for line in written} == {(8, 'length')}
     cli_generate.generate(run, ['mesh.data=1'], prompt=['one'], max_tokens=8)
-    assert capsys.readouterr().out == 'one' + written[0]['text'] + '\n'
+    shown = capsys.readouterr()
+    assert (shown.out, 'note:' in shown.err) == ('one' + written[0]['text'] + '\n', False)
+    cli_generate.generate(run, ['mesh.data=1'], prompt=['one'], max_tokens=80, temperature=0)
+    assert 'ended 1 of 1 texts before --max-tokens 80' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(('left', 'asked', 'is_noted'), [(3, 4, True), (4, 4, False)])
+def test_a_text_that_the_models_positions_end_is_noted(
+    left: int, asked: int, is_noted: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config('llama', model={'max_seq_len': 9}, train={'seq_len': 9})
+    row, request = Continuation([1] * (9 - left), None, limit=left), Request(max_tokens=asked)
+    row.add([5])
+    assert not is_cut(row, request)
+    row.add([5] * (left - 1))
+    note_cut(int(is_cut(row, request)), 2, request, config)
+    assert capsys.readouterr().err == is_noted * (
+        'note: model.max_seq_len=9, which a prompt and its text share, ended 1 of 2 texts before '
+        '--max-tokens 4\n'
+    )
 
 
 @pytest.mark.parametrize(
