@@ -14,7 +14,7 @@ from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from megajax.config import Config, ConfigError
+from megajax.config import Config, ConfigError, Problem
 from megajax.config.extras import install
 from megajax.config.rules import incompatibilities
 from megajax.hardware.memory import claim_gpu_memory
@@ -70,6 +70,21 @@ def axis_sizes(data: int = 1, model: int = 1, **axes: int) -> dict[str, int]:
     after_data = AXES.index('data') + 0.5
     order = sorted(sizes, key=lambda axis: AXES.index(axis) if axis in AXES else after_data)
     return {axis: sizes[axis] for axis in order if sizes[axis] > 1 or axis in ALWAYS}
+
+
+def check_current_mesh(config: Config) -> None:
+    """Raise ConfigError unless the current mesh is the one of `config.mesh`."""
+    wanted, current = axis_sizes(**config.mesh.sizes), jax.sharding.get_abstract_mesh().shape
+    if wanted == dict(current):
+        return
+    further = [f'{axis}={size}' for axis, size in wanted.items() if axis not in ALWAYS]
+    arguments = ', '.join([str(wanted['data']), str(wanted['model']), *further])
+    there = ' x '.join(f'{axis}={size}' for axis, size in current.items())
+    message = (
+        f'{_words(wanted)}, and {f"the current mesh is {there}" if there else "no mesh is set"}; '
+        f'call jax.set_mesh(megajax.make_mesh({arguments}))'
+    )
+    raise ConfigError(Problem(path='mesh', message=message))
 
 
 def mesh_of(devices: Sequence[Any], sizes: Mapping[str, int]) -> Mesh:

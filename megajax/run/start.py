@@ -25,6 +25,7 @@ from megajax.config import CheckpointError, Config, ConfigError, Problem, RunErr
 from megajax.data.build.manifest import Manifest
 from megajax.data.load import prefixes_of
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
+from megajax.parallel.mesh import check_current_mesh
 from megajax.processes.agree import from_first
 from megajax.run.named import NO_FILES, candidates_of_start, tokenizer_of
 
@@ -62,11 +63,13 @@ def load_params(path: str | Path, config: Config) -> nnx.State:
     trained on any mesh. For a run they are those of its newest checkpoint that verifies, and
     `load('RUN/config.yaml', overrides)` is its config.
 
-    Raises ConfigError, with every key of `model` that differs from the checkpoint's, if the config
-    has another model, and CheckpointError if no checkpoint holds what was written.
+    Raises ConfigError if the config has a different model, with every key that differs, or a
+    different mesh from the current one, and CheckpointError if no checkpoint holds what was
+    written.
     """
+    check_current_mesh(config)
     with sound_checkpoint(Path(path)) as start:
-        _check_same_model(start, config, 'load_params')
+        _check_same_model(start, config, 'from which load_params reads the weights')
         return restore_params(start, config)
 
 
@@ -111,7 +114,9 @@ def _sound_in_all(wanted: Path) -> Iterator[Path]:
         )
 
 
-def _check_same_model(start: Path, config: Config, source: str = START_FROM) -> None:
+def _check_same_model(
+    start: Path, config: Config, source: str = f'the checkpoint of {START_FROM}'
+) -> None:
     there = read_record(start)
     different = config_differences(there, make_record(config, there.step))
     free = HARMLESS + (ROTARY if config.model.position in ('rope', 'mrope') else ())
@@ -121,10 +126,7 @@ def _check_same_model(start: Path, config: Config, source: str = START_FROM) -> 
         if key in free or (key.startswith('lora.') and None in (old, new)):
             logger.info('start      %s: %s -> %s', key, old, new)
         elif key.startswith(('model.', 'vision.', 'lora.')):
-            message = (
-                f'{_text(new)}, but {_text(old)} in {start}, the checkpoint of {source}; '
-                f'set {key}={_text(old)}'
-            )
+            message = f'{_text(new)}, but {_text(old)} in {start}, {source}; set {key}={_text(old)}'
             problems.append(Problem(path=key, message=message))
     if problems:
         raise ConfigError(*problems)

@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 
 from megajax.config import Config, ConfigError, Problem
+from megajax.parallel.mesh import check_current_mesh
 from megajax.train.feed import Batch
 from megajax.train.gradients import make_loss_and_gradients
 from megajax.train.step import dropout_key
@@ -27,7 +28,9 @@ def loss(
             return optax.apply_updates(params, updates), opt_state, loss
 
     Raises ConfigError for train.dtype=fp8 and float16, whose scales only `make_train_step` keeps,
-    and for a model with frozen parameters, which have no gradients.
+    for a model with frozen parameters, which have no gradients, for a batch without the arrays of
+    the loss or with rows above `model.max_seq_len`, and if the current mesh is not the config's.
+    Token ids are not checked: they must be below `model.vocab_size`.
     """
 
     @jax.custom_vjp
@@ -43,6 +46,8 @@ def loss(
         return (jax.tree.map(lambda gradient: factor * gradient, of_params),)
 
     _check(config)
+    _check_batch(batch, config)
+    check_current_mesh(config)
     of.defvjp(forward, backward)
     return of(params)
 
@@ -76,3 +81,16 @@ def _check(config: Config) -> None:
         problems.append(Problem(path=path, message=message))
     if problems:
         raise ConfigError(*problems)
+
+
+def _check_batch(batch: Batch, config: Config) -> None:
+    """Raise ConfigError for a batch from which the loss cannot be computed."""
+    if missing := [name for name in ('tokens', 'labels', 'loss_mask') if name not in batch]:
+        message = f'there is no {" and no ".join(missing)}; give each as an array [rows, tokens]'
+        raise ConfigError(Problem(path='batch', message=message))
+    length, most = batch['tokens'].shape[1], config.model.max_seq_len
+    if length > most:
+        message = (
+            f'{length} tokens in a row are more than model.max_seq_len={most}; give at most {most}'
+        )
+        raise ConfigError(Problem(path='batch', message=message))

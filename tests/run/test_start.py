@@ -123,7 +123,8 @@ def test_a_script_loads_the_weights_of_a_run_onto_any_mesh(source: Path) -> None
 
 
 def test_a_script_that_loads_weights_into_another_model_is_told_the_keys(source: Path) -> None:
-    with pytest.raises(ConfigError, match=r'hidden_size: 64, but 32 .* of load_params; set'):
+    message = r'hidden_size: 64, but 32 in .*/source/checkpoints/3, from which load_params .*; set'
+    with pytest.raises(ConfigError, match=message):
         megajax.load_params(source, tiny(model={'hidden_size': 64}))
 
 

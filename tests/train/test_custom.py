@@ -1,5 +1,7 @@
 """A training loop of one's own has the loss and the gradients of the training step."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ from support import assert_close, gather, make_config, on_mesh, random_params, s
 import megajax
 from megajax.config import Config, ConfigError
 from megajax.model.transformer import LanguageModel
+from megajax.parallel.mesh import check_current_mesh
 from megajax.train.optimizer import make_optimizer
 
 
@@ -110,17 +113,64 @@ def test_what_needs_more_than_parameters_and_a_batch_is_refused_by_key(
     assert [problem.path for problem in caught.value.problems] == [key]
 
 
+@pytest.mark.parametrize(
+    ('names', 'length', 'message'),
+    [
+        (['tokens'], 16, 'batch: there is no labels and no loss_mask; give each as an array'),
+        (['tokens', 'labels', 'loss_mask'], 64, 'batch: 64 tokens .* model.max_seq_len=32; give'),
+    ],
+)
+def test_a_batch_without_what_the_loss_needs_is_rejected_before_anything_compiles(
+    names: list[str], length: int, message: str
+) -> None:
+    batch = {name: np.zeros((8, length), np.int32) for name in names}
+    with pytest.raises(ConfigError, match=message):
+        megajax.loss(None, batch, config_of({}, {}, 'none'))
+
+
+@pytest.mark.parametrize(
+    ('current', 'named'),
+    [
+        ({}, 'no mesh is set'),
+        ({'data': 1, 'model': 4}, 'the current mesh is data=1 x model=4'),
+    ],
+)
+def test_a_mesh_that_is_not_the_configs_is_rejected_with_the_call_that_sets_it(
+    current: dict[str, int], named: str
+) -> None:
+    config = config_of({'data': 2, 'stages': 2}, {'microbatches': 2}, 'none')
+    expected = (
+        f'mesh: mesh.stages=2 x mesh.data=2 x mesh.model=1, and {named}; '
+        'call jax.set_mesh(megajax.make_mesh(2, 1, stage=2))'
+    )
+    with jax.set_mesh(megajax.make_mesh(**current)) if current else nullcontext():
+        with pytest.raises(ConfigError) as of_loss:
+            megajax.loss(None, batch_of(config), config)
+        with pytest.raises(ConfigError) as of_load_params:
+            megajax.load_params('runs/mine', config)
+    assert [str(of_loss.value), str(of_load_params.value)] == [expected, expected]
+    with jax.set_mesh(megajax.make_mesh(2, 1, stage=2)):
+        check_current_mesh(config)
+
+
 def test_the_cross_entropy_of_sharded_logits_is_that_of_optax() -> None:
     config = config_of({'data': 2, 'model': 2}, {}, 'none')
     with on_mesh(config):
         model = LanguageModel(config.model, megajax.Layout.of(config), key=jax.random.key(0))
         batch = megajax.place_batch(batch_of(config))
         logits = jax.jit(lambda tokens: model(tokens))(batch['tokens'])
-        losses = jax.jit(megajax.cross_entropy)(logits, batch['labels'])
-    expected = optax.softmax_cross_entropy_with_integer_labels(
-        np.asarray(logits), np.asarray(batch['labels'])
-    )
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        ours = jax.jit(jax.value_and_grad(mean_of(megajax.cross_entropy)))
+        loss, gradient = ours(logits, batch['labels'])
+        with pytest.raises(Exception, match='out_sharding'):  # as the page says
+            optax.softmax_cross_entropy_with_integer_labels(logits, batch['labels'])
+    theirs = jax.value_and_grad(mean_of(optax.softmax_cross_entropy_with_integer_labels))
+    expected = theirs(np.asarray(logits), np.asarray(batch['labels']))
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected[1], atol=1e-8)
+
+
+def mean_of(losses: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    return lambda logits, labels: losses(logits, labels).mean()
 
 
 @pytest.mark.parametrize('axis', ['stages', 'context'])
