@@ -66,7 +66,7 @@ def test_stored_results_that_notebooks_show_need_no_clone(installed: Path, tmp_p
         'from megajax.inspect.report import si',
         'from rich.table import Table',
     ]
-    for notebook in ('05_where_weights_live.ipynb', '06_stages.ipynb'):
+    for notebook in ('04_where_weights_live.ipynb', '05_stages.ipynb'):
         reads = [source for source in code_of(notebook) if 'results' in source]
         lines += [*reads, f'assert results.is_relative_to({str(installed)!r}), results']
     run('\n'.join(lines), installed, tmp_path)

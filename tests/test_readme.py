@@ -31,11 +31,13 @@ SHELF = 'megajax|tests|benchmarks|docs|scripts|configs|notebooks|\\.ci|\\.github
 for_each_page = pytest.mark.parametrize('page', PAGES, ids=lambda page: page.stem)
 
 
-def run_python(code: str, timeout: float = 120) -> str:
+def run_python(code: str, timeout: float = 120, folder: Path = ROOT) -> str:
     command = [sys.executable, '-c', code]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=True
-    ).stdout
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def blocks(page: Path, language: str = '') -> list[str]:
@@ -237,6 +239,39 @@ def test_the_example_prints_the_loss_of_a_model_that_has_learned_nothing() -> No
     assert float(run_python(example)) == pytest.approx(math.log(vocab_size), abs=0.5)
 
 
+@pytest.mark.slow
+def test_the_model_of_the_page_on_python_has_the_logits_that_it_says() -> None:
+    code = blocks(ROOT / 'docs/python.md', 'python')[0]
+    (shape,) = re.findall(r'# (\(.*?\)):', code)
+    assert run_python(code).strip() == shape
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('start', ['random', 'loaded'])
+def test_the_custom_loop_of_the_page_on_python_learns_its_batch(start: str, tmp_path: Path) -> None:
+    _, loop, shardings, loading = blocks(ROOT / 'docs/python.md', 'python')
+    parts = re.split(r'^(optimizer = .*)$', loop, flags=re.MULTILINE)
+    if start == 'random':
+        # With the optimizer's update inside `auto_axes`, which serves every optimizer.
+        head, rest = loop.split('@partial')
+        code = f'{head}{shardings}@partial{rest}'.replace('= optimizer.update(', '= update(')
+    else:
+        write_run = """
+from pathlib import Path
+from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.config import dump
+run = Path('runs/mine')
+with Checkpoints(run / 'checkpoints', config) as checkpoints:
+    checkpoints.save(megajax.init_state(config), 0)
+(run / 'config.yaml').write_text(dump(config))
+"""
+        code = ''.join([parts[0], write_run, loading, *parts[1:]])
+    lines = run_python(code, folder=tmp_path).splitlines()
+    losses = [float(line.split()[1]) for line in lines]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0] - 1
+
+
 def test_the_import_is_light() -> None:
     seconds, imported = run_python(
         'import sys, time; start = time.perf_counter(); import megajax; '
@@ -247,7 +282,7 @@ def test_the_import_is_light() -> None:
     assert imported == 'False'
 
 
-IN_CI = '01_tensor_parallel_block', '07_pictures'  # the cheapest
+IN_CI = '01_tensor_parallel_block', '06_pictures'  # the cheapest
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from optax.contrib import muon
 from support import assert_close, gather, make_config, on_mesh, random_params, slow
 
 import megajax
@@ -72,23 +73,29 @@ def test_value_and_grad_of_the_loss_updates_the_parameters_as_the_training_step_
         assert_close(updated, gather(state.params), 1e-5)
 
 
-@pytest.mark.parametrize('optimizer', [optax.lion(1e-3), optax.adafactor(1e-2)])
+@pytest.mark.parametrize(
+    ('optimizer', 'multiplies_matrices'),
+    [(optax.lion(1e-3), False), (optax.adafactor(1e-2), False), (muon(1e-2), True)],
+)
 def test_an_optimizer_of_optax_trains_sharded_parameters(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformationExtraArgs, multiplies_matrices: bool
 ) -> None:
     config = config_of({'data': 2, 'model': 2}, {}, 'weights')
     with on_mesh(config):
         batch = megajax.place_batch(batch_of(config))
+        params = megajax.init_state(config).params
+        opt_state, losses = jax.jit(optimizer.init)(params), []
+        placed, of_state = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+        update = optimizer.update
+        if multiplies_matrices:  # as the page on Python says
+            update = jax.sharding.auto_axes(update, out_sharding=(placed, of_state))
 
         @jax.jit
         def step(params: Any, opt_state: Any) -> Any:
             loss, gradients = jax.value_and_grad(megajax.loss)(params, batch, config)
-            updates, opt_state = optimizer.update(gradients, opt_state, params)
+            updates, opt_state = update(gradients, opt_state, params)
             return optax.apply_updates(params, updates), opt_state, loss
 
-        params = megajax.init_state(config).params
-        placed = jax.tree.map(lambda x: x.sharding, params)
-        opt_state, losses = jax.jit(optimizer.init)(params), []
         for _ in range(4):
             params, opt_state, loss = step(params, opt_state)
             losses.append(float(loss))
