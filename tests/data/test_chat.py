@@ -193,7 +193,7 @@ def test_a_template_that_loops_is_ended_with_file_and_line(
     path = write(tmp_path, f'hello\n{loop}')
     text = refusal(path)
     assert text.startswith(f'{PLACE}: {path}: ')
-    assert 'takes too long, in line 2' in text or 'takes more than 0.3 s' in text
+    assert 'takes more than 0.3 s' in text
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,10 @@ def test_a_template_that_loops_is_ended_with_file_and_line(
         ("{{ 'x' * 9999999999 }}", 'fills the memory'),
         ("\n{{ raise_exception('no system role') }}", 'no system role, in line 2'),
         ('{{ messages[7].content }}', 'in line 1'),
+        (
+            "{{ raise_exception('no system role') }}",
+            'cannot be rendered: no system role, in line 1',
+        ),
         ('{{ messages.append(1) }}', 'in line 1'),
         ("{{ ''.__class__.__mro__ }}", 'unsafe'),
     ],

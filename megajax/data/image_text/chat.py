@@ -258,9 +258,7 @@ class TemplateChat:
         answer: dict[str, Any] = json.loads(line)
         if 'error' in answer:
             raise self._problem(
-                f'cannot be rendered within {MAX_SECONDS:g} s, {MAX_CHARACTERS:,} characters '
-                f'and {MAX_BYTES >> 20} MiB: {answer["error"]}; correct the template or the '
-                'messages',
+                f'cannot be rendered: {answer["error"]}; correct the template or the messages',
                 place,
             )
         return answer

@@ -189,7 +189,7 @@ def serve(lines: Iterable[str]) -> None:
     try:
         templates = Templates(settings['templates'], settings['now'])
     except Exception as error:
-        _answer({'error': _described(error)})
+        _answer({'error': _described(error, settings)})
         return
     _answer({'templates': templates.about})
     for request in requests:
@@ -202,13 +202,16 @@ def serve(lines: Iterable[str]) -> None:
             ]
             answer: dict[str, Any] = {'renderings': renderings}
         except Exception as error:  # a template can raise anything
-            answer = {'error': _described(error)}
+            answer = {'error': _described(error, settings)}
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         _answer(answer)
 
 
-def _described(error: Exception) -> str:
-    kinds = {MemoryError: 'it fills the memory', TimeoutError: 'it takes too long'}
+def _described(error: Exception, limits: dict[str, Any]) -> str:
+    kinds = {
+        MemoryError: f'it fills the memory of {limits["max_bytes"] >> 20} MiB',
+        TimeoutError: f'it takes more than {limits["max_seconds"]:g} s',
+    }
     text = kinds.get(type(error)) or str(error) or type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == TEMPLATE]
