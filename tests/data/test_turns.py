@@ -1,6 +1,8 @@
 """Which tokens of a chat the assistant says, and what else of a line reaches its template."""
 
 import json
+from datetime import datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from megajax.data.drawn import NO_TOKEN
 from megajax.data.image_rows import RowShape
 from megajax.data.image_text.chat import DEFAULT, Template
 from megajax.data.image_text.documents import FileDocument, read_documents
+from megajax.data.image_text.lines import pieces_of
 from megajax.data.image_text.load import open_chat
+from megajax.data.image_text.turns import Vocabulary
 from megajax.data.patches import PatchSize
 from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer
 
@@ -230,7 +234,7 @@ def test_for_a_model_of_text_image_is_a_word(tmp_path: Path, template: str | Non
 @pytest.mark.parametrize(
     ('line', 'message'),
     [
-        ({'tools': '[]'}, '"tools" is [], not a list of objects'),
+        ({'tools': '{}'}, '"tools" is {}, not a list of objects'),
         ({'documents': ['d']}, '"documents" is [\'d\'], not a list of objects'),
         ({'chat_template_kwargs': 3}, '"chat_template_kwargs" is 3, not an object'),
         ({'chat_template_kwargs': {'messages': []}}, 'has messages, which the line gives'),
@@ -243,3 +247,63 @@ def test_variables_of_another_form_are_refused(
     tmp_path: Path, line: dict[str, Any], message: str
 ) -> None:
     assert message in refusal(tmp_path, PLAIN + BEGIN, {'messages': turns('a', 'b'), **line})
+
+
+@pytest.mark.parametrize('role', ['asistant', 'Assistant', ' assistant', 'gpt', 'model'])
+@pytest.mark.parametrize('template', [None, PLAIN + BEGIN])
+def test_an_answer_under_another_role_is_rejected_and_not_left_out_of_the_loss(
+    tmp_path: Path, template: str | None, role: str
+) -> None:
+    line = {'messages': [*turns('a', 'b', 'c'), {'role': role, 'content': 'd'}]}
+    text = refusal(tmp_path, template, line)
+    assert f'message 4 is of the role "{role}", whose turns do not count' in text
+    assert 'write "assistant"' in text
+
+
+@pytest.mark.parametrize('role', ['tool', 'developer', 'observation', 'ipython', 'context'])
+def test_other_roles_are_no_answers(tmp_path: Path, role: str) -> None:
+    line = {'messages': [{'role': role, 'content': 'x'}, *turns('a', 'b')]}
+    assert shown(read(tmp_path, PLAIN + BEGIN, line))[1] == f'b<|end|>{EOD}'
+
+
+def test_marks_of_generation_may_count_a_role_of_another_name(tmp_path: Path) -> None:
+    template = (
+        '{% for m in messages %}<|{{ m.role }}|>{% if m.role == "model" %}{% generation %}'
+        '{{ m.content }}<|end|>{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}'
+    )
+    line = {'messages': [*turns('a'), {'role': 'model', 'content': 'b'}]}
+    assert shown(read(tmp_path, template, line))[1] == f'b<|end|>{EOD}'
+
+
+def test_parts_that_a_template_prints_as_a_list_are_rejected(tmp_path: Path) -> None:
+    parts = [{'type': 'text', 'text': "it's"}, {'type': 'text', 'text': '<|end|>'}]
+    line = {'messages': [{'role': 'user', 'content': parts}, *turns('a', 'b')[1:]]}
+    text = refusal(tmp_path, PLAIN + BEGIN, line)
+    assert 'the chat template writes the parts of message 1 as [{' in text
+    assert 'map(.text) | join("")' in text
+    joined = PLAIN.replace('m.content', 'm.content if m.content is string else m.content[0].text')
+    assert shown(read(tmp_path, joined + BEGIN, line))[1] == f'b<|end|>{EOD}'
+
+
+def test_lists_may_be_json_in_a_text(tmp_path: Path) -> None:
+    template = '{{ tools | tojson }}' + PLAIN + BEGIN
+    given = {'messages': turns('a', 'b'), 'tools': [{'name': 'f'}]}
+    as_texts = {key: json.dumps(value) for key, value in given.items()}
+    assert shown(read(tmp_path, template, as_texts)) == shown(read(tmp_path, template, given))
+
+
+def test_what_json_has_no_form_for_reaches_the_template_as_its_text(tmp_path: Path) -> None:
+    time = datetime(2024, 1, 2, 3)
+    line = {'messages': turns('a', 'b'), 'at': time, 'cost': Decimal('1.5')}
+    vocabulary = Vocabulary(special=TOKENIZER.special_tokens(), image_token=NO_TOKEN)
+    for text, other in ((str(time), 'cost'), ('1.5', 'at')):
+        name = 'cost' if other == 'at' else 'at'
+        given = Template(name='', texts={DEFAULT: '{{ ' + name + ' }}' + PLAIN + BEGIN})
+        with open_chat(TOKENIZER, NO_TOKEN, given, ignored=(other,)) as chat:
+            pieces = pieces_of(line, vocabulary, chat, 'a:1')
+        assert pieces[0].text == text
+    with (
+        open_chat(TOKENIZER, NO_TOKEN, Template(name='', texts={DEFAULT: PLAIN + BEGIN})) as chat,
+        pytest.raises(ConfigError, match=r'"at", "cost": the chat template does not read this'),
+    ):
+        pieces_of(line, vocabulary, chat, 'a:1')

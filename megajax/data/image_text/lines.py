@@ -5,8 +5,10 @@ A line is {"text": "...<image>...", "images": ["a.png"]} or {"messages": [{"role
 {"type": "image", "image": "a.png"}, as Hugging Face writes it. Where a model reads pictures, each
 <image> takes the next of "images". The other keys of a line with messages are for its chat
 template, such as "tools". The loss counts all of a "text", and the assistant's turns of "messages".
+Messages, tools and documents may be JSON in a text, as tables hold lists whose entries differ.
 """
 
+import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -23,13 +25,14 @@ from megajax.data.image_text.turns import (
 from megajax.data.text.pieces import Piece
 
 OBJECTS = 'tools', 'documents'  # keys of a line that are lists of objects
+LISTS = 'messages', *OBJECTS
 KWARGS = 'chat_template_kwargs'  # trl's key for other variables of a template
 
 
 def spelled(line: dict[str, Any]) -> str:
     """Return the texts of a line, which need not keep the rules, to train a tokenizer on."""
     texts = [line.get('text')]
-    messages = line.get('messages')
+    messages = _parsed(line.get('messages'))
     for message in messages if isinstance(messages, list) else ():
         content = message.get('content') if isinstance(message, dict) else None
         parts = content if isinstance(content, list) else [{'text': content}]
@@ -40,6 +43,7 @@ def spelled(line: dict[str, Any]) -> str:
 def pieces_of(line: dict[str, Any], vocabulary: Vocabulary, chat: Chat, place: str) -> list[Piece]:
     """Return the pieces of a line; raises ConfigError with its place if it breaks a rule."""
     given = {key: value for key, value in line.items() if value is not None}
+    given |= {key: _parsed(given[key]) for key in LISTS if key in given}
     if ('text' in given) == ('messages' in given):
         keys = ', '.join(map(str, line)) or 'none'
         mistake = f'needs either "text" or "messages" (its keys: {short(keys)})'
@@ -49,7 +53,8 @@ def pieces_of(line: dict[str, Any], vocabulary: Vocabulary, chat: Chat, place: s
     _check(given, place)
     images = _images(given, vocabulary, place)
     messages, names = _messages(given['messages'], images, vocabulary, place)
-    request = Request(messages=messages, variables=_variables(given, place))
+    variables = _with_texts(_variables(given, place))
+    request = Request(messages=_with_texts(messages), variables=variables)
     return pieces_of_chat(request, names, vocabulary, chat, place)
 
 
@@ -67,6 +72,29 @@ def pieces_of_text(line: dict[str, Any], vocabulary: Vocabulary, place: str) -> 
         around = [Piece(token=vocabulary.special[token]) for token in _around(vocabulary)]
         pieces += [*around[:1], Piece(image=name), *around[1:], Piece(text=after, answered=True)]
     return pieces
+
+
+def _parsed(value: object) -> Any:
+    """Return the list that a text holds as JSON, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return found if isinstance(found, list) else value
+
+
+def _with_texts(value: Any) -> Any:
+    """Return a value with the text of what JSON has no form for, such as a time of Parquet.
+
+    It is what a template writes of it.
+    """
+    if isinstance(value, dict):
+        return {key: _with_texts(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_texts(x) for x in value]
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def _variables(line: dict[str, Any], place: str) -> dict[str, Any]:

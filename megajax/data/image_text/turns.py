@@ -4,14 +4,21 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from megajax.config.errors import ConfigError, Problem
-from megajax.data.image_text.chat import Chat, Message, Rendering, Request
+from megajax.data.image_text.chat import Chat, Message, Rendering, Request, are_parts
 from megajax.data.text.pieces import GUARDS, Piece
 
 MARKER = '<image>'  # a picture's place in a text
 VISION = '<|vision_start|>', '<|vision_end|>'  # stand around a picture where a tokenizer has them
+ASSISTANT = 'assistant'
+OTHER_NAMES = 'gpt', 'chatgpt', 'bot', 'chatbot', 'model', 'ai'  # of it, in other datasets
+JOIN = (
+    'make the content one text: jq -c \'.messages[].content |= (if type == "array" then '
+    'map(.text) | join("") else . end)\' OLD > NEW.jsonl'
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +78,7 @@ def pieces_of_chat(
     guarded = _guarded(request, guard)
     (rendering,) = chat.render([guarded], place=place)
     text, spans = rendering.text, rendering.marked
+    _check_no_list_is_printed(guarded.messages, text, place)
     if spans is None:
         spans = _assistant_spans(guarded, text, chat, guard, place)
     if not spans:
@@ -175,7 +183,8 @@ def _assistant_spans(
     writes once, after all turns, belong to the last message.
     """
     messages = request.messages
-    numbers = [i for i, message in enumerate(messages) if message['role'] == 'assistant']
+    _check_assistants_name(messages, place)
+    numbers = [i for i, message in enumerate(messages) if message['role'] == ASSISTANT]
     if not numbers:
         refuse(place, 'no message is of the role "assistant", so nothing can be learned')
     asked = []
@@ -197,6 +206,30 @@ def _assistant_spans(
         last, start = max(last, stop), max(last, start)
         spans.append((start, last))
     return spans
+
+
+def _check_assistants_name(messages: Sequence[Message], place: str) -> None:
+    """Raise ConfigError for a role that means the assistant, whose turns would not count."""
+    for number, message in enumerate(messages, 1):
+        role = message['role']
+        name = role.strip().lower()
+        if role != ASSISTANT and (
+            name in OTHER_NAMES or get_close_matches(name, [ASSISTANT], 1, 0.8)
+        ):
+            refuse(
+                place,
+                f'message {number} is of the role "{role}", whose turns do not count in the loss',
+                f'write "{ASSISTANT}" if it is an answer of the model',
+            )
+
+
+def _check_no_list_is_printed(messages: Sequence[Message], text: str, place: str) -> None:
+    """Raise ConfigError for parts of a content that a template for texts writes as Python does."""
+    for number, message in enumerate(messages, 1):
+        content = message.get('content')
+        if content and are_parts(content) and str(content) in text:
+            mistake = f'the chat template writes the parts of message {number} as {short(content)}'
+            refuse(place, mistake, JOIN)
 
 
 def _up_to(request: Request, i: int, guard: Guard) -> Request:
