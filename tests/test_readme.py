@@ -228,6 +228,14 @@ def test_the_page_on_the_api_has_every_name_of_the_package_and_no_other() -> Non
         assert getattr(importlib.import_module(module), name).__doc__, path
 
 
+def test_the_page_on_installing_has_every_extra_and_no_other() -> None:
+    page = (ROOT / 'docs/install.md').read_text()
+    project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+    named = re.findall(r'^\| `([\w-]+)` \|', page, flags=re.MULTILINE)
+    assert set(named) == project['optional-dependencies'].keys()
+    assert len(named) == len(set(named))
+
+
 def test_types_are_published() -> None:
     assert (ROOT / 'megajax' / 'py.typed').is_file()
 
