@@ -245,6 +245,7 @@ def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> dict[s
     settings: dict[str, _Setting] = {}
     for override in overrides:
         path, equals, text = override.partition('=')
+        path = path.strip()
         place = f'override {override}'
         if not equals or path in SECTIONS or path.startswith('-'):
             key = key_of_option(path, KEYS) if path.startswith('-') else None
@@ -314,6 +315,8 @@ def _unknown(path: str, problems: list[Problem]) -> str:
     if len(problems) >= MAX_PROBLEMS or len(path) > LONGEST_KEY:
         return 'unknown key'
     section, _, key = path.partition('.')
+    if path in KEYS:
+        return f'is no section of its own; write it under {section}, as {section}: {{{key}: VALUE}}'
     if instead := without_a_key(path):
         return f'unknown key; {instead}'
     siblings = keys_of(section) if section in SECTIONS else ()

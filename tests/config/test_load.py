@@ -205,3 +205,21 @@ def test_a_file_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
         [sys.executable, '-c', code], env=ascii_only, capture_output=True, text=True
     )
     assert done.stdout == f'{"größe"!a}\n', done.stderr
+
+
+def test_a_path_as_a_key_of_the_file_is_told_its_section(tmp_path: Path) -> None:
+    file = write(tmp_path, MODEL + 'optim.lr: 1e-4\n')
+    assert mistakes(file) == [
+        f'{file}:2: optim.lr: is no section of its own; write it under optim, '
+        'as optim: {lr: VALUE}'
+    ]
+
+
+def test_blanks_around_the_key_of_an_override_are_no_part_of_it() -> None:
+    assert load('tiny', ['optim.lr = 2e-3']).optim.lr == 2e-3
+
+
+@pytest.mark.parametrize('written', ['5e-4', '5E-4', '.0005', '5.0e-04'])
+def test_numbers_may_be_written_with_an_exponent_alone(written: str, tmp_path: Path) -> None:
+    assert load(write(tmp_path, f'{MODEL}optim: {{lr: {written}}}\n')).optim.lr == 5e-4
+    assert load('tiny', [f'optim.lr={written}', 'optim.min_lr=0']).optim.lr == 5e-4
