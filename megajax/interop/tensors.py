@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from megajax.config import ConfigError
 from megajax.files.json_file import read_json
+from megajax.files.pointers import repair
 from megajax.render.text import shorten
 
 SINGLE, INDEX = 'model.safetensors', 'model.safetensors.index.json'
@@ -130,8 +131,11 @@ def _read_file(path: Path) -> dict[str, np.ndarray]:
             pass
         with path.open('rb') as file:
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f'{path}: not a valid safetensors file: {error}') from error
+    except OSError as error:
+        raise ConfigError(f'{path}: cannot be read: {error}') from error
+    except SafetensorError as error:
+        message = f'{path}: not a valid safetensors file ({error}); {repair(path)}'
+        raise ConfigError(message) from error
     start = 8 + int(content[:8].view('<u8')[0])
     header = json.loads(content[8:start].tobytes())
     return {

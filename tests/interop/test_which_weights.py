@@ -8,6 +8,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from megajax.config import ConfigError
+from megajax.data.text.tokenizer import load_tokenizer
+from megajax.files.pointers import POINTER
 from megajax.interop.directories import import_huggingface
 from megajax.interop.huggingface.adapters import _family_of
 from megajax.interop.huggingface.hub import DESCRIPTION
@@ -43,3 +45,15 @@ def test_adapters_have_the_family_of_their_base_else_of_the_import(tmp_path: Pat
     assert _family_of(str(tmp_path), origin) == 'phi3'
     assert _family_of('org/name', origin) == _family_of(None, origin) == 'mistral'
     assert _family_of(None, {}) is None
+
+
+def test_a_pointer_of_git_lfs_is_named_as_one(tmp_path: Path) -> None:
+    for name in ('model.safetensors', 'tokenizer.json'):
+        (tmp_path / name).write_bytes(POINTER + b'github.com/spec/v1\noid sha256:0\nsize 9\n')
+    with pytest.raises(ConfigError, match=r'Git LFS pointer .*run git lfs pull'):
+        read_tensors(tmp_path)
+    with pytest.raises(ConfigError, match=r'Git LFS pointer .*run git lfs pull'):
+        load_tokenizer(str(tmp_path / 'tokenizer.json'))
+    (tmp_path / 'model.safetensors').write_bytes(b'')
+    with pytest.raises(ConfigError, match='download or copy it again'):
+        read_tensors(tmp_path)

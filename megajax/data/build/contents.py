@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.build.inputs import Input
+from megajax.files.pointers import POINTER
 
 MOST_LINES = 100  # of a text that are parsed, to tell whether it is JSON lines
 DOCUMENT_KEYS = {'text', 'messages', 'conversations', 'conversation', 'instruction', 'prompt'}
@@ -18,7 +19,7 @@ DATA = (
     (rb'ARROW1|\xff{4}', 'Arrow', "write it with datasets' to_parquet, and give that file"),
     (rb'\xff\xfe|\xfe\xff', 'UTF-16', 'convert it: iconv -f UTF-16 -t UTF-8 {} > NEW'),
     (
-        rb'version https://git-lfs\.',
+        re.escape(POINTER),
         'a Git LFS pointer and not the file itself',
         'run git lfs pull in its repository',
     ),

@@ -22,6 +22,7 @@ from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, encode_in
 from megajax.data.text.pieces import GUARDS, IMAGE, MarkedTokenizer, Piece, reader_of_letters
 from megajax.data.text.rows import NoRowError, fit_to_rows
 from megajax.data.text.token_names import TokenNames, name_tokens, start_ids
+from megajax.files.pointers import repair
 
 if TYPE_CHECKING:
     import tokenizers
@@ -324,8 +325,8 @@ def load_tokenizer(path: str) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises nothing narrower
         raise tokenizer_error(
-            f'{path} is not a tokenizer.json: {error}; '
-            "give one that the tokenizers library wrote, 'bpe' or 'bytes'"
+            f'{path} is not a tokenizer.json ({error}); {repair(file)}, or give one that the '
+            "tokenizers library wrote, 'bpe' or 'bytes'"
         ) from error
     return Tokenizer(backend, path, name_tokens(file, backend))
 
