@@ -10,6 +10,7 @@ from flax import nnx
 
 from megajax.config import Config, ConfigError
 from megajax.data import Tokenizer
+from megajax.data.text.corpus import Document, naming_lines
 from megajax.generate.continuation import Continuation
 from megajax.generate.engine import NO_TOKEN, Start, engine
 from megajax.generate.image_prompts import PromptImages, stack
@@ -251,7 +252,8 @@ def encode_prompts(
         )
     limit = config.model.max_seq_len
     before = tokenizer.start or [tokenizer.eod]  # the end of the previous document
-    encoded = [[*before, *map(int, ids)] for ids in tokenizer.encode_batch(list(prompts))]
+    with naming_lines([Document(name=f'prompt {i}', text=x) for i, x in enumerate(prompts, 1)]):
+        encoded = [[*before, *map(int, ids)] for ids in tokenizer.encode_batch(list(prompts))]
     if long := [(number, len(ids)) for number, ids in enumerate(encoded, 1) if len(ids) >= limit]:
         raise ConfigError(
             *(

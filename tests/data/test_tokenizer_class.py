@@ -13,7 +13,7 @@ from twelve_tokenizers import EOD, TWELVE, byte_level, random_text, sentencepiec
 
 from megajax.config import ConfigError
 from megajax.data.text.tokenizer import load_tokenizer
-from megajax.data.text.tokenizer_class import CLASSES, OTHERS
+from megajax.data.text.tokenizer_class import CLASSES, OTHERS, QWEN2
 
 KEYS: dict[str, list[dict[str, Any]]] = {
     'GPT2Tokenizer': [{}, {'add_prefix_space': True}],
@@ -85,12 +85,14 @@ def test_a_family_that_decides_about_the_class_is_left_in_another_folder(tmp_pat
 def test_the_parts_of_published_folders_are_those_of_their_class(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    gpt2, qwen2 = byte_level(), byte_level(split=QWEN2, normalizer=normalizers.NFC(), trim=False)
+    gpt2.pre_tokenizer = pre_tokenizers.ByteLevel(False, trim_offsets=False)
     with caplog.at_level(logging.WARNING):
-        for family, name in (('gpt2', 'GPT2Tokenizer'), ('mistral', 'LlamaTokenizer')):
-            backend = byte_level() if family == 'gpt2' else sentencepiece()
-            if family == 'gpt2':
-                backend.pre_tokenizer = pre_tokenizers.ByteLevel(False, trim_offsets=False)
-            end = EOD if family == 'gpt2' else '</s>'
+        for family, name, backend, end in (
+            ('gpt2', 'GPT2Tokenizer', gpt2, EOD),
+            ('qwen2', 'Qwen2Tokenizer', qwen2, EOD),
+            ('mistral', 'LlamaTokenizer', sentencepiece(), '</s>'),
+        ):
             load_tokenizer(write(tmp_path, backend, family, tokenizer_class=name, eos_token=end))
     assert not caplog.text
 

@@ -17,11 +17,12 @@ logger = logging.getLogger(__name__)
 class NoRowError(ConfigError):
     """A text has a token that the model has no row for."""
 
-    def __init__(self, spec: str, token: str, token_id: int, rows: int) -> None:
+    def __init__(self, spec: str, token: str, token_id: int, rows: int, size: int) -> None:
         self.token = token
         message = (
             f'{spec} gives {token} the id {token_id}, and model.vocab_size={rows} ends below it; '
-            'take this token out of the text, or use a data.chat_template without it'
+            'take this token out of the text, use a data.chat_template without it, or in a new '
+            f'model model.vocab_size={size}'
         )
         super().__init__(Problem(path='data.tokenizer', message=message))
 

@@ -182,7 +182,8 @@ class Tokenizer:
 
     def _check_rows(self, ids: Sequence[int]) -> None:
         if self._rows < self.vocab_size and (last := max(ids, default=0)) >= self._rows:
-            raise NoRowError(self._spec, str(self._backend.id_to_token(last)), last, self._rows)
+            name = str(self._backend.id_to_token(last))
+            raise NoRowError(self._spec, name, last, self._rows, self.vocab_size)
 
     def also_ends(self, ids: Iterable[int]) -> None:
         """End generated texts at these ids too, such as those of the end of a turn."""
