@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import normalizers, pre_tokenizers
-from twelve_tokenizers import EOD, TWELVE, byte_level, random_text, sentencepiece
+from twelve_tokenizers import EOD, TWELVE, byte_level, random_text, sentencepiece, with_added_tokens
 
 from megajax.config import ConfigError
 from megajax.data.text.tokenizer import load_tokenizer
@@ -136,3 +136,46 @@ def test_every_class_of_transformers_that_makes_its_own_parts_is_known() -> None
         and '__init__' in made.__dict__
     }
     assert {name for name in own if not OTHERS.fullmatch(name)} == CLASSES.keys()
+
+
+def properties(token: AddedToken, **changed: bool) -> dict[str, Any]:
+    names = 'content', 'lstrip', 'rstrip', 'normalized', 'single_word', 'special'
+    return {name: getattr(token, name) for name in names} | changed
+
+
+def listed(backend: Backend, kind: str) -> dict[str, Any]:
+    """What tokenizer_config.json says of the added tokens: all, or not what tokenizer.json says."""
+    tokens = {str(i): x for i, x in sorted(backend.get_added_tokens_decoder().items())}
+    first, (last, _) = next(iter(tokens)), list(tokens.items())[-1]
+    new = {str(int(last) + 6): properties(AddedToken('<new>', special=True))}
+    return {
+        'all': {i: properties(x) for i, x in tokens.items()},
+        'fewer': {first: properties(tokens[first])},
+        'more, after a gap': {i: properties(x) for i, x in tokens.items()} | new,
+        'other properties': {i: properties(x, lstrip=True) for i, x in tokens.items()},
+    }[kind]
+
+
+@pytest.mark.parametrize('kind', ['all', 'fewer', 'more, after a gap', 'other properties'])
+@pytest.mark.parametrize('name', ['Qwen2Tokenizer', 'GPT2Tokenizer', 'PreTrainedTokenizerFast'])
+def test_added_tokens_are_those_that_transformers_gives_the_class(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip('transformers')
+    backend = with_added_tokens()
+    keys = {'eos_token': EOD, 'added_tokens_decoder': listed(backend, kind)}
+    ours = load_tokenizer(write(tmp_path, backend, tokenizer_class=name, **keys))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    decoder = ours._backend.get_added_tokens_decoder()
+    assert {i: properties(x) for i, x in decoder.items()} == {
+        i: properties(x) for i, x in theirs.added_tokens_decoder.items()
+    }
+    assert ours._backend.get_vocab() == theirs.get_vocab()
+
+
+def test_a_class_has_the_added_tokens_that_are_listed_and_ends_with_its_own(tmp_path: Path) -> None:
+    backend = byte_level()
+    keys = {'tokenizer_class': 'Qwen2Tokenizer', 'added_tokens_decoder': listed(backend, 'fewer')}
+    tokenizer = load_tokenizer(write(tmp_path, backend, 'qwen3', eos_token=EOD, **keys))
+    assert tokenizer.special_tokens() == {EOD: backend.token_to_id(EOD)}
+    assert tokenizer.eod == backend.token_to_id(EOD)

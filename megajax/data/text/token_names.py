@@ -65,8 +65,10 @@ class TokenNames:
         return (json.dumps(keys, indent=2) + '\n').encode()
 
 
-def name_tokens(path: Path, backend: 'tokenizers.Tokenizer') -> TokenNames:
-    """Return what the files next to the tokenizer.json of `path` say, and add their tokens.
+def name_tokens(
+    path: Path, backend: 'tokenizers.Tokenizer'
+) -> tuple[TokenNames, 'tokenizers.Tokenizer']:
+    """Return what the files next to the tokenizer.json of `path` say, and it with their tokens.
 
     A token that tokenizer.json lacks gets the next id, or its own if it is in the vocabulary.
     PREFIX.tokenizer.json has PREFIX.tokenizer_config.json. Raises ConfigError for a file that
@@ -75,12 +77,12 @@ def name_tokens(path: Path, backend: 'tokenizers.Tokenizer') -> TokenNames:
     config, model = _read(path, CONFIG), _read(path, MODEL)
     special_map = {} if 'added_tokens_decoder' in config else _read(path, MAP)
     if not (config or special_map or 'model_type' in model):
-        return TokenNames()
+        return TokenNames(), backend
     name = _class_of(config, model, backend)
+    where, by_class = _next_to(path, CONFIG), DEFAULTS.get(name, {})
     by_family = bool(OF_FAMILY.get(str(model.get('model_type'))))
-    build_as_class(backend, name, config, str(_next_to(path, CONFIG)), by_family=by_family)
-    by_class = DEFAULTS.get(name, {})
-    keys, further = _merged(_next_to(path, CONFIG), by_class, config, special_map)
+    backend = build_as_class(backend, name, config, str(where), by_family=by_family)
+    keys, further = _merged(where, by_class, config, special_map)
     tokens = {
         key: token for key, x in keys.items() if key.endswith('_token') and (token := _token(x))
     }
@@ -88,14 +90,16 @@ def name_tokens(path: Path, backend: 'tokenizers.Tokenizer') -> TokenNames:
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     special = {named[key] for key in STANDARD if key in named} | {x['content'] for x in further}
     added = _added(path, config, special, known)
+    end = config[END] if END in config else named.get('eos_token')
+    if end and end == by_class.get('eos_token') and end not in {*added, *backend.get_vocab()}:
+        end = None  # the class's, which transformers adds, and with which no text ends
     for token in (*tokens.values(), *further):
         if token['content'] not in known:
             added.setdefault(token['content'], {**token, 'special': True})
-    end = config[END] if END in config else named.get('eos_token')
-    if end == by_class.get('eos_token') and backend.token_to_id(end or '') is None:
-        end = None  # the class's, which transformers adds, and with which no text ends
-    _add(backend, added, {*named.values()}, _next_to(path, CONFIG))
-    return TokenNames(named, str(end) if end else _end(path, model, backend))
+    _add(backend, added, {*named.values()}, where)
+    if name == 'Qwen2Tokenizer':  # which gives special tokens the usual properties
+        _add(backend, {token: {} for token in special}, special, where)
+    return TokenNames(named, str(end) if end else _end(path, model, backend)), backend
 
 
 def start_ids(backend: 'tokenizers.Tokenizer') -> list[int]:

@@ -329,7 +329,8 @@ def load_tokenizer(path: str) -> Tokenizer:
             f'{path} is not a tokenizer.json ({error}); {repair(file)}, or give one that the '
             "tokenizers library wrote, 'bpe' or 'bytes'"
         ) from error
-    return Tokenizer(backend, path, name_tokens(file, backend))
+    names, backend = name_tokens(file, backend)
+    return Tokenizer(backend, path, names)
 
 
 def _byte_level(model: 'tokenizers.models.BPE') -> 'tokenizers.Tokenizer':

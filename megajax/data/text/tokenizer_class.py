@@ -48,12 +48,12 @@ logger = logging.getLogger(__name__)
 
 def build_as_class(
     backend: 'tokenizers.Tokenizer', name: str, keys: Keys, file: str, *, by_family: bool
-) -> None:
-    """Give a tokenizer the parts of its class, and warn of those that differ.
+) -> 'tokenizers.Tokenizer':
+    """Return a tokenizer with the parts of its class, and warn of those that differ.
 
-    `keys` are those of `file`, a tokenizer_config.json. `by_family` says that config.json decides
-    about the class. Raises ConfigError for a class that builds parts which megajax does not know,
-    and for one of another kind of vocabulary.
+    It has no added tokens if `keys`, those of the tokenizer_config.json `file`, list them.
+    `by_family` says that config.json decides about the class. Raises ConfigError for a class that
+    builds parts which megajax does not know, and for one of another kind of vocabulary.
     """
     fix = f'to read that file as it is, set "tokenizer_class": "{AS_IT_IS}"'
     if by_family:
@@ -63,7 +63,7 @@ def build_as_class(
             f'{file}: transformers makes a {name}, which does not read all of tokenizer.json; {fix}'
         )
     if name not in CLASSES:
-        return
+        return backend
     kind, parts = CLASSES[name]
     if (there := _kind(backend)) != kind:
         raise ConfigError(
@@ -84,6 +84,10 @@ def build_as_class(
             ', '.join(replaced),
             fix,
         )
+    if keys.get('added_tokens_decoder') is None:
+        return backend
+    content = json.loads(backend.to_str()) | {'added_tokens': []}
+    return type(backend).from_str(json.dumps(content))
 
 
 def _kind(backend: 'tokenizers.Tokenizer') -> str:
