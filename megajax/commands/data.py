@@ -165,8 +165,9 @@ def info(
     path = tokenizer or (str(manifest.tokenizer_path(prefix)) if manifest else None)
     if path:
         decoder = load_tokenizer(path)
-        for number, text in decode_samples(description.sequences, decoder, samples):
-            console.print(f'document {number}: {text!r}', markup=False)
+        for number, text, is_spelled in decode_samples(description.sequences, decoder, samples):
+            letters = ', in which letters spell special tokens' if is_spelled else ''
+            console.print(f'document {number}{letters}: {text!r}', markup=False)
 
 
 @data_app.command()

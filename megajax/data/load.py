@@ -26,7 +26,7 @@ from megajax.data.megatron_order import MegatronSamples, blend_index, blend_size
 from megajax.data.samples import Joined, Samples, Windows
 from megajax.data.text.corpus import Document, naming_lines, read_documents, split_documents
 from megajax.data.text.parts import Part, split_sequences
-from megajax.data.text.spelled import SpelledTokens, letters_warning
+from megajax.data.text.spelled import warn_of_letters
 from megajax.data.text.tokenizer import Tokenizer, encode_documents
 from megajax.data.tokens.indexed import Sequences, from_lengths, is_pair, read_pair
 from megajax.data.tokens.token_ids import check_token_ids, token_range
@@ -162,7 +162,8 @@ def _load_text(config: Config) -> Data:
     documents = read_documents(config.data.corpus)
     train, validation, _ = split_documents(documents, config.data.split)
     tokenizer = tokenizer_of_text(config, lambda: [document.text for document in train])
-    _warn_of_spelled_tokens([*train, *validation], tokenizer)
+    texts = (document.text for document in (*train, *validation))
+    warn_of_letters('data.corpus', texts, tokenizer.special_tokens())
     with naming_lines(documents):
         parts = [_encode(config.data.corpus, part, tokenizer) for part in (train, validation)]
     _check_tokens(parts[0])
@@ -176,12 +177,6 @@ def _load_text(config: Config) -> Data:
         f'{tokenizer.vocab_size} tokens, {train_bytes / len(parts[0].tokens):.2f} bytes each'
     )
     return _make(config, tokenizer, [parts[0]], [parts[1]], summary)
-
-
-def _warn_of_spelled_tokens(documents: Sequence[Document], tokenizer: Tokenizer) -> None:
-    special = SpelledTokens(tokenizer.special_tokens())
-    if spelled := [names for document in documents if (names := special.find(document.text))]:
-        logger.warning('data.corpus: %s', letters_warning(len(spelled), set().union(*spelled)))
 
 
 def _encode(name: str, documents: Sequence[Document], tokenizer: Tokenizer) -> Part:

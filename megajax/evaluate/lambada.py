@@ -12,6 +12,7 @@ from megajax.data import Tokenizer
 from megajax.data.build.inputs import format_of
 from megajax.data.build.objects import read_objects
 from megajax.data.text.pieces import Piece
+from megajax.data.text.spelled import warn_of_letters
 from megajax.evaluate.score import Scorer, Window
 
 
@@ -35,7 +36,9 @@ def lambada(scorer: Scorer, tokenizer: Tokenizer, file: str) -> Lambada:
     only its end is read.
     """
     limit = scorer.config.model.max_seq_len + 1
-    passages = [_window(*_split(text), tokenizer) for text in _read(file)]
+    texts = _read(file)
+    warn_of_letters(file, texts, tokenizer.special_tokens())
+    passages = [_window(*_split(text), tokenizer) for text in texts]
     windows = [
         Window(window.tokens[-limit:], min(window.num_targets, limit - 1)) for window in passages
     ]

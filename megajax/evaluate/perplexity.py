@@ -12,6 +12,7 @@ import numpy as np
 from megajax.config import ConfigError
 from megajax.data import Tokenizer, encode_documents, read_documents
 from megajax.data.text.corpus import naming_lines, read_text
+from megajax.data.text.spelled import warn_of_letters
 from megajax.evaluate.detokenize import detokenize_wikitext
 from megajax.evaluate.score import Scorer, Window
 
@@ -53,6 +54,7 @@ def perplexity(
     """
     documents = [document for file in files for document in read_documents(file)]
     texts = [document.text for document in documents]
+    warn_of_letters(', '.join(files), texts, tokenizer.special_tokens())
     with naming_lines(documents):
         ids, _ = encode_documents(texts, tokenizer)
     if not tokenizer.start:
@@ -88,6 +90,7 @@ def wikitext(
         raise ConfigError(
             f'{file} has {words} words and {len(ids)} tokens: use a text with at least two of each'
         )
+    warn_of_letters(file, [text], tokenizer.special_tokens())
     tokens = [*tokenizer.start, *ids]
     loss = _sum(scorer, tokens, stride) / (len(tokens) - 1)
     return WikiText(

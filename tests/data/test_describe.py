@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megajax.data.build.build import build
-from megajax.data.build.describe import document_lengths, verify
+from megajax.data.build.describe import decode_samples, document_lengths, verify
 from megajax.data.build.job import Job
+from megajax.data.text.tokenizer import END_OF_DOCUMENT, byte_tokenizer, encode_documents
 from megajax.data.tokens.indexed import Sequences, from_lengths
 
 ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'
@@ -50,6 +51,13 @@ def test_what_was_built_is_shown_and_verified(built: Path) -> None:
     ):
         assert line in shown.stdout
     assert verified.stdout.count('ok  ') == 5
+
+
+def test_letters_that_spell_a_special_token_are_told_from_the_token() -> None:
+    tokenizer = byte_tokenizer()
+    tokens, lengths = encode_documents(['plain', f'say {END_OF_DOCUMENT[0]}!'], tokenizer)
+    found = list(decode_samples(from_lengths('it', tokens, lengths), tokenizer, 2))
+    assert found == [(0, 'plain<|endoftext|>', False), (1, 'say <|endoftext|>!<|endoftext|>', True)]
 
 
 def test_files_of_megatron(tmp_path: Path) -> None:

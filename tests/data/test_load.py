@@ -126,6 +126,16 @@ def test_text(folder: Path) -> None:
     assert labels.tolist() == expected[1:].tolist()
 
 
+def test_documents_to_train_on_that_spell_special_tokens_are_counted(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for i in range(0, 40, 4):
+        (folder / f'{i}.py').write_text('<|endoftext|>\nx = 1\n' * 9)
+    load_data(config(f'data.corpus={folder}', 'data.tokenizer=bytes'))
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith('data.corpus: 10 documents spell special tokens (<|endoftext|>), whi')
+
+
 def test_the_vocabulary_is_made_from_training_documents_alone(folder: Path) -> None:
     before = load_data(config(f'data.corpus={folder}')).tokenizer
     _, validation, _ = split_documents(read_documents(str(folder)), '95,5,0')

@@ -232,6 +232,23 @@ def test_perplexity_counts_tokens_and_bytes(tmp_path: Path) -> None:
     assert found.bits_per_byte == pytest.approx(total / 6 / math.log(2))
 
 
+def test_texts_that_spell_special_tokens_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, text in {'a.txt': 'as is', 'b.txt': 'x <|endoftext|> y'}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / 'c.jsonl').write_text('{"text": "x <|endoftext|> y"}\n')
+    tasks = {'b.txt': wikitext, 'c.jsonl': lambada}
+    perplexity(Oracle(), TOKENIZER, [str(tmp_path / name) for name in ('a.txt', 'b.txt')])
+    for name, task in tasks.items():
+        task(Oracle(make_config('llama')), TOKENIZER, str(tmp_path / name))
+    said = '1 document spells special tokens (<|endoftext|>), which are read as letters'
+    assert [said in record.getMessage() for record in caplog.records] == [True] * 3
+    assert [record.getMessage().partition(':')[0][-6:] for record in caplog.records] == [
+        *('/b.txt', '/b.txt', '.jsonl')
+    ]
+
+
 def test_a_window_moves_by_its_own_length_unless_told_otherwise(tmp_path: Path) -> None:
     (tmp_path / 'a.txt').write_text('x' * 35)
     for stride, moves in (

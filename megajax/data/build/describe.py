@@ -9,6 +9,7 @@ import numpy as np
 
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.build.manifest import Manifest, manifest_path
+from megajax.data.text.spelled import SpelledTokens
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.data.tokens.indexed import CHUNK, Sequences, paths, read_pair
 from megajax.data.tokens.token_ids import check_token_ids, token_range
@@ -53,12 +54,14 @@ def describe(prefix: str | Path) -> Description:
 
 def decode_samples(
     sequences: Sequences, tokenizer: Tokenizer, count: int
-) -> Iterator[tuple[int, str]]:
+) -> Iterator[tuple[int, str, bool]]:
     """Yield the numbers and decoded beginnings of `count` documents, spread evenly over all.
 
-    Raises ConfigError if the tokenizer lacks an id.
+    Each comes with whether letters spell a special token in it. Raises ConfigError if the
+    tokenizer lacks an id.
     """
-    total = len(sequences.documents) - 1
+    total, special = len(sequences.documents) - 1, tokenizer.special_tokens()
+    spelled = SpelledTokens(special)
     for number in sorted({total * i // count for i in range(count)} if total else ()):
         start, stop = (
             sequences.start(int(bound)) for bound in sequences.documents[number : number + 2]
@@ -70,7 +73,9 @@ def decode_samples(
                 f'id {ids.max()}; give the tokenizer that made the tokens'
             )
             raise ConfigError(Problem(path='--tokenizer', message=message))
-        yield number, tokenizer.decode(ids)
+        text = tokenizer.decode(ids)
+        real = np.isin(ids, list(special.values())).sum()
+        yield number, text, spelled.count(text) > real
 
 
 def document_lengths(sequences: Sequences) -> Iterator[np.ndarray]:

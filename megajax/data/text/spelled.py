@@ -1,7 +1,10 @@
 """Special tokens that a text spells, which are read as letters."""
 
+import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+
+logger = logging.getLogger(__name__)
 
 MOST_NAMES = 5  # that a warning has
 
@@ -18,6 +21,10 @@ class SpelledTokens:
         """Return the names that a text spells."""
         return set(self._pattern.findall(text))
 
+    def count(self, text: str) -> int:
+        """Return how many times a text spells one."""
+        return len(self._pattern.findall(text))
+
 
 def letters_warning(documents: int, names: Collection[str]) -> str:
     """Return a warning for `documents` that spell the special tokens `names`, and the fix."""
@@ -25,5 +32,12 @@ def letters_warning(documents: int, names: Collection[str]) -> str:
     subject = '1 document spells' if documents == 1 else f'{documents} documents spell'
     return (
         f'{subject} special tokens ({some}), which are read as letters; if this is a rendered '
-        'chat, train on JSON lines with "messages", from which the chat template makes the tokens'
+        'chat, give JSON lines with "messages", from which the chat template makes the tokens'
     )
+
+
+def warn_of_letters(place: str, texts: Iterable[str], names: Collection[str]) -> None:
+    """Log a warning with the number of texts that spell the special tokens `names`, if any do."""
+    special = SpelledTokens(names)
+    if spelled := [found for text in texts if (found := special.find(text))]:
+        logger.warning('%s: %s', place, letters_warning(len(spelled), set().union(*spelled)))
