@@ -28,6 +28,7 @@ from megajax.checkpoint.compare import (
     holds_array,
     holds_parameters_only,
     log_differences,
+    renames,
 )
 from megajax.checkpoint.digests import write_file, write_sums
 from megajax.checkpoint.losses import ValidationLosses
@@ -135,10 +136,11 @@ class Checkpoints:
         recent = jax.eval_shape(lambda: nothing_seen(self.config))
         is_in_fp8 = holds_array(path, RECENT)
         abstract = abstract._replace(recent=concrete(recent) if is_in_fp8 else None)
-        args = ocp.args.StandardRestore(_parts(abstract), strict=False)  # pads and casts
+        to_saved, to_current = renames(path)
+        args = ocp.args.StandardRestore(_parts(to_saved(abstract)), strict=False)  # pads and casts
         try:
             parts = self._manager.restore(step, args=ocp.args.Composite(state=args)).state
-            state = tree_on_stages(abstract._replace(**parts), Layout.of(self.config))
+            state = tree_on_stages(abstract._replace(**to_current(parts)), Layout.of(self.config))
             return in_dtype(state, self.config)
         except jax.errors.JaxRuntimeError:  # another process is lost
             raise

@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from megajax.checkpoint import old_names
 from megajax.checkpoint.orbax_manager import gb_to_read
 from megajax.checkpoint.record import (
     AT_THE_START,
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 Kind = tuple[tuple[int, ...], str]
 Kinds = dict[str, Kind]
+Rename = Callable[[Any], Any]
 
 
 def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool) -> None:
@@ -162,6 +164,20 @@ def holds_array(path: Path, name: str) -> bool:
     return name in _saved_kinds(path)
 
 
+def renames(path: Path) -> tuple[Rename, Rename]:
+    """Return functions that give a tree the names of a checkpoint, and those of this version."""
+    if not _has_old_names(path):
+        return lambda tree: tree, lambda tree: tree
+    return (
+        lambda tree: old_names.renamed(tree, old_names.old),
+        lambda tree: old_names.renamed(tree, old_names.current),
+    )
+
+
+def _has_old_names(path: Path) -> bool:
+    return any(old_names.OLD.search(name) for name in _raw_kinds(path))
+
+
 def holds_parameters_only(path: Path) -> bool:
     """Whether a checkpoint is an import, without an optimizer."""
     return all(name.startswith('params/') for name in _saved_kinds(path))
@@ -196,6 +212,11 @@ def _parameters(step: Path) -> Kinds:
 
 
 def _saved_kinds(step: Path) -> Kinds:
+    """The arrays of a checkpoint by the names of this version."""
+    return {old_names.current(name): kind for name, kind in _raw_kinds(step).items()}
+
+
+def _raw_kinds(step: Path) -> Kinds:
     try:
         # A Checkpointer would look for a file of its own there, and warn that there is none.
         return _kinds(ocp.PyTreeCheckpointHandler().metadata((step / 'state').absolute()).tree)
@@ -226,7 +247,7 @@ def _read(step: Path, name: str, parameters: Kinds) -> np.ndarray:
     shape, dtype = parameters[name]
     item: Any = jax.ShapeDtypeStruct(shape, np.dtype(dtype))
     restore: Any = ocp.RestoreArgs(restore_type=np.ndarray)
-    keys = name.split('/')
+    keys = (old_names.old(name) if _has_old_names(step) else name).split('/')
     for key in reversed(keys):
         item, restore = {key: item}, {key: restore}
     gb = gb_to_read(math.prod(shape))

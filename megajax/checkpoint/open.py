@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from megajax.checkpoint.companions import Companions, read_companions
-from megajax.checkpoint.compare import check_same_arrays
+from megajax.checkpoint.compare import check_same_arrays, renames
 from megajax.checkpoint.digests import sound_checkpoint
 from megajax.checkpoint.orbax_manager import restore_gb
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
@@ -128,13 +128,15 @@ def _restore(folder: Path, config: Config, *, with_adapters: bool = True) -> nnx
         under='params/',
         any_dtype=config.lora is not None,
     )
+    to_saved, to_current = renames(folder)
+    item = to_saved(item)
     restore_args = ocp.checkpoint_utils.construct_restore_args(item)
     padded = jax.tree.map(lambda each: dataclasses.replace(each, strict=False), restore_args)
     args = ocp.args.PyTreeRestore(item=item, restore_args=padded, partial_restore=True)
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=restore_gb(config.model))
     try:
         restored = handler.restore(folder / 'state', args=args)['params']
-        return tree_on_stages(restored, Layout.of(config))
+        return tree_on_stages(to_current(restored), Layout.of(config))
     except Exception as error:
         raise CheckpointError(
             f'{folder} cannot be restored: {str(error).splitlines()[0]}'

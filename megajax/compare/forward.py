@@ -12,11 +12,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from megajax.compare.order import BRANCHES
 from megajax.config import Config
 from megajax.config.overlap_rules import without_order
 from megajax.model.attention import attention_core
-from megajax.model.block import Block
+from megajax.model.block import SUBLAYERS, Block
 from megajax.model.computation import Computation
 from megajax.model.dropout import fold_in
 from megajax.model.grid import is_grid
@@ -116,7 +115,7 @@ def _sites(
 
 
 class _Tap:
-    """A part of a block that keeps its result."""
+    """A module of a sublayer that saves the result of its call, or of its `with_bias`."""
 
     result: jax.Array
 
@@ -124,19 +123,25 @@ class _Tap:
         self._module = module
 
     def __call__(self, *arguments: Any) -> Any:
-        returned = self._module(*arguments)
-        self.result = returned[0] if isinstance(returned, tuple) else returned
-        return returned
+        self.result = self._module(*arguments)
+        return self.result
+
+    def with_bias(self, y: jax.Array) -> jax.Array:
+        self.result = self._module.with_bias(y)
+        return self.result
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
 
 def _tapped(block: Block) -> dict[str, _Tap]:
-    """Put a tap around each branch of a block, and around their norms."""
-    taps = {name: _Tap(getattr(block, name)) for name in BRANCHES}
-    for name, tap in taps.items():
-        setattr(block, name, nnx.static(tap))
+    """Put a tap around the norm of each sublayer of a block, and around its last linear layer."""
+    taps = dict[str, _Tap]()
+    for name in SUBLAYERS:
+        sublayer = getattr(block, name)
+        for site, part in ((f'{name}.norm', 'norm'), (name, sublayer.LINEARS[1])):
+            taps[site] = _Tap(getattr(sublayer, part))
+            setattr(sublayer, part, nnx.static(taps[site]))
     return taps
 
 

@@ -18,11 +18,11 @@ from megajax.config.extras import install
 from megajax.interop.huggingface.families import FAMILIES
 
 EXTRA = 'test-hf'
-# The parameter of each branch, and how many names below the branch it is there.
-BRANCHES = {
-    'attention_norm': ('layers.attention_norm.weight', 1),
+# A parameter of each site of a layer, and how many names below the site's module it is there.
+SITES = {
+    'attention.norm': ('layers.attention.norm.weight', 1),
     'attention': ('layers.attention.out.weight', 2),
-    'mlp_norm': ('layers.mlp_norm.weight', 1),
+    'mlp.norm': ('layers.mlp.norm.weight', 1),
     'mlp': ('layers.mlp.down.weight', 2),
 }
 
@@ -100,9 +100,9 @@ def _forward(
 
     kept = dict[str, Any]()
     for index in range(config.model.num_layers):
-        branches = {name: _path(source, *BRANCHES[name]).format(index) for name in BRANCHES}
-        layer = branches['attention'].rpartition('.')[0]
-        for name, path in branches.items():
+        paths = {name: _path(source, *SITES[name]).format(index) for name in SITES}
+        layer = paths['attention'].rpartition('.')[0]
+        for name, path in paths.items():
             _keep(model.get_submodule(path), kept, f'layers.{index}.{name}')
         _keep(model.get_submodule(layer), kept, f'layers.{index}')
         if index == 0:

@@ -1,10 +1,10 @@
 """The names of sites, in the order in which a pass computes them. Imports no jax."""
 
-BRANCHES = 'attention_norm', 'attention', 'mlp_norm', 'mlp'  # of a layer
+SITES = 'attention.norm', 'attention', 'mlp.norm', 'mlp'  # of a layer
 # The parts of a layer, and what is outside the layers, in the order of a backward pass.
 WITHIN = (
-    *('mlp.down', 'mlp.up', 'mlp_norm', 'attention.out', 'attention.key_norm'),
-    *('attention.query_norm', 'attention.qkv', 'attention_norm'),
+    *('mlp.down', 'mlp.up', 'mlp.norm', 'attention.out', 'attention.key_norm'),
+    *('attention.query_norm', 'attention.qkv', 'attention.norm'),
 )
 LAST = 'position', 'token_type', 'embedding'
 LAYERS = 'layers.'
@@ -13,7 +13,7 @@ LAYERS = 'layers.'
 def site_names(num_layers: int) -> list[str]:
     """Return the names of a forward pass's sites, in order."""
     layers = (f'layers.{index}' for index in range(num_layers))
-    in_layers = [name for x in layers for name in (*(f'{x}.{branch}' for branch in BRANCHES), x)]
+    in_layers = [name for x in layers for name in (*(f'{x}.{site}' for site in SITES), x)]
     return ['embedding', *in_layers, 'norm', 'logits']
 
 

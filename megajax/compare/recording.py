@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from megajax.checkpoint.digests import write_file
+from megajax.checkpoint.old_names import current
 from megajax.config import ConfigError
 
 SUFFIX = '.npz'
@@ -67,6 +68,7 @@ def read_recording(path: Path) -> Recording:
     try:
         with np.load(path, allow_pickle=False) as file:
             about = About.model_validate_json(file[ABOUT].tobytes())
+            weights = {current(name): digest for name, digest in about.weights.items()}
             groups = {group: dict(_group(file, group)) for group in GROUPS}
     except OSError as error:
         raise ConfigError(f'{path} cannot be read: {error.strerror or error}') from error
@@ -74,10 +76,10 @@ def read_recording(path: Path) -> Recording:
         raise ConfigError(
             f'{path} is not what this version of megajax compare --dump writes: write it again'
         ) from error
-    return Recording(about=about, **groups)
+    return Recording(about=about.model_copy(update={'weights': weights}), **groups)
 
 
 def _group(file: Mapping[str, np.ndarray], group: str) -> Iterator[tuple[str, np.ndarray]]:
     for name in file:
         if name.startswith(f'{group}/'):
-            yield name.removeprefix(f'{group}/'), file[name]
+            yield current(name.removeprefix(f'{group}/')), file[name]

@@ -87,6 +87,7 @@ def block(model: ModelConfig) -> Declared:
     """Declare a layer: attention and a feed-forward network, each with a norm."""
     std, last_std = model.init_std, out_std(model)
     attention: dict[str, Parameter | Declared] = {
+        'norm': norm(model, 'D', partial='T'),
         'qkv': linear('DKCH', std, bias='KCH' if model.qkv_bias else None),
         'out': linear('NhD', last_std, bias='D' if model.bias else None, partial='T'),
     }
@@ -97,10 +98,9 @@ def block(model: ModelConfig) -> Declared:
         attention |= {name: norm(model, 'h', partial='N') for name in ('query_norm', 'key_norm')}
     up = 'UF' if model.is_gated else 'F'
     return {
-        'attention_norm': norm(model, 'D', partial='T'),
         'attention': attention,
-        'mlp_norm': norm(model, 'D', partial='T'),
         'mlp': {
+            'norm': norm(model, 'D', partial='T'),
             'up': linear(f'D{up}', std, bias=up if model.bias else None),
             'down': linear('FD', last_std, bias='D' if model.bias else None, partial='T'),
         },

@@ -77,6 +77,7 @@ def _cross_attention(model: ModelConfig) -> Declared:
     The keys and values of all layers are one product, outside of the layers.
     """
     attention: dict[str, Parameter | Declared] = {
+        'norm': norm(model, 'D', partial='T'),
         'query': {'weight': Parameter('DNh', Role.MATRIX, model.init_std)},
         'query_norm': norm(model, 'h', partial='N'),
         'out': {'weight': Parameter('NhD', Role.MATRIX, out_std(model))},

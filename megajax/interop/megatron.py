@@ -40,8 +40,8 @@ TABLE, HEAD = 'embedding.table', 'output_layer.weight'
 NAMES: dict[str, tuple[str, str]] = {
     TABLE: ('embedding.word_embeddings.weight', 'VD'),
     'position.table': ('embedding.position_embeddings.weight', 'SD'),
-    'layers.attention_norm.weight': ('decoder.layers.{}.input_layernorm.weight', 'D'),
-    'layers.attention_norm.bias': ('decoder.layers.{}.input_layernorm.bias', 'D'),
+    'layers.attention.norm.weight': ('decoder.layers.{}.input_layernorm.weight', 'D'),
+    'layers.attention.norm.bias': ('decoder.layers.{}.input_layernorm.bias', 'D'),
     'layers.attention.qkv.weight': ('decoder.layers.{}.self_attention.linear_qkv.weight', '(KCH)D'),
     'layers.attention.qkv.bias': ('decoder.layers.{}.self_attention.linear_qkv.bias', '(KCH)'),
     'layers.attention.query_norm.weight': (
@@ -56,8 +56,8 @@ NAMES: dict[str, tuple[str, str]] = {
     'layers.attention.key_norm.bias': ('decoder.layers.{}.self_attention.k_layernorm.bias', 'H'),
     'layers.attention.out.weight': ('decoder.layers.{}.self_attention.linear_proj.weight', 'D(NH)'),
     'layers.attention.out.bias': ('decoder.layers.{}.self_attention.linear_proj.bias', 'D'),
-    'layers.mlp_norm.weight': ('decoder.layers.{}.pre_mlp_layernorm.weight', 'D'),
-    'layers.mlp_norm.bias': ('decoder.layers.{}.pre_mlp_layernorm.bias', 'D'),
+    'layers.mlp.norm.weight': ('decoder.layers.{}.pre_mlp_layernorm.weight', 'D'),
+    'layers.mlp.norm.bias': ('decoder.layers.{}.pre_mlp_layernorm.bias', 'D'),
     'layers.mlp.up.weight': ('decoder.layers.{}.mlp.linear_fc1.weight', '(UF)D'),
     'layers.mlp.up.bias': ('decoder.layers.{}.mlp.linear_fc1.bias', '(UF)'),
     'layers.mlp.down.weight': ('decoder.layers.{}.mlp.linear_fc2.weight', 'DF'),

@@ -6,7 +6,6 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import P
 
 from megajax.config import ModelConfig
@@ -14,10 +13,10 @@ from megajax.hardware.targets import is_nvidia
 from megajax.model.context import attend_across
 from megajax.model.dropout import dropout
 from megajax.model.flash import can_flash, flash_attention
-from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.norm import Norm, RMSNormOverHeads, make_head_norm, norm_queries_and_keys
 from megajax.model.parameters import Parameters
 from megajax.model.rotary import rotate
+from megajax.model.sublayer import Sublayer
 from megajax.parallel.layout import Layout
 
 Kept = TypeVar('Kept')
@@ -26,38 +25,27 @@ Kept = TypeVar('Kept')
 Core = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Kept]]
 
 
-class Attention(nnx.Module):
+class Attention(Sublayer):
     """Fused QKV (column-parallel), attention on complete heads, output projection (row-parallel).
 
     The columns of QKV are grouped by key/value head, [G queries, key, value] each. So one product
     computes all three, and the gradient of its input is reduced over `model` once, not three times.
     """
 
+    SCOPE, LINEARS, KEY, MIXES_TOKENS = 'attention', ('qkv', 'out'), 1, True
+
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
-        self.config, self.layout = config, parameters.layout
-        qkv_key, out_key = jax.random.split(key)
-        self.qkv = ColumnParallelLinear(parameters['qkv'], key=qkv_key)
-        self.out = RowParallelLinear(parameters['out'], key=out_key)
+        super().__init__(config, parameters, key=key)
         self.query_norm, self.key_norm = (
             make_head_norm(config, parameters[name]) if config.qk_norm else None
             for name in ('query_norm', 'key_norm')
         )
 
-    def __call__(
-        self, x_BSD: jax.Array, position_BS: jax.Array | None, core: Core[Kept]
-    ) -> tuple[jax.Array, Kept]:
-        """Return attention on the normed and gathered x_BSD, and the second result of `core`.
-
-        The first is placed as the residual stream is.
-        """
-        # column-parallel: no communication (grid: reduce-scatter over row, forward)
-        o_RSNH, kept = self.attend(self.qkv(x_BSD), position_BS, core)
-        return self.out(o_RSNH), kept  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
-
-    def attend(
-        self, qkv_RSKCH: jax.Array, position_BS: jax.Array | None, core: Core[Kept]
+    def middle(
+        self, y: jax.Array, position_BS: jax.Array | None, core: Core[Kept]
     ) -> tuple[jax.Array, Kept]:
         """Return the attention of fused queries, keys and values, and the second result of core."""
+        qkv_RSKCH = self.first.with_bias(y)
         heads = self._heads(qkv_RSKCH, _reshard(position_BS, self.layout('RS')))
         with jax.named_scope('core'):
             return core(*heads)

@@ -1,4 +1,4 @@
-"""A transformer layer: two branches, each with a norm, and between Megatron's f and g."""
+"""A transformer layer: two sublayers (`sublayer.py`)."""
 
 from typing import Any
 
@@ -7,9 +7,7 @@ from flax import nnx
 
 from megajax.config import ModelConfig
 from megajax.model.attention import Attention, Core, Kept
-from megajax.model.dropout import dropout, fold_in
 from megajax.model.mlp import MLP
-from megajax.model.norm import Norm, make_norm
 from megajax.model.parameters import Parameters
 
 
@@ -23,22 +21,18 @@ def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
     return [jax.tree.map(lambda x, i=i: part(x, i), rows) for i in range(num_parts)]
 
 
-BRANCHES = 'attention', 'mlp'
+SUBLAYERS = 'attention', 'mlp'  # the modules of a block, in the order in which they are applied
 
 
 class Block(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
+    """Attention, then the feed-forward layer; each adds to the residual stream.
 
-    With `model.norm_position=after` they are x + norm(attention(x)) and x + norm(mlp(x)).
+    All parameters are those of a sublayer, which the overlap schedule relies on.
     """
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
-        self.layout, self.rate = parameters.layout, config.dropout
-        self.is_norm_after = config.norm_position == 'after'
         attention_key, mlp_key = jax.random.split(key)
-        self.attention_norm = make_norm(config, parameters['attention_norm'])
         self.attention = Attention(config, parameters['attention'], key=attention_key)
-        self.mlp_norm = make_norm(config, parameters['mlp_norm'])
         self.mlp = MLP(config, parameters['mlp'], key=mlp_key)
 
     def __call__(
@@ -49,30 +43,7 @@ class Block(nnx.Module):
         position_BS: jax.Array | None = None,
         key_B: jax.Array | None = None,
     ) -> tuple[jax.Array, Kept]:
-        """Return the residual stream after this layer, and the second result of `core`.
-
-        Without sequence parallelism T is S and the gathers before the two branches do nothing: the
-        backward pass of `product` makes f's all-reduce.
-        """
-        with jax.named_scope('attention'):
-            # SP: all-gather forward, reduce-scatter backward
-            h_BSD = self.attention.qkv.gather(self._before(self.attention_norm, x_BTD))
-            h_BTD, kept = self.attention(h_BSD, position_BS, core)
-            x_BTD = x_BTD + self.added('attention', h_BTD, key_B)
-        with jax.named_scope('mlp'):
-            # SP: all-gather forward, reduce-scatter backward
-            h_BSD = self.mlp.up.gather(self._before(self.mlp_norm, x_BTD))
-            return x_BTD + self.added('mlp', self.mlp(h_BSD), key_B), kept
-
-    def added(self, branch: str, h_BTD: jax.Array, key_B: jax.Array | None) -> jax.Array:
-        """Return what a branch adds to the residual stream, from the output of its module.
-
-        It reads only parameters whose names begin with that of the branch.
-        """
-        if self.is_norm_after:
-            h_BTD = getattr(self, f'{branch}_norm')(h_BTD)
-        keys = fold_in(key_B, 1 + BRANCHES.index(branch))
-        return dropout(h_BTD, self.rate, keys, self.layout('TD'))
-
-    def _before(self, norm: Norm, x_BTD: jax.Array) -> jax.Array:
-        return x_BTD if self.is_norm_after else norm(x_BTD)
+        """Return the residual stream after this layer, and the second result of `core`."""
+        x_BTD, kept = self.attention(x_BTD, core, position_BS=position_BS, key_B=key_B)
+        x_BTD, _ = self.mlp(x_BTD, key_B=key_B)
+        return x_BTD, kept

@@ -20,14 +20,14 @@ from megajax.model.block import parts_of_rows
 from megajax.model.budget import num_tokens
 from megajax.model.computation import Computation
 from megajax.model.detail import Detail
-from megajax.model.dropout import dropout, fold_in
+from megajax.model.dropout import fold_in
 from megajax.model.images import Images, encode, of_shards
-from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.mlp import MLP
 from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters
 from megajax.model.product import product
 from megajax.model.shard_copies import along_last
+from megajax.model.sublayer import Sublayer
 from megajax.model.vision import Encoder
 from megajax.parallel.layout import Layout
 
@@ -163,14 +163,12 @@ class KeyValue(nnx.Module):
 
 
 class CrossBlock(nnx.Module):
-    """A pre-norm layer whose two branches, attention to images and MLP, have a gate each."""
+    """A layer whose two sublayers, attention to images and MLP, have a gate each."""
 
     def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
-        self.layout, self.rate = parameters.layout, config.dropout
+        self.layout = parameters.layout
         attention_key, mlp_key = jax.random.split(key)
-        self.attention_norm = make_norm(config, parameters['attention_norm'])
         self.attention = ImageAttention(config, parameters['attention'], key=attention_key)
-        self.mlp_norm = make_norm(config, parameters['mlp_norm'])
         self.mlp = MLP(config, parameters['mlp'], key=mlp_key)
         self.gates = parameters.make('gates')
 
@@ -188,53 +186,39 @@ class CrossBlock(nnx.Module):
 
         It communicates as a layer of self-attention does.
         """
-        gathered, row = self.layout('BSD'), self.layout('TD')
         is_open_BT1 = jnp.expand_dims(jax.reshard(seen_BSY.any(-1), self.layout('BT')), 2)
         gates = jnp.tanh(along_last(self.gates[...], x_BTD, 'TU', self.layout))
+        rate = self.attention.config.attention_dropout
+        attend: Callable[..., jax.Array] = partial(attend_where, layout=self.layout, rate=rate)
+        attend = jax.checkpoint(attend, prevent_cse=False) if recompute else attend
 
-        def add(x_BTD: jax.Array, h_BTD: jax.Array, branch: int) -> jax.Array:
-            h_BTD = dropout(h_BTD, self.rate, fold_in(key_B, branch + 1), row)
-            h_BTD = gates[..., branch : branch + 1] * h_BTD.astype(jnp.float32)
-            return x_BTD + jnp.where(is_open_BT1, h_BTD, 0).astype(x_BTD.dtype)
+        def core(q_BSNH: jax.Array) -> tuple[jax.Array, None]:
+            allowed, keys = jnp.expand_dims(seen_BSY, (1, 2)), fold_in(key_B, 0)
+            return attend(q_BSNH, k_BYNH, v_BYNH, allowed, keys), None
 
-        with jax.named_scope('cross_attention'):
-            # SP: all-gather forward, reduce-scatter backward
-            h_BSD = jax.reshard(self.attention_norm(x_BTD), gathered)
-            dropped = fold_in(key_B, 0)
-            h_BTD = self.attention(h_BSD, k_BYNH, v_BYNH, seen_BSY, dropped, recompute)
-            x_BTD = add(x_BTD, h_BTD, 0)
-        with jax.named_scope('mlp'):
-            # SP: all-gather forward, reduce-scatter backward
-            h_BSD = jax.reshard(self.mlp_norm(x_BTD), gathered)
-            return add(x_BTD, self.mlp(h_BSD), 1)
+        for gate, sublayer in enumerate((self.attention, self.mlp)):
+            with jax.named_scope(sublayer.SCOPE):
+                h_BTD, _ = sublayer.update(x_BTD, core, key_B=key_B)
+                h_BTD = gates[..., gate : gate + 1] * h_BTD.astype(jnp.float32)
+                x_BTD = x_BTD + jnp.where(is_open_BT1, h_BTD, 0).astype(x_BTD.dtype)
+        return x_BTD
 
 
-class ImageAttention(nnx.Module):
+class ImageAttention(Sublayer):
     """Queries of the text (column-parallel), and the output projection (row-parallel)."""
 
-    def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
-        self.layout, self.rate = parameters.layout, config.attention_dropout
-        query_key, out_key = jax.random.split(key)
-        self.query = ColumnParallelLinear(parameters['query'], key=query_key)
-        self.query_norm = make_norm(config, parameters['query_norm'], 'Nh')
-        self.out = RowParallelLinear(parameters['out'], key=out_key)
+    SCOPE, LINEARS, KEY, MIXES_TOKENS = 'cross_attention', ('query', 'out'), 1, False
 
-    def __call__(
-        self,
-        x_BSD: jax.Array,
-        k_BYNH: jax.Array,
-        v_BYNH: jax.Array,
-        seen_BSY: jax.Array,
-        key_B: jax.Array | None,
-        recompute: bool,
-    ) -> jax.Array:
-        """Return attention on the normed and gathered x_BSD, placed as the residual stream is."""
-        q_BSNH = self.query_norm(self.query(x_BSD))
+    def __init__(self, config: ModelConfig, parameters: Parameters, *, key: jax.Array):
+        super().__init__(config, parameters, key=key)
+        self.query_norm = make_norm(config, parameters['query_norm'], 'Nh')
+
+    def middle(self, y: jax.Array, _: object, core: Any) -> tuple[jax.Array, None]:
+        """Return the attention of the queries to images, by a `core` that has keys and values."""
+        q_BSNH = self.query_norm(self.first.with_bias(y))
         with jax.named_scope('core'):
-            attend = partial(attend_where, layout=self.layout, rate=self.rate)
-            core = jax.checkpoint(attend, prevent_cse=False) if recompute else attend
-            o_BSNH = core(q_BSNH, k_BYNH, v_BYNH, jnp.expand_dims(seen_BSY, (1, 2)), key_B)
-        return self.out(o_BSNH)  # row-parallel, g: all-reduce forward (SP: reduce-scatter)
+            o_BSNH: tuple[jax.Array, None] = core(q_BSNH)
+            return o_BSNH
 
 
 def seen(

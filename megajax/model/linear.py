@@ -36,9 +36,6 @@ class ColumnParallelLinear(nnx.Module):
         self.bias = parameters.maybe('bias')
         self.adapter = adapter.maybe(parameters, key=key)
 
-    def __call__(self, x_BSD: jax.Array) -> jax.Array:
-        return self.with_bias(self.product(x_BSD))
-
     def gather(self, x_BTD: jax.Array) -> jax.Array:
         """Gather the sequence, if it is sharded; `product` gathers in 8 bits, if it is in fp8."""
         # SP: all-gather forward, reduce-scatter backward
@@ -76,11 +73,12 @@ class RowParallelLinear(nnx.Module):
         self.bias = parameters.maybe('bias')
         self.adapter = adapter.maybe(parameters, key=key)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def reduced(self, x: jax.Array) -> jax.Array:
+        """Gather the sequences of x, if a grid shards them; multiply by the weight, and reduce."""
         # grid: all-gather over row forward, reduce-scatter backward
         x = jax.reshard(x, self.layout(f'BS{self.inputs}'))
         # g: all-reduce forward, nothing backward (SP: reduce-scatter forward, all-gather backward)
-        return self.with_bias(self.product(x))
+        return self.product(x)
 
     def product(self, x: jax.Array) -> jax.Array:
         """Multiply by the weight, and reduce."""

@@ -41,11 +41,11 @@ def weights_of(stored: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {
         'key_value.weight': key_value.transpose(2, 1, 3, 0, 4),
         'key_norm.weight': stored['cross_attn.k_norm.weight'],
-        'layers.attention_norm.weight': stored['input_layernorm.weight'],
+        'layers.attention.norm.weight': stored['input_layernorm.weight'],
         'layers.attention.query.weight': there['cross_attn.q_proj.weight'].reshape(2, 16, 4, 4),
         'layers.attention.query_norm.weight': stored['cross_attn.q_norm.weight'],
         'layers.attention.out.weight': there['cross_attn.o_proj.weight'].reshape(2, 4, 4, 16),
-        'layers.mlp_norm.weight': stored['post_attention_layernorm.weight'],
+        'layers.mlp.norm.weight': stored['post_attention_layernorm.weight'],
         'layers.mlp.up.weight': up,
         'layers.mlp.down.weight': there['mlp.down_proj.weight'],
         'layers.gates': np.concatenate(gates, axis=1),

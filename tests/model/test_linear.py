@@ -43,8 +43,9 @@ def test_a_column_and_a_row_parallel_layer_are_two_plain_ones_and_each_bias_is_a
         for layer, weight, bias in ((column, up, up_bias), (row, down, down_bias)):
             for parameter, value in ((layer.weight, weight), (layer.bias, bias)):
                 parameter[...] = jax.device_put(value.astype('f4'), parameter.sharding)
-        h_BSF = column(jax.device_put(x.astype('f4'), jax.P('data', None, None)))
-        y_BSD = row(h_BSF)
+        x_BSD = jax.device_put(x.astype('f4'), jax.P('data', None, None))
+        h_BSF = column.with_bias(column.product(x_BSD))
+        y_BSD = row.with_bias(row.reduced(h_BSF))
         assert jax.typeof(h_BSF).sharding.spec == jax.P('data', None, 'model')
         assert jax.typeof(y_BSD).sharding.spec == jax.P(
             'data', 'model' if sequence_parallel else None, None

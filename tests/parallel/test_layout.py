@@ -17,7 +17,7 @@ from megajax.train.step import init_state
 EVERY_MODEL = {
     'embedding.table': ('model', None),  # vocabulary, D
     'norm.weight': (None,),
-    'layers.attention_norm.weight': (None,),
+    'layers.attention.norm.weight': (None,),
     'layers.attention.qkv.weight': (
         None,
         'model',
@@ -25,17 +25,17 @@ EVERY_MODEL = {
         None,
     ),  # D, key/value head, its columns, head dim
     'layers.attention.out.weight': ('model', None, None),  # head, head dim, D
-    'layers.mlp_norm.weight': (None,),
+    'layers.mlp.norm.weight': (None,),
     'layers.mlp.up.weight': (None, 'model'),
     'layers.mlp.down.weight': ('model', None),
 }
 GPT = EVERY_MODEL | {
     'position.table': (None, None),
     'norm.bias': (None,),
-    'layers.attention_norm.bias': (None,),
+    'layers.attention.norm.bias': (None,),
     'layers.attention.qkv.bias': ('model', None, None),
     'layers.attention.out.bias': (None,),
-    'layers.mlp_norm.bias': (None,),
+    'layers.mlp.norm.bias': (None,),
     'layers.mlp.up.bias': ('model',),
     'layers.mlp.down.bias': (None,),
 }

@@ -85,9 +85,9 @@ def layer(
     x_BSD: jax.Array, weights: Weights, config: ModelConfig, residual: Constrain = lambda x: x
 ) -> jax.Array:
     """One layer; `residual` may say where the residual stream lies."""
-    h_BSD = layer_norm(x_BSD, under('attention_norm', weights), config.norm_eps)
+    h_BSD = layer_norm(x_BSD, under('attention.norm', weights), config.norm_eps)
     x_BSD = residual(x_BSD + attention(h_BSD, under('attention', weights), config))
-    h_BSD = layer_norm(x_BSD, under('mlp_norm', weights), config.norm_eps)
+    h_BSD = layer_norm(x_BSD, under('mlp.norm', weights), config.norm_eps)
     return residual(x_BSD + mlp(h_BSD, under('mlp', weights)))
 
 

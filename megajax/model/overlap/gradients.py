@@ -6,15 +6,16 @@ from functools import partial
 import jax
 
 from megajax.model import fp8
-from megajax.model.block import Block
+from megajax.model.block import SUBLAYERS
 from megajax.model.fp8 import Quantized
 from megajax.model.overlap.barriers import Box, Clock
 from megajax.model.overlap.matrices import Key, Matrix
-from megajax.model.overlap.sublayer_steps import Branch
+from megajax.model.overlap.sublayer_steps import SublayerSteps
+from megajax.model.sublayer import Sublayer
 
 
 class Gradients:
-    """Gradients of all branches, which are sums over the parts.
+    """Gradients of all sublayers, which are sums over the parts.
 
     That of the head, if there is one, is here to be summed over `data`.
     """
@@ -33,17 +34,17 @@ class Gradients:
         self._counts: dict[Key, jax.Array] = {}  # of operands in fp8
         self._vectors = defaultdict[int, list[Box]](list)
 
-    def add(self, branch: Branch, linear: str, x: Box, dy: Box) -> None:
-        """Add the gradient of a branch's `first` or `second` matrix, as one step.
+    def add(self, sublayer: SublayerSteps, linear: str, x: Box, dy: Box) -> None:
+        """Add the gradient of a sublayer's `first` or `second` matrix, as one step.
 
         After that of the last part the sum over `data` begins, if the backward pass has one.
         """
-        key = branch.place, linear
-        if key not in self._matrices and (total := branch.total(linear)) is not None:
+        key = sublayer.place, linear
+        if key not in self._matrices and (total := sublayer.total(linear)) is not None:
             self._matrices[key] = Box(total)
         before = [self._matrices[key]] if key in self._matrices else []
-        step = partial(branch.gradient_of_weight, linear)
-        self._matrices[key] = self._clock.tick(branch.scope, step, x, dy, *before)
+        step = partial(sublayer.gradient_of_weight, linear)
+        self._matrices[key] = self._clock.tick(sublayer.scope, step, x, dy, *before)
         if self._head and self._reduce_dtype and not self._num_added:
             # Not before the matrices of the first products, which would wait for it.
             reduce = partial(self._head.reduced, self._reduce_dtype)
@@ -54,38 +55,38 @@ class Gradients:
                 key, 0
             )
         if self._reduce_dtype is not None and self._num_added[key] == self._num_parts:
-            if later := self._after(branch, linear):
+            if later := self._after(sublayer, linear):
                 # That of the layer after it is done: one at a time is under way, and in memory.
-                self._clock.wait(branch.scope, later)
-            reduce = partial(branch.matrix(linear).reduced, self._reduce_dtype)
-            self._matrices[key] = self._clock.send(branch.scope, reduce, self._matrices[key])
+                self._clock.wait(sublayer.scope, later)
+            reduce = partial(sublayer.matrix(linear).reduced, self._reduce_dtype)
+            self._matrices[key] = self._clock.send(sublayer.scope, reduce, self._matrices[key])
 
-    def _after(self, branch: Branch, linear: str) -> Box | None:
+    def _after(self, sublayer: SublayerSteps, linear: str) -> Box | None:
         """The sum of the same matrix in the layer after this one, or that of the head."""
-        of_head = self._of_head if self._head and not branch.is_mlp else None
-        return self._matrices.get((branch.place + 2, linear), of_head)
+        of_head = self._of_head if self._head and sublayer.offset == 0 else None
+        return self._matrices.get((sublayer.place + len(SUBLAYERS), linear), of_head)
 
-    def add_vectors(self, branch: Branch, vectors: Box) -> None:
-        """Add gradients of some of a branch's vectors, and zeros for the others."""
+    def add_vectors(self, sublayer: SublayerSteps, vectors: Box) -> None:
+        """Add gradients of some of a sublayer's vectors, and zeros for the others."""
         # Their value is read at the end, and so after the step that comes next: otherwise XLA puts
         # off all sums over tokens to the end of the pass, and keeps what they are sums of.
-        self._vectors[branch.place].append(vectors)
+        self._vectors[sublayer.place].append(vectors)
 
     @property
     def of_head(self) -> jax.Array | None:
         """The gradient of the head at rest."""
         return self._of_head.value
 
-    def of(self, branch: Branch) -> Block:
-        """Return the gradients of all parameters of a branch."""
+    def of(self, sublayer: SublayerSteps) -> Sublayer:
+        """Return the gradients of all parameters of a sublayer."""
         first, second = (
-            self._matrices[branch.place, linear].value for linear in ('first', 'second')
+            self._matrices[sublayer.place, linear].value for linear in ('first', 'second')
         )
-        vectors = [box.value for box in self._vectors[branch.place]]
+        vectors = [box.value for box in self._vectors[sublayer.place]]
         total = jax.tree.map(lambda *each: sum(each[1:], each[0]), *vectors)
         counts = (
-            [self._counts[branch.place, linear] for linear in ('first', 'second')]
+            [self._counts[sublayer.place, linear] for linear in ('first', 'second')]
             if self._counts
             else None
         )
-        return branch.gradients(total, first, second, counts)
+        return sublayer.gradients(total, first, second, counts)

@@ -12,12 +12,12 @@ from megajax.parallel.layout import Layout
 
 AHEAD = 2  # gathers that have started when a product begins, beside its own
 
-Key = tuple[int, str]  # the place of a branch, and 'first' or 'second'
+Key = tuple[int, str]  # the place of a sublayer, and 'first' or 'second'
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A matrix of a branch, which is `stored` with those of all layers, or that of the head."""
+    """A matrix of a sublayer, which is `stored` with those of all layers, or that of the head."""
 
     key: Key
     scope: str
@@ -41,7 +41,7 @@ class Matrix:
 
 
 class Matrices:
-    """The matrices of one pass over branches.
+    """The matrices of one pass over sublayers.
 
     `uses` are the matrices in the order in which the pass first uses them. Those `at_rest` are
     gathered, each a little before its use, but for those that another pass has `gathered`.

@@ -1,7 +1,7 @@
 """Which parameters the steps of a layer read, found by tracing them.
 
-`Block` says what a layer computes, and `sublayer_steps.py` says it again in steps. A parameter that
-only `Block` knows would have no part in the loss, and no gradient.
+The schedule runs the steps of sublayers. A parameter of a layer that none of them reads would have
+no part in the loss, and no gradient.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +13,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from megajax.counts.declaration import Role
 from megajax.model.block import Block
-from megajax.model.overlap.sublayer_steps import Branch, linears, names
+from megajax.model.overlap.sublayer_steps import SublayerSteps
+from megajax.model.sublayer import Sublayer
 
 LINEARS = 'first', 'second'
 
@@ -24,54 +25,57 @@ def require(layers: Block, found: Iterable[str], what: str) -> None:
     if missing:
         raise AssertionError(
             f'the overlap schedule {what} {", ".join(f"layers.{name}" for name in missing)}: '
-            'apply it in `added` of megajax/model/block.py, under a name that begins with '
-            'attention_ or mlp_, or in a step of megajax/model/overlap/sublayer_steps.py; or let '
-            '_has_order in megajax/config/overlap_rules.py leave out models that have it'
+            'make it a parameter of a sublayer, and apply it in `enter`, `middle` or `added` of '
+            'megajax/model/sublayer.py'
         )
 
 
-def named(block: Block) -> Iterator[tuple[str, nnx.Variable[Any]]]:
-    """Yield the parameters of a block with their names."""
+def named(module: Block | Sublayer) -> Iterator[tuple[str, nnx.Variable[Any]]]:
+    """Yield the parameters of a module with their names."""
     is_parameter = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    for path, param in jax.tree_util.tree_flatten_with_path(block, is_leaf=is_parameter)[0]:
-        yield '.'.join(names(path)), param
+    for path, param in jax.tree_util.tree_flatten_with_path(module, is_leaf=is_parameter)[0]:
+        yield '.'.join(str(getattr(key, 'name', getattr(key, 'key', key))) for key in path), param
 
 
-def read(branch: Branch, x_BTD: jax.Array, num_parts: int, *, gathers: bool) -> set[str]:
-    """Return the names of the parameters that a branch reads, in `num_parts` parts of the tokens.
+def read(sublayer: SublayerSteps, x_BTD: jax.Array, num_parts: int, *, gathers: bool) -> set[str]:
+    """Return the names of the parameters that a sublayer reads, in `num_parts` parts of the tokens.
 
     `gathers` says that it gathers its matrices.
     """
 
-    def run(vectors: Block, x_BTD: jax.Array) -> jax.Array:
-        one = branch.with_vectors(vectors)
+    def run(vectors: Sublayer, x_BTD: jax.Array) -> jax.Array:
+        one = sublayer.with_vectors(vectors)
         h, _ = one.enter(x_BTD)
         y = one.first(weight('first'), one.gather(h) if one.is_scattered else h)
         z = one.middle_and_pull(*[y] * num_parts)[0]
         return one.leave(x_BTD, one.sum(one.second(weight('second'), z)))
 
     def weight(linear: str) -> jax.Array:
-        matrix = branch.matrix(linear)
+        matrix = sublayer.matrix(linear)
         own = matrix.own(matrix.stored)
         return matrix.gathered(own) if gathers else own
 
-    vectors = [(name, param) for name, param in named(branch.vectors) if has_value(param)]
-    is_read = _are_read(run, branch.vectors, x_BTD)
-    products = [linear.weight for linear in linears(branch.matrices, branch.name)]
+    vectors = [(name, param) for name, param in named(sublayer.vectors) if has_value(param)]
+    is_read = _are_read(run, sublayer.vectors, x_BTD)
+    products = [linear.weight for linear in (sublayer.matrices.first, sublayer.matrices.second)]
     return {
         # The scales of fp8 are those of the products.
         *(n for (n, x), used in zip(vectors, is_read[:-1], strict=True) if used or is_scale(x)),
-        *(n for n, x in named(branch.matrices) if any(x is of_product for of_product in products)),
+        *(
+            n
+            for n, x in named(sublayer.matrices)
+            if any(x is of_product for of_product in products)
+        ),
     }
 
 
-def reads_output(branch: Branch, y_BTD: jax.Array) -> bool:
+def reads_output(sublayer: SublayerSteps, y_BTD: jax.Array) -> bool:
     """Return whether the gradients of `leave` depend on the second product."""
-    return _are_read(branch.gradient_of_leave, y_BTD, y_BTD)[1]
+    return _are_read(sublayer.gradient_of_leave, y_BTD, y_BTD)[1]
 
 
 def has_value(param: nnx.Variable[Any]) -> bool:
-    """Return whether a parameter has a value in this part of a block."""
+    """Return whether a parameter has a value in this part of a sublayer."""
     return param.get_value() is not None
 
 

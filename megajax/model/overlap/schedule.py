@@ -9,14 +9,15 @@ which says what a layer computes; only the order, and where a reduction starts, 
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from megajax.config import ModelConfig
-from megajax.model.block import BRANCHES, Block, parts_of_rows
+from megajax.model.block import SUBLAYERS, Block, parts_of_rows
 from megajax.model.computation import Computation
 from megajax.model.dropout import fold_in
 from megajax.model.overlap.barriers import Box, Clock, in_turn
@@ -26,11 +27,13 @@ from megajax.model.overlap.matrices import Matrices, Matrix
 from megajax.model.overlap.per_layer_arrays import holds_totals, of_all, of_layer
 from megajax.model.overlap.reads import LINEARS, has_value, named, read, reads_output, require
 from megajax.model.overlap.split_tokens import join_tokens, split_tokens
-from megajax.model.overlap.sublayer_steps import Branch, RowArrays, linears, select
+from megajax.model.overlap.sublayer_steps import RowArrays, SublayerSteps, select
 from megajax.model.parameters import map_parameters
+from megajax.model.sublayer import Sublayer
 from megajax.parallel.layout import Layout
 
 Parts = tuple[jax.Array, ...]  # x_BTD of each part
+X = TypeVar('X')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +80,18 @@ class Order:
             return forward(xs_BTD, head_Vd, *given)[0]
 
         def forward(xs_BTD: Parts, head_Vd: jax.Array | None, *given: Any) -> tuple[Any, Any]:
-            branches = self._branches(xs_BTD[0], *given)
-            self._require_all_read(given[0], branches[0][: len(BRANCHES)], xs_BTD[0])
-            outputs, kept = self._forward(xs_BTD, branches, self._head(head_Vd))
+            sublayers = self._sublayers(xs_BTD[0], *given)
+            self._require_all_read(given[0], sublayers[0][: len(SUBLAYERS)], xs_BTD[0])
+            outputs, kept = self._forward(xs_BTD, sublayers, self._head(head_Vd))
             return outputs, (kept, head_Vd, given)
 
         def backward(saved: Any, gradients: tuple[Parts, jax.Array | None]) -> tuple[Any, ...]:
             kept, head_Vd, given = saved
-            branches = self._branches(gradients[0][0], *given)
-            dxs_BTD, dhead_Vd, of_branches = self._backward(
-                *gradients, kept, branches, self._head(head_Vd)
+            sublayers = self._sublayers(gradients[0][0], *given)
+            dxs_BTD, dhead_Vd, of_sublayers = self._backward(
+                *gradients, kept, sublayers, self._head(head_Vd)
             )
-            pairs = zip(of_branches[::2], of_branches[1::2], strict=True)
-            blocks = [_joined(attention, mlp) for attention, mlp in pairs]
+            blocks = [_block(given[0], each) for each in by_layer(of_sublayers)]
             return dxs_BTD, dhead_Vd, of_all(given[0], blocks), None, None, None
 
         run.defvjp(forward, backward)
@@ -108,75 +110,77 @@ class Order:
     def _head(self, head_Vd: jax.Array | None) -> Matrix | None:
         if head_Vd is None:
             return None
-        key = len(BRANCHES) * self.config.num_layers, 'first'
+        key = len(SUBLAYERS) * self.config.num_layers, 'first'
         return Matrix(key, 'head', head_Vd, None, 'Vd', self.layout, self.computation.dtype)
 
-    def _branches(
+    def _sublayers(
         self,
         x_BTD: jax.Array,
         layers: Block,
         weights: Block | None,
         rows: Sequence[RowArrays],
         first: Any,
-    ) -> list[list[Branch]]:
-        """The branches of all layers in turn, for each part of the rows; `x_BTD` is a part's."""
-        count = len(layers.attention_norm.weight[...])
+    ) -> list[list[SublayerSteps]]:
+        """The sublayers of all layers in turn, for each part of the rows; `x_BTD` is a part's."""
+        count = len(layers.attention.norm.weight[...])
         blocks = [of_layer(layers, index) for index in range(count)]
         used = weights or layers
-        stacked = [select(used, name, matrices=True) for name in BRANCHES]
-        totals = layers if holds_totals(layers, weights) else None
+        stacked = [select(getattr(used, name), matrices=True) for name in SUBLAYERS]
+        has_totals = holds_totals(layers, weights)
 
-        def of_part(rows: RowArrays) -> Iterator[Branch]:
+        def of_part(rows: RowArrays) -> Iterator[SublayerSteps]:
             for index, block in enumerate(blocks):
                 with_keys = rows._replace(key_B=fold_in(rows.key_B, first + index))
-                for offset, name in enumerate(BRANCHES):
-                    yield Branch(
-                        place=2 * index + offset,
+                for offset, name in enumerate(SUBLAYERS):
+                    yield SublayerSteps(
+                        place=len(SUBLAYERS) * index + offset,
                         index=index,
-                        name=name,
-                        scope=name,
-                        vectors=select(block, name, matrices=False),
+                        scope=stacked[offset].SCOPE,
+                        vectors=select(getattr(block, name), matrices=False),
                         matrices=stacked[offset],
-                        totals=totals,
+                        totals=getattr(layers, name) if has_totals else None,
                         rows=with_keys,
                         config=self.config,
                         layout=self.layout,
                         dtype=self.computation.dtype,
                         recompute=self.computation.recompute == 'selective',
-                        scales=_scales(used, name, index),
+                        scales=_scales(getattr(used, name), index),
                     )
 
-        branches = [[*of_part(part)] for part in rows]
-        keeps = [reads_output(branch, x_BTD) for branch in branches[0][: len(BRANCHES)]]
+        sublayers = [[*of_part(part)] for part in rows]
+        keeps = [reads_output(sublayer, x_BTD) for sublayer in sublayers[0][: len(SUBLAYERS)]]
         return [
-            [dataclasses.replace(branch, keeps_output=keeps[branch.is_mlp]) for branch in of_part]
-            for of_part in branches
+            [dataclasses.replace(each, keeps_output=keeps[each.offset]) for each in of_part]
+            for of_part in sublayers
         ]
 
     def _require_all_read(
-        self, layers: Block, branches: Sequence[Branch], x_BTD: jax.Array
+        self, layers: Block, sublayers: Sequence[SublayerSteps], x_BTD: jax.Array
     ) -> None:
-        """Raise an AssertionError if the branches of a layer do not read all its parameters."""
+        """Raise an AssertionError if the sublayers of a layer do not read all its parameters."""
         num_parts = self.computation.num_parts if self.computation.splits_tokens else 1
-        found = (read(branch, x_BTD, num_parts, gathers=self._gathers) for branch in branches)
-        require(layers, set[str]().union(*found), 'does not use')
+        found = {
+            f'{name}.{parameter}'
+            for name, sublayer in zip(SUBLAYERS, sublayers, strict=True)
+            for parameter in read(sublayer, x_BTD, num_parts, gathers=self._gathers)
+        }
+        require(layers, found, 'does not use')
 
     def _forward(
-        self, xs_BTD: Parts, branches: Sequence[list[Branch]], head: Matrix | None
+        self, xs_BTD: Parts, sublayers: Sequence[list[SublayerSteps]], head: Matrix | None
     ) -> tuple[tuple[Parts, jax.Array | None], Any]:
         clock = Clock()
-        uses = [branch.matrix(linear) for branch in branches[0] for linear in LINEARS]
+        uses = [sublayer.matrix(linear) for sublayer in sublayers[0] for linear in LINEARS]
         uses += [head] if head else []
         matrices = Matrices(clock, uses, at_rest=self._gathers)
         turns = Turns(clock, matrices, len(xs_BTD), meets=self.computation.splits_tokens)
         results = in_turn(
             turns.forward(part, Box(x), of_part)
-            for part, (x, of_part) in enumerate(zip(xs_BTD, branches, strict=True))
+            for part, (x, of_part) in enumerate(zip(xs_BTD, sublayers, strict=True))
         )
         kept = [[Kept(*(box.value for box in each)) for each in kept] for _, kept in results]
         if self.computation.recompute == 'full':
-            ends = [zip(of_part[::2], of_part[1::2], strict=True) for of_part in kept]
-            kept = [[_of_block(*each) for each in of_part] for of_part in ends]
+            kept = [[_of_block(each) for each in by_layer(of_part)] for of_part in kept]
         else:  # the norm's transpose has x
             kept = [[each._replace(x_BTD=None) for each in of_part] for of_part in kept]
         gathered = matrices.values() if self._keeps_matrices else {}
@@ -188,29 +192,28 @@ class Order:
         dxs_BTD: Parts,
         dhead_Vd: jax.Array | None,
         saved: tuple[Any, Any],
-        branches: Sequence[list[Branch]],
+        sublayers: Sequence[list[SublayerSteps]],
         head: Matrix | None,
-    ) -> tuple[Parts, jax.Array | None, list[Block]]:
-        """Return the gradients of the residual streams, of the head, and of each branch."""
+    ) -> tuple[Parts, jax.Array | None, list[Sublayer]]:
+        """Return the gradients of the residual streams, of the head, and of each sublayer."""
         clock, (kept, gathered) = Clock(), saved
         boxes = [[Kept(*map(Box, each)) for each in of_part] for of_part in kept]
         if self.computation.recompute == 'full':
-            blocks = [branches[0][i : i + 2] for i in range(0, len(branches[0]), 2)]
-            in_turn_again = [branch for block in reversed(blocks) for branch in block]
-            uses = [branch.matrix(linear) for branch in in_turn_again for linear in LINEARS]
+            in_turn_again = chain(*reversed([*by_layer(sublayers[0])]))
+            uses = [sublayer.matrix(linear) for sublayer in in_turn_again for linear in LINEARS]
         else:
-            uses = [b.matrix(name) for b in reversed(branches[0]) for name in reversed(LINEARS)]
+            uses = [b.matrix(name) for b in reversed(sublayers[0]) for name in reversed(LINEARS)]
         matrices = Matrices(clock, uses, at_rest=self._gathers, gathered=gathered)
         turns = Turns(clock, matrices, len(dxs_BTD), meets=self.computation.splits_tokens)
         gradients = Gradients(clock, len(dxs_BTD), self._reduce_dtype, (head, dhead_Vd))
         results = in_turn(
-            turns.backward(part, Box(dx), of_part, of_branches, gradients)
-            for part, (dx, of_part, of_branches) in enumerate(
-                zip(dxs_BTD, boxes, branches, strict=True)
+            turns.backward(part, Box(dx), of_part, of_sublayers, gradients)
+            for part, (dx, of_part, of_sublayers) in enumerate(
+                zip(dxs_BTD, boxes, sublayers, strict=True)
             )
         )
         dxs_BTD = tuple(dx.value for dx in results)
-        return dxs_BTD, gradients.of_head, [*map(gradients.of, branches[0])]
+        return dxs_BTD, gradients.of_head, [*map(gradients.of, sublayers[0])]
 
     @property
     def _gathers(self) -> bool:
@@ -231,21 +234,29 @@ class Order:
         return self.computation.reduce_dtype if is_reduced else None
 
 
-def _scales(block: Block, name: str, index: int) -> tuple[jax.Array, jax.Array] | None:
-    """The scales [operand] of a layer's two products in a branch, in fp8."""
-    first, second = (linear.scales for linear in linears(block, name))
+def by_layer(of_sublayers: Sequence[X]) -> Iterator[Sequence[X]]:
+    """Yield what belongs to the sublayers of each layer."""
+    count = len(SUBLAYERS)
+    return (of_sublayers[first : first + count] for first in range(0, len(of_sublayers), count))
+
+
+def _scales(sublayer: Sublayer, index: int) -> tuple[jax.Array, jax.Array] | None:
+    """The scales [operand] of a layer's two products in a sublayer, in fp8."""
+    first, second = sublayer.first.scales, sublayer.second.scales
     if first is None or second is None:
         return None
     return first.get_value()[index], second.get_value()[index]
 
 
-def _of_block(attention: Kept, mlp: Kept) -> Kept:
+def _of_block(kept: Sequence[Kept]) -> Kept:
     """Return the values that full recomputation keeps of a block."""
-    return Kept(attention.x_BTD, None, None, None, None, mlp.y_BTD)
+    return Kept(kept[0].x_BTD, None, None, None, None, kept[-1].y_BTD)
 
 
-def _joined(attention: Block, mlp: Block) -> Block:
-    """Return the gradients of a block from those of its branches."""
-    block = map_parameters(lambda _, x, y: y if x is None else x, attention, mlp)
+def _block(layers: Block, gradients: Sequence[Sublayer]) -> Block:
+    """Return the gradients of a block from those of its sublayers."""
+    block: Block = map_parameters(lambda *_: None, layers)
+    for name, sublayer in zip(SUBLAYERS, gradients, strict=True):
+        setattr(block, name, sublayer)
     require(block, (name for name, x in named(block) if has_value(x)), 'has no gradient of')
     return block

@@ -1,8 +1,6 @@
-"""The two branches of a block, cut into steps.
+"""The steps of a sublayer (`model/sublayer.py`), and their gradients, for some sequences.
 
-A branch is x + leave(second(middle(first(enter(x))))), where `first` and `second` are the products
-with its column-parallel and its row-parallel matrix. `megajax.model.overlap` chooses when each step
-runs.
+`interleave.py` chooses when each step runs.
 """
 
 import dataclasses
@@ -11,19 +9,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax.typing import DTypeLike
 
 from megajax.config import ModelConfig
 from megajax.model import fp8
-from megajax.model.attention import attention_core
-from megajax.model.block import Block
+from megajax.model.attention import Core, attention_core
+from megajax.model.block import SUBLAYERS
 from megajax.model.dropout import fold_in
 from megajax.model.fp8 import Operand, Quantized, value
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
-from megajax.model.norm import Norm
 from megajax.model.overlap.matrices import Matrix
 from megajax.model.overlap.split_tokens import join_tokens, split_tokens
+from megajax.model.parameters import map_parameters
 from megajax.model.product import (
     input_gradient,
     partial_gradient,
@@ -33,6 +30,7 @@ from megajax.model.product import (
     weight_gradient,
 )
 from megajax.model.row_major import row_major
+from megajax.model.sublayer import Sublayer
 from megajax.parallel.layout import Layout
 
 
@@ -45,20 +43,18 @@ class RowArrays(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Branch:
-    """One of the two branches of a block, for some rows.
+class SublayerSteps:
+    """The steps of a sublayer of one layer, for some sequences.
 
-    Steps that are differentiated take the `vectors` as an argument. A `Block` of a branch has None
-    in the place of the other parameters.
+    Steps that are differentiated take the `vectors` as an argument.
     """
 
-    place: int  # among the branches of all layers
+    place: int  # among the sublayers of all layers
     index: int  # of the layer
-    name: str  # one of BRANCHES
     scope: str
-    vectors: Block  # norms and biases
-    matrices: Block  # those of all layers
-    totals: Block | None  # the gradients of earlier microbatches in the place of the matrices
+    vectors: Sublayer  # norms and biases, and None in the place of matrices
+    matrices: Sublayer  # those of all layers, and None in the place of vectors
+    totals: Sublayer | None  # the gradients of earlier microbatches in the place of matrices
     rows: RowArrays
     config: ModelConfig
     layout: Layout
@@ -70,9 +66,8 @@ class Branch:
     def enter(self, x_BTD: jax.Array) -> tuple[Operand, Any]:
         """Return the normed residual stream and the transpose, which keeps the statistics."""
 
-        def normed(vectors: Block, x_BTD: jax.Array) -> jax.Array:
-            norm: Norm = getattr(vectors, f'{self.name}_norm')
-            return norm(row_major(x_BTD))
+        def normed(vectors: Sublayer, x_BTD: jax.Array) -> jax.Array:
+            return vectors.enter(row_major(x_BTD))
 
         h_BTD, pull = jax.vjp(normed, self.vectors, x_BTD)
         return self._operand('first', fp8.X, h_BTD), pull
@@ -88,30 +83,30 @@ class Branch:
         y = product(equation, value(h_BSD), weight, self.layout, self.dtype)
         return self._unscaled('first', y, fp8.X, fp8.W)
 
-    def middle(self, vectors: Block, y: jax.Array) -> jax.Array:
-        """Compute attention, or the activation, from the first product."""
-        position_BS, segment_BS, key_B = self.rows
-        if self.is_mlp:
-            return vectors.mlp.activate(y)
-        y = vectors.attention.qkv.with_bias(y)
-        core = attention_core(
+    def middle(self, vectors: Sublayer, y: jax.Array) -> jax.Array:
+        """Compute the second product's input from the first product."""
+        core = self._core() if self.mixes_tokens else None
+        z: jax.Array = vectors.middle(y, self.rows.position_BS, core)[0]
+        return z
+
+    def _core(self) -> Core[None]:
+        return attention_core(
             self.config,
             self.layout,
             recompute=self.recompute,
-            segment_BS=segment_BS,
-            key_B=fold_in(key_B, 0),
+            segment_BS=self.rows.segment_BS,
+            key_B=fold_in(self.rows.key_B, 0),
         )
-        return vectors.attention.attend(y, position_BS, core)[0]
 
     def middle_and_pull(self, *ys: jax.Array) -> Sequence[Any]:
         """Do what `middle` does, for parts of the tokens; return the results and the transpose."""
 
-        def of_parts(vectors: Block, *ys: jax.Array) -> tuple[jax.Array, ...]:
+        def of_parts(vectors: Sublayer, *ys: jax.Array) -> tuple[jax.Array, ...]:
             if len(ys) == 1:
                 return (self.middle(vectors, *ys),)
-            y = join_tokens(ys, 'BS' + linears(self.matrices, self.name)[0].outputs, self.layout)
+            y = join_tokens(ys, 'BS' + self.matrices.first.outputs, self.layout)
             z = self.middle(vectors, y)
-            dims = 'BS' + linears(self.matrices, self.name)[1].inputs
+            dims = 'BS' + self.matrices.second.inputs
             return tuple(split_tokens(z, dims, len(ys), self.layout))
 
         zs, pull = jax.vjp(of_parts, self.vectors, *ys)
@@ -136,16 +131,15 @@ class Branch:
         """Add the second product to the residual stream."""
         return x_BTD + self._added(self.vectors, y_BTD)
 
-    def _added(self, vectors: Block, y_BTD: jax.Array) -> jax.Array:
-        h_BTD = linears(vectors, self.name)[1].with_bias(y_BTD)
-        return vectors.added(self.name, h_BTD, self.rows.key_B)
+    def _added(self, vectors: Sublayer, y_BTD: jax.Array) -> jax.Array:
+        return vectors.added(y_BTD, self.rows.key_B)
 
     def gradient_of_leave(
         self, dx_BTD: jax.Array, y_BTD: jax.Array | None = None
-    ) -> tuple[Operand, Block]:
+    ) -> tuple[Operand, Sublayer]:
         """Return the gradients of the second product and of the vectors.
 
-        They depend on the second product `y_BTD` only if the branch `keeps_output`.
+        They depend on the second product `y_BTD` only if the sublayer `keeps_output`.
         """
         y_BTD = jnp.zeros_like(dx_BTD) if y_BTD is None else y_BTD
         _, pull = jax.vjp(self._added, self.vectors, y_BTD)
@@ -177,7 +171,7 @@ class Branch:
         """Return the gradient of the `first` or the `second` matrix in earlier microbatches."""
         if self.totals is None:
             return None
-        total: jax.Array = _linear_of(self.totals, self.name, linear).weight.get_value()[self.index]
+        total: jax.Array = _linear_of(self.totals, linear).weight.get_value()[self.index]
         return total
 
     def matrix(self, linear: str) -> Matrix:
@@ -195,30 +189,30 @@ class Branch:
 
     def gradients(
         self,
-        vectors: Block,
+        vectors: Sublayer,
         first: jax.Array,
         second: jax.Array,
         counts: Sequence[jax.Array] | None,
-    ) -> Block:
-        """Return the block with the gradients of the parameters that the branch computed.
+    ) -> Sublayer:
+        """Return the sublayer with gradients in the place of its parameters.
 
-        The others are None. `counts` are those of the two products in fp8.
+        `counts` are those of the two products in fp8.
         """
-        gradients: Block = jax.tree.map(lambda x: x, vectors)
-        for index, weight in enumerate((first, second)):
-            linear = linears(gradients, self.name)[index]
+        gradients: Sublayer = jax.tree.map(lambda x: x, vectors)
+        for index, (name, weight) in enumerate((('first', first), ('second', second))):
+            linear = _linear_of(gradients, name)
             linear.weight.set_value(weight)
             if counts is not None and linear.scales is not None:
                 linear.scales.set_value(counts[index])
         return gradients
 
-    def with_vectors(self, vectors: Block) -> 'Branch':
-        """Return the same branch with other vectors."""
+    def with_vectors(self, vectors: Sublayer) -> 'SublayerSteps':
+        """Return the same steps with other vectors."""
         return dataclasses.replace(self, vectors=vectors)
 
     @property
-    def again(self) -> 'Branch':
-        """The same branch for full recomputation, under the name that jax gives it."""
+    def again(self) -> 'SublayerSteps':
+        """The same steps for full recomputation, under the name that jax gives it."""
         return dataclasses.replace(self, scope=f'rematted_computation/{self.scope}')
 
     @property
@@ -227,9 +221,14 @@ class Branch:
         return self.layout.num_shards('T') > 1
 
     @property
-    def is_mlp(self) -> bool:
-        """Whether it is the feed-forward branch, in which tokens do not meet."""
-        return self.name == 'mlp'
+    def mixes_tokens(self) -> bool:
+        """Whether the result of a token depends on other tokens."""
+        return self.matrices.MIXES_TOKENS
+
+    @property
+    def offset(self) -> int:
+        """The place among the sublayers of the layer."""
+        return self.place % len(SUBLAYERS)
 
     def _operand(self, linear: str, operand: int, x: jax.Array) -> Operand:
         """Return an operand of the `first` or the `second` matrix's product, rounded in fp8."""
@@ -251,32 +250,15 @@ class Branch:
         return self.scales[linear == 'second']
 
     def _linear(self, linear: str) -> ColumnParallelLinear | RowParallelLinear:
-        return _linear_of(self.matrices, self.name, linear)
+        return _linear_of(self.matrices, linear)
 
 
-def linears(block: Block, name: str) -> tuple[ColumnParallelLinear, RowParallelLinear]:
-    """Return the two linear layers of the branch `attention` or `mlp`."""
-    if name == 'mlp':
-        return block.mlp.up, block.mlp.down
-    return block.attention.qkv, block.attention.out
+def _linear_of(sublayer: Sublayer, linear: str) -> ColumnParallelLinear | RowParallelLinear:
+    return sublayer.first if linear == 'first' else sublayer.second
 
 
-def _linear_of(block: Block, name: str, linear: str) -> ColumnParallelLinear | RowParallelLinear:
-    return linears(block, name)[linear == 'second']
-
-
-def names(path: Sequence[Any]) -> list[str]:
-    """Return the names on the way to a parameter."""
-    return [str(getattr(key, 'name', getattr(key, 'key', key))) for key in path]
-
-
-def select(block: Block, name: str, *, matrices: bool) -> Block:
-    """Return a block that has only the matrices, or only the vectors, of a branch."""
-
-    def own(path: Any, param: nnx.Variable[Any]) -> nnx.Variable[Any]:
-        first = names(path)[0]
-        is_own = first == name or first.startswith(f'{name}_')
-        is_kept = is_own and param.declared.is_matrix is matrices
-        return param if is_kept else param.replace(None)
-
-    return jax.tree.map_with_path(own, block, is_leaf=lambda x: isinstance(x, nnx.Variable))
+def select(sublayer: Sublayer, *, matrices: bool) -> Sublayer:
+    """Return a sublayer that has only its matrices, or only its vectors."""
+    return map_parameters(
+        lambda declared, x: x if declared.is_matrix is matrices else None, sublayer
+    )

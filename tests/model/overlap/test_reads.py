@@ -36,7 +36,7 @@ def add_parameter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         init(self, *args, **keys)
         *path, last = name.split('.')
         module = getattr(self, path[0]) if path else self
-        source = self.attention.qkv if last.endswith('matrix') else self.attention_norm
+        source = self.attention.qkv if last.endswith('matrix') else self.attention.norm
         setattr(module, last, source.weight.copy())
 
     monkeypatch.setattr(Block, '__init__', with_another)
@@ -45,17 +45,17 @@ def add_parameter(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize(
     'train', [{'overlap': 'sequence_split'}, {'overlap': 'none', 'unroll': True}]
 )
-@pytest.mark.parametrize('name', ['gain', 'attention_gain', 'mlp.gain', 'mlp_matrix'])
+@pytest.mark.parametrize('name', ['gain', 'attention.gain', 'mlp.gain', 'mlp.matrix'])
 def test_a_parameter_that_no_step_of_the_schedule_reads_is_an_error_that_names_it(
     name: str, train: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_parameter(monkeypatch, name)
-    with pytest.raises(AssertionError, match=rf'does not use layers\.{name}: apply it in'):
+    with pytest.raises(AssertionError, match=rf'does not use layers\.{name}: make it'):
         trace(**train)
 
 
 def test_the_loop_over_layers_traces_a_parameter_that_it_does_not_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    add_parameter(monkeypatch, 'attention_gain')
+    add_parameter(monkeypatch, 'attention.gain')
     trace()

@@ -23,7 +23,7 @@ from megajax.interop.huggingface.rope import read_rope, write_scaling
 # Linear layers are [out, in]. The queries of a key/value head are adjacent, as in megajax.
 TENSORS = {
     'embedding.table': [There('model.embed_tokens.weight', 'VD')],
-    'layers.attention_norm.weight': [There('model.layers.{}.input_layernorm.weight', 'D')],
+    'layers.attention.norm.weight': [There('model.layers.{}.input_layernorm.weight', 'D')],
     'layers.attention.qkv.weight': [
         There('model.layers.{}.self_attn.q_proj.weight', '(KCH)D', QUERIES),
         There('model.layers.{}.self_attn.k_proj.weight', '(KCH)D', KEY),
@@ -38,7 +38,7 @@ TENSORS = {
     'layers.attention.key_norm.weight': [There('model.layers.{}.self_attn.k_norm.weight', 'H')],
     'layers.attention.out.weight': [There('model.layers.{}.self_attn.o_proj.weight', 'D(NH)')],
     'layers.attention.out.bias': [There('model.layers.{}.self_attn.o_proj.bias', 'D')],
-    'layers.mlp_norm.weight': [There('model.layers.{}.post_attention_layernorm.weight', 'D')],
+    'layers.mlp.norm.weight': [There('model.layers.{}.post_attention_layernorm.weight', 'D')],
     'layers.mlp.up.weight': [
         There('model.layers.{}.mlp.gate_proj.weight', '(UF)D', GATE),
         There('model.layers.{}.mlp.up_proj.weight', '(UF)D', UP),

@@ -12,8 +12,8 @@ TENSORS = {
     'embedding.table': [There('bert.embeddings.word_embeddings.weight', 'VD')],
     'position.table': [There('bert.embeddings.position_embeddings.weight', 'SD')],
     'token_type.table': [There('bert.embeddings.token_type_embeddings.weight', 'OD')],
-    'layers.attention_norm.weight': [There('bert.encoder.layer.{}.attention.ln.weight', 'D')],
-    'layers.attention_norm.bias': [There('bert.encoder.layer.{}.attention.ln.bias', 'D')],
+    'layers.attention.norm.weight': [There('bert.encoder.layer.{}.attention.ln.weight', 'D')],
+    'layers.attention.norm.bias': [There('bert.encoder.layer.{}.attention.ln.bias', 'D')],
     'layers.attention.qkv.weight': [
         There('bert.encoder.layer.{}.attention.self.query.weight', '(KCH)D', QUERIES),
         There('bert.encoder.layer.{}.attention.self.key.weight', '(KCH)D', KEY),
@@ -28,8 +28,8 @@ TENSORS = {
         There('bert.encoder.layer.{}.attention.output.dense.weight', 'D(NH)')
     ],
     'layers.attention.out.bias': [There('bert.encoder.layer.{}.attention.output.dense.bias', 'D')],
-    'layers.mlp_norm.weight': [There('bert.encoder.layer.{}.ln.weight', 'D')],
-    'layers.mlp_norm.bias': [There('bert.encoder.layer.{}.ln.bias', 'D')],
+    'layers.mlp.norm.weight': [There('bert.encoder.layer.{}.ln.weight', 'D')],
+    'layers.mlp.norm.bias': [There('bert.encoder.layer.{}.ln.bias', 'D')],
     'layers.mlp.up.weight': [There('bert.encoder.layer.{}.intermediate.dense.weight', 'FD')],
     'layers.mlp.up.bias': [There('bert.encoder.layer.{}.intermediate.dense.bias', 'F')],
     'layers.mlp.down.weight': [There('bert.encoder.layer.{}.output.dense.weight', 'DF')],

@@ -9,8 +9,8 @@ from megajax.interop.huggingface.reader import Keys, Reader
 
 LAYER = 'model.layers.{}.'
 TENSORS = llama.TENSORS | {
-    'layers.attention_norm.weight': [There(f'{LAYER}post_attention_layernorm.weight', 'D')],
-    'layers.mlp_norm.weight': [There(f'{LAYER}post_feedforward_layernorm.weight', 'D')],
+    'layers.attention.norm.weight': [There(f'{LAYER}post_attention_layernorm.weight', 'D')],
+    'layers.mlp.norm.weight': [There(f'{LAYER}post_feedforward_layernorm.weight', 'D')],
     'layers.attention.query_norm.weight': [There(f'{LAYER}self_attn.q_norm.weight', '(KGH)')],
     'layers.attention.key_norm.weight': [There(f'{LAYER}self_attn.k_norm.weight', '(KH)')],
 }

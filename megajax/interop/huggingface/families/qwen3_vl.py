@@ -19,11 +19,11 @@ OTHER_TOKENS = 'vision_start_token_id', 'vision_end_token_id', 'video_token_id'
 BLOCK = 'model.visual.blocks.{}'
 MERGERS = {'merger': 'model.visual.merger', 'deep_mergers': 'model.visual.deepstack_merger_list.{}'}
 LAYERS = {
-    'attention_norm': ('norm1', 'Ⓓ', 'Ⓓ'),
+    'attention.norm': ('norm1', 'Ⓓ', 'Ⓓ'),
     # The rows are all queries, all keys and all values: C before the heads.
     'attention.qkv': ('attn.qkv', '(ⒸⓀⒽ)Ⓓ', '(ⒸⓀⒽ)'),
     'attention.out': ('attn.proj', 'Ⓓ(ⓃⒽ)', 'Ⓓ'),
-    'mlp_norm': ('norm2', 'Ⓓ', 'Ⓓ'),
+    'mlp.norm': ('norm2', 'Ⓓ', 'Ⓓ'),
     'mlp.up': ('mlp.linear_fc1', 'ⒻⒹ', 'Ⓕ'),
     'mlp.down': ('mlp.linear_fc2', 'ⒹⒻ', 'Ⓓ'),
 }

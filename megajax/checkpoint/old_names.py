@@ -1,0 +1,40 @@
+"""Parameters by the names that checkpoints of earlier versions have for them.
+
+Until 0.1 the norm of a sublayer was next to it in a layer: `layers.attention_norm.weight` is now
+`layers.attention.norm.weight`. A checkpoint has the names of one version.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+OLD = re.compile(r'\b(attention|mlp)_norm\b')
+NOW = re.compile(r'\b(attention|mlp)([./])norm\b')
+
+
+def current(name: str) -> str:
+    """Return the name of an array, with dots or slashes, as this version has it."""
+    return OLD.sub(r'\1/norm' if '/' in name else r'\1.norm', name)
+
+
+def old(name: str) -> str:
+    """Return the name of an array, with dots or slashes, as earlier versions had it."""
+    return NOW.sub(r'\1_norm', name)
+
+
+def renamed(tree: Any, rename: Callable[[str], str]) -> Any:
+    """Return a tree whose parameters have the names that `old` or `current` gives them."""
+
+    def of_state(state: Any) -> Any:
+        if not isinstance(state, nnx.State):
+            return state
+        flat = [
+            (tuple(rename('.'.join(map(str, path))).split('.')), x)
+            for path, x in nnx.to_flat_state(state)
+        ]
+        return nnx.from_flat_state(flat)
+
+    return jax.tree.map(of_state, tree, is_leaf=lambda x: isinstance(x, nnx.State))
