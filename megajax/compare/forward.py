@@ -26,7 +26,7 @@ from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards
 from megajax.train import scaling
 from megajax.train.feed import Batch, shard_order
-from megajax.train.microbatches import beside_tokens, split, with_weights
+from megajax.train.microbatches import rows_of, split, with_weights
 from megajax.train.objective import Objective
 from megajax.train.zero import weights_and_primals
 
@@ -89,24 +89,23 @@ def _sites(
     key: jax.Array,
 ) -> Sites:
     """Return the result at each site; `used` has the weights to compute with where they differ."""
-    rows = beside_tokens(shard, key)
-    segment_BS = rows.pop('segment_BS')
-    x_BTD = model.embed(shard['tokens'], computation.dtype, **rows)
+    rows = rows_of(shard, key)
+    x_BTD = model.embed(shard['tokens'], computation.dtype, rows)
     sites = {'embedding': x_BTD}
     for index in range(model.config.num_layers):
         block = _layer(model.layers, index)
         if used is not None:
             block = computation.pair(_layer(used.layers, index), block, model.layout)
-        keys = fold_in(rows['key_B'], index)
+        own = rows.at_layer(index)
         core = attention_core(
             model.config,
             model.layout,
             exchange=computation.exchange,
-            segment_BS=segment_BS,
-            key_B=fold_in(keys, 0),
+            segment_BS=own.segment_BS,
+            key_B=fold_in(own.key_B, 0),
         )
         taps = _tapped(block)
-        x_BTD, _ = block(x_BTD, core, position_BS=rows['position_BS'], key_B=keys)
+        x_BTD, _ = block(x_BTD, core, position_BS=own.position_BS, key_B=own.key_B)
         sites |= {f'layers.{index}.{name}': tap.result for name, tap in taps.items()}
         sites[f'layers.{index}'] = x_BTD
     sites['norm'] = model.finish(x_BTD)

@@ -23,6 +23,7 @@ from megajax.model.loss import Loss
 from megajax.model.parameters import cast_matrices
 from megajax.model.platform import is_on_cpu
 from megajax.model.relevance import question
+from megajax.model.rows import Rows
 from megajax.model.shard_copies import copy_encoder
 from megajax.model.transformer import LanguageModel, model_graph
 from megajax.parallel.layout import Layout
@@ -120,11 +121,10 @@ def hidden_of_shards(
         jax.reshard(x, layout('BS')) for x in (position_BS, count_BS, images.index_BS)
     )
     images = images._replace(is_question_BS=question(count_BS, index_BS))
-    x_BSD = model.embed(token_BS, computation.dtype, position_BS=position_BS)
-    rows = SeenPrompts(x_BSD, position_BS, jnp.ones_like(index_BS))
-    rows = see(model, rows, images, layout)
-    beside = rows.position_BS, rows.segment_BS, None, rows.deep_BSAD
-    return model.finish(model.blocks(rows.x_BSD, computation, beside, seen=rows.seen))
+    x_BSD = model.embed(token_BS, computation.dtype, Rows(position_BS))
+    prompts = SeenPrompts(x_BSD, position_BS, jnp.ones_like(index_BS))
+    prompts = see(model, prompts, images, layout)
+    return model.finish(model.blocks(prompts.x_BSD, computation, prompts.rows, seen=prompts.seen))
 
 
 @functools.cache

@@ -20,13 +20,14 @@ from megajax.generate.weights import LayerWeights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
 from megajax.model.cross_attention import Seen
 from megajax.model.images import add_deep
+from megajax.model.rows import Rows
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 
 NO_TOKEN = -1
 
 
-class Rows(NamedTuple):
+class DecodeState(NamedTuple):
     """The state of generation, which each token changes.
 
     A row's position is its slot minus `origin_B`, which is `first_B` unless it has images, whose
@@ -47,8 +48,8 @@ class Rows(NamedTuple):
 
 # Prompts before the first layer, and the slot less position of new tokens [B].
 Start = tuple[SeenPrompts, jax.Array]
-# Rows, new tokens [B, S], their number, whether any row continues.
-Carry = tuple[Rows, jax.Array, jax.Array, jax.Array]
+# State, new tokens [B, S], their number, whether any row continues.
+Carry = tuple[DecodeState, jax.Array, jax.Array, jax.Array]
 
 
 class Engine:
@@ -93,7 +94,7 @@ class Engine:
         *,
         num_slots: int,
         sampling: Sampling,
-    ) -> tuple[Rows, jax.Array, Start | None]:
+    ) -> tuple[DecodeState, jax.Array, Start | None]:
         """Read prompts and generate their first tokens [B, 1].
 
         `start` is what `look` returned for them. With a `following` batch the last result is its
@@ -116,7 +117,7 @@ class Engine:
                 x_BSD = add_deep(x_BSD, deep_BSAD, index)
             x_BSD = self._attend_to_images(weights, x_BSD, index, seen)
             caches.append(cache)
-        rows = Rows(
+        rows = DecodeState(
             tuple(caches),
             token_BS[:, -1],
             jnp.int32(token_BS.shape[1] - 1),
@@ -135,14 +136,14 @@ class Engine:
     def _make(
         self,
         weights: LayerWeights,
-        rows: Rows,
+        rows: DecodeState,
         wanted_B: jax.Array,
         seed: jax.Array,
         end_ids: jax.Array,
         *,
         num_tokens: int,
         sampling: Sampling,
-    ) -> tuple[Rows, jax.Array]:
+    ) -> tuple[DecodeState, jax.Array]:
         """Generate up to `num_tokens` more tokens [B, S] in the rows that are still wanted.
 
         After a row's end there is NO_TOKEN.
@@ -172,16 +173,16 @@ class Engine:
     def _make_one(
         self,
         weights: LayerWeights,
-        rows: Rows,
+        rows: DecodeState,
         seed: jax.Array,
         end_ids: jax.Array,
         sampling: Sampling,
-    ) -> tuple[Rows, jax.Array]:
+    ) -> tuple[DecodeState, jax.Array]:
         """Generate one more token [B] in each row."""
         decoder = nnx.merge(self._graphs.decoder, weights.rest)
         position_B1 = (rows.slot - rows.origin_B)[:, None]
         dtype, owns = self.config.train.compute_dtype, []
-        x_B1D = decoder.embed(rows.token_B[:, None], dtype, position_BS=position_B1)  # all-reduce
+        x_B1D = decoder.embed(rows.token_B[:, None], dtype, Rows(position_B1))  # all-reduce
         for index, (layer, cache) in enumerate(zip(weights.layers, rows.caches, strict=True)):
             block = nnx.merge(self._graphs.block, layer)
             core = decode(self._layout, cache, rows.slot, rows.first_B, rows.is_empty_BY)
@@ -215,11 +216,11 @@ class Engine:
         self,
         decoder: LanguageModel,
         x_B1D: jax.Array,
-        rows: Rows,
+        rows: DecodeState,
         seed: jax.Array,
         end_ids: jax.Array,
         sampling: Sampling,
-    ) -> tuple[Rows, jax.Array]:
+    ) -> tuple[DecodeState, jax.Array]:
         """Choose the token after the one at `rows.slot`, or NO_TOKEN in a row that has ended.
 
         x_B1D is the last layer's output for the token at `rows.slot`.
@@ -242,7 +243,7 @@ def _in_slots(is_empty_BS: jax.Array, num_slots: int) -> jax.Array:
     return jnp.pad(is_empty_BS, ((0, 0), (0, num_slots - is_empty_BS.shape[1])))
 
 
-def _any_left(rows: Rows) -> jax.Array:
+def _any_left(rows: DecodeState) -> jax.Array:
     return (rows.left_B > 0).any()
 
 

@@ -11,6 +11,7 @@ from megajax.model.budget import num_tokens
 from megajax.model.cross_attention import Seen
 from megajax.model.detail import detail_of
 from megajax.model.images import Images, merge_images_of_shards, of_shards
+from megajax.model.rows import Rows
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 
@@ -36,6 +37,11 @@ class SeenPrompts(NamedTuple):
     is_empty_BS: jax.Array | None = None  # tokens of images that relevance has left empty
     tokens_BIR: jax.Array | None = None  # of each region of each image, on every device
 
+    @property
+    def rows(self) -> Rows:
+        """The arrays next to the tokens, for the layers."""
+        return Rows(self.position_BS, self.segment_BS, deep_BTAD=self.deep_BSAD)
+
 
 def see(
     decoder: LanguageModel, prompts: SeenPrompts, images: Images, layout: Layout
@@ -45,7 +51,7 @@ def see(
     Unless `images` tell relevance's question, it is the whole text of a prompt.
     """
     assert decoder.vision is not None
-    x_BSD, position_BS, segment_BS, *_ = prompts
+    x_BSD, segment_BS = prompts.x_BSD, prompts.segment_BS
     if images.is_question_BS is None:
         is_text_BS = jax.reshard(images.index_BS, layout('BS')) < 0
         images = images._replace(is_question_BS=(segment_BS > 0) & is_text_BS)
@@ -61,11 +67,18 @@ def see(
         seen = decoder.cross.see_of_shards(decoder.vision, images, segment_BS, dtype, detail)
         return prompts._replace(seen=seen, tokens_BIR=tokens_BIR)
     merged = merge_images_of_shards(decoder.vision, x_BSD, images, layout, detail)
-    positions, segments = merged.beside(position_BS, segment_BS)
-    assert positions is not None
-    assert segments is not None
-    deep_BSAD, is_empty_BS = merged.deep_BTAD, merged.is_empty_BS
-    return SeenPrompts(merged.x_BTD, positions, segments, deep_BSAD, None, is_empty_BS, tokens_BIR)
+    rows = merged.rows(prompts.rows)
+    assert rows.position_BS is not None
+    assert rows.segment_BS is not None
+    return SeenPrompts(
+        merged.x_BTD,
+        rows.position_BS,
+        rows.segment_BS,
+        rows.deep_BTAD,
+        None,
+        merged.is_empty_BS,
+        tokens_BIR,
+    )
 
 
 def look(
@@ -78,7 +91,7 @@ def look(
     """
     token_BS = jax.reshard(batch.token_BS, layout('BS'))
     position_BS, segment_BS, origin_B = _places(batch, layout)
-    x_BSD = decoder.embed(token_BS, dtype, position_BS=position_BS)  # all-reduce
+    x_BSD = decoder.embed(token_BS, dtype, Rows(position_BS))  # all-reduce
     prompts = SeenPrompts(x_BSD, position_BS, segment_BS)
     if batch.images is not None:
         prompts = see(decoder, prompts, batch.images, layout)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 
 from megajax.config import VisionConfig
 from megajax.model.detail import Detail, chosen, places_of
+from megajax.model.rows import Rows
 from megajax.model.vision import Encoder, numbers_of, places
 from megajax.parallel.image_shards import over_images
 from megajax.parallel.layout import Layout
@@ -32,25 +33,26 @@ class Merged(NamedTuple):
 
     x_BTD: jax.Array
     deep_BTAD: jax.Array  # what DeepStack adds to the first layers
-    # Rows and columns [B, S, 2] that relevance has given to tokens, beside their positions, and
+    # Rows and columns [B, S, 2] that relevance has given to tokens, next to their positions, and
     # the tokens that it has left empty.
     offset_BS2: jax.Array | None = None
     is_empty_BS: jax.Array | None = None
 
-    def beside(
-        self, position_BS: jax.Array | None, segment_BS: jax.Array | None
-    ) -> tuple[jax.Array | None, jax.Array | None]:
-        """Return the positions and segments of tokens, as relevance changes them.
+    def rows(self, rows: Rows) -> Rows:
+        """Return the arrays next to the tokens, with those of images, as relevance changes them.
 
         Empty tokens are a segment of their own, so that no other attends to them.
         """
+        rows = rows._replace(deep_BTAD=self.deep_BTAD)
         if self.offset_BS2 is None or self.is_empty_BS is None:
-            return position_BS, segment_BS
+            return rows
+        position_BS, segment_BS = rows.position_BS, rows.segment_BS
         if position_BS is not None and position_BS.ndim == 3:
             offset_BS3 = jnp.pad(self.offset_BS2, ((0, 0), (0, 0), (1, 0)))
             position_BS = position_BS + offset_BS3
         segment = 0 if segment_BS is None else segment_BS
-        return position_BS, jnp.where(self.is_empty_BS, -1, segment)
+        segment_BS = jnp.where(self.is_empty_BS, -1, segment)
+        return rows._replace(position_BS=position_BS, segment_BS=segment_BS)
 
 
 def merge_images(

@@ -22,17 +22,14 @@ from megajax.model.images import Images, Merged, add_deep, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
 from megajax.model.overlap.schedule import Order
-from megajax.model.overlap.sublayer_steps import RowArrays
 from megajax.model.parameters import Parameters
 from megajax.model.relevance import RelevanceNetworks
+from megajax.model.rows import NO_ROWS, Rows
 from megajax.model.vision import Encoder
 from megajax.parallel.layer_order import require_model_order
 from megajax.parallel.layout import Layout
 
 Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
-# Beside the tokens, or None: position_BS, segment_BS, key_B (dropout), deep_BTAD (added at first).
-Rows = tuple[jax.Array | None, jax.Array | None, jax.Array | None, jax.Array | None]
-NO_ROWS: Rows = None, None, None, None
 # (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
 LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
 
@@ -86,26 +83,18 @@ class Transformer(nnx.Module):
         )
         self.norm = make_norm(config, parameters['norm'])
 
-    def embed(
-        self,
-        token_BS: jax.Array,
-        dtype: str,
-        *,
-        position_BS: jax.Array | None = None,
-        type_BS: jax.Array | None = None,
-        key_B: jax.Array | None = None,
-    ) -> jax.Array:
-        """The residual stream x_BTD before the first layer; `key_B` turns dropout on."""
+    def embed(self, token_BS: jax.Array, dtype: str, rows: Rows = NO_ROWS) -> jax.Array:
+        """The residual stream x_BTD before the first layer."""
         config = self.config
         with jax.named_scope('embedding'):
-            vectors_BSD, rows = None, '-' if position_BS is None else 'B'
+            vectors_BSD, dims = None, '-' if rows.position_BS is None else 'B'
             if self.position is not None:
-                vectors_BSD = self.position(token_BS, position_BS)
+                vectors_BSD = self.position(token_BS, rows.position_BS)
             if self.token_type is not None:
-                types_BSD, rows = self.token_type(token_BS, type_BS), 'B'
+                types_BSD, dims = self.token_type(token_BS, rows.type_BS), 'B'
                 vectors_BSD = types_BSD if vectors_BSD is None else vectors_BSD + types_BSD
-            x_BTD = self.embedding(token_BS, jnp.dtype(dtype), vectors_BSD, rows)
-            keys = fold_in(key_B, config.num_layers)
+            x_BTD = self.embedding(token_BS, jnp.dtype(dtype), vectors_BSD, dims)
+            keys = rows.at_layer(config.num_layers).key_B
             return dropout(x_BTD, config.dropout, keys, self.layout('TD'))
 
     def run_layers(
@@ -149,30 +138,23 @@ class Transformer(nnx.Module):
         self,
         token_BS: jax.Array,
         computation: Computation,
+        rows: Rows = NO_ROWS,
         *,
-        position_BS: jax.Array | None = None,
-        segment_BS: jax.Array | None = None,
-        type_BS: jax.Array | None = None,
-        key_B: jax.Array | None = None,
         images: Images | None = None,
         weights: 'Transformer | None' = None,
     ) -> jax.Array:
-        """x_BTD after the final norm; `key_B` (see `dropout.sequence_keys`) turns dropout on."""
+        """x_BTD after the final norm."""
         require_model_order(self.layout)
-        merged, seen = None, None
-        x_BTD = self.embed(
-            token_BS, computation.dtype, position_BS=position_BS, type_BS=type_BS, key_B=key_B
-        )
+        seen = None
+        x_BTD = self.embed(token_BS, computation.dtype, rows)
         if images is not None:
             detail = self.detail(x_BTD, images)
             if self.cross is not None:
                 assert self.vision is not None
-                seen = self.cross.see(self.vision, images, segment_BS, computation, detail)
+                seen = self.cross.see(self.vision, images, rows.segment_BS, computation, detail)
             else:
                 merged = self.with_images(x_BTD, images, computation, detail)
-                x_BTD = merged.x_BTD
-                position_BS, segment_BS = merged.beside(position_BS, segment_BS)
-        rows = position_BS, segment_BS, key_B, None if merged is None else merged.deep_BTAD
+                x_BTD, rows = merged.x_BTD, merged.rows(rows)
         return self.finish(self.blocks(x_BTD, computation, rows, weights=weights, seen=seen))
 
     def detail(self, x_BTD: jax.Array, images: Images) -> Detail | None:
@@ -204,9 +186,9 @@ class Transformer(nnx.Module):
         `run_layers`.
         """
         if computation.in_order:
-            return self._in_order(x_BTD, computation, RowArrays(*rows[:3]), weights, first)
+            return self._in_order(x_BTD, computation, rows, weights, first)
         num_parts = computation.num_parts
-        parts = parts_of_rows(rows, num_parts)
+        parts: list[Rows] = parts_of_rows(rows, num_parts)
 
         def run_block(
             block: Block, weights: Block | None, xs_BTD: tuple[jax.Array, ...], index: jax.Array
@@ -214,18 +196,18 @@ class Transformer(nnx.Module):
             if weights is not None:
                 block = computation.pair(weights, block, self.layout)
             outputs = []
-            for x_BTD, (position, segment, key, deep) in zip(xs_BTD, parts, strict=True):
-                keys = fold_in(key, index)
+            for x_BTD, of_part in zip(xs_BTD, parts, strict=True):
+                own, deep_BTAD = of_part.at_layer(index), of_part.deep_BTAD
                 core = attention_core(
                     self.config,
                     self.layout,
                     recompute=computation.recompute == 'selective',
                     exchange=computation.exchange,
-                    segment_BS=segment,
-                    key_B=fold_in(keys, 0),
+                    segment_BS=own.segment_BS,
+                    key_B=fold_in(own.key_B, 0),
                 )
-                x_BTD, _ = block(x_BTD, core, position_BS=position, key_B=keys)
-                outputs.append(x_BTD if deep is None else add_deep(x_BTD, deep, index))
+                x_BTD, _ = block(x_BTD, core, position_BS=own.position_BS, key_B=own.key_B)
+                outputs.append(x_BTD if deep_BTAD is None else add_deep(x_BTD, deep_BTAD, index))
             return tuple(outputs)
 
         if computation.recompute == 'full':
@@ -234,7 +216,7 @@ class Transformer(nnx.Module):
         if seen is not None:
             assert self.cross is not None
             used = None if weights is None else weights.cross
-            after_groups = self.cross.after_groups(seen, rows[2], computation, used)
+            after_groups = self.cross.after_groups(seen, rows.key_B, computation, used)
         xs_BTD = self.run_layers(
             tuple(parts_of_rows(x_BTD, num_parts)),
             run_block,
@@ -248,7 +230,7 @@ class Transformer(nnx.Module):
         self,
         x_BTD: jax.Array,
         computation: Computation,
-        rows: RowArrays,
+        rows: Rows,
         weights: 'Transformer | None',
         first: jax.Array | int,
     ) -> jax.Array:
@@ -286,10 +268,8 @@ class LanguageModel(Transformer):
         The logits of the vocabulary's padding are the lowest fp32 number. `megajax.cross_entropy`
         compares them with labels. Raises ConfigError on stages and context shards.
         """
-        x_BTD = self.hidden(
-            token_BS, computation, position_BS=position_BS, segment_BS=segment_BS, type_BS=type_BS
-        )
-        x_BTD = self.before_head(x_BTD)
+        rows = Rows(position_BS, segment_BS, type_BS)
+        x_BTD = self.before_head(self.hidden(token_BS, computation, rows))
         with jax.named_scope('head'):
             x_BSD = jax.reshard(x_BTD, self.layout('BSd'))  # f: nothing (SP: all-gather)
             loss = Loss(vocab_size=self.config.vocab_size, layout=self.layout)

@@ -7,6 +7,7 @@ from megajax.config import Config
 from megajax.model.dropout import sequence_keys
 from megajax.model.images import Images
 from megajax.model.relevance import question
+from megajax.model.rows import Rows
 from megajax.parallel.layout import Layout
 from megajax.parallel.zigzag import position_at
 from megajax.train.feed import Batch
@@ -44,14 +45,10 @@ def real_rows(batch: Batch) -> jax.Array:
     return batch['loss_mask'].max(-1, keepdims=True)
 
 
-def beside_tokens(shard: Batch, key: jax.Array | None = None) -> dict[str, jax.Array | None]:
-    """Return the arrays that a model takes beside a shard's tokens; `key` is that of dropout."""
-    return {
-        'position_BS': shard.get('positions'),
-        'segment_BS': shard.get('segment_ids'),
-        'type_BS': shard.get('token_types'),
-        'key_B': None if key is None or 'rows' not in shard else sequence_keys(key, shard['rows']),
-    }
+def rows_of(shard: Batch, key: jax.Array | None = None) -> Rows:
+    """Return the arrays next to a shard's tokens; `key` is that of dropout."""
+    keys = None if key is None or 'rows' not in shard else sequence_keys(key, shard['rows'])
+    return Rows(shard.get('positions'), shard.get('segment_ids'), shard.get('token_types'), keys)
 
 
 def images_of(shard: Batch, key: jax.Array | None = None) -> Images | None:
@@ -61,7 +58,7 @@ def images_of(shard: Batch, key: jax.Array | None = None) -> Images | None:
     """
     if 'pixels' not in shard:
         return None
-    index_BS, keys = shard['image_index'], beside_tokens(shard, key)['key_B']
+    index_BS, keys = shard['image_index'], rows_of(shard, key).key_B
     is_question_BS = question(shard['weights'], index_BS)
     return Images(shard['pixels'], shard['image_grid'], index_BS, is_question_BS, keys)
 

@@ -17,7 +17,7 @@ from megajax.model.transformer import Bert, LanguageModel, make_model, model_gra
 from megajax.parallel.layout import Layout
 from megajax.train import scaling
 from megajax.train.feed import Batch
-from megajax.train.microbatches import beside_tokens, images_of
+from megajax.train.microbatches import images_of, rows_of
 from megajax.train.overlap import computation_of
 
 Sums = tuple[jax.Array, jax.Array]  # the objective and the negative log-likelihood in nats
@@ -62,9 +62,9 @@ class Objective:
     ) -> tuple[Sums, jax.Array | None]:
         """Compute the sums of tokens, and the loss of sentence-order prediction, if any."""
         model, used = self.model(params, weights)
-        rows = beside_tokens(shard, key)
+        images = images_of(shard, key)
         x_BTD = model.hidden(
-            shard['tokens'], self.computation, **rows, images=images_of(shard, key), weights=used
+            shard['tokens'], self.computation, rows_of(shard, key), images=images, weights=used
         )
         return self._of_tokens(model, x_BTD, shard), self._of_rows(model, x_BTD, shard)
 
@@ -73,9 +73,7 @@ class Objective:
     ) -> jax.Array:
         """Return the residual stream x_BTD before the first layer."""
         model, _ = self.model(params, weights)
-        rows = beside_tokens(shard, key)
-        rows.pop('segment_BS')
-        return model.embed(shard['tokens'], self.computation.dtype, **rows)
+        return model.embed(shard['tokens'], self.computation.dtype, rows_of(shard, key))
 
     def layers(
         self,
@@ -91,9 +89,8 @@ class Objective:
         `first` is the index in the model of the first of them.
         """
         model, used = self.model(params, weights)
-        rows = beside_tokens(shard, key)
-        beside = rows['position_BS'], rows['segment_BS'], rows['key_B'], None
-        return model.blocks(x_BTD, self.computation, beside, weights=used, first=first)
+        rows = rows_of(shard, key)
+        return model.blocks(x_BTD, self.computation, rows, weights=used, first=first)
 
     def head(
         self, params: nnx.State, weights: nnx.State | None, x_BTD: jax.Array, shard: Batch

@@ -15,6 +15,7 @@ from megajax.generate.generator import Generator, PromptImages, Request
 from megajax.generate.sampling import Sampling
 from megajax.model.computation import IN_FP32
 from megajax.model.images import Images
+from megajax.model.rows import Rows
 from megajax.model.shard_copies import copy_to_shards
 from megajax.model.transformer import model_graph
 from megajax.parallel.layout import Layout
@@ -71,7 +72,7 @@ def uncached() -> list[list[int]]:
     def logits(params: nnx.State, token_BS: jax.Array) -> jax.Array:
         model = nnx.merge(model_graph(config.model, layout), copy_to_shards(params, layout))
         images = jax.tree.map(jnp.asarray, of_rows)
-        x_BSD = model.hidden(token_BS, IN_FP32, images=images, position_BS=position_BS)
+        x_BSD = model.hidden(token_BS, IN_FP32, Rows(position_BS), images=images)
         return (x_BSD @ model.head_Vd.T)[..., : config.model.vocab_size]
 
     with on_mesh(config):

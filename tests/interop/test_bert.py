@@ -22,6 +22,7 @@ from megajax.interop.huggingface.families import read_family, write_family
 from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.tensors import read_tensors
 from megajax.model.computation import Computation
+from megajax.model.rows import Rows
 
 BERT = Path(__file__).parent / 'bert'
 LIMIT = 2e-4  # of logits of size 1 to 10, in fp32
@@ -53,7 +54,7 @@ def heads_on_mesh(
         ) -> dict[str, jax.Array]:
             bert, computation = nnx.merge(graph, params), Computation.of(config)
             rows = {'type_BS': type_BS, 'segment_BS': 1 - mask_BS}
-            x_BSD = bert.hidden(token_BS, computation, **rows)
+            x_BSD = bert.hidden(token_BS, computation, Rows(**rows))
             return {'logits': bert(token_BS, computation, **rows), 'order': bert.order_head(x_BSD)}
 
         made = {name: np.asarray(x) for name, x in heads(params, *placed).items()}

@@ -25,6 +25,7 @@ from megajax.interop.huggingface.weights import from_huggingface
 from megajax.interop.tensors import read_tensors
 from megajax.model.computation import IN_FP32
 from megajax.model.images import Images
+from megajax.model.rows import Rows
 from megajax.model.shard_copies import copy_to_shards
 from megajax.model.transformer import model_graph
 from megajax.parallel.layout import Layout
@@ -73,7 +74,7 @@ def logits(config: Config, tensors: dict[str, np.ndarray]) -> np.ndarray:
 
     def of_shard(params: nnx.State, token_BS: Any, position_BS: Any, images: Images) -> jax.Array:
         model = nnx.merge(model_graph(config.model, layout.per_shard), params)
-        x_BTD = model.hidden(token_BS, IN_FP32, position_BS=position_BS, images=images)
+        x_BTD = model.hidden(token_BS, IN_FP32, Rows(position_BS), images=images)
         x_BSD = jax.reshard(x_BTD, layout.per_shard('BSd'))
         return jnp.einsum('bsd,vd->bsv', x_BSD, model.head_Vd)
 

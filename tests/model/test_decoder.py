@@ -34,6 +34,7 @@ from megajax.model.dropout import sequence_keys
 from megajax.model.embedding import VocabParallelEmbedding
 from megajax.model.loss import Loss
 from megajax.model.parameters import Parameters
+from megajax.model.rows import Rows
 from megajax.model.transformer import LanguageModel, make_model
 from megajax.parallel.layout import Layout
 from megajax.train.feed import place_batch
@@ -263,7 +264,7 @@ def test_every_place_of_the_model_and_every_row_has_its_own_dropout_key(monkeypa
     with on_mesh(config):
         token_BS = np.concatenate([TOKENS, TOKENS])
         key_B = sequence_keys(jax.random.key(0), jnp.arange(2))
-        make_decoder(config).hidden(token_BS, IN_FP32, key_B=key_B)
+        make_decoder(config).hidden(token_BS, IN_FP32, Rows(key_B=key_B))
         jax.effects_barrier()
     assert (
         len(keys) == len(set(keys)) == 2 * (1 + 3 * config.model.num_layers)
@@ -317,7 +318,7 @@ def residuals(config: Config, in_order: bool) -> list[jax.Array]:
         computation = computation._replace(num_parts=2, in_order=True, unroll=True)
 
     def hidden(params: nnx.State) -> jax.Array:
-        return nnx.merge(graph, params).hidden(token_BS, computation, key_B=key_B)
+        return nnx.merge(graph, params).hidden(token_BS, computation, Rows(key_B=key_B))
 
     h_BTD, pull = jax.vjp(hidden, params)
     (gradients,) = pull(h_BTD)

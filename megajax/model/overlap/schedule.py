@@ -19,7 +19,6 @@ from jax import lax
 from megajax.config import ModelConfig
 from megajax.model.block import SUBLAYERS, Block, parts_of_rows
 from megajax.model.computation import Computation
-from megajax.model.dropout import fold_in
 from megajax.model.overlap.barriers import Box, Clock, in_turn
 from megajax.model.overlap.gradients import Gradients
 from megajax.model.overlap.interleave import Kept, Turns
@@ -27,8 +26,9 @@ from megajax.model.overlap.matrices import Matrices, Matrix
 from megajax.model.overlap.per_layer_arrays import holds_totals, of_all, of_layer
 from megajax.model.overlap.reads import LINEARS, has_value, named, read, reads_output, require
 from megajax.model.overlap.split_tokens import join_tokens, split_tokens
-from megajax.model.overlap.sublayer_steps import RowArrays, SublayerSteps, select
+from megajax.model.overlap.sublayer_steps import SublayerSteps, select
 from megajax.model.parameters import map_parameters
+from megajax.model.rows import Rows
 from megajax.model.sublayer import Sublayer
 from megajax.parallel.layout import Layout
 
@@ -49,7 +49,7 @@ class Order:
         x_BTD: jax.Array,
         layers: Block,
         weights: Block | None,
-        rows: RowArrays,
+        rows: Rows,
         first: jax.Array | int,
         head_Vd: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
@@ -72,7 +72,7 @@ class Order:
         head_Vd: jax.Array | None,
         layers: Block,
         weights: Block | None,
-        rows: Sequence[RowArrays],
+        rows: Sequence[Rows],
         first: jax.Array | int,
     ) -> tuple[Parts, jax.Array | None]:
         @jax.custom_vjp
@@ -118,7 +118,7 @@ class Order:
         x_BTD: jax.Array,
         layers: Block,
         weights: Block | None,
-        rows: Sequence[RowArrays],
+        rows: Sequence[Rows],
         first: Any,
     ) -> list[list[SublayerSteps]]:
         """The sublayers of all layers in turn, for each part of the rows; `x_BTD` is a part's."""
@@ -128,9 +128,9 @@ class Order:
         stacked = [select(getattr(used, name), matrices=True) for name in SUBLAYERS]
         has_totals = holds_totals(layers, weights)
 
-        def of_part(rows: RowArrays) -> Iterator[SublayerSteps]:
+        def of_part(rows: Rows) -> Iterator[SublayerSteps]:
             for index, block in enumerate(blocks):
-                with_keys = rows._replace(key_B=fold_in(rows.key_B, first + index))
+                own = rows.at_layer(first + index)
                 for offset, name in enumerate(SUBLAYERS):
                     yield SublayerSteps(
                         place=len(SUBLAYERS) * index + offset,
@@ -139,7 +139,7 @@ class Order:
                         vectors=select(getattr(block, name), matrices=False),
                         matrices=stacked[offset],
                         totals=getattr(layers, name) if has_totals else None,
-                        rows=with_keys,
+                        rows=own,
                         config=self.config,
                         layout=self.layout,
                         dtype=self.computation.dtype,

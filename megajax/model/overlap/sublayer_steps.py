@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +30,9 @@ from megajax.model.product import (
     weight_gradient,
 )
 from megajax.model.row_major import row_major
+from megajax.model.rows import Rows
 from megajax.model.sublayer import Sublayer
 from megajax.parallel.layout import Layout
-
-
-class RowArrays(NamedTuple):
-    """Arrays beside the tokens of some rows, or None; `key_B` is that of a layer's dropout."""
-
-    position_BS: jax.Array | None
-    segment_BS: jax.Array | None
-    key_B: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +48,7 @@ class SublayerSteps:
     vectors: Sublayer  # norms and biases, and None in the place of matrices
     matrices: Sublayer  # those of all layers, and None in the place of vectors
     totals: Sublayer | None  # the gradients of earlier microbatches in the place of matrices
-    rows: RowArrays
+    rows: Rows
     config: ModelConfig
     layout: Layout
     dtype: DTypeLike
