@@ -221,7 +221,7 @@ def by_name(params: nnx.State) -> dict[str, Any]:
 def gather(params: nnx.State) -> dict[str, np.ndarray]:
     """The parameters by name, as whole numpy arrays; what pads a shard is zero and left out."""
     arrays = by_name(params)
-    if 'norm.weight' not in arrays:  # a part of a model, which is never at rest
+    if 'embedding.table' not in arrays:  # a part of a model, which is never at rest
         return {name: np.asarray(x) for name, x in arrays.items()}
     every = by_name(map_parameters(lambda declared, _: declared, params))
     widths = {  # of the letters that are padded, which no vector is

@@ -53,7 +53,7 @@ def _has_order(config: 'Config') -> bool:
     """Whether there is an order of the layers.
 
     Stages, context shards and grids have loops and placements that it does not know, and so have
-    the vectors of images, and adapters; and its branches begin with a norm and sum nothing in
+    the vectors of images, and adapters; and its sublayers begin with a norm and sum nothing in
     between.
     """
     model = config.model

@@ -115,24 +115,24 @@ def adapters(model: ModelConfig) -> Declared:
     at zero, so that an adapter first adds nothing.
     """
     assert model.lora is not None
-    branches: dict[str, dict[str, Declared]] = {}
+    sublayers: dict[str, dict[str, Declared]] = {}
     for name, parameter in named(block(model)):
-        branch, *linear, kind = name.split('.')
+        sublayer, *linear, kind = name.split('.')
         if kind != 'weight' or not linear or linear[0] not in model.lora.targets:
             continue
         num_inputs = 1 if parameter.dims[0] == 'D' else len(parameter.dims) - 1
         inputs, outputs = parameter.dims[:num_inputs], parameter.dims[num_inputs:]
-        sharded = 'N' if branch == 'attention' else 'F'
+        sharded = 'N' if sublayer == 'attention' else 'F'
         sizes = base_sizes(model)
         std = (3 * math.prod(sizes[letter.upper()] for letter in inputs)) ** -0.5
         partials = ('', sharded) if outputs == 'D' else (sharded, '')
-        branches.setdefault(branch, {})[linear[0]] = {
+        sublayers.setdefault(sublayer, {})[linear[0]] = {
             'adapter': {
                 'A': Parameter(f'{inputs}Q', Role.ADAPTER, std, partial=partials[0]),
                 'B': Parameter(f'Q{outputs}', Role.ADAPTER, partial=partials[1]),
             }
         }
-    return branches
+    return sublayers
 
 
 def joined(declared: Declared, others: Declared) -> Declared:

@@ -1,7 +1,7 @@
 """The collectives of weight-stationary 2-D tensor parallelism, for the training step of a config.
 
 They are those of Pope et al. (2022), Efficiently Scaling Transformer Inference, section 3.2.2, for
-a grid of `mesh.model_rows` x `mesh.model` devices: no weight moves, and a branch of a layer gathers
+a grid of `mesh.model_rows` x `mesh.model` devices: no weight moves, and a sublayer gathers
 its input over `model`, scatters the result of its first product over `row`, gathers the input of
 its second product over `row`, and scatters the result over `model`. The backward pass mirrors this.
 The paper treats inference; the embedding, the head, the loss and the norms are here those of
@@ -36,7 +36,7 @@ def over_grid(config: Config) -> Iterator[Expected]:
     """Yield every collective over `row`, `model`, or both, except those of scalars."""
     for phase in passes(config):
         for name in ('attention', 'mlp'):
-            yield from _branch(config, name, phase)
+            yield from _sublayer(config, name, phase)
     yield from _embedding_and_head(config)
     yield from _loss(config)
     yield from _norms(config)
@@ -62,8 +62,8 @@ def _send(
         )
 
 
-def _branch(config: Config, name: str, phase: Phase) -> Iterator[Expected]:
-    """Yield the collectives of all layers' attention or feed-forward branches in one pass.
+def _sublayer(config: Config, name: str, phase: Phase) -> Iterator[Expected]:
+    """Yield the collectives of all layers' attention or feed-forward sublayers in one pass.
 
     Recomputation needs no output of a layer that no norm reads. Then it gathers the input of the
     last product only for the gradient of that weight, in the backward pass.
@@ -101,7 +101,7 @@ def _residual(config: Config, over: tuple[str, ...] = ()) -> Array:
 
 
 def _between(config: Config, name: str) -> tuple[Array, Array]:
-    """Return the result of a branch's first product, and the input of its second, in a column."""
+    """Return the result of a sublayer's first product, and the input of its second, in a column."""
     declared = dict(named(declare(config.model)))
     weights = ('attention.qkv', 'attention.out') if name == 'attention' else ('mlp.up', 'mlp.down')
     first, second = (declared[f'layers.{weight}.weight'].dims for weight in weights)
@@ -163,7 +163,7 @@ def _vectors(config: Config) -> Iterator[Expected]:
 
 
 def _vectors_over_row(config: Config) -> Iterator[Expected]:
-    """Yield the reduction over `row` of vectors between the two products of a branch.
+    """Yield the reduction over `row` of vectors between the two products of a sublayer.
 
     There each row of the grid has other sequences. These are the biases of column-parallel products
     and the norms of queries and keys, whose gradient XLA sums over the heads of a device last.

@@ -21,7 +21,7 @@ from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, Vocab
 from megajax.model.images import Images, Merged, add_deep, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
-from megajax.model.overlap.schedule import Order
+from megajax.model.overlap.schedule import Schedule
 from megajax.model.parameters import Parameters
 from megajax.model.relevance import RelevanceNetworks
 from megajax.model.rows import NO_ROWS, Rows
@@ -235,11 +235,11 @@ class Transformer(nnx.Module):
         first: jax.Array | int,
     ) -> jax.Array:
         """Do what `blocks` does in an order of ours, which gathers a head at rest by the way."""
-        order = Order(self.config, self.layout, computation)
+        schedule = Schedule(self.config, self.layout, computation)
         of_layers = None if weights is None else weights.layers
         at_rest = self.head[...] if self.head is not None and computation.has_head else None
         with jax.named_scope('layers'):
-            x_BTD, head_Vd = order(x_BTD, self.layers, of_layers, rows, first, at_rest)
+            x_BTD, head_Vd = schedule(x_BTD, self.layers, of_layers, rows, first, at_rest)
         if self.head is not None and head_Vd is not None:
             self.head.set_value(head_Vd)
         return x_BTD

@@ -3,13 +3,13 @@
 The name of an array ends in its dims, as in x_BTD. A letter means one thing in all files:
 
     B rows of the batch             S tokens of a sequence          D model
-    R rows of the batch between the two products of a branch, which a 2-D grid shards
+    R rows of the batch between the two products of a sublayer, which a 2-D grid shards
     T tokens of a sequence in the residual stream, which sequence parallelism shards
     Y tokens that attention reads keys and values of; slots of the cache; vectors of images
     N query heads                   K key/value heads               G query heads per key/value head
     C columns of a head group: G queries, a key, a value            H head dim
     F feed-forward                  V vocabulary, padded
-    U gate and up, key and value, or the gates of a layer's two branches
+    U gate and up, key and value, or the gates of a layer's two sublayers
     E output of an unsharded square layer                           O BERT's two segments
     L layers                        J layers of cross-attention     M microbatches
     I image slots of the rows       P patches of an image           X numbers of a patch

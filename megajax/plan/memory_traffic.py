@@ -23,7 +23,7 @@ class Traffic:
 
 def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
     """Yield the operations of the layers; each fused one reads and writes an array once."""
-    # Between two products of a branch a grid shards the rows of the batch.
+    # Between two products of a sublayer a grid shards the rows of the batch.
     model, t = config.model, config.mesh.tensor_parallel
     tokens = config.microbatch_rows * config.train.seq_len // config.mesh.context
     size = BYTES[config.train.dtype]

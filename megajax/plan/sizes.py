@@ -1,6 +1,6 @@
 """The bytes of a training step's arrays on each GPU, counted one by one.
 
-In a 2-D grid (`mesh.model_rows`) the arrays between the two products of a branch have the rows of
+In a 2-D grid (`mesh.model_rows`) the arrays between the two products of a sublayer have the rows of
 the batch over `row`, those around the products have D over it (`parallel/layout.py`).
 """
 

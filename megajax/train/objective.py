@@ -171,6 +171,6 @@ class Objective:
         params, scales = scaling.detached(params)
         model = nnx.merge(self._graph, params)
         if scales:
-            for (branch, linear), of_linear in zip(scaling.LINEARS, scales, strict=True):
-                getattr(getattr(model.layers, branch), linear).scales = of_linear
+            for (sublayer, linear), of_linear in zip(scaling.LINEARS, scales, strict=True):
+                getattr(getattr(model.layers, sublayer), linear).scales = of_linear
         return model

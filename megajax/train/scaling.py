@@ -119,8 +119,8 @@ def largest(
 
 
 def _linear(params: nnx.State, index: int) -> Any:
-    branch, linear = LINEARS[index]
-    return params['layers'][branch][linear]
+    sublayer, linear = LINEARS[index]
+    return params['layers'][sublayer][linear]
 
 
 def _attach(params: nnx.State, values: jax.Array, declared: Parameter) -> nnx.State:
@@ -129,8 +129,8 @@ def _attach(params: nnx.State, values: jax.Array, declared: Parameter) -> nnx.St
 
 
 def _merged(params: nnx.State, name: str, values: Sequence[nnx.Variable[jax.Array]]) -> nnx.State:
-    branches: dict[str, dict[str, dict[str, nnx.Variable[jax.Array]]]] = {}
-    for (branch, linear), value in zip(LINEARS, values, strict=True):
-        branches.setdefault(branch, {})[linear] = {name: value}
-    merged: nnx.State = nnx.merge_state(params, nnx.State({'layers': branches}))
+    sublayers: dict[str, dict[str, dict[str, nnx.Variable[jax.Array]]]] = {}
+    for (sublayer, linear), value in zip(LINEARS, values, strict=True):
+        sublayers.setdefault(sublayer, {})[linear] = {name: value}
+    merged: nnx.State = nnx.merge_state(params, nnx.State({'layers': sublayers}))
     return merged

@@ -81,7 +81,7 @@ def attention(kv_heads: int, shards: int) -> tuple[np.ndarray, dict[str, np.ndar
 
         def output(params: nnx.State) -> tuple[jax.Array, jax.Array]:
             core = attention_core(config.model, layout)
-            y_BSD, _ = nnx.merge(graph, params)(x_BSD, None, core)
+            y_BSD, _ = nnx.merge(graph, params).update(x_BSD, core)
             return (y_BSD * jax.reshard(weight_BSD, jax.typeof(y_BSD).sharding.spec)).sum(), y_BSD
 
         gradients, y_BSD = jax.jit(jax.grad(output, has_aux=True))(params)

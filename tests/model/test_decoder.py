@@ -27,7 +27,7 @@ from support import (
 from megajax.config import Config
 from megajax.counts.declaration import Parameter, Role
 from megajax.counts.parameters import dim_sizes
-from megajax.model import attention, block, transformer
+from megajax.model import attention, sublayer, transformer
 from megajax.model.attention import attention_core
 from megajax.model.computation import IN_FP32, Computation
 from megajax.model.dropout import sequence_keys
@@ -258,7 +258,7 @@ def test_every_place_of_the_model_and_every_row_has_its_own_dropout_key(monkeypa
         )
         return x
 
-    for module in (transformer, block, attention):
+    for module in (transformer, sublayer, attention):
         monkeypatch.setattr(module, 'dropout', record)
     config = small('gpt', dropout=0.1)
     with on_mesh(config):

@@ -215,7 +215,7 @@ class LargerBlock(Block):
         LargerBlock.seen = {name: getattr(self, name) for name in MADE_UP}
         if self.layer_scale is None:
             return y_BTD, kept
-        scale = along_last(self.layer_scale[...], y_BTD, 'TD', self.layout)
+        scale = along_last(self.layer_scale[...], y_BTD, 'TD', self.mlp.layout)
         return (y_BTD * scale).astype(y_BTD.dtype), kept
 
 

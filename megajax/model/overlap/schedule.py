@@ -1,10 +1,10 @@
-"""The layers in an order that puts products beside every collective.
+"""The overlap schedule: the layers in an order that overlaps every collective with matmuls.
 
-Two parts of a batch take turns: what one of them has just sent is under way while the other one
-computes (Domino, Wang et al., 2024). In the backward pass the gradients of weights, which no
-collective waits for, run beside what the same part has sent; what is sent over `data`, for layers
-and head, stands beside the products of the layer before or after. The numbers are those of `Block`,
-which says what a layer computes; only the order, and where a reduction starts, is different.
+Two halves of a batch alternate: while one communicates, the other one computes (Domino, Wang et
+al., 2024). In the backward pass the gradients of weights, which no collective waits for, are
+computed while the same half communicates. Collectives over `data`, for layers and head, overlap
+with the matmuls of the layer before or after. The numbers are those of the loop over layers, since
+both run the steps of `Sublayer`; only the order, and where a reduction starts, is different.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ X = TypeVar('X')
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class Schedule:
     """The layers of a model, all of them compiled on their own or each in a loop."""
 
     config: ModelConfig
