@@ -104,10 +104,9 @@ class Checkpoints:
             raise CheckpointError(f'{self.folder} cannot be read: {reason(error)}') from error
 
     def newest_verified(self) -> int | None:
-        """The newest step that its digests verify; None if no step was ever finished.
+        """Return the newest step that its digests verify; None if no step was ever finished.
 
-        Each newer step that is refused is logged with the reason. Raises CheckpointError if all
-        steps are refused.
+        Each newer step is logged with its fault. Raises CheckpointError if all steps have one.
         """
         self._settle()
         self._verified = self._folders.find_newest()
