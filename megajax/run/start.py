@@ -124,7 +124,7 @@ def _check_same_model(
     for key, (old, new) in different.items():
         # Adapters that only one of the two has are added to its weights, or begin here.
         if key in free or (key.startswith('lora.') and None in (old, new)):
-            logger.info('start      %s: %s -> %s', key, old, new)
+            logger.info('start      %s: %s -> %s', key, _text(old), _text(new))
         elif key.startswith(('model.', 'vision.', 'lora.')):
             message = f'{_text(new)}, but {_text(old)} in {start}, {source}; set {key}={_text(old)}'
             problems.append(Problem(path=key, message=message))

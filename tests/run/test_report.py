@@ -98,7 +98,10 @@ def test_rates_are_those_of_all_steps_since_the_last_line(
     ('values', 'remark'),
     [
         ({'data_wait_ms': 200.0}, 'step 1  waited for data 0.20 s of 0.50 s'),
-        ({'checkpoint_ms': 2000.0}, 'step 1  saving blocked training for 2.00 s (steps: 0.50 s)'),
+        (
+            {'checkpoint_ms': 2000.0},
+            'step 1  saving blocked training for 2.00 s; the steps took 0.50 s',
+        ),
         (
             {'slowest_process': 3, 'slowest_process_behind_ms': 60.0},
             'step 1  process 3 reaches each step 60.0 ms later than the median',

@@ -159,12 +159,17 @@ def test_what_leaves_the_weights_their_meaning_may_differ_and_is_said(
     with Checkpoints(tmp_path / 'source/checkpoints', old) as checkpoints:
         checkpoints.save(make_state(old, 1), 1)
     model = ROTARY | {'max_seq_len': 128, 'rope_theta': 5e5, 'dropout': 0.5}
+    lora = {'rank': 4, 'targets': ['up']}
     with caplog.at_level(logging.INFO):
         assert find_start(
-            starting(tmp_path / 'source', model=model, optim={'lr': 1.0}), tmp_path / 'new'
+            starting(tmp_path / 'source', model=model, optim={'lr': 1.0}, lora=lora),
+            tmp_path / 'new',
         )
     said = [record.message for record in caplog.records]
     assert said == [
+        'start      lora.alpha: null -> 32.0',
+        'start      lora.rank: null -> 4',
+        'start      lora.targets: null -> ["up"]',
         'start      model.attention_dropout: 0.0 -> 0.5',
         'start      model.dropout: 0.0 -> 0.5',
         'start      model.max_seq_len: 64 -> 128',

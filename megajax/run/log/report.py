@@ -284,7 +284,7 @@ def _remarks(sums: Mapping[str, float], values: Mapping[str, float]) -> Iterator
         yield f'waited for data {sums["data_wait_ms"] / 1e3:.2f} s of {sums["step_ms"] / 1e3:.2f} s'
     if sums['checkpoint_ms'] > limit:
         saving, steps = sums['checkpoint_ms'] / 1e3, sums['step_ms'] / 1e3
-        yield f'saving blocked training for {saving:.2f} s (steps: {steps:.2f} s)'
+        yield f'saving blocked training for {saving:.2f} s; the steps took {steps:.2f} s'
     behind = values.get('slowest_process_behind_ms', 0)
     if behind > WORTH_SAYING * values['step_ms']:
         process = f'process {values["slowest_process"]:.0f}'
