@@ -119,18 +119,10 @@ class HarnessModel(TemplateLM):
 
         Raises ConfigError with everything in `generation_kwargs` that cannot be kept to.
         """
+        asked = [(getattr(x, 'task_name', None) or 'a task', x.args[1]) for x in requests]
         by_request: dict[Request, list[int]] = {}
-        problems: list[str] = []
-        for number, request in enumerate(requests):
-            try:
-                wanted = _request(request.args[1], self._limit)
-            except ConfigError as error:
-                task = getattr(request, 'task_name', None) or 'a task'
-                problems += [f'generation_kwargs of {task}: {line}' for line in error.problems]
-            else:
-                by_request.setdefault(wanted, []).append(number)
-        if problems:
-            raise ConfigError(*dict.fromkeys(problems))
+        for number, wanted in enumerate(_requests(asked, self._limit)):
+            by_request.setdefault(wanted, []).append(number)
         texts, cut = [''] * len(requests), 0
         for wanted, numbers in by_request.items():
             room = self._limit - wanted.max_tokens
@@ -195,6 +187,25 @@ class HarnessModel(TemplateLM):
         return self._config.model.max_seq_len
 
 
+class Tasks(TaskManager):
+    """The harness's tasks, each rejected before the first request for what `_request` rejects."""
+
+    def __init__(self, limit: int, include_path: Sequence[str] | None):
+        super().__init__(include_path=include_path)
+        self._limit = limit
+
+    def load(self, task_list: Any) -> Any:
+        """Load tasks and groups."""
+        loaded = super().load(task_list)
+        asked = [
+            (name, task.get_config('generation_kwargs') or {})
+            for name, task in loaded['tasks'].items()
+            if task.get_config('output_type') == 'generate_until'
+        ]
+        _requests(asked, self._limit)
+        return loaded
+
+
 def evaluate_tasks(
     config: Config, params: nnx.State, tokenizer: Tokenizer, tasks: Sequence[str]
 ) -> dict[str, dict[str, float]]:
@@ -204,7 +215,8 @@ def evaluate_tasks(
     ConfigError for a task that the harness does not know.
     """
     folders = sorted({str(Path(task).parent) for task in tasks if '/' in task})
-    manager, names = TaskManager(include_path=folders or None), [Path(task).name for task in tasks]
+    manager = Tasks(config.model.max_seq_len, folders or None)
+    names = [Path(task).name for task in tasks]
     if unknown := [name for name in names if not manager.match_tasks([name])]:
         raise ConfigError(
             f'lm-evaluation-harness knows no task {", ".join(unknown)}: '
@@ -220,6 +232,23 @@ def evaluate_tasks(
         name: {key: x for key, x in values.items() if isinstance(x, float)}
         for name, values in evaluation['results'].items()
     }
+
+
+def _requests(asked: Iterable[tuple[str, Mapping[str, Any]]], limit: int) -> list[Request]:
+    """Return the request of each task's `generation_kwargs`.
+
+    Raises ConfigError with all that `_request` rejects.
+    """
+    requests: list[Request] = []
+    problems: list[str] = []
+    for task, given in asked:
+        try:
+            requests.append(_request(given, limit))
+        except ConfigError as error:
+            problems += [f'generation_kwargs of {task}: {line}' for line in error.problems]
+    if problems:
+        raise ConfigError(*dict.fromkeys(problems))
+    return requests
 
 
 def _request(given: Mapping[str, Any], limit: int) -> Request:

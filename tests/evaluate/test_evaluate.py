@@ -732,7 +732,7 @@ def test_a_task_is_looked_for_in_its_folder_and_only_its_numbers_are_kept(
 ) -> None:
     folders: list[object] = []
 
-    def manager(include_path: object) -> SimpleNamespace:
+    def manager(_: int, include_path: object) -> SimpleNamespace:
         folders.append(include_path)
         return SimpleNamespace(
             match_tasks=lambda names: [name for name in names if name != 'bogus']
@@ -749,7 +749,7 @@ def test_a_task_is_looked_for_in_its_folder_and_only_its_numbers_are_kept(
             }
         }
 
-    monkeypatch.setattr(harness, 'TaskManager', manager)
+    monkeypatch.setattr(harness, 'Tasks', manager)
     monkeypatch.setattr(harness, 'simple_evaluate', evaluate)
     mine = ['b/own', 'a/other', 'b/third', 'theirs']
     found = harness.evaluate_tasks(small(), None, TOKENIZER, mine)
@@ -806,3 +806,29 @@ def test_a_task_of_ones_own_runs_in_the_harness(
         with pytest.raises(ConfigError, match='knows no task bogus'):
             evaluate_tasks(config, params, TOKENIZER, ['bogus'])
     assert found['opposites']['acc,none'] == pytest.approx(right / 3)
+
+
+def test_a_task_whose_arguments_cannot_be_kept_to_ends_before_the_first_request(
+    harness: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('HF_DATASETS_CACHE', str(tmp_path / 'cache'))
+    (tmp_path / 'opposites.jsonl').write_text('{"word": "up", "choices": ["up"], "answer": 0}\n')
+    task = TASK.format(folder=tmp_path)
+    (tmp_path / 'opposites.yaml').write_text(task)
+    for name, kwargs in (('first', 'max_gen_toks: 16'), ('second', 'num_beams: 3, until: "."')):
+        changed = task.replace('task: opposites', f'task: {name}').replace(
+            'multiple_choice', f'generate_until\ngeneration_kwargs: {{{kwargs}}}'
+        )
+        lines = [line for line in changed.splitlines() if 'doc_to_choice' not in line]
+        (tmp_path / f'{name}.yaml').write_text('\n'.join(lines) + '\n')
+    with pytest.raises(ConfigError) as error:
+        harness.evaluate_tasks(
+            small(), None, TOKENIZER, [f'{tmp_path}/{x}' for x in ('opposites', 'first', 'second')]
+        )
+    assert [
+        str(problem).split(' must')[0].split(' is ')[0] for problem in error.value.problems
+    ] == [
+        'generation_kwargs of first: max_gen_toks=16',
+        'generation_kwargs of second: max_gen_toks=256',
+        'generation_kwargs of second: num_beams=3',
+    ]
