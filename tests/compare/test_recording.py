@@ -26,6 +26,18 @@ def test_a_recording_comes_back(recording: Recording, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found.gradients['w'], recording.gradients['w'])
 
 
+def test_a_recording_with_the_names_of_an_earlier_version_is_read_by_those_of_today(
+    recording: Recording, tmp_path: Path
+) -> None:
+    x, name = recording.batch['tokens'], 'layers.0.mlp_norm'
+    about = recording.about.model_copy(update={'weights': {f'{name}.weight': 'a'}})
+    old = Recording(about=about, batch={}, forward={name: x}, gradients={f'{name}.weight': x})
+    write_recording(tmp_path / 'a.npz', old)
+    found = read_recording(tmp_path / 'a.npz')
+    assert [*found.forward] == ['layers.0.mlp.norm']
+    assert [*found.gradients] == [*found.about.weights] == ['layers.0.mlp.norm.weight']
+
+
 @pytest.mark.parametrize(
     'header',
     [

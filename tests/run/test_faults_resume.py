@@ -15,6 +15,7 @@ from runs import CONFIG, HASH_STATES, finish, hashes, losses, start, train
 from support import by_name, write_run
 
 from megajax.checkpoint.checkpoints import Checkpoints
+from megajax.checkpoint.old_names import old
 from megajax.config import load
 from megajax.data import Batches
 from megajax.parallel.mesh import make_mesh
@@ -148,7 +149,7 @@ def test_the_checkpoint_of_the_first_release_still_restores_and_goes_on(
         assert checkpoints.newest_verified() == expected['step']
         params = by_name(checkpoints.restore(expected['step']).params)
     assert {
-        name: hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for name, x in params.items()
+        old(name): hashlib.sha256(np.asarray(x).tobytes()).hexdigest() for name, x in params.items()
     } == expected['params']
     run(config, name='golden')
     assert losses(tmp_path / 'run') == pytest.approx(
