@@ -348,6 +348,19 @@ def test_the_advice_on_tokens_of_another_tokenizer_ends_in_a_run_that_starts(
     check_tokenizer(source / 'checkpoints/3', load_data(config).tokenizer)
 
 
+def test_tokens_of_the_weights_tokenizer_are_read_though_some_of_its_tokens_have_no_row(
+    tmp_path: Path,
+) -> None:
+    config = tiny()
+    padded = byte_tokenizer([f'<{i}>' for i in range(config.model.vocab_size)])
+    run = tmp_path / 'padded'
+    with Checkpoints(run / 'checkpoints', config, tokenizer=padded) as checkpoints:
+        checkpoints.save({'params': make_state(config, 0).params}, 0)
+    padded.save(run / 'tokenizer.json')
+    corpus = build_corpus(tmp_path, 'web', tokenizer=run / 'tokenizer.json')
+    assert find_start(starting(run, data={'corpus': corpus}), tmp_path / 'new')
+
+
 def test_the_advice_on_another_tokenizer_for_a_text_ends_in_a_run_that_starts(
     source: Path, tmp_path: Path
 ) -> None:
