@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from megajax.data import Data
 
 Kind = Literal['config', 'run', 'huggingface', 'dump']
-# A Hugging Face directory has neither these keys nor a loss: they are those of the other side or,
-# compared with another directory, these.
+# A Hugging Face directory does not have these keys, a loss, and perhaps dropout: they are those of
+# the other side or, compared with another directory, these.
 SHARED = 'batch_size', 'seq_len', 'dtype', 'seed'
 ALONE = {'batch_size': 2, 'dtype': 'float32'}
 ALONE_TOKENS = 128  # of a sequence, unless the model's maximum is smaller
-WITHOUT_DROPOUT = 'model.dropout=0', 'model.attention_dropout=0'
+DROPOUT = 'dropout', 'attention_dropout'
+WITHOUT_DROPOUT = tuple(f'model.{key}=0' for key in DROPOUT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,16 +105,16 @@ class Source:
             if like is None
             else {key: getattr(like.train, key) for key in SHARED}
         )
-        of_loss: Mapping[str, Any] = (
-            {}
-            if like is None
-            else {
+        sections: dict[str, Any] = {'model': model, 'train': train}
+        if like is not None:
+            dropout = {key: getattr(like.model, key) for key in DROPOUT}
+            sections |= {
+                'model': model | dropout,
                 'loss': like.loss.model_dump(mode='json'),
                 'data': {'document_mask': like.data.document_mask},
             }
-        )
         place = str(self.path / 'config.json')
-        return reload({'model': model, 'train': train, **of_loss}, self.overrides, place=place)
+        return reload(sections, self.overrides, place=place)
 
     def data(self, config: Config) -> 'Data':
         """Return the data; a run has its own tokenizer and chat template."""
