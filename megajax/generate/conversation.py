@@ -64,9 +64,12 @@ class Conversation:
             number += 2  # a text and its answer
             ids = self._encode(self._turns[number:])
         if len(ids) >= limit:
+            has, fix = 'this turn has', 'shorten it'
+            if self._system:
+                has, fix = "the system's message and this turn have", 'shorten one of them'
             raise ConfigError(
-                f'this turn has {len(ids)} tokens as the chat template writes it, which leaves no '
-                f'room in model.max_seq_len={limit}: shorten it'
+                f'{has} {len(ids)} tokens in the chat template, which leaves no '
+                f'room in model.max_seq_len={limit}: {fix}'
             )
         del self._turns[:number]
         self.dropped += number // 2

@@ -129,7 +129,7 @@ def test_each_line_of_a_pipe_is_a_turn_and_old_turns_are_said_to_be_forgotten(
     [
         ('silent', [], b'a\n', 'data.chat_template: silent has no chat template: add data.chat_'),
         ('silent', ['data.chat_template=gone.jinja'], b'a\n', 'gone.jinja: cannot be read'),
-        ('polite', [], b'x' * 200, 'this turn has 219 tokens as the chat template writes it'),
+        ('polite', [], b'x' * 200, 'this turn has 219 tokens in the chat template'),
         ('polite', [], b'\xff\n', 'is not UTF-8'),
         ('polite', ['--prompts', 'p.txt'], b'', '--chat takes its turns from --prompt or input'),
         ('polite', ['--image', 'a.png'], b'', 'leave out --image'),

@@ -98,6 +98,14 @@ def test_a_turn_that_alone_leaves_no_room_is_refused_and_forgotten(run: Path) ->
     assert prompts == [[*turn('user', 'a'), *BEGINS]]
 
 
+def test_a_system_message_that_leaves_no_room_is_named(run: Path) -> None:
+    with conversing(run, system='x' * 120) as (conversation, _):
+        length = len([*turn('system', 'x' * 120), *turn('user', 'a'), *BEGINS])
+        said = f"the system's message and this turn have {length} tokens .* shorten one of them"
+        with pytest.raises(ConfigError, match=said):
+            answer(conversation, 'a')
+
+
 def test_an_answer_that_is_broken_off_is_remembered_as_far_as_it_came(run: Path) -> None:
     with conversing(run) as (conversation, prompts):
         growing = conversation.answer('a')
