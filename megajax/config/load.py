@@ -29,6 +29,7 @@ from megajax.render.text import shorten
 KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
 CONFIG = 'config.yaml'  # in the folder of a run
 RECIPES = 'recipes'  # the folder, beside the presets
+FEW_FILES = 5  # number of YAML files up to which an error lists them
 LONGEST_KEY = 100  # characters of a path; the schema's have fewer than 40
 
 
@@ -179,11 +180,15 @@ def _read_file(file: Path, problems: list[Problem]) -> dict[str, _Setting] | Non
 
 
 def _no_such_file(file: Path) -> str:
-    files = [path for end in ('*.yaml', '*.yml') for path in file.parent.glob(end)]
+    files = [path for end in ('*.yaml', '*.yml') for path in file.parent.glob(f'[!.]{end}')]
     here = {path.stem: str(path) for path in files}
     choices = here | {name: name for name in presets()}
-    near = get_close_matches(file.name.removesuffix('.yaml'), choices, n=1)
-    fix = f'did you mean {choices[near[0]]}? ' if near else ''
+    name = file.stem if file.suffix in ('.yaml', '.yml') else file.name
+    if near := get_close_matches(name, choices, n=1):
+        fix = f'did you mean {choices[near[0]]}? '
+    else:
+        shown = sorted(here.values()) if len(here) <= FEW_FILES else ()
+        fix = f'YAML files there: {", ".join(shown)}; ' if shown else ''
     return f'no such file or preset; {fix}presets: {", ".join(presets())}'
 
 

@@ -1,9 +1,11 @@
-"""The names that other programs give to the keys of a config.
+"""The names that other programs give to the keys of a config and to their values.
 
 Imports no jax.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
 
 from megajax.config.schema import SECTIONS, keys_of
 
@@ -153,6 +155,25 @@ _DIFFERENT = {
     ),
     'AdamW is the only optimizer of megajax train': ('optimizer', 'optim_type', 'momentum'),
 }  # fmt: skip
+_VALUES = {
+    'none': ('no', 'off', 'false'),
+    'full': ('true',),
+    'float32': ('fp32', 'f32', 'float', '32'),
+    'bfloat16': ('bf16', 'bf16_mixed'),
+    'float16': ('fp16', 'f16', 'half', '16'),
+    'fp8': ('float8', 'fp8_hybrid'),
+    'optimizer': ('1', 'zero1', 'zero_1'),
+    'gradients': ('2', 'zero2', 'zero_2'),
+    'weights': ('3', 'zero3', 'zero_3', 'fsdp', 'full_shard'),
+    'layernorm': ('layer_norm', 'ln'),
+    'rmsnorm': ('rms_norm', 'rms'),
+    'swiglu': ('silu', 'swish'),
+    'gelu_tanh': ('gelu_new', 'gelu_fast', 'gelu_pytorch_tanh'),
+    'rope': ('rotary',),
+    'learned': ('absolute', 'learned_absolute'),
+    'next_token': ('clm', 'causal_lm'),
+    'masked_lm': ('mlm',),
+}  # fmt: skip
 _KEYS = {name: key for key, names in _NAMES.items() for name in names}
 _REASONS = {name: reason for reason, names in _DIFFERENT.items() for name in names}
 
@@ -167,6 +188,13 @@ def key_meant(path: str) -> str | None:
     meant = _KEYS.get(_plain(name))
     own = meant and meant.partition('.')[2]
     return f'{section}.{own}' if section in SECTIONS and own in keys_of(section) else meant
+
+
+def value_meant(value: Any, allowed: Sequence[str]) -> str | None:
+    """Return the allowed value that another program calls so, or the nearest; None if none is."""
+    name = _plain(str(value))
+    near = get_close_matches(name, allowed, n=1, cutoff=0.8)
+    return next((one for one in allowed if name in _VALUES.get(one, ())), next(iter(near), None))
 
 
 def without_a_key(path: str) -> str | None:

@@ -1,6 +1,7 @@
 """Why a key of a config cannot have a value, in words."""
 
 import functools
+import re
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -9,6 +10,7 @@ from pydantic_core import ErrorDetails
 from megajax.config.model import RopeScaling
 from megajax.config.schema import SECTIONS
 from megajax.config.section import Section
+from megajax.config.synonyms import value_meant
 from megajax.render.text import shorten
 
 PLAIN_WORDS = {
@@ -28,7 +30,10 @@ def explain(detail: ErrorDetails) -> str:
         return 'is not a key; leave it out'
     allowed = PLAIN_WORDS.get(detail['type']) or detail['msg'].removeprefix('Input should be ')
     value = 'null' if detail['input'] is None else shorten(repr(detail['input']))
-    return f'must be {allowed}, not {value}'
+    meant = None
+    if detail['type'] == 'literal_error':
+        meant = value_meant(detail['input'], re.findall("'([^']*)'", allowed))
+    return f'must be {allowed}, not {value}' + (f'; did you mean {meant}?' if meant else '')
 
 
 def fault(path: str, value: Any) -> str | None:

@@ -176,6 +176,14 @@ def test_a_missing_file_names_the_nearest_preset() -> None:
     )
 
 
+def test_a_missing_file_names_the_files_that_are_there(tmp_path: Path) -> None:
+    for name in 'my.yaml', '.hidden.yaml':
+        (tmp_path / name).touch()
+    (near,), (far,) = mistakes(tmp_path / 'my.yml'), mistakes(tmp_path / 'mu.yaml')
+    assert f'; did you mean {tmp_path}/my.yaml? presets: ' in near
+    assert f'; YAML files there: {tmp_path}/my.yaml; presets: ' in far
+
+
 def test_what_is_no_file_or_no_text_is_told(tmp_path: Path) -> None:
     assert mistakes(tmp_path) == [
         f'{tmp_path}: is a folder; give a YAML file, or a preset (megajax config list)'

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from megajax.commands.main import app
 from megajax.config import ConfigError, load
 from megajax.config.load import KEYS
-from megajax.config.synonyms import _DIFFERENT, _NAMES
+from megajax.config.synonyms import _DIFFERENT, _NAMES, _VALUES
 
 RUNNER = CliRunner()
 
@@ -49,6 +49,31 @@ def test_an_unknown_key_names_the_one_that_other_programs_call_so(name: str, key
     with pytest.raises(ConfigError) as error:
         load('tiny', [f'{name}=2'])
     assert str(error.value).endswith(f'{name}: unknown key; did you mean {key}?')
+
+
+@pytest.mark.parametrize(
+    ('override', 'value'),
+    [
+        ('optim.shard=zero3', 'weights'),
+        ('optim.shard=ZeRO-2', 'gradients'),
+        ('optim.shard=1', 'optimizer'),
+        ('optim.shard=fsdp', 'weights'),
+        ('train.dtype=bf16', 'bfloat16'),
+        ('train.dtype=bfloat_16', 'bfloat16'),
+        ('train.recompute=true', 'full'),
+        ('model.norm=layer_norm', 'layernorm'),
+        ('model.activation=silu', 'swiglu'),
+        ('optim.schedule=cosin', 'cosine'),
+    ],
+)
+def test_a_value_that_other_programs_call_so_is_named(override: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=rf'; did you mean {value}\?$'):
+        load('tiny', [override])
+
+
+@pytest.mark.parametrize('allowed', _VALUES)
+def test_a_value_is_no_other_name_of_a_value(allowed: str) -> None:
+    assert not {allowed} & {name for names in _VALUES.values() for name in names}
 
 
 @pytest.mark.parametrize(
