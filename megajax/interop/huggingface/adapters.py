@@ -75,8 +75,11 @@ def _check_base(checkpoint: Path, model: ModelConfig, base: str | None, family: 
     from megajax.interop.huggingface.weights import huggingface_pieces, tensors_of_pieces
     from megajax.interop.runs import weight_shapes
 
-    began = read_record(checkpoint).origin.get('checkpoint', 'the run that it started from')
-    fix = f'give --base the weights that they belong to: megajax export hf {began} NEW'
+    began = read_record(checkpoint).origin.get('checkpoint', 'unknown weights')
+    fix = (
+        'give --base an export of the weights to which adapters were added first (this run started '
+        f'from {began}): megajax export hf RUN NEW'
+    )
     pieces = huggingface_pieces(model, weight_shapes(checkpoint), family=family)
     tensors = tensors_of_pieces(
         model, pieces, read_tensors(folder), source=f'--base {base}', family=family
