@@ -116,6 +116,9 @@ class MiscompileError(RunError):
 
 
 def reason(error: Exception) -> str:
-    """Return the first line of an error, or its type; tensorstore's messages fill pages."""
+    """Return the first line of an error, or its type; tensorstore's messages fill pages.
+
+    Of a long line the end stays too, where the system's reason is.
+    """
     lines = visible(str(error)).strip().splitlines() or [type(error).__name__]
-    return lines[0][:MAX_REASON_CHARACTERS]
+    return shorten(lines[0], MAX_REASON_CHARACTERS)

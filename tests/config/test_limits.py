@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config import ConfigError, load
+from megajax.config.errors import MAX_REASON_CHARACTERS, reason
 from megajax.config.keys import Key, keys_in
 
 HUGE = 2**63 - 1
@@ -77,3 +78,11 @@ def test_a_time_is_one_that_a_thread_can_wait(key: str) -> None:
 def test_a_path_may_be_long(tmp_path: Path) -> None:
     folder = '/'.join([str(tmp_path), *['é' * 127] * 10])
     assert load('tiny', [f'run.dir={folder}']).run.dir == folder
+
+
+def test_the_reason_of_a_long_error_is_kept_at_its_end() -> None:
+    why = 'No space left on device'
+    shown = reason(OSError(f'cannot write {"a/" * 1000}: {why}\nand a page of places'))
+    assert shown.startswith('cannot write a/')
+    assert shown.endswith(why)
+    assert len(shown) <= MAX_REASON_CHARACTERS
