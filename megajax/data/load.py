@@ -24,7 +24,13 @@ from megajax.data.image_text.load import keeps_documents, load_image_text, read_
 from megajax.data.masked import NUM_SPECIAL, SHORTEST, DocumentPieces, MaskedBatches, Vocabulary
 from megajax.data.megatron_order import MegatronSamples, blend_index, blend_sizes
 from megajax.data.samples import Joined, Samples, Windows
-from megajax.data.text.corpus import Document, naming_lines, read_documents, split_documents
+from megajax.data.text.corpus import (
+    Document,
+    naming_lines,
+    read_documents,
+    split_documents,
+    warn_of_copies,
+)
 from megajax.data.text.parts import Part, split_sequences
 from megajax.data.text.spelled import warn_of_letters
 from megajax.data.text.tokenizer import Tokenizer, encode_documents
@@ -164,6 +170,7 @@ def _load_text(config: Config) -> Data:
     tokenizer = tokenizer_of_text(config, lambda: [document.text for document in train])
     texts = (document.text for document in (*train, *validation))
     warn_of_letters('data.corpus', texts, tokenizer.special_tokens())
+    warn_of_copies(*([document.text for document in part] for part in (train, validation)))
     with naming_lines(documents):
         parts = [_encode(config.data.corpus, part, tokenizer) for part in (train, validation)]
     _check_tokens(parts[0])

@@ -1,6 +1,7 @@
 """From a config with an encoder to batches: JSON lines, plain text and Megatron's files."""
 
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -202,3 +203,22 @@ def test_a_token_that_a_text_could_have_is_no_image_token(
     vision = wrong.vision.model_copy(update={'image_token': token})
     with pytest.raises(ConfigError, match=f'vision.image_token: {token} .*; use {fix}'):
         load_data(wrong.model_copy(update={'vision': vision}))
+
+
+@pytest.mark.parametrize('as_chat', [True, False])
+def test_copies_on_both_sides_of_the_split_are_counted(
+    folder: Path, as_chat: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def line(number: int) -> object:
+        turns = [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': f'{number}'}]
+        return {'messages': turns} if as_chat else {'text': f'document {number} ' * 5}
+
+    write(folder, *map(line, range(40)))
+    load_data(text_config(folder))
+    assert 'copies' not in caplog.text
+    write(folder, *map(line, range(40)), *map(line, range(40)), name='again.jsonl')
+    write(folder, name='data.jsonl')
+    load_data(text_config(folder))
+    said = re.search(r'(\d+) of (\d+) documents to validate on are copies', caplog.text)
+    assert said
+    assert 0 < int(said[1]) <= int(said[2]) < 40

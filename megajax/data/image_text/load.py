@@ -18,7 +18,7 @@ from megajax.data.image_text.documents import FileDocument, read_documents
 from megajax.data.image_text.fit import check_fit
 from megajax.data.image_text.lines import spelled
 from megajax.data.image_text.turns import Vocabulary
-from megajax.data.text.corpus import Document, find_corpus, split_documents
+from megajax.data.text.corpus import Document, find_corpus, split_documents, warn_of_copies
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.data.tokens.indexed import is_pair
 
@@ -95,9 +95,9 @@ def load_image_text(
         raise _problem(f'{corpus!r} holds no documents; give JSON lines or Parquet that do')
     check_fit(list(documents.values()), shape)
     find_corpus(corpus).log_unread(corpus)
-    train, validation = (
-        pack([documents[name] for name in names], shape) for names in _split(list(documents), split)
-    )
+    parts = [[documents[name] for name in names] for names in _split(list(documents), split)]
+    warn_of_copies(*([(x.tokens.tobytes(), *x.paths) for x in part] for part in parts))
+    train, validation = (pack(part, shape) for part in parts)
     if len(train) < batch_size:
         raise _problem(
             f'{corpus!r} fills {len(train)} rows of train.seq_len={shape.seq_len} to train on; '

@@ -5,7 +5,7 @@ import mimetypes
 import os
 import sysconfig
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -179,6 +179,18 @@ def split_documents(documents: Sequence[Document], split: str) -> Parts:
             giver = max(range(3), key=lambda j: len(parts[j]))
             parts[i].append(parts[giver].pop(-1 if giver < i else 0))
     return parts
+
+
+def warn_of_copies(train: Iterable[Hashable], validation: Sequence[Hashable]) -> None:
+    """Log how many documents to validate on are equal to one to train on."""
+    known = set(train)
+    if copies := sum(document in known for document in validation):
+        logger.warning(
+            'data.corpus: %s of %s documents to validate on are copies of documents to train on, '
+            'which makes the validation loss too low; remove copies from the corpus',
+            f'{copies:,}',
+            f'{len(validation):,}',
+        )
 
 
 def _cut(document: Document, ends: Sequence[float]) -> Parts:
