@@ -130,7 +130,7 @@ def test_documents_to_train_on_that_spell_special_tokens_are_counted(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for i in range(0, 40, 4):
-        (folder / f'{i}.py').write_text('<|endoftext|>\nx = 1\n' * 9)
+        (folder / f'{i}.py').write_text(f'<|endoftext|>\nx = {i}\n' * 9)
     load_data(config(f'data.corpus={folder}', 'data.tokenizer=bytes'))
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith('data.corpus: 10 documents spell special tokens (<|endoftext|>), whi')
