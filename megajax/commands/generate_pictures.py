@@ -44,8 +44,9 @@ def draw_budget(
 def check_images(
     images: Path | None, image: list[Path] | None, prompts: Path | None, texts: Sequence[str]
 ) -> None:
-    """Raise ConfigError for what does not go with a folder of pictures, before jax is imported."""
+    """Raise ConfigError for images that do not belong to the prompts, before jax is imported."""
     if images is None:
+        _check_image_files(image or [], texts)
         return
     if image or prompts:
         raise ConfigError('--images answers one --prompt: leave out --image and --prompts')
@@ -53,6 +54,17 @@ def check_images(
         raise ConfigError('--images puts each picture where the --prompt has <image>: give one')
     if not images.is_dir():
         raise ConfigError(f'--images {images}: no such folder')
+
+
+def _check_image_files(image: Sequence[Path], texts: Sequence[str]) -> None:
+    problems = [f'{path}: no such file' for path in image if not path.exists()]
+    if image and texts and (places := texts[0].count('<image>')) != len(image):
+        problems.append(
+            f'the prompt has <image> {places} times, and there are {len(image)} --image: '
+            f"write <image> once for each, for example '{'<image>' * len(image)}?'"
+        )
+    if problems:
+        raise ConfigError(*problems)
 
 
 def answer_all(opened: 'Opened', jax: Any, prompt: str, folder: Path, request: 'Request') -> None:

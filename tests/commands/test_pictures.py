@@ -18,6 +18,7 @@ from PIL import Image
 from support import slow
 from typer.testing import CliRunner
 
+from megajax.commands.generate_pictures import check_images
 from megajax.commands.main import app
 from megajax.config import ConfigError
 
@@ -269,6 +270,22 @@ def test_train_and_eval_refuse_a_template_that_loops(
 
 
 @pytest.mark.slow
+def test_every_mistake_in_the_images_of_a_prompt_is_named_before_jax_is_imported(
+    tmp_path: Path,
+) -> None:
+    there, gone = tmp_path / 'a.png', tmp_path / 'gone.png'
+    red().save(there)
+    with pytest.raises(ConfigError) as caught:
+        check_images(None, [there, gone], None, ['what is <image>'])
+    assert str(caught.value).splitlines() == [
+        f'{gone}: no such file',
+        'the prompt has <image> 1 times, and there are 2 --image: write <image> once for each, '
+        "for example '<image><image>?'",
+    ]
+    check_images(None, [there], None, ['what is <image>'])
+    check_images(None, [there], None, [])
+
+
 def test_a_picture_that_breaks_off_ends_the_command_with_2(trained: Path, tmp_path: Path) -> None:
     truncated(tmp_path / 'bad.png')
     data = tmp_path / 'data.jsonl'
