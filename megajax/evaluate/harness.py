@@ -7,7 +7,9 @@ request has the result of the harness's `HFLM`; one that `HFLM` fails at is a Co
 
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,13 +165,24 @@ class HarnessModel(TemplateLM):
 
     def _continue(self, prompts: Sequence[Sequence[int]], request: Request) -> Iterable[str]:
         self._generator = self._generator or Generator(self._config, self._params, self._text)
-        *_, rows = self._generator.stream(prompts, request)
+        for rows in self._generator.stream(prompts, replace(request, stops=())):
+            for row in rows:
+                if row and not row.end and self._has(row.ids, request.stops):
+                    row.end = 'stop'
         return [self._answer(row.ids, request.stops) for row in rows if row]
 
+    def _has(self, ids: Sequence[int], stops: Sequence[str]) -> bool:
+        text = self._text.decode(ids)
+        return any(stop in text for stop in stops)
+
     def _answer(self, ids: Sequence[int], stops: Sequence[str]) -> str:
-        """Return the text of generated ids as `HFLM` decodes it: alone, without special tokens."""
+        """Return the text of generated ids as `HFLM` decodes it: alone, without special tokens.
+
+        The last id is the first one that completes a stop, which may be a special token's name.
+        """
+        before = bisect_left(range(len(ids)), True, key=lambda i: self._has(ids[: i + 1], stops))
         special = self._special.values()
-        text = self._text.decode(i for i in ids if i not in special)
+        text = self._text.decode(i for i in ids[: before + 1] if i not in special)
         end = self._text.decode([self._text.eod])
         answer: str = postprocess_generated_text(text, [*stops, end], None)
         return answer

@@ -550,11 +550,14 @@ def import_harness(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         prompts: Sequence[Sequence[int]], request: Request
     ) -> Iterator[list[SimpleNamespace | None]]:
         rows = [
-            SimpleNamespace(ids=f'{TOKENIZER.decode(ids).upper()}{"".join(request.stops)}'.encode())
+            SimpleNamespace(ids=[*TOKENIZER.decode(ids).upper().encode()], end=None)
             for ids in prompts
         ]
         yield [None] * len(rows)
-        yield rows
+        for added in (b'.', b'more'):
+            for row in rows:
+                row.ids += [] if row.end else added
+            yield rows
 
     pytest.importorskip('lm_eval', reason='lm-evaluation-harness is not installed')
     spec = find_spec('megajax.evaluate.harness')
@@ -714,7 +717,7 @@ def test_continuations_come_in_the_order_of_asking_from_the_end_of_a_context(
     found = model.generate_until([ask(*request) for request in requests])
     assert found == [
         'ABC',
-        'F',
+        'F.more',
         '<|ENDOFTEXT|>',
         'AT IS LONG',
     ]  # 16 positions less 6 or 15
@@ -725,6 +728,15 @@ def test_continuations_come_in_the_order_of_asking_from_the_end_of_a_context(
     assert '1 of 3' not in caplog.text
     model._loglikelihood_tokens([(None, [1] * 16, [2]), (None, [1] * 16, [2, 3])])
     assert '1 of 2 contexts lost' in caplog.text
+
+
+def test_an_answer_ends_at_the_first_token_with_which_a_stop_is_complete(
+    harness: ModuleType,
+) -> None:
+    model = harness.HarnessModel(small(), None, byte_tokenizer(['<|x|>', '<|y|>']))
+    assert model._answer([*b'ab', 258, *b'c', 257, *b'd'], ['<|x|>']) == 'abc'
+    assert model._answer([*b'ab', 258, *b'c', 257, *b'd'], []) == 'abcd'
+    assert model._answer([*b'one two one'], ['two', 'ne t']) == 'o'
 
 
 def test_a_task_is_looked_for_in_its_folder_and_only_its_numbers_are_kept(

@@ -53,6 +53,7 @@ def open_both(request: Any, tmp_path_factory: Any) -> Iterator[Both]:
     model = random_model(request.param, keys)
     # Of bytes that are no text, `tokenizers` decodes fewer than megajax.
     model.lm_head.weight.data[[i for name, i in tokenizer.get_vocab().items() if '<0x' in name]] = 0
+    model.lm_head.weight.data[tokenizer.token_to_id('<|im_end|>')] *= 2
     model.save_pretrained(folder / 'in')
     tokenizer.save(str(folder / 'in/tokenizer.json'))
     (folder / 'in/tokenizer_config.json').write_text(
@@ -114,8 +115,10 @@ def test_likelihoods_are_those_of_the_harness(both: Both) -> None:
         {'max_completion_tokens': '5', 'do_sample': False, 'temperature': 0.7},
         {'max_tokens': 20, 'until': 'e', 'num_beams': 1},
         {'max_tokens': 20, 'until': ['t', 'a', 'ZZ']},
+        {'max_tokens': 20, 'until': [' tool', ' f', ' s']},
+        {'max_tokens': 20, 'until': ['<|im_end|>']},
     ],
-    ids=range(7),
+    ids=range(9),
 )
 def test_continuations_are_those_of_the_harness(both: Both, kwargs: dict[str, Any]) -> None:
     asked = [ask(text, kwargs) for text in ('the cat', CONTEXT, CONTEXT * 3, '<|im_end|> the ')]
