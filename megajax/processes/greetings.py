@@ -20,6 +20,7 @@ from megajax.processes.token import is_signed, make_nonce, sign
 
 MAX_GREETINGS = 64  # connections at once that have not greeted yet
 GREETING_SECONDS = 10.0  # from the connection to the end of the greeting
+SILENT_SECONDS = 10.0  # of waiting, after which the missing processes are named
 MAX_DROPS_LOGGED = 20
 MAX_HOST_CHARACTERS = 100
 MAX_PROCESSES = 10**6  # more is no greeting of a process
@@ -59,14 +60,20 @@ class Greetings:
         all have come. Raises ConfigError if a process does not fit into the run.
         """
         deadline = time.monotonic() + self.start.timeout
+        silent_until = time.monotonic() + SILENT_SECONDS
         self.server.setblocking(False)  # who is about to be accepted may have gone again
         with self._selector:
             while len(self.joined) < self.start.count - 1:
                 if time.monotonic() >= deadline:
                     self._end_without_the_missing()
+                if time.monotonic() >= silent_until:
+                    self._name_the_missing()
+                    silent_until = deadline
                 self._drop_the_slow()
                 self._accept_while_there_is_room()
-                for key, _ in self._selector.select(self._seconds_until(deadline)):
+                for key, _ in self._selector.select(
+                    self._seconds_until(min(deadline, silent_until))
+                ):
                     if key.fileobj is self.server:
                         self._accept()
                     else:
@@ -159,12 +166,23 @@ class Greetings:
             last = '; no more of them are logged' if self._drops == MAX_DROPS_LOGGED else ''
             logger.warning('dropped a connection from %s: %s%s', stranger.link.name, why, last)
 
-    def _end_without_the_missing(self) -> None:
-        missing = ', '.join(
+    def _missing(self) -> str:
+        return ', '.join(
             str(index) for index in range(1, self.start.count) if index not in self.joined
         )
+
+    def _name_the_missing(self) -> None:
+        logger.warning(
+            'process 0 waits at %s for up to %g s: of %d processes, %s have not connected yet',
+            self.start.address,
+            self.start.timeout,
+            self.start.count,
+            self._missing(),
+        )
+
+    def _end_without_the_missing(self) -> None:
         end(
-            f'of {self.start.count} processes, {missing} did not connect to process 0 '
+            f'of {self.start.count} processes, {self._missing()} did not connect to process 0 '
             f'at {self.start.address} within {self.start.timeout:g} s: check that they started '
             f'and can reach {self.start.address}, or set more seconds in {START_TIMEOUT}'
         )

@@ -85,3 +85,17 @@ def test_a_process_0_that_listens_on_all_interfaces_says_so(
             gather(replace(start(bind), timeout=0.01))
     (line,) = caplog.messages
     assert line.startswith('process 0 listens on all interfaces, because it has none with the ')
+
+
+def test_who_is_missing_is_named_once_while_process_0_waits(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(line: str) -> NoReturn:
+        raise SystemExit(line)
+
+    monkeypatch.setattr(greetings, 'end', end)
+    monkeypatch.setattr(greetings, 'SILENT_SECONDS', 0.02)
+    with pytest.raises(SystemExit, match='1, 2 did not connect'):
+        gather(replace(start('127.0.0.1'), count=3, timeout=0.2))
+    (line,) = caplog.messages
+    assert line.endswith('for up to 0.2 s: of 3 processes, 1, 2 have not connected yet')
