@@ -4,6 +4,7 @@ import collections
 import contextlib
 import math
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -290,6 +291,9 @@ def _simulate_cpu_devices(count: int) -> None:
     # and XLA's default timeout would end the process.
     patience = '--xla_cpu_collective_call_terminate_timeout_seconds'
     flags = os.environ.get('XLA_FLAGS', '')
+    # jax's own key comes before this flag of XLA, which also asks for devices.
+    asked = re.search(r'--xla_force_host_platform_device_count=(\d+)', flags)
+    count = max(count, int(asked[1]) if asked else 0)
     if patience not in flags:
         os.environ['XLA_FLAGS'] = f'{flags} {patience}=600'.strip()
     with contextlib.suppress(RuntimeError):  # jax already has its devices: make_mesh counts them

@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 
 import megajax
 from megajax.parallel.mesh import (
+    _simulate_cpu_devices,
     axis_sizes,
     check_hosts,
     concrete,
@@ -239,3 +240,12 @@ def test_the_libraries_of_gpus_are_checked_only_where_there_are_gpus(
     os.environ.pop('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', None)
     make_mesh(1, 1)
     assert ('JAX_SKIP_CUDA_CONSTRAINTS_CHECK' in os.environ) == (not has_gpu)
+
+
+def test_devices_that_xla_flags_ask_for_are_simulated_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = list[int]()
+    monkeypatch.setattr(jax.config, 'update', lambda key, count: counts.append(count))
+    for flags, count in (('', 9), ('--xla_force_host_platform_device_count=12 --xla_a=1', 12)):
+        monkeypatch.setenv('XLA_FLAGS', flags)
+        _simulate_cpu_devices(9)
+        assert counts.pop() == count
