@@ -222,3 +222,20 @@ def test_copies_on_both_sides_of_the_split_are_counted(
     said = re.search(r'(\d+) of (\d+) documents to validate on are copies', caplog.text)
     assert said
     assert 0 < int(said[1]) <= int(said[2]) < 40
+
+
+@pytest.mark.parametrize('ends', [True, False])
+@pytest.mark.parametrize('answers', [1, 2])
+def test_answers_that_a_template_does_not_end_are_counted(
+    folder: Path, ends: bool, answers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    end = '<|endoftext|>' if ends else ';'
+    (folder / 'chat.jinja').write_text(CHAT.replace(';', end))
+    turns = [{'role': 'user', 'content': 'q'}, {'role': 'assistant', 'content': 'a'}] * answers
+    write(folder, *[{'messages': turns}] * 20)
+    load_data(text_config(folder, chat_template=str(folder / 'chat.jinja')))
+    said = [line for line in caplog.messages if line.startswith('data.chat_template')]
+    if ends or answers == 1:
+        assert not said
+    else:
+        assert 'in 20 documents the model learns to end the last answer alone' in said[0]

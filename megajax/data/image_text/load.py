@@ -1,5 +1,6 @@
 """The path from JSON lines with pictures to batches."""
 
+import logging
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,18 +12,20 @@ import numpy as np
 from megajax.config import Config, ConfigError, Problem
 from megajax.data.batches import Batch, Batches, Order
 from megajax.data.build.objects import read_objects
-from megajax.data.drawn import PICTURES
+from megajax.data.drawn import NO_TOKEN, PICTURES
 from megajax.data.image_rows import RowShape
 from megajax.data.image_text.chat import Chat, PlainChat, Template, TemplateChat, read_template
 from megajax.data.image_text.documents import FileDocument, read_documents
 from megajax.data.image_text.fit import check_fit
 from megajax.data.image_text.lines import spelled
-from megajax.data.image_text.turns import Vocabulary
+from megajax.data.image_text.turns import Vocabulary, end_of_turn
 from megajax.data.text.corpus import Document, find_corpus, split_documents, warn_of_copies
 from megajax.data.text.tokenizer import Tokenizer
 from megajax.data.tokens.indexed import is_pair
 
 Row = Sequence[FileDocument]
+
+logger = logging.getLogger(__name__)
 
 
 class ImageTextBatches(Batches):
@@ -91,6 +94,7 @@ def load_image_text(
         for path, name in files_of(corpus):
             for document in read_documents(path, shape, tokenizer, chat):
                 documents[_name(name, document.place)] = document
+        _warn_of_endless_answers(list(documents.values()), tokenizer, chat)
     if not documents:
         raise _problem(f'{corpus!r} holds no documents; give JSON lines or Parquet that do')
     check_fit(list(documents.values()), shape)
@@ -202,6 +206,25 @@ def keeps_documents(config: Config, corpus: str) -> bool:
         return bool(files)
     lines = (line for path, _ in files for _, line in read_objects(path))
     return 'messages' in next(lines, {})
+
+
+def _warn_of_endless_answers(
+    documents: Sequence[FileDocument], tokenizer: Tokenizer, chat: Chat
+) -> None:
+    """Log how many documents have answers after which the template writes no special token."""
+    begins = (np.diff(document.answered.astype(int), prepend=0) > 0 for document in documents)
+    several = sum(np.count_nonzero(places) > 1 for places in begins)
+    vocabulary = Vocabulary(special=tokenizer.special_tokens(), image_token=NO_TOKEN)
+    try:
+        end = end_of_turn(vocabulary, chat, 'a conversation of two turns') if several else None
+    except ConfigError:  # a template may need more than two turns
+        return
+    if several and end is None:
+        logger.warning(
+            'data.chat_template: writes no special token after an answer, so that in %s documents '
+            'the model learns to end the last answer alone; set one that ends each answer',
+            f'{several:,}',
+        )
 
 
 def _name(file: str, place: str) -> str:
