@@ -51,6 +51,11 @@ class Companions:
         return self._read(TOKEN_IDS)
 
     @property
+    def generation(self) -> dict[str, Any]:
+        """The keys of generation_config.json."""
+        return self._read(GENERATION)
+
+    @property
     def ends(self) -> tuple[int, ...]:
         """The ids at which transformers ends a text; raises ConfigError if they are no ids."""
         for file in (GENERATION, TOKEN_IDS):

@@ -221,7 +221,10 @@ def evaluate(
         if harness:
             from megajax.evaluate.harness import evaluate_tasks
 
-            results = evaluate_tasks(opened.config, opened.params, tokenizer, harness.split(','))
+            results = evaluate_tasks(
+                *(opened.config, opened.params, tokenizer, harness.split(',')),
+                opened.companions.generation,
+            )
         else:
             results = {
                 str(task): dataclasses.asdict(

@@ -16,30 +16,45 @@ from typing import Any
 from flax import nnx
 from lm_eval import simple_evaluate
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megajax.config import Config, ConfigError
 from megajax.data import Tokenizer
 from megajax.data.text.pieces import Piece
+from megajax.evaluate.harness_requests import requests_of
 from megajax.evaluate.score import Scorer, Window
-from megajax.generate import Generator, Request, Sampling
+from megajax.generate import Generator, Request
 
 logger = logging.getLogger(__name__)
 
-TOP_K = 50  # of transformers' `generate`, unless the task sets it
-READ = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_k', 'top_p'}
-NO_EFFECT = {'num_beams': 1, 'repetition_penalty': 1}
+NO_KEYS: Mapping[str, Any] = {}
+# Keys of a generation_config.json that transformers applies, and that have no effect here.
+UNUSED = (
+    *('num_beams', 'repetition_penalty', 'no_repeat_ngram_size', 'bad_words_ids', 'min_length'),
+    *('min_new_tokens', 'suppress_tokens', 'min_p', 'typical_p'),
+)
 NOTHING = r'[^\s\S]'  # a pattern without a match
-OWN_TASK = 'in a copy of the task, and evaluate it as FOLDER/NAME'
 
 
 class HarnessModel(TemplateLM):
-    """The model in the form that `lm_eval.simple_evaluate(model=...)` takes."""
+    """The model in the form that `lm_eval.simple_evaluate(model=...)` takes.
 
-    def __init__(self, config: Config, params: nnx.State, tokenizer: Tokenizer):
+    `generation` is the model's generation_config.json, whose `top_k` and `top_p` are those of tasks
+    that sample and do not set them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        params: nnx.State,
+        tokenizer: Tokenizer,
+        generation: Mapping[str, Any] = NO_KEYS,
+    ):
         super().__init__()
+        self._unused = {key: generation.get(key) for key in UNUSED}
+        self._defaults = {key: generation.get(key) for key in ('top_k', 'top_p')}
         self._config, self._params, self._text = config, params, tokenizer
         self._scorer = Scorer(config, params)
         self._generator: Generator | None = None
@@ -121,9 +136,12 @@ class HarnessModel(TemplateLM):
 
         Raises ConfigError with everything in `generation_kwargs` that cannot be kept to.
         """
-        asked = [(getattr(x, 'task_name', None) or 'a task', x.args[1]) for x in requests]
+        asked = [
+            (getattr(x, 'task_name', None) or 'a task', self._defaults | x.args[1])
+            for x in requests
+        ]
         by_request: dict[Request, list[int]] = {}
-        for number, wanted in enumerate(_requests(asked, self._limit)):
+        for number, wanted in enumerate(requests_of(asked, self._limit)):
             by_request.setdefault(wanted, []).append(number)
         texts, cut = [''] * len(requests), 0
         for wanted, numbers in by_request.items():
@@ -136,6 +154,12 @@ class HarnessModel(TemplateLM):
             for i, text in zip(numbers, self._continue(prompts, wanted), strict=True):
                 texts[i] = text
         self._warn_of_cut(cut, len(requests))
+        if unused := [f'{x}={y}' for x, y in self._unused.items() if y not in (None, 0, 1)]:
+            logger.warning(
+                'generation_config.json: %s has no effect here, and gives other answers in '
+                'transformers',
+                ', '.join(unused),
+            )
         return texts
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
@@ -201,7 +225,7 @@ class HarnessModel(TemplateLM):
 
 
 class Tasks(TaskManager):
-    """The harness's tasks, each rejected before the first request for what `_request` rejects."""
+    """The harness's tasks, of which all requests are checked before the first one is made."""
 
     def __init__(self, limit: int, include_path: Sequence[str] | None):
         super().__init__(include_path=include_path)
@@ -215,17 +239,22 @@ class Tasks(TaskManager):
             for name, task in loaded['tasks'].items()
             if task.get_config('output_type') == 'generate_until'
         ]
-        _requests(asked, self._limit)
+        requests_of(asked, self._limit)
         return loaded
 
 
 def evaluate_tasks(
-    config: Config, params: nnx.State, tokenizer: Tokenizer, tasks: Sequence[str]
+    config: Config,
+    params: nnx.State,
+    tokenizer: Tokenizer,
+    tasks: Sequence[str],
+    generation: Mapping[str, Any] = NO_KEYS,
 ) -> dict[str, dict[str, float]]:
     """Return the harness's results for each task, by name and metric.
 
-    A task is NAME, or FOLDER/NAME for one of your own, from the YAML files in a folder. Raises
-    ConfigError for a task that the harness does not know.
+    A task is NAME, or FOLDER/NAME for one of your own, from the YAML files in a folder.
+    `generation` is the model's generation_config.json. Raises ConfigError for a task that the
+    harness does not know, or that sets what cannot be kept to.
     """
     folders = sorted({str(Path(task).parent) for task in tasks if '/' in task})
     manager = Tasks(config.model.max_seq_len, folders or None)
@@ -236,7 +265,7 @@ def evaluate_tasks(
             'lm_eval ls tasks lists its own'
         )
     evaluation = simple_evaluate(
-        model=HarnessModel(config, params, tokenizer),
+        model=HarnessModel(config, params, tokenizer, generation),
         tasks=names,
         task_manager=manager,
         bootstrap_iters=0,
@@ -245,68 +274,6 @@ def evaluate_tasks(
         name: {key: x for key, x in values.items() if isinstance(x, float)}
         for name, values in evaluation['results'].items()
     }
-
-
-def _requests(asked: Iterable[tuple[str, Mapping[str, Any]]], limit: int) -> list[Request]:
-    """Return the request of each task's `generation_kwargs`.
-
-    Raises ConfigError with all that `_request` rejects.
-    """
-    requests: list[Request] = []
-    problems: list[str] = []
-    for task, given in asked:
-        try:
-            requests.append(_request(given, limit))
-        except ConfigError as error:
-            problems += [f'generation_kwargs of {task}: {line}' for line in error.problems]
-    if problems:
-        raise ConfigError(*dict.fromkeys(problems))
-    return requests
-
-
-def _request(given: Mapping[str, Any], limit: int) -> Request:
-    """Return the request that `HFLM` makes of `generation_kwargs`, for a model of `limit` tokens.
-
-    Raises ConfigError for what `HFLM` or `generate` of transformers would fail at, and for
-    what is not `READ`.
-    """
-    kwargs = {key: value for key, value in given.items() if value is not None}
-    kwargs = normalize_gen_kwargs(kwargs)
-    max_tokens, temperature = kwargs['max_gen_toks'], float(kwargs.get('temperature', 0))
-    problems = []
-    if not 0 < max_tokens < limit:
-        problems.append(
-            f'max_gen_toks={max_tokens} must be at least 1 and less than '
-            f'model.max_seq_len={limit}, which context and continuation share: '
-            f'set max_gen_toks to at most {limit - 1} {OWN_TASK}'
-        )
-    if kwargs['do_sample'] and not temperature:
-        problems.append(
-            'do_sample=true needs a temperature above 0: '
-            f'set temperature=1.0, or do_sample=false, {OWN_TASK}'
-        )
-    if '' in kwargs['until']:
-        problems.append(
-            f'until has an empty string, which every text contains: leave it out {OWN_TASK}'
-        )
-    if 'max_length' in kwargs:
-        problems.append(
-            f'max_length={kwargs.pop("max_length")} counts the context and its padding, too: '
-            f'set max_gen_toks instead {OWN_TASK}'
-        )
-    problems += [
-        f'{key}={value} is not supported (the keys are {", ".join(sorted(READ))}): '
-        f'leave it out {OWN_TASK}'
-        for key, value in kwargs.items()
-        if key not in READ and NO_EFFECT.get(key) != value
-    ]
-    if problems:
-        raise ConfigError(*problems)
-    sampling = Sampling(temperature=0)
-    if kwargs['do_sample']:
-        top_k = kwargs.get('top_k', TOP_K) or None
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=kwargs.get('top_p'))
-    return Request(max_tokens=max_tokens, sampling=sampling, stops=tuple(kwargs['until']))
 
 
 def _no_likelihood(asked: tuple[str, str] | None, problem: str, fix: str) -> ConfigError:

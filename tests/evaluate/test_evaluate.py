@@ -602,7 +602,7 @@ GREEDY = Sampling(temperature=0)
 def test_a_task_says_how_a_text_goes_on(
     harness: ModuleType, given: dict[str, object], wanted: Request
 ) -> None:
-    assert harness._request(given, 257) == wanted
+    assert harness.requests_of([('sums', given)], 257) == [wanted]
 
 
 @pytest.mark.parametrize(
@@ -728,6 +728,23 @@ def test_continuations_come_in_the_order_of_asking_from_the_end_of_a_context(
     assert '1 of 3' not in caplog.text
     model._loglikelihood_tokens([(None, [1] * 16, [2]), (None, [1] * 16, [2, 3])])
     assert '1 of 2 contexts lost' in caplog.text
+
+
+def test_a_generation_config_decides_what_a_task_leaves_open(
+    harness: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generation = {'top_k': 20, 'top_p': 0.8, 'temperature': 0.1, 'repetition_penalty': 1.05}
+    model = harness.HarnessModel(small(), None, TOKENIZER, {**generation, 'typical_p': 1.0})
+    asked: list[Request] = []
+    monkeypatch.setattr(model, '_continue', lambda _, request: [asked.append(request)])
+    drawn = {'max_gen_toks': 6, 'do_sample': True, 'temperature': 0.7}
+    model.generate_until([ask('a', drawn), ask('a', drawn | {'top_k': 0, 'top_p': 0.5})])
+    assert [request.sampling for request in asked] == [
+        Sampling(temperature=0.7, top_k=20, top_p=0.8),
+        Sampling(temperature=0.7, top_p=0.5),
+    ]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith('generation_config.json: repetition_penalty=1.05 has no effect here')
 
 
 def test_an_answer_ends_at_the_first_token_with_which_a_stop_is_complete(
