@@ -55,6 +55,8 @@ def open_both(request: Any, tmp_path_factory: Any) -> Iterator[Both]:
     model.lm_head.weight.data[[i for name, i in tokenizer.get_vocab().items() if '<0x' in name]] = 0
     model.lm_head.weight.data[tokenizer.token_to_id('<|im_end|>')] *= 2
     model.save_pretrained(folder / 'in')
+    generation = folder / 'in/generation_config.json'
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {'top_k': 1}))
     tokenizer.save(str(folder / 'in/tokenizer.json'))
     (folder / 'in/tokenizer_config.json').write_text(
         json.dumps(
@@ -73,7 +75,8 @@ def open_both(request: Any, tmp_path_factory: Any) -> Iterator[Both]:
     opened = open_model(folder / 'run', ['train.dtype=float32'])
     with jax.set_mesh(opened.mesh):
         assert opened.tokenizer is not None
-        yield Both(theirs, HarnessModel(opened.config, opened.params, opened.tokenizer))
+        model = opened.config, opened.params, opened.tokenizer
+        yield Both(theirs, HarnessModel(*model, opened.companions.generation))
 
 
 def ask(*arguments: object) -> SimpleNamespace:
@@ -117,8 +120,9 @@ def test_likelihoods_are_those_of_the_harness(both: Both) -> None:
         {'max_tokens': 20, 'until': ['t', 'a', 'ZZ']},
         {'max_tokens': 20, 'until': [' tool', ' f', ' s']},
         {'max_tokens': 20, 'until': ['<|im_end|>']},
+        {'max_tokens': 20, 'do_sample': True, 'temperature': 0.9},  # one token, by the folder
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_continuations_are_those_of_the_harness(both: Both, kwargs: dict[str, Any]) -> None:
     asked = [ask(text, kwargs) for text in ('the cat', CONTEXT, CONTEXT * 3, '<|im_end|> the ')]
