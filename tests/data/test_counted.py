@@ -35,8 +35,8 @@ def pair(folder: Path, lengths: list[int]) -> Path:
 
 def chat(folder: Path, answers: list[str]) -> Path:
     turns = [
-        [{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': answer}]
-        for answer in answers
+        [{'role': 'user', 'content': f'{number:02}'}, {'role': 'assistant', 'content': answer}]
+        for number, answer in enumerate(answers)
     ]
     path = folder / 'a.jsonl'
     path.write_text(''.join(json.dumps({'messages': messages}) + '\n' for messages in turns))
