@@ -94,13 +94,10 @@ def _pieces(
         )
     groups = device_groups(instruction, prod(mesh.values()))
     synchronous, flops = overlap(program, computation, instruction)
-    for sent, name in _named(program, computation, instruction):
+    for sent, name in _named(program, computation, instruction, kind):
         actual_kind, operand, result = as_meant(
             program, computation, instruction, kind, sent, groups
         )
-        # An all-gather belongs to its reader. XLA may have moved a cast before it, with its path.
-        if kind == 'all-gather':
-            name = destination(program, computation, instruction, sent.place) or name
         yield Collective(
             kind=actual_kind,
             axes=axes_of(groups, mesh),
@@ -119,7 +116,7 @@ def _pieces(
 
 
 def _named(
-    program: Program, computation: Computation, instruction: Instruction
+    program: Program, computation: Computation, instruction: Instruction, kind: str
 ) -> Iterator[tuple[Sent, str]]:
     """Yield each array with its op_name; for a buffer that joins several arrays, its parts."""
     arrays = arrays_of(computation, instruction)
@@ -133,4 +130,10 @@ def _named(
                     origin(program, computation, part),
                 )
         else:
-            yield sent, own or origin(program, computation, operand)
+            # An all-gather belongs to its reader. XLA may have moved a cast before it, with its
+            # path. So does a permute that joins several, which have no path then: the first of a
+            # ring sends what an earlier pass may have made.
+            is_of_reader = kind == 'all-gather' or (kind == 'collective-permute' and not own)
+            reader = destination(program, computation, instruction, sent.place)
+            name = own or origin(program, computation, operand)
+            yield sent, (reader if is_of_reader else '') or name

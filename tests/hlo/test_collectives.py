@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from megajax.hlo.collectives import Collective
+from megajax.hlo.collectives import Collective, collectives
+from megajax.hlo.program import Program
 from megajax.hlo.runs import UnknownLoopError
 
 SHAPE = (8, 16)
@@ -293,3 +294,37 @@ def test_an_array_that_its_author_joined_from_two_is_one(read):
 def test_bytes_are_those_of_the_dtype(dtype, width, read):
     [one] = read(lambda x: lax.all_gather(x, 'model'), dtype=dtype)
     assert one.wire_bytes == 3 * 128 * width
+
+
+def permutes(name: str, reader: str) -> set[str]:
+    """The paths of k and v, which one permute sends on; `reader` is the path of what reads them."""
+    square, path = 'f32[8,8]{1,0}', 'metadata={op_name="jit(f)/load/slice"}'
+    read = f'metadata={{op_name="{reader}"}}' if reader else 'metadata={}'
+    text = f"""HloModule jit_f, is_scheduled=true
+
+ENTRY %main (p: f32[8,8], q: f32[8,8]) -> f32[8,8] {{
+  %p = {square} parameter(0)
+  %q = {square} parameter(1)
+  %k = {square} negate(%p), {path}
+  %v = {square} negate(%q), {path}
+  %sent = ({square}, {square}) collective-permute(%k, %v), \
+source_target_pairs={{{{0,1}},{{1,0}}}}, metadata={{op_name="{name}"}}
+  %k.1 = {square} get-tuple-element(%sent), index=0
+  %v.1 = {square} get-tuple-element(%sent), index=1
+  %s = {square} dot(%k.1, %k.1), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, {read}
+  ROOT %o = {square} dot(%s, %v.1), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, {read}
+}}
+"""
+    return {one.op_name for one in collectives(Program(text), {'context': 2})}
+
+
+def test_a_permute_that_joins_arrays_belongs_to_what_reads_them() -> None:
+    """XLA joins those of k and v in a ring, whose operands an earlier pass may have stored."""
+    backward = 'jit(f)/transpose(jvp(attention))/dot_general'
+    assert permutes('', backward) == {backward}
+    assert permutes('', '') == {'jit(f)/load/slice'}
+    named = 'jit(f)/(attention/k:attention/v)/ppermute'
+    assert permutes(named, backward) == {
+        'jit(f)/attention/k/ppermute',
+        'jit(f)/attention/v/ppermute',
+    }

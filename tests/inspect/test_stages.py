@@ -11,8 +11,10 @@ from jax import P, lax
 from support import AS_SHIPPED, exhaustive, make_config, slow
 
 from megajax.config import Config
+from megajax.hardware.targets import has_compiler
 from megajax.hlo.collectives import collectives
 from megajax.hlo.program import Array, Program
+from megajax.inspect import inspect_with_text
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import CompiledStep, compile_step
 from megajax.inspect.moves import gathered_at_edges, kept_gradients, undeclared_permutes
@@ -201,6 +203,38 @@ def test_a_loop_that_keeps_the_gradients_of_a_table_is_found(is_summed: bool) ->
     program = Program(jax.jit(total).lower(*arrays).compile().as_text())
     rules = {finding.rule for finding in kept_gradients(one, program)}
     assert rules == (set() if is_summed else {'gradients of a table kept'})
+
+
+RINGS = {'context': 2, 'context_exchange': 'ring'}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
+)
+@pytest.mark.parametrize(
+    ('config', 'times'),
+    [
+        (
+            config(
+                stages=2,
+                virtual_stages=2,
+                **RINGS,
+                train={'recompute': 'selective', 'dtype': 'bfloat16'},
+            ),
+            (18, 54),
+        ),
+        (config(stages=4, **RINGS, train={'microbatches': 8, 'dtype': 'bfloat16'}), (22, 66)),
+    ],
+)
+def test_a_backward_tick_on_gpus_runs_the_ring_of_the_backward_pass_alone(config, times):
+    """Keys and values in the forward pass, and their gradients too in the backward pass."""
+    found, _ = inspect_with_text(config, target='h100', hosts=None)
+    assert not caught(found)
+    assert times == tuple(
+        row_of(found, 'attention', phase, 'context').placed[0].times
+        for phase in ('forward', 'backward')
+    )
 
 
 RING = ((0, 1), (1, 2), (2, 3), (3, 0))
