@@ -11,6 +11,11 @@ from megajax.emulate.execute import Index
 # Limits of the error, relative to the largest element of a result: for fp32, for 16-bit numbers,
 # and for 16-bit numbers that are computed in fp32.
 LIMIT, LIMIT_16_BITS, LIMIT_EXACT = 1e-5, 3e-2, 2e-5
+# Two programs in 16 bits round differently. Elements may differ by this multiple of the largest
+# error of rounding on one device, and the norm of the error may be this multiple of its norm. In
+# steps on 14 layouts they were 1.5 and 1.2 times as large at most. Few elements vary more.
+ELEMENTS, NORM, NORM_FLOOR, FEW = 2.0, 1.5, 1e-2, 16
+WHOLE: Index = ()
 
 
 class Difference(NamedTuple):
@@ -21,6 +26,7 @@ class Difference(NamedTuple):
 
     name: str
     error: float
+    limit: float | None = None  # of this result, where rounding decides it
 
 
 def difference(
@@ -48,6 +54,43 @@ def difference(
     scale = own if own > rounding * scale else scale
     error = worst / scale if scale and worst else worst
     return Difference(name, np.inf if np.isnan(error) else error)
+
+
+def difference_of_rounded(
+    name: str,
+    pieces: Sequence[tuple[Index, np.ndarray]],
+    expected: Any,
+    precise: Any,
+    *,
+    floor: float,
+    scale: float = 0.0,
+    rounding: float = 0.0,
+) -> Difference:
+    """Compare every device's piece with the expected array, where both are rounded to 16 bits.
+
+    `precise` is the array in fp32, so the distance of `expected` from it is what rounding explains.
+    A single element may differ from the expected one by `floor` or a multiple of that distance. The
+    norm of the error, which a small fault in many elements changes more than rounding does, is
+    compared with the norm of that distance. Returns the worse of the two, with its limit.
+    """
+    size = {'scale': scale, 'rounding': rounding}
+    elements = difference(name, pieces, expected, **size)
+    explained = difference(name, [(WHOLE, np.asarray(expected))], precise, **size).error
+    chance = 1 + 4 / max(np.size(precise), 1) ** 0.5
+    elements = elements._replace(limit=max(floor, ELEMENTS * chance * explained))
+    if largest(precise) <= rounding * scale or np.size(precise) < FEW:
+        return elements
+    explained = _norm([(WHOLE, np.asarray(expected))], precise)
+    norm = Difference(name, _norm(pieces, precise), max(NORM_FLOOR, NORM * chance * explained))
+    return max(elements, norm, key=lambda result: result.error / (result.limit or 1))
+
+
+def _norm(pieces: Sequence[tuple[Index, np.ndarray]], expected: Any) -> float:
+    """The norm of the errors of all pieces, relative to the norm of what is expected of them."""
+    wanted = np.asarray(expected, np.float64)
+    error = sum(np.sum(np.square(piece.astype(np.float64) - wanted[at])) for at, piece in pieces)
+    size = sum(np.sum(np.square(wanted[at])) for at, _ in pieces)
+    return float(np.sqrt(error / size)) if size else float(np.sqrt(error))
 
 
 def _apart(piece: np.ndarray, wanted: np.ndarray) -> np.ndarray:

@@ -18,10 +18,10 @@ import numpy as np
 
 from megajax.config import Config, MeshConfig
 from megajax.counts.declaration import Parameter
-from megajax.emulate.compare import Difference, difference, largest
+from megajax.emulate.compare import Difference, difference, difference_of_rounded, largest
 from megajax.emulate.execute import GpuProgram, compile_for_gpu, quick, run_on_cpu, stored_program
 from megajax.hardware.targets import gpu_devices
-from megajax.inspect.limits import limits
+from megajax.inspect.limits import has_16_bits, limits
 from megajax.inspect.random_batch import make_batch
 from megajax.model.parameters import map_parameters
 from megajax.parallel.layout import Layout
@@ -84,7 +84,7 @@ class EmulatedStep:
         self._results = traced.out_info
 
     def differences(self, *, exact: bool = False, text: str | None = None) -> list[Difference]:
-        """Compare loss, gradients and updated parameters with those of one device, worst first.
+        """Compare loss, gradients and updated parameters with those of one device.
 
         `exact` computes everything in 16 bits in fp32 instead, in both. `text` is another module of
         the same program to run, such as a dump after an earlier compiler pass.
@@ -106,18 +106,26 @@ class EmulatedStep:
         shapes = _compared(*self._results)
         scale = max(largest(x) for name, x in expected.items() if name.startswith(GRADIENT))
         # The exact gradient of a bias of keys is zero: all of it is rounding.
-        rounding = ROUNDING * limits(self.config, exact=exact)[0]
-        gradient_options = {'scale': scale, 'rounding': rounding}
-        differences = [
-            difference(
-                name,
-                x,
-                _padded(self._in_places(name, expected[name]), shapes[name].shape),
-                **(gradient_options if name.startswith(GRADIENT) else {}),
+        floor = limits(self.config, exact=exact)[0]
+        gradient_options = {'scale': scale, 'rounding': ROUNDING * floor}
+        precise = (
+            reference(_on_one_device(self.config, exact=True))
+            if has_16_bits(self.config) and not exact
+            else None
+        )
+
+        def compare(name: str, x: Any) -> Difference:
+            own, *in_fp32 = (
+                _padded(self._in_places(name, values[name]), shapes[name].shape)
+                for values in (expected, precise)
+                if values is not None
             )
-            for name, x in _compared(*tree).items()
-        ]
-        return sorted(differences, key=lambda result: -result.error)
+            options = gradient_options if name.startswith(GRADIENT) else {}
+            if name in METRICS or not in_fp32:
+                return difference(name, x, own, **options)
+            return difference_of_rounded(name, x, own, *in_fp32, floor=floor, **options)
+
+        return [compare(name, x) for name, x in _compared(*tree).items()]
 
     def _in_places(self, name: str, x: np.ndarray) -> np.ndarray:
         """Return what belongs to a parameter with the layers in the order of their stages."""

@@ -34,9 +34,10 @@ def limits(config: Config, *, exact: bool) -> tuple[float, float]:
 
 
 def judged(differences: Iterable[Difference], config: Config, *, exact: bool) -> list[Compared]:
-    """Pair each difference with its limit."""
+    """Pair each difference with its own limit, or that of the dtype; the worst comes first."""
     gradient, loss = limits(config, exact=exact)
-    return [
-        Compared(name=name, error=error, limit=loss if name in LOSSES else gradient)
-        for name, error in differences
+    results = [
+        Compared(name=name, error=error, limit=own or (loss if name in LOSSES else gradient))
+        for name, error, own in differences
     ]
+    return sorted(results, key=lambda result: -result.error / result.limit)

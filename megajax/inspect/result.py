@@ -184,7 +184,10 @@ class Compared(_Result):
 
     name: str
     error: float = Field(
-        description='the largest difference over the largest element of the expected result'
+        description=(
+            'the largest difference over the largest element of the expected result or, if that is '
+            'nearer to its limit, the norm of the difference from fp32 over the norm of the result'
+        )
     )
     limit: float
 
@@ -204,7 +207,7 @@ class StepRun(_Result):
     exact: bool = Field(description='whether fp32 was used in place of all 16-bit types')
     seconds: float
     results: list[Compared] = Field(
-        description='loss, gradients and updated parameters, worst first'
+        description='loss, gradients and updated parameters, the nearest to its limit first'
     )
     culprit: str = Field(
         default='',

@@ -45,5 +45,5 @@ def _run(run: StepRun) -> Iterator[Text]:
 
 
 def _line(result: Compared) -> Text:
-    text = f'  {result.error:.1e}  {result.name}  (limit {result.limit:.0e})'
+    text = f'  {result.error:.1e}  {result.name}  (limit {result.limit:.1e})'
     return Text(text, style='' if result.ok else 'bold red')

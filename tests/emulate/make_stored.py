@@ -2,6 +2,8 @@
 with jax 0.10.2 and the GPU compiler.
 
 The broken one is the step as it was when its gradients over the sequence went through a gather.
+Today's step has it no more, so both texts are of that time, with their arguments and results in the
+order of today's names.
 """
 
 import lzma

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megajax.emulate.compare import difference, largest
+from megajax.emulate.compare import LIMIT_16_BITS, difference, difference_of_rounded, largest
 
 FIRST, SECOND = (slice(0, 2),), (slice(2, 4),)
 
@@ -43,3 +43,48 @@ def test_an_array_without_elements_is_right():
 def test_the_largest_element_has_no_sign_and_one_that_is_not_a_number_is_infinite():
     assert largest([1.0, -3.0, 2j]) == 3
     assert largest([1.0, np.nan]) == np.inf
+
+
+SHAPES = (16,), (64,), (2, 128), (64, 64)
+NOISE = 1e-3, 1e-2, 2e-2, 4e-2
+
+
+def rounded(shape: tuple[int, ...], noise: float, seed: int) -> tuple[np.ndarray, ...]:
+    """An array, and two copies of it, each with random errors of this size on average."""
+    random = np.random.default_rng(seed)
+    precise = random.normal(size=shape)
+    size = noise * np.sqrt(np.mean(precise**2))
+    return precise, *(precise + size * random.normal(size=shape) for _ in range(2))
+
+
+def is_right(made: np.ndarray, expected: np.ndarray, precise: np.ndarray) -> bool:
+    whole = (slice(None),) * made.ndim
+    found = difference_of_rounded('x', [(whole, made)], expected, precise, floor=LIMIT_16_BITS)
+    assert found.limit is not None
+    return found.error <= found.limit
+
+
+@pytest.mark.parametrize('noise', NOISE[:3])
+@pytest.mark.parametrize('shape', SHAPES, ids=str)
+def test_a_program_that_rounds_as_much_as_one_device_is_right(shape, noise):
+    for seed in range(50):
+        precise, expected, made = rounded(shape, noise, seed)
+        assert is_right(made, expected, precise), seed
+
+
+@pytest.mark.parametrize('noise', NOISE)
+@pytest.mark.parametrize('shape', SHAPES[1:], ids=str)
+def test_an_array_of_which_a_part_is_lost_is_wrong_however_much_rounding_explains(shape, noise):
+    for seed in range(20):
+        precise, expected, made = rounded(shape, noise, seed)
+        lost = made.copy()
+        lost[: len(lost) // 2] = 0
+        assert not is_right(lost, expected, precise), seed
+        assert not is_right(made / 2, expected, precise), seed
+
+
+@pytest.mark.parametrize('noise', NOISE[:3])
+def test_a_matrix_that_is_five_percent_too_large_is_wrong_beside_rounding_of_two(noise):
+    for seed in range(20):
+        precise, expected, made = rounded((64, 64), noise, seed)
+        assert not is_right(1.05 * made, expected, precise), seed

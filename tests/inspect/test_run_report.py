@@ -31,7 +31,7 @@ def test_a_right_step_has_its_verdict_and_its_five_worst() -> None:
     assert said(executed(RIGHT)) == [
         'executed on simulated CPU devices, as compiled, and compared with one device: '
         'all 7 results agree (62 s)',
-        *(f'  1.0e-06  gradient of {letter}  (limit 1e-05)' for letter in 'abcde'),
+        *(f'  1.0e-06  gradient of {letter}  (limit 1.0e-05)' for letter in 'abcde'),
         NOT_COVERED,
         '',
     ]
@@ -51,7 +51,7 @@ def test_a_wrong_step_says_how_much_is_wrong_and_why() -> None:
         'executed on simulated CPU devices, with fp32 in place of all 16-bit types, and compared '
         'with one device: 1 of 8 results are WRONG'
     )
-    assert worst == '  1.0e+00  gradient of lost  (limit 1e-05)'
+    assert worst == '  1.0e+00  gradient of lost  (limit 1.0e-05)'
     assert culprit == 'right before, wrong after the pass some-pass'
     assert smallest == 'the smallest config of the family that is wrong:\na: 1\n'
     assert shrunk == 'made smaller so that a CPU can execute it: x 2 -> 1, y 4 -> 2'
