@@ -12,7 +12,7 @@ from megajax.report.read import RunData
 from megajax.report.thin import Curve, Floats, thin
 from megajax.report.words import large
 
-VALIDATION = 'validation_loss'
+VALIDATION, PER_BYTE = 'validation_loss', 'validation_bits_per_byte'
 MAX_CHARACTERS = 2000  # of a sample
 MAX_PROMPTS, MAX_TIMES = 8, 5  # samples that are shown: of these prompts, at so many steps
 MOST_TOKENS = 1e12  # of a step, so that damaged metrics are not counted
@@ -29,6 +29,8 @@ def headline(facts: Facts) -> str:
     unit = 'nats per masked token' if run.config.model.is_bert else 'nats per token'
     if len(losses) > 1:
         line = f'validation loss {losses[0]:.3f} → {losses[-1]:.3f} {unit}'
+        bits = run.finite(PER_BYTE)
+        line += f' ({bits[0]:.3f} → {bits[-1]:.3f} bits per byte)' if len(bits) > 1 else ''
         best = int(np.argmin(losses))
         return line + (
             ''
@@ -51,9 +53,7 @@ def last_loss(run: RunData) -> float:
 
 def section(runs: Sequence[Facts], points: int) -> Html:
     """Return the pictures of the losses, a table of results, and the samples of each run."""
-    whole = losses_chart('Loss', runs, points, is_log=True)
-    start = max((facts.run.last_step for facts in runs), default=0) / 2
-    late = losses_chart('Loss in the second half', runs, points, start=start)
+    losses = _losses_per_byte(runs, points) if tokenizers_differ(runs) else _losses(runs, points)
     others = [
         chart(
             title,
@@ -71,8 +71,57 @@ def section(runs: Sequence[Facts], points: int) -> Html:
             ('Learning rate', 'lr', 'learning rate', False),
         )
     ]
-    figures = element('div', whole, late, *others, class_='figures')
-    return join([figures, _results(runs), *map(_samples, runs)])
+    figures = element('div', *losses, *others, class_='figures')
+    note = comparison(runs)
+    above = element('p', note) if note else Html()
+    return join([above, figures, _results(runs), *map(_samples, runs)])
+
+
+def tokenizers_differ(runs: Sequence[Facts]) -> bool:
+    """Whether runs have different tokenizers, or ids of unknown ones where others are known."""
+    return len({_ids(facts.run) for facts in runs}) > 1
+
+
+def _ids(run: RunData) -> str | int:
+    return run.tokenizer or run.config.model.vocab_size
+
+
+def comparison(runs: Sequence[Facts]) -> str:
+    """Return how to compare runs with different tokenizers; empty if their tokenizers agree."""
+    if not tokenizers_differ(runs):
+        return ''
+    is_known = all(facts.run.tokenizer for facts in runs)
+    cause = 'The runs have different tokenizers' if is_known else 'Not all tokenizers are known'
+    rule = f'{cause}, so the losses per token cannot be compared'
+    without = [facts.run.name for facts in runs if not len(facts.run.finite(PER_BYTE))]
+    if not without:
+        return f'{rule}: compare bits per byte, on the same validation text.'
+    return f'{rule}, and without bits per byte nothing else compares {", ".join(without)}.'
+
+
+def _losses(runs: Sequence[Facts], points: int) -> list[Html]:
+    start = max((facts.run.last_step for facts in runs), default=0) / 2
+    return [
+        losses_chart('Loss', runs, points, is_log=True),
+        losses_chart('Loss in the second half', runs, points, start=start),
+    ]
+
+
+def _losses_per_byte(runs: Sequence[Facts], points: int) -> list[Html]:
+    """One chart of bits per byte, and the losses per token of each run in a chart of its own."""
+    lines = [
+        Line(
+            name=facts.run.name,
+            curve=thin(*facts.run.evaluated(PER_BYTE), points // 2),
+            colour=facts.colour,
+            is_dotted=True,
+        )
+        for facts in runs
+        if len(facts.run.finite(PER_BYTE))
+    ]
+    each = [losses_chart(f'Loss of {facts.run.name}', [facts], points) for facts in runs]
+    together = [chart('Validation loss', lines, y='bits per byte')] if lines else []
+    return [*together, *each]
 
 
 def losses_chart(

@@ -91,6 +91,8 @@ def _glance(runs: Sequence[Facts]) -> Html:
             element('div', chip(facts.colour) if len(runs) > 1 else '', question.headline(facts))
             for facts in runs
         ]
+        if question.name == 'learned' and (note := learned.comparison(runs)):
+            lines.append(element('div', note))
         link = element('a', question.title, href=f'#{question.name}')
         entries += [element('dt', link), element('dd', *lines)]
     return element('dl', *entries, class_='glance')

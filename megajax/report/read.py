@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.digests import find_steps, problems, read_sums
-from megajax.checkpoint.record import Record, read_record
+from megajax.checkpoint.record import TOKENIZER, Record, read_record
 from megajax.config import Config, ConfigError, RunError, load
 from megajax.config.errors import reason
 from megajax.config.load import CONFIG, runs_in
+from megajax.data.text.tokenizer import load_tokenizer
 from megajax.files.bounded_json import parse_json
 from megajax.report.thin import Floats
 from megajax.run.clock import SUMMARY
@@ -71,6 +72,7 @@ class RunData:
     summary: Mapping[str, Any]  # summary.json; empty if there is none
     samples: Sequence[Mapping[str, Any]]
     checkpoints: Sequence[Checkpoint]
+    tokenizer: str | None  # digest of the tokenizer; None if the run has none
     readings: bytes | None  # the newest PNG of held-out pictures and what was read in them
     kept: KeptStep | None  # the compiled step
     unreadable: Sequence[str]  # a sentence for each file that cannot be read
@@ -93,6 +95,11 @@ class RunData:
         ]
         both = np.array(pairs, float).reshape(-1, 2)
         return both[:, 0], both[:, 1]
+
+    def finite(self, name: str) -> Floats:
+        """The finite values of one result of the evaluations."""
+        _, values = self.evaluated(name)
+        return values[np.isfinite(values)]
 
 
 def read_runs(folders: Sequence[Path]) -> list[RunData]:
@@ -128,6 +135,7 @@ def _faults(folders: Sequence[Path]) -> Iterator[str]:
 def _read(folder: Path, name: str) -> RunData:
     unreadable = list[str]()
     steps, evaluations = _metrics(folder / METRICS)
+    checkpoints = _checkpoints(folder / 'checkpoints')
     return RunData(
         name=name,
         folder=folder,
@@ -136,7 +144,8 @@ def _read(folder: Path, name: str) -> RunData:
         evaluations=evaluations,
         summary=_summary(folder / SUMMARY),
         samples=[*_lines(folder / SAMPLES)],
-        checkpoints=_checkpoints(folder / 'checkpoints'),
+        checkpoints=checkpoints,
+        tokenizer=_tokenizer(folder / TOKENIZER, checkpoints, unreadable),
         readings=_readings(folder),
         kept=_kept(folder, unreadable),
         unreadable=unreadable,
@@ -213,6 +222,18 @@ def _checkpoint(path: Path, step: int) -> Checkpoint:
     except (RunError, OSError, ValueError) as error:
         faults.append(reason(error))
     return Checkpoint(step=step, record=record, bytes=size, fault=faults[0] if faults else None)
+
+
+def _tokenizer(file: Path, checkpoints: Sequence[Checkpoint], unreadable: list[str]) -> str | None:
+    records = [checkpoint.record for checkpoint in reversed(checkpoints)]
+    known = [record.tokenizer_sha256 for record in records if record and record.tokenizer_sha256]
+    if known or not file.is_file():
+        return known[0] if known else None
+    try:
+        return load_tokenizer(str(file)).fingerprint
+    except (ConfigError, OSError, ValueError) as error:
+        unreadable.append(f'{TOKENIZER} cannot be read ({reason(error)})')
+        return None
 
 
 def _readings(folder: Path) -> bytes | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megajax.checkpoint.record import RECORD
 from megajax.report.cost import SHOWN
 from megajax.report.facts import Facts
 from megajax.report.html import _VOID
@@ -252,6 +253,48 @@ def test_bert_has_the_results_of_both_its_tasks(tmp_path: Path) -> None:
     markup = page_on(tmp_path)
     assert glance(markup)[0] == 'validation loss 4.200 → 4.100 nats per masked token'
     assert 'validation order loss' in markup
+
+
+def with_tokenizer(folder: Path, digest: str) -> Path:
+    """A run folder whose newest record names another tokenizer."""
+    for record in folder.glob(f'checkpoints/*/{RECORD}'):
+        values = json.loads(record.read_text()) | {'tokenizer_sha256': digest}
+        record.write_text(json.dumps(values))
+    return folder
+
+
+def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(
+    finished_run: Path, copied_run: Path
+) -> None:
+    rule = 'The runs have different tokenizers, so the losses per token cannot be compared'
+    assert rule not in page_on(finished_run, copied_run)
+    markup = page_on(finished_run, with_tokenizer(copied_run, 'f' * 64))
+    Outline(markup)
+    assert f'{rule}: compare bits per byte, on the same validation text.' in glance(markup)[0]
+    assert re.search(r'nats per token \([\d.]+ → [\d.]+ bits per byte\)', glance(markup)[0])
+    assert {'Loss of run', 'Loss of night'} <= {*re.findall('Loss of [a-z]+', markup)}
+    assert 'Loss in the second half' not in markup
+
+
+def test_a_run_without_a_checkpoint_has_the_tokenizer_of_its_folder(
+    finished_run: Path, copied_run: Path
+) -> None:
+    shutil.rmtree(copied_run / 'checkpoints')
+    saved, without = read_runs([finished_run, copied_run])
+    assert saved.tokenizer
+    assert without.tokenizer == saved.tokenizer
+    (copied_run / 'tokenizer.json').unlink()
+    shown = glance(page_on(finished_run, copied_run))[0]
+    assert 'Not all tokenizers are known, so the losses per token cannot be compared' in shown
+
+
+def test_runs_with_different_tokenizers_and_no_bits_per_byte_are_said_not_to_compare(
+    finished_run: Path, copied_run: Path
+) -> None:
+    metrics = with_tokenizer(copied_run, 'f' * 64) / 'metrics.jsonl'
+    metrics.write_text(metrics.read_text().replace('validation_bits_per_byte', 'unread'))
+    shown = glance(page_on(finished_run, copied_run))[0]
+    assert 'and without bits per byte nothing else compares night.' in shown
 
 
 def test_a_run_on_pictures_shows_the_newest_it_has_read(tmp_path: Path) -> None:
