@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from megajax.config import ConfigError, Problem
 from megajax.data import Tokenizer
-from megajax.data.build.inputs import format_of
+from megajax.data.build.inputs import format_of, is_table
 from megajax.data.build.objects import read_objects
 from megajax.data.text.pieces import Piece
 from megajax.data.text.spelled import warn_of_letters
@@ -68,7 +68,8 @@ def _window(passage: str, word: str, tokenizer: Tokenizer) -> Window:
 
 def _read(file: str) -> list[str]:
     passages = []
-    for place, line in read_objects(file, 'jsonl' if format_of(file) == 'text' else None):
+    by_suffix = format_of(file) != 'text' or is_table(file)
+    for place, line in read_objects(file, None if by_suffix else 'jsonl'):
         text = line.get('text')
         if not _is_passage(text):
             message = "has no passage under 'text'; correct the line"

@@ -2,11 +2,14 @@
 
 import bz2
 import codecs
+import csv
 import gzip
+import io
 import json
 import lzma
 import re
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from shutil import which
@@ -103,6 +106,41 @@ def test_a_corpus_that_cannot_be_read(
         write(tmp_path, {name: content})
     with pytest.raises(ConfigError, match=message):
         read_documents(str(tmp_path / name.split('/')[0]))
+
+
+@pytest.mark.parametrize('name', ['a b.csv', 'a.tsv', 'a.csv.gz'])
+def test_the_command_that_the_error_of_a_table_gives_writes_the_documents_of_its_rows(
+    tmp_path: Path, name: str
+) -> None:
+    rows = [{'text': 'one, "quoted"\nand two\tlines', 'n': '1'}, {'text': 'é' * 200_000, 'n': '2'}]
+    table = io.StringIO(newline='')
+    dialect = 'excel-tab' if '.tsv' in name else 'excel'
+    writer = csv.DictWriter(table, ['text', 'n'], dialect=dialect)
+    writer.writeheader()
+    writer.writerows(rows)
+    content = f'\ufeff{table.getvalue()}'.encode()
+    write(tmp_path, {name: gzip.compress(content) if name.endswith('.gz') else content})
+    with pytest.raises(ConfigError) as error:
+        read_documents(str(tmp_path / name))
+    command = str(error.value).split('named "text": ')[1].split('; or rename')[0]
+    new = tmp_path / 'new.jsonl'
+    command = command.replace('| python', f'| {sys.executable}').replace('NEW.jsonl', str(new))
+    subprocess.run(['sh', '-c', command], check=True)
+    assert texts(new) == [row['text'] for row in rows]
+
+
+def test_a_table_is_read_as_text_among_other_files_or_if_its_format_is_given(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, {'a.py': b'x = 1\n', 'b.csv': b'text,n\nx,1\n', 'only/b.csv': b'a,b\n'})
+    assert texts(tmp_path) == ['x = 1\n', 'text,n\nx,1\n', 'a,b\n']
+    check_inputs(find_inputs([f'{tmp_path}/[ab].*'], None), 'text')
+    check_inputs(find_inputs([f'{tmp_path}/b.csv'], 'text'), 'text')
+    for pattern in ('b.csv', '*.csv', 'b.*'):
+        with pytest.raises(ConfigError, match=r'b\.csv: is CSV or TSV'):
+            check_inputs(find_inputs([f'{tmp_path}/{pattern}'], None), 'text')
+    with pytest.raises(ConfigError, match=r'b\.csv: is CSV or TSV'):
+        read_prompts(tmp_path / 'b.csv')
 
 
 def test_the_split_is_by_document_and_in_proportion() -> None:
@@ -230,7 +268,17 @@ ARRAY = ('[' + ',\n'.join(LINES) + ']').encode()
         ('folder/a.txt', b'version https://git-lfs.github.com/spec/v1\n', r'a Git LFS pointer'),
         ('a.jsonl', b'<!DOCTYPE html>\n<html>', r'an HTML page, .*first line: <!DOCTYPE html>'),
         ('a.parquet', b'<html><body>404', r'a.parquet: is an HTML page'),
-        ('a.zip', b'PK\3\4 and more', r'a.zip: is a ZIP archive .*; unpack it'),
+        ('a.zip', b'PK\3\4 and more', r'a.zip: is a ZIP archive, .*; unpack it'),
+        ('a.xlsx', b'PK\3\4 and more', r'a.xlsx: is a ZIP archive, .* save the .* as plain text'),
+        ('a.pdf', b'%PDF-1.7\n%\xe2', r'is PDF \(its first line: %PDF-1.7\); .*pdftotext .*a.pdf'),
+        ('a.csv', b'text,n\nx,1\n', r'a.csv: is CSV or TSV \(its first line: text,n\); .*a.txt to'),
+        (
+            'a.TSV.gz',
+            gzip.compress(b'a\tb\n'),
+            r'is CSV or TSV .*gzip -dc .*excel-tab.*a.txt.gz',
+        ),
+        ('a.csv', JSONL, r'a.csv: is JSON lines .*rename it to .*a.jsonl'),
+        ('a.csv', b'<html>\n', r'a.csv: is an HTML page'),
     ],
 )
 def test_a_file_that_is_not_what_its_name_says_is_refused_with_its_first_line(

@@ -390,6 +390,13 @@ def test_the_last_word_of_lambada_is_right_if_all_its_tokens_are(tmp_path: Path)
     assert found.perplexity == pytest.approx(math.exp(sum(losses) / 5))
 
 
+def test_passages_in_a_table_are_rejected_with_the_fix_of_a_table(tmp_path: Path) -> None:
+    file = tmp_path / 'lambada.csv'
+    file.write_text('text,n\na b,1\n')
+    with pytest.raises(ConfigError, match=r'lambada.csv: is CSV or TSV .*write its rows as JSON'):
+        lambada(Oracle(), TOKENIZER, str(file))
+
+
 def test_a_passage_is_cut_only_if_it_is_longer_than_the_model_reads(tmp_path: Path) -> None:
     file = tmp_path / 'lambada.jsonl'
     passages = [

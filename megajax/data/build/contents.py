@@ -3,11 +3,12 @@
 import codecs
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megajax.config.errors import ConfigError, Problem
-from megajax.data.build.inputs import Input
+from megajax.data.build.inputs import Input, name_of
 from megajax.files.pointers import POINTER
 
 MOST_LINES = 100  # of a text that are parsed, to tell whether it is JSON lines
@@ -29,11 +30,22 @@ OTHERS = (
     (rb'\x28\xb5\x2f\xfd', 'compressed by zstd', 'rename it to {}.zst'),
     (rb'BZh[1-9]1AY&SY', 'compressed by bzip2', 'rename it to {}.bz2'),
     (rb'\xfd7zXZ\x00', 'compressed by xz', 'rename it to {}.xz'),
-    (rb'PK\x03\x04', 'a ZIP archive', 'unpack it'),
+    (
+        rb'PK\x03\x04',
+        'a ZIP archive, as .docx and .xlsx are',
+        'unpack it, or save the document as plain text',
+    ),
     (rb'(?s).{257}ustar', 'a tar archive', 'unpack it'),
-    (rb'%PDF-', 'PDF', 'convert it to text'),
+    (rb'%PDF-', 'PDF', 'convert it: pdftotext {} NEW.txt'),
     (rb'(?s).*?\x00', 'binary', 'give text, JSON lines or Parquet'),
 )
+# What writes the rows of a table on standard input as JSON lines; {} is the dialect of csv.
+SCRIPT = (
+    "import csv, json, sys; sys.stdin.reconfigure(encoding='utf-8-sig', newline=''); "
+    'csv.field_size_limit(2**30); '
+    "[print(json.dumps(row)) for row in csv.DictReader(sys.stdin, dialect='{}')]"
+)
+UNPACK = {'': 'cat', '.gz': 'gzip -dc', '.zst': 'zstd -dc', '.bz2': 'bzip2 -dc', '.xz': 'xz -dc'}
 PAGE = (
     rb'(?i)\s*<(!doctype html|html)[\s>]',
     'an HTML page, perhaps that of an error',
@@ -70,7 +82,8 @@ def check_contents(input: Input, head: bytes, *, whole: bool) -> None:
             if re.match(pattern, head):
                 raise _mistake(input, kind, shown, fix, kind_of_error)
     pattern, kind, fix = PAGE
-    if (input.format != 'text' or _decompressed(input).suffix in ('', '.txt')) and re.match(
+    may_be_page = input.format == 'text' and not input.table
+    if (not may_be_page or _decompressed(input).suffix in ('', '.txt')) and re.match(
         pattern, shown
     ):
         raise _mistake(input, kind, shown, fix)
@@ -78,6 +91,8 @@ def check_contents(input: Input, head: bytes, *, whole: bool) -> None:
         return
     found = json_text(head, whole=whole)
     if found is None or (input.format == 'text' and not found.is_documents):
+        if input.table and not input.given and shown:
+            raise _mistake(input, 'CSV or TSV', shown, _fix_of_table(input))
         return
     if found.kind == 'lines':
         if input.format == 'jsonl':
@@ -135,9 +150,23 @@ def _decompressed(input: Input) -> Path:
     return path.with_suffix('') if input.compression else path
 
 
+def _fix_of_table(input: Input) -> str:
+    """Return the command that writes the rows as JSON lines, and how to train on the raw text."""
+    path = Path(name_of(input.path))
+    source = path.name if input.is_remote else str(path)
+    plain = Path(source.removesuffix(path.suffix) if input.compression else source)
+    script = SCRIPT.format('excel-tab' if plain.suffix.lower() == '.tsv' else 'excel')
+    return (
+        f'{"download it, and " * input.is_remote}write its rows as JSON lines, with the text in a '
+        f'column named "text": {UNPACK[input.compression]} {shlex.quote(source)} | python -c '
+        f'"{script}" > NEW.jsonl; or rename it to {plain.with_suffix(".txt")}{input.compression} '
+        'to read it as one text'
+    )
+
+
 def _mistake(
     input: Input, kind: str, head: bytes, fix: str, error: type[ConfigError] = ConfigError
 ) -> ConfigError:
     first = head.lstrip(b'\r\n').split(b'\n', 1)[0][:80].decode(errors='backslashreplace').rstrip()
-    message = f'is {kind} (its first line: {first}); {fix.format(input.path)}'
+    message = f'is {kind} (its first line: {first}); {fix.replace("{}", input.path)}'
     return error(Problem(path=input.path, message=message))

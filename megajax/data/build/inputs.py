@@ -5,7 +5,7 @@ import logging
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,7 @@ SUFFIXES: dict[str, Format] = {
     '.ndjson': 'jsonl',
     '.parquet': 'parquet',
 }
+TABLES = ('.csv', '.tsv')
 COMPRESSED = ('.gz', '.zst', '.bz2', '.xz')
 
 
@@ -39,11 +40,12 @@ class Input:
     stream: bool
     version: str = ''  # of a file with a URL: its ETag, or the time of its last change
     given: bool = False  # whether the format was given, and not read from the suffix
+    table: bool = False  # whether it is named as CSV or TSV, and not found among other files
 
     @property
     def compression(self) -> str:
         """The suffix of a compressed file, for example '.gz', else the empty string."""
-        suffix = Path(_name(self.path)).suffix.lower()
+        suffix = Path(name_of(self.path)).suffix.lower()
         return suffix if suffix in COMPRESSED else ''
 
     @property
@@ -66,7 +68,8 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
         try:
             paths = _expand(pattern)
             problems += _named_before(pattern, paths, named)
-            inputs += [_look(path, format) for path in paths]
+            table = all(map(is_table, paths))
+            inputs += [replace(_look(path, format), table=table) for path in paths]
         except ConfigError as error:
             problems += [problem for problem in error.problems if isinstance(problem, Problem)]
     if not patterns:
@@ -171,15 +174,25 @@ def _look(path: str, format: Format | None) -> Input:
     return input
 
 
-def _name(path: str) -> str:
+def name_of(path: str) -> str:
+    """Return a path, or a URL without its query."""
     return path.partition('?')[0] if remote.is_web(path) else path
 
 
 def format_of(path: str) -> Format:
     """Return the format that the name of a file or URL says it has."""
-    name = Path(_name(path).lower())
-    bare = name.with_suffix('') if name.suffix in COMPRESSED else name
-    return SUFFIXES.get(bare.suffix, 'text')
+    return SUFFIXES.get(_suffix(path), 'text')
+
+
+def is_table(path: str) -> bool:
+    """Whether the name of a file or URL says that it is CSV or TSV, of which none is text."""
+    return _suffix(path) in TABLES
+
+
+def _suffix(path: str) -> str:
+    """Return the suffix of a file or URL without its compression, in small letters."""
+    name = Path(name_of(path).lower())
+    return (name.with_suffix('') if name.suffix in COMPRESSED else name).suffix
 
 
 def unreadable(input: Input, error: Exception) -> ConfigError:

@@ -97,11 +97,12 @@ def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, 
 
 def _identity(input: Input) -> dict[str, Any]:
     """Return what tells a file and its version from others."""
-    if input.is_remote:
-        return asdict(input)
-    local = asdict(input) | {'path': os.path.abspath(input.path)}
-    del local['version']
-    return local
+    identity = asdict(input)
+    del identity['table']  # which decides whether it is read, not how
+    if not input.is_remote:
+        identity['path'] = os.path.abspath(input.path)
+        del identity['version']
+    return identity
 
 
 def _is_unknown(input: Input) -> bool:

@@ -59,6 +59,7 @@ class CorpusFile(NamedTuple):
     path: Path
     name: str
     format: Format
+    alone: bool = False  # whether the corpus is this file, and not a folder
 
 
 class Corpus(NamedTuple):
@@ -98,7 +99,7 @@ def find_corpus(corpus: str) -> Corpus:
     if not root.exists():
         raise _error(f'there is no {root}{_near(root)}; give {KINDS}')
     if root.is_file():
-        return Corpus([_file(root, root.parent)], [])
+        return Corpus([_file(root, root.parent)._replace(alone=True)], [])
     files = sorted(_in_folder(path, root) for path in _walk(root))
     documents = [file for file in files if file.format != 'text']
     if not documents:
@@ -150,7 +151,7 @@ def naming_lines(documents: Sequence[Document]) -> Iterator[None]:
 
 def read_text(path: str | Path) -> str:
     """Return a file of text, without a byte order mark; raises ConfigError if it is none."""
-    return ''.join(_texts(CorpusFile(Path(path).expanduser(), '', 'text')))
+    return ''.join(_texts(CorpusFile(Path(path).expanduser(), '', 'text', True)))
 
 
 def split_documents(documents: Sequence[Document], split: str) -> Parts:
@@ -258,7 +259,8 @@ def _in_folder(path: Path, root: Path) -> CorpusFile:
 
 def _input(file: CorpusFile) -> Input:
     (input,) = find_inputs([str(file.path)], file.format)
-    return replace(input, given=False)  # what a folder makes of a file is checked
+    # What a folder makes of a file is checked; a folder of text may hold tables.
+    return replace(input, given=False, table=input.table and file.alone)
 
 
 def _file(path: Path, root: Path) -> CorpusFile:
