@@ -5,6 +5,7 @@ import contextlib
 import math
 import os
 import re
+import reprlib
 import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -73,8 +74,16 @@ def axis_sizes(data: int = 1, model: int = 1, **axes: int) -> dict[str, int]:
     return {axis: sizes[axis] for axis in order if sizes[axis] > 1 or axis in ALWAYS}
 
 
+def check_is_config(config: object) -> None:
+    """Raise ConfigError for what a script gives in place of a config, such as its name."""
+    if not isinstance(config, Config):
+        message = f'{reprlib.repr(config)} is not a megajax.Config; give what megajax.load returns'
+        raise ConfigError(Problem(path='config', message=message))
+
+
 def check_current_mesh(config: Config) -> None:
-    """Raise ConfigError unless the current mesh is the one of `config.mesh`."""
+    """Raise ConfigError unless this is a config and the current mesh is its own."""
+    check_is_config(config)
     wanted, current = axis_sizes(**config.mesh.sizes), jax.sharding.get_abstract_mesh().shape
     if wanted == dict(current):
         return

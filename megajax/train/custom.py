@@ -4,10 +4,10 @@ import jax
 from flax import nnx
 
 from megajax.config import Config, ConfigError, Problem
-from megajax.parallel.mesh import check_current_mesh
+from megajax.parallel.mesh import check_current_mesh, check_is_config
 from megajax.train.feed import Batch
 from megajax.train.gradients import make_loss_and_gradients
-from megajax.train.step import dropout_key
+from megajax.train.step import TrainState, dropout_key
 
 
 def loss(
@@ -48,6 +48,7 @@ def loss(
     _check(config)
     _check_batch(batch, config)
     check_current_mesh(config)
+    _check_params(params)
     of.defvjp(forward, backward)
     return of(params)
 
@@ -60,11 +61,13 @@ def gradients(
     For the loss as well, call `jax.value_and_grad(megajax.loss)`, which computes both in one pass.
     Raises ConfigError as `loss` does.
     """
+    _check_params(params)
     return jax.grad(loss)(params, batch, config, step=step)
 
 
 def _check(config: Config) -> None:
     """Raise ConfigError for a config whose gradients need more than parameters and a batch."""
+    check_is_config(config)
     dtype, problems = config.train.dtype, []
     if dtype in ('fp8', 'float16'):
         message = (
@@ -81,6 +84,15 @@ def _check(config: Config) -> None:
         problems.append(Problem(path=path, message=message))
     if problems:
         raise ConfigError(*problems)
+
+
+def _check_params(params: object) -> None:
+    """Raise ConfigError for what is not the parameters of a model, such as the whole state."""
+    if not isinstance(params, nnx.State):
+        whole = isinstance(params, TrainState)
+        fix = 'give its params' if whole else 'give init_state(config).params'
+        message = f'a {type(params).__name__} is not the nnx.State of a model; {fix}'
+        raise ConfigError(Problem(path='params', message=message))
 
 
 def _check_batch(batch: Batch, config: Config) -> None:

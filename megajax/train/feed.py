@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 
-from megajax.config import Config, ConfigError, RunError
+from megajax.config import Config, ConfigError, Problem, RunError
 from megajax.data import Batch as HostBatch
 from megajax.data import Batches
 from megajax.parallel.layout import CONTEXT, batch_layout
@@ -84,8 +84,10 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
     """Place host arrays [B, S] on the current mesh, the rows of each data shard on its devices.
 
     Context shards have the tokens in the order of `zigzag.py`. With `batch_size`, the arrays hold
-    only this process's rows of a batch of that size.
+    only this process's rows of a batch of that size. Raises ConfigError for what is not such an
+    array.
     """
+    _check_arrays(batch)
     sharding = _sharding()
     shards = sharding.mesh.shape.get(CONTEXT, 1)
 
@@ -103,6 +105,24 @@ def place_batch(batch: Mapping[str, np.ndarray], *, batch_size: int | None = Non
         return jax.make_array_from_callback(shape, sharding, rows)
 
     return {name: place(x) for name, x in batch.items()}
+
+
+def _check_arrays(batch: Mapping[str, np.ndarray]) -> None:
+    """Raise ConfigError for what is no array with rows; those of other libraries have `ndim`."""
+    if not isinstance(batch, Mapping):
+        message = f'a {type(batch).__name__} is not a dict of arrays by name; see docs/python.md'
+        raise ConfigError(Problem(path='batch', message=message))
+    problems = []
+    for name, x in batch.items():
+        if getattr(x, 'ndim', 0) < 2:
+            shape = f' of shape {x.shape}' if hasattr(x, 'shape') else ''
+            message = (
+                f'a {type(x).__name__}{shape} is not an array [rows, tokens]; give np.asarray of '
+                'rows of equal length'
+            )
+            problems.append(Problem(path=f'batch[{name!r}]', message=message))
+    if problems:
+        raise ConfigError(*problems)
 
 
 def shard_order(length: int, shards: int) -> np.ndarray | None:

@@ -135,6 +135,25 @@ def test_a_batch_without_what_the_loss_needs_is_rejected_before_anything_compile
         megajax.loss(None, batch, config_of({}, {}, 'none'))
 
 
+def test_what_a_script_gives_in_place_of_an_argument_is_named_with_what_is_expected() -> None:
+    config = config_of({}, {}, 'none')
+    rows = [[1, 2], [3, 4]]
+    with on_mesh(config):
+        state = megajax.init_state(config)
+        batch = megajax.place_batch(batch_of(config))
+        for call, message in {
+            (lambda: megajax.load_params('runs/mine', 'tiny')): "config: 'tiny' is not a megajax.C",
+            (lambda: megajax.loss(state.params, batch, 'tiny')): "config: 'tiny' is not a megajax",
+            (lambda: megajax.loss(state, batch, config)): 'params: a TrainState is .* its params',
+            (lambda: megajax.gradients(state, batch, config)): 'params: a TrainState is not',
+            (lambda: megajax.place_batch({'tokens': rows})): r"batch\['tokens'\]: a list is not an",
+            (lambda: megajax.place_batch({'x': np.arange(2)})): r'a ndarray of shape \(2,\) is not',
+            (lambda: megajax.place_batch([rows])): 'batch: a list is not a dict of arrays',
+        }.items():
+            with pytest.raises(ConfigError, match=message):
+                call()
+
+
 @pytest.mark.parametrize(
     ('current', 'named'),
     [
