@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from megajax.commands.generate_chat import check_chat, converse
+from megajax.commands.generate_chat import check_chat, check_unicode, converse
 from megajax.commands.generate_output import as_json, as_text, is_cut, note_cut
 from megajax.commands.generate_pictures import (
     answer_all,
@@ -114,14 +114,10 @@ def generate(
     of_pictures = {'--image': image, '--images': images, '--show-budget': show_budget}
     check_chat(chat, system, {'--prompts': prompts, **of_pictures})
     texts = [*(prompt or []), *(read_prompts(prompts) if prompts else [])]
-    _check_unicode(
-        {
-            '--prompt': prompt or [],
-            '--stop': stop or [],
-            '--system': [system or ''],
-            str(prompts): texts[len(prompt or []) :],
-        }
-    )
+    check_unicode('--prompt', prompt or [])
+    check_unicode('--stop', stop or [])
+    check_unicode('--system', [system or ''])
+    check_unicode(str(prompts), texts[len(prompt or []) :])
     if image and len(texts) > 1:
         raise ConfigError(f'--image belongs to one prompt, and there are {len(texts)}: give one')
     check_images(images, image, prompts, texts)
@@ -327,14 +323,3 @@ def _open(run: Path, overrides: Sequence[str]) -> tuple['Opened', Any]:
     from megajax.checkpoint.open import open_model
 
     return open_model(run, overrides), jax
-
-
-def _check_unicode(texts: Mapping[str, Sequence[str]]) -> None:
-    for where, several in texts.items():
-        for text in several:
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ConfigError(
-                    f'{where}: {text!r} is not UTF-8 at character {error.start}: write it in UTF-8'
-                ) from error

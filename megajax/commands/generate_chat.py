@@ -1,9 +1,10 @@
 """`megajax generate --chat`: a conversation on a terminal, or with the lines of a pipe."""
 
+import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -27,6 +28,21 @@ def check_chat(is_chat: bool, system: str | None, others: Mapping[str, object]) 
         raise ConfigError(f'--chat takes its turns from --prompt or input: leave out {given[0]}')
     if system is not None and not is_chat:
         raise ConfigError('--system is the first message of a conversation: add --chat')
+
+
+def check_unicode(where: str, texts: Sequence[str]) -> None:
+    """Raise ConfigError for a text from bytes that are not UTF-8, or were not read as UTF-8."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            problem = f'{text!r} is not UTF-8 at character {error.start}: write it in UTF-8'
+            with suppress(UnicodeError):
+                problem = (
+                    f'{os.fsencode(text).decode()!r} is UTF-8, and the locale makes Python read '
+                    f'it as {sys.getfilesystemencoding()}: set PYTHONUTF8=1 or LC_ALL=C.UTF-8'
+                )
+            raise ConfigError(f'{where}: {problem}') from error
 
 
 def converse(
@@ -95,10 +111,7 @@ def _lines(is_asked: bool) -> Iterator[str]:
 
 def _answer(conversation: 'Conversation', turn: str) -> None:
     """Print the answer as it grows; Ctrl-C ends it."""
-    try:
-        turn.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f'{turn!r} is not UTF-8 at character {error.start}') from error
+    check_unicode('input', [turn])
     dropped, shown, end = conversation.dropped, 0, None
     with _interrupts() as interrupted, closing(conversation.answer(turn)) as answer:
         for row in answer:

@@ -1,6 +1,7 @@
 """Generation with a cache: the same as recomputing everything, on every mesh and in every batch."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -759,6 +760,18 @@ def test_a_prompt_that_is_not_utf_8_is_refused_before_anything_is_opened(option:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count('\n')) == (2, 1), done.stderr
     assert f"error: {option}: 'caf\\udce9' is not UTF-8 at character 3" in done.stderr
+
+
+def test_a_prompt_that_the_locale_misreads_is_rejected_with_the_setting_that_reads_it() -> None:
+    command = [sys.executable, '-m', 'megajax', 'generate', 'nowhere', '--prompt', 'äö'.encode()]
+    environment = os.environ | {'LC_ALL': 'C', 'PYTHONUTF8': '0'}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert (
+        "--prompt: '\\xe4\\xf6' is UTF-8, and the locale makes Python read it as ascii"
+        in done.stderr
+    )
+    assert 'set PYTHONUTF8=1 or LC_ALL=C.UTF-8' in done.stderr
 
 
 @pytest.mark.parametrize(('left', 'goes_on'), [([0, 0], False), ([0, 1], True), ([3, 2], True)])
