@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from megajax.config import ConfigError
-from megajax.files.outputs import check_outputs
+from megajax.files.outputs import check_outputs, with_folder
 from megajax.render.logs import log_to_terminal
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def compare(
         tolerance=tolerance,
     )
     if json:
-        json.write_text(comparison.model_dump_json(indent=2))
+        with_folder(json).write_text(comparison.model_dump_json(indent=2))
     _print(comparison, every=every)
     raise typer.Exit(0 if comparison.first is None else 1)
 

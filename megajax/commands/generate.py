@@ -20,7 +20,7 @@ from megajax.commands.generate_pictures import (
 )
 from megajax.config import ConfigError
 from megajax.config.extras import install
-from megajax.files.outputs import output_problems
+from megajax.files.outputs import output_problems, with_folder
 from megajax.render.logs import log_to_terminal
 
 if TYPE_CHECKING:
@@ -230,7 +230,7 @@ def evaluate(
     for name, values in results.items():
         print(_result_line(name, values))
     if out:
-        out.write_text(
+        with_folder(out).write_text(
             json.dumps(
                 {'run': str(run), 'step': opened.step, 'files': files, 'results': results}, indent=2
             )

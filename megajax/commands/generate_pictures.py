@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megajax.commands.generate_output import is_cut, note_cut
 from megajax.config import ConfigError
-from megajax.files.outputs import output_problems
+from megajax.files.outputs import output_problems, with_folder
 
 if TYPE_CHECKING:
     from megajax.checkpoint.open import Opened
@@ -38,7 +38,7 @@ def draw_budget(
     assert row.region_tokens is not None
     assert config.relevance is not None
     tokens = row.region_tokens[0].reshape(config.relevance.regions)
-    write_budget(path, Image.fromarray(read_image(file)), tokens)
+    write_budget(with_folder(path), Image.fromarray(read_image(file)), tokens)
 
 
 def check_images(

@@ -10,7 +10,7 @@ from rich.console import Console
 from megajax.commands.default_command import DefaultGroup
 from megajax.config import Config, ConfigError, load
 from megajax.config.records import read_record
-from megajax.files.outputs import check_outputs
+from megajax.files.outputs import check_outputs, with_folder
 from megajax.hardware.records import record_name
 
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ def step(
         findings = [*inspection.findings, *over_budget(inspection, limits)]
         inspection = inspection.model_copy(update={'findings': findings})
     if json:
-        json.write_text(inspection.model_dump_json(indent=2))
+        with_folder(json).write_text(inspection.model_dump_json(indent=2))
     if hlo:
-        hlo.write_text(text)
+        with_folder(hlo).write_text(text)
     _print(inspection, kernels=kernels, memory=memory)
     raise typer.Exit(0 if inspection.ok else 1)
 

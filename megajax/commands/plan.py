@@ -8,7 +8,7 @@ from rich.console import Console
 
 from megajax.commands.default_command import DefaultGroup
 from megajax.config import Config, ConfigError, load
-from megajax.files.outputs import check_outputs
+from megajax.files.outputs import check_outputs, with_folder
 from megajax.hardware.records import record_name
 from megajax.render.folded import Folded
 
@@ -188,8 +188,9 @@ def calibrate(
 
     It measures matrix products by size, memory bandwidth and, with several devices, collectives.
     """
-    if out.suffix != '.yaml' or not out.parent.is_dir():
-        raise ConfigError(f'{out}: give a file that ends in .yaml, in a folder that exists')
+    if out.suffix != '.yaml':
+        raise ConfigError(f'{out}: give a file that ends in .yaml')
+    check_outputs(out)
     from megajax.plan.calibrate import calibrate as measure  # here, because it imports jax
 
     for line in measure(out, seconds=seconds):
@@ -246,15 +247,15 @@ def _show_generation(config: Config, console: Console, json: Path | None, **aske
 
     result = plan_generation(config, **asked)
     if json:
-        json.write_text(result.model_dump_json(indent=2))
+        with_folder(json).write_text(result.model_dump_json(indent=2))
     console.print(generation_table(result))
 
 
 def _write(result: 'Plan', *, json: Path | None, layout: Path | None) -> None:
     if json:
-        json.write_text(result.model_dump_json(indent=2))
+        with_folder(json).write_text(result.model_dump_json(indent=2))
     if layout:
-        layout.write_text(result.best_config)
+        with_folder(layout).write_text(result.best_config)
 
 
 def _show(result: 'Plan', console: Console) -> None:
@@ -289,6 +290,6 @@ def _draw(pictures: dict[str, Path], result: 'Plan', gpu: str, link: 'LinkName |
     cluster = Cluster.of(hardware(gpu, link), result.gpus, result.gpus_per_host)
     for name, path in pictures.items():
         if name == 'schedule':
-            schedule_plot.schedule(config).savefig(path)
+            schedule_plot.schedule(config).savefig(with_folder(path))
         else:
-            getattr(plot, name)(config, cluster).savefig(path)
+            getattr(plot, name)(config, cluster).savefig(with_folder(path))

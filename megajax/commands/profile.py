@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megajax.files.outputs import check_outputs
+from megajax.files.outputs import check_outputs, with_folder
 
 LONGEST = 10  # lines of a table that are shown unless --top says otherwise
 
@@ -38,7 +38,7 @@ def profile(
 
     result = read(run, gpu=gpu)
     if json:
-        json.write_text(result.model_dump_json(indent=2))
+        with_folder(json).write_text(result.model_dump_json(indent=2))
     console = Console(highlight=False)
     shown = tables(result, top=top or LONGEST, with_instructions=top is not None)
     console.print(

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from megajax.checkpoint.digests import write_file
 from megajax.checkpoint.old_names import current
 from megajax.config import ConfigError
+from megajax.files.outputs import with_folder
 
 SUFFIX = '.npz'
 ABOUT = 'about'
@@ -51,7 +52,7 @@ def write_recording(path: Path, recording: Recording) -> None:
     about = np.frombuffer(recording.about.model_dump_json().encode(), np.uint8)
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **{ABOUT: about, **dict(_named(recording))})
-    write_file(path, file.getvalue())
+    write_file(with_folder(path), file.getvalue())
 
 
 def _named(recording: Recording) -> Iterator[tuple[str, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Checks of the output files of a command, made before it computes anything."""
+"""The output files of a command: they are checked before it computes anything."""
 
 import os
 from collections.abc import Iterator
@@ -16,9 +16,16 @@ def check_outputs(*paths: Path | None) -> None:
 def output_problems(*paths: Path | None) -> Iterator[str]:
     """Yield a message for each file that cannot be written; None is skipped."""
     for path in filter(None, paths):
+        there = next(each for each in (path, *path.parents) if each.exists())
         if path.is_dir():
             yield f'{path} is a folder: give the name of a file in it'
-        elif not path.parent.is_dir():
-            yield f'{path}: there is no folder {path.parent}: create it first'
-        elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        elif there != path and not there.is_dir():
+            yield f'{path}: {there} is a file and no folder: choose another file'
+        elif not os.access(there, os.W_OK):
             yield f'{path} is not writable: change its permissions, or choose another file'
+
+
+def with_folder(path: Path) -> Path:
+    """Return the path of a file that is to be written, after its folder is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from ruamel.yaml import YAML
 
+from megajax.files.outputs import with_folder
 from megajax.hardware.records import Dtype, Efficiency, Hardware, Link, Reference, hardware_of
 from megajax.parallel.layout import batch_layout
 from megajax.plan.real_step import busy, config_for, fitted_to_step, real_seconds
@@ -77,7 +78,7 @@ def calibrate(out: Path, *, seconds: float) -> Iterator[str]:
         f'of the peak in training, and {alone.efficiency.matmul:.1%} alone'
     )
     partial = out.with_suffix('.partial')
-    partial.write_text(_yaml(fitted), encoding='utf-8')
+    with_folder(partial).write_text(_yaml(fitted), encoding='utf-8')
     os.replace(partial, out)
     yield f'written to {out}'
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from megajax.checkpoint.digests import write_file
 from megajax.config import ConfigError
 from megajax.config.errors import reason
-from megajax.files.outputs import check_outputs
+from megajax.files.outputs import check_outputs, with_folder
 from megajax.hardware.records import hardware
 from megajax.report.facts import Facts
 from megajax.report.page import GENERATOR, page
@@ -45,7 +45,7 @@ def write_report(
         Facts(run=run, colour=number, gpu=record, max_program=max_program)
         for number, run in enumerate(runs)
     ]
-    write_file(out, page(facts).encode())
+    write_file(with_folder(out), page(facts).encode())
     return out
 
 

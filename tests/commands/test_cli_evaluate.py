@@ -35,8 +35,8 @@ TWICE = 'would be read twice: name it, or the folder that holds it, once'
         ('--task perplexity a.txt b.txt ./a.txt', f'./a.txt: {TWICE}'),
         ('--task perplexity . a.txt', f'a.txt: {TWICE}'),
         (
-            '--task perplexity a.txt --json gone/out.json',
-            'gone/out.json: there is no folder gone: create it first',
+            '--task perplexity a.txt --json a.txt/out.json',
+            'a.txt/out.json: a.txt is a file and no folder: choose another file',
         ),
         ('--harness boolq a.txt', '--harness reads its own data: leave out files and --stride'),
         (

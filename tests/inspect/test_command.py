@@ -105,8 +105,8 @@ def test_in_a_notebook_it_is_an_object_with_the_same_tables(inspected):
             '3 hosts do not divide the 4 devices of the mesh: choose among 1, 2, 4',
         ),
         (
-            ['tiny', '--json', '/nowhere/it.json'],
-            '/nowhere/it.json: there is no folder /nowhere: create it first',
+            ['tiny', '--json', '/dev/null/it.json'],
+            '/dev/null/it.json: /dev/null is a file and no folder: choose another file',
         ),
         (['tiny', 'mesh.model=3'], 'model.num_heads: 8 is not a multiple of mesh.model=3'),
     ],

@@ -216,7 +216,10 @@ def test_tensor_parallelism_is_worth_it_where_nothing_fits_without_it():
             'gpt2_124m --gpu v100 --verify',
             'verify with gpu v100: the step can be compiled for a100, b200, h100, h200',
         ),
-        ('gpt2_124m --json nowhere/x.json', 'nowhere/x.json: there is no folder nowhere'),
+        (
+            'gpt2_124m --json README.md/x.json',
+            'README.md/x.json: README.md is a file and no folder',
+        ),
         ('gpt2_124m --write tests', 'tests is a folder: give the name of a file in it'),
         ('gpt2_124m --roofline x.gif', 'x.gif: a picture ends in .png, .svg, .pdf'),
         (

@@ -62,7 +62,7 @@ def test_a_file_that_is_no_report_is_kept(finished_run: Path, tmp_path: Path, co
     [
         (['{folder}/nothing'], '{folder}/nothing holds no run (no config.yaml): '),
         (['{run}/..'], '{run}/.. holds no run (no config.yaml): give its runs: {run}/../'),
-        (['{run}', '--out', '{folder}/no/page.html'], 'there is no folder {folder}/no: create it'),
+        (['{run}', '--out', '/dev/null/page.html'], '/dev/null is a file and no folder: choose an'),
         (['{run}', '--out', '{folder}'], '{folder} is a folder: give the name of a file in it'),
         (['{run}', '{run}'], 'is given twice: leave one out'),
         (['{run}', '--gpu', 'h101'], 'GPU h101: choose among '),
@@ -85,6 +85,12 @@ def test_a_report_that_cannot_be_written_is_a_warning_at_the_end_of_a_run(
         assert write_at_end(copied_run) is None
     assert 'report.html cannot be written: ' in caplog.text
     assert (copied_run / 'report.html').read_text() == 'mine'
+
+
+def test_the_folder_of_a_report_is_created(finished_run: Path, tmp_path: Path) -> None:
+    file = tmp_path / 'no/such/page.html'
+    assert command(finished_run, '--out', file) == (0, f'report     {file}\n')
+    assert file.exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason='root may write everywhere')
