@@ -45,7 +45,7 @@ def test_the_largest_element_has_no_sign_and_one_that_is_not_a_number_is_infinit
     assert largest([1.0, np.nan]) == np.inf
 
 
-SHAPES = (16,), (64,), (2, 128), (64, 64)
+SHAPES = (64,), (2, 128), (64, 64)
 NOISE = 1e-3, 1e-2, 2e-2, 4e-2
 
 
@@ -64,8 +64,9 @@ def is_right(made: np.ndarray, expected: np.ndarray, precise: np.ndarray) -> boo
     return found.error <= found.limit
 
 
-@pytest.mark.parametrize('noise', NOISE[:3])
-@pytest.mark.parametrize('shape', SHAPES, ids=str)
+@pytest.mark.parametrize(
+    ('shape', 'noise'), [*((shape, 1e-2) for shape in SHAPES), *(((64, 64), x) for x in NOISE)]
+)
 def test_a_program_that_rounds_as_much_as_one_device_is_right(shape, noise):
     for seed in range(50):
         precise, expected, made = rounded(shape, noise, seed)
@@ -73,7 +74,7 @@ def test_a_program_that_rounds_as_much_as_one_device_is_right(shape, noise):
 
 
 @pytest.mark.parametrize('noise', NOISE)
-@pytest.mark.parametrize('shape', SHAPES[1:], ids=str)
+@pytest.mark.parametrize('shape', SHAPES, ids=str)
 def test_an_array_of_which_a_part_is_lost_is_wrong_however_much_rounding_explains(shape, noise):
     for seed in range(20):
         precise, expected, made = rounded(shape, noise, seed)
