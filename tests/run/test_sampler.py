@@ -11,8 +11,7 @@ from support import exhaustive, make_config, on_mesh, random_params, slow
 
 from megajax.config import Config, ConfigError
 from megajax.data.text.tokenizer import byte_tokenizer
-from megajax.parallel.layer_order import tree_on_stages
-from megajax.parallel.layout import Layout
+from megajax.render.text import visible
 from megajax.run import sampler as module
 from megajax.run.log.report import Report
 from megajax.run.sampler import Sampler
@@ -42,7 +41,8 @@ def test_each_step_is_there_once_and_lost_ones_are_not(
     assert [line.pop('step') for line in lines] == [3, 6]
     assert lines[0] == lines[1]  # of the same parameters
     assert set(lines[0]) == set(PROMPTS)
-    assert f"sample after 'one':\none{lines[0]['one'].splitlines()[0]}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"sample after 'one':\none{visible(lines[0]['one'])}" in said
     (events,) = (tmp_path / 'tensorboard' / 'samples').iterdir()
     assert f'    {lines[0]["two"].splitlines()[0]}'.encode() in events.read_bytes()
     assert len(checks) >= 6
@@ -83,9 +83,8 @@ def test_a_pipeline_whose_batch_is_small_continues_prompts_as_one_device_does(
     for name, sizes in (('one', {}), ('pipeline', mesh)):
         config = tiny(1, 1, model={'num_layers': 4}, mesh=sizes, train=train)
         with on_mesh(config):
-            params = tree_on_stages(random_params(config, std=0.3), Layout.of(config))
             sampler = Sampler(config, byte_tokenizer(), tmp_path / name, 0, report=Report())
-            sampler.sample(1, params, lambda: None)
+            sampler.sample(1, random_params(config, std=0.3), lambda: None)
             sampler.close()
         texts.append((tmp_path / name / 'samples.jsonl').read_text())
     assert texts[0] == texts[1]

