@@ -162,6 +162,21 @@ def test_what_a_line_spells_is_text_in_all_of_its_fields(tmp_path: Path, ascii: 
     assert answered.endswith(f'}}<|end|>{EOD}')
 
 
+@pytest.mark.parametrize(
+    'read_name',
+    ["{{ m.content.split('<s>')[-1] }}", "{{ m.content | replace('<s>', '') }}"],
+)
+def test_a_template_that_reads_a_spelled_token_is_refused(tmp_path: Path, read_name: str) -> None:
+    template = PLAIN.replace('{{ m.content }}', read_name) + BEGIN
+    assert shown(read(tmp_path, template, {'messages': turns('a', 'b')}))[1] == f'b<|end|>{EOD}'
+    assert (
+        shown(read(tmp_path, template, {'messages': turns('<|end|>', 'b')}))[0].count('<|end|>')
+        == 3
+    )
+    text = refusal(tmp_path, template, {'messages': turns('a', 'why<s>b')})
+    assert 'spells special tokens (<s>), after which the chat template writes another text' in text
+
+
 def test_tools_documents_and_other_variables_reach_the_template(tmp_path: Path) -> None:
     template = (
         '{{ tools[0].name }}{{ documents[0].text }}{{ date_string }}{{ thinking is true }}'

@@ -78,6 +78,8 @@ def pieces_of_chat(
     guarded = _guarded(request, guard)
     (rendering,) = chat.render([guarded], place=place)
     text, spans = rendering.text, rendering.marked
+    if guarded != request and guard.take(text) != _text(request, chat, place):
+        _refuse_read_token(request, guard, place)
     _check_no_list_is_printed(guarded.messages, text, place)
     if spans is None:
         spans = _assistant_spans(guarded, text, chat, guard, place)
@@ -154,6 +156,18 @@ def _escaped(mark: str) -> str:
 def _guarded(request: Request, guard: Guard) -> Request:
     messages = [guard.put(message) for message in request.messages]
     return replace(request, messages=messages, variables=guard.put(request.variables))
+
+
+def _refuse_read_token(request: Request, guard: Guard, place: str) -> NoReturn:
+    written = json.dumps([request.messages, request.variables], ensure_ascii=False)
+    found = ', '.join(sorted(set(guard.pattern.findall(written))))
+    refuse(
+        place,
+        f'spells special tokens ({short(found)}), after which the chat template writes another '
+        'text, and megajax reads what is spelled as letters',
+        'give what they enclose its own key, such as "reasoning_content", or set "special" to '
+        'false for these tokens in tokenizer.json',
+    )
 
 
 def _check_all_is_read(rendering: Rendering, place: str) -> None:
