@@ -28,9 +28,19 @@ DECLARE = ('export', 'declare', 'local', 'readonly', 'typeset')
 PASSIVE = frozenset(
     """
     echo printf cat cp mv rm ls ln cd mkdir touch chmod find source . [ [[ test : grep sed awk head
-    tail tee return exit set unset trap for case wget curl git pip sbatch
+    tail tee return exit set trap for case wget curl git pip sbatch
     """.split()  # noqa: SIM905
 )
+# Commands that change the variables they name: those of a sum that it assigns, all of others.
+SETTERS = {
+    'let': re.compile(
+        r'([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)'
+    ),
+    **dict.fromkeys(
+        ('read', 'mapfile', 'readarray', 'getopts', 'unset', 'printf -v'),
+        re.compile(r'(?<![\w-])([A-Za-z_]\w*)()'),
+    ),
+}
 PROGRAM = re.compile(r'.*\.py')
 OPERATORS = {
     ast.Add: operator.add,
@@ -174,11 +184,23 @@ class _Script:
         self.values.pop(name, None)
         self.reasons[name] = reason
 
+    def _forget_set(self, program: str, text: str, reason: str) -> bool:
+        """Forget the variables that a command changes; return whether there are any."""
+        names = [a or b for a, b in SETTERS[program].findall(text)]
+        for name in names:
+            self._forget(name, reason)
+        return bool(names)
+
     def _simple(self, command: Command, words: Sequence[Word]) -> None:
         """Read a command that is neither an assignment nor a part of a branch."""
         expanded = [part for word in words for part in self.expand(word.parts, word.name)]
         program = next((word for word in expanded if not ASSIGNMENT.match(word)), None)
-        if program is None or program in PASSIVE:
+        if program == 'printf' and '-v' in expanded:
+            program = 'printf -v'
+        if program in SETTERS:
+            reason = f'`{program}` in line {command.line} changes it'
+            self._forget_set(program, ' '.join(expanded[1:]), reason)
+        if program is None or program in PASSIVE or program in SETTERS:
             return
         inner = next(
             (
@@ -271,6 +293,8 @@ class _Script:
     def _sum(self, text: str) -> list[str]:
         if len(text) > MAX_SUM:
             return [self._unknown(text, 'a long sum')]
+        if self._forget_set('let', text, f'`{plain(text)}` changes it'):
+            return [self._unknown(text, 'a sum that changes a variable')]
         inner = re.sub(
             r'\$?\{?\b([A-Za-z_]\w*)\b\}?', lambda match: self._number(match[1]), text[3:-2]
         )

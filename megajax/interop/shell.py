@@ -108,6 +108,8 @@ class _Scanner:
             self._skip_blanks()
             line += self.text.count('\n', counted, self.at)
             counted, separator = self.at, None
+            if self.text.startswith('((', self.at):
+                words = [Word(('let',)), Word((self._balanced('(')[2:-2],), is_quoted=True)]
             while self.at < len(self.text) and separator is None:
                 separator = self._match(SEPARATOR)
                 if separator is None:

@@ -105,6 +105,18 @@ def test_what_only_a_shell_knows_is_named_with_the_way_out(
 
 
 @pytest.mark.parametrize(
+    'change',
+    ['let L=4', 'let "N = 2" L++', '(( L += 2 ))', 'M=$((--L))', 'read -r M L < file',
+     'printf -v L %d 4', 'mapfile -t L < file', 'unset L'],
+)  # fmt: skip
+def test_a_variable_that_a_command_changes_is_not_known(change: str, tmp_path: Path) -> None:
+    launch = f'torchrun --nproc_per_node 8 pretrain_gpt.py {ARGUMENTS} --num-layers $L'
+    assert ' changes it' in refused(f'L=3\n{change}\n{launch}', tmp_path)
+    for kept in ('(( L >= 2 && L != 5 )) || exit 1', 'let M=L*2', 'read M', 'printf %d L'):
+        assert 'num_layers: 3' in converted(f'L=3\n{kept}\n{launch}', tmp_path)
+
+
+@pytest.mark.parametrize(
     ('text', 'message'),
     [
         ('bash train_llama.sh $X', 'no command in it starts pretrain_gpt.py or pretrain_bert.py'),
