@@ -260,6 +260,12 @@ OLD_SCALING = {'type': 'dynamic', 'factor': 2.0}
             {'bits': 4},
             'quantization_config: {"bits": 4}: only null is supported',
         ),
+        (
+            'llama2',
+            'transformers_weights',
+            'other.safetensors',
+            'transformers_weights: "other.safetensors": only null is supported',
+        ),
         ('llama2', 'hidden_act', 'gelu', 'hidden_act: "gelu": only "silu" or "swish" is supported'),
         (
             'llama2',

@@ -61,6 +61,7 @@ def read_family(keys: Mapping[str, Any], file: str) -> tuple[str, Keys, list[str
     read = Reader(keys, file)
     read.only('architectures', [ARCHITECTURES[family]], None, default=None)
     read.only('quantization_config', None, default=None)
+    read.only('transformers_weights', None, default=None)  # names another file
     model = FAMILIES[family].read_config(read)
     if read.problems:
         raise ConfigError(*read.problems)
