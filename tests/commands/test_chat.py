@@ -97,12 +97,16 @@ class Terminal:
         return shown
 
     def interrupt_until(self, pattern: str) -> None:
-        """Press Ctrl-C until it has an effect: CPython's readline misses one before it waits."""
-        for _ in range(SECONDS // 5):
+        """Press Ctrl-C until it has an effect: CPython's readline misses one before it waits.
+
+        The terminal shows ^C for one that is missed, too.
+        """
+        shown, last = '', time.monotonic() + SECONDS
+        while not re.search(pattern, shown):
+            assert time.monotonic() < last, shown
             self.type('\x03')
-            if select.select([self._end], [], [], 5)[0]:
-                break
-        self.read_until(pattern)
+            while not re.search(pattern, shown) and select.select([self._end], [], [], 5)[0]:
+                shown += os.read(self._end, 10_000).decode()
 
     def wait(self) -> int:
         code = self._process.wait(SECONDS)
