@@ -139,10 +139,13 @@ def renamed(folder: Path, names: dict[str, str]) -> Path:
     """
     shutil.copytree(ROOT / 'megajax', folder / 'megajax')
     any_name = '|'.join(names)
-    attributes = re.compile(rf'(?<!megajax\.)\b(?:self|model|weights)(?:\.(?:{any_name})\b)+')
+    attributes = re.compile(
+        rf'(?<!megajax\.)\b(?:self|model|weights)(?:\.(?:first|second|{any_name})\b)+'
+    )
     looked_up = re.compile(
         rf"(?:\[|(?:get|make|maybe|dims)\()'(?:{any_name})'"
-        rf"|'(?:{any_name})' in (?:parameters|self)\b|\('query_norm', 'key_norm'\)"
+        rf"|'(?:{any_name})' in (?:parameters|self)\b"
+        rf"|(?:\(|SUBLAYERS = )'(?:{any_name})', '(?:{any_name})'"
     )
     as_text = re.compile(rf"'(?:{any_name})'")
     files = [*(folder / 'megajax/model').glob('*.py'), folder / 'megajax/train/objective.py']

@@ -45,11 +45,17 @@ SP: dict[str, Any] = {'sequence_parallel': True}
 
 
 def assert_as_unsharded(setting: Setting) -> None:
-    """The loss is that of the same mesh without ZeRO, and the gradients up to the order of sums."""
+    """The loss is that of the same mesh without ZeRO, and the gradients up to the order of sums.
+
+    Several groups of replicas sum the loss in another order than one group does: in half of all
+    draws of parameters it differs in the last bit.
+    """
     (expected_loss, expected), (loss, gradients) = map(
         loss_and_gradients, (setting.unsharded, setting)
     )
-    assert loss == expected_loss
+    one_group = setting.replicas in (1, setting.data)
+    limit = 0 if one_group else np.spacing(np.float32(expected_loss))
+    assert abs(loss - expected_loss) <= limit
     assert_close(gradients, expected, 1e-6)
 
 
