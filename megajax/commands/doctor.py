@@ -28,7 +28,8 @@ from megajax.commands.doctor_ports import look_at_ports
 from megajax.config.errors import ConfigError
 from megajax.config.extras import install
 from megajax.hardware.targets import GPUS, has_compiler
-from megajax.processes.environment import check_host_name, visible_gpus
+from megajax.hardware.visible import visible_gpus
+from megajax.processes.environment import check_host_name
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'numpy')
 TIMEOUT = 120.0  # seconds for jax to start; a driver that hangs never returns

@@ -218,7 +218,7 @@ def _known(name: str) -> Hardware:
 
 
 def _folder() -> Traversable:
-    return resources.files('megajax') / 'hardware' / 'gpus'
+    return resources.files('megajax.hardware') / 'gpus'
 
 
 def _read(file: Path | Traversable) -> Hardware:

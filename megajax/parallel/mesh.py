@@ -20,7 +20,7 @@ from megajax.config import Config, ConfigError, Problem
 from megajax.config.extras import install
 from megajax.config.rules import incompatibilities
 from megajax.hardware.memory import claim_gpu_memory
-from megajax.processes.environment import visible_gpus
+from megajax.hardware.visible import visible_gpus
 
 # Mesh axes, outermost first; the axis that communicates most, and waits for it, is innermost.
 AXES = ('replica', 'stage', 'data', 'context', 'row', 'model')

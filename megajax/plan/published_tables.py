@@ -56,7 +56,7 @@ def rows_to_fit(gpu: str) -> list[PublishedRate]:
 
 def _lines(file: str) -> list[str]:
     return (
-        (resources.files('megajax') / 'plan' / 'papers' / f'{file}.csv')
+        (resources.files('megajax.plan') / 'papers' / f'{file}.csv')
         .read_text(encoding='utf-8')
         .splitlines()
     )

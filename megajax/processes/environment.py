@@ -8,13 +8,13 @@ need be set; other launchers do not say where process 0 runs.
 
 import os
 import socket
-import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from megajax.config.errors import ConfigError
+from megajax.hardware.visible import visible_gpus
 from megajax.processes.launchers import OPEN_MPI, TORCH, Place, find_place
 
 COORDINATOR, PROCESSES, PROCESS = 'MEGAJAX_COORDINATOR', 'MEGAJAX_PROCESSES', 'MEGAJAX_PROCESS'
@@ -77,24 +77,6 @@ def read_start(environ: Mapping[str, str] = os.environ) -> Start | None:
         )
     place = find_place(environ)
     return _launched(environ, place) if place else None
-
-
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
-    """The number of NVIDIA GPUs that a process on this machine may use.
-
-    If CUDA_VISIBLE_DEVICES is set only its GPUs count; under JAX_PLATFORMS=cpu there are none.
-    """
-    if environ.get('JAX_PLATFORMS', '').startswith('cpu'):
-        return 0
-    if (chosen := environ.get('CUDA_VISIBLE_DEVICES')) is not None:
-        return sum(name.strip() not in ('', '-1') for name in chosen.split(','))
-    try:
-        listed = subprocess.run(
-            ['nvidia-smi', '-L'], capture_output=True, text=True, timeout=60, check=False
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith('GPU ') for line in listed.splitlines())
 
 
 def _by_hand(environ: Mapping[str, str]) -> Start | None:

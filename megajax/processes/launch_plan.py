@@ -10,13 +10,13 @@ from importlib.metadata import entry_points
 
 from megajax.config.errors import ConfigError
 from megajax.config.extras import install
+from megajax.hardware.visible import visible_gpus
 from megajax.processes.environment import (
     COORDINATOR,
     LOCAL_DEVICES,
     POD_INDEX,
     PROCESS,
     PROCESSES,
-    visible_gpus,
 )
 from megajax.processes.launchers import find_place
 

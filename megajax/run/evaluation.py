@@ -14,11 +14,11 @@ from megajax.data import Data
 from megajax.data.picture_batches import PictureBatches
 from megajax.run.clock import Clock
 from megajax.run.log.report import Report
+from megajax.run.placed_batches import PlacedBatches
 from megajax.run.reader import Reader
 from megajax.run.stop import StopWatch
 from megajax.run.watchdog import Watchdog
 from megajax.train.evaluation import make_eval_step
-from megajax.train.feed import PlacedBatches
 
 
 class Evaluation:

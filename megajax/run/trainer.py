@@ -17,13 +17,13 @@ from megajax.run.limits import MEASURED
 from megajax.run.log.metrics import MetricsWriter
 from megajax.run.log.report import Report, StepReport
 from megajax.run.meter import Meter
+from megajax.run.placed_batches import PlacedBatches
 from megajax.run.profile import Profiler
 from megajax.run.replay import Replay
 from megajax.run.rollback import Rollbacks
 from megajax.run.sampler import Sampler
 from megajax.run.stop import StopWatch
 from megajax.run.watchdog import Watchdog
-from megajax.train.feed import Batch, PlacedBatches
 from megajax.train.first_step import take_first_step, with_scales
 from megajax.train.guard import respond
 from megajax.train.step import Metrics, TrainState, before_skipped
@@ -247,7 +247,7 @@ class Trainer:
             or self._replay.is_due(step + 1)
         )
 
-    def _run_step(self, step: int, batch: Batch) -> tuple[TrainState, Metrics]:
+    def _run_step(self, step: int, batch: dict[str, jax.Array]) -> tuple[TrainState, Metrics]:
         """Run the compiled step; in fp16 the first finds the loss scale, unless it is set.
 
         Raises CorruptionError if the step is repeated and its results differ.

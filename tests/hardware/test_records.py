@@ -114,7 +114,7 @@ def test_a_link_that_a_gpu_does_not_have_is_refused(tmp_path):
         ConfigError, match='--link nvlink: bridges join two GPUs of NVIDIA H100 PCI'
     ):
         hardware('h100_pcie', 'nvlink')
-    text = (resources.files('megajax') / 'hardware/gpus/h100.yaml').read_text()
+    text = (resources.files('megajax.hardware') / 'gpus/h100.yaml').read_text()
     lines = [line for line in text.splitlines(keepends=True) if not line.startswith('pcie:')]
     (tmp_path / 'mine.yaml').write_text(''.join(lines))
     with pytest.raises(

@@ -43,7 +43,7 @@ def test_what_is_compared_with_is_frozen() -> None:
     parts = 'in_passes', 'over_data', 'beside'
     sources = [inspect.getsource(getattr(MEGATRON, part)) for part in parts]
     megatron = digest(*sources, inspect.getsource(programs._beside_everything))
-    record = (resources.files('megajax') / 'hardware/gpus/h100.yaml').read_text()
+    record = (resources.files('megajax.hardware') / 'gpus/h100.yaml').read_text()
     record = record.replace(', fp8: 1978.9e12', '')  # which no row computes in
     record = re.sub(r'^( *)pcie:.*\n(\1 +.*\n)*', '', record, flags=re.MULTILINE)  # nor sends over
     assert {'megatron': megatron, 'h100': digest(record)} == FROZEN

@@ -14,7 +14,8 @@ from packaging.utils import canonicalize_name
 
 from megajax import load
 from megajax.config import ConfigError
-from megajax.processes.environment import read_start, visible_gpus
+from megajax.hardware.visible import visible_gpus
+from megajax.processes.environment import read_start
 
 SCRIPTS = Path(__file__).parents[2] / 'scripts'
 HAND = {'MEGAJAX_COORDINATOR': 'node1:8476', 'MEGAJAX_PROCESSES': '4', 'MEGAJAX_PROCESS': '3'}

@@ -16,7 +16,8 @@ import pytest
 from megajax.config import Config, load
 from megajax.data import load_data
 from megajax.parallel.mesh import make_mesh
-from megajax.train.feed import PlacedBatches, local_rows
+from megajax.run.placed_batches import PlacedBatches
+from megajax.train.feed import local_rows
 
 ORACLES = Path(__file__).parents[1] / 'data/oracles/gpt_dataset'
 FIRST, LAST = 7, 10
@@ -58,7 +59,7 @@ jax.config.update('jax_num_cpu_devices', 8 // count)
 jax.config.update('jax_cpu_collectives_implementation', 'gloo')
 jax.distributed.initialize(f'127.0.0.1:{{port}}', count, number)
 sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_feed import rows_of_this_process
+from test_placed_batches import rows_of_this_process
 print(json.dumps(rows_of_this_process(sys.argv[4])))
 """
 
