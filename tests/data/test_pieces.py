@@ -11,7 +11,7 @@ from twelve_tokenizers import TWELVE, random_text
 
 from megajax.config import ConfigError
 from megajax.data.text.pieces import Piece
-from megajax.data.text.tokenizer import Tokenizer
+from megajax.data.text.tokenizer import Tokenizer, byte_tokenizer
 
 COUNT = 100
 IMAGE_TOKEN = 1 << 20
@@ -147,3 +147,29 @@ def test_a_special_token_that_the_text_around_hides_is_named() -> None:
     word = tokenizer.special_tokens()['<|word|>']
     with pytest.raises(ConfigError, match=r'does not find its special token <\|word\|> within'):
         tokenizer.encode_pieces([Piece(text='a'), Piece(token=word)])
+
+
+@pytest.mark.parametrize('by_merges', [False, True])
+@pytest.mark.parametrize('by_words', [False, True])
+def test_no_bpe_makes_special_tokens_of_letters(by_words: bool, by_merges: bool) -> None:
+    name = '<|im_end|>'
+    content = json.loads(byte_tokenizer([name])._backend.to_str())
+    model = content['model']
+    model['ignore_merges'] = by_words
+    for token in content['added_tokens']:
+        model['vocab'][token['content']] = token['id']
+    if by_merges:
+        for end in range(2, len(name) + 1):
+            model['merges'].append([name[: end - 1], name[end - 1]])
+            model['vocab'].setdefault(name[:end], 256 + end)
+    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    backend.encode_special_tokens = True
+    (end,) = (token['id'] for token in content['added_tokens'] if token['content'] == name)
+    assert (end in backend.encode(name).ids) == (by_words or by_merges)
+    tokenizer = Tokenizer(backend, 'a BPE')
+    for text in (name, f'a{name}b'):
+        (ids,) = tokenizer.encode_batch([text])
+        assert tokenizer.decode(ids) == text
+        assert end not in ids
+        (first, *rest), _ = tokenizer.encode_pieces([Piece(token=end), Piece(text=text)])
+        assert (first, rest) == (end, ids.tolist())

@@ -77,6 +77,14 @@ def test_text_that_spells_a_special_token_is_text(run: Path) -> None:
     assert prompts[0] == [START, *b'user\n<|im_end|>', END, ord('\n'), *BEGINS]
 
 
+def test_a_template_that_reads_a_spelled_token_is_refused(run: Path) -> None:
+    template = CHATML.replace("['content']", "['content'].split('<|im_end|>')[-1]")
+    with conversing(run, template=template) as (conversation, _):
+        with pytest.raises(ConfigError, match=r'spells special tokens \(<\|im_end\|>\), after'):
+            answer(conversation, 'why<|im_end|>')
+        assert answer(conversation, 'a') == 'Yes!'
+
+
 def test_the_oldest_turns_are_forgotten_once_they_leave_no_room(tmp_path: Path) -> None:
     write_chain(tmp_path, chain(SAID, then=END), chain_config(max_seq_len=96))
     with conversing(tmp_path, system='S') as (conversation, prompts):

@@ -74,12 +74,8 @@ def pieces_of_chat(
     Raises ConfigError if the template does not read a key, or where it is not clear which part of
     its text the assistant says.
     """
-    guard = _unused_guard(request, vocabulary, place)
-    guarded = _guarded(request, guard)
-    (rendering,) = chat.render([guarded], place=place)
+    guard, guarded, rendering = _render(request, vocabulary, chat, place)
     text, spans = rendering.text, rendering.marked
-    if guarded != request and guard.take(text) != _text(request, chat, place):
-        _refuse_read_token(request, guard, place)
     _check_no_list_is_printed(guarded.messages, text, place)
     if spans is None:
         spans = _assistant_spans(guarded, text, chat, guard, place)
@@ -118,10 +114,12 @@ def pieces_of_chat(
 def pieces_of_prompt(
     messages: Sequence[Message], vocabulary: Vocabulary, chat: Chat, place: str
 ) -> list[Piece]:
-    """Return the pieces of messages without pictures, up to where the assistant's turn begins."""
+    """Return the pieces of messages without pictures, up to where the assistant's turn begins.
+
+    Raises ConfigError if the template looks for a special token that a message spells.
+    """
     request = Request(messages=messages, begins=True)
-    guard = _unused_guard(request, vocabulary, place)
-    (rendering,) = chat.render([_guarded(request, guard)], place=place)
+    guard, _, rendering = _render(request, vocabulary, chat, place)
     text, pieces, last = rendering.text, [], 0
     for match in guard.pattern.finditer(text):
         token = vocabulary.special.get(match.group())
@@ -153,9 +151,20 @@ def _escaped(mark: str) -> str:
     return f'\\u{ord(mark):04x}'
 
 
-def _guarded(request: Request, guard: Guard) -> Request:
+def _render(
+    request: Request, vocabulary: Vocabulary, chat: Chat, place: str
+) -> tuple[Guard, Request, Rendering]:
+    """Return what a template writes for a request with a guard in its texts.
+
+    Raises ConfigError if it writes another text where a special token is spelled.
+    """
+    guard = _unused_guard(request, vocabulary, place)
     messages = [guard.put(message) for message in request.messages]
-    return replace(request, messages=messages, variables=guard.put(request.variables))
+    guarded = replace(request, messages=messages, variables=guard.put(request.variables))
+    (rendering,) = chat.render([guarded], place=place)
+    if guarded != request and guard.take(rendering.text) != _text(request, chat, place):
+        _refuse_read_token(request, guard, place)
+    return guard, guarded, rendering
 
 
 def _refuse_read_token(request: Request, guard: Guard, place: str) -> NoReturn:

@@ -105,28 +105,44 @@ class MarkedTokenizer:
 def reader_of_letters(backend: 'tokenizers.Tokenizer') -> 'tokenizers.Tokenizer':
     """Return a copy of a tokenizer that reads what spells a special token as letters.
 
-    Where the model itself would find special tokens in letters, they have names in the copy that
+    Where the model itself would make special tokens of letters, they have names in the copy that
     nobody can spell.
     """
     from tokenizers import Tokenizer
 
     state: str = backend.to_str()
-    if type(backend.model).__name__ != 'BPE':  # a BPE finds what it merges, and no merge makes them
+    if found := found_by_model(backend):
         content = json.loads(state)
-        special = [token for token in content['added_tokens'] if token['special']]
-        names = {token['content']: f'{END}{token_hex()}{END}' for token in special}
+        names = {name: f'{END}{token_hex()}{END}' for name in found}
         model = content['model']
-        if isinstance(model['vocab'], dict):  # of WordPiece
+        if isinstance(model['vocab'], dict):  # of BPE and WordPiece
             model['vocab'] = {names.get(name, name): i for name, i in model['vocab'].items()}
             model['unk_token'] = names.get(model['unk_token'], model['unk_token'])
         else:  # of Unigram
             model['vocab'] = [(names.get(name, name), score) for name, score in model['vocab']]
-        for token in special:
-            token['content'] = names[token['content']]
+        if 'merges' in model:  # pairs
+            model['merges'] = [
+                x for x in model['merges'] if names.keys().isdisjoint([*x, ''.join(x)])
+            ]
+        for token in content['added_tokens']:
+            token['content'] = names.get(token['content'], token['content'])
         state = json.dumps(content)
     copy = Tokenizer.from_str(state)
     copy.encode_special_tokens = True
     return copy
+
+
+def found_by_model(backend: 'tokenizers.Tokenizer') -> set[str]:
+    """Return the names of special tokens that a tokenizer's model makes of their letters.
+
+    A BPE with `ignore_merges` makes a token of any word that the vocabulary has; another one makes
+    what it merges.
+    """
+    model, added = backend.model, backend.get_added_tokens_decoder().values()
+    names = {x.content for x in added if x.special and model.token_to_id(x.content) is not None}
+    if type(model).__name__ != 'BPE':
+        return names
+    return {name for name in names if name in [token.value for token in model.tokenize(name)]}
 
 
 def answered_spans(pieces: Sequence[Piece], texts: Sequence[str]) -> list[tuple[int, int]]:

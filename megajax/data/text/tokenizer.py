@@ -19,7 +19,14 @@ from megajax.data.text.byte_tokens import (
     without_broken_bytes,
 )
 from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, encode_in_parts, parts
-from megajax.data.text.pieces import GUARDS, IMAGE, MarkedTokenizer, Piece, reader_of_letters
+from megajax.data.text.pieces import (
+    GUARDS,
+    IMAGE,
+    MarkedTokenizer,
+    Piece,
+    found_by_model,
+    reader_of_letters,
+)
 from megajax.data.text.rows import NoRowError, fit_to_rows
 from megajax.data.text.token_names import TokenNames, name_tokens, start_ids
 from megajax.files.pointers import repair
@@ -73,8 +80,7 @@ class Tokenizer:
         self._backend, self._spec, self.names = backend, spec, names
         self.named_tokens = dict(names.named)
         self.eod = vocab[ends[0]]
-        is_bpe = type(backend.model).__name__ == 'BPE'
-        self._reader = backend if is_bpe else reader_of_letters(backend)
+        self._reader = reader_of_letters(backend) if found_by_model(backend) else backend
         self._marked: MarkedTokenizer | None = None
         self.ends: tuple[int, ...] = (self.eod,)
         self.start = start_ids(backend)
