@@ -7,10 +7,12 @@ import dataclasses
 import enum
 import math
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from megajax.config.model import ModelConfig
 
 NUM_SEGMENTS = 2  # in a BERT sequence: token types, and also their possible orders
+STACKS = 'LJAⓁⒶ'  # the first dims of arrays with an entry for each layer or merger
 IMAGES = 'Ⓘ'  # the dim of the encoder's copies, one for each shard of the images
 
 
@@ -28,16 +30,18 @@ class Role(enum.Enum):
 class Parameter:
     """The declaration of a parameter.
 
-    The initial values are N(0, std) or, without `std`, `value`. `partial` is the dim of an
-    activation that the parameter is applied along: if that dim is sharded, each shard computes a
-    partial gradient of the parameter, and the partial gradients are summed once a step.
+    The initial values are N(0, std) or, without `std`, `value`. `inputs` are the dims of a weight
+    that a product sums over. `summed` is a dim of activations: if that dim is sharded, each shard
+    computes a partial gradient of the parameter, and these are summed over the shards once a step.
     """
 
     dims: str
     role: Role
     std: float = 0.0
     value: float = 0.0
-    partial: str = ''
+    inputs: str = ''
+    summed: str = ''
+    owner: Literal['decoder', 'encoder'] = 'decoder'  # the encoder's are whole on each device
     is_frozen: bool = False  # has neither gradient nor moments, and does not decay
 
     @property
@@ -52,8 +56,13 @@ class Parameter:
 
     @property
     def dims_of_layer(self) -> str:
-        """The dims without those of stacked layers."""
-        return self.dims[1:] if self.is_stacked else self.dims
+        """The dims without that of stacked layers, or mergers of the encoder."""
+        return self.dims.lstrip(STACKS)
+
+    @property
+    def outputs(self) -> str:
+        """The dims of a layer's weight that a product with it has in its result."""
+        return ''.join(letter for letter in self.dims_of_layer if letter not in self.inputs)
 
     @property
     def is_matrix(self) -> bool:
@@ -72,12 +81,7 @@ class Parameter:
         The others are vectors and tables, and the layer of BERT that has a copy on each shard of
         the sequence.
         """
-        return self.is_matrix and not self.partial
-
-    @property
-    def is_of_encoder(self) -> bool:
-        """Whether it is the vision encoder's: whole on each device in the computation."""
-        return self.partial == IMAGES
+        return self.is_matrix and not self.summed
 
 
 Declared = Mapping[str, 'Parameter | Declared']
@@ -87,22 +91,22 @@ def block(model: ModelConfig) -> Declared:
     """Declare a layer: attention and a feed-forward network, each with a norm."""
     std, last_std = model.init_std, out_std(model)
     attention: dict[str, Parameter | Declared] = {
-        'norm': norm(model, 'D', partial='T'),
-        'qkv': linear('DKCH', std, bias='KCH' if model.qkv_bias else None),
-        'out': linear('NhD', last_std, bias='D' if model.bias else None, partial='T'),
+        'norm': norm(model, 'D', summed='T'),
+        'qkv': linear('D', 'KCH', std, bias=model.qkv_bias),
+        'out': linear('Nh', 'D', last_std, bias=model.bias, summed='T'),
     }
     if model.norms_all_heads:  # sharded as the columns that they scale
         dims = {'query_norm': 'KGH', 'key_norm': 'KH'}
-        attention |= {name: norm(model, letters, partial='') for name, letters in dims.items()}
+        attention |= {name: norm(model, letters, summed='') for name, letters in dims.items()}
     elif model.qk_norm:
-        attention |= {name: norm(model, 'h', partial='N') for name in ('query_norm', 'key_norm')}
+        attention |= {name: norm(model, 'h', summed='N') for name in ('query_norm', 'key_norm')}
     up = 'UF' if model.is_gated else 'F'
     return {
         'attention': attention,
         'mlp': {
-            'norm': norm(model, 'D', partial='T'),
-            'up': linear(f'D{up}', std, bias=up if model.bias else None),
-            'down': linear('FD', last_std, bias='D' if model.bias else None, partial='T'),
+            'norm': norm(model, 'D', summed='T'),
+            'up': linear('D', up, std, bias=model.bias),
+            'down': linear('F', 'D', last_std, bias=model.bias, summed='T'),
         },
     }
 
@@ -120,16 +124,15 @@ def adapters(model: ModelConfig) -> Declared:
         sublayer, *linear, kind = name.split('.')
         if kind != 'weight' or not linear or linear[0] not in model.lora.targets:
             continue
-        num_inputs = 1 if parameter.dims[0] == 'D' else len(parameter.dims) - 1
-        inputs, outputs = parameter.dims[:num_inputs], parameter.dims[num_inputs:]
+        inputs, outputs = parameter.inputs, parameter.outputs
         sharded = 'N' if sublayer == 'attention' else 'F'
         sizes = base_sizes(model)
         std = (3 * math.prod(sizes[letter.upper()] for letter in inputs)) ** -0.5
-        partials = ('', sharded) if outputs == 'D' else (sharded, '')
+        of_a, of_b = ('', sharded) if outputs == 'D' else (sharded, '')
         sublayers.setdefault(sublayer, {})[linear[0]] = {
             'adapter': {
-                'A': Parameter(f'{inputs}Q', Role.ADAPTER, std, partial=partials[0]),
-                'B': Parameter(f'Q{outputs}', Role.ADAPTER, partial=partials[1]),
+                'A': Parameter(f'{inputs}Q', Role.ADAPTER, std, inputs=inputs, summed=of_a),
+                'B': Parameter(f'Q{outputs}', Role.ADAPTER, inputs='Q', summed=of_b),
             }
         }
     return sublayers
@@ -153,18 +156,20 @@ def out_std(model: ModelConfig) -> float:
     return model.init_std / (2 * model.num_layers) ** 0.5
 
 
-def linear(dims: str, std: float, *, bias: str | None, partial: str = '') -> Declared:
-    """Declare a linear layer's weight and bias; `partial` is that of the bias."""
-    weight = {'weight': Parameter(dims, Role.MATRIX, std)}
-    return weight | ({'bias': Parameter(bias, Role.VECTOR, partial=partial)} if bias else {})
+def linear(
+    inputs: str, outputs: str, std: float, *, bias: bool = False, summed: str = ''
+) -> Declared:
+    """Declare a linear layer's weight and bias; `summed` is that of the bias."""
+    weight = {'weight': Parameter(inputs + outputs, Role.MATRIX, std, inputs=inputs)}
+    return weight | ({'bias': Parameter(outputs, Role.VECTOR, summed=summed)} if bias else {})
 
 
-def norm(model: ModelConfig, dims: str, *, partial: str) -> Declared:
+def norm(model: ModelConfig, dims: str, *, summed: str) -> Declared:
     """Declare a norm of the model's kind."""
-    scale = {'weight': Parameter(dims, Role.VECTOR, value=1.0, partial=partial)}
+    scale = {'weight': Parameter(dims, Role.VECTOR, value=1.0, summed=summed)}
     if model.norm == 'rmsnorm':
         return scale
-    return scale | {'bias': Parameter(dims, Role.VECTOR, partial=partial)}
+    return scale | {'bias': Parameter(dims, Role.VECTOR, summed=summed)}
 
 
 def stacked(declared: Declared) -> Declared:

@@ -104,10 +104,10 @@ def _between(config: Config, name: str) -> tuple[Array, Array]:
     """Return the result of a sublayer's first product, and the input of its second, in a column."""
     declared = dict(named(declare(config.model)))
     weights = ('attention.qkv', 'attention.out') if name == 'attention' else ('mlp.up', 'mlp.down')
-    first, second = (declared[f'layers.{weight}.weight'].dims for weight in weights)
+    first, second = (declared[f'layers.{weight}.weight'] for weight in weights)
     dtype, rows = HLO_DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len)
     sizes, columns = dim_sizes(config.model), config.mesh.model
-    widths = (prod(shape_of(dims, sizes)) // columns for dims in (first[2:], second[1:-1]))
+    widths = (prod(shape_of(dims, sizes)) // columns for dims in (first.outputs, second.inputs))
     before, after = (Array(dtype, (*rows, width)) for width in widths)
     return before, after
 
@@ -157,8 +157,7 @@ def _vectors(config: Config) -> Iterator[Expected]:
     """
     shards = Layout.of(config).shards
     sizes = dim_sizes(config.model)
-    partial = [x for _, x in parameters(config.model) if x.partial]
-    count = sum(num_elements(x, sizes, shards) for x in partial)
+    count = sum(num_elements(x, sizes, shards) for _, x in parameters(config.model) if x.summed)
     yield from _send(config, 'gradients', 'step', 'model', REDUCE, Array('f32', (count,)))
 
 
@@ -173,7 +172,7 @@ def _vectors_over_row(config: Config) -> Iterator[Expected]:
     for name, x in parameters(config.model):
         if x.is_stacked and not x.is_matrix and 'D' not in x.dims:
             count = num_elements(x, sizes, shards) // config.model.num_layers
-            if x.partial == 'N':
+            if x.summed == 'N':
                 count *= heads[name.split('.')[-2]] // config.mesh.model
             # Batch-split overlap computes each half of the rows by itself.
             parts = 2 if config.train.overlap == 'batch_split' else 1

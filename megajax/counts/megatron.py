@@ -238,8 +238,8 @@ def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
     it is with the replicated half of an adapter, which is applied beside a part of the weight.
     """
     learned = [x for _, x in parameters(config.model) if not x.is_frozen]
-    heads = [x for x in learned if x.partial and x.partial in 'NF']
-    tokens = [x for x in learned if x.partial == 'T']
+    heads = [x for x in learned if x.summed and x.summed in 'NF']
+    tokens = [x for x in learned if x.summed == 'T']
     partial = heads + (tokens if config.mesh.sequence_parallel else [])
     if partial:
         sizes, shards = dim_sizes(config.model), {'L': config.mesh.stages}

@@ -48,14 +48,14 @@ def declare(model: ModelConfig) -> Declared:
     """Declare the parameters of a model, by the names of the modules that hold them."""
     std = model.init_std
     declared: dict[str, Parameter | Declared] = {
-        'embedding': {'table': Parameter('Vd', Role.MATRIX, std)},
+        'embedding': {'table': Parameter('Vd', Role.MATRIX, std, inputs='d')},
         'layers': stacked(block(model)),
-        'norm': norm(model, 'D', partial='T'),
+        'norm': norm(model, 'D', summed='T'),
     }
     if model.position == 'learned':
         declared['position'] = {'table': Parameter('sD', Role.TABLE, std)}
     if not model.tie_embeddings:
-        declared['head'] = Parameter('Vd', Role.MATRIX, std)
+        declared['head'] = Parameter('Vd', Role.MATRIX, std, inputs='d')
     if model.is_bert:
         declared |= _bert(model)
     if model.is_decoder_frozen:
@@ -77,16 +77,16 @@ def _cross_attention(model: ModelConfig) -> Declared:
     The keys and values of all layers are one product, outside of the layers.
     """
     attention: dict[str, Parameter | Declared] = {
-        'norm': norm(model, 'D', partial='T'),
-        'query': {'weight': Parameter('DNh', Role.MATRIX, model.init_std)},
-        'query_norm': norm(model, 'h', partial='N'),
-        'out': {'weight': Parameter('NhD', Role.MATRIX, out_std(model))},
+        'norm': norm(model, 'D', summed='T'),
+        'query': linear('D', 'Nh', model.init_std),
+        'query_norm': norm(model, 'h', summed='N'),
+        'out': linear('Nh', 'D', out_std(model)),
     }
     assert model.vision is not None
-    gates = Parameter('U', Role.VECTOR, value=model.vision.cross_gate, partial='T')
+    gates = Parameter('U', Role.VECTOR, value=model.vision.cross_gate, summed='T')
     return {
-        'key_value': {'weight': Parameter('DJKUH', Role.MATRIX, model.init_std)},
-        'key_norm': prefixed(norm(model, 'h', partial='N'), 'J'),
+        'key_value': linear('D', 'JKUH', model.init_std),
+        'key_norm': prefixed(norm(model, 'h', summed='N'), 'J'),
         'layers': prefixed({**block(model), 'attention': attention, 'gates': gates}, 'J'),
     }
 
@@ -94,17 +94,17 @@ def _cross_attention(model: ModelConfig) -> Declared:
 def _bert(model: ModelConfig) -> Declared:
     """Declare token types and heads; as in Megatron-LM, the heads' square layers are unsharded."""
     std = model.init_std
-    dense = Parameter('DE', Role.MATRIX, std, partial='T')
+    dense = Parameter('DE', Role.MATRIX, std, inputs='D', summed='T')
     return {
         'token_type': {'table': Parameter('OD', Role.TABLE, std)},
         'masked_head': {
-            'dense': {'weight': dense, 'bias': Parameter('E', Role.VECTOR, partial='T')},
-            'norm': norm(model, 'D', partial='T'),
+            'dense': {'weight': dense, 'bias': Parameter('E', Role.VECTOR, summed='T')},
+            'norm': norm(model, 'D', summed='T'),
             'bias': Parameter('V', Role.VECTOR),
         },
         'order_head': {
-            'pooler': linear('DE', std, bias='E'),
-            'classifier': linear('DO', std, bias='O'),
+            'pooler': linear('D', 'E', std, bias=True),
+            'classifier': linear('D', 'O', std, bias=True),
         },
     }
 

@@ -307,14 +307,13 @@ class _Counted:
         assert not isinstance(embedding, Parameter)
         table = declared.get('head') or embedding['table']
         assert isinstance(table, Parameter)
-        head = dataclasses.replace(table, dims=table.dims[::-1])
         shards = self.shards.get('T', 1)
         tokens = -(-self.tokens // (shards * self.shards.get('L', 1)))
-        yield from self.with_weight('head', 'head', head, shards * tokens, runs)
+        yield from self.with_weight('head', 'head', table, shards * tokens, runs)
         for name, parameter in parameters(self.config.model):
-            is_head = parameter.is_matrix and not parameter.is_of_encoder
+            is_head = parameter.is_matrix and parameter.owner == 'decoder'
             if is_head and not {'L', 'J', 'V'} & {*parameter.dims}:
-                rows = tokens if parameter.partial else self.rows
+                rows = tokens if parameter.summed else self.rows
                 label = name.split('.')[-2]
                 yield from self.with_weight(label, 'head', parameter, rows, runs)
 
@@ -330,16 +329,11 @@ class _Counted:
         yield from _product_and_gradients(name, rows, n, k, times, where=where, of_weight=of_weight)
 
     def _output_and_input(self, weight: Parameter) -> tuple[int, int]:
-        """Return output and input size of a weight on a device.
-
-        The input dims are the first dim if that is D or Q, otherwise all but the last.
-        """
+        """Return output and input size of a weight on a device."""
         sizes = dim_sizes(self.config.model)
-        dims = weight.dims_of_layer
-        inputs, outputs = (dims[:1], dims[1:]) if dims[0] in 'DQ' else (dims[:-1], dims[-1:])
         n, k = (
             prod(sizes[letter.upper()] for letter in group)
             // prod(self.shards.get(letter, 1) for letter in group)
-            for group in (outputs, inputs)
+            for group in (weight.outputs, weight.inputs)
         )
         return n, k

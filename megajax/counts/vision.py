@@ -115,7 +115,7 @@ def images_over_devices(config: Config) -> Iterator[Expected]:
         yield sent(Site('vision', 'forward', 'model'), GATHER, vectors(config), runs, model)
         if is_learned(config) and (mesh.sequence_parallel or config.model.num_cross_layers):
             yield sent(Site('vision', 'backward', 'model'), SCATTER, vectors(config), runs, model)
-    own = [x for _, x in parameters(config.model) if x.is_of_encoder]
+    own = [x for _, x in parameters(config.model) if x.owner == 'encoder']
     matrices = _padded(config, [x for x in own if x.is_matrix])
     to_learn = [x for x in own if x.is_matrix and not x.is_frozen]
     learned = _padded(config, to_learn)
@@ -144,7 +144,7 @@ def padding_at_rest(config: Config) -> Expected | None:
     chosen = [
         x
         for _, x in parameters(config.model)
-        if x.is_of_encoder and x.is_matrix and not x.is_frozen
+        if x.owner == 'encoder' and x.is_matrix and not x.is_frozen
     ]
     added = _padded(config, chosen) - _count(config, chosen)
     mesh, optim = config.mesh, config.optim
@@ -169,7 +169,7 @@ def counts_over_data(config: Config) -> tuple[Counts, Counts]:
     every, learned = (own_counts(config, learned=only) for only in (False, True))
     if config.mesh.model == 1:
         return every, learned
-    own = [x for _, x in parameters(config.model) if x.is_of_encoder]
+    own = [x for _, x in parameters(config.model) if x.owner == 'encoder']
     to_learn = [x for x in own if not x.is_frozen]
     every = every._replace(matrices=every.matrices - _count(config, _matrices(own)))
     others = learned.all - learned.matrices - _count(config, to_learn)
@@ -228,7 +228,7 @@ def shapes(config: Config) -> frozenset[tuple[int, ...]]:
     layout, sizes = Layout.of(config), dim_sizes(config.model)
     found = set()
     for _, x in parameters(config.model):
-        if x.is_of_encoder:
+        if x.owner == 'encoder':
             shape = shape_of(x.dims, sizes)
             padded = tuple(map(sum, zip(shape, layout.padding(x.dims), strict=True)))
             found |= {tuple(sorted(n for n in one if n > 1)) for one in (shape, padded)}

@@ -41,13 +41,13 @@ def declare_vision(vision: VisionConfig) -> Declared:
 
     def merger(normed: str) -> Declared:
         return {
-            'norm': norm(blocks, normed, partial=''),
-            'up': linear('Ww', merger_std, bias='W'),
-            'down': linear('WE', merger_std, bias='E'),
+            'norm': norm(blocks, normed, summed=''),
+            'up': {**linear('W', 'w', merger_std), 'bias': Parameter('W', Role.VECTOR)},
+            'down': linear('W', 'E', merger_std, bias=True),
         }
 
     declared: dict[str, Parameter | Declared] = {
-        'patch': linear('YQXD', patch_std, bias='D'),
+        'patch': linear('YQX', 'D', patch_std, bias=True),
         'position': {'table': Parameter('SD', Role.TABLE, POSITION_STD)},
         'layers': stacked(block(blocks)),
         'merger': merger('D'),
@@ -106,7 +106,8 @@ def of_encoder(declared: Declared) -> Declared:
 
 def in_model(parameter: Parameter) -> Parameter:
     """Return the declaration of the encoder's parameter as one of the whole model."""
-    return dataclasses.replace(parameter, dims=circled(parameter.dims), partial=IMAGES)
+    dims, inputs = circled(parameter.dims), circled(parameter.inputs)
+    return dataclasses.replace(parameter, dims=dims, inputs=inputs, summed=IMAGES, owner='encoder')
 
 
 def circled(dims: str) -> str:

@@ -69,7 +69,7 @@ def _replicated(config: Config, compiled: CompiledStep) -> Iterator[Finding]:
     declared = dict(parameters(config.model))
     for parameter in replicated_over_model(compiled):
         declaration = declared[parameter.name]
-        if declaration.is_of_encoder and not declaration.is_matrix:
+        if declaration.owner == 'encoder' and not declaration.is_matrix:
             continue  # small, and gathering them would take longer than it saves
         dims = declaration.dims
         is_sharded_by_megatron = any(dim in SHARDED_BY_MEGATRON for dim in dims)

@@ -204,7 +204,7 @@ def _partial_sizes(config: Config) -> frozenset[int]:
     model, shards = config.model, Layout.of(config).shards
     sizes, partial_sizes = dim_sizes(model), set[int]()
     for _, parameter in parameters(model):
-        if parameter.partial and not parameter.is_of_encoder:
+        if parameter.summed and parameter.owner == 'decoder':
             partial_sizes.add(num_elements(parameter, sizes, shards))
             if parameter.is_stacked:
                 of_layer = dataclasses.replace(parameter, dims=parameter.dims_of_layer)

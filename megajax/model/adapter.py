@@ -67,7 +67,7 @@ class _Product(NamedTuple):
     @property
     def is_column_parallel(self) -> bool:
         """Whether the weight's output dims are sharded over `model`, and not its input dims."""
-        return self.dims.w[0] == 'D'
+        return self.sharded in self.dims.out
 
     @property
     def sharded(self) -> str:

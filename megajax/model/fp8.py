@@ -31,7 +31,7 @@ X, W, DY = range(3)  # the operands: input, weight, and gradient of the result
 # The scales of a linear layer [operand], and in a step's backward pass their counts [operand,
 # exponent], of which each tensor-parallel shard has its own.
 SCALES = Parameter('L-', Role.SCALES)
-COUNTS = Parameter('L--', Role.SCALES, partial='V')
+COUNTS = Parameter('L--', Role.SCALES, summed='V')
 
 
 class Format(NamedTuple):

@@ -56,7 +56,7 @@ class Parameters:
         """The dims of a parameter within one layer."""
         declared = self.declared[name]
         assert isinstance(declared, Parameter)
-        return _of_one(declared.dims)
+        return declared.dims_of_layer
 
     def make(self, name: str, key: jax.Array | None = None) -> nnx.Param[jax.Array]:
         """Make a parameter in fp32, sharded on the current mesh; no value depends on the mesh.
@@ -65,7 +65,7 @@ class Parameters:
         """
         declared = self.declared[name]
         assert isinstance(declared, Parameter)
-        dims = _of_one(declared.dims)
+        dims = declared.dims_of_layer
         shape, spec = shape_of(dims, self.sizes), self.layout(dims)
         if declared.std:
             assert key is not None
@@ -77,11 +77,6 @@ class Parameters:
     def maybe(self, name: str) -> nnx.Param[jax.Array] | None:
         """Make a parameter that needs no random key; return None where it is not declared."""
         return self.make(name) if name in self else None
-
-
-def _of_one(dims: str) -> str:
-    """Return the dims of a parameter without that of the layers, or mergers, that have one each."""
-    return dims[1:] if dims[0] in 'LAJ' else dims
 
 
 def map_parameters(function: Callable[..., Any], params: Any, *others: Any) -> Any:

@@ -43,9 +43,9 @@ def copy_to_shards(params: Any, layout: Layout) -> Any:
 
     def copy(declared: Parameter, x: jax.Array) -> jax.Array:
         dims = copied_dims(declared, layout)
-        if declared.is_of_encoder or dims == declared.dims:
+        if declared.owner == 'encoder' or dims == declared.dims:
             return x
-        shape = (*x.shape[:-1], layout.num_shards(declared.partial), x.shape[-1])
+        shape = (*x.shape[:-1], layout.num_shards(declared.summed), x.shape[-1])
         kept = (*range(x.ndim - 1), x.ndim)
         return lax.broadcast_in_dim(x, shape, kept, out_sharding=layout(dims))
 
@@ -59,10 +59,10 @@ def copy_encoder(params: Any, layout: Layout) -> Any:
     """
 
     def copy(declared: Parameter, x: jax.Array) -> jax.Array:
-        if not declared.is_of_encoder:
+        if declared.owner == 'decoder':
             return x
         dims = copied_dims(declared, layout)
-        shape = layout.num_shards(declared.partial), *x.shape
+        shape = layout.num_shards(declared.summed), *x.shape
         return lax.broadcast_in_dim(
             x, shape, tuple(range(1, x.ndim + 1)), out_sharding=layout(dims)
         )
@@ -77,7 +77,7 @@ def add_copies(gradients: Any, layout: Layout) -> Any:
     """
 
     def add(declared: Parameter, gradient: jax.Array) -> jax.Array:
-        if declared.is_of_encoder or copied_dims(declared, layout) == declared.dims:
+        if declared.owner == 'encoder' or copied_dims(declared, layout) == declared.dims:
             return gradient
         return gradient.sum(-2)  # all-reduce over model, once per step
 
@@ -86,8 +86,8 @@ def add_copies(gradients: Any, layout: Layout) -> Any:
 
 def copied_dims(declared: Parameter, layout: Layout) -> str:
     """The dims of a parameter with its copies: `LTD` for an `LD` applied along a sharded T."""
-    if declared.is_of_encoder:  # also of a single shard, so that its module has one form
-        return declared.partial + declared.dims
-    if not declared.partial or layout.num_shards(declared.partial) == 1:
+    if declared.owner == 'encoder':  # also of a single shard, so that its module has one form
+        return declared.summed + declared.dims
+    if not declared.summed or layout.num_shards(declared.summed) == 1:
         return declared.dims
-    return f'{declared.dims[:-1]}{declared.partial}{declared.dims[-1]}'
+    return f'{declared.dims[:-1]}{declared.summed}{declared.dims[-1]}'

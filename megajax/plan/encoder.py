@@ -71,7 +71,7 @@ def encoder_bytes(config: Config) -> EncoderBytes:
     if config.vision is None:
         return EncoderBytes()
     sizes = dim_sizes(config.model)
-    own = [x for _, x in parameters(config.model) if x.is_of_encoder]
+    own = [x for _, x in parameters(config.model) if x.owner == 'encoder']
     learned = [x for x in own if not x.is_frozen]
     alone = Sizes(as_model(config))
     again = alone.kept_by_layer if config.train.recompute == 'full' else 0

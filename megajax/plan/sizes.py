@@ -216,9 +216,9 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
     return AtRest(
         all=sum(size for _, size in counts.values()),
         layers=sum(size for x, size in counts.values() if x.is_stacked),
-        inputs=sum(size for x, size in matrices if x.is_stacked and x.dims[1] != 'D'),
+        inputs=sum(size for x, size in matrices if x.is_stacked and x.inputs != 'D'),
         table=counts['embedding.table'][1],
-        early=sum(num_elements(x, sizes, layout.shards) for x, _ in matrices if x.partial),
+        early=sum(num_elements(x, sizes, layout.shards) for x, _ in matrices if x.summed),
         layer=layer * layout.num_shards('L') // model.num_layers,
         learned=sum(size for x, size in counts.values() if not x.is_frozen),
         learned_layers=sum(size for x, size in counts.values() if x.is_stacked and not x.is_frozen),

@@ -158,7 +158,7 @@ class Objective:
         params = with_frozen(params, weights)
 
         def outside_layers(declared: Parameter, x: jax.Array, weight: jax.Array) -> Any:
-            if declared.is_of_encoder:
+            if declared.owner == 'encoder':
                 return pair(declared, weight, x)
             return x if declared.is_stacked else computation.value(weight, x, declared, layout)
 

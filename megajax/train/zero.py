@@ -56,7 +56,7 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
     shard, dtype = config.optim.shard, config.train.compute_dtype
 
     def gathered(declared: Parameter, x: jax.Array) -> Stack:
-        is_whole = shard == 'none' and not declared.is_of_encoder
+        is_whole = shard == 'none' and declared.owner == 'decoder'
         is_ahead = gathers_ahead(config) and declared.is_stacked
         is_gathered_later = (shard == 'weights' or is_ahead) and declared.is_in_microbatches
         if not declared.is_matrix or is_gathered_later:
@@ -140,7 +140,7 @@ def sum_over_data(gradients: Any, config: Config, layout: Layout) -> Any:
     def add(declared: Parameter, gradients: Stack) -> jax.Array:
         gradient = together(gradients, axis=len(layout.mapped))
         dims = copied_dims(declared, layout)
-        if declared.is_of_encoder:
+        if declared.owner == 'encoder':
             return _sum_over_images(gradient, declared, layout, dtype)
         if not declared.is_matrix:
             return _sum_of_vector(gradient, dims, shards_of(declared, layout), layout)
@@ -174,11 +174,11 @@ def _sum_over_images(
     """Sum [*data shards, image shard, *dims] to the placement of the parameter at rest."""
     dims, shards = declared.dims, len(layout.mapped)
     if not declared.is_matrix:
-        every = *layout.mapped, layout.mesh_axes(declared.partial)
+        every = *layout.mapped, layout.mesh_axes(declared.summed)
         return _sum_of_vector(gradient, dims, every, layout)
     padded = at_rest.pad(gradient.astype(dtype), '-' * (shards + 1) + dims, layout)
     # Over the images first, so that the sums over `data` are of a part of the matrix.
-    of_images = layout.at_rest_over(layout.mesh_axes(declared.partial))
+    of_images = layout.at_rest_over(layout.mesh_axes(declared.summed))
     spec = of_images.stacked(dims, layout.mapped, at_rest=True)
     of_data = lax.reduce_sum(padded, (shards,), out_sharding=spec)
     spec = layout.stacked(dims, layout.mapped[:-1], at_rest=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megajax.config import ModelConfig, load, presets
-from megajax.counts.parameters import num_parameters
+from megajax.counts.parameters import num_parameters, parameters
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
 TABLE_1 = (
@@ -125,3 +125,15 @@ def test_padding_adds_rows_to_the_embedding_and_an_untied_head(preset: str, tabl
         num_parameters(model, padded=True) - num_parameters(model)
         == tables * rows * model.hidden_size
     )
+
+
+@pytest.mark.parametrize('preset', ['tiny', 'tiny_bert', 'tiny_arr_coc', 'olmo2_7b'])
+def test_each_matrix_of_a_product_says_the_dims_that_it_sums_and_those_of_its_result(
+    preset: str,
+) -> None:
+    for name, x in parameters(load(preset).model):
+        if (x.is_matrix or x.is_adapter) and not name.startswith('relevance.'):
+            assert x.inputs, name
+            assert x.outputs, name
+            assert sorted(x.inputs + x.outputs) == sorted(x.dims_of_layer), name
+            assert not set('LJⓁⒶ') & {*x.outputs} or name == 'cross.key_value.weight'

@@ -40,11 +40,11 @@ def gradient_bytes(config: Config, axis: str) -> float:
     sizes, count = dim_sizes(config.model), getattr(config.mesh, axis)
 
     def elements(x: Parameter) -> int:
-        shared = axis == 'model' or x.partial
+        shared = axis == 'model' or x.summed
         return num_elements(x, sizes) // (1 if shared else config.mesh.model)
 
     adapters = [x for _, x in parameters(config.model) if not x.is_frozen]
-    summed = [x for x in adapters if axis == 'data' or x.partial]
+    summed = [x for x in adapters if axis == 'data' or x.summed]
     return 2 * (count - 1) / count * 4 * sum(map(elements, summed))
 
 

@@ -198,7 +198,7 @@ MADE_UP = {
     'router': Parameter('DX', Role.TABLE, std=0.1),
     'experts': Parameter('XDF', Role.MATRIX, std=0.1),
     'expert_bias': Parameter('XF', Role.VECTOR),
-    'layer_scale': Parameter('D', Role.VECTOR, value=1.0, partial='T'),
+    'layer_scale': Parameter('D', Role.VECTOR, value=1.0, summed='T'),
 }
 SHAPES = {'router': (64, 4), 'experts': (4, 64, 256), 'expert_bias': (4, 256), 'layer_scale': (64,)}
 
