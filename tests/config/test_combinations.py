@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from megajax.commands.main import app
 from megajax.config import ConfigError, load, reload
-from megajax.config.combinations import COMBINATIONS, Combination
+from megajax.config.combinations import COMBINATIONS, FEATURES, Combination
 
 VISION = ' '.join(
     f'vision.{size}' for size in ('num_layers=1', 'hidden_size=64', 'num_heads=4', 'max_patches=16')
@@ -33,6 +33,13 @@ def refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
         load('gpt2_124m', overrides)
     return str(error.value)
+
+
+def test_the_rows_name_every_feature_and_no_other_and_no_pair_twice() -> None:
+    assert {name for row in COMBINATIONS for name in (row.one, row.other)} == FEATURES.keys()
+    pairs = [frozenset((row.one, row.other)) for row in COMBINATIONS]
+    assert all(len(pair) == 2 for pair in pairs)
+    assert len(pairs) == len(set(pairs))
 
 
 @pytest.mark.parametrize('row', COMBINATIONS, ids=lambda row: f'{row.one}, {row.other}')
