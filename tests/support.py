@@ -1,15 +1,24 @@
 """What several tests need: small configs and batches, and parameters as numpy arrays."""
 
 import importlib.util
+import io
 import math
 import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import (
+    AbstractContextManager,
+    chdir,
+    contextmanager,
+    redirect_stderr,
+    redirect_stdout,
+)
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -17,6 +26,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
+from megajax.commands.main import main
 from megajax.config import Config
 from megajax.counts.declaration import Parameter
 from megajax.counts.parameters import dim_sizes, shape_of
@@ -308,6 +318,22 @@ def write_run(folder: Path, config: str, *, split: str = '6,2,0') -> Path:
         config + f'data: {{corpus: {folder}/corpus, tokenizer: bytes, split: "{split}"}}\n'
     )
     return folder
+
+
+def megajax(*arguments: object, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """What `megajax ARGUMENTS` in a folder writes and exits with, without a process of its own."""
+    words, out, error, code = ['megajax', *map(str, arguments)], io.StringIO(), io.StringIO(), 0
+    with (
+        mock.patch.object(sys, 'argv', words),
+        chdir(folder),
+        redirect_stdout(out),
+        redirect_stderr(error),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), error.getvalue())
 
 
 def load_script(name: str, folder: str = 'benchmarks') -> ModuleType:

@@ -1,4 +1,4 @@
-"""The command as a user types it, in its own process."""
+"""The command as a user types it."""
 
 import os
 import shutil
@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import ROOT, megajax
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
 
-ROOT = Path(__file__).parents[2]
 
-
-def megajax(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def started(*arguments: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """The same in a process of its own."""
     return subprocess.run(
         [sys.executable, '-m', 'megajax', *arguments],
         cwd=folder,
@@ -90,7 +90,7 @@ def test_wrong_usage_exits_2(arguments: str) -> None:
 def test_a_wrong_config_fails_within_a_second_of_a_core() -> None:
     def seconds() -> float:
         before = os.times()
-        megajax('train', 'mesh.model=7')
+        started('train', 'mesh.model=7')
         after = os.times()
         return sum(after[2:4]) - sum(before[2:4])  # of children, however busy the machine is
 
@@ -138,7 +138,7 @@ def test_list_names_each_preset_with_its_size() -> None:
 def test_presets_are_found_inside_the_package_as_a_wheel_has_them(tmp_path: Path) -> None:
     shutil.copytree(ROOT / 'megajax', tmp_path / 'megajax')
     shutil.copytree(ROOT / 'configs', tmp_path / 'megajax' / 'configs')
-    assert megajax('config', 'list', folder=tmp_path).stdout == megajax('config', 'list').stdout
+    assert started('config', 'list', folder=tmp_path).stdout == megajax('config', 'list').stdout
 
 
 COMMANDS = (

@@ -2,19 +2,22 @@
 itself.
 """
 
+import functools
 import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
-from support import slow
+from typer.testing import CliRunner
 
 from megajax.commands import doctor
 from megajax.commands.diagnosis import Diagnosis
 from megajax.commands.doctor import diagnose
+from megajax.commands.main import app
 from megajax.hardware.targets import has_compiler
 from megajax.processes.certificates import JAX_OPTION
 
@@ -24,10 +27,32 @@ CPU = {
     if name not in ('XLA_FLAGS', 'CUDA_VISIBLE_DEVICES')
 } | {'JAX_PLATFORMS': 'cpu'}
 
+RUN = subprocess.run
+
 
 def whats(found: Diagnosis) -> list[str]:
     assert all(finding.fix for finding in found.findings)
     return [finding.what for finding in found.findings]
+
+
+@functools.cache
+def answer(platform: str) -> subprocess.CompletedProcess[str]:
+    """What jax says of this machine."""
+    command = [sys.executable, '-m', 'megajax.commands.ask_jax']
+    environ = CPU | {'JAX_PLATFORMS': platform}
+    return RUN(command, env=environ, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def jax_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """jax answers what it has answered, and no GPU compiler is asked."""
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        asks = 'megajax.commands.ask_jax' in command
+        return answer(options['env']['JAX_PLATFORMS']) if asks else RUN(command, **options)
+
+    monkeypatch.setattr(doctor.subprocess, 'run', run)
+    monkeypatch.setattr(doctor, 'has_compiler', lambda: False)
 
 
 def test_the_command_tells_what_there_is_and_exits_0(tmp_path: Path) -> None:
@@ -87,10 +112,10 @@ def test_a_compiler_that_hangs_leaves_the_miscompiles_unknown(
     assert facts['miscompiles'] == 'unknown: XLA does not compile the repros within 0.01 s'
 
 
+@pytest.mark.usefixtures('jax_said')
 def test_the_command_exits_1_with_what_is_wrong_and_its_fix(tmp_path: Path) -> None:
-    command = [sys.executable, '-m', 'megajax', 'doctor', '--dir', str(tmp_path / 'gone')]
-    done = subprocess.run(command, env=CPU, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
+    done = CliRunner().invoke(app, ['doctor', '--dir', str(tmp_path / 'gone')])
+    assert done.exit_code == 1
     assert done.stdout.endswith(
         f'\n\n1. {tmp_path}/gone is not a writable folder\n'
         f'  fix: mkdir -p {tmp_path}/gone, or choose another --dir\n'
@@ -102,14 +127,16 @@ def test_a_flag_that_xla_does_not_know_is_named_without_its_value(tmp_path: Path
     assert what.endswith(': --xla_no_such_flag')
 
 
+@pytest.mark.usefixtures('jax_said')
 def test_a_platform_that_is_not_there_is_named(tmp_path: Path) -> None:
     (what,) = whats(diagnose(tmp_path, environ=CPU | {'JAX_PLATFORMS': 'no_such_platform'}))
     assert what.startswith('JAX_PLATFORMS=no_such_platform, and jax does not start: ')
 
 
+@pytest.mark.usefixtures('jax_said')
 @pytest.mark.parametrize(
     'plugins',
-    [slow({}), {'jax-cuda12-plugin': version('jaxlib')}],
+    [{}, {'jax-cuda12-plugin': version('jaxlib')}],
     ids=['without its plugin', 'with it'],
 )
 def test_a_gpu_that_jax_does_not_use_is_found(
@@ -122,6 +149,7 @@ def test_a_gpu_that_jax_does_not_use_is_found(
     assert ('[cuda]' in finding.fix) == (not plugins)
 
 
+@pytest.mark.usefixtures('jax_said')
 def test_a_plugin_for_another_jaxlib_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +163,7 @@ def test_a_jax_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     assert what == 'jax does not start within 0.01 s'
 
 
+@pytest.mark.usefixtures('jax_said')
 def test_a_package_that_is_missing_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +171,7 @@ def test_a_package_that_is_missing_is_found(
     assert whats(diagnose(tmp_path, environ=CPU)) == ['no-such-package is not installed']
 
 
+@pytest.mark.usefixtures('jax_said')
 def test_no_password_of_the_environment_is_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +185,7 @@ def test_no_password_of_the_environment_is_printed(
     assert 'hunter2' not in found
 
 
+@pytest.mark.usefixtures('jax_said')
 def test_a_file_system_without_locks_or_room_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +196,7 @@ def test_a_file_system_without_locks_or_room_is_found(
     assert 'GB free; a checkpoint takes 12 bytes' in room
 
 
+@pytest.mark.usefixtures('jax_said')
 def test_a_host_without_loopback_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(1, 'Operation not permitted')
@@ -174,6 +206,7 @@ def test_a_host_without_loopback_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     assert what.startswith('no port of 127.0.0.1')
 
 
+@pytest.mark.usefixtures('jax_said')
 def test_a_host_whose_name_has_no_address_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +215,7 @@ def test_a_host_whose_name_has_no_address_is_found(
     assert what.startswith('the name of this host, nowhere.invalid, has no address')
 
 
+@pytest.mark.usefixtures('jax_said')
 def test_a_folder_that_cannot_be_written_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +227,7 @@ def test_a_folder_that_cannot_be_written_is_found(
     assert what == f'{tmp_path} cannot be written: Permission denied'
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
 )
@@ -210,11 +245,12 @@ def test_known_miscompiles_of_the_compiler_at_hand_are_told_and_are_no_finding(
     assert [line for name, line in again.facts if name == 'miscompiles'] == lines
 
 
-@pytest.mark.skipif(has_compiler(), reason="XLA's GPU compiler is installed, so it is asked")
+@pytest.mark.usefixtures('jax_said')
 def test_without_a_gpu_compiler_none_is_asked(tmp_path: Path) -> None:
     assert 'miscompiles' not in dict(diagnose(tmp_path, environ=CPU).facts)
 
 
+@pytest.mark.usefixtures('jax_said')
 def test_a_compilation_cache_that_does_not_help_several_processes_is_told(tmp_path: Path) -> None:
     with_cache = diagnose(tmp_path, environ=CPU | {'JAX_COMPILATION_CACHE_DIR': str(tmp_path)})
     assert dict(with_cache.facts)['compilation cache'].startswith('kept for process 0 alone')

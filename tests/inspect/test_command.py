@@ -5,10 +5,11 @@ there.
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import megajax as run_here
+from support import slow
 from typer.testing import CliRunner
 
 import megajax
@@ -22,15 +23,6 @@ from megajax.render.units import si
 SMALL = 'model.num_layers=2', 'model.vocab_size=1000', 'train.batch_size=8'
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, '-m', 'megajax', 'inspect', *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def refusal(*arguments: str) -> str:
     done = CliRunner().invoke(app, ['inspect', *arguments])
     assert isinstance(done.exception, ConfigError), done.output
@@ -41,13 +33,9 @@ def refusal(*arguments: str) -> str:
 @pytest.fixture(scope='module')
 def inspected(tmp_path_factory) -> tuple[subprocess.CompletedProcess[str], Path, Path]:
     folder = tmp_path_factory.mktemp('inspected')
-    return (
-        command(
-            'tiny', *SMALL, '--memory', '--json', folder / 'it.json', '--hlo', folder / 'it.txt'
-        ),
-        folder / 'it.json',
-        folder / 'it.txt',
-    )
+    files = folder / 'it.json', folder / 'it.txt'
+    written = '--json', files[0], '--hlo', files[1]
+    return run_here('inspect', 'tiny', *SMALL, '--memory', *written), *files
 
 
 def test_it_prints_the_table_and_exits_0_where_nothing_is_more(inspected):
@@ -133,7 +121,7 @@ def test_a_gpu_target_without_its_compiler_says_what_to_install():
         "needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'; `make inspect` installs it"
     ),
 )
-@pytest.mark.parametrize('target', ['a100', 'h100', 'h200', 'b200'])
+@pytest.mark.parametrize('target', [slow('a100'), 'h100', slow('h200'), slow('b200')])
 def test_a_step_compiles_for_every_gpu_and_sends_no_more_than_megatron(target):
     config = megajax.load(
         'tiny',
@@ -161,6 +149,7 @@ def test_a_quick_look_compiles_a_loop_and_says_so() -> None:
     assert whole.ratios == quick.ratios
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not has_compiler(),
     reason=(

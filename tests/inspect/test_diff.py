@@ -1,11 +1,10 @@
 """Two inspections beside each other, of steps compiled for CPUs and of kernels made here."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support import megajax as run_here
 from typer.testing import CliRunner
 
 import megajax
@@ -113,15 +112,6 @@ def test_findings_come_and_go_and_markdown_escapes_them(one) -> None:
     assert '- new error: products run twice: a\\|b &lt;c>' in to_markdown(found)
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, '-m', 'megajax', *DIFF, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
 def test_the_command_reads_files_and_exits_with_1_where_an_error_is_new(
     one, two, tmp_path: Path
 ) -> None:
@@ -146,7 +136,7 @@ def test_a_file_that_is_no_inspection_is_named(tmp_path: Path, text: str | None,
     file = tmp_path / 'it.json'
     if text is not None:
         file.write_text(text)
-    done = command(file, file)
+    done = run_here(*DIFF, file, file)
     assert done.returncode == 2
     assert done.stderr.startswith(f'error: {file}')
     assert said in done.stderr

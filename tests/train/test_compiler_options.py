@@ -1,7 +1,6 @@
 """Options that a step asks of XLA, in the programs that it compiles for an H100."""
 
 import pytest
-from support import slow
 
 import megajax
 from megajax.config import ConfigError
@@ -15,7 +14,8 @@ from megajax.train import compiler_options
 @pytest.mark.skipif(
     not has_compiler(), reason="needs XLA's GPU compiler: pip install 'megajax[gpu-compile]'"
 )
-@pytest.mark.parametrize('deterministic', [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize('deterministic', [False, True])
 def test_a_deterministic_step_sorts_the_gradients_of_the_embedding(deterministic: bool) -> None:
     """Otherwise they are added in the order in which they come."""
     size = 'model.num_layers=1', 'model.vocab_size=1000', 'mesh.data=1', 'mesh.model=1'
