@@ -19,7 +19,7 @@ import pyarrow
 import pytest
 import zstandard
 from pyarrow import parquet
-from support import exhaustive, slow, start_token
+from support import disk_full_at, exhaustive, megajax, slow, start_token
 
 from megajax.config import ConfigError
 from megajax.data.build.build import build
@@ -88,19 +88,6 @@ def tokens_and_index(prefix: Path) -> tuple[bytes, bytes]:
     found = files(prefix)
     assert set(found) == {'.bin', '.idx', '.json', '.tokenizer.json'}
     return found['.bin'], found['.idx']
-
-
-def run(*arguments: str, preexec: object = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, '-m', 'megajax', 'data', 'build', *arguments]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        preexec_fn=preexec,
-    )  # type: ignore[call-overload]
 
 
 def end(
@@ -411,14 +398,11 @@ def test_what_is_there_is_not_touched(suffix: str, corpus: Path, tmp_path: Path)
 
 
 def test_a_full_disk_is_named_with_what_was_written(tmp_path: Path) -> None:
-    import resource
-
     (tmp_path / 'a.txt').write_text('text\n' * 10**5)
     limit = 300_000
     arguments = [str(tmp_path / 'out'), '--input', str(tmp_path / 'a.txt'), '--tokenizer', 'bytes']
-    done = run(
-        *arguments, preexec=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    )
+    with disk_full_at(limit):
+        done = megajax('data', 'build', *arguments)
     assert (done.returncode, done.stdout) == (2, '')
     assert re.fullmatch(
         rf'error: .*out.partial/tokens: cannot be written after {limit} bytes: '
@@ -434,7 +418,9 @@ def test_the_command_takes_several_files_and_standard_input(corpus: Path, tmp_pa
     for i, part in enumerate(parts):
         part.write_bytes(b''.join(lines[i * 80 : (i + 1) * 80]))
     first, second, third = map(str, parts)
-    done = run(
+    done = megajax(
+        'data',
+        'build',
         str(tmp_path / 'out'),
         '--input',
         first,

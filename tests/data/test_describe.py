@@ -1,14 +1,13 @@
 """`megajax data info` and `verify`, on files of Megatron and on files of `megajax data build`."""
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import megajax
 
 from megajax.data.build.build import build
 from megajax.data.build.describe import decode_samples, document_lengths, verify
@@ -17,11 +16,6 @@ from megajax.data.text.tokenizer import END_OF_DOCUMENT, byte_tokenizer, encode_
 from megajax.data.tokens.indexed import Sequences, from_lengths
 
 ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'
-
-
-def data(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, '-m', 'megajax', 'data', *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 @pytest.fixture
@@ -42,7 +36,7 @@ def built(tmp_path: Path) -> Path:
 
 
 def test_what_was_built_is_shown_and_verified(built: Path) -> None:
-    shown, verified = data('info', str(built)), data('verify', str(built))
+    shown, verified = megajax('data', 'info', str(built)), megajax('data', 'verify', str(built))
     assert (shown.returncode, verified.returncode) == (0, 0), shown.stderr + verified.stderr
     assert shown.stdout.startswith('documents  100')
     for line in (
@@ -62,8 +56,8 @@ def test_letters_that_spell_a_special_token_are_told_from_the_token() -> None:
 
 def test_files_of_megatron(tmp_path: Path) -> None:
     shown, verified = (
-        data('info', str(ORACLES / 'c')),
-        data('verify', str(ORACLES / 'c'), '--vocab-size', '70000'),
+        megajax('data', 'info', str(ORACLES / 'c')),
+        megajax('data', 'verify', str(ORACLES / 'c'), '--vocab-size', '70000'),
     )
     assert 'documents  30' in shown.stdout
     assert 'unknown: there is no manifest next to the files' in shown.stdout
@@ -85,7 +79,7 @@ def test_files_of_megatron(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_exits_2(arguments: list[str], message: str) -> None:
-    done = data(*arguments)
+    done = megajax('data', *arguments)
     assert done.returncode == 2
     assert message in done.stderr
 

@@ -46,16 +46,6 @@ def make_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def use_hub(monkeypatch: pytest.MonkeyPatch, served: hub.Hub, tmp_path: Path) -> None:
-    """Have huggingface_hub ask this one, as HF_ENDPOINT does before it is imported."""
-    name = 'huggingface_hub.constants'
-    constants = pytest.importorskip(name, reason="huggingface_hub is in the extra 'hub'")
-    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, served.url)
-    monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template)
-    monkeypatch.setattr(constants, 'ENDPOINT', served.url)
-    monkeypatch.setattr(constants, 'HF_TOKEN_PATH', str(tmp_path / 'no token'))
-
-
 def use_storage(monkeypatch: pytest.MonkeyPatch, served: google.Storage) -> None:
     pytest.importorskip('gcsfs', reason='gcsfs is not installed')
     monkeypatch.setenv('STORAGE_EMULATOR_HOST', served.url)
@@ -84,7 +74,7 @@ def test_the_hub_has_the_units_of_files(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hub.serving(folder, kind='datasets') as served:
-        use_hub(monkeypatch, served, tmp_path)
+        hub.use(monkeypatch, served.url, tmp_path)
         check_a_store(folder, DATASET)
         check_the_same_units(folder, f'{DATASET}@{hub.TAG}')
         private = 'there is no such file; check repository, revision and name; a private one '
@@ -96,7 +86,7 @@ def test_a_private_repository_needs_the_token(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hub.serving(folder, kind='datasets', token='hf_secret') as served:
-        use_hub(monkeypatch, served, tmp_path)
+        hub.use(monkeypatch, served.url, tmp_path)
         url = f'{DATASET}/a.jsonl'
         assert refusal(url).endswith('; a private one needs HF_TOKEN')
         fsspec.get_filesystem_class('hf').clear_instance_cache()
@@ -109,7 +99,7 @@ def test_a_gated_repository_is_refused_by_its_terms_and_not_as_a_broken_file(
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hub.serving(folder, kind='datasets', gated=True) as served:
-        use_hub(monkeypatch, served, tmp_path)
+        hub.use(monkeypatch, served.url, tmp_path)
         said = refusal(f'{DATASET}/{name}')
     assert said.startswith(f'{DATASET}/{name}: cannot be read: 403 Client Error.')
     assert 'HF_TOKEN, and the terms of a gated repository accepted on the Hub' in said
@@ -119,7 +109,7 @@ def test_a_changed_file_of_a_repository_is_another_version(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with hub.serving(folder, kind='datasets') as served:
-        use_hub(monkeypatch, served, tmp_path)
+        hub.use(monkeypatch, served.url, tmp_path)
         (before,) = find_inputs([f'{DATASET}/a.jsonl'], None)
         write(folder, 'a.jsonl', LINES[::-1])
         fsspec.get_filesystem_class('hf').clear_instance_cache()

@@ -11,9 +11,24 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
+
 NAME, COMMIT, TAG = 'Some/Model', 'c0ffee' + '0' * 34, 'v1.0'
 REVISIONS = ('main', TAG, COMMIT)
 PAGE = 3  # entries of a folder in one answer; the Hub sends a thousand
+
+
+def use(monkeypatch: pytest.MonkeyPatch, url: str, folder: Path) -> None:
+    """Have huggingface_hub ask this server and keep files in a folder, as its variables do before
+    it is imported.
+    """
+    name = 'huggingface_hub.constants'
+    constants = pytest.importorskip(name, reason="huggingface_hub is in the extra 'hub'")
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, url)
+    monkeypatch.setattr(constants, 'HUGGINGFACE_CO_URL_TEMPLATE', template)
+    monkeypatch.setattr(constants, 'ENDPOINT', url)
+    monkeypatch.setattr(constants, 'HF_TOKEN_PATH', str(folder / 'no token'))
+    monkeypatch.setattr(constants, 'HF_HUB_CACHE', str(folder / 'hf' / 'hub'))
 
 
 class Hub(ThreadingHTTPServer):

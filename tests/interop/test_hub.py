@@ -5,13 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from interop import hub as hubs
 from interop.hub import COMMIT, NAME, TAG, serving
 from interop.stored import DATA
-from support import slow
+from support import megajax, slow
 
 from megajax.checkpoint.record import read_record
 from megajax.config import ConfigError
@@ -53,10 +54,39 @@ def run(
     )
 
 
-def import_hf(
-    folder: Path, url: str, *arguments: str, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return run(folder, url, '-m', 'megajax', 'import', 'hf', *arguments, **variables)
+Import = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(name='import_hf')
+def make_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Import:
+    """`megajax import hf ARGUMENTS` with a hub and a token, in this process."""
+    for name in [name for name in os.environ if name.startswith('HF_')]:
+        monkeypatch.delenv(name)
+
+    def import_hf(
+        url: str, *arguments: str, token: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        hubs.use(monkeypatch, url, tmp_path)
+        if token:
+            monkeypatch.setenv('HF_TOKEN', token)
+        return megajax('import', 'hf', *arguments, folder=tmp_path)
+
+    return import_hf
+
+
+@pytest.fixture(name='fetch')
+def make_fetch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """All that `import hf` does before it makes arrays; the folder that it reads."""
+
+    def fetch(url: str) -> Path:
+        hubs.use(monkeypatch, url, tmp_path)
+        monkeypatch.chdir(tmp_path)
+        folder, repository = find_source(NAME)
+        assert repository is not None
+        repository.fetch_weights()
+        return folder
+
+    return fetch
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
@@ -67,9 +97,11 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_repository_becomes_a_run_that_names_its_commit(model: Path, tmp_path: Path) -> None:
+def test_a_repository_becomes_a_run_that_names_its_commit(
+    model: Path, tmp_path: Path, import_hf: Import
+) -> None:
     with serving(model) as hub:
-        done = import_hf(tmp_path, hub.url, NAME, 'run', '--revision', TAG)
+        done = import_hf(hub.url, NAME, 'run', '--revision', TAG)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == f'repository {NAME} at {COMMIT}'
     checkpoint = tmp_path / 'run' / 'checkpoints' / '0'
@@ -78,15 +110,17 @@ def test_a_repository_becomes_a_run_that_names_its_commit(model: Path, tmp_path:
     assert ends == {'eos_token_id': [49, 7]}
 
 
-def test_only_the_files_that_are_needed_are_downloaded(model: Path, tmp_path: Path) -> None:
+def test_only_the_files_that_are_needed_are_downloaded(
+    model: Path, fetch: Callable[[str], Path]
+) -> None:
     with serving(model) as hub:
-        assert run(tmp_path, hub.url, '-c', FETCH, NAME).returncode == 0
+        fetch(hub.url)
         needed = {'config.json', 'tokenizer.json', 'generation_config.json', 'model.safetensors'}
         assert hub.fetched - {''} == needed
 
 
 def test_the_files_of_an_index_are_downloaded_and_no_other_name(
-    model: Path, tmp_path: Path
+    model: Path, fetch: Callable[[str], Path]
 ) -> None:
     for name in ('a.safetensors', 'b.safetensors'):
         (model / name).write_text(name)
@@ -94,48 +128,57 @@ def test_the_files_of_an_index_are_downloaded_and_no_other_name(
     weights = {'x': 'a.safetensors', 'y': 'b.safetensors', 'z': 'modeling_gpt2.py', 'w': '*'}
     (model / 'model.safetensors.index.json').write_text(json.dumps({'weight_map': weights}))
     with serving(model) as hub:
-        assert run(tmp_path, hub.url, '-c', FETCH, NAME).returncode == 0
+        fetch(hub.url)
         fetched = {name for name in hub.fetched if name.endswith(('.safetensors', '.py', '.bin'))}
     assert fetched == {'a.safetensors', 'b.safetensors'}
 
 
-def test_without_a_network_the_cache_is_used(model: Path, tmp_path: Path) -> None:
+def test_without_a_network_the_cache_is_used(
+    model: Path, tmp_path: Path, fetch: Callable[[str], Path]
+) -> None:
     with serving(model) as hub:
-        before = run(tmp_path, hub.url, '-c', FETCH, NAME)
+        before = fetch(hub.url)
         count = len(hub.asked)
         offline = run(tmp_path, hub.url, '-c', FETCH, NAME, HF_HUB_OFFLINE='1')
         assert len(hub.asked) == count
-    assert before.stdout == offline.stdout != ''
+    assert offline.stdout == f'{before}\n'
 
 
 def test_a_private_repository_needs_the_token_which_is_never_printed(
-    model: Path, tmp_path: Path
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fetch: Callable[[str], Path],
+    import_hf: Import,
 ) -> None:
     with serving(model, token=TOKEN) as hub:
-        assert run(tmp_path, hub.url, '-c', FETCH, NAME, HF_TOKEN=TOKEN).returncode == 0
+        monkeypatch.setenv('HF_TOKEN', TOKEN)
+        fetch(hub.url)
         shutil.rmtree(tmp_path / 'hf')
-        said = refusal(import_hf(tmp_path, hub.url, NAME, 'run', HF_TOKEN=TOKEN + 'y'))
+        said = refusal(import_hf(hub.url, NAME, 'run', token=TOKEN + 'y'))
     assert said.startswith(f'{NAME}: is neither a folder here nor a repository that 127.0.0.1:')
     assert 'set HF_TOKEN to a token that may read it' in said
     assert TOKEN not in said
 
 
 @pytest.mark.parametrize('token', [slow(TOKEN + '\x01'), TOKEN + '\u20ac'])
-def test_a_token_that_no_header_can_hold_is_not_printed_either(token: str, tmp_path: Path) -> None:
-    said = refusal(import_hf(tmp_path, REFUSED, NAME, 'run', HF_TOKEN=token))
+def test_a_token_that_no_header_can_hold_is_not_printed_either(
+    token: str, import_hf: Import
+) -> None:
+    said = refusal(import_hf(REFUSED, NAME, 'run', token=token))
     assert said.startswith(f'{NAME}: cannot be downloaded from 127.0.0.1:9 (')
     assert TOKEN not in said
 
 
-def test_a_gated_repository_says_whose_terms_to_accept(model: Path, tmp_path: Path) -> None:
+def test_a_gated_repository_says_whose_terms_to_accept(model: Path, import_hf: Import) -> None:
     with serving(model, gated=True) as hub:
-        said = refusal(import_hf(tmp_path, hub.url, NAME, 'run'))
+        said = refusal(import_hf(hub.url, NAME, 'run'))
     assert f'{NAME}: is gated on 127.0.0.1:{hub.server_port}: accept its terms there' in said
 
 
-def test_a_revision_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:
+def test_a_revision_that_is_not_there_is_named(model: Path, import_hf: Import) -> None:
     with serving(model) as hub:
-        said = refusal(import_hf(tmp_path, hub.url, NAME, 'run', '--revision', 'v9'))
+        said = refusal(import_hf(hub.url, NAME, 'run', '--revision', 'v9'))
     assert said.startswith(f'{NAME}: has no revision v9 on 127.0.0.1:')
 
 
@@ -146,7 +189,9 @@ def test_a_revision_that_is_not_there_is_named(model: Path, tmp_path: Path) -> N
 def test_without_a_network_or_a_copy_the_fix_is_a_folder(
     offline: str, message: str, tmp_path: Path
 ) -> None:
-    said = refusal(import_hf(tmp_path, REFUSED, NAME, 'run', HF_HUB_OFFLINE=offline))
+    variables = {'HF_HUB_OFFLINE': offline}
+    command = '-m', 'megajax', 'import', 'hf', NAME, 'run'
+    said = refusal(run(tmp_path, REFUSED, *command, **variables))
     assert said.startswith(f'{NAME}: ')
     assert message in said
     assert said.endswith(
@@ -156,23 +201,27 @@ def test_without_a_network_or_a_copy_the_fix_is_a_folder(
     assert not (tmp_path / 'run').exists()
 
 
-def test_a_model_that_is_refused_costs_no_download_of_weights(model: Path, tmp_path: Path) -> None:
+def test_a_model_that_is_refused_costs_no_download_of_weights(
+    model: Path, import_hf: Import
+) -> None:
     with serving(model) as hub:
-        assert 'mesh.modle' in refusal(import_hf(tmp_path, hub.url, NAME, 'run', 'mesh.modle=2'))
+        assert 'mesh.modle' in refusal(import_hf(hub.url, NAME, 'run', 'mesh.modle=2'))
         assert 'model.safetensors' not in hub.fetched
         assert 'config.json' in hub.fetched
 
 
-def test_a_folder_of_that_name_comes_first_and_is_said(model: Path, tmp_path: Path) -> None:
+def test_a_folder_of_that_name_comes_first_and_is_said(
+    model: Path, tmp_path: Path, import_hf: Import, caplog: pytest.LogCaptureFixture
+) -> None:
     shutil.copytree(model, tmp_path / NAME)
     (tmp_path / NAME / 'config.json').write_text('{"model_type": "mixtral"}')
     with serving(model) as hub:
-        done = import_hf(tmp_path, hub.url, NAME, 'run')
+        done = import_hf(hub.url, NAME, 'run')
         assert hub.asked == []
     assert done.returncode == 2
-    assert f'{NAME} is a folder here, so nothing is downloaded' in done.stderr
+    assert f'{NAME} is a folder here, so nothing is downloaded' in caplog.text
     assert '"mixtral": only' in done.stderr
-    said = refusal(import_hf(tmp_path, REFUSED, NAME, 'run', '--revision', 'v1'))
+    said = refusal(import_hf(REFUSED, NAME, 'run', '--revision', 'v1'))
     assert said == f'--revision is of a repository, and {NAME} is here: leave it out'
 
 
