@@ -143,6 +143,51 @@ def test_a_table_is_read_as_text_among_other_files_or_if_its_format_is_given(
         read_prompts(tmp_path / 'b.csv')
 
 
+@pytest.mark.parametrize(
+    ('line', 'name'),
+    [
+        ({'question': 'a', 'answer': 'b'}, 'question'),
+        ({'query': 'a', 'response': 'b'}, 'query'),
+        ({'input': 'a', 'target': 'b'}, 'input'),
+        ({'text': 'a'}, 'text'),
+    ],
+)
+def test_a_line_without_a_prompt_gets_the_command_that_writes_one(
+    tmp_path: Path, line: dict[str, object], name: str
+) -> None:
+    (tmp_path / 'a.jsonl').write_text(json.dumps(line))
+    command = re.escape(f"jq -c '{{prompt: .{name}}}' OLD > NEW.jsonl")
+    with pytest.raises(ConfigError, match=command):
+        read_prompts(tmp_path / 'a.jsonl')
+
+
+def test_the_column_of_a_table_is_named_as_its_reader_needs_it(tmp_path: Path) -> None:
+    write(tmp_path, {'b.csv': b'text,n\nx,1\n'})
+    with pytest.raises(ConfigError, match='a column named "prompt"'):
+        read_prompts(tmp_path / 'b.csv')
+    with pytest.raises(ConfigError, match='a column named "body"'):
+        check_inputs(find_inputs([f'{tmp_path}/b.csv'], None), 'body')
+
+
+def test_the_readme_of_a_data_set_is_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, {'a/README.md': b'# A\n', 'a/b/a.csv': b'text\nx\n', 'c/README.md': b'# C\n'})
+    with pytest.raises(ConfigError, match=r'a\.csv: is CSV or TSV'):
+        read_documents(str(tmp_path / 'a'))
+    assert texts(tmp_path / 'c') == ['# C\n']
+    write(tmp_path, {'c/x.txt': b'x\n', 'c/y.jsonl.gz': gzip.compress(JSONL)})
+    for pattern in ('c/*', '[cx]/**'):
+        inputs = find_inputs([f'{tmp_path}/{pattern}'], None)
+        assert [Path(input.path).name for input in inputs] == ['x.txt', 'y.jsonl.gz']
+    assert 'README.md, which describes the data' in caplog.text
+    (tmp_path / 'c/y.jsonl.gz').unlink()
+    assert texts(tmp_path / 'c') == ['x\n']
+    assert 'reading x.txt, and not README.md' in caplog.text
+    write(tmp_path, {'c/more.md': b'more\n'})
+    assert texts(tmp_path / 'c') == ['# C\n', 'more\n', 'x\n']
+
+
 def test_the_split_is_by_document_and_in_proportion() -> None:
     documents = some(2000)
     parts = split_documents(documents, '80,15,5')
@@ -264,6 +309,13 @@ ARRAY = ('[' + ',\n'.join(LINES) + ']').encode()
         ('folder/a.arrow', b'\xff\xff\xff\xffx\0', r'a.arrow: is Arrow .*to_parquet'),
         ('a.txt', 'text'.encode('utf-16'), r'is UTF-16 .*; convert it: iconv -f UTF-16'),
         ('folder/a.txt', 'text'.encode('utf-16'), r'is UTF-16 '),
+        (
+            'a b.txt',
+            'text'.encode('utf-32'),
+            r"UTF-32 .*: iconv -f UTF-32 -t UTF-8 '.*a b.txt' >",
+        ),
+        ("a'b.pdf", b'%PDF-1.7\n', r"pdftotext '.*a'\"'\"'b\.pdf' NEW"),
+        ('a b.json', ARRAY, r"jq -c '.\[\]' '.*a b.json' > NEW"),
         ('a.parquet', b'version https://git-lfs.github.com/spec/v1\n', r'a Git LFS pointer .*pull'),
         ('folder/a.txt', b'version https://git-lfs.github.com/spec/v1\n', r'a Git LFS pointer'),
         ('a.jsonl', b'<!DOCTYPE html>\n<html>', r'an HTML page, .*first line: <!DOCTYPE html>'),
@@ -305,6 +357,8 @@ def test_a_page_of_html_and_a_line_of_settings_are_texts(tmp_path: Path) -> None
         ({'prompt': 'a', 'completion': 'b'}, 'role: "user", content: .prompt}'),
         ({'instruction': 'a', 'input': '', 'output': 'b'}, 'join'),
         ({'conversations': [{'from': 'human', 'value': 'a'}]}, '.conversations'),
+        ({'dialog': ['a', 'b']}, '.dialog'),
+        ({'context': '', 'question': 'a', 'answers': {'text': ['b']}}, 'name the text "text"'),
         ({'conversation': [{'role': 'user', 'content': 'a'}]}, '{messages: .conversation}'),
         ({'body': 'a'}, r'its keys: body\); name the text "text", or build .* --json-key'),
     ],
@@ -325,6 +379,15 @@ def test_lines_of_another_form_name_what_is_read(
         {'prompt': 'a', 'completion': 'b'},
         {'instruction': 'a', 'input': '', 'output': 'b'},
         {'instruction': 'a', 'output': 'b'},
+        {'instruction': 'a', 'context': '', 'response': 'b'},
+        {'input': 'a', 'target': 'b'},
+        {'inputs': 'a', 'targets': 'b'},
+        {'question': 'a', 'answer': 'b'},
+        {'query': 'a', 'response': 'b'},
+        {'problem': 'a', 'solution': 'b'},
+        {'system_prompt': '', 'question': 'a', 'response': 'b'},
+        {'dialog': ['a', 'b']},
+        {'conversations': ['a', 'b']},
         {'conversations': [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b'}]},
         {
             'prompt': [{'role': 'user', 'content': 'a'}],

@@ -14,10 +14,12 @@ from megajax.files.pointers import POINTER
 MOST_LINES = 100  # of a text that are parsed, to tell whether it is JSON lines
 DOCUMENT_KEYS = {'text', 'messages', 'conversations', 'conversation', 'instruction', 'prompt'}
 
-# First bytes, the kind of file that begins with them, and what to do; {} is the file's path.
+# First bytes, the kind of file that begins with them, and what to do; {} is the file's path, as
+# it is typed in a shell.
 DATA = (
     (rb'PAR1', 'Parquet', 'rename it to {}.parquet'),
     (rb'ARROW1|\xff{4}', 'Arrow', "write it with datasets' to_parquet, and give that file"),
+    (rb'\xff\xfe\0\0|\0\0\xfe\xff', 'UTF-32', 'convert it: iconv -f UTF-32 -t UTF-8 {} > NEW'),
     (rb'\xff\xfe|\xfe\xff', 'UTF-16', 'convert it: iconv -f UTF-16 -t UTF-8 {} > NEW'),
     (
         re.escape(POINTER),
@@ -70,11 +72,12 @@ class JsonText(NamedTuple):
         return self.lines > 1 or not DOCUMENT_KEYS.isdisjoint(self.first)
 
 
-def check_contents(input: Input, head: bytes, *, whole: bool) -> None:
+def check_contents(input: Input, head: bytes, *, whole: bool, key: str = 'text') -> None:
     """Raise ConfigError with its first line if a file is not what its name says.
 
     `head` is the beginning of the file, decompressed, in complete lines if it is text; `whole`
-    says that nothing follows. Raises NoTextError for what is no text in any encoding.
+    says that nothing follows, and `key` is where a line should have its text. Raises NoTextError
+    for what is no text in any encoding.
     """
     shown = head.removeprefix(codecs.BOM_UTF8)
     for signs, kind_of_error in ((DATA, ConfigError), (OTHERS, NoTextError)):
@@ -92,13 +95,13 @@ def check_contents(input: Input, head: bytes, *, whole: bool) -> None:
     found = json_text(head, whole=whole)
     if found is None or (input.format == 'text' and not found.is_documents):
         if input.table and not input.given and shown:
-            raise _mistake(input, 'CSV or TSV', shown, _fix_of_table(input))
+            raise _mistake(input, 'CSV or TSV', shown, _fix_of_table(input, key))
         return
     if found.kind == 'lines':
         if input.format == 'jsonl':
             return
         jsonl = _decompressed(input).with_suffix(f'.jsonl{input.compression}')
-        kind, fix = 'JSON lines', f'rename it to {jsonl}'
+        kind, fix = 'JSON lines', f'rename it to {shlex.quote(str(jsonl))}'
     elif found.kind == 'array':
         kind, fix = 'a JSON array', "write a line for each entry: jq -c '.[]' {} > NEW.jsonl"
     else:
@@ -150,17 +153,18 @@ def _decompressed(input: Input) -> Path:
     return path.with_suffix('') if input.compression else path
 
 
-def _fix_of_table(input: Input) -> str:
+def _fix_of_table(input: Input, key: str) -> str:
     """Return the command that writes the rows as JSON lines, and how to train on the raw text."""
     path = Path(name_of(input.path))
     source = path.name if input.is_remote else str(path)
     plain = Path(source.removesuffix(path.suffix) if input.compression else source)
+    text = f'{plain.with_suffix(".txt")}{input.compression}'
     script = SCRIPT.format('excel-tab' if plain.suffix.lower() == '.tsv' else 'excel')
     return (
         f'{"download it, and " * input.is_remote}write its rows as JSON lines, with the text in a '
-        f'column named "text": {UNPACK[input.compression]} {shlex.quote(source)} | python -c '
-        f'"{script}" > NEW.jsonl; or rename it to {plain.with_suffix(".txt")}{input.compression} '
-        'to read it as one text'
+        f'column named "{key or "text"}": {UNPACK[input.compression]} {shlex.quote(source)} | '
+        f'python -c "{script}" > NEW.jsonl; or rename it to {shlex.quote(text)} to read it as one '
+        'text'
     )
 
 
@@ -168,5 +172,5 @@ def _mistake(
     input: Input, kind: str, head: bytes, fix: str, error: type[ConfigError] = ConfigError
 ) -> ConfigError:
     first = head.lstrip(b'\r\n').split(b'\n', 1)[0][:80].decode(errors='backslashreplace').rstrip()
-    message = f'is {kind} (its first line: {first}); {fix.replace("{}", input.path)}'
+    message = f'is {kind} (its first line: {first}); {fix.replace("{}", shlex.quote(input.path))}'
     return error(Problem(path=input.path, message=message))

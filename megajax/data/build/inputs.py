@@ -66,7 +66,7 @@ def find_inputs(patterns: Sequence[str], format: Format | None) -> list[Input]:
     named: dict[str, str] = {}  # the pattern of each file
     for pattern in patterns:
         try:
-            paths = _expand(pattern)
+            paths = _without_card(pattern, _expand(pattern))
             problems += _named_before(pattern, paths, named)
             table = all(map(is_table, paths))
             inputs += [replace(_look(path, format), table=table) for path in paths]
@@ -98,6 +98,19 @@ def _expand(pattern: str) -> list[str]:
     if not names:
         raise input_error(path, "matches no file; check the pattern ('**' descends into folders)")
     return _once(pattern, names)
+
+
+def cards_among(names: Sequence[str]) -> set[str]:
+    """Return the names of README.md, which describes other data, unless these are Markdown too."""
+    cards = {name for name in names if Path(name).name.lower() == 'readme.md'}
+    others = [_suffix(name) for name in names if name not in cards]
+    return cards if others and '.md' not in others else set()
+
+
+def _without_card(pattern: str, paths: list[str]) -> list[str]:
+    if cards := cards_among(paths):
+        logger.warning('%s: not reading %s, which describes the data', pattern, min(cards))
+    return [path for path in paths if path not in cards]
 
 
 def _named_before(pattern: str, paths: Sequence[str], named: dict[str, str]) -> list[Problem]:

@@ -64,7 +64,7 @@ def read_pieces(
         for piece, ended, read in (
             read_rows(input, key, here, unit)
             if input.format == 'parquet'
-            else _text(input, here, unit)
+            else _text(input, key, here, unit)
         ):
             lines = piece.data.count(b'\n') if isinstance(piece.data, bytes) else len(piece.data)
             after = Position(
@@ -80,7 +80,9 @@ def read_pieces(
         before += input.size
 
 
-def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[InputPiece, bool, int]]:
+def _text(
+    input: Input, key: str, here: Position, unit: int
+) -> Iterator[tuple[InputPiece, bool, int]]:
     """Yield pieces of JSON lines or of a text document.
 
     With each piece come whether it is the last of the file, and the bytes of the file read so far.
@@ -98,7 +100,7 @@ def _text(input: Input, here: Position, unit: int) -> Iterator[tuple[InputPiece,
             before = before.removeprefix(BOM_UTF8)
         for data, after, ended in _blocks(input, stream, unit):
             if not offset:
-                check_contents(input, data, whole=ended)
+                check_contents(input, data, whole=ended, key=key)
             piece = InputPiece(
                 input=input,
                 offset=offset,

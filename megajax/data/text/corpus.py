@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megajax.config.errors import ConfigError, Problem, problems_at
 from megajax.data.build.contents import NoTextError, json_text
-from megajax.data.build.inputs import Format, Input, find_inputs, format_of
+from megajax.data.build.inputs import Format, Input, cards_among, find_inputs, format_of, is_table
 from megajax.data.build.objects import read_objects
 from megajax.data.build.parse import Fixes, parse
 from megajax.data.build.pieces import Position
@@ -59,7 +59,7 @@ class CorpusFile(NamedTuple):
     path: Path
     name: str
     format: Format
-    alone: bool = False  # whether the corpus is this file, and not a folder
+    alone: bool = False  # whether the corpus is this file, or holds nothing but tables
 
 
 class Corpus(NamedTuple):
@@ -83,8 +83,8 @@ class Corpus(NamedTuple):
 def find_corpus(corpus: str) -> Corpus:
     """Return the files of a corpus: 'stdlib', a file, or a folder.
 
-    The documents of a folder are its JSON lines and Parquet, and where it has none its text.
-    Hidden files are left out. Raises ConfigError if there is no such file.
+    The documents of a folder are its JSON lines and Parquet, or where it has none its text, without
+    a README.md about the data and hidden files. Raises ConfigError if there is no such file.
     """
     if is_remote(corpus):
         raise _error(
@@ -101,10 +101,14 @@ def find_corpus(corpus: str) -> Corpus:
     if root.is_file():
         return Corpus([_file(root, root.parent)._replace(alone=True)], [])
     files = sorted(_in_folder(path, root) for path in _walk(root))
+    cards = cards_among([file.name for file in files])
     documents = [file for file in files if file.format != 'text']
     if not documents:
-        return Corpus(files, [])
-    return Corpus(documents, [file.name for file in files if file.format == 'text'])
+        documents = [file for file in files if file.name not in cards]
+        if all(is_table(file.name) or file.path.suffix == '.json' for file in documents):
+            documents = [file._replace(alone=True) for file in documents]
+    read = {file.name for file in documents}
+    return Corpus(documents, [file.name for file in files if file.name not in read])
 
 
 def read_documents(corpus: str) -> list[Document]:
@@ -149,9 +153,12 @@ def naming_lines(documents: Sequence[Document]) -> Iterator[None]:
         raise
 
 
-def read_text(path: str | Path) -> str:
-    """Return a file of text, without a byte order mark; raises ConfigError if it is none."""
-    return ''.join(_texts(CorpusFile(Path(path).expanduser(), '', 'text', True)))
+def read_text(path: str | Path, key: str = 'text') -> str:
+    """Return a file of text, without a byte order mark; raises ConfigError if it is none.
+
+    `key` is where a line of JSON lines would have its text.
+    """
+    return ''.join(_texts(CorpusFile(Path(path).expanduser(), '', 'text', True), key))
 
 
 def split_documents(documents: Sequence[Document], split: str) -> Parts:
@@ -235,9 +242,9 @@ def _lines(file: CorpusFile) -> Iterator[Document]:
         yield Document(name=f'{file.name}:{number:012}', text=text)
 
 
-def _texts(file: CorpusFile) -> Iterator[str]:
-    for piece, _ in read_pieces([_input(file)], 'text', Position()):
-        for text in parse(piece, 'text', FIXES):
+def _texts(file: CorpusFile, key: str = 'text') -> Iterator[str]:
+    for piece, _ in read_pieces([_input(file)], key, Position()):
+        for text in parse(piece, key, FIXES):
             if isinstance(text, Problem):
                 raise ConfigError(text)
             yield text

@@ -6,6 +6,7 @@ from pathlib import Path
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.build.inputs import format_of
 from megajax.data.build.objects import read_objects
+from megajax.data.build.shapes import as_prompt
 from megajax.data.text.corpus import read_text
 
 
@@ -18,7 +19,7 @@ def read_prompts(path: Path) -> list[str]:
     if format_of(path.name) != 'text':
         prompts = list(_prompts(path))
     else:
-        prompts = [line.removesuffix('\r') for line in read_text(path).split('\n')]
+        prompts = [line.removesuffix('\r') for line in read_text(path, 'prompt').split('\n')]
         prompts = prompts if prompts[-1] else prompts[:-1]
     if not prompts:
         message = "holds no prompts; write one per line, or JSON lines with 'prompt'"
@@ -30,6 +31,7 @@ def _prompts(path: Path) -> Iterator[str]:
     for place, line in read_objects(path):
         if not isinstance(line.get('prompt'), str):
             keys = ', '.join(map(str, line)) or 'none'
-            message = f"has no text under 'prompt' (its keys: {keys}); give it one"
+            fix = as_prompt(line) or 'give it one'
+            message = f"has no text under 'prompt' (its keys: {keys}); {fix}"
             raise ConfigError(Problem(path=place, message=message))
         yield line['prompt']
