@@ -89,6 +89,14 @@ SkipBad = Annotated[
     bool,
     typer.Option('--skip-bad', help='Skip lines that cannot be read, and count them.'),
 ]
+ParseSpecial = Annotated[
+    bool,
+    typer.Option(
+        '--parse-special',
+        help='Read special tokens spelled in a text, such as <|endoftext|>, as these tokens. '
+        'Left out, they are read as letters.',
+    ),
+]
 
 
 @data_app.command(cls=_ManyInputs)
@@ -102,6 +110,7 @@ def build(
     workers: NumWorkers = None,
     append_eod: AppendEod = False,
     skip_bad: SkipBad = False,
+    parse_special: ParseSpecial = False,
 ) -> None:
     """Tokenize a corpus into Megatron's file format.
 
@@ -122,6 +131,7 @@ def build(
         workers=workers,
         append_eod=append_eod,
         skip_bad=skip_bad,
+        parse_special=parse_special,
     )
     try:
         with _Progress() as progress:
@@ -211,7 +221,9 @@ def _facts(description: 'Description') -> Table:
         table.add_row(
             'tokenizer',
             f'{manifest.tokenizer}, {manifest.vocab_size:,} entries; '
-            f'a document {end} with {manifest.eod}',
+            f'a document {end} with {manifest.eod}'
+            + '; special tokens spelled in a text are tokens'
+            * manifest.parse_special,
         )
     else:
         table.add_row('tokenizer', 'unknown: there is no manifest next to the files')

@@ -113,9 +113,11 @@ def _load_pairs(config: Config, prefixes: Sequence[str]) -> Data:
     train, validation = [part[0] for part in parts], [part[1] for part in parts]
     for part in train:
         _check_tokens(part)
-    summary = (
-        f'{_size(train)} to train on, {_size(validation)} to validate, of {", ".join(prefixes)}'
+    names = ', '.join(
+        f'{prefix} (built with --parse-special)' if manifest and manifest.parse_special else prefix
+        for prefix, manifest in manifests.items()
     )
+    summary = f'{_size(train)} to train on, {_size(validation)} to validate, of {names}'
     return _make(config, tokenizer, train, validation, summary)
 
 

@@ -179,6 +179,42 @@ def test_documents_that_spell_special_tokens_are_counted_once_over_units(
     assert warning.startswith('2 documents spell special tokens (<|endoftext|>), which are read as')
 
 
+@pytest.mark.parametrize('unit', [UNIT, 500])
+def test_parsed_special_tokens_begin_and_end_a_document_once(
+    unit: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines = 'line of a long text\n' * 60
+    texts = ['a<|endoftext|>\nb', f'<s>{lines}<|endoftext|>', f'{lines}<s>', '<|endoftext|>', '']
+    for i, text in enumerate(texts):
+        (tmp_path / f'{i}.txt').write_text(text)
+    tokenizer = start_token(tmp_path / 'tokenizer.json')
+    options = {'tokenizer': tokenizer, 'append_eod': True, 'parse_special': True}
+    with caplog.at_level('INFO'):
+        build(job(tmp_path / 'out', tmp_path / '*.txt', **options), unit=unit)
+    assert read_pair(tmp_path / 'out').tokens.tolist() == [
+        *(257, ord('a'), 256, *b'\nb', 256),
+        *(257, *lines.encode(), 256),
+        *(257, *lines.encode(), 257, 256),
+        *(257, 256),
+    ]
+    manifest = Manifest.read(tmp_path / 'out')
+    assert manifest is not None
+    assert manifest.parse_special
+    assert (
+        '4 documents spell special tokens (<s>, <|endoftext|>), which are read as these tokens'
+    ) in caplog.messages
+
+
+def test_a_bpe_learns_no_special_token_that_is_parsed(tmp_path: Path) -> None:
+    for name, between in (('plain', ''), ('spelled', '<|endoftext|>')):
+        (tmp_path / f'{name}.txt').write_text(f'{between}the end of the text\n' * 50)
+        build(job(tmp_path / name, tmp_path / f'{name}.txt', train_bpe=270, parse_special=True))
+    assert (
+        files(tmp_path / 'plain')['.tokenizer.json']
+        == (files(tmp_path / 'spelled')['.tokenizer.json'])
+    )
+
+
 def test_the_manifest_says_what_the_files_are(corpus: Path, tmp_path: Path) -> None:
     summary = build(job(tmp_path / 'out', corpus, train_bpe=300, append_eod=True))
     manifest = Manifest.read(tmp_path / 'out')  # checks the tokenizer's hash
@@ -256,13 +292,14 @@ def test_a_kill_between_the_renames_is_completed(name: str, corpus: Path, tmp_pa
     assert not (tmp_path / 'out.partial').exists()
 
 
+@pytest.mark.parametrize('option', ['append_eod', 'parse_special'])
 def test_another_build_starts_afresh(
-    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    option: str, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = job(tmp_path / 'out', corpus)
     assert end(wanted, before='progress.json', count=5).returncode == -signal.SIGKILL
     with caplog.at_level('INFO'):
-        summary = build(replace(wanted, append_eod=True), unit=2000)
+        summary = build(replace(wanted, **{option: True}), unit=2000)  # type: ignore[arg-type]
     assert 'starting afresh' in caplog.text
     assert (
         summary.encoded == summary.progress.text_bytes == sum(len(text.encode()) for text in TEXTS)

@@ -126,6 +126,19 @@ def test_text(folder: Path) -> None:
     assert labels.tolist() == expected[1:].tolist()
 
 
+def test_a_corpus_in_which_special_tokens_were_parsed_is_named(tmp_path: Path) -> None:
+    prefix = build(tmp_path / 'web')
+    settings = f'data.corpus={prefix}', 'model.vocab_size=265', 'data.tokenizer=auto'
+    assert load_data(config(*settings)).summary.endswith(f'of {prefix}')
+    file = Path(f'{prefix}.json')
+    written = file.read_text()
+    assert '"parse_special":false,' in written
+    file.write_text(written.replace('"parse_special":false,', ''))  # of an earlier version
+    assert load_data(config(*settings)).summary.endswith(f'of {prefix}')
+    file.write_text(written.replace('"parse_special":false', '"parse_special":true'))
+    assert load_data(config(*settings)).summary.endswith(f'{prefix} (built with --parse-special)')
+
+
 def test_documents_to_train_on_that_spell_special_tokens_are_counted(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

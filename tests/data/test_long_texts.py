@@ -4,6 +4,7 @@ import codecs
 import functools
 import gzip
 import random
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from twelve_tokenizers import TWELVE, random_text
 
 from megajax.data.build.encode import Options, encode
@@ -94,6 +96,47 @@ def test_a_text_has_the_ids_that_it_has_in_its_document_or_is_refused(kind: str)
     assert refused <= 2
 
 
+@functools.cache
+def parsing(kind: str) -> tuple[Tokenizer, tokenizers.Tokenizer]:
+    """A tokenizer that parses special tokens, and that of the library."""
+    theirs = TWELVE[kind]()
+    ours = tokenizers.Tokenizer.from_str(theirs.to_str())
+    return Tokenizer(ours, kind).parsing_special(), theirs
+
+
+def spelling(tokenizer: Tokenizer, seed: int, count: int = 200) -> str:
+    """A text that spells many special tokens."""
+    draw = random.Random(seed)
+    special = list(tokenizer.special_tokens())
+    return ''.join(
+        random_text(draw, special) + draw.choice(special) * draw.randrange(3) + draw.choice(' \n.')
+        for _ in range(count)
+    )
+
+
+@pytest.mark.parametrize('kind', TWELVE)
+def test_spelled_special_tokens_are_parsed_as_in_the_whole_wherever_it_is_cut(kind: str) -> None:
+    (tokenizer, theirs), draw, refused = parsing(kind), random.Random(2), 0
+    for seed in range(10):
+        text = spelling(tokenizer, seed)
+        whole = theirs.encode(text, add_special_tokens=False).ids
+        assert len(set(whole) & set(tokenizer.special_tokens().values())) > 1
+        inside = [m.start() + 3 for m in re.finditer(r'<\||</s>|\[MASK', text)]
+        cuts = sorted({*draw.sample(inside, 2), draw.randrange(len(text))})
+        found: list[int] = []
+        try:
+            for start, end in pairwise([0, *cuts, len(text)]):
+                (ids,) = tokenizer.encode_batch(
+                    [text[start:end]], before=text[:start], after=text[end:]
+                )
+                found += ids.tolist()
+        except UncuttableError:
+            refused += 1
+            continue
+        assert found == whole
+    assert refused <= 2
+
+
 def test_a_word_that_is_long_is_not_cut() -> None:
     text = 'one ' + 'a' * 5000 + ' two' + ' b' * 3000
     pieces = list(parts(text))
@@ -128,15 +171,7 @@ def test_a_bpe_is_learned_from_parts_as_from_the_text(monkeypatch: pytest.Monkey
     assert train_bpe(texts, 700).fingerprint == of_parts
 
 
-@pytest.mark.parametrize('kind', TWELVE)
-@pytest.mark.parametrize('suffix', ['', '.gz'])
-def test_a_text_file_in_units_has_the_ids_of_the_whole_from_wherever_it_is_read(
-    kind: str, suffix: str, tmp_path: Path
-) -> None:
-    tokenizer = tokenizer_of(kind)
-    data = codecs.BOM_UTF8 + mixed()[:12_000].encode()
-    file = tmp_path / f'a.txt{suffix}'
-    file.write_bytes(gzip.compress(data) if suffix else data)
+def ids_of_units(tokenizer: Tokenizer, file: Path) -> list[int]:
     inputs = find_inputs([str(file)], None)
     options = Options(key='', append_eod=False, skip_bad=False)
     start, found, units = Position(), [], 0
@@ -146,8 +181,31 @@ def test_a_text_file_in_units_has_the_ids_of_the_whole_from_wherever_it_is_read(
         found += encoded.ids.tolist()
         start, units = unit.after, units + 1
     assert units > 4
+    return found
+
+
+@pytest.mark.parametrize('kind', TWELVE)
+@pytest.mark.parametrize('suffix', ['', '.gz'])
+def test_a_text_file_in_units_has_the_ids_of_the_whole_from_wherever_it_is_read(
+    kind: str, suffix: str, tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    data = codecs.BOM_UTF8 + mixed()[:12_000].encode()
+    file = tmp_path / f'a.txt{suffix}'
+    file.write_bytes(gzip.compress(data) if suffix else data)
     text = data.decode('utf-8-sig')
-    assert found == [*tokenizer.start, *whole_ids(tokenizer, text)]
+    assert ids_of_units(tokenizer, file) == [*tokenizer.start, *whole_ids(tokenizer, text)]
+
+
+@pytest.mark.parametrize('kind', TWELVE)
+def test_a_text_file_in_units_is_parsed_as_the_whole(kind: str, tmp_path: Path) -> None:
+    tokenizer, theirs = parsing(kind)
+    text = spelling(tokenizer, seed=3, count=500)
+    text = re.sub(r'[\x00\ufeff]', '', re.sub(r'\s*\n\s*', '\n', text))
+    (tmp_path / 'a.txt').write_text(text, newline='')
+    whole = theirs.encode(text, add_special_tokens=False).ids
+    begin = tokenizer.start if whole[: len(tokenizer.start)] != tokenizer.start else []
+    assert ids_of_units(tokenizer, tmp_path / 'a.txt') == [*begin, *whole]
 
 
 @pytest.mark.slow

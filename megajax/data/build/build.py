@@ -36,7 +36,7 @@ from megajax.data.build.partial import (
 )
 from megajax.data.build.pieces import UNIT
 from megajax.data.build.read import check_inputs, read_units
-from megajax.data.text.spelled import letters_warning
+from megajax.data.text.spelled import letters_warning, tokens_note
 from megajax.data.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -156,7 +156,12 @@ class _Builder:
     def encode(self, unit: int, checkpoint_units: int, checkpoint_seconds: float) -> None:
         """Read, encode and write all units from `progress.position` on."""
         job, progress = self._job, self._progress
-        options = Options(key=job.json_key, append_eod=job.append_eod, skip_bad=job.skip_bad)
+        options = Options(
+            key=job.json_key,
+            append_eod=job.append_eod,
+            skip_bad=job.skip_bad,
+            parse_special=job.parse_special,
+        )
         units = read_units(self._inputs, job.json_key, progress.position, unit)
         saved_at, units_since = time.monotonic(), 0
         with Workers(job.workers or _cores(), self._partial.folder / TOKENIZER, options) as workers:
@@ -209,14 +214,15 @@ class _Builder:
         """Return ids and lengths with the first document continued from earlier units.
 
         The first length then counts the document's tokens in all units. With `append_eod`, the
-        end-of-document token is inserted if the document ends in this unit.
+        end-of-document token is inserted if the document ends in this unit without it.
         """
-        num_here = int(lengths[0])
+        num_here, eod = int(lengths[0]), self._tokenizer.eod
         lengths[0] += self._progress.open_tokens
-        if self._job.append_eod and lengths[0] and (last or len(lengths) > 1):
-            ids = np.insert(ids, num_here, self._tokenizer.eod)
+        ends = lengths[0] and (last or len(lengths) > 1)
+        if self._job.append_eod and ends and eod not in ids[num_here - 1 : num_here]:
+            ids = np.insert(ids, num_here, eod)
             lengths[0] += 1
-            self._progress.max_token = max(self._progress.max_token, self._tokenizer.eod)
+            self._progress.max_token = max(self._progress.max_token, eod)
         return ids, lengths
 
     def _fitting(self, lengths: np.ndarray) -> np.ndarray:
@@ -244,7 +250,10 @@ class _Builder:
             )
             raise ConfigError(Problem(path='--input', message=message))
         if progress.spelling:
-            logger.warning(letters_warning(progress.spelling, progress.spelled))
+            if job.parse_special:
+                logger.info(tokens_note(progress.spelling, progress.spelled))
+            else:
+                logger.warning(letters_warning(progress.spelling, progress.spelled))
         partial.write_index(tokenizer.dtype)
         manifest = Manifest(
             tokenizer=finals(out)[0].name,
@@ -252,6 +261,7 @@ class _Builder:
             vocab_size=tokenizer.vocab_size,
             eod=tokenizer.eod,
             append_eod=job.append_eod,
+            parse_special=job.parse_special,
             documents=progress.documents,
             tokens=progress.tokens,
             max_token=progress.max_token,

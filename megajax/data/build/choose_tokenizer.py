@@ -11,7 +11,7 @@ from megajax.data.build.parse import parse
 from megajax.data.build.partial import NEW, TOKEN_NAMES, TOKENIZER, Partial
 from megajax.data.build.pieces import Position
 from megajax.data.build.read import read_pieces
-from megajax.data.text.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from megajax.data.text.tokenizer import END_OF_DOCUMENT, Tokenizer, load_tokenizer, train_bpe
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +82,8 @@ def _sample(job: Job, inputs: Sequence[Input]) -> Iterator[str]:
     for input in inputs:
         bytes_left = -(-TRAINING_BYTES * input.size // max(total, 1))
         for text in _texts(job, input):
+            if job.parse_special:  # these letters are not what the BPE will read
+                text = text.replace(END_OF_DOCUMENT[0], '')
             part = text.encode()[:bytes_left]
             yield part.decode(errors='ignore')  # the cut may be inside a character
             bytes_left -= len(part)

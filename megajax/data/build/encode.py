@@ -29,6 +29,7 @@ class Options:
     key: str  # JSON key or Parquet column of the text
     append_eod: bool  # whether documents end with an end-of-document token
     skip_bad: bool  # whether bad lines are skipped
+    parse_special: bool = False  # whether special tokens spelled in a text are read as tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,7 +56,8 @@ def encode(
 ) -> Encoded:
     """Parse and encode a unit; the first bad line ends it, unless bad lines are skipped.
 
-    `special` finds the tokenizer's special tokens in a text.
+    `special` finds the tokenizer's special tokens in a text. A start or end-of-document token that
+    a document has already is not added again.
     """
     special = special or SpelledTokens(tokenizer.special_tokens())
     texts, skipped, error = _parse_unit(unit, options)
@@ -68,14 +70,18 @@ def encode(
     if tokenizer.start:
         begin = np.array(tokenizer.start, tokenizer.dtype)
         ids = [
-            np.concatenate([begin, part]) if (i or first) and len(part) else part
+            np.concatenate([begin, part])
+            if (i or first) and len(part) and not np.array_equal(part[: len(begin)], begin)
+            else part
             for i, part in enumerate(ids)
         ]
     if options.append_eod:
         eod = np.array([tokenizer.eod], tokenizer.dtype)
         complete = range(0 if first else 1, len(ids) if last else len(ids) - 1)
         ids = [
-            np.concatenate([part, eod]) if i in complete and len(part) else part
+            np.concatenate([part, eod])
+            if i in complete and len(part) and part[-1] != tokenizer.eod
+            else part
             for i, part in enumerate(ids)
         ]
     spelled = [special.find(text) for text in texts]
@@ -225,6 +231,8 @@ def serve(descriptor: int) -> None:
         connection = Connection(descriptor)
         path, options = connection.recv()
         tokenizer = load_tokenizer(path)
+        if options.parse_special:
+            tokenizer = tokenizer.parsing_special()
         special = SpelledTokens(tokenizer.special_tokens())
         while True:
             connection.send(encode(connection.recv(), tokenizer, options, special))

@@ -35,6 +35,7 @@ class Job:
     workers: int | None = None
     append_eod: bool = False
     skip_bad: bool = False
+    parse_special: bool = False  # whether special tokens spelled in a text are read as tokens
 
 
 def check_job(job: Job, out: Path) -> None:
@@ -89,7 +90,7 @@ def fingerprint(job: Job, inputs: Sequence[Input], tokenizer: Tokenizer | None, 
     files = [_identity(input) for input in inputs]
     once = uuid4().hex if any(_is_unknown(input) for input in inputs) else ''
     spec = f'{tokenizer.fingerprint} {tokenizer.eod}' if tokenizer else f'bpe {job.train_bpe}'
-    options = (job.json_key, job.append_eod, job.skip_bad, unit)
+    options = (job.json_key, job.append_eod, job.skip_bad, job.parse_special, unit)
     return sha256(
         json.dumps([VERSION, tokenizers.__version__, files, once, spec, *options]).encode()
     ).hexdigest()

@@ -22,6 +22,7 @@ class Manifest(BaseModel):
     vocab_size: PositiveInt
     eod: NonNegativeInt  # id of the end-of-document token
     append_eod: bool  # whether documents end with that token
+    parse_special: bool = False  # whether special tokens spelled in a text were read as tokens
     documents: NonNegativeInt  # number of documents
     tokens: NonNegativeInt  # number of tokens
     max_token: NonNegativeInt  # largest token id

@@ -48,7 +48,8 @@ class MarkedTokenizer:
         from tokenizers import AddedToken
 
         self.guard = guard
-        self._backend, self._names = reader_of_letters(backend), backend.id_to_token
+        self._backend = type(backend).from_str(reader_of_letters(backend).to_str())
+        self._backend.encode_special_tokens, self._names = True, backend.id_to_token
         self._marks = {IMAGE: f'{guard}{END}'}
         added = [AddedToken(self._marks[IMAGE], normalized=False)]
         for i, token in backend.get_added_tokens_decoder().items():
@@ -103,36 +104,31 @@ class MarkedTokenizer:
 
 
 def reader_of_letters(backend: 'tokenizers.Tokenizer') -> 'tokenizers.Tokenizer':
-    """Return a copy of a tokenizer that reads what spells a special token as letters.
+    """Return a tokenizer that reads what spells a special token as letters.
 
-    Where the model itself would make special tokens of letters, they have names in the copy that
-    nobody can spell.
+    It is `backend`, whose `encode_special_tokens` is set, or a copy if its model itself would make
+    special tokens of letters: in the copy, they have names that nobody can spell.
     """
-    from tokenizers import Tokenizer
-
-    state: str = backend.to_str()
-    if found := found_by_model(backend):
-        content = json.loads(state)
-        names = {name: f'{END}{token_hex()}{END}' for name in found}
-        model = content['model']
-        if isinstance(model['vocab'], dict):  # of BPE and WordPiece
-            model['vocab'] = {names.get(name, name): i for name, i in model['vocab'].items()}
-            model['unk_token'] = names.get(model['unk_token'], model['unk_token'])
-        else:  # of Unigram
-            model['vocab'] = [(names.get(name, name), score) for name, score in model['vocab']]
-        if 'merges' in model:  # pairs
-            model['merges'] = [
-                x for x in model['merges'] if names.keys().isdisjoint([*x, ''.join(x)])
-            ]
-        for token in content['added_tokens']:
-            token['content'] = names.get(token['content'], token['content'])
-        state = json.dumps(content)
-    copy = Tokenizer.from_str(state)
+    names = {name: f'{END}{token_hex()}{END}' for name in _found_by_model(backend)}
+    if not names:
+        return backend
+    content = json.loads(backend.to_str())
+    model = content['model']
+    if isinstance(model['vocab'], dict):  # of BPE and WordPiece
+        model['vocab'] = {names.get(name, name): i for name, i in model['vocab'].items()}
+        model['unk_token'] = names.get(model['unk_token'], model['unk_token'])
+    else:  # of Unigram
+        model['vocab'] = [(names.get(name, name), score) for name, score in model['vocab']]
+    if 'merges' in model:  # pairs
+        model['merges'] = [x for x in model['merges'] if names.keys().isdisjoint([*x, ''.join(x)])]
+    for token in content['added_tokens']:
+        token['content'] = names.get(token['content'], token['content'])
+    copy = type(backend).from_str(json.dumps(content))
     copy.encode_special_tokens = True
     return copy
 
 
-def found_by_model(backend: 'tokenizers.Tokenizer') -> set[str]:
+def _found_by_model(backend: 'tokenizers.Tokenizer') -> set[str]:
     """Return the names of special tokens that a tokenizer's model makes of their letters.
 
     A BPE with `ignore_merges` makes a token of any word that the vocabulary has; another one makes

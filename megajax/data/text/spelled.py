@@ -1,4 +1,4 @@
-"""Special tokens that a text spells, which are read as letters."""
+"""Special tokens that a text spells, which are read as letters unless a build parses them."""
 
 import logging
 import re
@@ -28,12 +28,22 @@ class SpelledTokens:
 
 def letters_warning(documents: int, names: Collection[str]) -> str:
     """Return a warning for `documents` that spell the special tokens `names`, and the fix."""
+    return (
+        f'{_spelling(documents, names)}, which are read as letters; if this is a rendered chat, '
+        'give JSON lines with "messages", from which the chat template makes the tokens, or read '
+        'what is spelled as tokens with the option --parse-special of megajax data build'
+    )
+
+
+def tokens_note(documents: int, names: Collection[str]) -> str:
+    """Return a note that `documents` spell the special tokens `names`, which are read as such."""
+    return f'{_spelling(documents, names)}, which are read as these tokens'
+
+
+def _spelling(documents: int, names: Collection[str]) -> str:
     some = ', '.join(sorted(names)[:MOST_NAMES]) + ', ...' * (len(names) > MOST_NAMES)
     subject = '1 document spells' if documents == 1 else f'{documents} documents spell'
-    return (
-        f'{subject} special tokens ({some}), which are read as letters; if this is a rendered '
-        'chat, give JSON lines with "messages", from which the chat template makes the tokens'
-    )
+    return f'{subject} special tokens ({some})'
 
 
 def warn_of_letters(place: str, texts: Iterable[str], names: Collection[str]) -> None:

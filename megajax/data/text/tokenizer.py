@@ -5,9 +5,10 @@ tokenizer.json.
 """
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -19,14 +20,7 @@ from megajax.data.text.byte_tokens import (
     without_broken_bytes,
 )
 from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, encode_in_parts, parts
-from megajax.data.text.pieces import (
-    GUARDS,
-    IMAGE,
-    MarkedTokenizer,
-    Piece,
-    found_by_model,
-    reader_of_letters,
-)
+from megajax.data.text.pieces import GUARDS, IMAGE, MarkedTokenizer, Piece, reader_of_letters
 from megajax.data.text.rows import NoRowError, fit_to_rows
 from megajax.data.text.token_names import TokenNames, name_tokens, start_ids
 from megajax.files.pointers import repair
@@ -80,7 +74,7 @@ class Tokenizer:
         self._backend, self._spec, self.names = backend, spec, names
         self.named_tokens = dict(names.named)
         self.eod = vocab[ends[0]]
-        self._reader = reader_of_letters(backend) if found_by_model(backend) else backend
+        self._reader = reader_of_letters(backend)
         self._marked: MarkedTokenizer | None = None
         self.ends: tuple[int, ...] = (self.eod,)
         self.start = start_ids(backend)
@@ -93,6 +87,12 @@ class Tokenizer:
         self.vocab_size = self._rows = len(self.token_bytes)
         self.dtype = np.dtype(np.uint16 if self.vocab_size < UINT16_BELOW else np.int32)
         self.fingerprint = sha256(backend.to_str().encode()).hexdigest()
+
+    def parsing_special(self) -> Self:
+        """Return a copy that reads special tokens spelled in a text as transformers does."""
+        parsing = copy(self)
+        parsing._reader = type(self._backend).from_str(self._backend.to_str())
+        return parsing
 
     def encode_batch(
         self, texts: Sequence[str], *, before: str = '', after: str = ''
