@@ -121,8 +121,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
         'mesh.model_rows': 'a grid needs all tokens of the rows that it shards',
         'vision': "an image's vectors stand beside each other, and halves would cut them apart",
         'lora': 'the order of halves of the tokens does not know adapters',
-        AFTER: 'the order of the halves has norms before the sublayers',
-        ALL_HEADS: 'the order of the halves has no place for a sum over all heads',
     },
     UNROLLED: {
         key: f'{UNROLLED} runs the layers in an order that does not know {what}; '
@@ -133,8 +131,6 @@ PAIRS: Mapping[str, Mapping[str, str]] = {
             ('mesh.model_rows', 'a grid'),
             ('vision', 'images'),
             ('lora', 'adapters'),
-            (AFTER, 'norms of outputs'),
-            (ALL_HEADS, 'sums over all heads'),
         )
     },
     ALL_HEADS: {'model.norm=layernorm': 'over all heads there is an RMSNorm alone'},

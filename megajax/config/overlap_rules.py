@@ -53,13 +53,10 @@ def _has_order(config: 'Config') -> bool:
     """Whether there is an order of the layers.
 
     Stages, context shards and grids have loops and placements that it does not know, and so have
-    the vectors of images, and adapters; and its sublayers begin with a norm and sum nothing in
-    between.
+    the vectors of images, and adapters.
     """
-    model = config.model
-    is_known = model.norm_position == 'before' and not model.norms_all_heads
     has_others = config.vision is not None or config.lora is not None
-    return config.mesh.is_one_dimensional and is_known and not has_others
+    return config.mesh.is_one_dimensional and not has_others
 
 
 def _sends(config: 'Config') -> bool:
@@ -96,13 +93,20 @@ def in_order(config: 'Config') -> bool:
     return _has_order(config) and (is_split(config) or config.train.unroll is True)
 
 
+def repeats_outputs(config: 'Config') -> bool:
+    """Whether full recomputation repeats the last product of a layer, and its reduction.
+
+    Only a norm of the output reads them, and an order of ours keeps them.
+    """
+    return config.model.norm_position == 'after' and not in_order(config)
+
+
 # The keys, and sections, that `num_parts` follows from beside train.overlap.
 PARTS_FOLLOW_FROM = (
     'mesh.model',
     'mesh.stages',
     'mesh.context',
     'mesh.model_rows',
-    'model.norm_position',
     'vision',
     'lora',
 )

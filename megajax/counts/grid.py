@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from math import prod
 
 from megajax.config import Config
+from megajax.config.overlap_rules import repeats_outputs
 from megajax.counts.collective import (
     GATHER,
     HLO_DTYPES,
@@ -84,8 +85,7 @@ def _sublayer(config: Config, name: str, phase: Phase) -> Iterator[Expected]:
         }
     for step, (axis, kind, array) in steps.items():
         place = phase
-        is_read = config.model.norm_position == 'after'
-        if phase == 'recompute' and name == 'mlp' and not is_read:
+        if phase == 'recompute' and name == 'mlp' and not repeats_outputs(config):
             if step == 'output':
                 continue
             place = 'backward' if step == 'second' else phase

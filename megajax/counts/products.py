@@ -11,6 +11,7 @@ from math import prod
 from typing import Literal
 
 from megajax.config.model import Part
+from megajax.config.overlap_rules import repeats_outputs
 from megajax.config.schema import Config
 from megajax.counts.declaration import Parameter
 from megajax.counts.parameters import declare, dim_sizes, parameters
@@ -57,8 +58,8 @@ def products(
 
     The backward pass of a product is two products of the same FLOPs: the gradients of its input and
     of its weight. Full recomputation omits the last product of a layer, which the backward pass
-    does not need, unless `recomputes_last` or a stage recomputes several layers at once. The stages
-    of a pipeline compute in the ticks in which they are idle, too.
+    does not need, unless `recomputes_last`, a norm reads it, or a stage recomputes several layers
+    at once. The stages of a pipeline compute in the ticks in which they are idle, too.
     """
     layout = layout or Layout.of(config)
     microbatches = config.train.microbatches
@@ -67,7 +68,7 @@ def products(
     layers = config.model.num_layers // (stages * chunks)
     runs = layers * num_passes(stages, chunks, microbatches)
     counted = _Counted(config, layout.shards, rows, runs)
-    recomputes_last |= stages > 1 and layers > 1
+    recomputes_last |= repeats_outputs(config) or (stages > 1 and layers > 1)
     every = [
         *counted.layers(recomputes_last=recomputes_last),
         *counted.attention(flash=flash),

@@ -9,7 +9,7 @@ import re
 from math import prod
 
 from megajax.config import Config
-from megajax.config.overlap_rules import rung
+from megajax.config.overlap_rules import repeats_outputs, rung
 from megajax.counts.collective import Site, activation
 from megajax.counts.context import keys
 from megajax.counts.parameters import dim_sizes, num_elements, parameters
@@ -163,7 +163,7 @@ def _over_row(collective: Collective, scope: str | None, config: Config) -> Site
         is_norm = sorted(collective.operand.dims) in tokens
         return Site('norm', 'forward', 'row') if is_norm else Site('gradients', 'backward', 'row')
     is_recomputed = scope == 'mlp' and phase_of(collective.op_name) == 'recompute'
-    is_for_norm = is_recomputed and config.model.norm_position == 'after'
+    is_for_norm = is_recomputed and repeats_outputs(config)
     if collective.kind == 'all-gather' and (is_recomputed or scope is None) and not is_for_norm:
         # The recomputed activation, gathered for a weight gradient alone. From ZeRO-2 on that
         # product has the path of the reduction over `data`.
@@ -172,8 +172,12 @@ def _over_row(collective: Collective, scope: str | None, config: Config) -> Site
 
 
 def phase_of(op_name: str) -> Phase:
-    """The phase of a path, by jax's transformations in it."""
-    if 'rematted_computation' in op_name:
+    """The phase of a path, by jax's transformations in it.
+
+    The overlap schedule differentiates what it recomputes inside the backward pass: a second
+    transposition, whose operations keep the path of what they are the gradients of.
+    """
+    if 'rematted_computation' in op_name and op_name.count('transpose(') < 2:
         return 'recompute'
     if 'transpose(' in op_name:
         return 'backward'

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config
+from megajax.config.overlap_rules import repeats_outputs
 from megajax.counts.collective import activation
 from megajax.counts.context import own_over_context
 from megajax.counts.cross_attention import cross_layers, is_left_out
@@ -146,7 +147,7 @@ def _is_last_of_layer(collective: Expected, config: Config, cross: list[Expected
     """
     site = collective.site
     is_last = site.name == 'mlp' and site.phase == 'recompute' and collective.kind != GATHER
-    return is_last and config.model.norm_position == 'before' and collective not in cross
+    return is_last and not repeats_outputs(config) and collective not in cross
 
 
 def _first_tokens(config: Config, kept: list[Expected]) -> Iterator[Expected]:

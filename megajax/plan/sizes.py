@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megajax.config import Config, ModelConfig
-from megajax.config.overlap_rules import in_order, rung
+from megajax.config.overlap_rules import in_order, repeats_outputs, rung
 from megajax.counts.chunks import chunk_sizes
 from megajax.counts.flops import uses_flash
 from megajax.counts.parameters import (
@@ -94,10 +94,14 @@ class Sizes:
 
     @cached_property
     def kept(self) -> int:
-        """The bytes that all layers keep: with full recomputation only their inputs."""
-        return self.layers * (
-            self.residual if self.config.train.recompute == 'full' else self.kept_by_layer
-        )
+        """The bytes that all layers keep: with full recomputation only their inputs.
+
+        An order of ours also keeps the outputs that a norm reads.
+        """
+        if self.config.train.recompute != 'full':
+            return self.layers * self.kept_by_layer
+        keeps_outputs = self.model.norm_position == 'after' and not repeats_outputs(self.config)
+        return self.layers * self.residual * (2 if keeps_outputs else 1)
 
     @property
     def batch(self) -> int:

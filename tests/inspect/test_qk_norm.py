@@ -38,7 +38,8 @@ def test_each_pass_has_a_row_of_one_all_reduce_a_layer(overlap: str) -> None:
         assert (sent.kind, sent.array, sent.times) == (
             'all-reduce', f'f32[1,{4 // parts},32,2]', 2 * parts,
         )  # fmt: skip
-    assert {row.verdict for row in found} == {'equal'}
+    kept = [('mlp', 'recompute', 'less')] if parts == 2 else []  # outputs that the norms read
+    assert [(x.site, x.phase, x.verdict) for x in found if x.verdict != 'equal'] == kept
 
 
 @pytest.mark.slow

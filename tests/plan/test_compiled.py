@@ -165,6 +165,7 @@ def test_a_compiled_step_sends_the_bytes_counted(step: tuple[Config, CompiledSte
     'mesh',
     [
         {'data': 1, 'model': 2, 'sequence_parallel': True},
+        {'data': 1, 'model': 2, 'sequence_parallel': True, 'overlap': 'batch_split'},
         exhaustive({'data': 1, 'model': 4}),
         slow({'data': 1, 'model': 2, 'model_rows': 2, 'sequence_parallel': True}),
         exhaustive({'data': 1, 'model': 2, 'context': 2}),
@@ -175,7 +176,8 @@ def test_a_compiled_step_sends_the_bytes_counted(step: tuple[Config, CompiledSte
 def test_norms_after_sublayers_and_over_all_heads_send_the_bytes_counted(
     mesh: dict[str, Any],
 ) -> None:
-    config = make_config('olmo2', mesh=mesh, train={'recompute': 'full', 'microbatches': 2})
+    train = {'recompute': 'full', 'microbatches': 2, 'overlap': mesh.pop('overlap', 'none')}
+    config = make_config('olmo2', mesh=mesh, train=train)
     compiled = compile_step(config, mesh_for(config), config.mesh.num_devices)
     assert wire_bytes(config) == bytes_sent(config, compiled)
 

@@ -11,6 +11,7 @@ import megajax
 from megajax.config import presets
 from megajax.counts.parameters import num_parameters, own_counts
 from megajax.plan.memory import StepMemory, kept_by_layer, largest_microbatch, memory
+from megajax.plan.sizes import Sizes
 
 GPU = 85 * 10**9
 
@@ -67,6 +68,14 @@ def test_without_flash_attention_a_layer_keeps_its_scores(
         for how in ('none', 'selective')
     )
     assert kept - dropped == each * 2 * 16 * 1024**2 / 4
+
+
+def test_full_recomputation_in_order_also_keeps_the_outputs_that_norms_read() -> None:
+    def kept(*overrides: str) -> int:
+        return Sizes(config('llama3_8b', *overrides, recompute='full')).kept
+
+    after, in_order = 'model.norm_position=after', 'train.unroll=true'
+    assert kept(after, in_order) == 2 * kept(in_order) == 2 * kept(after)
 
 
 @pytest.mark.parametrize('name', presets())
