@@ -8,14 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from support import make_config
+from support import abstract_state, make_config
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.unpadded import unpadded
 from megajax.config import Config
 from megajax.parallel.layout import Layout
-from megajax.parallel.mesh import concrete
-from megajax.train.step import TrainState, init_state
+from megajax.train.step import TrainState
 
 TINY = {'num_layers': 1, 'hidden_size': 32, 'num_heads': 4, 'vocab_size': 300, 'dropout': 0.0}
 
@@ -93,7 +92,7 @@ def make_state(config: Config, seed: int) -> TrainState:
     It is made in numpy, so without compiling.
     """
     random = np.random.default_rng(seed)
-    abstract, layout = concrete(jax.eval_shape(lambda: init_state(config))), Layout.of(config)
+    abstract, layout = abstract_state(config), Layout.of(config)
     order = layout.layer_order(config.model.num_layers)
 
     def is_stacked(x: Any) -> Any:

@@ -1,5 +1,6 @@
 """What several tests need: small configs and batches, and parameters as numpy arrays."""
 
+import functools
 import importlib.util
 import io
 import math
@@ -35,7 +36,7 @@ from megajax.model.parameters import map_parameters
 from megajax.model.transformer import LanguageModel, model_graph
 from megajax.parallel.layout import Layout
 from megajax.parallel.mesh import concrete, mesh_for
-from megajax.train.step import init_state
+from megajax.train.step import TrainState, init_state
 
 ROOT = Path(__file__).parents[1]
 # Options with which a program is compiled as a user's is, not as quickly as `conftest.py` has it.
@@ -201,12 +202,22 @@ def pack(batch: dict[str, np.ndarray], lengths: list[int]) -> dict[str, np.ndarr
     }
 
 
+def abstract_state(config: Config) -> TrainState:
+    """The shapes of a state and its places on the current mesh."""
+    return _abstract_state(config, jax.sharding.get_mesh())
+
+
+@functools.cache
+def _abstract_state(config: Config, _: jax.sharding.Mesh) -> TrainState:
+    return concrete(jax.eval_shape(lambda: init_state(config)))
+
+
 def random_params(config: Config, std: float) -> nnx.State:
     """Parameters of which none is zero or one, in their places on the current mesh, those of a
     padded shard apart; made in numpy, so without compiling.
     """
     random = np.random.default_rng(1)
-    abstract = concrete(jax.eval_shape(lambda: init_state(config)).params)
+    abstract = abstract_state(config).params
     sizes, order = dim_sizes(config.model), Layout.of(config).layer_order(config.model.num_layers)
 
     def draw(declared: Parameter, x: jax.ShapeDtypeStruct) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import shutil
 from pathlib import Path
 
 import jax
@@ -60,6 +61,14 @@ def test_a_checkpoint_holds_the_arrays_of_one_device(written: Path, there: str) 
     }
     differences = dict(parameter_differences(step, written / 'one device/checkpoints/1'))
     assert differences == dict.fromkeys(differences, 0.0)
+
+
+def test_a_step_that_is_written_anew_is_listed_anew(tmp_path: Path) -> None:
+    for layers in (1, 2):
+        shutil.rmtree(tmp_path / 'checkpoints', ignore_errors=True)
+        save(tmp_path, laid_out('one device', model={'num_layers': layers}))
+        shapes = parameter_shapes(tmp_path / 'checkpoints/1')
+        assert shapes['layers.mlp.up.weight'][0] == layers
 
 
 @pytest.mark.parametrize('there', LAYOUTS)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from chains import CHATML, END, chain, chain_config, write_chain
 from click.testing import Result
+from support import megajax
 from typer.testing import CliRunner
 
 from megajax.commands.main import app
@@ -122,9 +123,9 @@ def test_each_prompt_is_a_turn_and_a_pipe_gets_the_text_as_it_is(folder: Path) -
 def test_each_line_of_a_pipe_is_a_turn_and_old_turns_are_said_to_be_forgotten(
     folder: Path,
 ) -> None:
-    done = chat(folder, 'polite', '--max-tokens', '9', typed=b'a\n\nb\nc\nd\ne')
-    assert (done.returncode, done.stdout) == (0, (SAID + b'\n') * 5)
-    notes = done.stderr.decode().splitlines()
+    done = in_process('polite', '--max-tokens', '9', typed=b'a\n\nb\nc\nd\ne')
+    assert (done.exit_code, done.stdout_bytes) == (0, (SAID + b'\n') * 5)
+    notes = done.stderr.splitlines()
     assert notes == ['note: the oldest 1 of the turns no longer fit and are forgotten']
 
 
@@ -151,8 +152,7 @@ def test_a_conversation_that_cannot_be_is_refused(
 
 
 def test_a_system_message_without_a_conversation_is_refused(folder: Path) -> None:
-    arguments = [part for part in command('polite', '--system', 'S') if part != '--chat']
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, check=False)
+    done = megajax('generate', 'polite', '--system', 'S', folder=folder)
     assert done.returncode == 2
     assert done.stderr == ('error: --system is the first message of a conversation: add --chat\n')
 

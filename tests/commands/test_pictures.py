@@ -5,8 +5,6 @@ and line.
 import json
 import os
 import struct
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from PIL import Image
-from support import slow
+from support import megajax, slow
 from typer.testing import CliRunner
 
 from megajax.commands.generate_pictures import check_images
@@ -290,16 +288,8 @@ def test_a_picture_that_breaks_off_ends_the_command_with_2(trained: Path, tmp_pa
     truncated(tmp_path / 'bad.png')
     data = tmp_path / 'data.jsonl'
     data.write_text(line('bad.png') * 4)
-    done = subprocess.run(
-        [
-            *(sys.executable, '-m', 'megajax', 'train', trained / 'small.yaml'),
-            *(f'data.corpus={data}', f'run.dir={tmp_path}/run'),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    keys = f'data.corpus={data}', f'run.dir={tmp_path}/run'
+    done = megajax('train', trained / 'small.yaml', *keys)
     assert done.returncode == 2, done.stderr
     assert f'error: {data}:' in done.stderr
     assert 'bad.png: cannot be read' in done.stderr

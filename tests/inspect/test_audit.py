@@ -91,7 +91,7 @@ def test_no_row_has_more_than_megatron(name, recompute, sequence_parallel):
 
 
 def test_a_layer_makes_two_all_reduces_each_way():
-    counts = rows(inspect_here(small(), **AS_SHIPPED))
+    counts = rows(inspect_here(small()))
     for site in ('attention', 'mlp'):
         for phase in ('forward', 'backward'):
             assert counts[site, phase, 'model'] == {'all-reduce': LAYERS}
@@ -101,7 +101,7 @@ def test_a_layer_makes_two_all_reduces_each_way():
 
 
 def test_with_sequence_parallelism_two_gathers_and_two_scatters_each_way():
-    counts = rows(inspect_here(small(sequence_parallel=True), **AS_SHIPPED))
+    counts = rows(inspect_here(small(sequence_parallel=True)))
     for site in ('attention', 'mlp'):
         for phase in ('forward', 'backward'):
             assert counts[site, phase, 'model'] == {'all-gather': LAYERS, 'reduce-scatter': LAYERS}

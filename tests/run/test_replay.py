@@ -80,7 +80,7 @@ def flip_loss(results: Any, device: int) -> Any:
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run without repetitions in the folder `straight`, beside its config."""
-    folder = write_run(tmp_path_factory.mktemp('replay'), CONFIG)
+    folder = write_run(tmp_path_factory.mktemp('replay'), CONFIG, split='1,0,0')
     start(folder, 'straight')
     return folder
 

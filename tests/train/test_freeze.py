@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from checkpoints import make_state
 from jax.stages import Compiled
 from support import (
     assert_close,
@@ -199,9 +200,9 @@ def test_a_resumed_run_freezes_the_same_parts_and_an_import_any(tmp_path: Path) 
     old, new = vlm(), vlm(vision={'freeze': ('decoder',)})
     with on_mesh(old):
         with Checkpoints(tmp_path / 'run/checkpoints', old) as checkpoints:
-            checkpoints.save(init_state(old), 1)
+            checkpoints.save(make_state(old, 1), 1)
         with Checkpoints(tmp_path / 'import/checkpoints', old) as checkpoints:
-            checkpoints.save({'params': init_state(old).params}, 0)
+            checkpoints.save({'params': make_state(old, 1).params}, 0)
         with Checkpoints(tmp_path / 'run/checkpoints', new) as checkpoints:
             checkpoints.newest_verified()
             with pytest.raises(ConfigError) as found:

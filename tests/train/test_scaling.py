@@ -158,9 +158,15 @@ def config_of(data: int, model: int, dtype: str = 'fp8') -> Config:
     return tiny(data, model, train={'dtype': dtype})
 
 
+@functools.cache
+def step_of(config: Config) -> Any:
+    """The step of a config, which is compiled once for all tests."""
+    return make_train_step(config)
+
+
 def steps(config: Config, state: TrainState, seeds: range) -> tuple[TrainState, list[float]]:
     """Take a step with the batch of each seed; return the state and the losses."""
-    train_step, losses = make_train_step(config), []
+    train_step, losses = step_of(config), []
     for seed in seeds:
         state, metrics = train_step(state, place_batch(make_batch(config, seed=seed)))
         losses.append(float(metrics['loss']))
