@@ -4,10 +4,16 @@ their promises.
 
 import csv
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support import slow
+from typer.testing import CliRunner
+
+from megajax.commands.main import app
+from megajax.config import ConfigError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / 'benchmarks' / 'results'
@@ -166,7 +172,7 @@ def test_the_readme_has_the_error_of_the_predicted_rates() -> None:
     mean, largest = re.search(
         r'^\| all \|\s*\| \d+ \| ([\d.]+)% \| ([\d.]+)%', text, flags=re.MULTILINE
     ).groups()
-    assert f'On {sum(map(int, held_out))} rates of training that no fit has seen' in README
+    assert f'On {sum(map(int, held_out))} measured training rates' in README
     assert f'off by {mean}% on average and {largest}% at worst' in README
 
 
@@ -189,7 +195,7 @@ def test_the_page_has_the_ranks_of_the_published_meshes() -> None:
 
 
 def test_the_page_has_the_bytes_of_zero_1() -> None:
-    text = (RESULTS / '2026-11-23_readme.md').read_text()
+    text = (RESULTS / '2026-11-27_readme.md').read_text()
     step = 'megajax inspect megatron_8.3b mesh.data=8 train.batch_size=64 --target h100'
     whole, sharded = (
         text.split(f'`{step}{extra}`')[1].split('```')[1]
@@ -211,3 +217,15 @@ def test_the_readme_says_how_many_cases_of_faults_there_are() -> None:
     page = (ROOT / 'docs/when_a_run_breaks.md').read_text()
     cases = re.findall(r'^\| \d\d (?:\| [^|]+ ){3}\|$', page, flags=re.MULTILINE)
     assert f'has {len(cases)} cases' in README
+
+
+@pytest.mark.parametrize('file', ['2026-11-25_readme.md', slow('2026-11-26_claims.md')])
+def test_plan_prints_what_is_stored(file: str) -> None:
+    commands = r'^`megajax (plan [^`]+)`.*?\n\n```\n(.*?)^```$'
+    stored = re.findall(commands, (RESULTS / file).read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert stored
+    for command, text in stored:
+        done = CliRunner().invoke(app, shlex.split(command), env={'COLUMNS': '140'})
+        problems = done.exception.problems if isinstance(done.exception, ConfigError) else ()
+        lines = [*done.output.splitlines(), *(f'error: {problem}' for problem in problems)]
+        assert [line.rstrip() for line in lines if line] == text.splitlines(), command
