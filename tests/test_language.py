@@ -1,6 +1,7 @@
 """The house rules of megajax's text: docstrings that stand alone, short functions, short files."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,11 @@ PACKAGE = Path(megajax.__file__).parent
 # A docstring that begins so is the rest of a sentence whose beginning is the name above it.
 FRAGMENTS = ('Of ', 'As ', 'Its ', 'Those ', 'That ')
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 350
+# The beginning of a command, up to a word that is not a number.
+COMMAND = re.compile(
+    r'\b(megajax (train|data|checkpoint|report|import|export|generate|eval|launch|profile) '
+    r"|hf download |jq -c |iconv |pdftotext )[^;:,'(]*(?<!--processes )$"
+)
 FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 Rule = Callable[[str], Iterator[tuple[int, str]]]
@@ -68,7 +74,19 @@ def long_file(text: str) -> Iterator[tuple[int, str]]:
         yield count, f'the file has {count} lines, at most {MAX_FILE_LINES}'
 
 
-RULES = [fragments, missing_docstrings, long_functions, long_file]
+def untyped_words(text: str) -> Iterator[tuple[int, str]]:
+    """Values in a command of a message that would need quotes in a shell, and may not have them."""
+    for node in ast.walk(ast.parse(text)):
+        before = ''
+        for part in node.values if isinstance(node, ast.JoinedStr) else ():
+            shown = ast.unparse(part)
+            if isinstance(part, ast.Constant):
+                before += str(part.value)
+            elif COMMAND.search(before) and not re.search(r'\btyped\(|\.join\(|^{[A-Z_]+}$', shown):
+                yield part.lineno, f'{shown} is in a command: write typed(...)'
+
+
+RULES = [fragments, missing_docstrings, long_functions, long_file, untyped_words]
 
 
 @pytest.mark.parametrize('rule', RULES)

@@ -30,7 +30,7 @@ from megajax.checkpoint.compare import (
     log_differences,
     renames,
 )
-from megajax.checkpoint.digests import write_file, write_sums
+from megajax.checkpoint.digests import unusable, write_file, write_sums
 from megajax.checkpoint.losses import ValidationLosses
 from megajax.checkpoint.open import restore_params
 from megajax.checkpoint.orbax_manager import Manager, restore_gb
@@ -121,7 +121,7 @@ class Checkpoints:
         self._settle()
         path = self.folder / str(step)
         if step != self._verified and self._folders.refuses(step):
-            raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
+            raise unusable(path)
         here, there = self._record(step), read_record(path)
         self.restored, self.origin = there, there.origin
         is_import = holds_parameters_only(path)

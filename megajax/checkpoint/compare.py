@@ -25,6 +25,7 @@ from megajax.checkpoint.record import (
     version_differences,
 )
 from megajax.config import CheckpointError, ConfigError, OptimConfig
+from megajax.render.text import typed
 from megajax.train.optimizer import make_schedule
 
 OF_LEARNED = 'vision.freeze', 'lora.'  # keys that decide what is learned
@@ -60,7 +61,8 @@ def check_same_model(path: Path, there: Record, here: Record, *, is_import: bool
     if different:
         fix = 'change these back, or choose another run.dir'
         if all(line.startswith(OF_LEARNED) for line in different):
-            fix = f'change it back, or begin another run with run.start_from={path.parent.parent}'
+            fix = 'change it back, or begin another run with '
+            fix += typed(f'run.start_from={path.parent.parent}')
         raise ConfigError(f'{path} holds another model ({"; ".join(different)}): {fix}')
 
 
@@ -228,7 +230,7 @@ def _raw_kinds(step: Path) -> Kinds:
         why = (str(error).splitlines() or [type(error).__name__])[0][:300]
         raise CheckpointError(
             f'the list of arrays in {step} cannot be read ({why}): '
-            f'run megajax checkpoint verify {step}'
+            f'run megajax checkpoint verify {typed(step)}'
         ) from error
 
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 from megajax.checkpoint.record import VALIDATION, recorded_step
 from megajax.config import CheckpointError, ConfigError
-from megajax.config.load import runs_in
+from megajax.config.load import run_like, runs_in
 from megajax.files.locks import folder_lock
+from megajax.render.text import typed
 
 SUMS = 'SHA256SUMS'
 COMMIT = 'commit_success.txt'  # Orbax's last file; a step without it was never finished
@@ -170,6 +171,8 @@ def find_step(path: Path) -> Path:
         if steps
         else f'give one of its runs: {", ".join(runs)}'
         if runs
+        else f'did you mean {near_run}?'
+        if (near_run := run_like(path) or run_like(path.parent))
         else "give a run's directory, or RUN/STEP"
     )
     raise ConfigError(f'{path}: no finished checkpoint there; {choice}')
@@ -204,7 +207,12 @@ def sound_checkpoint(path: Path) -> Iterator[Path]:
                 yield candidate.absolute()
                 return
         logger.warning('checkpoint %s is refused: %s', candidate, faults[0])
-    raise CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {path}')
+    raise unusable(path)
+
+
+def unusable(path: Path) -> CheckpointError:
+    """Return the error for a checkpoint that is damaged."""
+    return CheckpointError(f'{path} cannot be used: run megajax checkpoint verify {typed(path)}')
 
 
 def is_step_name(name: str) -> bool:

@@ -17,6 +17,7 @@ from megajax.config.differences import differences
 from megajax.config.renamed import current
 from megajax.config.schema import keys_of
 from megajax.files.bounded_json import parse_json
+from megajax.render.text import typed
 
 RECORD, TOKENIZER = 'record.json', 'tokenizer.json'
 VALIDATION = 'validation_loss.json'  # loss of a state that was evaluated after it was saved
@@ -104,7 +105,7 @@ def read_record(folder: Path) -> Record:
         record = Record.model_validate_json((folder / RECORD).read_bytes())
     except (OSError, ValidationError) as error:
         raise CheckpointError(
-            f'{folder / RECORD} cannot be read: run megajax checkpoint verify {folder}'
+            f'{folder / RECORD} cannot be read: run megajax checkpoint verify {typed(folder)}'
         ) from error
     if record.validation_loss is None:
         return record.model_copy(update={'validation_loss': _noted_loss(folder)})

@@ -24,6 +24,7 @@ from megajax.checkpoint.digests import (
 from megajax.checkpoint.strays import delete_folder, move_aside, sweep, warn_of_strays
 from megajax.config import CheckpointError
 from megajax.processes.agree import from_first
+from megajax.render.text import typed
 
 PROBE = 1 << 16  # bytes, more than Orbax needs before its arrays
 
@@ -57,7 +58,7 @@ class StepFolders:
         if count and newest < 0:
             raise CheckpointError(
                 f'none of the {count} checkpoints in {self.folder} can be used: '
-                f'run megajax checkpoint verify {self.folder.parent}, '
+                f'run megajax checkpoint verify {typed(self.folder.parent)}, '
                 'restore their files from a backup, or choose another run.dir to start afresh'
             )
         return newest if count else None

@@ -19,6 +19,7 @@ from pydantic_core import PydanticUndefined
 from megajax.config.errors import ConfigError
 from megajax.config.schema import SECTIONS
 from megajax.config.section import Section, Unit
+from megajax.config.synonyms import nearest_key
 
 _NAMES = {int: 'integer', float: 'number', str: 'text', bool: 'true | false', type(None): 'null'}
 
@@ -44,8 +45,9 @@ def keys_in(path: str | None = None) -> list[Key]:
         return every
     if found := [key for key in every if f'{key.path}.'.startswith(f'{path}.')]:
         return found
-    near = get_close_matches(path, [*SECTIONS, *(key.path for key in every)], n=1)
-    fix = f'did you mean {near[0]}?' if near else f'sections: {", ".join(SECTIONS)}'
+    close = get_close_matches(path, [key.path for key in every], n=1, cutoff=0.9)
+    near = next(iter(close), nearest_key(path))
+    fix = f'did you mean {near}?' if near else f'sections: {", ".join(SECTIONS)}'
     raise ConfigError(f'{path}: no such section or key; {fix}')
 
 

@@ -23,8 +23,8 @@ from megajax.config.keys import sources
 from megajax.config.renamed import RENAMED, current
 from megajax.config.rules import incompatibilities
 from megajax.config.schema import SECTIONS, Config, keys_of
-from megajax.config.synonyms import key_meant, key_of_option, without_a_key
-from megajax.render.text import shorten
+from megajax.config.synonyms import key_of_option, nearest_key, without_a_key
+from megajax.render.text import shorten, typed
 
 KEYS = {f'{name}.{key}': key for name in SECTIONS for key in keys_of(name)}
 CONFIG = 'config.yaml'  # in the folder of a run
@@ -85,6 +85,13 @@ def reload(
 def runs_in(folder: Path) -> list[str]:
     """Return the paths of the runs in a folder, in order; none if it is no folder."""
     return sorted(str(file.parent) for file in folder.glob(f'*/{CONFIG}'))
+
+
+def run_like(folder: Path) -> str | None:
+    """Return the path of the run next to a folder whose name is like its own, None without one."""
+    runs = {Path(run).name: run for run in runs_in(folder.parent)}
+    near = get_close_matches(folder.absolute().name, runs, n=1)
+    return runs[near[0]] if near else None
 
 
 def _resolve(
@@ -184,7 +191,9 @@ def _no_such_file(file: Path) -> str:
     here = {path.stem: str(path) for path in files}
     choices = here | {name: name for name in presets()}
     name = file.stem if file.suffix in ('.yaml', '.yml') else file.name
-    if near := get_close_matches(name, choices, n=1):
+    if run := run_like(file):
+        fix = f'did you mean {typed(f"run.dir={run}")}? '
+    elif near := get_close_matches(name, choices, n=1):
         fix = f'did you mean {choices[near[0]]}? '
     else:
         shown = sorted(here.values()) if len(here) <= FEW_FILES else ()
@@ -194,12 +203,13 @@ def _no_such_file(file: Path) -> str:
 
 def _is_a_folder(folder: Path) -> str:
     if (folder / CONFIG).is_file():
-        return f'is the folder of a run; to resume it use run.dir={folder}'
+        return f'is the folder of a run; to resume it use {typed(f"run.dir={folder}")}'
     run = folder.absolute().parent.parent
     if (run / CONFIG).is_file():
-        return f'is a checkpoint; to begin a run with its weights use run.start_from={folder}'
+        start = typed(f'run.start_from={folder}')
+        return f'is a checkpoint; to begin a run with its weights use {start}'
     if runs := runs_in(folder):
-        return f'is a folder of runs; to resume one use run.dir={runs[0]}'
+        return f'is a folder of runs; to resume one use {typed(f"run.dir={runs[0]}")}'
     return 'is a folder; give a YAML file, or a preset (megajax config list)'
 
 
@@ -324,11 +334,7 @@ def _unknown(path: str, problems: list[Problem]) -> str:
         return f'is no section of its own; write it under {section}, as {section}: {{{key}: VALUE}}'
     if instead := without_a_key(path):
         return f'unknown key; {instead}'
-    siblings = keys_of(section) if section in SECTIONS else ()
-    same_key = [full for full, name in KEYS.items() if name == (key or section)]
-    in_section = [f'{section}.{near}' for near in get_close_matches(key, siblings, n=1)]
-    elsewhere = get_close_matches(path, [*SECTIONS, *KEYS], n=1, cutoff=0.75)
-    near = key_meant(path) or next(iter(same_key + in_section + elsewhere), None)
+    near = nearest_key(path)
     return (
         f'unknown key; did you mean {near}?'
         if near

@@ -10,7 +10,7 @@ from typing import Any
 from megajax.config.schema import SECTIONS, keys_of
 
 # Hyphens are written as underscores. Names that a key of megajax has in another section are not
-# here, for example lr: it is found by its own name.
+# here, for example lr: it is found by its own name. A name with a section is meant only there.
 _NAMES = {
     'mesh.model': (
         'tp', 'tp_size', 'tensor', 'tensor_parallel', 'tensor_parallel_size',
@@ -89,9 +89,10 @@ _NAMES = {
         'recompute_granularity', 'activations_checkpoint_granularity', 'activation_checkpoint',
     ),
     'train.eval_every': (
-        'eval_interval', 'eval_steps', 'eval_freq', 'val_interval', 'val_check_interval',
+        'eval.every', 'eval.interval', 'eval_interval', 'eval_steps', 'eval_freq',
+        'val_interval', 'val_check_interval',
     ),
-    'train.eval_batches': ('eval_iters', 'val_batches', 'limit_val_batches'),
+    'train.eval_batches': ('eval.batches', 'eval_iters', 'val_batches', 'limit_val_batches'),
     'train.log_every': ('log_interval', 'log_steps', 'logging_steps', 'log_freq'),
     'train.seed': ('random_seed', 'rng_seed'),
     'optim.lr': ('learning_rate', 'max_lr', 'peak_lr', 'base_lr'),
@@ -120,11 +121,14 @@ _NAMES = {
     'lora.alpha': ('lora_alpha',),
     'lora.targets': ('target_modules', 'lora_target', 'lora_target_modules', 'modules'),
     'data.corpus': (
-        'dataset', 'dataset_path', 'dataset_name', 'data_path', 'path', 'train_file', 'train_data',
-        'input', 'file', 'files', 'train_files',
+        'dataset', 'dataset_path', 'dataset_name', 'data_path', 'data.name', 'path',
+        'train_file', 'train_data', 'input', 'file', 'files', 'train_files',
     ),
     'data.blend': ('mixture', 'mix', 'weights', 'datasets'),
-    'data.tokenizer': ('tokenizer_path', 'tokenizer_model', 'tokenizer_name', 'vocab_file'),
+    'data.tokenizer': (
+        'tokenizer_path', 'tokenizer_model', 'tokenizer_name', 'vocab_file',
+        'tokenizer.path', 'tokenizer.name', 'tokenizer.file', 'model.tokenizer_path',
+    ),
     'data.chat_template': ('template', 'chat'),
     'data.document_mask': ('reset_attention_mask', 'intra_doc_masking', 'document_masking'),
     'checkpoint.every': (
@@ -134,11 +138,13 @@ _NAMES = {
     'checkpoint.keep': ('save_total_limit', 'max_to_keep', 'keep_last', 'max_checkpoints'),
     'run.dir': (
         'out', 'out_dir', 'output', 'output_dir', 'save', 'save_dir', 'checkpoint_dir', 'ckpt_dir',
-        'log_dir', 'logdir', 'run_dir', 'exp_dir', 'name',
+        'log_dir', 'logdir', 'run_dir', 'exp_dir', 'run.name', 'run.path',
+        'checkpoint.dir', 'checkpoint.path',
     ),
     'run.start_from': (
         'load', 'init_from', 'from_pretrained', 'pretrained', 'model_name_or_path', 'base_model',
         'restore_from', 'load_path', 'finetune', 'checkpoint_path', 'pretrained_checkpoint',
+        'model.path', 'model.weights', 'model.load', 'model.file', 'model.checkpoint',
     ),
     'run.resume': ('resume_from', 'resume_from_checkpoint', 'auto_resume'),
     'run.wandb': ('wandb_project', 'project'),
@@ -153,7 +159,12 @@ _DIFFERENT = {
         'ep', 'ep_size', 'expert', 'experts', 'expert_parallel', 'expert_parallel_size',
         'expert_model_parallel_size', 'num_experts', 'n_experts', 'moe', 'num_local_experts',
     ),
-    'AdamW is the only optimizer of megajax train': ('optimizer', 'optim_type', 'momentum'),
+    'AdamW is the only optimizer of megajax train': (
+        'optimizer', 'optim_type', 'momentum', 'optim.name', 'optim.type', 'optim.kind',
+    ),
+    'adapters have no dropout and no bias': (
+        'lora.dropout', 'lora.bias', 'lora_dropout', 'lora_bias',
+    ),
 }  # fmt: skip
 _VALUES = {
     'none': ('no', 'off', 'false'),
@@ -174,6 +185,10 @@ _VALUES = {
     'next_token': ('clm', 'causal_lm'),
     'masked_lm': ('mlm',),
 }  # fmt: skip
+# Names that mean the key only within its section, or without one: elsewhere, of something else.
+_VAGUE = frozenset(
+    'path file files input out output name load save weights mix mixture modules project'.split()  # noqa: SIM905
+)
 _KEYS = {name: key for key, names in _NAMES.items() for name in names}
 _REASONS = {name: reason for reason, names in _DIFFERENT.items() for name in names}
 
@@ -186,8 +201,28 @@ def key_meant(path: str) -> str | None:
     """
     section, _, name = path.rpartition('.')
     meant = _KEYS.get(_plain(name))
+    if full := _KEYS.get(_plain(path)):
+        return full
+    if meant and section not in ('', meant.partition('.')[0]) and _plain(name) in _VAGUE:
+        return None
     own = meant and meant.partition('.')[2]
     return f'{section}.{own}' if section in SECTIONS and own in keys_of(section) else meant
+
+
+def nearest_key(path: str) -> str | None:
+    """Return the key, or the section, that `path` is likely to mean, None if there is none.
+
+    A path in a section is one of its keys, or the same key in another section.
+    """
+    section, _, key = path.partition('.')
+    is_section = section in SECTIONS
+    siblings = keys_of(section) if is_section else ()
+    every = [f'{name}.{each}' for name in SECTIONS for each in keys_of(name)]
+    found = [full for full in every if full.partition('.')[2] == (key or section)]
+    found += [f'{section}.{near}' for near in get_close_matches(key, siblings, n=1, cutoff=0.7)]
+    if not is_section:
+        found += get_close_matches(path, [*SECTIONS, *every], n=1, cutoff=0.75)
+    return key_meant(path) or next(iter(found), None)
 
 
 def value_meant(value: Any, allowed: Sequence[str]) -> str | None:
@@ -199,7 +234,7 @@ def value_meant(value: Any, allowed: Sequence[str]) -> str | None:
 
 def without_a_key(path: str) -> str | None:
     """Return what to do about a key of other programs that means no key here, None for others."""
-    return _REASONS.get(_plain(path.rpartition('.')[2]))
+    return _REASONS.get(_plain(path)) or _REASONS.get(_plain(path.rpartition('.')[2]))
 
 
 def key_of_option(option: str, keys: Iterable[str]) -> str | None:

@@ -7,6 +7,7 @@ from megajax.data.build.manifest import Manifest, manifest_path
 from megajax.data.masked import SPECIAL
 from megajax.data.pictures import IMAGE
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
+from megajax.render.text import typed
 
 CORPUS = ('data.corpus', 'data.blend')
 IMAGE_TOKENS = IMAGE, '<|image_pad|>'  # what tokenizers call the token of pictures
@@ -83,7 +84,7 @@ def tokenizer_of_pairs(
         if manifest and manifest.append_eod and manifest.eod != tokenizer.eod:
             message = (
                 f'{spec} ends documents with token {tokenizer.eod}, and those of {prefix} end with '
-                f'{manifest.eod}; build it again with --tokenizer {spec}'
+                f'{manifest.eod}; build it again with --tokenizer {typed(spec)}'
             )
             raise _problem('data.tokenizer', message, *CORPUS)
     return tokenizer
@@ -91,7 +92,7 @@ def tokenizer_of_pairs(
 
 def _fix(config: Config, made_by: Tokenizer, spec: str) -> str:
     """Return what to do about tokens that another tokenizer made."""
-    again = f'build them again: megajax data build NEW --input FILES --tokenizer {spec}'
+    again = f'build them again: megajax data build NEW --input FILES --tokenizer {typed(spec)}'
     if config.data.tokenizer == 'auto':
         return f'blend corpora that share a tokenizer; {again}'
     if config.run.start_from is not None:

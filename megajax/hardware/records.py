@@ -201,9 +201,26 @@ def _hardware(name: str | Path) -> Hardware:
 
 
 def record_name(name: str) -> str:
-    """Return a GPU's name as records write it: H100 is h100, and A100-40GB is a100_40gb."""
-    plain = re.sub(r'[\W_]+', '_', name.lower())
-    return plain if plain in hardware_names() else name
+    """Return a GPU's name as records write it: H100 is h100, and A100-SXM4-40GB is a100_40gb.
+
+    All words of the name must be those of the GPU; a name that may mean two has the shorter one.
+    """
+    words = _words(name)
+    plain = '_'.join(re.findall(r'[a-z0-9]+', name.lower()))
+    if plain in (names := hardware_names()):
+        return plain
+    for known in sorted(names, key=len):
+        gpu = _known(known)
+        own = _words(' '.join([known, gpu.name, *gpu.device_kinds]))
+        if known.partition('_')[0] in words and words <= own:
+            return known
+    return name
+
+
+def _words(name: str) -> set[str]:
+    """Return the words of a GPU's name, in which SXM5 is SXM, and 80 GB is 80gb."""
+    plain = re.sub(r'(\d+)[\W_]+gb', r'\1gb', name.lower())
+    return set(re.findall(r'[a-z0-9]+', re.sub(r'sxm\d', 'sxm', plain)))
 
 
 def hardware_of(device_kind: str) -> Hardware | None:

@@ -13,6 +13,7 @@ from megajax.interop.megatron_line import Line
 from megajax.interop.megatron_script import WAY_OUT
 from megajax.interop.megatron_settings import SCHEDULES, settings_of
 from megajax.interop.megatron_table import SOURCES
+from megajax.render.text import typed
 
 COLUMNS = 100
 DROPOUT, LAYERNORM_1P = 'attention_dropout', 'apply_layernorm_1p'
@@ -175,8 +176,9 @@ def _head(line: Line, config: Config) -> Iterator[str]:
         yield f'# {line.world_size} GPUs: {sizes or "one"}'
     if line.get('load'):
         yield from _comment(
-            f'To go on from its checkpoint: `megajax import megatron {line.get("load")} RUN`, '
-            'and then run.start_from=RUN. The learning rate then begins anew, with step 1.'
+            'To go on from its checkpoint: `megajax import megatron '
+            f'{typed(line.get("load"))} RUN`, and then '
+            'run.start_from=RUN. The learning rate then begins anew, with step 1.'
         )
 
 

@@ -18,6 +18,7 @@ from megajax.data.text.tokenizer import make_tokenizer
 from megajax.interop.folder import tokenizer_of
 from megajax.interop.pieces import Pieces, cut
 from megajax.parallel.mesh import mesh_for
+from megajax.render.text import typed
 from megajax.run.lock import run_lock
 
 ADAPTER = '.adapter.'  # in the names of an adapter's matrices, after the linear layer's
@@ -42,7 +43,8 @@ def start_run(
     if config.lora is not None:
         raise ConfigError(
             f'lora.rank={config.lora.rank}: an import has no adapters yet; leave lora out, and '
-            f'give it to the run that trains them: megajax train run.dir={out} lora.rank=...'
+            'give it to the run that trains them: megajax train '
+            f'{typed(f"run.dir={out}")} lora.rank=...'
         )
     spec = (
         str(tokenizer)

@@ -1,6 +1,7 @@
 """Text from elsewhere, as it may stand in a line of a message."""
 
 import re
+import shlex
 
 INDENT, CONTINUED = 11, 4  # columns before a value, and before the rest of another line
 MIN_WIDTH = 40  # columns
@@ -27,6 +28,11 @@ def visible(text: str) -> str:
 def in_line(text: str, limit: int) -> str:
     r"""Return a text of at most `limit` characters, with \n for a newline."""
     return shorten(text, limit).replace('\n', r'\n')
+
+
+def typed(word: object) -> str:
+    """Return a word of a command as it is typed in a shell, in quotes if it needs them."""
+    return shlex.quote(str(word))
 
 
 def folded(text: str, width: int) -> str:

@@ -14,6 +14,7 @@ from megajax.plan.memory import memory
 from megajax.plan.network import Cluster
 from megajax.plan.search import usable_memory
 from megajax.plan.time import StepTime, step_time
+from megajax.render.text import typed
 from megajax.report.chart import Line
 from megajax.report.read import RunData
 from megajax.report.thin import thin
@@ -53,7 +54,7 @@ class Facts:
         if self.max_program is not None and len(kept.compiled.text) > self.max_program:
             return (
                 f'the text of the step has {len(kept.compiled.text) / 1e6:.0f} MB, which takes '
-                f'some time to read: run megajax report {self.run.folder}'
+                f'some time to read: run megajax report {typed(self.run.folder)}'
             )
         try:
             return audit(self.run.config, kept.compiled, kept.target)

@@ -1,10 +1,10 @@
 """The content of run directories, read with patience: a run may be going on, or just begin."""
 
 import dataclasses
+import shlex
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megajax.checkpoint.digests import find_steps, problems, read_sums
 from megajax.checkpoint.record import TOKENIZER, Record, read_record
 from megajax.config import Config, ConfigError, RunError, load
 from megajax.config.errors import reason
-from megajax.config.load import CONFIG, runs_in
+from megajax.config.load import CONFIG, run_like, runs_in
 from megajax.data.text.tokenizer import load_tokenizer
 from megajax.files.bounded_json import parse_json
 from megajax.report.thin import Floats
@@ -120,12 +120,9 @@ def _faults(folders: Sequence[Path]) -> Iterator[str]:
             yield f'{folder} is given twice: leave one out'
         if (folder / CONFIG).is_file():
             continue
-        parent = folder.parent
-        runs = [Path(run).name for run in runs_in(parent)]
-        near = get_close_matches(folder.absolute().name, runs, n=1)
-        guess = f'did you mean {parent / near[0]}? ' if near else ''
+        guess = f'did you mean {near}? ' if (near := run_like(folder)) else ''
         fix = (
-            f'give its runs: {" ".join(below)}'
+            f'give its runs: {shlex.join(below)}'
             if (below := runs_in(folder))
             else f'{guess}give the folder that megajax train printed after `run`'
         )

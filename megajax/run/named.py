@@ -4,14 +4,14 @@ Imports no jax.
 """
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint.digests import find_candidates, find_steps
 from megajax.checkpoint.record import RECORD, START_FROM, TOKENIZER, read_record
 from megajax.config import CheckpointError, Config, ConfigError, Problem, load, overridden, reload
-from megajax.config.load import CONFIG, runs_in
+from megajax.config.load import CONFIG, run_like, runs_in
+from megajax.render.text import typed
 
 DEFAULT = 'tiny'
 NO_FILES = 'auto', 'bytes', 'bpe', 'none'  # values of `data.tokenizer` that name no file
@@ -52,7 +52,7 @@ def _config_of_start(start: Path, overrides: Sequence[str]) -> tuple[Config, str
         name = checkpoint.absolute().parent.parent.name
         return reload(settings, overrides, place=str(checkpoint / RECORD)), name
     raise CheckpointError(
-        f'{START_FROM}={start} cannot be used: run megajax checkpoint verify {start}'
+        f'{START_FROM}={start} cannot be used: run megajax checkpoint verify {typed(start)}'
     )
 
 
@@ -105,10 +105,9 @@ def newest_data(run: Path) -> tuple[Path | None, Mapping[str, Any]]:
 
 
 def _nothing_there(folder: Path) -> str:
-    inside = [Path(run).name for run in runs_in(folder)]
-    near = get_close_matches(folder.name, [Path(run).name for run in runs_in(folder.parent)], n=1)
-    meant = folder / inside[0] if inside else folder.parent / near[0] if near else None
-    guess = f'did you mean run.dir={meant}? ' if meant else ''
+    inside = runs_in(folder)
+    meant = inside[0] if inside else run_like(folder)
+    guess = f'did you mean {typed(f"run.dir={meant}")}? ' if meant else ''
     fix = 'to begin a run there name its config, for example '
-    fix += f'megajax train {DEFAULT} run.dir={folder}'
+    fix += f'megajax train {DEFAULT} {typed(f"run.dir={folder}")}'
     return f'run.dir={folder}: there is no run to resume (no {CONFIG}); {guess}{fix}'

@@ -39,6 +39,7 @@ from megajax.parallel.placements import placements
 from megajax.processes.distributed import processes
 from megajax.processes.peers import LEAVING
 from megajax.processes.signals import telling
+from megajax.render.text import typed
 from megajax.run.chat_template import read_corpus
 from megajax.run.clock import Clock, RunSummary
 from megajax.run.compile_cache import compile_cache
@@ -146,7 +147,7 @@ def run(
                 step = _train(config, data, carried, folder, start, report, summary, stop, watchdog)
     report.say(
         f'run        {folder}\n'
-        f'metrics    {folder}/metrics.jsonl, tensorboard --logdir {folder}/tensorboard'
+        f'metrics    {folder}/metrics.jsonl, tensorboard --logdir {typed(f"{folder}/tensorboard")}'
     )
     report.say(f'checkpoint {folder}/checkpoints/{step}')
     return Run(folder, step)

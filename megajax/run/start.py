@@ -27,6 +27,7 @@ from megajax.data.load import prefixes_of
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.parallel.mesh import check_current_mesh
 from megajax.processes.agree import from_first
+from megajax.render.text import typed
 from megajax.run.named import NO_FILES, candidates_of_start, tokenizer_of
 
 # Keys that do not change what the weights mean.
@@ -147,12 +148,13 @@ def _check_corpus(start: Path, config: Config) -> None:
                 if there
                 else made_by.vocab_size > config.model.vocab_size
             ):
-                theirs = str(tokenizer_of(start)) if there else "the weights' tokenizer.json"
+                theirs = tokenizer_of(start) if there else 'TOKENIZER.json'
                 new = f'{prefix}_{start.absolute().parent.parent.name}'
                 message = (
                     f'{prefix} holds tokens of {path}, and the weights of {start} were trained '
                     f'with the ids of another tokenizer; build the corpus again: megajax data '
-                    f'build {new} --input FILES --tokenizer {theirs}, and set data.corpus={new}; '
+                    f'build {typed(new)} --input FILES --tokenizer {typed(theirs)}, and set '
+                    f'{typed(f"data.corpus={new}")}; '
                     'or train on the text itself, data.corpus=FILE.jsonl'
                 )
                 raise ConfigError(Problem(path='data.corpus', message=message))

@@ -1,13 +1,17 @@
 """One file, or one command line, in; an equal config or every mistake out."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megajax.checkpoint.digests import find_step
 from megajax.config import ConfigError, dump, load, presets
+from megajax.config.load import CONFIG
+from megajax.run.named import config_of_overrides
 
 MODEL = (
     'model: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, max_seq_len: 1024}\n'
@@ -182,6 +186,20 @@ def test_a_missing_file_names_the_files_that_are_there(tmp_path: Path) -> None:
     (near,), (far,) = mistakes(tmp_path / 'my.yml'), mistakes(tmp_path / 'mu.yaml')
     assert f'; did you mean {tmp_path}/my.yaml? presets: ' in near
     assert f'; YAML files there: {tmp_path}/my.yaml; presets: ' in far
+
+
+def test_a_misspelled_run_gets_the_run_as_it_is_typed(tmp_path: Path) -> None:
+    for run in 'a b/small', 'a b/other':
+        (tmp_path / run).mkdir(parents=True)
+        (tmp_path / run / CONFIG).touch()
+    missing = tmp_path / 'a b/smal'
+    meant = f"did you mean 'run.dir={tmp_path}/a b/small'?"
+    assert meant in mistakes(missing)[0]
+    for read in (lambda: find_step(missing), lambda: find_step(missing / '10')):
+        with pytest.raises(ConfigError, match=r'did you mean .*/small\?'):
+            read()
+    with pytest.raises(ConfigError, match=re.escape(meant)):
+        config_of_overrides([f'run.dir={missing}'])
 
 
 def test_what_is_no_file_or_no_text_is_told(tmp_path: Path) -> None:

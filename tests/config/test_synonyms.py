@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from megajax.commands.main import app
 from megajax.config import ConfigError, load
+from megajax.config.keys import keys_in
 from megajax.config.load import KEYS
 from megajax.config.synonyms import _DIFFERENT, _NAMES, _VALUES
 
@@ -43,6 +44,12 @@ RUNNER = CliRunner()
         ('data.dataset', 'data.corpus'),
         ('run.output_dir', 'run.dir'),
         ('load', 'run.start_from'),
+        ('run.name', 'run.dir'),
+        ('model.path', 'run.start_from'),
+        ('tokenizer.path', 'data.tokenizer'),
+        ('eval.every', 'train.eval_every'),
+        ('train.stpes', 'train.steps'),
+        ('optimm.beta1', 'optim.beta1'),
     ],
 )
 def test_an_unknown_key_names_the_one_that_other_programs_call_so(name: str, key: str) -> None:
@@ -78,11 +85,40 @@ def test_a_value_is_no_other_name_of_a_value(allowed: str) -> None:
 
 @pytest.mark.parametrize(
     ('name', 'instead'),
-    [('mesh.ep', 'mixtures of experts are not supported'), ('train.epochs', 'use train.steps')],
+    [
+        ('mesh.ep', 'mixtures of experts are not supported'),
+        ('train.epochs', 'use train.steps'),
+        ('optim.name', 'AdamW is the only optimizer'),
+        ('lora.dropout', 'adapters have no dropout'),
+    ],
 )
 def test_a_key_that_none_here_means_gets_the_reason(name: str, instead: str) -> None:
     with pytest.raises(ConfigError, match=instead):
         load('tiny', [f'{name}=2'])
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'model.name',
+        'optim.weights',
+        'vision.path',
+        'lora.path',
+        'train.name',
+        'run.input',
+        'loss.name',
+        'train.compile',
+        'mesh.nodes',
+        'train.loss',
+        'model.flash',
+        'run.id',
+    ],
+)
+def test_a_name_of_something_else_gets_the_keys_of_its_section(name: str) -> None:
+    with pytest.raises(ConfigError, match='unknown key; there are '):
+        load('tiny', [f'{name}=2'])
+    with pytest.raises(ConfigError, match='no such section or key; sections: '):
+        keys_in(name)
 
 
 def test_a_name_means_one_key_and_is_none_itself() -> None:

@@ -7,7 +7,14 @@ from importlib import resources
 import pytest
 
 from megajax.config import ConfigError
-from megajax.hardware.records import Efficiency, Hardware, hardware, hardware_names, hardware_of
+from megajax.hardware.records import (
+    Efficiency,
+    Hardware,
+    hardware,
+    hardware_names,
+    hardware_of,
+    record_name,
+)
 from megajax.hardware.targets import GPUS
 
 FIGURES = {
@@ -92,6 +99,28 @@ def test_an_unknown_name_lists_the_known(name, message):
 @pytest.mark.parametrize('name', ['H100', 'A100-40GB', 'h100-pcie', 'A100 40GB'])
 def test_a_name_is_read_in_any_case_and_with_any_hyphen(name):
     assert hardware(name) == hardware(name.lower().replace('-', '_').replace(' ', '_'))
+
+
+@pytest.mark.parametrize(
+    ('written', 'name'),
+    [
+        ('h100-sxm', 'h100'),
+        ('H100-SXM5-80GB', 'h100'),
+        ('A100-80GB', 'a100'),
+        ('NVIDIA A100 SXM 80 GB', 'a100'),
+        ('A100-SXM4-40GB', 'a100_40gb'),
+        ('H100-PCIe-80GB', 'h100_pcie'),
+    ],
+)
+def test_a_name_may_have_all_words_of_the_gpu(written, name):
+    assert record_name(written) == name
+
+
+@pytest.mark.parametrize(
+    'name', ['h100-nvl', 'A100-PCIE-80GB', 'V100-16GB', 'GH200', 'nvidia', '80gb']
+)
+def test_a_name_with_a_word_of_another_gpu_is_none_of_ours(name):
+    assert record_name(name) == name
 
 
 @pytest.mark.parametrize('name', ['4090', 'L40S', 'a10'])

@@ -3,13 +3,13 @@
 import codecs
 import json
 import re
-import shlex
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megajax.config.errors import ConfigError, Problem
 from megajax.data.build.inputs import Input, name_of
 from megajax.files.pointers import POINTER
+from megajax.render.text import typed
 
 MOST_LINES = 100  # of a text that are parsed, to tell whether it is JSON lines
 DOCUMENT_KEYS = {'text', 'messages', 'conversations', 'conversation', 'instruction', 'prompt'}
@@ -101,7 +101,7 @@ def check_contents(input: Input, head: bytes, *, whole: bool, key: str = 'text')
         if input.format == 'jsonl':
             return
         jsonl = _decompressed(input).with_suffix(f'.jsonl{input.compression}')
-        kind, fix = 'JSON lines', f'rename it to {shlex.quote(str(jsonl))}'
+        kind, fix = 'JSON lines', f'rename it to {typed(jsonl)}'
     elif found.kind == 'array':
         kind, fix = 'a JSON array', "write a line for each entry: jq -c '.[]' {} > NEW.jsonl"
     else:
@@ -162,8 +162,8 @@ def _fix_of_table(input: Input, key: str) -> str:
     script = SCRIPT.format('excel-tab' if plain.suffix.lower() == '.tsv' else 'excel')
     return (
         f'{"download it, and " * input.is_remote}write its rows as JSON lines, with the text in a '
-        f'column named "{key or "text"}": {UNPACK[input.compression]} {shlex.quote(source)} | '
-        f'python -c "{script}" > NEW.jsonl; or rename it to {shlex.quote(text)} to read it as one '
+        f'column named "{key or "text"}": {UNPACK[input.compression]} {typed(source)} | '
+        f'python -c "{script}" > NEW.jsonl; or rename it to {typed(text)} to read it as one '
         'text'
     )
 
@@ -172,5 +172,5 @@ def _mistake(
     input: Input, kind: str, head: bytes, fix: str, error: type[ConfigError] = ConfigError
 ) -> ConfigError:
     first = head.lstrip(b'\r\n').split(b'\n', 1)[0][:80].decode(errors='backslashreplace').rstrip()
-    message = f'is {kind} (its first line: {first}); {fix.replace("{}", shlex.quote(input.path))}'
+    message = f'is {kind} (its first line: {first}); {fix.replace("{}", typed(input.path))}'
     return error(Problem(path=input.path, message=message))

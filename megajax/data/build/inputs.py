@@ -13,6 +13,7 @@ from typing import Any, Literal
 from megajax.config.errors import ConfigError, Problem
 from megajax.config.extras import install
 from megajax.data.build import remote
+from megajax.render.text import typed
 
 STDIN = '-'
 
@@ -163,7 +164,8 @@ def _look(path: str, format: Format | None) -> Input:
             ) from error
         if stat.S_ISDIR(status.st_mode):
             raise input_error(
-                path, f"is a folder; give its files, for example '{path.rstrip('/')}/*.jsonl'"
+                path,
+                f'is a folder; give its files, for example {typed(path.rstrip("/") + "/*.jsonl")}',
             )
         stream = not stat.S_ISREG(status.st_mode)
         size, mtime_ns = (0, 0) if stream else (status.st_size, status.st_mtime_ns)

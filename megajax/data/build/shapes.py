@@ -1,8 +1,9 @@
 """Forms of lines that other programs write, and the command that makes of them what is read."""
 
-import shlex
 from collections.abc import Mapping
 from typing import Any
+
+from megajax.render.text import typed
 
 QUESTIONS = 'prompt', 'question', 'query', 'instruction', 'problem', 'inputs', 'input'
 ANSWERS = (
@@ -30,7 +31,7 @@ def as_prompt(document: Mapping[str, Any]) -> str:
 
 
 def _jq(key: str, value: str) -> str:
-    return f'jq -c {shlex.quote(f"{{{key}: {value}}}")} OLD > NEW.jsonl'
+    return f'jq -c {typed(f"{{{key}: {value}}}")} OLD > NEW.jsonl'
 
 
 def _turns(document: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from megajax.data.build.read import HEAD, read_pieces
 from megajax.data.build.remote import is_remote
 from megajax.data.build.shapes import as_messages
 from megajax.data.text.rows import NoRowError
+from megajax.render.text import typed
 
 NOT_STDLIB = frozenset(
     {'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test'}
@@ -89,7 +90,7 @@ def find_corpus(corpus: str) -> Corpus:
     if is_remote(corpus):
         raise _error(
             f'{corpus} is a URL, which a run does not read: run megajax data build OUT --input '
-            f'{corpus}, and set data.corpus=OUT'
+            f'{typed(corpus)}, and set data.corpus=OUT'
         )
     if corpus == 'stdlib':
         root = Path(sysconfig.get_path('stdlib'))

@@ -20,7 +20,7 @@ from megajax.config.extras import install
 from megajax.files.json_file import read_json
 from megajax.interop.huggingface.preprocessor import FILE as PREPROCESSOR
 from megajax.interop.tensors import ADAPTER, INDEX, SINGLE, check_adapter
-from megajax.render.text import in_line
+from megajax.render.text import in_line, typed
 
 DESCRIPTION = (
     'config.json',
@@ -89,7 +89,8 @@ class Repository:
 
         hub = urlsplit(constants.ENDPOINT).netloc.rpartition('@')[2]
         elsewhere = (
-            f'download it with: hf download {self.name} --local-dir {self.name.split("/")[1]}, '
+            f'download it with: hf download {typed(self.name)} '
+            f'--local-dir {typed(self.name.split("/")[1])}, '
             'where there is a network, and give that folder'
         )
         if isinstance(error, errors.GatedRepoError):
