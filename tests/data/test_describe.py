@@ -12,7 +12,8 @@ from support import megajax
 from megajax.data.build.build import build
 from megajax.data.build.describe import decode_samples, document_lengths, verify
 from megajax.data.build.job import Job
-from megajax.data.text.tokenizer import END_OF_DOCUMENT, byte_tokenizer, encode_documents
+from megajax.data.text.byte_level import END_OF_DOCUMENT
+from megajax.data.text.tokenizer import byte_tokenizer, encode_documents
 from megajax.data.tokens.indexed import Sequences, from_lengths
 
 ORACLES = Path(__file__).parent / 'oracles/gpt_dataset'

@@ -11,7 +11,8 @@ from megajax.data.build.parse import parse
 from megajax.data.build.partial import NEW, TOKEN_NAMES, TOKENIZER, Partial
 from megajax.data.build.pieces import Position
 from megajax.data.build.read import read_pieces
-from megajax.data.text.tokenizer import END_OF_DOCUMENT, Tokenizer, load_tokenizer, train_bpe
+from megajax.data.text.byte_level import END_OF_DOCUMENT
+from megajax.data.text.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from megajax.config.errors import ConfigError, reason
+from megajax.data.text.byte_level import END_OF_DOCUMENT, bpe_backend, bytes_backend
 from megajax.data.text.byte_tokens import (
     UNFINISHED,
     count_token_bytes,
     tokenizer_error,
     without_broken_bytes,
 )
-from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, encode_in_parts, parts
+from megajax.data.text.long_texts import PART, WHOLE, UncuttableError, encode_in_parts
 from megajax.data.text.pieces import GUARDS, IMAGE, MarkedTokenizer, Piece, reader_of_letters
 from megajax.data.text.rows import NoRowError, fit_to_rows
 from megajax.data.text.token_names import TokenNames, name_tokens, start_ids
@@ -31,14 +32,6 @@ if TYPE_CHECKING:
 UINT16_BELOW = 65500  # as in megatron-core's `DType.optimal_dtype`
 # documents per call of tokenizers, which holds some 90 bytes for each of their tokens
 DOCUMENTS_AT_ONCE = 64
-# end-of-document tokens of a tokenizer.json alone, by preference: of GPT-2 and megajax, Llama 2,
-# Llama 3, BERT
-END_OF_DOCUMENT = ('<|endoftext|>', '</s>', '<|end_of_text|>', '[SEP]')
-
-# The pieces within which BPE merges: a word with the space before it; punctuation with the blanks,
-# line break and indentation after it; blanks. On the standard library, 1024, 2048 and 4096 entries
-# give 2.75, 3.30 and 3.82 bytes per token; with GPT-2's pattern 2.62, 3.08 and 3.48.
-PIECES = r' ?\w+| ?[^\w\s]+\s*|\s+'
 
 
 class Tokenizer:
@@ -282,16 +275,7 @@ def byte_tokenizer(special: Sequence[str] = ()) -> Tokenizer:
 
     The tokens of `special` follow.
     """
-    from tokenizers.models import BPE
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    # GPT-2 writes a byte as a letter: itself if it is printable, else the next one from U+0100.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = sorted(set(range(256)).difference(printable))
-    letters = dict(zip(sorted(ByteLevel.alphabet()), printable + others, strict=True))
-    backend = _byte_level(BPE(vocab=letters, merges=[]))
-    backend.add_special_tokens([END_OF_DOCUMENT[0], *special])
-    return Tokenizer(backend, 'bytes')
+    return Tokenizer(bytes_backend(special), 'bytes')
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
@@ -299,20 +283,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
 
     The last entries are the end-of-document token and the tokens of `special`.
     """
-    from tokenizers import Regex, pre_tokenizers
-    from tokenizers.models import BPE
-    from tokenizers.trainers import BpeTrainer
-
-    backend = _byte_level(BPE())
-    split = pre_tokenizers.Split(Regex(PIECES), 'isolated')
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, backend.pre_tokenizer])
-    size, alphabet = vocab_size - 1 - len(special), pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(
-        (part for text in texts for part in parts(text)),
-        BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False),
-    )
-    backend.add_special_tokens([END_OF_DOCUMENT[0], *special])
-    return Tokenizer(backend, 'bpe')
+    return Tokenizer(bpe_backend(texts, vocab_size, special), 'bpe')
 
 
 def load_tokenizer(path: str) -> Tokenizer:
@@ -337,13 +308,3 @@ def load_tokenizer(path: str) -> Tokenizer:
         ) from error
     names, backend = name_tokens(file, backend)
     return Tokenizer(backend, path, names)
-
-
-def _byte_level(model: 'tokenizers.models.BPE') -> 'tokenizers.Tokenizer':
-    import tokenizers
-    from tokenizers import decoders, pre_tokenizers
-
-    backend = tokenizers.Tokenizer(model)
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    return backend
