@@ -31,7 +31,12 @@ OverridesOfB = Annotated[
     list[str] | None, typer.Option('--b', metavar='KEY=VALUE', help='An override of B alone.')
 ]
 DataOption = Annotated[
-    bool, typer.Option('--data', help="Take the first batch of A's data, not random tokens.")
+    bool,
+    typer.Option(
+        '--data',
+        help="Take the first batch of A's data, or of B's if A is a Hugging Face directory, not "
+        'random tokens.',
+    ),
 ]
 Transformers = Annotated[
     Literal['a', 'b'] | None,

@@ -50,8 +50,9 @@ def compare_sources(
     A source is a preset, a YAML file, a run, a Hugging Face directory or a file of `dump_source`.
     `overrides` are of both, `of_a` and `of_b` of one. `transformers` is the letter of a Hugging
     Face directory that transformers executes, in fp32 on the CPU and, like the other one, without
-    dropout. With `data` the batch is the first of A's training data, otherwise of random tokens.
-    Raises ConfigError for what cannot be compared, before anything compiles.
+    dropout. With `data` the batch is the first of A's training data, or of B's if A is a directory,
+    otherwise of random tokens. Raises ConfigError for what cannot be compared, before anything
+    compiles.
     """
     both = _of_both(overrides, bool(transformers))
     with Source.opened(a, both, of_a) as first, Source.opened(b, both, of_b) as second:
@@ -132,7 +133,7 @@ def _with_like_adapters(sides: Sequence[_Side]) -> list[_Side]:
 
 
 def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
-    """Return the batch of both: that of a dump, of A's data, or random tokens."""
+    """Return the batch of both: that of a dump, of the data of one, or random tokens."""
     for side in sides:
         if side.recording is not None:
             if data:
@@ -141,12 +142,18 @@ def _batch(sides: Sequence[_Side], *, data: bool) -> Mapping[str, np.ndarray]:
                     'dump again with it'
                 )
             return side.recording.batch
-    config = sides[0].config
     if data:
-        return sides[0].source.data(config).train[0]
+        with_own = sorted(sides, key=lambda side: side.source.kind == 'huggingface')
+        found = next((side for side in with_own if side.source.has_data), None)
+        if found is None:
+            raise ConfigError(
+                f'--data: {sides[0].source.name} is a Hugging Face directory, which has no data; '
+                'set data.corpus, or leave out --data'
+            )
+        return found.source.data(found.config).train[0]
     from megajax.inspect.random_batch import make_batch
 
-    return make_batch(config)
+    return make_batch(sides[0].config)
 
 
 def _make_meshes(sides: Sequence[_Side]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megajax.checkpoint.digests import is_finished, readable, sound_checkpoint
-from megajax.checkpoint.record import RECORD, read_record
+from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.compare.recording import SUFFIX
 from megajax.config import Config, ConfigError, load, overridden, reload
 from megajax.interop.huggingface.families import read_config_json
@@ -116,10 +116,20 @@ class Source:
         place = str(self.path / 'config.json')
         return reload(sections, self.overrides, place=place)
 
+    @property
+    def has_data(self) -> bool:
+        """Whether training data are named; a Hugging Face directory has those of overrides."""
+        return self.kind != 'huggingface' or bool(overridden(self.overrides, 'data.corpus'))
+
     def data(self, config: Config) -> 'Data':
-        """Return the data; a run has its own tokenizer and chat template."""
+        """Return the data; a run and a directory have their own tokenizers, a run its template."""
         from megajax.data import load_data
 
+        tokenizer = self.path / TOKENIZER
+        is_given = overridden(self.overrides, 'data.tokenizer') is not None
+        if self.kind == 'huggingface' and not is_given and tokenizer.is_file():
+            data = config.data.model_copy(update={'tokenizer': str(tokenizer)})
+            return load_data(config.model_copy(update={'data': data}))
         if self.kind != 'run':
             return load_data(config)
         from megajax.checkpoint.companions import read_companions

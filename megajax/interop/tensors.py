@@ -5,6 +5,7 @@ Imports no jax.
 
 import json
 import mmap
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,17 +79,32 @@ def check_adapter(folder: Path) -> None:
     file = folder / ADAPTER
     if not file.is_file():
         return
-    base, adapter = str(read_json(file).get('base_model_name_or_path')), str(folder)
+    settings = read_json(file)
+    base, adapter = str(settings.get('base_model_name_or_path')), str(folder)
+    model = _class_of(settings, base, folder)
     why, first = f'an adapter of {shorten(base)}, and no model', ''
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         why = 'transformers adds this adapter to the weights of the folder, and megajax does not'
         base, adapter = adapter, 'ADAPTER'
         first = 'move adapter_* to a folder ADAPTER, to leave it out or '
     raise ConfigError(
-        f'{file}: {why}; {first}to merge it: PeftModel.from_pretrained(AutoModelForCausalLM'
+        f'{file}: {why}; {first}to merge it: PeftModel.from_pretrained({model}'
         f'.from_pretrained({shorten(base)!r}), {adapter!r}).merge_and_unload()'
         ".save_pretrained('merged'), with the files of the tokenizer copied to merged"
     )
+
+
+def _class_of(adapter: Mapping[str, Any], base: str, folder: Path) -> str:
+    """Return the name of the class of transformers that loads the model of an adapter."""
+    files = [each for path in (folder, Path(base)) if (each := path / 'config.json').is_file()]
+    named = [read_json(file).get('architectures') for file in files]
+    found = [names[0] for names in named if isinstance(names, list) and names]
+    mapping = adapter.get('auto_mapping')
+    found += [mapping.get('base_model_class')] if isinstance(mapping, dict) else []
+    sees = re.search(r'vision|visual|llava|(?<![a-z])vl(?![a-z])', base, re.IGNORECASE)
+    general = 'AutoModelForImageTextToText' if sees else 'AutoModelForCausalLM'
+    known = (name for name in found if isinstance(name, str) and name.isidentifier())
+    return next(known, general)
 
 
 def _read_indexed(folder: Path) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.companions import TEMPLATE, Companions
 from megajax.commands.main import app
+from megajax.compare.compared import _batch, _Side
 from megajax.compare.in_transformers import check_installed
 from megajax.compare.recording import read_recording
 from megajax.compare.sides import Source
@@ -25,6 +27,8 @@ from megajax.config.load import dump_sections
 from megajax.data import load_data
 from megajax.interop.directories import export_huggingface, import_huggingface
 from megajax.parallel.mesh import mesh_for
+
+TINY = load('tiny')
 
 
 def command(*arguments: object) -> Result:
@@ -129,6 +133,50 @@ def test_the_data_of_a_run_are_written_by_its_own_chat_template(
     source = Source(name='run', kind='run', path=run, overrides=())
     tokens = source.data(config).train[0]['tokens'][0].astype('uint8').tobytes()
     assert tokens.startswith(b'[user]a[assistant]b')
+
+
+@pytest.mark.parametrize(
+    ('kinds', 'corpus', 'meant'),
+    [
+        ('huggingface run', '', 'run'),
+        ('huggingface run', 'data.corpus=x', 'run'),
+        ('run config', '', 'run'),
+        ('huggingface huggingface', 'data.corpus=x', 'huggingface'),
+        ('huggingface huggingface', '', None),
+    ],
+)
+def test_the_data_are_those_of_the_side_that_has_some(
+    kinds: str, corpus: str, meant: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def data(source: Source, config: Config) -> SimpleNamespace:
+        return SimpleNamespace(train=[source.kind])
+
+    monkeypatch.setattr(Source, 'data', data)
+    overrides = tuple(filter(None, [corpus]))
+    sides = [
+        _Side(
+            source=Source(name=kind, kind=kind, path=Path(kind), overrides=overrides), config=TINY
+        )
+        for kind in kinds.split()
+    ]
+    if meant:
+        assert _batch(sides, data=True) == meant
+    else:
+        with pytest.raises(ConfigError, match=r'--data: huggingface is a Hugging .* set data\.c'):
+            _batch(sides, data=True)
+
+
+def test_the_data_of_a_directory_have_its_own_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'tokenizer.json').touch()
+    monkeypatch.setattr('megajax.data.load_data', lambda config: config.data.tokenizer)
+    for overrides, tokenizer in (
+        ((), str(tmp_path / 'tokenizer.json')),
+        (('data.tokenizer=bytes',), 'bytes'),
+    ):
+        source = Source(name='out', kind='huggingface', path=tmp_path, overrides=overrides)
+        assert source.data(load('tiny', overrides)) == tokenizer
 
 
 def test_a_dump_is_compared_with_a_config_over_its_own_batch(written: Path) -> None:

@@ -39,6 +39,27 @@ def test_a_folder_or_repository_with_an_adapter_is_rejected(tmp_path: Path) -> N
     assert ADAPTER in DESCRIPTION  # so that it is found before any weights are downloaded
 
 
+@pytest.mark.parametrize(
+    ('base', 'more', 'name'),
+    [
+        ('org/base', {}, 'AutoModelForCausalLM'),
+        ('Qwen/Qwen3-VL-2B', {}, 'AutoModelForImageTextToText'),
+        ('org/x', {'auto_mapping': {'base_model_class': 'Qwen3VLModel'}}, 'Qwen3VLModel'),
+        ('{folder}', {}, 'Qwen3VLForConditionalGeneration'),
+    ],
+)
+def test_an_adapter_is_merged_into_the_class_that_its_model_needs(
+    base: str, more: dict[str, object], name: str, tmp_path: Path
+) -> None:
+    config = {'architectures': ['Qwen3VLForConditionalGeneration']}
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    (tmp_path / 'a').mkdir()
+    settings = {'base_model_name_or_path': base.format(folder=tmp_path), **more}
+    (tmp_path / 'a' / ADAPTER).write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=rf'PeftModel\.from_pretrained\({name}\.from_pre'):
+        read_tensors(tmp_path / 'a')
+
+
 def test_adapters_have_the_family_of_their_base_else_of_the_import(tmp_path: Path) -> None:
     origin = {'imported as': 'mistral'}
     (tmp_path / 'config.json').write_text('{"model_type": "phi3"}')
