@@ -1,17 +1,17 @@
 """Warnings and notes of the logging module on a terminal."""
 
 import logging
+import shutil
 
-from megajax.render.text import visible
+from megajax.render.text import folded, visible
 
 
-class _Visible(logging.Formatter):
+class _Lines(logging.StreamHandler):
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        text = visible(super().format(record))
+        return folded(text, shutil.get_terminal_size().columns) if self.stream.isatty() else text
 
 
 def log_to_terminal() -> None:
     """Print what is logged to stderr, unless the root logger has handlers already."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(_Visible('%(message)s'))
-    logging.basicConfig(handlers=[handler])
+    logging.basicConfig(format='%(message)s', handlers=[_Lines()])

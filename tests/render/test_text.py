@@ -75,6 +75,21 @@ def test_warnings_are_visible(
     assert capsys.readouterr().err == f'unused keys: {visible(CLEAR)}\n'
 
 
+def test_a_warning_is_broken_at_its_spaces_on_a_terminal_and_whole_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv('COLUMNS', '60')
+    warning = 'data.corpus: 3 documents spell special tokens, which are read as letters ' * 3
+    for is_terminal in (True, False):
+        monkeypatch.setattr(logging.root, 'handlers', [])
+        monkeypatch.setattr(sys.stderr, 'isatty', lambda is_terminal=is_terminal: is_terminal)
+        log_to_terminal()
+        logging.getLogger('megajax').warning(warning)
+        said = capsys.readouterr().err
+        assert said == (f'{folded(warning, 60)}\n' if is_terminal else f'{warning}\n')
+    assert len(folded(warning, 60).splitlines()) > 3
+
+
 @pytest.mark.parametrize('is_terminal', [True, False])
 def test_a_pipe_gets_the_text_as_it_is(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = pty.openpty() if is_terminal else os.pipe()
