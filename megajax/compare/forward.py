@@ -14,13 +14,12 @@ from flax import nnx
 
 from megajax.config import Config
 from megajax.config.overlap_rules import without_order
-from megajax.model.attention import attention_core
 from megajax.model.block import SUBLAYERS, Block
 from megajax.model.computation import Computation
-from megajax.model.dropout import fold_in
 from megajax.model.grid import is_grid
 from megajax.model.loss import Loss
 from megajax.model.shard_copies import copy_to_shards
+from megajax.model.stack import run_layer
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards
@@ -93,19 +92,10 @@ def _sites(
     x_BTD = model.embed(shard['tokens'], computation.dtype, rows)
     sites = {'embedding': x_BTD}
     for index in range(model.config.num_layers):
-        block = _layer(model.layers, index)
-        if used is not None:
-            block = computation.pair(_layer(used.layers, index), block, model.layout)
-        own = rows.at_layer(index)
-        core = attention_core(
-            model.config,
-            model.layout,
-            exchange=computation.exchange,
-            segment_BS=own.segment_BS,
-            key_B=fold_in(own.key_B, 0),
-        )
+        weights = None if used is None else _layer(used.layers, index)
+        block = computation.pair(weights, _layer(model.layers, index), model.layout)
         taps = _tapped(block)
-        x_BTD, _ = block(x_BTD, core, position_BS=own.position_BS, key_B=own.key_B)
+        x_BTD = run_layer(block, x_BTD, rows, index, computation)
         sites |= {f'layers.{index}.{name}': tap.result for name, tap in taps.items()}
         sites[f'layers.{index}'] = x_BTD
     sites['norm'] = model.finish(x_BTD)

@@ -5,6 +5,7 @@ batches; those of the others are encoded beside the layers that read the batch b
 """
 
 import functools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -18,9 +19,10 @@ from megajax.generate.sampling import Sampling, choose, head_logits, row_keys
 from megajax.generate.seen import PromptBatch, SeenPrompts, look
 from megajax.generate.weights import LayerWeights, graphs, inference_config
 from megajax.miscompiles import cures, mesh_target
+from megajax.model.attention import Core
 from megajax.model.cross_attention import Seen
-from megajax.model.images import add_deep
 from megajax.model.rows import Rows
+from megajax.model.stack import add_deep
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 
@@ -109,16 +111,11 @@ class Engine:
         token_BS = jax.reshard(batch.token_BS, layout('BS'))
         first_B = token_BS.shape[1] - jax.reshard(batch.length_B, layout('B'))
         x_BSD, position_BS, segment_BS, deep_BSAD, seen, is_empty_BS, tokens_BIR = prompts
-        core, caches = prefill(layout, segment_BS, num_slots), []
-        for index, layer in enumerate(weights.layers):
-            block = nnx.merge(self._graphs.block, layer)
-            x_BSD, cache = block(x_BSD, core, position_BS=position_BS)
-            if deep_BSAD is not None:
-                x_BSD = add_deep(x_BSD, deep_BSAD, index)
-            x_BSD = self._attend_to_images(weights, x_BSD, index, seen)
-            caches.append(cache)
+        cores = [prefill(layout, segment_BS, num_slots)] * len(weights.layers)
+        beside = Rows(position_BS, deep_BTAD=deep_BSAD)
+        x_BSD, caches = self._run_layers(weights, x_BSD, cores, beside, seen)
         rows = DecodeState(
-            tuple(caches),
+            caches,
             token_BS[:, -1],
             jnp.int32(token_BS.shape[1] - 1),
             first_B,
@@ -181,14 +178,13 @@ class Engine:
         """Generate one more token [B] in each row."""
         decoder = nnx.merge(self._graphs.decoder, weights.rest)
         position_B1 = (rows.slot - rows.origin_B)[:, None]
-        dtype, owns = self.config.train.compute_dtype, []
-        x_B1D = decoder.embed(rows.token_B[:, None], dtype, Rows(position_B1))  # all-reduce
-        for index, (layer, cache) in enumerate(zip(weights.layers, rows.caches, strict=True)):
-            block = nnx.merge(self._graphs.block, layer)
-            core = decode(self._layout, cache, rows.slot, rows.first_B, rows.is_empty_BY)
-            x_B1D, own = block(x_B1D, core, position_BS=position_B1)
-            x_B1D = self._attend_to_images(weights, x_B1D, index, rows.seen)
-            owns.append(own)
+        dtype, beside = self.config.train.compute_dtype, Rows(position_B1)
+        x_B1D = decoder.embed(rows.token_B[:, None], dtype, beside)  # all-reduce
+        cores = (
+            decode(self._layout, cache, rows.slot, rows.first_B, rows.is_empty_BY)
+            for cache in rows.caches
+        )
+        x_B1D, owns = self._run_layers(weights, x_B1D, cores, beside, rows.seen)
         new, token_B = self._sample(decoder, x_B1D, rows, seed, end_ids, sampling)
         # Make the write slot depend on a result of this step: XLA then updates the caches in place
         # instead of copying them. If no row continues, any slot will do.
@@ -197,6 +193,23 @@ class Engine:
             write(cache, own, slot) for cache, own in zip(rows.caches, owns, strict=True)
         )
         return new._replace(caches=caches), token_B
+
+    def _run_layers(
+        self,
+        weights: LayerWeights,
+        x_BSD: jax.Array,
+        cores: Iterable[Core[KeysValues]],
+        rows: Rows,
+        seen: Seen | None,
+    ) -> tuple[jax.Array, tuple[KeysValues, ...]]:
+        """Return the residual stream after all layers, and what the core of each one keeps."""
+        kept = list[KeysValues]()
+        for index, (layer, core) in enumerate(zip(weights.layers, cores, strict=True)):
+            x_BSD, own = nnx.merge(self._graphs.block, layer)(x_BSD, core, rows)
+            x_BSD = add_deep(x_BSD, rows.deep_BTAD, index)
+            x_BSD = self._attend_to_images(weights, x_BSD, index, seen)
+            kept.append(own)
+        return x_BSD, tuple(kept)
 
     def _attend_to_images(
         self, weights: LayerWeights, x_BSD: jax.Array, index: int, seen: Seen | None

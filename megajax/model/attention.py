@@ -11,11 +11,12 @@ from jax import P
 from megajax.config import ModelConfig
 from megajax.hardware.targets import is_nvidia
 from megajax.model.context import attend_across
-from megajax.model.dropout import dropout
+from megajax.model.dropout import dropout, fold_in
 from megajax.model.flash import can_flash, flash_attention
 from megajax.model.norm import Norm, RMSNormOverHeads, make_head_norm, norm_queries_and_keys
 from megajax.model.parameters import Parameters
 from megajax.model.rotary import rotate
+from megajax.model.rows import NO_ROWS, Rows
 from megajax.model.sublayer import Sublayer
 from megajax.parallel.layout import Layout
 
@@ -41,12 +42,10 @@ class Attention(Sublayer):
             for name in ('query_norm', 'key_norm')
         )
 
-    def middle(
-        self, y: jax.Array, position_BS: jax.Array | None, core: Core[Kept]
-    ) -> tuple[jax.Array, Kept]:
+    def middle(self, y: jax.Array, core: Core[Kept], rows: Rows) -> tuple[jax.Array, Kept]:
         """Return the attention of fused queries, keys and values, and the second result of core."""
         qkv_RSKCH = self.first.with_bias(y)
-        heads = self._heads(qkv_RSKCH, _reshard(position_BS, self.layout('RS')))
+        heads = self._heads(qkv_RSKCH, _reshard(rows.position_BS, self.layout('RS')))
         with jax.named_scope('core'):
             return core(*heads)
 
@@ -102,19 +101,19 @@ class Attention(Sublayer):
 def attention_core(
     config: ModelConfig,
     layout: Layout,
+    rows: Rows = NO_ROWS,
     *,
     recompute: bool = False,
     exchange: str | None = None,
-    segment_BS: jax.Array | None = None,
-    key_B: jax.Array | None = None,
 ) -> Core[None]:
     """The core of training and evaluation: every token of a sequence at once, nothing to keep.
 
     With `exchange` it sees also the tokens of other context shards (`context.py`). Attention stays
-    inside a segment where `segment_BS` is given. With `recompute` no [S, S] scores
+    inside a segment where the `rows` of the layer have segments. With `recompute` no [S, S] scores
     are saved for the backward pass (selective recomputation of Korthikanti et al., 2022).
     """
-    segment_RS, key_R = _reshard(segment_BS, layout('RS')), _reshard(key_B, layout('R'))
+    segment_RS = _reshard(rows.segment_BS, layout('RS'))
+    key_R = _reshard(fold_in(rows.key_B, 0), layout('R'))
 
     def core(q_RSNH: jax.Array, k_RSKH: jax.Array, v_RSKH: jax.Array) -> tuple[jax.Array, None]:
         return attend(

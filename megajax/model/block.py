@@ -9,6 +9,7 @@ from megajax.config import ModelConfig
 from megajax.model.attention import Attention, Core, Kept
 from megajax.model.mlp import MLP
 from megajax.model.parameters import Parameters
+from megajax.model.rows import NO_ROWS, Rows
 
 
 def parts_of_rows(rows: Any, num_parts: int) -> list[Any]:
@@ -36,14 +37,9 @@ class Block(nnx.Module):
         self.mlp = MLP(config, parameters['mlp'], key=mlp_key)
 
     def __call__(
-        self,
-        x_BTD: jax.Array,
-        core: Core[Kept],
-        *,
-        position_BS: jax.Array | None = None,
-        key_B: jax.Array | None = None,
+        self, x_BTD: jax.Array, core: Core[Kept], rows: Rows = NO_ROWS
     ) -> tuple[jax.Array, Kept]:
         """Return the residual stream after this layer, and the second result of `core`."""
-        x_BTD, kept = self.attention(x_BTD, core, position_BS=position_BS, key_B=key_B)
-        x_BTD, _ = self.mlp(x_BTD, key_B=key_B)
+        x_BTD, kept = self.attention(x_BTD, core, rows)
+        x_BTD, _ = self.mlp(x_BTD, rows=rows)
         return x_BTD, kept

@@ -51,6 +51,8 @@ class Computation(NamedTuple):
 
         Where `params` are gradient slots or matrices at rest, `weights` are those to compute with.
         """
+        if weights is None:
+            return params
 
         def join(declared: Parameter, x: jax.Array, weight: Any) -> Any:
             if not reduced_in_backward(declared, self.shard):

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import P
 
 from megajax.config import ModelConfig, VisionConfig
 from megajax.model.attention import attend_where
@@ -26,13 +25,12 @@ from megajax.model.mlp import MLP
 from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters
 from megajax.model.product import product
+from megajax.model.rows import Rows
 from megajax.model.shard_copies import along_last
+from megajax.model.stack import AfterGroups
 from megajax.model.sublayer import Sublayer
 from megajax.model.vision import Encoder
 from megajax.parallel.layout import Layout
-
-# A function of what one layer passes to the next, and of its own part of some arrays; and these.
-AfterGroups = tuple[Callable[[Any, Any], Any], Any]
 
 
 class Seen(NamedTuple):
@@ -101,8 +99,7 @@ class CrossAttention(nnx.Module):
 
         def run(xs_BTD: tuple[jax.Array, ...], layer: tuple[Any, ...]) -> tuple[jax.Array, ...]:
             block, weights, index, *key_values = layer
-            if weights is not None:
-                block = computation.pair(weights, block, self.layout)
+            block = computation.pair(weights, block, self.layout)
             rows = *key_values, seen.seen_BSY, fold_in(key_B, index)
             is_recomputed = computation.recompute == 'selective'
             return tuple(
@@ -198,7 +195,7 @@ class CrossBlock(nnx.Module):
 
         for gate, sublayer in enumerate((self.attention, self.mlp)):
             with jax.named_scope(sublayer.SCOPE):
-                h_BTD, _ = sublayer.update(x_BTD, core, key_B=key_B)
+                h_BTD, _ = sublayer.update(x_BTD, core, Rows(key_B=key_B))
                 h_BTD = gates[..., gate : gate + 1] * h_BTD.astype(jnp.float32)
                 x_BTD = x_BTD + jnp.where(is_open_BT1, h_BTD, 0).astype(x_BTD.dtype)
         return x_BTD
@@ -213,7 +210,7 @@ class ImageAttention(Sublayer):
         super().__init__(config, parameters, key=key)
         self.query_norm = make_norm(config, parameters['query_norm'], 'Nh')
 
-    def middle(self, y: jax.Array, _: object, core: Any) -> tuple[jax.Array, None]:
+    def middle(self, y: jax.Array, core: Any, _: Rows) -> tuple[jax.Array, None]:
         """Return the attention of the queries to images, by a `core` that has keys and values."""
         q_BSNH = self.query_norm(self.first.with_bias(y))
         with jax.named_scope('core'):
@@ -252,13 +249,3 @@ def seen(
     exists_BIV = jnp.arange(vectors)[None, None] < count_BI[..., None]
     sees_BSIV = sees_BSI[..., None] & exists_BIV[:, None]
     return sees_BSIV.reshape(rows, length, slots * vectors, out_sharding=layout('BSY'))
-
-
-def in_groups(layers: Any, groups: int) -> Any:
-    """Return stacked arrays [L, ...] as [groups, L / groups, ...]."""
-
-    def divide(x: jax.Array) -> jax.Array:
-        spec = P(None, *jax.typeof(x).sharding.spec)
-        return x.reshape(groups, -1, *x.shape[1:], out_sharding=spec)
-
-    return jax.tree.map(divide, layers)

@@ -172,17 +172,3 @@ def _vector_at(images: Images, config: VisionConfig) -> tuple[jax.Array, jax.Arr
     own = images.grid_BI2.shape[1] * config.vectors
     first_B1 = jnp.expand_dims(jnp.arange(len(index_BS)) * own, 1)
     return jnp.where(index_BS >= 0, index_BS + first_B1, 0), index_BS >= 0
-
-
-def add_deep(x_BTD: jax.Array, deep_BTAD: jax.Array, index: jax.Array | int) -> jax.Array:
-    """Add what DeepStack has for the layer with this index; later layers get nothing."""
-    taps = deep_BTAD.shape[2]
-    if not taps:
-        return x_BTD
-
-    def add(x_BTD: jax.Array, deep_BTAD: jax.Array) -> jax.Array:
-        at = jnp.minimum(index, taps - 1)
-        return x_BTD + jax.lax.dynamic_index_in_dim(deep_BTAD, at, 2, keepdims=False)
-
-    with jax.named_scope('deepstack'):
-        return jax.lax.cond(index < taps, add, lambda x_BTD, _: x_BTD, x_BTD, deep_BTAD)

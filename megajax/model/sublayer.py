@@ -17,6 +17,7 @@ from megajax.model.dropout import dropout, fold_in
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters
+from megajax.model.rows import NO_ROWS, Rows
 
 
 class Sublayer(nnx.Module):
@@ -40,25 +41,15 @@ class Sublayer(nnx.Module):
         setattr(self, second, RowParallelLinear(parameters[second], key=second_key))
 
     def __call__(
-        self,
-        x_BTD: jax.Array,
-        core: Any = None,
-        *,
-        position_BS: jax.Array | None = None,
-        key_B: jax.Array | None = None,
+        self, x_BTD: jax.Array, core: Any = None, rows: Rows = NO_ROWS
     ) -> tuple[jax.Array, Any]:
         """Return the residual stream after this sublayer, and the second result of `core`."""
         with jax.named_scope(self.SCOPE):
-            h_BTD, kept = self.update(x_BTD, core, position_BS=position_BS, key_B=key_B)
+            h_BTD, kept = self.update(x_BTD, core, rows)
             return x_BTD + h_BTD, kept
 
     def update(
-        self,
-        x_BTD: jax.Array,
-        core: Any = None,
-        *,
-        position_BS: jax.Array | None = None,
-        key_B: jax.Array | None = None,
+        self, x_BTD: jax.Array, core: Any = None, rows: Rows = NO_ROWS
     ) -> tuple[jax.Array, Any]:
         """Return what is added to the residual stream, and the second result of `core`.
 
@@ -68,17 +59,15 @@ class Sublayer(nnx.Module):
         # f: SP: all-gather forward, reduce-scatter backward
         h_BSD = self.first.gather(self.enter(x_BTD))
         # column-parallel: no communication (2-D: reduce-scatter over `row`, forward)
-        z, kept = self.middle(self.first.product(h_BSD), position_BS, core)
+        z, kept = self.middle(self.first.product(h_BSD), core, rows)
         # row-parallel, g: all-reduce forward (SP: reduce-scatter)
-        return self.added(self.second.reduced(z), key_B), kept
+        return self.added(self.second.reduced(z), rows.key_B), kept
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Return the input of `first`: the normed residual stream, unless the norm comes last."""
         return x_BTD if self.is_norm_after else self.norm(x_BTD)
 
-    def middle(
-        self, y: jax.Array, position_BS: jax.Array | None, core: Any
-    ) -> tuple[jax.Array, Any]:
+    def middle(self, y: jax.Array, core: Any, rows: Rows) -> tuple[jax.Array, Any]:
         """Return the input of `second` from the result of `first`, and the second one of `core`.
 
         The bias of `first` is added here.

@@ -1,37 +1,29 @@
 """The transformer (embedding, a stack of blocks, norm) and the two models that add heads to it."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import lax
 
 from megajax.config import ModelConfig
-from megajax.model.attention import attention_core
 from megajax.model.bert import MaskedHead, OrderHead
 from megajax.model.block import Block, parts_of_rows
 from megajax.model.computation import IN_FP32, Computation
-from megajax.model.cross_attention import AfterGroups, CrossAttention, Seen, in_groups
+from megajax.model.cross_attention import CrossAttention, Seen
 from megajax.model.detail import Detail, detail_of
-from megajax.model.dropout import dropout, fold_in
+from megajax.model.dropout import dropout
 from megajax.model.embedding import PositionEmbedding, TokenTypeEmbedding, VocabParallelEmbedding
-from megajax.model.images import Images, Merged, add_deep, merge_images
+from megajax.model.images import Images, Merged, merge_images
 from megajax.model.loss import Loss
 from megajax.model.norm import make_norm
 from megajax.model.overlap.schedule import Schedule
 from megajax.model.parameters import Parameters
 from megajax.model.relevance import RelevanceNetworks
 from megajax.model.rows import NO_ROWS, Rows
+from megajax.model.stack import run_layer, run_layers
 from megajax.model.vision import Encoder
 from megajax.parallel.layer_order import require_model_order
 from megajax.parallel.layout import Layout
-
-Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
-# (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
-LayerFn = Callable[[Block, Block | None, Carry, jax.Array], Carry]
 
 VISION, CROSS, RELEVANCE = 7, 8, 9  # none is an index that the key of a model is split by
 
@@ -97,38 +89,6 @@ class Transformer(nnx.Module):
             keys = rows.at_layer(config.num_layers).key_B
             return dropout(x_BTD, config.dropout, keys, self.layout('TD'))
 
-    def run_layers(
-        self,
-        x: Carry,
-        layer_fn: LayerFn,
-        *,
-        weights: Block | None = None,
-        first: jax.Array | int = 0,
-        after_groups: AfterGroups | None = None,
-    ) -> Carry:
-        """Apply `layer_fn` to every block in turn, in a loop that is compiled once.
-
-        Return the last carry. Where `self.layers` holds gradient slots (`gradient_slot.py`) or
-        matrices at rest (`at_rest.py`), `weights` are the layers' weights to compute with. `first`
-        is the index in the model of the first of `self.layers`.
-        """
-
-        def layer(x: Carry, layer: tuple[Block, Block | None, jax.Array]) -> tuple[Carry, None]:
-            return layer_fn(layer[0], layer[1], x, layer[2]), None
-
-        with jax.named_scope('layers'):
-            count = len(jax.tree.leaves(self.layers)[0])
-            layers = self.layers, weights, first + jnp.arange(count)
-            if after_groups is None:
-                return lax.scan(layer, x, layers)[0]
-            after, arrays = after_groups
-
-            def group(x: Carry, group: tuple[Any, Any]) -> tuple[Carry, None]:
-                return after(lax.scan(layer, x, group[0])[0], group[1]), None
-
-            groups = len(jax.tree.leaves(arrays)[0])
-            return lax.scan(group, x, (in_groups(layers, groups), arrays))[0]
-
     def finish(self, x_BTD: jax.Array) -> jax.Array:
         """Apply the final norm."""
         with jax.named_scope('norm'):
@@ -193,37 +153,29 @@ class Transformer(nnx.Module):
         def run_block(
             block: Block, weights: Block | None, xs_BTD: tuple[jax.Array, ...], index: jax.Array
         ) -> tuple[jax.Array, ...]:
-            if weights is not None:
-                block = computation.pair(weights, block, self.layout)
-            outputs = []
-            for x_BTD, of_part in zip(xs_BTD, parts, strict=True):
-                own, deep_BTAD = of_part.at_layer(index), of_part.deep_BTAD
-                core = attention_core(
-                    self.config,
-                    self.layout,
-                    recompute=computation.recompute == 'selective',
-                    exchange=computation.exchange,
-                    segment_BS=own.segment_BS,
-                    key_B=fold_in(own.key_B, 0),
-                )
-                x_BTD, _ = block(x_BTD, core, position_BS=own.position_BS, key_B=own.key_B)
-                outputs.append(x_BTD if deep_BTAD is None else add_deep(x_BTD, deep_BTAD, index))
-            return tuple(outputs)
+            block = computation.pair(weights, block, self.layout)
+            return tuple(
+                run_layer(block, x_BTD, of_part, index, computation)
+                for x_BTD, of_part in zip(xs_BTD, parts, strict=True)
+            )
 
-        if computation.recompute == 'full':
-            run_block = jax.checkpoint(run_block, prevent_cse=False)
         after_groups = None
         if seen is not None:
             assert self.cross is not None
             used = None if weights is None else weights.cross
             after_groups = self.cross.after_groups(seen, rows.key_B, computation, used)
-        xs_BTD = self.run_layers(
-            tuple(parts_of_rows(x_BTD, num_parts)),
-            run_block,
-            weights=None if weights is None else weights.layers,
-            first=first,
-            after_groups=after_groups,
-        )
+        xs_BTD = tuple(parts_of_rows(x_BTD, num_parts))
+        of_layers = None if weights is None else weights.layers
+        with jax.named_scope('layers'):
+            xs_BTD = run_layers(
+                run_block,
+                xs_BTD,
+                self.layers,
+                of_layers,
+                first,
+                recompute=computation.recompute,
+                after_groups=after_groups,
+            )
         return xs_BTD[0] if num_parts == 1 else jnp.concatenate(xs_BTD)
 
     def _in_order(

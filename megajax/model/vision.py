@@ -15,12 +15,14 @@ from jax import lax
 
 from megajax.config import ModelConfig, VisionConfig
 from megajax.model.activation import activate
-from megajax.model.attention import attention_core
 from megajax.model.block import Block
+from megajax.model.computation import Computation
 from megajax.model.linear import add_bias
 from megajax.model.norm import make_norm
 from megajax.model.parameters import Parameters
 from megajax.model.product import product
+from megajax.model.rows import Rows
+from megajax.model.stack import run_layer, run_layers
 from megajax.model.texture import texture
 
 
@@ -81,31 +83,27 @@ class Encoder(nnx.Module):
         self, x_IPD: jax.Array, place_IP2: jax.Array, segment_IP: jax.Array, recompute: str
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Return the output of the last layer, and of those that DeepStack taps."""
-        blocks, layout = self.config.blocks, self.patch.layout
         taps = self.config.deepstack
-        core = attention_core(
-            blocks, layout, recompute=recompute == 'selective', segment_BS=segment_IP
-        )
+        rows, computation = Rows(place_IP2, segment_IP), Computation(recompute=recompute)
 
         def layer(
-            carry: tuple[jax.Array, ...], layer: tuple[Block, jax.Array]
-        ) -> tuple[tuple[jax.Array, ...], None]:
-            (x_IPD, *tapped), (block, index) = carry, layer
-            x_IPD, _ = block(x_IPD, core, position_BS=place_IP2)
+            block: Block, _: Block | None, carry: tuple[jax.Array, ...], index: jax.Array
+        ) -> tuple[jax.Array, ...]:
+            x_IPD, *tapped = carry
+            x_IPD = run_layer(block, x_IPD, rows, index, computation)
             # A condition for each tap: one of all would be kept with the shape of their arrays.
             chosen = (
                 lax.select_n(index == tap, old, x_IPD)
                 for tap, old in zip(taps, tapped, strict=True)
             )
-            return (x_IPD, *chosen), None
+            return x_IPD, *chosen
 
-        if recompute == 'full':
-            layer = jax.checkpoint(layer, prevent_cse=False)
         # Zeros of the image's own, so that they are mapped as it is.
         carry = (x_IPD, *(0 * x_IPD for _ in taps))
         with jax.named_scope('layers'):
-            layers = self.layers, jnp.arange(blocks.num_layers)
-            (x_IPD, *tapped), _ = lax.scan(layer, carry, layers, unroll=self.is_unrolled)
+            x_IPD, *tapped = run_layers(
+                layer, carry, self.layers, recompute=recompute, unroll=self.is_unrolled
+            )
         return x_IPD, tapped
 
 

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from megajax.config import ModelConfig
 from megajax.model.block import SUBLAYERS, Block, parts_of_rows
@@ -29,6 +28,7 @@ from megajax.model.overlap.split_tokens import join_tokens, split_tokens
 from megajax.model.overlap.sublayer_steps import SublayerSteps, select
 from megajax.model.parameters import map_parameters
 from megajax.model.rows import Rows
+from megajax.model.stack import run_layers
 from megajax.model.sublayer import Sublayer
 from megajax.parallel.layout import Layout
 
@@ -98,14 +98,11 @@ class Schedule:
         if self.computation.unroll:
             return run(xs_BTD, head_Vd, layers, weights, rows, first)
 
-        def layer(xs_BTD: Parts, layer: tuple[Block, Block | None, jax.Array]) -> Any:
-            block, weight, index = layer
+        def layer(block: Block, weight: Block | None, xs_BTD: Parts, index: jax.Array) -> Any:
             one, of_one = jax.tree.map(lambda w: w[None], (block, weight))
-            return run(xs_BTD, None, one, of_one, rows, index)[0], None
+            return run(xs_BTD, None, one, of_one, rows, index)[0]
 
-        count = len(jax.tree.leaves(layers)[0])
-        xs_BTD, _ = lax.scan(layer, xs_BTD, (layers, weights, first + jnp.arange(count)))
-        return xs_BTD, head_Vd
+        return run_layers(layer, xs_BTD, layers, weights, first), head_Vd
 
     def _head(self, head_Vd: jax.Array | None) -> Matrix | None:
         if head_Vd is None:

@@ -13,9 +13,8 @@ from jax.typing import DTypeLike
 
 from megajax.config import ModelConfig
 from megajax.model import fp8
-from megajax.model.attention import Core, attention_core
+from megajax.model.attention import attention_core
 from megajax.model.block import SUBLAYERS
-from megajax.model.dropout import fold_in
 from megajax.model.fp8 import Operand, Quantized, value
 from megajax.model.linear import ColumnParallelLinear, RowParallelLinear
 from megajax.model.overlap.matrices import Matrix
@@ -78,18 +77,11 @@ class SublayerSteps:
 
     def middle(self, vectors: Sublayer, y: jax.Array) -> jax.Array:
         """Compute the second product's input from the first product."""
-        core = self._core() if self.mixes_tokens else None
-        z: jax.Array = vectors.middle(y, self.rows.position_BS, core)[0]
+        core = None
+        if self.mixes_tokens:
+            core = attention_core(self.config, self.layout, self.rows, recompute=self.recompute)
+        z: jax.Array = vectors.middle(y, core, self.rows)[0]
         return z
-
-    def _core(self) -> Core[None]:
-        return attention_core(
-            self.config,
-            self.layout,
-            recompute=self.recompute,
-            segment_BS=self.rows.segment_BS,
-            key_B=fold_in(self.rows.key_B, 0),
-        )
 
     def middle_and_pull(self, *ys: jax.Array) -> Sequence[Any]:
         """Do what `middle` does, for parts of the tokens; return the results and the transpose."""
