@@ -184,6 +184,16 @@ def test_the_readme_is_short_and_begins_with_its_two_commands() -> None:
     assert [line.split('  ')[0] for line in lines[3:5]] == ['make train', 'make test']
 
 
+def test_the_readmes_commands_write_where_git_ignores_it() -> None:
+    (example,) = blocks(README, 'yaml')
+    text = '\n'.join([example, *commands(README)])
+    outputs = r'(?:run\.dir=|run: \{dir: |--out |data build |(?:im|ex)port \w+ \S+ )([^\s}]+)'
+    written = re.findall(outputs, text)
+    assert len(written) >= 10
+    assert {'runs/', '/my.yaml'} <= {*(ROOT / '.gitignore').read_text().splitlines()}
+    assert [path for path in written if not path.startswith('runs/')] == []
+
+
 def test_the_readmes_config_has_the_parameters_that_it_says(reader: Path) -> None:
     (example,) = blocks(README, 'yaml')
     count = int(re.search(r'([\d,]+) parameters', example)[1].replace(',', ''))
