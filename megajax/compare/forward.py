@@ -18,16 +18,14 @@ from megajax.model.block import SUBLAYERS, Block
 from megajax.model.computation import Computation
 from megajax.model.grid import is_grid
 from megajax.model.loss import Loss
-from megajax.model.shard_copies import copy_to_shards
 from megajax.model.stack import run_layer
 from megajax.model.transformer import LanguageModel
 from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards
-from megajax.train import scaling
 from megajax.train.feed import Batch, shard_order
 from megajax.train.microbatches import rows_of, split, with_weights
 from megajax.train.objective import Objective
-from megajax.train.zero import weights_and_primals
+from megajax.train.zero import StepWeights
 
 Sites = dict[str, jax.Array]
 
@@ -51,12 +49,7 @@ def make_forward(config: Config) -> Callable[..., Sites]:
     def forward(
         params: nnx.State, batch: Batch, key: jax.Array, scales: jax.Array | None = None
     ) -> Sites:
-        is_fp8 = config.train.dtype == 'fp8'
-        narrow = scaling.narrowed(params, scales, config) if is_fp8 else params
-        weights, primals = weights_and_primals(params, config, layout, narrow)
-        if is_fp8:
-            weights, primals = scaling.attached(weights, primals, scales)
-        weights, primals = copy_to_shards(weights, layout), copy_to_shards(primals, layout)
+        weights, primals, _ = StepWeights.of(params, config, layout, scales)
         shards = jax.tree.map(lambda x: split(x, 1, layout)[0], with_weights(batch, config, layout))
 
         def of_shard(shard: Batch) -> Sites:

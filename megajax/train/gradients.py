@@ -13,7 +13,7 @@ from megajax.config import Config
 from megajax.config.overlap_rules import resolved
 from megajax.miscompiles import mesh_target
 from megajax.model.overlap.per_layer_arrays import added, holds_totals, with_totals
-from megajax.model.shard_copies import add_copies, copy_to_shards
+from megajax.model.shard_copies import add_copies
 from megajax.parallel.layout import Layout
 from megajax.parallel.stages import over_shards
 from megajax.train import scaling
@@ -22,7 +22,7 @@ from megajax.train.loss_scale import LossScale, scale_weights, unscale
 from megajax.train.microbatches import split, with_weights
 from megajax.train.objective import Objective, Sums
 from megajax.train.pipeline import pipelined
-from megajax.train.zero import mapped_axes, sum_over_data, weights_and_primals, zero_gradients
+from megajax.train.zero import StepWeights, mapped_axes, sum_over_data, zero_gradients
 
 # Of (params, weights, microbatches, key of dropout): sums, and gradients like `zero_gradients`.
 OfMicrobatches = Callable[[Any, Any, Batch, jax.Array], tuple[Sums, Any]]
@@ -52,11 +52,7 @@ def make_gradients(config: Config) -> Callable[..., tuple[Sums, nnx.State, jax.A
         scales: jax.Array | None = None,
     ) -> tuple[Sums, nnx.State, jax.Array | None]:
         batch = scale_weights(loss_scale, with_weights(batch, config, layout))
-        narrow = scaling.narrowed(params, scales, config) if is_fp8 else params
-        weights, primals = weights_and_primals(params, config, layout, narrow)
-        if is_fp8:
-            weights, primals = scaling.attached(weights, primals, scales)
-        weights, primals = copy_to_shards(weights, layout), copy_to_shards(primals, layout)
+        weights, primals, narrow = StepWeights.of(params, config, layout, scales)
         microbatches = jax.tree.map(lambda x: split(x, config.train.microbatches, layout), batch)
         sums, gradients = of_microbatches(primals, weights, microbatches, key)
         gradients, counts = scaling.detached(gradients)

@@ -28,7 +28,7 @@ class Objective:
     """The loss of a shard's rows as a function of parameters.
 
     All methods take `params`, the tree to differentiate with respect to, and `weights`, the tree
-    to compute with or None (`zero.weights_and_primals`). `layout` is that of a shard.
+    to compute with or None (`zero.StepWeights`). `layout` is that of a shard.
     """
 
     config: Config

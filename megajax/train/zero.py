@@ -15,7 +15,7 @@ crosses the groups once a step.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,9 @@ from megajax.model.fp8 import cast
 from megajax.model.gradient_slot import separate
 from megajax.model.overlap.per_layer_arrays import Stack, apart, together
 from megajax.model.parameters import map_parameters, trainable
-from megajax.model.shard_copies import copied_dims
+from megajax.model.shard_copies import copied_dims, copy_to_shards
 from megajax.parallel.layout import Axes, Layout
+from megajax.train import scaling
 
 
 def between_steps(params: Any, config: Config) -> Any:
@@ -77,26 +78,38 @@ def gather_once(params: Any, config: Config, layout: Layout) -> Any:
     return weights
 
 
-def weights_and_primals(
-    params: Any, config: Config, layout: Layout, narrow: Any
-) -> tuple[Any | None, Any]:
-    """Return the weights to compute with, and the tree to differentiate with respect to.
+class StepWeights(NamedTuple):
+    """The parameters of a step as `gradient_slot.separate` returns them, copied for each shard.
 
-    The latter has the matrices at rest whose gradients the backward pass sums over `data`, and
-    gradient slots for the others. Both are as `gradient_slot.separate` returns them; frozen
-    parameters are among the weights alone. `narrow` are the parameters to compute with in fp8.
+    The primals have the matrices at rest whose gradients the backward pass sums over `data`, and
+    gradient slots for the others; frozen parameters are among the weights alone. In fp8 both have
+    the scales, or the counts, of each product.
     """
-    gathered = gather_once(narrow, config, layout)
-    weights, slots = separate(gathered)
-    if config.model.has_frozen:
-        weights, params, slots = gathered, trainable(params), trainable(slots)
-    if rung(config) not in ('gradients', 'weights'):
-        return weights, slots
 
-    def choose(declared: Parameter, x: jax.Array, slot: jax.Array) -> jax.Array:
-        return x if reduced_in_backward(declared, rung(config)) else slot
+    weights: Any | None  # to compute with; None if these are the primals
+    primals: Any  # to differentiate with respect to
+    narrow: Any  # the parameters, in fp8 with matrices in 8 bits
 
-    return gathered, map_parameters(choose, params, slots)
+    @classmethod
+    def of(
+        cls, params: Any, config: Config, layout: Layout, scales: jax.Array | None = None
+    ) -> Self:
+        """Return what a step makes of its parameters; without `scales` fp8 computes in bf16."""
+        is_fp8, shard = config.train.dtype == 'fp8', rung(config)
+        narrow = scaling.narrowed(params, scales, config) if is_fp8 else params
+        gathered = gather_once(narrow, config, layout)
+        weights, primals = separate(gathered)
+        if config.model.has_frozen:
+            weights, params, primals = gathered, trainable(params), trainable(primals)
+        if shard in ('gradients', 'weights'):
+
+            def choose(declared: Parameter, x: jax.Array, slot: jax.Array) -> jax.Array:
+                return x if reduced_in_backward(declared, shard) else slot
+
+            weights, primals = gathered, map_parameters(choose, params, primals)
+        if is_fp8:
+            weights, primals = scaling.attached(weights, primals, scales)
+        return cls(copy_to_shards(weights, layout), copy_to_shards(primals, layout), narrow)
 
 
 def mapped_axes(primals: Any, config: Config) -> Any:

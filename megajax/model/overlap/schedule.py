@@ -137,7 +137,6 @@ class Schedule:
                         matrices=stacked[offset],
                         totals=getattr(layers, name) if has_totals else None,
                         rows=own,
-                        config=self.config,
                         layout=self.layout,
                         dtype=self.computation.dtype,
                         recompute=self.computation.recompute == 'selective',

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from megajax.config import ModelConfig
 from megajax.model import fp8
 from megajax.model.attention import attention_core
 from megajax.model.block import SUBLAYERS
@@ -48,7 +47,6 @@ class SublayerSteps:
     matrices: Sublayer  # those of all layers, and None in the place of vectors
     totals: Sublayer | None  # the gradients of earlier microbatches in the place of matrices
     rows: Rows
-    config: ModelConfig
     layout: Layout
     dtype: DTypeLike
     recompute: bool  # what attention would save
@@ -79,7 +77,7 @@ class SublayerSteps:
         """Compute the second product's input from the first product."""
         core = None
         if self.mixes_tokens:
-            core = attention_core(self.config, self.layout, self.rows, recompute=self.recompute)
+            core = attention_core(vectors.config, self.layout, self.rows, recompute=self.recompute)
         z: jax.Array = vectors.middle(y, core, self.rows)[0]
         return z
 
