@@ -1,7 +1,4 @@
-"""Documents with pictures as rows of a batch.
-
-Letters: B rows, S tokens, I image slots of a row, P patches of a slot, C numbers of a patch.
-"""
+"""Documents with pictures as rows of a batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ class ImageDocument:
     tokens: np.ndarray  # int32
     answered: np.ndarray  # bool, the tokens that count in the loss; none of a picture
     grids: Sequence[Grid]
-    patches: Sequence[np.ndarray]  # uint8 [rows columns, C] of each picture
+    patches: Sequence[np.ndarray]  # uint8 [rows columns, X] of each picture
 
 
 @dataclass(frozen=True, kw_only=True)

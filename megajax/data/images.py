@@ -1,7 +1,7 @@
 """Pictures from files, as a person sees them: upright, in colour, on white.
 
-Letters: H and W are the pixel rows and columns of a picture. Each error is a ConfigError with the
-file, the limit and a fix; its place is the line that named the file, which the caller knows.
+Each error is a ConfigError with the file, the limit and a fix; its place is the line that named
+the file, which the caller knows.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """Pictures as the patches that an encoder reads, and their places among a row's tokens.
 
-Letters: H and W are pixel rows and columns; C is the numbers of a patch, 3 p p for a side of p
-pixels; S is the tokens of a row. A unit is m x m patches, which become one image vector.
+Letters are those of `parallel/layout.py`; X is 3 p p for a side of p pixels. A unit is m x m
+patches, which become one image vector.
 """
 
 import math
@@ -93,7 +93,7 @@ class PatchSize:
         return rows * self.merge_size, columns * self.merge_size
 
     def cut(self, image_HWC: np.ndarray, grid: Grid) -> np.ndarray:
-        """Return the patches of a picture, uint8 [rows columns, C].
+        """Return the patches of a picture, uint8 [rows columns, X].
 
         A picture of another size is resized (bicubic). The patches of a unit are neighbors: their
         order is [rows / m, columns / m, m, m], and that in a patch [channel, y, x].

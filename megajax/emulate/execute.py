@@ -161,7 +161,7 @@ def _on(devices: Sequence[jax.Device], sharding: Sharding | None) -> Sharding:
     if isinstance(sharding, GSPMDSharding):
         return GSPMDSharding(tuple(devices), sharding._hlo_sharding)
     assert sharding is None or sharding.is_fully_replicated, sharding
-    return NamedSharding(Mesh(np.array(devices), ('device',)), jax.P())
+    return GSPMDSharding.get_replicated(tuple(devices))
 
 
 def widened(x: Any) -> Any:

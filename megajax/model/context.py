@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import P, lax
+from jax import lax
 
 from megajax.model.kernels import KERNELS, Kernel
 from megajax.model.per_device import Specs, per_device
-from megajax.parallel.layout import CONTEXT
+from megajax.parallel.layout import CONTEXT, UNSHARDED
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -59,8 +59,7 @@ def _passes(exchange: str, kernel: str) -> tuple[Callable[..., Any], Callable[..
         return _gradients(*arrays, kernel=passes, ring=ring)
 
     def placed_as_output(specs: Specs) -> Specs:
-        rows, _, heads, _ = specs[0]
-        return specs[0], P(rows, heads, None)
+        return specs[0], UNSHARDED.like(specs[0], '*RSNH->*RN-')
 
     return (
         per_device(attend, placed_as_output, lambda *arrays: passes.forward(*arrays, True)),

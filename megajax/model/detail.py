@@ -15,7 +15,7 @@ from megajax.model.levels import at_levels
 from megajax.model.relevance import Relevance, RelevanceNetworks, query
 from megajax.model.texture import region_texture
 from megajax.parallel.image_shards import over_images
-from megajax.parallel.layout import Layout
+from megajax.parallel.layout import UNSHARDED, Layout
 
 if TYPE_CHECKING:
     from megajax.model.images import Images
@@ -61,7 +61,6 @@ def relevance_of(
     """
     assert images.is_question_BS is not None
     rows, slots = images.grid_BI2.shape[:2]
-    (axis,) = layout.mesh_axes('I')
 
     def of_shard(_: None, pixel_IPX: jax.Array, grid_I2: jax.Array) -> jax.Array:
         def of_image(pixels: jax.Array, grid: jax.Array) -> jax.Array:
@@ -77,7 +76,7 @@ def relevance_of(
     with jax.named_scope('query'):
         query_BD = query(x_BTD, jax.reshard(images.is_question_BS, layout('BT')))
         query_BD = _for_slots(query_BD, slots, layout)
-    return networks(texture, query_BD, axis, _keys_of_slots(images.key_B, slots))
+    return networks(texture, query_BD, layout, _keys_of_slots(images.key_B, slots))
 
 
 def chosen(
@@ -98,9 +97,9 @@ def chosen(
         patches = at_levels(numbers_PX, level, gate, placed, regions, **sizes)
         unit_V2 = jnp.stack([placed.row, placed.column], 1)
         place = jnp.expand_dims(unit_V2, 1) * merge + jnp.expand_dims(within, 0)
-        place = place.reshape(-1, 2, out_sharding=jax.P(None, None))
+        place = place.reshape(-1, 2, out_sharding=UNSHARDED('--'))
         is_there = jnp.broadcast_to(jnp.expand_dims(placed.region >= 0, 1), (total, config.unit))
-        is_there = is_there.reshape(-1, out_sharding=jax.P(None))
+        is_there = is_there.reshape(-1, out_sharding=UNSHARDED('-'))
         return patches, jnp.maximum(place, 0), is_there.astype(jnp.int32)
 
     with jax.named_scope('budget'):
@@ -118,10 +117,10 @@ def places_of(
     relevance = config.relevance
     assert relevance is not None
     total, grid = relevance.total_tokens, relevance.regions
-    none = jax.P(None, None, None)
-    level = detail.level.reshape(-1, detail.level.shape[2], out_sharding=jax.P(None, None))
+    none = UNSHARDED('---')
+    level = detail.level.reshape(-1, detail.level.shape[2], out_sharding=UNSHARDED('--'))
     every = jax.vmap(lambda level: budget.places(level, total, grid))(level)
-    stacked = jnp.stack([every.row, every.column], 2).reshape(-1, 2, out_sharding=jax.P(None, None))
+    stacked = jnp.stack([every.row, every.column], 2).reshape(-1, 2, out_sharding=UNSHARDED('--'))
     place_BS2 = stacked.at[at_BS].get(out_sharding=none)
     is_used_BS = (place_BS2[:, :, 0] >= 0) & is_image_BS
     return jnp.where(jnp.expand_dims(is_used_BS, 2), place_BS2, 0), is_used_BS

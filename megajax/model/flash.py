@@ -5,11 +5,11 @@ import logging
 from collections.abc import Callable
 
 import jax
-from jax import P
 
 from megajax.counts.products import fits_flash
 from megajax.model.kernels import KERNELS
 from megajax.model.per_device import per_device
+from megajax.parallel.layout import UNSHARDED
 
 logger = logging.getLogger(__name__)
 
@@ -90,14 +90,9 @@ def _kernels(causal: bool) -> tuple[Callable[..., tuple[jax.Array, ...]], ...]:
         return KERNELS['cudnn'].backward(*arrays, do, causal, *map(_within, segment_RS))
 
     return (
-        per_device(forward, lambda specs: (specs[0], _of_lse(specs[0]))),
+        per_device(forward, lambda specs: (specs[0], UNSHARDED.like(specs[0], '*RSNH->*RNS'))),
         per_device(backward, lambda specs: specs[1:4]),
     )
-
-
-def _of_lse(spec_RSNH: P) -> P:
-    rows, tokens, heads, _ = spec_RSNH
-    return P(rows, heads, tokens)
 
 
 def _within(segment_RS: jax.Array) -> jax.Array:

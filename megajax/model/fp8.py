@@ -86,13 +86,13 @@ def count(x: jax.Array, scale: jax.Array | float, layout: Layout) -> jax.Array:
     a number was too large for them, its exponent is only known to be higher.
     """
     is_copied = layout.num_shards('V') > 1
-    spec = layout('V' if is_copied else '')
+    dims = f'*{"-" * x.ndim}->*{"V" if is_copied else ""}'
 
     def of_part(x: jax.Array) -> tuple[jax.Array]:
         largest = jnp.max(jnp.abs(x.astype(jnp.float32)))
         return (jnp.expand_dims(largest, 0) if is_copied else largest,)
 
-    (largest,) = per_device(of_part, lambda _: (spec,))(x)
+    (largest,) = per_device(of_part, lambda specs: (layout.like(specs[0], dims),))(x)
     return jax.nn.one_hot(place(largest / scale), NUM_EXPONENTS)
 
 

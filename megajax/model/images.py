@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import P
 from jax.typing import DTypeLike
 
 from megajax.config import VisionConfig
@@ -157,8 +156,7 @@ def of_shards(function: Callable[..., Any], layout: Layout, *rows: Any) -> Any:
         return x.reshape(*shards, -1, *x.shape[1:], out_sharding=spec)
 
     def join(x: jax.Array) -> jax.Array:
-        rest = jax.typeof(x).sharding.spec[len(shards) + 1 :]
-        spec = P(*layout('B'), *rest)
+        spec = layout.like(jax.typeof(x).sharding.spec[len(shards) + 1 :], '*->B*')
         # The rows are counted, because a dim of DeepStack's taps may be empty.
         count = prod(x.shape[: len(shards) + 1])
         return x.reshape(count, *x.shape[len(shards) + 1 :], out_sharding=spec)

@@ -9,7 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax import P, lax
+from jax import lax
 
 from megajax.config import Config
 from megajax.counts.chunks import chunk_sizes
@@ -18,7 +18,7 @@ from megajax.model.grid import is_grid
 from megajax.model.linear import add_bias
 from megajax.model.platform import is_on_cpu
 from megajax.model.product import product
-from megajax.parallel.layout import Layout
+from megajax.parallel.layout import UNSHARDED, Layout
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -111,8 +111,8 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     model's are; optax raises a ShardingTypeError for them.
     """
     logits = logits.astype(jnp.float32)
-    vocabulary = jax.typeof(logits).sharding.spec[-1]
-    token_V = jnp.arange(logits.shape[-1], out_sharding=P(vocabulary))
+    vocabulary = UNSHARDED.like(jax.typeof(logits).sharding.spec, '*V->V')
+    token_V = jnp.arange(logits.shape[-1], out_sharding=vocabulary)
     return _nll(logits, labels, jnp.expand_dims(token_V, tuple(range(logits.ndim - 1))))[0]
 
 

@@ -22,7 +22,7 @@ def per_device(
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Return `function`, applied to each device's part of its arguments, however they are mapped.
 
-    `out` returns the placements of the results, given those of the arguments; both are without the
+    `out` returns the placements of the results, given those of the arguments; both begin with the
     mapped dims. Where nothing is mapped, `unmapped` takes the place of a function that communicates
     along a mapped dim.
     """
@@ -34,18 +34,16 @@ def per_device(
         @jax.custom_batching.custom_vmap
         def on_devices(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
-            mapped = specs[0][:count]
 
             def on_device(*arrays: jax.Array) -> tuple[jax.Array, ...]:
                 apply = unmapped if unmapped and count == 0 else function
                 results = apply(*(x.reshape(x.shape[count:]) for x in arrays))
                 return tuple(y.reshape(*(1,) * count, *y.shape) for y in results)
 
-            results = out([P(*spec[count:]) for spec in specs])
-            out_specs = tuple(P(*mapped, *spec) for spec in results)
-            return jax.shard_map(on_device, in_specs=specs, out_specs=out_specs, check_vma=False)(
-                *arrays
+            of_devices = jax.shard_map(
+                on_device, in_specs=specs, out_specs=tuple(out(specs)), check_vma=False
             )
+            return of_devices(*arrays)
 
         @on_devices.def_vmap
         def rule(size: int, batched: list[bool], *arrays: jax.Array) -> tuple[Any, Any]:

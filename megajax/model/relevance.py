@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import P, lax
+from jax import lax
 
 from megajax.config import ModelConfig
 from megajax.counts.vision_parameters import SCORER_FEATURES, SUMMARIES, declare_scorers
@@ -24,6 +24,7 @@ from megajax.model.dropout import fold_in
 from megajax.model.gradient_slot import Slotted, value
 from megajax.model.parameters import Parameters
 from megajax.model.texture import SALIENCY
+from megajax.parallel.layout import UNSHARDED, Layout
 
 SCORES = 'propositional', 'perspectival', 'participatory'
 NUM_FEATURES, NUM_SUMMARIES = SCORER_FEATURES, SUMMARIES
@@ -96,12 +97,16 @@ class RelevanceNetworks(nnx.Module):
         self.balance = _Networks(parameters['balance'], key=balance_key)
 
     def __call__(
-        self, texture: jax.Array, query_BD: jax.Array, axis: str, key_B: jax.Array | None = None
+        self,
+        texture: jax.Array,
+        query_BD: jax.Array,
+        layout: Layout,
+        key_B: jax.Array | None = None,
     ) -> Relevance:
-        """Assess the relevance of regions; `axis` is the mesh axis of the slots."""
+        """Assess the relevance of regions to the question of each row."""
         parameters = RelevanceParameters(
             Coupling(**self.coupling.arrays()),
-            Scorers(**{name: _slots(x, axis) for name, x in self.scorers.arrays().items()}),
+            Scorers(**{name: _slots(x, layout) for name, x in self.scorers.arrays().items()}),
             Balance(**self.balance.arrays()),
         )
         return assess(texture, query_BD, parameters, shards=self.config.scorer_shards, key_B=key_B)
@@ -124,20 +129,21 @@ def _in_fp32(x: Any) -> jax.Array:
     return value(x.weight, x.slot) if isinstance(x, Slotted) else x.astype(jnp.float32)
 
 
-def _slots(copies: jax.Array, axis: str) -> jax.Array:
-    """Return the slots of all devices, sharded over `axis`, from a copy [T, slots, ...] on each.
+def _slots(copies: jax.Array, layout: Layout) -> jax.Array:
+    """Return the slots of all devices, each with its own, from a copy [Ⓘ, slots, ...] on each.
 
     Devices in excess have slots of zeros.
     """
+    (axis,) = layout.mesh_axes('Ⓘ')
     shards, used, rest = len(copies), copies.shape[1], copies.shape[2:]
-    own = jax.reshard(jnp.arange(-(-used // shards) * shards).reshape(shards, -1), P(axis, None))
+    own = jnp.arange(-(-used // shards) * shards).reshape(shards, -1)
 
     def of_device(copy: jax.Array, own: jax.Array) -> jax.Array:
-        none = P(*(None for _ in copy.shape))
+        none = UNSHARDED('-' * copy.ndim)
         return copy.at[own].get(mode='fill', fill_value=0, out_sharding=none)
 
-    slots = jax.vmap(of_device, spmd_axis_name=axis)(copies, own)
-    return slots.reshape(-1, *rest, out_sharding=P(axis, *(None for _ in rest)))
+    slots = jax.vmap(of_device, spmd_axis_name=axis)(copies, jax.reshard(own, layout('Ⓘ-')))
+    return slots.reshape(-1, *rest, out_sharding=layout('Ⓘ' + '-' * len(rest)))
 
 
 def num_slots(shards: int, model: int) -> int:
@@ -227,10 +233,10 @@ def _learned(
     hidden = jnp.tanh(hidden + jnp.expand_dims(asked, 2))
     partial = _einsum('sbrf,sf->sbr', hidden, scorers.out)
     # all-gather over model forward, nothing backward
-    partial = jax.reshard(partial, P(None, None, None))
+    partial = jax.reshard(partial, UNSHARDED('---'))
     used = partial[: len(SCORES) * shards]
     shape = len(SCORES), shards, *used.shape[1:]
-    return used.reshape(shape, out_sharding=P(None, None, None, None)).sum(1)
+    return used.reshape(shape, out_sharding=UNSHARDED('----')).sum(1)
 
 
 def _weigh(scores: jax.Array, query_BD: jax.Array, balance: Balance) -> jax.Array:

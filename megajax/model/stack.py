@@ -5,12 +5,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import P, lax
+from jax import lax
 
 from megajax.model.attention import attention_core
 from megajax.model.block import Block
 from megajax.model.computation import Computation
 from megajax.model.rows import Rows
+from megajax.parallel.layout import UNSHARDED
 
 Carry = Any  # what one layer passes to the next: the residual stream, or one per part of the rows
 # (block, its weights in the compute dtype or None, carry, index of the layer) -> carry
@@ -92,7 +93,7 @@ def _in_groups(layers: Any, groups: int) -> Any:
     """Return stacked arrays [L, ...] as [groups, L / groups, ...]."""
 
     def divide(x: jax.Array) -> jax.Array:
-        spec = P(None, *jax.typeof(x).sharding.spec)
+        spec = UNSHARDED.like(jax.typeof(x).sharding.spec, '*->-*')
         return x.reshape(groups, -1, *x.shape[1:], out_sharding=spec)
 
     return jax.tree.map(divide, layers)

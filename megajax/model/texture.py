@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import P
+
+from megajax.parallel.layout import UNSHARDED
 
 CHANNELS = (
     *('red', 'green', 'blue', 'lightness', 'green to red', 'gradient x', 'gradient y', 'gradient'),
@@ -43,7 +44,7 @@ def texture(pixels: jax.Array, grid: jax.Array, *, patch_size: int, merge_size: 
     height, width = grid[0] * size, grid[1] * size
     is_used = jnp.broadcast_to(jnp.expand_dims(row, (1, 2)) < height, measured[0].shape)
     channels = _complete(measured, y / _last(height), x / _last(width), is_used, axis=1)
-    return channels.reshape(count, -1, out_sharding=P(None, None))
+    return channels.reshape(count, -1, out_sharding=UNSHARDED('--'))
 
 
 def region_texture(
@@ -66,7 +67,7 @@ def region_texture(
 
     def means(channel: jax.Array) -> jax.Array:
         of_patches = channel.mean((1, 2))
-        return of_patches.reshape(shape, out_sharding=P(*(None,) * 4)).mean((1, 3))
+        return of_patches.reshape(shape, out_sharding=UNSHARDED('----')).mean((1, 3))
 
     measured = [means(channel) for channel in _measure(pixels, grid, patch_size, merge_size)]
     y, x = (jnp.linspace(0, 1, n) if n > 1 else jnp.full(1, 0.5) for n in regions)
@@ -74,7 +75,7 @@ def region_texture(
     is_used = zero + grid[0] > 0
     y, x = zero + jnp.expand_dims(y, 1), zero + jnp.expand_dims(x, 0)
     channels = _complete(measured, y, x, is_used, axis=-1)
-    return channels.reshape(-1, len(CHANNELS), out_sharding=P(None, None))
+    return channels.reshape(-1, len(CHANNELS), out_sharding=UNSHARDED('--'))
 
 
 def patch_places(grid: jax.Array, count: int, merge_size: int) -> tuple[jax.Array, jax.Array]:
@@ -95,7 +96,7 @@ def _measure(
 ) -> list[jax.Array]:
     """Measure the first eight channels, each [P, y, x], before extremes are known."""
     shape = len(pixels), 3, patch_size, patch_size
-    rgb = pixels.reshape(shape, out_sharding=P(None, None, None, None)).astype(jnp.float32) / 255
+    rgb = pixels.reshape(shape, out_sharding=UNSHARDED('----')).astype(jnp.float32) / 255
     colors = [rgb[:, i] for i in range(3)]
     gray = _weighted(_RGB_TO_GRAY, colors)
     gradients = _sobel(_with_edges(gray, grid, merge_size))
@@ -153,7 +154,7 @@ def _with_edges(patches: jax.Array, grid: jax.Array, merge_size: int) -> jax.Arr
         inside = other[0] % merge_size * merge_size + other[1] % merge_size
         index = jnp.minimum(unit * merge_size**2 + inside, len(patches) - 1)
         is_other = (other[0] != row) | (other[1] != column)
-        edge = edge.at[index].get(out_sharding=P(None, None))
+        edge = edge.at[index].get(out_sharding=UNSHARDED('--'))
         return jnp.where(jnp.expand_dims(is_other, 1), edge, own)
 
     first, last = patches[:, 0], patches[:, -1]

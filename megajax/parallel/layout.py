@@ -13,22 +13,31 @@ The name of an array ends in its dims, as in x_BTD. A letter means one thing in 
     E output of an unsharded square layer                           O BERT's two segments
     L layers                        J layers of cross-attention     M microbatches
     I image slots of the rows       P patches of an image           X numbers of a patch
-    Q rank of adapters
-    Z stages of the pipeline        W chunks of layers of a stage
+    Q rank of adapters              W chunks of layers of a stage
+    Z stages of the pipeline, or the shards of an adapter's dim
 
-The vision encoder has the same letters for its own dims, circled in the declarations of its
-parameters: Ⓓ is its D. Besides it has Y channels and Q frames of a patch, W the width of merged
-patches, E the D of the model, A mergers of DeepStack, and Ⓘ copies of a parameter, one for each
-shard of the images. Relevance has P slots of G scorers, Z features of a region and R hidden units
-of a slot, T channels of texture, M summaries of scores, and B hidden units of the smaller networks.
+A circled letter is a dim of what reads images. Those of the encoder's layers are its own of the
+above, as Ⓓ is its D; the others are:
+
+    Ⓘ copies of a parameter, one for each shard of the images       Ⓐ mergers of DeepStack
+    Ⓨ channels of a patch           Ⓠ its frames                    Ⓧ its pixels in a frame
+    Ⓦ width of merged patches       Ⓔ D of the model                Ⓢ places of the position table
+    Ⓖ scorers of relevance          Ⓟ their slots                   Ⓡ hidden units of a slot
+    Ⓩ features of a region          Ⓣ channels of texture           Ⓜ summaries of scores
+    Ⓑ hidden units of relevance's other networks
+
+The files of the encoder and of relevance write these without the circle. Pictures in `data` are
+HWC: pixel rows, columns and colors.
 
 A lowercase letter is the same dim unsharded in every computation: in `sD` every device has every
-position. `-` is a part of the dim before it, where that dim is split in several: `BT-D`.
+position. `-` is an unsharded dim without a letter, which comments call by a word, as in
+[region, channel], or a part of the dim before it, where that is split in several: `BT-D`.
 """
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -91,6 +100,21 @@ class Layout:
         if len(used) != len(set(used)):
             raise ValueError(f'{dims}: {", ".join(used)}: a mesh axis shards one dim of an array')
         return P(*map(_entry, entries))
+
+    def like(self, spec: 'P | Sequence[Any]', dims: str) -> 'P':
+        """Return the PartitionSpec of an array whose dims are in part those of another, at `spec`.
+
+        `dims` are those of both: in `*RSNH->*RNS-`, R, N and S are placed as the other array's, and
+        so is `*`, any number of dims. A letter after the arrow alone has this layout's axes.
+        """
+        from jax import P
+
+        before, after = dims.split('->')
+        first, _, last = before.partition('*')
+        start, stop = len(first), len(spec) - len(last)
+        named = zip(first + last, (*spec[:start], *spec[stop:]), strict=True)
+        entries = {'*': spec[start:stop]} | {letter: (entry,) for letter, entry in named}
+        return P(*chain.from_iterable(entries.get(letter, self(letter)) for letter in after))
 
     @cached_property
     def per_shard(self) -> 'Layout':
@@ -208,6 +232,10 @@ class Layout:
     @cached_property
     def _sizes(self) -> dict[str, int]:
         return dict(self.sizes)
+
+
+UNSHARDED = Layout()  # of arrays that each device has in full
+STAGES = Layout(axes=(('Z', (STAGE,)),))  # of arrays that have a dim of stages
 
 
 def batch_layout(mesh_axes: Sequence[str]) -> Layout:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
@@ -21,6 +20,7 @@ from megajax.config.extras import install
 from megajax.config.rules import incompatibilities
 from megajax.hardware.memory import claim_gpu_memory
 from megajax.hardware.visible import visible_gpus
+from megajax.parallel.layout import UNSHARDED
 
 # Mesh axes, outermost first; the axis that communicates most, and waits for it, is innermost.
 AXES = ('replica', 'stage', 'data', 'context', 'row', 'model')
@@ -227,7 +227,7 @@ def concrete(abstract: Any) -> Any:
     mesh = jax.sharding.get_mesh()
 
     def on_mesh(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = P() if x.sharding is None else x.sharding.spec
+        spec = UNSHARDED('') if x.sharding is None else x.sharding.spec
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     return jax.tree.map(on_mesh, abstract)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax import P
 from jax.sharding import NamedSharding
 
 
@@ -15,7 +14,7 @@ class Placement:
 
     name: str
     shape: tuple[int, ...]
-    spec: P
+    spec: tuple[str | tuple[str, ...] | None, ...]
     bytes_per_device: int
 
     def __str__(self) -> str:
@@ -64,5 +63,8 @@ def _placements(tree: Any) -> Iterator[Placement]:
         for dim in shard:
             size *= dim
         yield Placement(
-            name=parameter_name(path), shape=x.shape, spec=x.sharding.spec, bytes_per_device=size
+            name=parameter_name(path),
+            shape=x.shape,
+            spec=tuple(x.sharding.spec),
+            bytes_per_device=size,
         )

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import P, lax
+from jax import lax
 from jax.sharding import Mesh
 from jax.stages import Compiled
+
+from megajax.parallel.layout import UNSHARDED
 
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: the step between the seeds of two elements
 
@@ -26,7 +28,7 @@ def compile_digests(mesh: Mesh, arrays: Sequence[jax.ShapeDtypeStruct | jax.Arra
 
     def digests(*arrays: jax.Array) -> jax.Array:
         specs = tuple(jax.typeof(x).sharding.spec for x in arrays)
-        out = P(mesh.axis_names, None)
+        out = UNSHARDED.stacked('-', (mesh.axis_names,))
         return jax.shard_map(of_device, in_specs=specs, out_specs=out, check_vma=False)(*arrays)
 
     with jax.set_mesh(mesh):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import P, lax
 
-from megajax.parallel.layout import STAGE, Layout
+from megajax.parallel.layout import STAGE, STAGES, Layout
 
 BOTH, OF_STAGE, OF_SHARD, SAME = 'both', 'stage', 'shard', 'same'
 
@@ -44,7 +44,7 @@ def over_stages(function: Callable[..., Any], layout: Layout, *kinds: Any) -> An
 
 def to_stages(x: jax.Array, stages: int) -> jax.Array:
     """Copy x [...] to every stage: [stage, ...]."""
-    shape, spec = (stages, *x.shape), P(STAGE, *_spec(x))
+    shape, spec = (stages, *x.shape), STAGES.like(_spec(x), '*->Z*')
     return lax.broadcast_in_dim(x, shape, range(1, x.ndim + 1), out_sharding=spec)
 
 
@@ -69,7 +69,7 @@ def pick(tree: Any, index_Z: jax.Array) -> Any:
     def own(tree: Any, index: jax.Array) -> Any:
         return jax.tree.map(lambda x: _at(x, index[0])[None], tree)
 
-    out = jax.tree.map(lambda x: P(STAGE, *_spec(x)[1:]), tree)
+    out = jax.tree.map(lambda x: STAGES.like(_spec(x), 'M*->Z*'), tree)
     return _on_devices(own, out, tree, index_Z)
 
 
@@ -84,7 +84,7 @@ def load(tree: Any, index_Z: jax.Array) -> Any:
     def own(tree: Any, index: jax.Array) -> Any:
         return jax.tree.map(lambda x: _at(x[0], index[0])[None], tree)
 
-    out = jax.tree.map(lambda x: P(_spec(x)[0], *_spec(x)[2:]), tree)
+    out = jax.tree.map(lambda x: STAGES.like(_spec(x), 'ZW*->Z*'), tree)
     return _on_devices(own, out, tree, index_Z)
 
 
@@ -157,8 +157,8 @@ def own_tokens(z: jax.Array, layout: Layout) -> jax.Array:
         part = _at(parts.reshape(stages, -1, shards), stage[0])
         return part.T.reshape(_shape(layout, 1, -1))
 
-    stage_Z = jnp.arange(stages, out_sharding=P(STAGE))
-    return _on_devices(own, P(STAGE, *_spec(z)), z, stage_Z)
+    stage_Z = jnp.arange(stages, out_sharding=STAGES('Z'))
+    return _on_devices(own, STAGES.like(_spec(z), '*->Z*'), z, stage_Z)
 
 
 def _on_devices(function: Callable[..., Any], out: Any, *arrays: Any) -> Any:

@@ -5,7 +5,6 @@ import json
 from typing import Any, Self
 
 import jax
-from jax import P
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
@@ -40,8 +39,7 @@ class CompiledStep:
 
     def to_json(self) -> str:
         """Return the record as JSON."""
-        # `default=tuple` because a PartitionSpec is not a tuple.
-        return json.dumps(dataclasses.asdict(self), default=tuple)
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_json(cls, record: str, **others: Any) -> Self:
@@ -89,6 +87,6 @@ def record_step(
 def _placement(*, shape: list[int], spec: list[Any], **others: Any) -> Placement:
     return Placement(
         shape=tuple(shape),
-        spec=P(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec)),
+        spec=tuple(tuple(axis) if isinstance(axis, list) else axis for axis in spec),
         **others,
     )

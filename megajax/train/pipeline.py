@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import P, lax
+from jax import lax
 
 from megajax.config import Config
 from megajax.counts.schedule import IDLE, Phase, Schedule, make_schedule, schedule_of
-from megajax.parallel.layout import STAGE, Layout
+from megajax.parallel.layout import STAGES, Layout
 from megajax.parallel.stages import BOTH, OF_STAGE, add, load, select, send, store
 from megajax.train.feed import Batch
 from megajax.train.objective import Objective, Sums
@@ -104,7 +104,7 @@ def _start(model: StageModel, passes: Passes) -> Carry:
     """Return what comes before the first tick: zeros."""
     schedule, layout = model.schedule, model.layout
     x, zero = model.zeros('BTD'), model.zeros('')
-    idle_Z3 = jnp.full((schedule.stages, 3), IDLE, out_sharding=P(STAGE, None))
+    idle_Z3 = jnp.full((schedule.stages, 3), IDLE, out_sharding=STAGES('Z-'))
     _, kept = jax.eval_shape(lambda x: _forward(model, passes, x, idle_Z3), x)
     return Carry(
         x=x,
@@ -222,7 +222,7 @@ def _ticks(schedule: Schedule, phase: Phase) -> Tick:
         table[phase.start : phase.stop]
         for table in (schedule.forward, schedule.backward, schedule.head)
     )
-    of_stages = P(None, STAGE, None)
+    of_stages = STAGES('-Z-')
     return Tick(
         forward_Z3=jax.reshard(jnp.asarray(forward), of_stages),
         backward_Z3=jax.reshard(jnp.asarray(backward), of_stages),

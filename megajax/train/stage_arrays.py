@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import P
 
 from megajax.counts.declaration import Parameter
 from megajax.model.parameters import map_parameters
 from megajax.model.shard_copies import copied_dims
-from megajax.parallel.layout import STAGE, Layout
+from megajax.parallel.layout import STAGE, STAGES, Layout
 from megajax.train.zero import shards_of
 
 Tree = Any
@@ -89,6 +88,5 @@ def joined(layers: Tree, outside: Tree, layout: Layout) -> nnx.State:
 def slots(x: jax.Array | jax.ShapeDtypeStruct, count: int) -> jax.Array:
     """Return zeros [Z, slot, ...] for an array [Z, ...]."""
     sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x).sharding
-    stage, *rest = sharding.spec
-    shape = x.shape[0], count, *x.shape[1:]
-    return jnp.zeros(shape, x.dtype, out_sharding=P(stage, None, *rest))
+    shape, spec = (x.shape[0], count, *x.shape[1:]), STAGES.like(sharding.spec, 'Z*->Z-*')
+    return jnp.zeros(shape, x.dtype, out_sharding=spec)

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import P, lax
+from jax import lax
 
 from megajax.counts.schedule import Schedule
-from megajax.parallel.layout import STAGE, Layout
+from megajax.parallel.layout import STAGE, STAGES, Layout
 from megajax.parallel.stages import (
     BOTH,
     OF_STAGE,
@@ -57,7 +57,7 @@ class StageModel:
         self.outside_weights: Tree | None = None
         if weights is not None:
             self.weights, self.outside_weights = split_layers(weights, layout)
-        self.stage_Z = jnp.arange(schedule.stages, out_sharding=P(STAGE))
+        self.stage_Z = jnp.arange(schedule.stages, out_sharding=STAGES('Z'))
         self.is_first_Z, self.is_last_Z = self.stage_Z == 0, self.stage_Z == schedule.stages - 1
 
     def run_layers(self, layers: Tree, given: Tree, x_BTD: jax.Array) -> jax.Array:

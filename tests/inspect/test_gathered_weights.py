@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 from inspect_collectives import reduced
-from jax import P
 from support import make_config
 
 from megajax.hlo.program import Array
@@ -13,7 +12,7 @@ from megajax.inspect.lint import _gathered_weights
 from megajax.parallel.placements import Placement
 
 PARAMETERS = [
-    Placement(name=name, shape=shape, spec=P(*axes), bytes_per_device=0)
+    Placement(name=name, shape=shape, spec=axes, bytes_per_device=0)
     for name, shape, axes in [
         ('layers.mlp.up.weight', (3, 64, 256), (None, None, 'model')),
         ('embedding.table', (1024, 64), (('row', 'model'), None)),

@@ -2,14 +2,16 @@
 shrink by that.
 """
 
+import ast
+
 import jax
 import optax
 import pytest
 from jax import P
-from support import by_name, exhaustive, make_config, on_mesh, slow
+from support import ROOT, by_name, exhaustive, make_config, on_mesh, slow
 
 from megajax.counts.parameters import num_parameters
-from megajax.parallel.layout import Layout
+from megajax.parallel.layout import STAGES, UNSHARDED, Layout
 from megajax.parallel.mesh import concrete
 from megajax.train.step import init_state
 
@@ -105,3 +107,25 @@ def test_matrices_at_rest_over_some_axes_keep_those_alone():
     assert layout('DF', at_rest=True) == P('data', 'model')
     assert layout.at_rest_over(('data',))('DF', at_rest=True) == P('data', 'model')
     assert layout.at_rest_over(('model',))('DF', at_rest=True) == P(None, 'model')
+
+
+def test_only_the_layout_writes_partition_specs() -> None:
+    allowed = {ROOT / 'megajax/parallel/layout.py', *(ROOT / 'megajax').glob('miscompiles/*.py')}
+    written = [
+        f'{path.relative_to(ROOT)}:{node.lineno}'
+        for path in sorted({*(ROOT / 'megajax').rglob('*.py')} - allowed)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, 'attr', getattr(node.func, 'id', '')) in ('P', 'PartitionSpec')
+    ]
+    assert not written
+
+
+def test_an_array_with_dims_of_another_is_placed_as_it_in_these():
+    rows = 'data', 'row'
+    spec = P('replica', rows, None, 'model', None)
+    assert UNSHARDED.like(spec, '*RSNH->*RNS-') == P('replica', rows, 'model', None, None)
+    assert UNSHARDED.like(spec[1:], 'RSNH->RN') == P(rows, 'model')
+    assert UNSHARDED.like(spec[1:], '*NH->N*') == P('model', rows, None)
+    assert STAGES.like(spec[1:], '*->Z*') == P('stage', rows, None, 'model', None)
+    assert STAGES.like(P(), '*->-*') == P(None)

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 
 import pytest
-from jax import P
 from support import make_config
 
 from megajax.config import load
@@ -161,7 +160,7 @@ def test_a_parameter_has_its_shape_its_axes_and_its_bytes_in_this_order(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     table = Placement(
-        name='embedding.table', shape=(4096, 256), spec=P('model', None), bytes_per_device=2_097_152
+        name='embedding.table', shape=(4096, 256), spec=('model', None), bytes_per_device=2_097_152
     )
     Report().placements([table], load('tiny').model)
     head, row, total = capsys.readouterr().out.splitlines()
