@@ -25,15 +25,13 @@ def split_layers(params: nnx.State, layout: Layout) -> tuple[Tree, dict[str, Tre
     """
     stages, chunks = layout.num_shards('L'), layout.chunks
 
-    def split(declared: Parameter, x: jax.Array) -> jax.Array:
-        dims = copied_dims(declared, layout)  # an evaluation makes no copies
-        dims = dims if x.ndim == len(dims) else declared.dims
-        shape = stages, chunks, -1, *x.shape[1:]
-        return x.reshape(shape, out_sharding=layout(f'L--{dims[1:]}'))
+    def split(x: jax.Array) -> jax.Array:
+        spec = STAGES.like(jax.typeof(x).sharding.spec, 'Z*->Z--*')
+        return x.reshape(stages, chunks, -1, *x.shape[1:], out_sharding=spec)
 
     outside = dict(params.raw_mapping)
     layers = outside.pop('layers')
-    return map_parameters(split, layers), outside
+    return jax.tree.map(split, layers), outside
 
 
 def with_layers(outside: dict[str, Tree], layers: Tree) -> nnx.State:
