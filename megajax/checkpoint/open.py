@@ -17,7 +17,7 @@ from megajax.checkpoint.orbax_manager import restore_gb
 from megajax.checkpoint.record import RECORD, TOKENIZER, read_record
 from megajax.checkpoint.unpadded import unpadded
 from megajax.config import CheckpointError, Config, LoraConfig, overridden, reload
-from megajax.config.lora import with_adapters, without_adapters
+from megajax.config.lora import without_adapters
 from megajax.data.image_text.chat import Template, read_template
 from megajax.data.text.tokenizer import Tokenizer, load_tokenizer
 from megajax.model.merged import merged
@@ -109,7 +109,7 @@ def restore_params(folder: Path, config: Config) -> nnx.State:
     if there is None and config.lora is not None:
         return nnx.merge_state(_restore(folder, config, with_adapters=False), _adapters(config))
     if there is not None and config.lora is None:
-        saved = with_adapters(config, LoraConfig.model_validate(there))
+        saved = config.model_copy(update={'lora': LoraConfig.model_validate(there)})
         params = _restore(folder, saved)
         return jax.jit(lambda params: between_steps(merged(params, saved), config))(params)
     return _restore(folder, config)

@@ -35,12 +35,6 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
-def with_adapters(config: 'Config', lora: LoraConfig | None) -> 'Config':
-    """Return the config of the same model with these adapters, or without any."""
-    model = config.model.model_copy(update={'lora': lora})
-    return config.model_copy(update={'model': model, 'lora': lora})
-
-
 def without_adapters(config: 'Config') -> 'Config':
     """Return the config of the model whose weights have the adapters added to them."""
-    return with_adapters(config, None)
+    return config.model_copy(update={'lora': None})

@@ -4,6 +4,7 @@ Sizes count elements, `seq_len` counts tokens, `batch_size` counts the sequences
 """
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
@@ -14,6 +15,8 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -270,13 +273,14 @@ class Config(Section):
     Raises ValueError with every pair of keys that cannot work together.
     """
 
-    model: ModelConfig
-    vision: VisionConfig | None = None
-    """The vision encoder; None: a model of text alone."""
+    # A section that is a part of another comes before it.
     relevance: RelevanceConfig | None = None
     """Relevance of image regions; None: an image has all tokens that it fills."""
+    vision: VisionConfig | None = None
+    """The vision encoder; None: a model of text alone."""
     lora: LoraConfig | None = None
     """Low-rank adapters, which alone are trained; None: the model's own weights are."""
+    model: ModelConfig
     mesh: MeshConfig = MeshConfig()
     train: TrainConfig = TrainConfig()
     optim: OptimConfig = OptimConfig()
@@ -292,17 +296,20 @@ class Config(Section):
 
     @model_serializer(mode='wrap')
     def _without_absent_sections(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: section for name, section in dump(self).items() if section is not None}
+        sections = dump(self)
+        return {name: sections[name] for name in SECTIONS if sections.get(name) is not None}
 
-    @model_validator(mode='after')
-    def _join_model(self) -> Self:
-        vision = self.vision
-        if vision is not None:
-            vision = vision.model_copy(update={'relevance': self.relevance})
-            object.__setattr__(self, 'vision', vision)
-        beside = {'vision': vision, 'lora': self.lora}
-        object.__setattr__(self, 'model', self.model.model_copy(update=beside))
-        return self
+    @field_validator('vision', 'model')
+    @classmethod
+    def _with_parts(cls, section: Section | None, info: ValidationInfo) -> Section | None:
+        return section and section.with_parts(info.data)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy with these sections; those that are parts of others are so in the copy."""
+        sections = {**dict(self), **(update or {})}
+        for name in ('vision', 'model'):
+            sections[name] = sections[name] and sections[name].with_parts(sections)
+        return super().model_copy(update=sections, deep=deep)
 
     @model_validator(mode='after')
     def _check_combinations(self) -> Self:
@@ -312,8 +319,9 @@ class Config(Section):
 
 
 SECTIONS: dict[str, type[Section]] = {
-    name: next(kind for kind in get_args(field.annotation) or (field.annotation,) if kind)
-    for name, field in Config.model_fields.items()
+    name: (*get_args(kind), kind)[0]
+    for name in dict.fromkeys(('model', 'vision', *Config.model_fields))  # first in files and pages
+    for kind in [Config.model_fields[name].annotation]
 }
 
 

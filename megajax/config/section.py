@@ -3,9 +3,9 @@
 The docstring below a key is what `megajax config keys` and `docs/config.md` say about it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -85,6 +85,13 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    def with_parts(self, sections: Mapping[str, Any]) -> Self:
+        """Return the section with others of the config in its fields that no file may set."""
+        fields = type(self).model_fields.items()
+        parts = {name: sections.get(name) for name, field in fields if field.exclude}
+        is_same = all(getattr(self, name) is part for name, part in parts.items())
+        return self if is_same else self.model_copy(update=parts)
 
 
 def follows(formula: str, compute: Callable[[dict[str, Any]], Any]) -> Any:

@@ -96,7 +96,6 @@ def _meshes(config: Config, gpus: int, prompt: int, batch: int) -> Iterator[Conf
     for count in divisors(config.model.num_heads):
         step = changed(
             text,
-            model__vision=None,
             mesh__model=count,
             train__batch_size=batch,
             train__microbatches=1,

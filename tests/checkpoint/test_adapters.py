@@ -13,7 +13,6 @@ from support import assert_close, by_name, gather, make_batch, on_mesh, relative
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.checkpoint.open import open_model, restore_params
 from megajax.config import Config, ConfigError, LoraConfig, dump
-from megajax.config.lora import with_adapters
 from megajax.data.text.tokenizer import byte_tokenizer
 from megajax.generate.weights import make_weights
 from megajax.run.start import start_checkpoint
@@ -144,7 +143,7 @@ def test_a_run_cannot_change_them_and_another_run_only_have_them_added(
         for config, start in ((adapted(), base), (adapted(), tuned), (tiny(), tuned)):
             begin(config, start)
         with pytest.raises(ConfigError, match=r'lora.rank: 8, but 4 in .*set lora.rank=4'):
-            begin(with_adapters(adapted(), LoraConfig(rank=8, alpha=6.0)), tuned)
+            begin(adapted().model_copy(update={'lora': LoraConfig(rank=8, alpha=6.0)}), tuned)
         with (
             Checkpoints(tuned.parent, tiny(**IN_BF16)) as checkpoints,
             pytest.raises(ConfigError, match=r'lora.rank 4 there.*run.start_from='),

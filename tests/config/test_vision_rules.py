@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.config import ConfigError, load
+from megajax.config import ConfigError, LoraConfig, load
 
 BASE = 'tiny_vlm'
 
@@ -64,6 +64,18 @@ def test_the_message_offers_what_works(wrong: str, said: str, right: str) -> Non
 def test_a_config_without_the_section_has_no_encoder() -> None:
     assert load('tiny').vision is None
     assert load('tiny').model.vision is None
+
+
+def test_the_model_of_a_copy_has_the_sections_of_the_copy() -> None:
+    config = load(BASE)
+    assert config.model.vision is config.vision is not None
+    text = config.model_copy(update={'vision': None})
+    assert text.model.vision is None
+    assert config.model.vision is config.vision
+    adapted = text.model_copy(update={'lora': LoraConfig(rank=4)})
+    assert adapted.model.lora is adapted.lora is not None
+    assert adapted.model_copy(update={'lora': None}).model == text.model
+    assert text.model_copy(update={'model': config.model}) == text
 
 
 def test_the_section_is_no_key_of_the_model() -> None:

@@ -12,7 +12,6 @@ from support import exhaustive, on_mesh, slow
 
 from megajax.checkpoint.checkpoints import Checkpoints
 from megajax.config import Config, ConfigError, LoraConfig, load
-from megajax.config.lora import with_adapters
 from megajax.interop.directories import export_huggingface, import_huggingface
 from megajax.interop.huggingface.adapters import export_adapters
 from megajax.model.parameters import map_parameters
@@ -44,7 +43,7 @@ def save(run: Path, config: Config, *, adds: bool = True) -> Path:
 def tuned(family: str, folder: Path) -> Config:
     """The model of a directory, with adapters."""
     import_huggingface(DATA / family, folder, ['train.dtype=float32'])
-    return with_adapters(load(folder / 'config.yaml'), LORA)
+    return load(folder / 'config.yaml').model_copy(update={'lora': LORA})
 
 
 def export(run: Path, base: Path, folder: Path, family: str) -> None:
