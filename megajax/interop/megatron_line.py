@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megajax.config import ConfigError
 from megajax.interop.arguments import ONLY
-from megajax.interop.megatron_script import UNKNOWN, find_launch, mark, plain, program_of
+from megajax.interop.megatron_script import find_launch, program_of
 from megajax.interop.megatron_table import (
     INSTEAD,
     NO_MEANING,
@@ -25,6 +25,7 @@ from megajax.interop.megatron_table import (
     known_names,
     names,
 )
+from megajax.interop.shell_variables import UNKNOWN, mark, plain
 
 TYPES = {name: kind for kind, block in READ.items() for name in names(block)}
 REASONS = {name: reason for reason, block in NO_MEANING.items() for name in names(block)}

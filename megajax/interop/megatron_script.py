@@ -1,28 +1,31 @@
 """The command of a shell script that starts Megatron-LM, found without running anything of it.
 
-Variables, arrays and sums that the script itself sets are put in. What only a shell can know stays
-as it is written, marked, with its reason: a variable that a branch sets, the output of a command,
-an argument of the script. Imports no jax.
+Variables, arrays and sums that the script itself sets are put in, in the scope that bash gives
+them: a function is read where it is called. What only a shell can know stays as it is written,
+marked, with its reason: a variable that a branch sets, the output of a command, an argument of the
+script. Imports no jax.
 """
 
-import ast
-import operator
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megajax.config import ConfigError
-from megajax.interop.shell import Command, Expansion, Part, Word, commands_of, word_of
+from megajax.interop.shell import Command, Word, commands_of
+from megajax.interop.shell_variables import (
+    MAX_DEPTH,
+    SETTERS,
+    State,
+    Variables,
+    plain,
+)
 
-MAX_CHARACTERS = 2**20  # of all words, when the variables are put in
 MAX_COMMANDS = 100_000
-MAX_DEPTH = 20  # of commands within commands, and of defaults within defaults
-OPEN, CLOSE = '\ue000', '\ue001'  # around a piece whose value is not known
-UNKNOWN = re.compile(f'{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}')
 ASSIGNMENT = re.compile(r'[A-Za-z_]\w*=')
-BEGIN = {'if': 'fi', 'for': 'done', 'while': 'done', 'until': 'done', 'case': 'esac', '{': '}'}
+BEGIN = {'if': 'fi', 'for': 'done', 'while': 'done', 'until': 'done', 'case': 'esac'}
+BEGIN |= {'{': '}', '(': ')'}
 # Words after which another command begins.
-BEFORE_COMMANDS = ('if', 'elif', 'else', 'then', 'while', 'until', 'do', '{', '!')
+BEFORE_COMMANDS = ('if', 'elif', 'else', 'then', 'while', 'until', 'do', '{', '(', ')', '!')
 DECLARE = ('export', 'declare', 'local', 'readonly', 'typeset')
 # Commands that name a program without starting it.
 PASSIVE = frozenset(
@@ -31,25 +34,7 @@ PASSIVE = frozenset(
     tail tee return exit set trap for case wget curl git pip sbatch
     """.split()  # noqa: SIM905
 )
-# Commands that change the variables they name: those of a sum that it assigns, all of others.
-SETTERS = {
-    'let': re.compile(
-        r'([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)'
-    ),
-    **dict.fromkeys(
-        ('read', 'mapfile', 'readarray', 'getopts', 'unset', 'printf -v'),
-        re.compile(r'(?<![\w-])([A-Za-z_]\w*)()'),
-    ),
-}
 PROGRAM = re.compile(r'.*\.py')
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: lambda a, b: int(a / b),
-    ast.Mod: lambda a, b: a - b * int(a / b),
-}
-LARGEST, MAX_SUM = 2**53, 1000  # of a number, and of the characters of a sum
 WAY_OUT = 'put `echo` before the command, run the script, and give its output'
 
 
@@ -59,16 +44,6 @@ class Launch(NamedTuple):
     words: list[str]
     line: int
     reasons: Mapping[str, str]  # why a piece is unknown
-
-
-def plain(word: str) -> str:
-    """Return a word as it was written, without the marks of what is unknown."""
-    return word.replace(OPEN, '').replace(CLOSE, '')
-
-
-def mark(match: re.Match[str]) -> str:
-    """Return what was found, marked as unknown."""
-    return f'{OPEN}{match[0]}{CLOSE}'
 
 
 def program_of(words: Sequence[str]) -> int | None:
@@ -95,6 +70,8 @@ def find_launch(text: str, source: str) -> Launch:
         script.run(commands_of(text, source))
     except RecursionError as error:
         raise ConfigError(f'{source}: is nested too deeply; {WAY_OUT}') from error
+    for name in [] if script.launches else [*script.functions]:
+        script.call(name, Command((), 0))
     launches = [each for each in script.launches if program_of(each[1]) is not None]
     named = [each for each in launches if 'pretrain' in each[1][program_of(each[1]) or 0]]
     if not launches:  # arguments without a program
@@ -123,37 +100,103 @@ def sbatch_options(text: str, words: Sequence[str]) -> list[str]:
     return ['sbatch', *(word for line in lines for word in line.split())]
 
 
-class _Script:
+class _Frame(NamedTuple):
+    """A branch, a loop, a group or a subshell around a command, or the body of a function."""
+
+    word: str
+    line: int
+    is_branch: bool
+    is_apart: bool  # whether its variables end with it
+    state: State  # variables at its beginning
+    function: str = ''
+
+
+class _Script(Variables):
     """The variables of a script, line by line, and the commands that may start a program."""
 
     def __init__(self, source: str):
-        self.source = source
-        self.values: dict[str, list[str]] = {}
-        self.reasons: dict[str, str] = {}
+        super().__init__(source)
         self.launches: list[tuple[int, list[str]]] = []
-        self._open: list[tuple[str, int]] = []  # the branches and loops around a command
-        self._depth = self._count = 0
+        self.functions: dict[str, list[Command]] = {}
+        self.called: list[str] = []
+        self._body: list[Command] | None = None  # of the function that is being defined
+        self._open: list[_Frame] = []
+        self._locals: list[dict[str, tuple[list[str] | None, str | None]]] = []  # values outside
+        self._count = 0
 
     def run(self, commands: Sequence[Command]) -> None:
         """Read commands in their order."""
         for command in commands:
+            body, depth, state = self._body, len(self._open), self.state(is_needed=command.is_apart)
             self._read(command, command.words)
+            if body is not None:
+                body.append(command)
+            elif command.is_apart and len(self._open) == depth:
+                self.restore(state)
+
+    def _begin(self, command: Command, word: str, function: str = '') -> None:
+        is_branch = word not in '{(' or command.is_conditional
+        is_apart = word == '(' or command.before in ('|', '|&')
+        state = self.state()
+        self._open.append(_Frame(word, command.line, is_branch, is_apart, state, function))
+
+    def _end(self, command: Command) -> None:
+        frame = self._open.pop()
+        if frame.function and self._body is not None:
+            if not any(each.function for each in self._open):
+                self.functions[frame.function], self._body = self._body, None
+        elif frame.is_apart or command.after in ('|', '|&', '&'):
+            self.restore(frame.state)
+
+    def call(self, name: str, command: Command, assigned: Sequence[Word] = ()) -> None:
+        """Read the body of a function where it is called, with variables that are set for it."""
+        if name in self.called[len(self.called) - len(self._locals) :]:
+            return  # one that calls itself
+        self.called.append(name)
+        self._locals.append({})
+        if command.is_conditional:
+            self._begin(command, '&&')
+        for word in assigned:
+            self._set_locally(word)
+            self._assign(command, word)
+        self.run(self.functions[name])
+        if command.is_conditional:
+            self._open.pop()
+        for variable, (value, reason) in self._locals.pop().items():
+            self.forget(variable, reason or '')
+            if reason is None:
+                del self.reasons[variable]
+            if value is not None:
+                self.values[variable] = value
+
+    def _set_locally(self, word: Word) -> None:
+        if self._locals and (name := word.name or word.text):
+            self._locals[-1].setdefault(name, (self.values.get(name), self.reasons.get(name)))
 
     def _read(self, command: Command, words: Sequence[Word]) -> None:
         self._count += 1
         if self._count > MAX_COMMANDS:
             raise ConfigError(f'{self.source}: has more than {MAX_COMMANDS:,} commands; {WAY_OUT}')
         first = words[0].text if words else None
-        if first in BEGIN.values() and self._open and BEGIN[self._open[-1][0]] == first:
-            self._open.pop()
-        if first in BEGIN or (first == 'function' and words[-1].text == '{'):
-            self._open.append(('{' if first == 'function' else first, command.line))
-        if first in BEFORE_COMMANDS:
+        if first and self._open and BEGIN.get(self._open[-1].word) == first:
+            self._end(command)
+        if first in BEGIN:
+            self._begin(command, first)
+        if first == 'function' and len(words) > 2:
+            self._begin(command, words[2].text or '{', words[1].text or '?')
+            if self._body is None:
+                self._body = [command._replace(words=tuple(words[2:]))]
+            self._read(command, words[3:])
+        elif first in BEFORE_COMMANDS:
             self._read(command, words[1:])
+        elif self._body is not None:
+            return
         elif first == 'for' and len(words) > 1 and words[1].text:
-            self._forget(words[1].text, f'`for` in line {command.line} sets it')
+            self.forget(words[1].text, f'`for` in line {command.line} sets it')
         elif words and (first in DECLARE or all(word.name for word in words)):
             for word in words:
+                if first in ('local', 'declare', 'typeset'):
+                    self._set_locally(word)
                 if word.name:
                     self._assign(command, word)
         elif words and first not in (*BEGIN, 'function'):
@@ -161,14 +204,14 @@ class _Script:
 
     def _assign(self, command: Command, word: Word) -> None:
         name, value = word.name or '', self._elements(word)
-        if self._open or command.is_conditional:
-            what, line = self._open[-1] if self._open else ('&&', command.line)
-            what = 'a function' if what == '{' else f'`{what}`'
-            self._forget(name, f'{what} in line {line} sets it')
+        branch = next((frame for frame in reversed(self._open) if frame.is_branch), None)
+        if branch or command.is_conditional:
+            what = branch.word if branch and branch.word not in '{(' else '&&'
+            self.forget(name, f'`{what}` in line {(branch or command).line} sets it')
         elif not word.adds:
             self.values[name] = value
         elif word.elements is not None:
-            self.values.setdefault(name, []).extend(value)
+            self.values[name] = [*self.values.get(name, []), *value]
         else:
             self.values[name] = [''.join([*self.values.get(name, []), *value])]
 
@@ -176,20 +219,9 @@ class _Script:
         if word.elements is not None:
             value = [part for element in word.elements for part in self.expand(element.parts)]
         else:
-            value = [''.join(self._joined(part) for part in word.parts)]
-        self._check_size(value)
+            value = [''.join(self.joined(part) for part in word.parts)]
+        self.check_size(value)
         return value
-
-    def _forget(self, name: str, reason: str) -> None:
-        self.values.pop(name, None)
-        self.reasons[name] = reason
-
-    def _forget_set(self, program: str, text: str, reason: str) -> bool:
-        """Forget the variables that a command changes; return whether there are any."""
-        names = [a or b for a, b in SETTERS[program].findall(text)]
-        for name in names:
-            self._forget(name, reason)
-        return bool(names)
 
     def _simple(self, command: Command, words: Sequence[Word]) -> None:
         """Read a command that is neither an assignment nor a part of a branch."""
@@ -199,7 +231,10 @@ class _Script:
             program = 'printf -v'
         if program in SETTERS:
             reason = f'`{program}` in line {command.line} changes it'
-            self._forget_set(program, ' '.join(expanded[1:]), reason)
+            self.forget_set(program, ' '.join(expanded[1:]), reason)
+        if program in self.functions:
+            self.call(program, command, [word for word in words if word.name])
+            return
         if program is None or program in PASSIVE or program in SETTERS:
             return
         inner = next(
@@ -215,7 +250,9 @@ class _Script:
         if program == 'eval':
             self._run_inner(command, [], ' '.join(map(plain, expanded[1:])))
         elif inner is not None:
+            state = self.state()
             self._run_inner(command, expanded[: inner - 1], plain(expanded[inner + 1]))
+            self.restore(state)
         elif program.startswith('-'):
             if self.launches and not command.is_conditional:
                 self.launches[-1][1].extend(expanded)  # a line that lacks its backslash
@@ -226,112 +263,10 @@ class _Script:
 
     def _run_inner(self, command: Command, before: list[str], text: str) -> None:
         """Read the text that a command gives to another shell."""
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
             raise ConfigError(f'{self.source}: line {command.line}: shells within shells')
         count = len(self.launches)
-        for each in commands_of(text, self.source):
-            self._read(each._replace(line=command.line), each.words)
+        self.run([each._replace(line=command.line) for each in commands_of(text, self.source)])
         self.launches[count:] = [(line, before + words) for line, words in self.launches[count:]]
-        self._depth -= 1
-
-    def expand(self, parts: Sequence[Part], name: str | None = None) -> list[str]:
-        """Return the words that a word becomes: one that is unquoted may be none or several."""
-        words: list[str] = [f'{name}='] if name else []
-        size = 0
-        is_open = bool(words)  # whether the next text belongs to the last word
-        for part in parts:
-            if isinstance(part, str):
-                pieces, splits = [part], False
-            else:
-                pieces = self._value(part)
-                splits = not part.is_quoted
-            if splits:
-                pieces = [piece for value in pieces for piece in _fields(value)]
-            for index, piece in enumerate(pieces):
-                if is_open and not index:
-                    words[-1] += piece
-                else:
-                    words.append(piece)
-                is_open = True
-            size += sum(map(len, pieces))
-            if size > MAX_CHARACTERS:
-                self._check_size(words)
-        return words
-
-    def _joined(self, part: Part) -> str:
-        return part if isinstance(part, str) else ' '.join(self._value(part))
-
-    def _value(self, part: Expansion) -> list[str]:
-        """Return the values of `$NAME`, `${NAME[@]}`, `${NAME:-default}` or `$((sum))`."""
-        text = part.text
-        if text.startswith('$(('):
-            return self._sum(text)
-        if text.startswith(('$(', '`')):
-            return [self._unknown(text, 'the output of a command')]
-        inner = text[2:-1] if text.startswith('${') else text[1:]
-        match = re.fullmatch(r'(\w+|[@*#?$!-])(?:\[([@*])\])?(?:(:?[-=?])(.*))?', inner, re.DOTALL)
-        if not match:
-            return [self._unknown(text, 'a rewriting of a variable')]
-        name, every, default, instead = match.groups()
-        values = self.values.get(name)
-        if values is not None and (values != [''] or not default):
-            return [' '.join(values)] if every == '*' else list(values if every else values[:1])
-        if default and default[-1] != '?' and name not in self.reasons:
-            self._depth += 1
-            if self._depth > MAX_DEPTH:
-                raise ConfigError(f'{self.source}: {text:.80}: too many defaults in one another')
-            values = [''.join(self._joined(piece) for piece in word_of(instead, self.source))]
-            self._depth -= 1
-            if '=' in default:
-                self.values[name] = values
-            return values
-        is_argument = not re.match('[A-Za-z_]', name)
-        why = 'an argument of the script' if is_argument else 'the text does not set it'
-        return [self._unknown(text, self.reasons.get(name, why))]
-
-    def _sum(self, text: str) -> list[str]:
-        if len(text) > MAX_SUM:
-            return [self._unknown(text, 'a long sum')]
-        if self._forget_set('let', text, f'`{plain(text)}` changes it'):
-            return [self._unknown(text, 'a sum that changes a variable')]
-        inner = re.sub(
-            r'\$?\{?\b([A-Za-z_]\w*)\b\}?', lambda match: self._number(match[1]), text[3:-2]
-        )
-        try:
-            return [str(_number(ast.parse(inner.strip(), mode='eval').body))]
-        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-            return [self._unknown(text, 'a sum of numbers that the text does not have')]
-
-    def _number(self, name: str) -> str:
-        return f'({"".join(self.values.get(name, ["?"]))})'
-
-    def _unknown(self, text: str, reason: str) -> str:
-        text = plain(text)
-        self.reasons[text] = reason
-        return f'{OPEN}{text}{CLOSE}'
-
-    def _check_size(self, words: Sequence[str]) -> None:
-        if sum(map(len, words)) > MAX_CHARACTERS:
-            raise ConfigError(
-                f'{self.source}: its variables make more than {MAX_CHARACTERS:,} characters'
-            )
-
-
-def _fields(value: str) -> list[str]:
-    """Split a value at its blanks, but not within what is unknown."""
-    return re.findall(rf'(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\s{OPEN}])+', value)
-
-
-def _number(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        number = node.value
-    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        number = -_number(node.operand)
-    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        number = OPERATORS[type(node.op)](_number(node.left), _number(node.right))
-    else:
-        raise ValueError
-    if abs(number) > LARGEST:
-        raise ValueError
-    return number
+        self.depth -= 1

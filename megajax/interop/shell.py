@@ -42,7 +42,18 @@ class Command(NamedTuple):
 
     words: tuple[Word, ...]
     line: int
-    is_conditional: bool  # whether && or || is before it
+    before: str = ''  # the separator before it
+    after: str = ''
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether another command decides whether it runs."""
+        return self.before in ('&&', '||')
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether a process of its own runs it, so that its variables end with it."""
+        return self.before in ('|', '|&') or self.after in ('|', '|&', '&')
 
 
 ASSIGNED = re.compile(r'([A-Za-z_]\w*)(\+?)=')
@@ -52,6 +63,8 @@ SEPARATOR = re.compile(r'&&|\|\||\|&|;;&?|&(?!>)|[;|()\n]')
 PLACEHOLDER = re.compile(r'<[A-Za-z][^<>|;&\n]*>')  # which a reader is to replace
 NAME = re.compile(r'\$(?:\w+|[@*#?$!-])')
 PLAIN = re.compile(r'[^\s\\\'"$`;&|()<>#]+|#')
+# Words of which a bracket may be the next one.
+BEFORE_SUBSHELL = {'if', 'then', 'else', 'elif', 'while', 'until', 'do', '{', '!', '(', ')'}
 CLOSING = {'(': ')', '{': '}'}
 
 
@@ -101,14 +114,17 @@ class _Scanner:
         return match
 
     def commands(self) -> Iterator[Command]:
-        """Yield the commands that are not empty."""
+        """Yield the commands that are not empty; brackets of a subshell are words of their own.
+
+        `f() {` begins with the words `function f {`.
+        """
         words: list[Word] = []
-        line, counted, is_conditional = 1, 0, False
+        line, counted, before = 1, 0, ''
         while self.at < len(self.text):
             self._skip_blanks()
             line += self.text.count('\n', counted, self.at)
             counted, separator = self.at, None
-            if self.text.startswith('((', self.at):
+            if not words and self.text.startswith('((', self.at):
                 words = [Word(('let',)), Word((self._balanced('(')[2:-2],), is_quoted=True)]
             while self.at < len(self.text) and separator is None:
                 separator = self._match(SEPARATOR)
@@ -116,11 +132,37 @@ class _Scanner:
                     if word := self._word():
                         words.append(word)
                     self._skip_blanks()
+                elif self._is_joined(words, separator[0]):
+                    separator = None
+            after = separator[0] if separator else ''
             if words:
-                yield Command(tuple(words), line, is_conditional)
-            words, is_conditional = [], separator is not None and separator[0] in ('&&', '||')
-            if separator is not None and separator[0] == '\n':
+                yield Command(tuple(words), line, before, after)
+            if words or after != '\n':  # a line may end after && or |
+                before = after
+            words = [Word((after,))] if after == ')' else []
+            if after == '\n':
                 self._skip_here()
+        if words:
+            yield Command(tuple(words), line, before)
+
+    def _is_joined(self, words: list[Word], separator: str) -> bool:
+        """Whether a separator is a part of the command with these words; add it to them then."""
+        texts = [word.text for word in words]
+        if '[[' in texts and ']]' not in texts:
+            words.append(Word((separator,), is_quoted=True))
+            return True
+        is_function = texts[-2:-1] == ['function']
+        if separator == '\n':
+            return is_function
+        is_first = all(text in BEFORE_SUBSHELL for text in texts)
+        if separator != '(' or not (is_first or is_function or set(texts[:-1]) <= BEFORE_SUBSHELL):
+            return False
+        if not is_first and self._match(re.compile(r'\s*\)\s*')):
+            words[-1:] = words[-1:] if is_function else [Word(('function',)), words[-1]]
+            return True
+        if is_first or is_function:
+            words.append(Word(('(',)))
+        return is_first or is_function
 
     def _skip_blanks(self) -> None:
         self._match(re.compile(r'(?:[ \t\r]|\\\r?\n)+'))

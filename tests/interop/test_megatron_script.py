@@ -1,6 +1,8 @@
 """A script is read as far as its text goes, and the rest is named with a way out."""
 
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,8 @@ import pytest
 from megajax.config import ConfigError
 from megajax.interop.from_megatron import from_megatron
 from megajax.interop.megatron_line import read_line
-from megajax.interop.megatron_script import find_launch, plain
+from megajax.interop.megatron_script import find_launch
+from megajax.interop.shell_variables import plain
 
 ARGUMENTS = (
     '--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 '
@@ -83,8 +86,12 @@ def test_forms_of_one_script_have_one_config(name: str, tmp_path: Path) -> None:
          'is not in the text: `&&` in line 1 sets it'),
         (f'case $1 in\n a) L=2 ;;\nesac\ntorchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L',
          '`case` in line 1 sets it'),
-        (f'run() {{\n L=2\n}}\nrun\ntorchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L',
-         'a function in line 1 sets it'),
+        (f'if $1; then {{\n L=2\n}}; fi\ntorchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L',
+         '`if` in line 1 sets it'),
+        (f'[ -z $1 ] &&\n L=2\ntorchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L',
+         '`&&` in line 2 sets it'),
+        (f'f() {{ L=2; }}\n$1 && f\ntorchrun pretrain_gpt.py {ARGUMENTS} --num-layers $L',
+         '`&&` in line 2 sets it'),
         (f'torchrun pretrain_gpt.py {ARGUMENTS} --seed $(date +%s)',
          "--seed '$(date +%s)': the value of $(date +%s) is not in the text: the output of a"),
         (f'S=$1\ntorchrun pretrain_gpt.py {ARGUMENTS} --save $S',
@@ -102,6 +109,49 @@ def test_what_only_a_shell_knows_is_named_with_the_way_out(
     said = refused(text, tmp_path)
     assert message in said
     assert WAY_OUT in said.splitlines()[-1]
+
+
+@pytest.mark.skipif(shutil.which('bash') is None, reason='bash is not installed')
+@pytest.mark.parametrize(
+    'scope',
+    [
+        '(L=4)', '( L=4; M=5 ) > x', '(L=4; (M=5); N=6)', 'if true; then (L=4); fi',
+        '(\nL=4\ncase $L in a) M=5 ;; (b) N=6 ;; esac\n)\nM=8', 'A=(L=4 5)\nM=7',
+        'L=4 | cat', 'echo 4 | read L', 'L=4 &', '{ L=4; M=5; } | cat', '{ L=4; } &',
+        'echo 4 | while read x; do L=$x; done', 'for M in 5 6; do L=4; done | cat',
+        'echo 4 |\n{ read L; M=5; }', '{ L=4; M=$L; }', '{ L=4\n}\n(M=$L)\nN=$L',
+        'bash -c "L=4"', 'eval "L=4"', 'M=$(L=4; echo 5)\nM=7', 'L=4 true',
+        'cat <(L=4) > /dev/null',
+        'f() { L=4; }', 'f() { L=4; }\nf', 'function f { local L=4; M=$L; }\nf', 'f() (L=4)\nf',
+        'function f\n{\n L=4\n local M=5 N\n}\nf', 'f() { g() { L=4; }; g; }; f',
+        '(f() { L=4; }; f)',
+        'f() { M=$L; }\nL=4\nf\nL=5', 'f() { M=$L; }\nL=4 f',
+        'f() { L=4; }\nf | cat', 'f() { L=4; }\n(f)',
+        'f()\n{\n L=4\n}\nf', 'function f() { L=4; }\nf',
+        'f() {\n if true; then\n  N=1; fi\n L=4\n}\nN=2',
+        'f() { declare L=4; g; }\ng() { M=$L; }\nf',
+        'A=(1)\n(A+=(2))\nL=${#A}${A[*]}\nL=${A[*]}', 'f() { L=4; if false; then f; fi; }\nf',
+        'for ((i=0; i<2; i++)); do :; done\n(L=4)', '[[ $L =~ (3|4) ]] && :\n(L=4)',
+    ],
+)  # fmt: skip
+def test_variables_have_the_scopes_that_bash_gives_them(scope: str, tmp_path: Path) -> None:
+    text = f'L=3; M=1; N=2\n{scope}\n'
+    shown = 'pretrain.py $L $M $N'
+    done = subprocess.run(
+        ['bash', '-c', f'{text}echo {shown}'], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert words_of(f'{text}python {shown}') == ['python', *done.stdout.split()]
+
+
+def test_a_function_reads_the_variables_of_its_call() -> None:
+    body = 'run() { python pretrain.py --num-layers $L; }\n'
+    for text in (
+        f'L=2\n{body}L=4\nrun\nL=6',
+        f'{body}L=4\nsrun bash -c run',
+        f'{body}L=4',
+        f'L=4\n{body}',
+    ):
+        assert words_of(text)[-2:] == ['--num-layers', '4']
 
 
 @pytest.mark.parametrize(
@@ -160,6 +210,8 @@ def test_words_are_those_of_a_shell() -> None:
         '${A:-' * 5000 + '}' * 5000,
         "A='eval $B; eval $B'\nB='eval $A; eval $A'\neval $A",
         'A=$((' + '1+' * 100_000 + '1))',
+        '(' * 20_000,
+        'f0() { :; }\n' + ''.join(f'f{i + 1}() {{ f{i}; f{i}; }}\n' for i in range(40)) + 'f40',
     ],
 )
 def test_a_script_that_is_nested_without_end_is_refused(text: str, tmp_path: Path) -> None:

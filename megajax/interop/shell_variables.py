@@ -1,0 +1,183 @@
+"""The variables of a shell script, and the words that expand to their values.
+
+What the text does not tell is marked as unknown, with its reason. Imports no jax.
+"""
+
+import ast
+import operator
+import re
+from collections.abc import Sequence
+
+from megajax.config import ConfigError
+from megajax.interop.shell import Expansion, Part, word_of
+
+MAX_CHARACTERS = 2**20  # of all words, when the variables are put in
+MAX_DEPTH = 20  # of commands within commands, and of defaults within defaults
+OPEN, CLOSE = '\ue000', '\ue001'  # around a piece whose value is not known
+UNKNOWN = re.compile(f'{OPEN}([^{OPEN}{CLOSE}]*){CLOSE}')
+# Commands that change the variables they name: those of a sum that it assigns, all of others.
+SETTERS = {
+    'let': re.compile(
+        r'([A-Za-z_]\w*)\s*(?:\+\+|--|(?:[-+*/%&|^]|<<|>>)?=(?!=))|(?:\+\+|--)\s*([A-Za-z_]\w*)'
+    ),
+    **dict.fromkeys(
+        ('read', 'mapfile', 'readarray', 'getopts', 'unset', 'printf -v'),
+        re.compile(r'(?<![\w-])([A-Za-z_]\w*)()'),
+    ),
+}
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: lambda a, b: int(a / b),
+    ast.Mod: lambda a, b: a - b * int(a / b),
+}
+LARGEST, MAX_SUM = 2**53, 1000  # of a number, and of the characters of a sum
+
+State = tuple[dict[str, list[str]], dict[str, str]]
+
+
+def plain(word: str) -> str:
+    """Return a word as it was written, without the marks of what is unknown."""
+    return word.replace(OPEN, '').replace(CLOSE, '')
+
+
+def mark(match: re.Match[str]) -> str:
+    """Return what was found, marked as unknown."""
+    return f'{OPEN}{match[0]}{CLOSE}'
+
+
+class Variables:
+    """The values of a script's variables at one line, or why they are unknown."""
+
+    def __init__(self, source: str):
+        self.source = source
+        self.values: dict[str, list[str]] = {}
+        self.reasons: dict[str, str] = {}
+        self.depth = 0  # of commands within commands, and of defaults within defaults
+
+    def state(self, *, is_needed: bool = True) -> State:
+        """Return the variables as they are now, to `restore` them; nothing if not needed."""
+        return (dict(self.values), dict(self.reasons)) if is_needed else ({}, {})
+
+    def restore(self, state: State) -> None:
+        """Set the variables as they were."""
+        self.values, reasons = state
+        expansions = {text: why for text, why in self.reasons.items() if text[:1] in '$`'}
+        self.reasons = reasons | expansions
+
+    def forget(self, name: str, reason: str) -> None:
+        """Make a variable unknown."""
+        self.values.pop(name, None)
+        self.reasons[name] = reason
+
+    def forget_set(self, program: str, text: str, reason: str) -> bool:
+        """Forget the variables that a command changes; return whether there are any."""
+        names = [a or b for a, b in SETTERS[program].findall(text)]
+        for name in names:
+            self.forget(name, reason)
+        return bool(names)
+
+    def expand(self, parts: Sequence[Part], name: str | None = None) -> list[str]:
+        """Return the words that a word becomes: one that is unquoted may be none or several."""
+        words: list[str] = [f'{name}='] if name else []
+        size = 0
+        is_open = bool(words)  # whether the next text belongs to the last word
+        for part in parts:
+            if isinstance(part, str):
+                pieces, splits = [part], False
+            else:
+                pieces = self._value(part)
+                splits = not part.is_quoted
+            if splits:
+                pieces = [piece for value in pieces for piece in _fields(value)]
+            for index, piece in enumerate(pieces):
+                if is_open and not index:
+                    words[-1] += piece
+                else:
+                    words.append(piece)
+                is_open = True
+            size += sum(map(len, pieces))
+            if size > MAX_CHARACTERS:
+                self.check_size(words)
+        return words
+
+    def joined(self, part: Part) -> str:
+        """Return the value of a part of a word that is not split."""
+        return part if isinstance(part, str) else ' '.join(self._value(part))
+
+    def _value(self, part: Expansion) -> list[str]:
+        """Return the values of `$NAME`, `${NAME[@]}`, `${NAME:-default}` or `$((sum))`."""
+        text = part.text
+        if text.startswith('$(('):
+            return self._sum(text)
+        if text.startswith(('$(', '`')):
+            return [self.unknown(text, 'the output of a command')]
+        inner = text[2:-1] if text.startswith('${') else text[1:]
+        match = re.fullmatch(r'(\w+|[@*#?$!-])(?:\[([@*])\])?(?:(:?[-=?])(.*))?', inner, re.DOTALL)
+        if not match:
+            return [self.unknown(text, 'a rewriting of a variable')]
+        name, every, default, instead = match.groups()
+        values = self.values.get(name)
+        if values is not None and (values != [''] or not default):
+            return [' '.join(values)] if every == '*' else list(values if every else values[:1])
+        if default and default[-1] != '?' and name not in self.reasons:
+            self.depth += 1
+            if self.depth > MAX_DEPTH:
+                raise ConfigError(f'{self.source}: {text:.80}: too many defaults in one another')
+            values = [''.join(self.joined(piece) for piece in word_of(instead, self.source))]
+            self.depth -= 1
+            if '=' in default:
+                self.values[name] = values
+            return values
+        is_argument = not re.match('[A-Za-z_]', name)
+        why = 'an argument of the script' if is_argument else 'the text does not set it'
+        return [self.unknown(text, self.reasons.get(name, why))]
+
+    def _sum(self, text: str) -> list[str]:
+        if len(text) > MAX_SUM:
+            return [self.unknown(text, 'a long sum')]
+        if self.forget_set('let', text, f'`{plain(text)}` changes it'):
+            return [self.unknown(text, 'a sum that changes a variable')]
+        inner = re.sub(
+            r'\$?\{?\b([A-Za-z_]\w*)\b\}?', lambda match: self._number(match[1]), text[3:-2]
+        )
+        try:
+            return [str(_number(ast.parse(inner.strip(), mode='eval').body))]
+        except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+            return [self.unknown(text, 'a sum of numbers that the text does not have')]
+
+    def _number(self, name: str) -> str:
+        return f'({"".join(self.values.get(name, ["?"]))})'
+
+    def unknown(self, text: str, reason: str) -> str:
+        """Return a piece, marked as unknown."""
+        text = plain(text)
+        self.reasons[text] = reason
+        return f'{OPEN}{text}{CLOSE}'
+
+    def check_size(self, words: Sequence[str]) -> None:
+        """Raise ConfigError if words are too long."""
+        if sum(map(len, words)) > MAX_CHARACTERS:
+            raise ConfigError(
+                f'{self.source}: its variables make more than {MAX_CHARACTERS:,} characters'
+            )
+
+
+def _fields(value: str) -> list[str]:
+    """Split a value at its blanks, but not within what is unknown."""
+    return re.findall(rf'(?:{OPEN}[^{CLOSE}]*{CLOSE}|[^\s{OPEN}])+', value)
+
+
+def _number(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        number = node.value
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        number = -_number(node.operand)
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        number = OPERATORS[type(node.op)](_number(node.left), _number(node.right))
+    else:
+        raise ValueError
+    if abs(number) > LARGEST:
+        raise ValueError
+    return number
