@@ -9,7 +9,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from megajax.config import ModelConfig
-from megajax.counts.parameters import dim_sizes, num_elements, parameters
+from megajax.counts.parameters import dim_sizes, elements, parameters
 from megajax.files.locks import folder_lock
 from megajax.processes.agree import SaveBarrier
 
@@ -83,7 +83,7 @@ def restore_gb(model: ModelConfig) -> int:
     Orbax would read up to 96 GB, and refuse a larger array.
     """
     sizes = dim_sizes(model)
-    return gb_to_read(max(num_elements(parameter, sizes) for _, parameter in parameters(model)))
+    return gb_to_read(max(elements(parameter.dims, sizes) for _, parameter in parameters(model)))
 
 
 def gb_to_read(elements: int) -> int:

@@ -1,6 +1,6 @@
 """The section `lora` of a config: low-rank adapters beside frozen weights."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from megajax.config.schema import Config
 
 Target = Literal['qkv', 'out', 'up', 'down']
-TARGETS: tuple[Target, ...] = ('qkv', 'out', 'up', 'down')
+TARGETS: tuple[Target, ...] = get_args(Target)
 
 
 class LoraConfig(Section):

@@ -19,6 +19,7 @@ from megajax.counts.collective import (
     activation,
     passes,
 )
+from megajax.counts.parameters import dim_sizes, elements
 from megajax.counts.products import Phase
 from megajax.counts.vision import vectors
 from megajax.hlo.program import Array
@@ -63,8 +64,8 @@ def is_left_out(sent: Expected, config: Config) -> bool:
 
 def _keys_values(config: Config) -> Array:
     """Return the keys and values of a layer, which Megatron gathers as it does all of QKV."""
-    model, of_images = config.model, vectors(config)
-    return of_images._replace(shape=(of_images.shape[0], 2 * model.num_kv_heads * model.head_dim))
+    of_images, columns = vectors(config), elements('UKH', dim_sizes(config.model))
+    return of_images._replace(shape=(of_images.shape[0], columns))
 
 
 def _sent(

@@ -1,11 +1,10 @@
-"""How a parameter is declared: its dims, its role and its initial values, and those of a layer.
+"""How a parameter is declared: its dims, its role and its initial values.
 
 Imports no jax.
 """
 
 import dataclasses
 import enum
-import math
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -87,68 +86,6 @@ class Parameter:
 Declared = Mapping[str, 'Parameter | Declared']
 
 
-def block(model: ModelConfig) -> Declared:
-    """Declare a layer: attention and a feed-forward network, each with a norm."""
-    std, last_std = model.init_std, out_std(model)
-    attention: dict[str, Parameter | Declared] = {
-        'norm': norm(model, 'D', summed='T'),
-        'qkv': linear('D', 'KCH', std, bias=model.qkv_bias),
-        'out': linear('Nh', 'D', last_std, bias=model.bias, summed='T'),
-    }
-    if model.norms_all_heads:  # sharded as the columns that they scale
-        dims = {'query_norm': 'KGH', 'key_norm': 'KH'}
-        attention |= {name: norm(model, letters, summed='') for name, letters in dims.items()}
-    elif model.qk_norm:
-        attention |= {name: norm(model, 'h', summed='N') for name in ('query_norm', 'key_norm')}
-    up = 'UF' if model.is_gated else 'F'
-    return {
-        'attention': attention,
-        'mlp': {
-            'norm': norm(model, 'D', summed='T'),
-            'up': linear('D', up, std, bias=model.bias),
-            'down': linear('F', 'D', last_std, bias=model.bias, summed='T'),
-        },
-    }
-
-
-def adapters(model: ModelConfig) -> Declared:
-    """Declare the adapters A and B of a layer's linear layers (LoRA, Hu et al., 2021).
-
-    The one without the sharded dim of the layer's weight is replicated, and each shard computes a
-    partial gradient of it. A begins as in PEFT, where its numbers are uniform with this std, and B
-    at zero, so that an adapter first adds nothing.
-    """
-    assert model.lora is not None
-    sublayers: dict[str, dict[str, Declared]] = {}
-    for name, parameter in named(block(model)):
-        sublayer, *linear, kind = name.split('.')
-        if kind != 'weight' or not linear or linear[0] not in model.lora.targets:
-            continue
-        inputs, outputs = parameter.inputs, parameter.outputs
-        sharded = 'N' if sublayer == 'attention' else 'F'
-        sizes = base_sizes(model)
-        std = (3 * math.prod(sizes[letter.upper()] for letter in inputs)) ** -0.5
-        of_a, of_b = ('', sharded) if outputs == 'D' else (sharded, '')
-        sublayers.setdefault(sublayer, {})[linear[0]] = {
-            'adapter': {
-                'A': Parameter(f'{inputs}Q', Role.ADAPTER, std, inputs=inputs, summed=of_a),
-                'B': Parameter(f'Q{outputs}', Role.ADAPTER, inputs='Q', summed=of_b),
-            }
-        }
-    return sublayers
-
-
-def joined(declared: Declared, others: Declared) -> Declared:
-    """Return the parameters of both, module by module."""
-    both = {**declared, **others}
-    for name in declared.keys() & others.keys():
-        one, other = declared[name], others[name]
-        assert not isinstance(one, Parameter)
-        assert not isinstance(other, Parameter)
-        both[name] = joined(one, other)
-    return both
-
-
 def out_std(model: ModelConfig) -> float:
     """Return the std of the weights of a product that adds to the residual stream."""
     # Each layer adds to the residual stream twice; this scale preserves its initial variance
@@ -197,9 +134,11 @@ def named(declared: Declared, prefix: str = '') -> Iterator[tuple[str, Parameter
 
 
 def frozen(declared: Declared) -> Declared:
-    """Return the same parameters without gradients and moments."""
+    """Return the same parameters, and all but adapters without gradients and moments."""
     return {
-        name: dataclasses.replace(x, is_frozen=True) if isinstance(x, Parameter) else frozen(x)
+        name: dataclasses.replace(x, is_frozen=not x.is_adapter)
+        if isinstance(x, Parameter)
+        else frozen(x)
         for name, x in declared.items()
     }
 

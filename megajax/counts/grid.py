@@ -23,8 +23,8 @@ from megajax.counts.collective import (
     activation,
     passes,
 )
-from megajax.counts.declaration import named
-from megajax.counts.parameters import declare, dim_sizes, num_elements, parameters, shape_of
+from megajax.counts.layers import Sublayer, layer
+from megajax.counts.parameters import dim_sizes, elements, parameters
 from megajax.counts.products import Phase
 from megajax.counts.qk_norm import sums_over_heads
 from megajax.hlo.program import Array
@@ -36,8 +36,8 @@ _SOURCE = 'Pope et al. (2022), section 3.2.2'
 def over_grid(config: Config) -> Iterator[Expected]:
     """Yield every collective over `row`, `model`, or both, except those of scalars."""
     for phase in passes(config):
-        for name in ('attention', 'mlp'):
-            yield from _sublayer(config, name, phase)
+        for sublayer in layer(config.model):
+            yield from _sublayer(config, sublayer, phase)
     yield from _embedding_and_head(config)
     yield from _loss(config)
     yield from _norms(config)
@@ -63,15 +63,15 @@ def _send(
         )
 
 
-def _sublayer(config: Config, name: str, phase: Phase) -> Iterator[Expected]:
-    """Yield the collectives of all layers' attention or feed-forward sublayers in one pass.
+def _sublayer(config: Config, sublayer: Sublayer, phase: Phase) -> Iterator[Expected]:
+    """Yield the collectives of a sublayer of all layers in one pass.
 
     Recomputation needs no output of a layer that no norm reads. Then it gathers the input of the
     last product only for the gradient of that weight, in the backward pass.
     """
-    layers = config.model.num_layers
+    name, layers = sublayer.name, config.model.num_layers
     residual = _residual(config, over=('row',))
-    first, second = _between(config, name)
+    first, second = _between(config, sublayer)
     steps = {
         'input': ('model', GATHER, residual),
         'first': ('row', SCATTER, first),
@@ -100,16 +100,15 @@ def _residual(config: Config, over: tuple[str, ...] = ()) -> Array:
     return Array(stream.dtype, (rows, tokens, size // (mesh.model_rows if 'row' in over else 1)))
 
 
-def _between(config: Config, name: str) -> tuple[Array, Array]:
+def _between(config: Config, sublayer: Sublayer) -> tuple[Array, Array]:
     """Return the result of a sublayer's first product, and the input of its second, in a column."""
-    declared = dict(named(declare(config.model)))
-    weights = ('attention.qkv', 'attention.out') if name == 'attention' else ('mlp.up', 'mlp.down')
-    first, second = (declared[f'layers.{weight}.weight'] for weight in weights)
     dtype, rows = HLO_DTYPES[config.train.dtype], (config.microbatch_rows, config.train.seq_len)
     sizes, columns = dim_sizes(config.model), config.mesh.model
-    widths = (prod(shape_of(dims, sizes)) // columns for dims in (first.outputs, second.inputs))
-    before, after = (Array(dtype, (*rows, width)) for width in widths)
-    return before, after
+    first, second = (
+        Array(dtype, (*rows, elements(dims, sizes) // columns))
+        for dims in (sublayer.first.outputs, sublayer.second.inputs)
+    )
+    return first, second
 
 
 def _embedding_and_head(config: Config) -> Iterator[Expected]:
@@ -157,7 +156,7 @@ def _vectors(config: Config) -> Iterator[Expected]:
     """
     shards = Layout.of(config).shards
     sizes = dim_sizes(config.model)
-    count = sum(num_elements(x, sizes, shards) for _, x in parameters(config.model) if x.summed)
+    count = sum(elements(x.dims, sizes, shards) for _, x in parameters(config.model) if x.summed)
     yield from _send(config, 'gradients', 'step', 'model', REDUCE, Array('f32', (count,)))
 
 
@@ -171,7 +170,7 @@ def _vectors_over_row(config: Config) -> Iterator[Expected]:
     heads = {'query_norm': sizes['N'], 'key_norm': sizes['K']}
     for name, x in parameters(config.model):
         if x.is_stacked and not x.is_matrix and 'D' not in x.dims:
-            count = num_elements(x, sizes, shards) // config.model.num_layers
+            count = elements(x.dims, sizes, shards) // config.model.num_layers
             if x.summed == 'N':
                 count *= heads[name.split('.')[-2]] // config.mesh.model
             # Batch-split overlap computes each half of the rows by itself.

@@ -26,7 +26,8 @@ from megajax.counts.context import over_context, own_over_context
 from megajax.counts.cross_attention import cross_layers
 from megajax.counts.data_parallel import over_data
 from megajax.counts.grid import over_grid
-from megajax.counts.parameters import dim_sizes, num_elements, parameters
+from megajax.counts.layers import layer
+from megajax.counts.parameters import dim_sizes, elements, parameters
 from megajax.counts.products import Phase
 from megajax.counts.qk_norm import sums_over_heads
 from megajax.counts.stages import (
@@ -162,7 +163,7 @@ def _layers(config: Config, runs: Runs) -> Iterator[Expected]:
     narrow = stream._replace(dtype='f8e4m3fn') if config.train.dtype == 'fp8' else stream
     gradient = stream._replace(dtype='f8e5m2') if config.train.dtype == 'fp8' else stream
     learns = config.lora is not None or not config.model.is_decoder_frozen
-    for name in ('attention', 'mlp'):
+    for name, *_ in layer(config.model):
         for phase in passes(config):
             is_backward = phase == 'backward'
             gathered = (gradient if is_backward else narrow, (GATHER,)), (stream, (SCATTER,))
@@ -177,7 +178,7 @@ def over_products(config: Config) -> Iterator[Expected]:
 
     Those of the weights are the same on all data shards.
     """
-    products = 4 * config.model.num_layers
+    products = 2 * len(layer(config.model)) * config.model.num_layers
     for axes, count in ((config.mesh.sizes, 3 * products), (('row', 'model'), products)):
         size = prod(config.mesh.sizes[axis] for axis in axes if axis in config.mesh.sizes)
         if size > 1:
@@ -203,9 +204,8 @@ def few_kv_heads(config: Config, runs: Runs | None = None) -> Iterator[Expected]
     model, runs = config.model, runs or Runs.of_megatron(config)
     if model.num_kv_heads >= config.mesh.model:
         return
-    columns = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    qkv = activation(config)
-    qkv = qkv._replace(shape=(*qkv.shape[:2], columns))
+    stream, outputs = activation(config), layer(model)[0].first.outputs
+    qkv = stream._replace(shape=(*stream.shape[:2], elements(outputs, dim_sizes(model))))
     for phase in passes(config):
         kind = SCATTER if phase == 'backward' else GATHER
         yield from _over_model(config, 'attention', phase, (kind,), qkv, runs.layers)
@@ -243,7 +243,7 @@ def _vectors(config: Config, runs: Runs) -> Iterator[Expected]:
     partial = heads + (tokens if config.mesh.sequence_parallel else [])
     if partial:
         sizes, shards = dim_sizes(config.model), {'L': config.mesh.stages}
-        array = Array('f32', (sum(num_elements(x, sizes, shards) for x in partial),))
+        array = Array('f32', (sum(elements(x.dims, sizes, shards) for x in partial),))
         yield Expected(
             site=Site('gradients', 'step', 'model'),
             kind=REDUCE,

@@ -13,19 +13,16 @@ from typing import NamedTuple
 
 from megajax.config.model import ModelConfig
 from megajax.config.schema import Config
+from megajax.counts import layers
 from megajax.counts.declaration import (
     Declared,
     Parameter,
     Role,
-    adapters,
     base_sizes,
-    block,
     frozen,
-    joined,
     linear,
     named,
     norm,
-    out_std,
     prefixed,
     stacked,
 )
@@ -49,7 +46,7 @@ def declare(model: ModelConfig) -> Declared:
     std = model.init_std
     declared: dict[str, Parameter | Declared] = {
         'embedding': {'table': Parameter('Vd', Role.MATRIX, std, inputs='d')},
-        'layers': stacked(block(model)),
+        'layers': stacked(layers.declared(model, layers.layer(model))),
         'norm': norm(model, 'D', summed='T'),
     }
     if model.position == 'learned':
@@ -60,8 +57,6 @@ def declare(model: ModelConfig) -> Declared:
         declared |= _bert(model)
     if model.is_decoder_frozen:
         declared = dict(frozen(declared))
-    if model.lora is not None:
-        declared = dict(joined(declared, {'layers': stacked(adapters(model))}))
     if model.vision is not None:
         declared['vision'] = of_encoder(declare_vision(model.vision))
         if model.vision.relevance is not None:
@@ -72,22 +67,17 @@ def declare(model: ModelConfig) -> Declared:
 
 
 def _cross_attention(model: ModelConfig) -> Declared:
-    """Declare the layers that attend to images; as in Llama 3.2, no projection has a bias.
+    """Declare the layers that attend to images.
 
     The keys and values of all layers are one product, outside of the layers.
     """
-    attention: dict[str, Parameter | Declared] = {
-        'norm': norm(model, 'D', summed='T'),
-        'query': linear('D', 'Nh', model.init_std),
-        'query_norm': norm(model, 'h', summed='N'),
-        'out': linear('Nh', 'D', out_std(model)),
-    }
     assert model.vision is not None
+    sublayers = layers.declared(model, layers.cross_layer(model))
     gates = Parameter('U', Role.VECTOR, value=model.vision.cross_gate, summed='T')
     return {
         'key_value': linear('D', 'JKUH', model.init_std),
         'key_norm': prefixed(norm(model, 'h', summed='N'), 'J'),
-        'layers': prefixed({**block(model), 'attention': attention, 'gates': gates}, 'J'),
+        'layers': prefixed({**sublayers, 'gates': gates}, 'J'),
     }
 
 
@@ -129,19 +119,17 @@ def shape_of(dims: str, sizes: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(sizes[letter.upper()] for letter in dims)
 
 
-def num_elements(
-    parameter: Parameter, sizes: Mapping[str, int], shards: Mapping[str, int] = UNSHARDED
-) -> int:
-    """Return the elements of a parameter on a device; `shards` has the shards of each letter."""
-    sharding = math.prod(shards.get(letter, 1) for letter in parameter.dims)
-    return math.prod(shape_of(parameter.dims, sizes)) // sharding
+def elements(dims: str, sizes: Mapping[str, int], shards: Mapping[str, int] = UNSHARDED) -> int:
+    """Return the elements of these dims on a device; `shards` has the shards of each letter."""
+    sharding = math.prod(shards.get(letter, 1) for letter in dims)
+    return math.prod(shape_of(dims, sizes)) // sharding
 
 
 def num_at_rest(parameter: Parameter, model: ModelConfig, layout: Layout) -> int:
     """Return the elements of a parameter on a device between steps, with their padding."""
     sizes = dim_sizes(model)
     if not parameter.is_matrix:
-        return num_elements(parameter, sizes, layout.shards)
+        return elements(parameter.dims, sizes, layout.shards)
     dims, shards = parameter.dims, layout.shards_at_rest(parameter.dims)
     shape = map(sum, zip(shape_of(dims, sizes), layout.padding(dims), strict=True))
     return math.prod(shape) // math.prod(shards.get(letter, 1) for letter in dims)
@@ -182,7 +170,7 @@ def count(
     `learned`, only those that are not frozen.
     """
     sizes = [
-        (parameter, num_elements(parameter, dim_sizes(model), dict(shards)))
+        (parameter, elements(parameter.dims, dim_sizes(model), dict(shards)))
         for name, parameter in parameters(model)
         if (modules is None or name.split('.')[0] in modules)
         and not (learned and parameter.is_frozen)
@@ -228,7 +216,7 @@ def num_parameters(model: ModelConfig, *, padded: bool = False, trained: bool = 
     """
     sizes = dim_sizes(model) if padded else {**dim_sizes(model), 'V': model.vocab_size}
     return sum(
-        num_elements(parameter, sizes)
+        elements(parameter.dims, sizes)
         for _, parameter in parameters(model)
         if not (trained and parameter.is_frozen)
     )

@@ -7,14 +7,13 @@ step (`plan/time.py`) and the expectations of `inspect` on a compiled program fo
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import Literal
 
 from megajax.config.model import Part
 from megajax.config.overlap_rules import repeats_outputs
 from megajax.config.schema import Config
 from megajax.counts.declaration import Parameter
-from megajax.counts.parameters import declare, dim_sizes, parameters
+from megajax.counts.parameters import declare, dim_sizes, elements, parameters
 from megajax.counts.passes import num_passes
 from megajax.counts.relevance import level_products, network_products
 from megajax.parallel.layout import Layout
@@ -234,8 +233,7 @@ class _Counted:
             yield from self.with_weight(name, 'layers', parameter, self.tokens, times)
             is_last = name in (last, f'{last} B')
             if train.recompute == 'full' and (not is_last or recomputes_last):
-                n, k = self._output_and_input(parameter)
-                sizes = self.tokens, n, k
+                sizes = self.tokens, *self._output_and_input(parameter)
                 yield Product(
                     name=name, where='layers', phase='recompute', sizes=sizes, times=times
                 )
@@ -332,9 +330,5 @@ class _Counted:
     def _output_and_input(self, weight: Parameter) -> tuple[int, int]:
         """Return output and input size of a weight on a device."""
         sizes = dim_sizes(self.config.model)
-        n, k = (
-            prod(sizes[letter.upper()] for letter in group)
-            // prod(self.shards.get(letter, 1) for letter in group)
-            for group in (weight.outputs, weight.inputs)
-        )
+        n, k = (elements(dims, sizes, self.shards) for dims in (weight.outputs, weight.inputs))
         return n, k

@@ -28,7 +28,7 @@ from megajax.counts.declaration import Parameter
 from megajax.counts.parameters import (
     Counts,
     dim_sizes,
-    num_elements,
+    elements,
     own_counts,
     parameters,
     shape_of,
@@ -246,4 +246,4 @@ def _padded(config: Config, chosen: list[Parameter]) -> int:
 
 def _count(config: Config, chosen: list[Parameter]) -> int:
     sizes = dim_sizes(config.model)
-    return sum(num_elements(x, sizes) for x in chosen)
+    return sum(elements(x.dims, sizes) for x in chosen)

@@ -8,13 +8,13 @@ import functools
 from collections.abc import Mapping
 
 from megajax.config.model import TEXTURE_CHANNELS, ModelConfig, RelevanceConfig, VisionConfig
+from megajax.counts import layers
 from megajax.counts.declaration import (
     IMAGES,
     Declared,
     Parameter,
     Role,
     base_sizes,
-    block,
     frozen,
     linear,
     norm,
@@ -49,7 +49,7 @@ def declare_vision(vision: VisionConfig) -> Declared:
     declared: dict[str, Parameter | Declared] = {
         'patch': linear('YQX', 'D', patch_std, bias=True),
         'position': {'table': Parameter('SD', Role.TABLE, POSITION_STD)},
-        'layers': stacked(block(blocks)),
+        'layers': stacked(layers.declared(blocks, layers.layer(blocks))),
         'merger': merger('D'),
     }
     if vision.deepstack:

@@ -3,7 +3,6 @@
 The named scopes in its path decide, and for gradients of some parameters their size.
 """
 
-import dataclasses
 import functools
 import re
 from math import prod
@@ -12,7 +11,7 @@ from megajax.config import Config
 from megajax.config.overlap_rules import repeats_outputs, rung
 from megajax.counts.collective import Site, activation
 from megajax.counts.context import keys
-from megajax.counts.parameters import dim_sizes, num_elements, parameters
+from megajax.counts.parameters import dim_sizes, elements, parameters
 from megajax.counts.products import Phase
 from megajax.counts.vision import relevance_arrays, shapes, vectors
 from megajax.hlo.collectives import Collective
@@ -209,8 +208,6 @@ def _partial_sizes(config: Config) -> frozenset[int]:
     sizes, partial_sizes = dim_sizes(model), set[int]()
     for _, parameter in parameters(model):
         if parameter.summed and parameter.owner == 'decoder':
-            partial_sizes.add(num_elements(parameter, sizes, shards))
-            if parameter.is_stacked:
-                of_layer = dataclasses.replace(parameter, dims=parameter.dims_of_layer)
-                partial_sizes.add(num_elements(of_layer, sizes, shards))
+            for dims in (parameter.dims, parameter.dims_of_layer):
+                partial_sizes.add(elements(dims, sizes, shards))
     return frozenset(partial_sizes)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from megajax.config import Config
 from megajax.config.mesh import MeshConfig
 from megajax.config.schema import OptimConfig
-from megajax.counts.parameters import dim_sizes, num_elements, parameters
+from megajax.counts.parameters import dim_sizes, elements, parameters
 from megajax.counts.vision import images_of_device, vectors
 from megajax.plan.held import Held
 from megajax.plan.sizes import BYTES, FLOAT32, Sizes
@@ -76,8 +76,9 @@ def encoder_bytes(config: Config) -> EncoderBytes:
     alone = Sizes(as_model(config))
     again = alone.kept_by_layer if config.train.recompute == 'full' else 0
     return EncoderBytes(
-        weights=BYTES[config.train.dtype] * sum(num_elements(x, sizes) for x in own if x.is_matrix),
-        gradients=FLOAT32 * sum(num_elements(x, sizes) for x in learned),
+        weights=BYTES[config.train.dtype]
+        * sum(elements(x.dims, sizes) for x in own if x.is_matrix),
+        gradients=FLOAT32 * sum(elements(x.dims, sizes) for x in learned),
         kept=alone.kept if learned else 0,
         buffers=again + alone.buffers_of_layer if learned else 0,
         vectors=vectors(config).bytes,

@@ -4,7 +4,7 @@ import dataclasses
 from math import sqrt
 
 from megajax.config import Config
-from megajax.counts.parameters import dim_sizes, dtype_at_rest, num_elements, parameters
+from megajax.counts.parameters import dim_sizes, dtype_at_rest, elements, parameters
 from megajax.plan.network import Cluster
 from megajax.plan.sizes import BYTES
 from megajax.plan.time import StepTime
@@ -69,7 +69,7 @@ def faults(
     sizes = dim_sizes(config.model)
     moments = 2 * BYTES[config.optim.moments_dtype]
     size = sum(
-        num_elements(one, sizes)
+        elements(one.dims, sizes)
         * (BYTES[dtype_at_rest(one, config)] + (0 if one.is_frozen else moments))
         for _, one in parameters(config.model)
     )

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from megajax.config import Config
-from megajax.counts.parameters import megatron_counts
+from megajax.counts.layers import layer
+from megajax.counts.parameters import dim_sizes, elements, megatron_counts
 from megajax.counts.stages import Runs, ticks
 from megajax.plan.sizes import BYTES
 
@@ -24,12 +25,13 @@ class Traffic:
 def traffic_of_layers(config: Config, *, flash: bool) -> Iterator[Traffic]:
     """Yield the operations of the layers; each fused one reads and writes an array once."""
     # Between two products of a sublayer a grid shards the rows of the batch.
-    model, t = config.model, config.mesh.tensor_parallel
+    model, t, widths = config.model, config.mesh.tensor_parallel, dim_sizes(config.model)
+    attention, mlp = layer(model)
     tokens = config.microbatch_rows * config.train.seq_len // config.mesh.context
     size = BYTES[config.train.dtype]
     residual = tokens * model.hidden_size * size / (t if config.mesh.sequence_parallel else 1)
-    heads = tokens * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * size / t
-    ffn = tokens * model.ffn_size * size / t
+    heads = tokens * elements(attention.first.outputs, widths) * size / t
+    ffn = tokens * elements(mlp.second.inputs, widths) * size / t
     times = Runs.of_stages(config).layers
     forwards = 2 if config.train.recompute == 'full' else 1
     # Norms read and write one array; adding to the residual reads two and writes one. The backward

@@ -23,7 +23,7 @@ from megajax.config.overlap_rules import gathers_ahead, has_head, in_order, is_s
 from megajax.counts.collective import PERMUTE
 from megajax.counts.flops import uses_flash
 from megajax.counts.megatron import GATHER, REDUCE, SCATTER, Expected
-from megajax.counts.parameters import dim_sizes, num_elements, own_counts, parameters
+from megajax.counts.parameters import dim_sizes, elements, own_counts, parameters
 from megajax.counts.products import Phase
 from megajax.counts.stages import ticks
 
@@ -130,7 +130,7 @@ def _share_of_attention(model: ModelConfig) -> float:
     matrices = {name: x for name, x in parameters(model) if x.is_stacked and x.is_matrix}
     of_attention = [x for name, x in matrices.items() if 'attention' in name.split('.')]
     attention, layer = (
-        sum(num_elements(x, sizes) for x in group) for group in (of_attention, matrices.values())
+        sum(elements(x.dims, sizes) for x in group) for group in (of_attention, matrices.values())
     )
     return attention / layer
 

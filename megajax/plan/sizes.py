@@ -12,10 +12,11 @@ from megajax.config import Config, ModelConfig
 from megajax.config.overlap_rules import in_order, repeats_outputs, rung
 from megajax.counts.chunks import chunk_sizes
 from megajax.counts.flops import uses_flash
+from megajax.counts.layers import layer
 from megajax.counts.parameters import (
     dim_sizes,
+    elements,
     num_at_rest,
-    num_elements,
     own_counts,
     parameters,
 )
@@ -57,17 +58,18 @@ class Sizes:
         self.learned = own_counts(config, learned=True).all
         self.learned_tables = 0 if model.is_decoder_frozen else self.num_tables
 
+        widths, (attention, mlp) = dim_sizes(model), layer(model)
         of_tokens = self.itemsize * self.tokens
         between = self.tokens // shards('D') * self.itemsize  # tokens between two products
         # The input of a column-parallel product.
         self.whole = of_tokens * model.hidden_size // shards('D')
         self.residual = self.whole // shards('T')
-        self.queries = between * model.num_heads * model.head_dim // shards('N')
-        self.keys = between * max(model.num_kv_heads, shards('N')) * model.head_dim // shards('N')
+        self.queries = between * elements(attention.second.inputs, widths, layout.shards)
+        self.keys = between * max(model.num_kv_heads, shards('N')) * widths['H'] // shards('N')
         # The inputs of the row-parallel products; in a grid they are gathered over `row`.
         self.heads = self.queries * shards('D')
-        self.hidden = of_tokens * model.ffn_size // shards('F')
-        self.up = (2 if model.is_gated else 1) * self.hidden // shards('D')
+        self.hidden = of_tokens * elements(mlp.second.inputs, widths, layout.shards)
+        self.up = between * elements(mlp.first.outputs, widths, layout.shards)
         # The number of scores, not their bytes.
         self.scores = self.tokens // shards('D') * self.length * model.num_heads // shards('N')
         # JAX gives cuDNN the documents as a bias of the scores, one for all heads, and cuDNN
@@ -215,14 +217,14 @@ def at_rest(model: ModelConfig, layout: Layout) -> AtRest:
     counts = {name: (x, num_at_rest(x, model, layout)) for name, x in parameters(model)}
     matrices = [(x, size) for x, size in counts.values() if x.is_matrix]
     layer = sum(
-        num_elements(x, sizes, layout.shards) for x, _ in matrices if x.dims.startswith('L')
+        elements(x.dims, sizes, layout.shards) for x, _ in matrices if x.dims.startswith('L')
     )
     return AtRest(
         all=sum(size for _, size in counts.values()),
         layers=sum(size for x, size in counts.values() if x.is_stacked),
         inputs=sum(size for x, size in matrices if x.is_stacked and x.inputs != 'D'),
         table=counts['embedding.table'][1],
-        early=sum(num_elements(x, sizes, layout.shards) for x, _ in matrices if x.summed),
+        early=sum(elements(x.dims, sizes, layout.shards) for x, _ in matrices if x.summed),
         layer=layer * layout.num_shards('L') // model.num_layers,
         learned=sum(size for x, size in counts.values() if not x.is_frozen),
         learned_layers=sum(size for x, size in counts.values() if x.is_stacked and not x.is_frozen),

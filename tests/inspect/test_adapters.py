@@ -8,7 +8,7 @@ from support import exhaustive, make_config, slow
 from megajax.config import Config
 from megajax.config.lora import without_adapters
 from megajax.counts.declaration import Parameter
-from megajax.counts.parameters import dim_sizes, num_elements, parameters
+from megajax.counts.parameters import dim_sizes, elements, parameters
 from megajax.inspect.audit import audit
 from megajax.inspect.compile import compile_for
 from megajax.inspect.report import to_text
@@ -39,13 +39,13 @@ def gradient_bytes(config: Config, axis: str) -> float:
     """The ring all-reduce of all adapters over `data`, or of their replicated halves."""
     sizes, count = dim_sizes(config.model), getattr(config.mesh, axis)
 
-    def elements(x: Parameter) -> int:
+    def sent(x: Parameter) -> int:
         shared = axis == 'model' or x.summed
-        return num_elements(x, sizes) // (1 if shared else config.mesh.model)
+        return elements(x.dims, sizes) // (1 if shared else config.mesh.model)
 
     adapters = [x for _, x in parameters(config.model) if not x.is_frozen]
     summed = [x for x in adapters if axis == 'data' or x.summed]
-    return 2 * (count - 1) / count * 4 * sum(map(elements, summed))
+    return 2 * (count - 1) / count * 4 * sum(map(sent, summed))
 
 
 @pytest.mark.parametrize(
