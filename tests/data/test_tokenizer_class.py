@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from twelve_tokenizers import EOD, TWELVE, byte_level, random_text, sentencepiece, with_added_tokens
+from twelve_tokenizers import (
+    EOD,
+    SENTENCES,
+    TWELVE,
+    byte_level,
+    random_text,
+    sentencepiece,
+    with_added_tokens,
+)
 
 from megajax.config import ConfigError
 from megajax.data.text.tokenizer import load_tokenizer
-from megajax.data.text.tokenizer_class import CLASSES, OTHERS, QWEN2
+from megajax.data.text.tokenizer_class import CLASSES, MISTRAL, OTHERS, QWEN2
 
 KEYS: dict[str, list[dict[str, Any]]] = {
     'GPT2Tokenizer': [{}, {'add_prefix_space': True}],
@@ -136,6 +144,46 @@ def test_every_class_of_transformers_that_makes_its_own_parts_is_known() -> None
         and '__init__' in made.__dict__
     }
     assert {name for name in own if not OTHERS.fullmatch(name)} == CLASSES.keys()
+
+
+def one_part() -> Backend:
+    backend = byte_level()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return backend
+
+
+@pytest.mark.parametrize(
+    ('make', 'model', 'is_fixed'),
+    [
+        (TWELVE["Llama 3's Split"], {'model_type': 'mistral'}, True),
+        (one_part, {'model_type': 'mistral', 'transformers_version': '4.57.1'}, True),
+        (TWELVE['Metaspace first'], {'transformers_version': '5.0.0.dev0'}, True),
+        (one_part, {'model_type': 'mistral', 'transformers_version': '5.0.0'}, False),
+        (one_part, {'model_type': 'llama'}, False),
+        (one_part, None, False),
+    ],
+)
+def test_a_mistral_has_the_regex_that_transformers_gives_it(
+    make: Any, model: dict[str, str] | None, is_fixed: bool, tmp_path: Path
+) -> None:
+    content = json.loads(make().to_str())
+    vocab = content['model']['vocab']
+    vocab |= {f'never {i}': i for i in range(make().get_vocab_size(), 100_001)}
+    end = '</s>' if '</s>' in vocab else EOD
+    keys = {'tokenizer_class': 'PreTrainedTokenizerFast', 'fix_mistral_regex': True}
+    path = write(tmp_path, Backend.from_str(json.dumps(content)), eos_token=end, **keys)
+    (tmp_path / 'config.json').unlink()
+    if model is not None:
+        (tmp_path / 'config.json').write_text(json.dumps(model))
+    ours = load_tokenizer(path)._backend
+    assert (json.dumps(MISTRAL) in json.dumps(json.loads(ours.pre_tokenizer.__getstate__()))) == (
+        is_fixed
+    )
+    transformers = pytest.importorskip('transformers')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path).backend_tokenizer
+    assert ours.pre_tokenizer.__getstate__() == theirs.pre_tokenizer.__getstate__()
+    for text in ('theCat sayIt 123 on/\n\n the', *SENTENCES[:4]):
+        assert ours.encode(text).ids == theirs.encode(text).ids
 
 
 def properties(token: AddedToken, **changed: bool) -> dict[str, Any]:

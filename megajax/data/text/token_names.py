@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megajax.config.errors import ConfigError
-from megajax.data.text.tokenizer_class import build_as_class
+from megajax.data.text.tokenizer_class import build_as_class, fix_mistral_regex
 from megajax.files.json_file import read_json
 from megajax.render.text import shorten
 
@@ -97,6 +97,7 @@ def name_tokens(
         if token['content'] not in known:
             added.setdefault(token['content'], {**token, 'special': True})
     _add(backend, added, {*named.values()}, where)
+    fix_mistral_regex(backend, config, model)
     if name == 'Qwen2Tokenizer':  # which gives special tokens the usual properties
         _add(backend, {token: {} for token in special}, special, where)
     return TokenNames(named, str(end) if end else _end(path, model, backend)), backend

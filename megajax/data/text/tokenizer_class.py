@@ -21,6 +21,14 @@ QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
+# Those of Mistral's large vocabularies, for which transformers 4 wrote Llama 3's
+MISTRAL = (
+    r'[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+'
+    r'|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*'
+    r'|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+MISTRALS = None, 'mistral', 'mistral3', 'voxtral', 'ministral', 'pixtral'
+MISTRAL_ENTRIES = 100_000  # that a vocabulary has more than
 SPACE = '\u2581'  # of SentencePiece
 AS_IT_IS = 'PreTrainedTokenizerFast'
 BYTES, PIECES = 'byte-level BPE', 'BPE of SentencePiece'  # kinds of vocabularies
@@ -88,6 +96,33 @@ def build_as_class(
         return backend
     content = json.loads(backend.to_str()) | {'added_tokens': []}
     return type(backend).from_str(json.dumps(content))
+
+
+def fix_mistral_regex(backend: 'tokenizers.Tokenizer', keys: Keys, model: Keys) -> None:
+    """Split a text as transformers does if tokenizer_config.json, `keys`, has `fix_mistral_regex`.
+
+    It heeds the key for large vocabularies next to a config.json, `model`, of a Mistral that a
+    version before 5 wrote.
+    """
+    from tokenizers import Regex, pre_tokenizers
+
+    version, old = str(model.get('transformers_version') or '4.'), backend.pre_tokenizer
+    is_heeded = (
+        keys.get('fix_mistral_regex')
+        and model
+        and model.get('model_type') in MISTRALS
+        and re.match(r'[0-4]\.|5\.0\.0\.?(dev|a|b|rc)', version)
+        and backend.get_vocab_size() > MISTRAL_ENTRIES
+    )
+    if not is_heeded or old is None:
+        return
+    split = pre_tokenizers.Split(Regex(MISTRAL), 'isolated')
+    if isinstance(old, pre_tokenizers.Sequence):
+        old[0] = split
+    elif isinstance(old, pre_tokenizers.Metaspace):
+        old = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    is_sequence = isinstance(old, pre_tokenizers.Sequence)
+    backend.pre_tokenizer = old if is_sequence else pre_tokenizers.Sequence([split, old])
 
 
 def _kind(backend: 'tokenizers.Tokenizer') -> str:
