@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import support
 from flax import nnx
 from support import (
     assert_close,
@@ -212,6 +213,7 @@ def test_more_padding_changes_no_logit(monkeypatch):
         expected = logits(model)
         monkeypatch.setattr('megajax.config.model.VOCAB_MULTIPLE', 2048)
         monkeypatch.setattr('megajax.model.parameters.dim_sizes', inspect.unwrap(dim_sizes))
+        monkeypatch.setattr('support._abstract_state', inspect.unwrap(support._abstract_state))
         wider = make_decoder(config)
         assert wider.head_Vd.shape[0] == 2 * model.head_Vd.shape[0] == 2048
         nnx.update(wider, jax.tree.map(over, nnx.state(model), nnx.state(wider)))
